@@ -1,0 +1,34 @@
+# One environment, .venv in this checkout, holds the trainer and the engine. Made once, again when its versions change.
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3,$(shell command -v $(name))))
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install --no-warn-conflicts
+
+.PHONY: quickstart test lint clean
+
+quickstart: .venv/.mrl-run  ## train a tiny model by SFT and PPO, TP2 x PP2, with SGLang, on this machine
+	@$(BIN)/python tools/quickstart.py
+
+test: lint
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+lint: .venv/.mrl-dev
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+# SGLang's own requirements are CUDA's: it goes in without them, and the extra `cpu` has what it imports here.
+.venv/.mrl-run: setup.py constraints.txt
+	@test -x $(BIN)/python || { echo "making .venv with $(PYTHON)"; $(PYTHON) -m venv .venv; }
+	@echo "installing trainer and engine into .venv (1.5 GB, a few minutes)"
+	@$(PIP) --constraint constraints.txt torch
+	@$(PIP) --constraint constraints.txt --no-deps sglang xgrammar
+	@$(PIP) --constraint constraints.txt --editable '.[cpu]'
+	@touch $@
+
+.venv/.mrl-dev: .venv/.mrl-run
+	@echo "installing pytest, ruff and mypy into .venv"
+	@$(PIP) --constraint constraints.txt --editable '.[cpu,dev]'
+	@touch $@
+
+clean:  ## the environment and what tools leave behind; never runs/
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,146 @@
+"""Advantage estimators by name.
+
+Tensors are dense [B, T]: one row a response, `response_mask` True on the tokens the policy chose. Masks may have holes
+(observations between turns) and rows may be empty. Everything an estimator needs to know about groups is in `group`,
+so call it with the whole global batch. Advantages and returns are 0 outside the mask (verl's gae leaves whitened
+values there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mrl.algo.registry import Registry
+from mrl.algo.scan import discounted_suffix_sum
+from mrl.algo.stats import check_same_shape, whiten
+
+GROUP_STD_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What an estimator may use; see `compute` for the shapes. `mask` is bool."""
+
+    token_rewards: Tensor
+    values: Tensor | None
+    mask: Tensor
+    group: Tensor
+    gamma: float
+    lam: float
+    norm_adv_by_std_in_grpo: bool
+
+
+Estimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
+ESTIMATORS: Registry[Estimator] = Registry("advantage estimator")
+
+
+def compute(
+    name: str,
+    *,
+    token_rewards: Tensor,
+    response_mask: Tensor,
+    group: Tensor,
+    values: Tensor | None = None,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(advantages [B, T], returns [B, T]) by the estimator called `name`.
+
+    token_rewards [B, T] floating point: the score on a response's last token, plus per-token terms such as -beta * KL
+    response_mask [B, T] bool or 0/1
+    group [B] int64: responses to one prompt share a number (any numbers, in any order)
+    values [B, T]: the critic's, for gae
+    No gradient flows into the results. Raises ValueError for an unknown name, shapes that do not fit, missing values.
+    """
+    estimator = ESTIMATORS.get(name)
+    check_same_shape(token_rewards=token_rewards, response_mask=response_mask)
+    if token_rewards.dim() != 2 or group.shape != token_rewards.shape[:1]:
+        raise ValueError(f"token_rewards is {list(token_rewards.shape)} and group {list(group.shape)}: not [B, T], [B]")
+    if values is not None:
+        check_same_shape(token_rewards=token_rewards, values=values)
+    with torch.no_grad():
+        return estimator(
+            AdvantageInputs(token_rewards, values, response_mask.bool(), group, gamma, lam, norm_adv_by_std_in_grpo)
+        )
+
+
+@ESTIMATORS.register("gae")
+def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438), whitened over the mask.
+
+    delta_t = r_t + gamma * V(next) - V_t and A_t = delta_t + gamma * lam * A(next), where "next" is the next token
+    *inside the mask*: masked tokens carry V and the sum through and do not reset them (verl's convention). Their own
+    rewards and values are not used. returns = A + V from before the whitening. verl always whitens; slime and
+    Megatron-LM have a flag; OpenRLHF uses the biased variance.
+    """
+    if inputs.values is None:
+        raise ValueError("advantage estimator 'gae' needs values: configure a critic, or use a group estimator")
+    mask, outside = inputs.mask, ~inputs.mask
+    rewards = inputs.token_rewards.masked_fill(outside, 0)
+    values = inputs.values.masked_fill(outside, 0)
+    if _has_holes(mask):
+        advantages = _gae_of_mask_with_holes(rewards, values, mask, inputs.gamma, inputs.lam)
+    else:
+        advantages = _gae_of_left_aligned(rewards, values, inputs.gamma, inputs.lam)
+        advantages = advantages.masked_fill_(outside, 0)
+    return whiten(advantages, mask), advantages + values
+
+
+def _has_holes(mask: Tensor) -> bool:
+    return bool((mask[:, 1:] & ~mask[:, :-1]).any())
+
+
+def _gae_of_left_aligned(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
+    """[B, T] -> [B, T]; rows hold zeros after their last token, so nothing has to be carried."""
+    delta = rewards - values
+    delta[:, :-1].add_(values[:, 1:], alpha=gamma)
+    return discounted_suffix_sum(delta, gamma * lam)
+
+
+def _gae_of_mask_with_holes(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+    """Skipping masked tokens is the same as closing the gaps, scanning, and opening them again."""
+    closed = torch.arange(mask.shape[1], device=mask.device) < mask.sum(1, keepdim=True)
+    closed_rewards = torch.zeros_like(rewards).masked_scatter_(closed, rewards[mask])
+    closed_values = torch.zeros_like(values).masked_scatter_(closed, values[mask])
+    advantages = _gae_of_left_aligned(closed_rewards, closed_values, gamma, lam)
+    return torch.zeros_like(values).masked_scatter_(mask, advantages[closed])
+
+
+@ESTIMATORS.register("grpo")
+def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Group-relative advantage (arXiv 2402.03300): (R - mean_G) / (std_G + 1e-6) on every token of the response.
+
+    R is the sum of a response's token rewards. The standard deviation has ddof 1. A group of one has mean 0 and std 1,
+    so it keeps its raw score (as verl's): callers should warn. `norm_adv_by_std_in_grpo=False` leaves the division out
+    (Dr.GRPO, arXiv 2503.20783). Not whitened; returns = advantages.
+
+    Peers: TRL adds 1e-4, OpenRLHF 1e-9, NeMo-RL takes leave-one-out statistics, Megatron-LM ddof 0 and 1e-4.
+    """
+    scores = inputs.token_rewards.sum(1)
+    mean, std = group_mean_std(scores, inputs.group)
+    advantage = scores.double() - mean
+    if inputs.norm_adv_by_std_in_grpo:
+        advantage = advantage / (std + GROUP_STD_EPS)
+    advantages = advantage.to(scores.dtype)[:, None].expand_as(inputs.mask).masked_fill(~inputs.mask, 0)
+    return advantages, advantages.clone()
+
+
+def group_mean_std(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """Each response's group mean and standard deviation (ddof 1), [B] float64; groups of one: mean 0, std 1.
+
+    In float64, so that equal scores have a spread of exactly 0: a rounding error divided by 1e-6 would be noise.
+    """
+    numbers, member = group.unique(return_inverse=True)
+    scores = scores.double()
+    zeros = scores.new_zeros(numbers.numel())
+    count = zeros.index_add(0, member, torch.ones_like(scores))
+    mean = zeros.index_add(0, member, scores) / count
+    square = zeros.index_add(0, member, (scores - mean[member]).square())
+    std = (square / (count - 1).clamp(min=1)).sqrt()
+    single = count == 1
+    return mean.masked_fill(single, 0)[member], std.masked_fill(single, 1)[member]

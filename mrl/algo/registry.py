@@ -1,0 +1,40 @@
+"""Functions by the names that configurations use."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+class Registry(Generic[F]):
+    """`kind` is what the entries are called in error messages, e.g. "advantage estimator"."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, F] = {}
+
+    def register(self, *names: str) -> Callable[[F], F]:
+        """Decorator: the function answers to every one of `names`. A name taken twice is a ValueError."""
+
+        def add(function: F) -> F:
+            for name in names:
+                if name in self._entries:
+                    raise ValueError(f"{self.kind} {name!r} is registered twice")
+                self._entries[name] = function
+            return function
+
+        return add
+
+    def get(self, name: str) -> F:
+        """The function called `name`; ValueError with the nearest name and all names otherwise."""
+        if name in self._entries:
+            return self._entries[name]
+        near = difflib.get_close_matches(name, self._entries, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown {self.kind} {name!r}{hint} (known: {', '.join(self.names())})")
+
+    def names(self) -> list[str]:
+        return sorted(self._entries)

@@ -1,0 +1,84 @@
+"""A learner's state in Megatron's sharded form: model chunks, main parameters, Adam's moments, update counters.
+
+Learning rates, betas and weight decay are the configuration's and are not stored: a checkpoint holds how many updates
+were made, and the schedule follows from that. So the optimizer's part does not depend on how Megatron splits it either
+(one optimizer without expert parallelism, one for dense and one for expert parameters with it).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mrl import platform
+from mrl.learner import Learner
+
+ADAM_UPDATES = "adam_updates"
+SCHEDULE_UPDATES = "schedule_updates"
+
+
+class LearnerState:
+    """Builds the sharded state of one learner and puts a loaded one back. Construct and use inside its mesh."""
+
+    def __init__(self, learner: Learner, *, is_loading: bool) -> None:
+        """Collective over the learner's data-parallel groups: what the ranks hold of the optimizer is put together."""
+        self.learner = learner
+        metadata = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": learner.mesh.dp_cp_group,
+        }
+        _prime(learner.optimizer)
+        self.models: dict[str, Any] = {
+            f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(learner.bare)
+        }
+        whole = learner.optimizer.sharded_state_dict(self.models, is_loading=is_loading, metadata=metadata)
+        self._parts: list[dict[str, Any]] = list(whole.values()) if 0 in whole else [whole]
+
+    def sharded(self) -> dict[str, Any]:
+        """What Megatron is to write or to fill."""
+        return {**self.models, "optimizer": {str(i): part["param_state"] for i, part in enumerate(self._parts)}}
+
+    def counters(self) -> dict[str, int]:
+        """The same on every rank."""
+        group = self._parts[0]["optimizer"]["param_groups"][0]
+        return {ADAM_UPDATES: int(group.get("step", 0)), SCHEDULE_UPDATES: self.learner.schedule.num_steps}
+
+    def restore(self, loaded: dict[str, Any]) -> None:
+        """`loaded`: `sharded()` filled, and the counters."""
+        for i, chunk in enumerate(self.learner.bare):
+            chunk.load_state_dict(loaded[f"model{i}"])
+        parts = [{**part, "param_state": loaded["optimizer"][str(i)]} for i, part in enumerate(self._parts)]
+        for part in parts:
+            for group in part["optimizer"]["param_groups"]:
+                group["step"] = loaded[ADAM_UPDATES]
+        optimizer = self.learner.optimizer
+        optimizer.load_state_dict(parts[0] if len(parts) == 1 else dict(enumerate(parts)))
+        platform.unshare_steps(optimizer)
+        self.learner.schedule.num_steps = loaded[SCHEDULE_UPDATES]
+        self.learner.schedule.step(0)
+
+
+def tied_copies_are_equal(learner: Learner) -> bool:
+    """Whether the first stage's embedding and the last stage's copy of it agree; True elsewhere. Collective over them.
+
+    Training keeps them equal only if they start equal, and nothing else would tell.
+    """
+    if learner.role == "critic" or not learner.arch.tied_embeddings or learner.mesh.pp == 1:
+        return True
+    if not (learner.mesh.is_first_stage or learner.mesh.is_last_stage):
+        return True
+    chunk = learner.bare[0] if learner.mesh.is_first_stage else learner.bare[-1]
+    weight = chunk.shared_embedding_or_output_weight().detach().float()
+    largest = weight.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=chunk.embd_group)
+    return torch.equal(largest, weight)
+
+
+def _prime(optimizer: Any) -> None:
+    """Before the first update there is no Adam state yet; make the zeros that the first update would start from."""
+    platform.prime_adam(optimizer)
+    for part in optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]:
+        part.init_state_fn(part.optimizer, part.config)

@@ -1,0 +1,109 @@
+"""Numbers that follow from a configuration: worlds, data-parallel sizes, batches. Printed at start."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mrl.config.schema import ParallelConfig, RLConfig, SFTConfig
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The world that a configuration is checked for.
+
+    world_size: ranks in all; local_world_size: of these, on this machine
+    gpus: devices on this machine, 0 for a CPU machine, None when nobody has looked
+    joined: the world was started by somebody else (torchrun, ft_launcher)
+    """
+
+    world_size: int
+    local_world_size: int
+    gpus: int | None = None
+    joined: bool = False
+
+    @classmethod
+    def starting(cls, cfg: RLConfig | SFTConfig, gpus: int | None = None) -> Machine:
+        """The world that `mrl train` starts on this machine."""
+        nproc = cfg.run.nproc or smallest_world(cfg)
+        return cls(nproc, nproc, gpus)
+
+
+def model_size(layout: ParallelConfig) -> int:
+    """Ranks that hold one copy of the model."""
+    return layout.tensor * layout.pipeline * layout.context
+
+
+def expert_size(layout: ParallelConfig) -> int:
+    """Ranks that hold one copy of the expert layers."""
+    return layout.expert_tensor_size * layout.expert * layout.pipeline
+
+
+def layouts(cfg: RLConfig | SFTConfig) -> dict[str, ParallelConfig]:
+    """The layout of every model that the run builds, by the key that holds it."""
+    found = {"actor.parallel": cfg.actor.parallel}
+    if isinstance(cfg, RLConfig):
+        if cfg.critic is not None:
+            found["critic.parallel"] = cfg.critic.parallel
+        if needs_ref(cfg) and cfg.ref.parallel is not None:
+            found["ref.parallel"] = cfg.ref.parallel
+    return found
+
+
+def smallest_world(cfg: RLConfig | SFTConfig) -> int:
+    """The fewest ranks over which every layout of the run can be laid out."""
+    return math.lcm(*(math.lcm(model_size(p), expert_size(p)) for p in layouts(cfg).values()))
+
+
+def data_parallel(layout: ParallelConfig, world_size: int) -> int:
+    return world_size // model_size(layout)
+
+
+def needs_ref(cfg: RLConfig) -> bool:
+    return cfg.algorithm.kl.use_in_reward or cfg.algorithm.kl.use_in_loss
+
+
+def samples_per_step(cfg: RLConfig) -> int:
+    return cfg.batch.prompts_per_step * cfg.batch.samples_per_prompt
+
+
+def samples_per_minibatch(cfg: RLConfig) -> int:
+    return cfg.batch.samples_per_minibatch or samples_per_step(cfg)
+
+
+def updates_per_step(cfg: RLConfig) -> int:
+    return cfg.batch.epochs_per_step * (samples_per_step(cfg) // samples_per_minibatch(cfg))
+
+
+def summary(cfg: RLConfig | SFTConfig, world_size: int) -> list[tuple[str, str]]:
+    """Name and value of everything a reader would otherwise have to work out."""
+    rows = [("run", f"{cfg.run.root}/{cfg.run.name}, {cfg.run.steps} steps, seed {cfg.run.seed}")]
+    rows += [
+        (key.removesuffix(".parallel"), f"{_layout(layout, world_size)} over {_ranks(world_size)}")
+        for key, layout in layouts(cfg).items()
+    ]
+    if isinstance(cfg, SFTConfig):
+        return [*rows, ("step", f"{cfg.batch.samples_per_step} samples, 1 update")]
+    batch, total, minibatch = cfg.batch, samples_per_step(cfg), samples_per_minibatch(cfg)
+    updates = f"{batch.epochs_per_step} x {total // minibatch} mini-batches of {minibatch} samples"
+    rows.append(("step", f"{batch.prompts_per_step} prompts x {batch.samples_per_prompt} = {total} samples"))
+    rows.append(("updates", f"{updates_per_step(cfg)} a step: {updates}"))
+    engine = f"{cfg.rollout.servers} x tensor {cfg.rollout.tensor}" if not cfg.rollout.urls else "at given addresses"
+    rows.append(("engine", f"{cfg.rollout.engine}, {engine}"))
+    return rows
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _layout(layout: ParallelConfig, world_size: int) -> str:
+    sizes = {
+        "TP": layout.tensor,
+        "PP": layout.pipeline,
+        "VPP": layout.virtual_pipeline or 1,
+        "CP": layout.context,
+        "EP": layout.expert,
+        "DP": data_parallel(layout, world_size),
+    }
+    return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one copy"

@@ -1,0 +1,158 @@
+"""YAML (a file, its `base:` files, overrides) -> a checked, frozen RLConfig or SFTConfig, or every mistake at once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from mrl.config import checks
+from mrl.config.derived import Machine
+from mrl.config.problems import ConfigError, Problem
+from mrl.config.schema import Config, RLConfig, SFTConfig
+from mrl.config.tree import Dumper, Node, describe, read
+
+Schema = type[RLConfig] | type[SFTConfig]
+SCHEMAS: Mapping[str, Schema] = {"rl": RLConfig, "sft": SFTConfig}
+
+_EXPECTED = {
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "string_type": "must be a string",
+    "bool_type": "must be true or false",
+    "tuple_type": "must be a list",
+    "model_type": "must be a section (keys below it)",
+}
+
+
+def load(
+    path: str | Path, overrides: Sequence[str] = (), *, joined: Machine | None = None, gpus: int | None = None
+) -> Config:
+    """Reads, validates and cross-checks a configuration, for the world it `joined`, else for the one it would start on
+    this machine with its `gpus`.
+
+    Raises ConfigError with every mistake found, each with its file, line and key. Starts nothing.
+    """
+    tree, problems = read(path, overrides)
+    if tree is None:
+        raise ConfigError(str(path), problems)
+    schema = _schema(tree, path, problems)
+    cfg, errors = _validate(schema, tree)
+    problems += [_problem(schema, tree, error) for error in errors]
+    if cfg is None:
+        for error in errors:
+            tree.drop(_path(error))
+        cfg, _ = _validate(schema, tree)
+    if cfg is not None:
+        found = checks.check_all(cfg, joined or Machine.starting(cfg, gpus))
+        problems += [_placed(tree, p) for p in found if not any(_tainted(key, e) for key in p.keys for e in errors)]
+    if problems or cfg is None:
+        raise ConfigError(str(path), problems)
+    return cfg
+
+
+def dump_resolved(cfg: Config) -> str:
+    """YAML with every key written out, which loads back to the same configuration."""
+    return yaml.dump(cfg.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _schema(tree: Node, path: str | Path, problems: list[Problem]) -> Schema:
+    """Which class the file is read into. Nothing more can be checked while `trainer` is unknown."""
+    node, depth = tree.find(["trainer"])
+    if depth == 0:
+        message = f"required key is missing: one of {', '.join(SCHEMAS)}"
+    elif isinstance(node.value, str) and node.value in SCHEMAS:
+        return SCHEMAS[node.value]
+    else:
+        message = f"must be one of {', '.join(SCHEMAS)}, got {describe(node.value)}"
+    raise ConfigError(str(path), [*problems, Problem(("trainer",), message, (node.place,))])
+
+
+def _validate(schema: Schema, tree: Node) -> tuple[Config | None, list[dict[str, Any]]]:
+    """The configuration, or pydantic's list of what is wrong with it."""
+    try:
+        return schema.model_validate(tree.plain()), []
+    except ValidationError as error:
+        return None, [dict(e) for e in error.errors(include_url=False)]
+
+
+def _path(error: dict[str, Any]) -> list[str]:
+    """Keys down to the one in question; the place inside a list is left out."""
+    return [part for part in error["loc"] if isinstance(part, str)]
+
+
+def _tainted(key: str, error: dict[str, Any]) -> bool:
+    """Is this key unreliable because of that mistake, so that cross-checks would only repeat it in other words?
+
+    Keys beside and below the mistake are; of the top level only what is below it. An unknown section may be any of its
+    neighbours misspelt, so it taints all that they hold.
+    """
+    *parents, _ = path = _path(error)
+    around, wrong = ".".join(parents), ".".join(path)
+    if error["type"] == "extra_forbidden" and isinstance(error["input"], dict):
+        return f"{key}.".startswith(f"{around}.") or not around
+    beside = bool(around) and around in (key, key.rpartition(".")[0])
+    return beside or f"{key}.".startswith(f"{wrong}.")
+
+
+def _problem(schema: type[BaseModel], tree: Node, error: dict[str, Any]) -> Problem:
+    path, kind, value = _path(error), error["type"], error["input"]
+    if kind == "extra_forbidden":
+        message = f"unknown key{_nearest_key(schema, path)}"
+    elif kind == "missing":
+        message = "required key is missing"
+    elif kind == "literal_error":
+        choices = [choice.strip("' ") for choice in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+        message = f"must be one of {', '.join(choices)}, got {describe(value)}{_nearest(str(value), choices)}"
+    else:
+        expected = _EXPECTED.get(kind) or error["msg"].replace("Input should be", "must be")
+        of_a_list = "every item " if len(path) < len(error["loc"]) else ""
+        message = f"{of_a_list}{expected}, got {describe(value)}"
+    return Problem((".".join(path),), message, (tree.find(path)[0].place,))
+
+
+def _nearest(word: str, choices: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _nearest_key(schema: type[BaseModel], path: Sequence[str]) -> str:
+    """The closest key of the same section, else the same name in another section, else what the section has."""
+    section = schema
+    for part in path[:-1]:
+        section = _section_class(section, part) or section
+    near = _nearest(path[-1], list(section.model_fields))
+    if near:
+        return near
+    elsewhere = [key for key in _all_keys(schema) if key.rpartition(".")[2] == path[-1]]
+    if elsewhere:
+        return f"; did you mean {' or '.join(elsewhere[:3])}?"
+    return f"; this section has {', '.join(section.model_fields)}"
+
+
+def _section_class(section: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The class of a key that holds a section, also of one that may be null."""
+    annotation = section.model_fields[name].annotation if name in section.model_fields else None
+    for option in (annotation, *get_args(annotation)):
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
+
+
+def _all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name in section.model_fields:
+        yield prefix + name
+        inner = _section_class(section, name)
+        if inner is not None:
+            yield from _all_keys(inner, f"{prefix}{name}.")
+
+
+def _placed(tree: Node, problem: Problem) -> Problem:
+    found = {key: tree.find(key.split(".")) for key in problem.keys}
+    unwritten = frozenset(key for key, (_, depth) in found.items() if depth < len(key.split(".")))
+    return Problem(problem.keys, problem.message, tuple(node.place for node, _ in found.values()), unwritten)

@@ -1,0 +1,153 @@
+"""The nouns that every room shares. No behaviour beyond construction and checks.
+
+A step's samples live in two forms: `Sample` objects (text, reward parts, what the engine said) on the rank that talks
+to the engine, and one `Rollout` of flat tensors that is identical on every rank. Flat means: sequences one after the
+other, no padding. Per-token quantities of the responses (log-probs, values, advantages, ...) are float32 vectors of
+length R, the total number of response tokens, in the order of `Rollout.tokens` with the prompts left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a data set, ready for the engine."""
+
+    index: int  # row number in the data set
+    token_ids: tuple[int, ...]
+    row: dict[str, Any]  # the row itself, for the reward function
+    text: str = ""  # what was tokenised, after the chat template
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the engine draws tokens. `top_k=-1` and `top_p=1.0` switch the filters off; `temperature=0` is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation: `sample_id` is its place in the step, `group` its prompt's, `seed` its own random stream."""
+
+    sample_id: int
+    group: int
+    prompt: Prompt
+    seed: int
+
+
+@dataclass
+class Sample:
+    """One finished response. `log_probs` are the engine's, of logits / temperature, one a response token."""
+
+    request: Request
+    response_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str  # "stop" | "length" | "abort"
+    weight_version: str
+    response_text: str = ""
+    score: float = 0.0
+    score_parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A step's samples as flat tensors, the same on every rank.
+
+    tokens [N] int64: prompt + response of sample 0, then of sample 1, ...
+    seq_lens [B] int64: tokens of each sample (prompt + response); sums to N
+    prompt_lens [B] int64
+    group [B] int64: samples of one prompt share a number
+    scores [B] float32: the task reward of the whole response
+    rollout_log_probs [R] float32: the engine's, R = sum(seq_lens - prompt_lens)
+    """
+
+    step: int
+    tokens: Tensor
+    seq_lens: Tensor
+    prompt_lens: Tensor
+    group: Tensor
+    scores: Tensor
+    rollout_log_probs: Tensor
+
+    def __post_init__(self) -> None:
+        if int(self.seq_lens.sum()) != self.tokens.numel():
+            raise ValueError(f"seq_lens sum to {int(self.seq_lens.sum())}, tokens has {self.tokens.numel()}")
+        if bool((self.response_lens < 0).any()):
+            raise ValueError("a prompt is longer than its sequence")
+        if int(self.response_lens.sum()) != self.rollout_log_probs.numel():
+            raise ValueError(
+                f"{int(self.response_lens.sum())} response tokens, {self.rollout_log_probs.numel()} log-probs"
+            )
+
+    @property
+    def num_samples(self) -> int:
+        return self.seq_lens.numel()
+
+    @property
+    def response_lens(self) -> Tensor:
+        return self.seq_lens - self.prompt_lens
+
+    @property
+    def num_response_tokens(self) -> int:
+        return self.rollout_log_probs.numel()
+
+    @property
+    def response_mask(self) -> Tensor:
+        """[B, T] bool, T = the longest response (at least 1); True on response tokens, left-aligned."""
+        width = max(1, int(self.response_lens.max()))
+        return torch.arange(width)[None] < self.response_lens[:, None]
+
+    def dense(self, flat: Tensor) -> Tensor:
+        """[R] -> [B, T], zeros outside the response mask."""
+        mask = self.response_mask
+        out = torch.zeros(mask.shape, dtype=flat.dtype)
+        out[mask] = flat
+        return out
+
+    def flat(self, dense: Tensor) -> Tensor:
+        """[B, T] -> [R]."""
+        return dense[self.response_mask]
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One micro-batch of one (data-parallel, context-parallel) rank: packed sequences, no padding beyond alignment.
+
+    t = local tokens (this context-parallel rank's zig-zag part of every sequence), n = local response tokens.
+
+    tokens, position_ids [1, t] int64
+    rows [n] int64: local positions whose *next* token is a response token (the position that predicts it)
+    labels [n] int64: that next token
+    dest [n] int64: its place in the Rollout's flat response vectors
+    cu_seqlens [S + 1] int32: starts of the padded sequences *before* the context-parallel cut
+    max_seqlen: the longest padded sequence before the cut
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    rows: Tensor
+    labels: Tensor
+    dest: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+
+@dataclass
+class StepStats:
+    """What one step of a run reports: metrics by name, seconds by phase."""
+
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,19 @@
+"""Data sets, tokenizer, packing, and balance over data-parallel ranks and micro-batches."""
+
+from mrl.data.balance import plan_micro_batches
+from mrl.data.collate import collate
+from mrl.data.dataset import DataError, PromptDataset
+from mrl.data.packing import pack, sequence_align
+from mrl.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+
+__all__ = [
+    "DataError",
+    "PromptDataset",
+    "Tokenizer",
+    "TokenizerError",
+    "collate",
+    "load_tokenizer",
+    "pack",
+    "plan_micro_batches",
+    "sequence_align",
+]

@@ -1,0 +1,139 @@
+"""Which sample goes into which micro-batch of which data-parallel rank. Pure integers: every rank computes the same."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+Bins = list[list[int]]  # sample ids of each bin
+
+
+def plan_micro_batches(
+    seq_lens: Sequence[int] | Tensor, dp: int, max_tokens: int, align: int = 1, multiple_of: int = 1
+) -> list[list[list[int]]]:
+    """`plan[dp_rank][micro_batch]` = ascending sample ids; every sample exactly once.
+
+    All ranks get the same number of micro-batches: a multiple of `multiple_of` (a virtual pipeline needs multiples of
+    its stages), at least one, and as few as a best-fit packing finds. A micro-batch holds at most `max_tokens` tokens,
+    each sequence counted with its padding to a multiple of `align`; a longer sequence gets a micro-batch of its own.
+    Tokens are balanced over all micro-batches and over the ranks (longest first, then repair by swaps); micro-batches
+    with the same index are of similar size on all ranks. Micro-batches can be empty.
+    """
+    if min(dp, max_tokens, align, multiple_of) < 1:
+        raise ValueError(
+            f"dp={dp}, max_tokens={max_tokens}, align={align}, multiple_of={multiple_of}: all must be >= 1"
+        )
+    lens = np.asarray(seq_lens, dtype=np.int64)
+    lens = (lens + align - 1) // align * align
+    order = np.argsort(-lens, kind="stable").tolist()
+    sizes: list[int] = lens.tolist()
+    bins = _bins(sizes, order, dp * multiple_of, max_tokens)
+    return _deal(bins, sizes, dp)
+
+
+def _bins(sizes: list[int], order: list[int], step: int, max_tokens: int) -> Bins:
+    """A multiple of `step` bins, as few as possible, each within `max_tokens`, as even as possible."""
+    fewest = max(1, -(-sum(min(s, max_tokens) for s in sizes) // max_tokens))  # no packing can do with less
+    count = -(-fewest // step) * step
+    even = balance(sizes, order, count)
+    if _fits(even, sizes, max_tokens):
+        return even
+    tight = _best_fit(sizes, order, max_tokens)
+    if len(tight) > count:
+        count = -(-len(tight) // step) * step
+        even = balance(sizes, order, count)
+        if _fits(even, sizes, max_tokens):
+            return even
+    low, high = max_tokens // 2, max_tokens  # MULTIFIT: the smallest capacity for which best fit needs <= count bins
+    while high - low > max(1, max_tokens // 256):
+        middle = (low + high) // 2
+        bins = _best_fit(sizes, order, middle)
+        if len(bins) <= count and _fits(bins, sizes, max_tokens):
+            tight, high = bins, middle
+        else:
+            low = middle
+    return tight + [[] for _ in range(count - len(tight))]
+
+
+def _fits(bins: Bins, sizes: list[int], max_tokens: int) -> bool:
+    return all(len(b) < 2 or sum(sizes[i] for i in b) <= max_tokens for b in bins)
+
+
+def _best_fit(sizes: list[int], order: list[int], capacity: int) -> Bins:
+    """Best-fit decreasing: each item into the fullest bin that still has room, else a new bin."""
+    bins: Bins = []
+    room: list[tuple[int, int]] = []  # (tokens left, bin), ascending
+    for i in order:
+        size = sizes[i]
+        at = bisect_left(room, (size, -1))
+        if at == len(room):
+            bins.append([i])
+            insort(room, (capacity - size, len(bins) - 1))
+        else:
+            left, j = room.pop(at)
+            bins[j].append(i)
+            insort(room, (left - size, j))
+    return bins
+
+
+def balance(sizes: list[int], order: list[int], count: int) -> Bins:
+    """`count` bins of nearly equal sums: longest processing time first (Graham 1969), then swaps between the extremes.
+
+    order: indices into `sizes`, largest first.
+    """
+    heap = [(0, j) for j in range(count)]
+    bins: Bins = [[] for _ in range(count)]
+    for i in order:
+        load, j = heap[0]
+        bins[j].append(i)
+        heapq.heapreplace(heap, (load + sizes[i], j))
+    loads = [0] * count
+    for load, j in heap:
+        loads[j] = load
+    for _ in range(2 * count):
+        high, low = max(range(count), key=loads.__getitem__), min(range(count), key=loads.__getitem__)
+        moved = _swap(bins[high], bins[low], sizes, loads[high] - loads[low])
+        if moved == 0:
+            break
+        loads[high] -= moved
+        loads[low] += moved
+    return bins
+
+
+def _swap(high: list[int], low: list[int], sizes: list[int], gap: int) -> int:
+    """Exchange one item of each bin (or move one) so that the gap shrinks most; returns the tokens moved, 0 if none."""
+    if gap < 2:
+        return 0
+    mine = np.asarray([sizes[i] for i in high], dtype=np.int64)
+    theirs = np.asarray([0] + [sizes[i] for i in reversed(low)], dtype=np.int64)  # ascending; 0: a move
+    wanted = mine - gap // 2
+    at = np.searchsorted(theirs, wanted).clip(0, len(theirs) - 1)
+    moved = np.concatenate([mine - theirs[at], mine - theirs[(at - 1).clip(0)]])
+    best = int(np.argmin(np.abs(2 * moved - gap)))
+    tokens = int(moved[best])
+    if not 0 < tokens < gap:
+        return 0
+    a, b = best % len(high), int((at if best < len(high) else (at - 1).clip(0))[best % len(high)])
+    item = high.pop(a)
+    if b:
+        insort(high, low.pop(len(low) - b), key=lambda i: -sizes[i])
+    insort(low, item, key=lambda i: -sizes[i])
+    return tokens
+
+
+def _deal(bins: Bins, sizes: list[int], dp: int) -> list[list[list[int]]]:
+    """Bins to ranks, largest first: each round gives every rank one bin, the lightest rank the heaviest bin."""
+    loads = [sum(sizes[i] for i in b) for b in bins]
+    order = sorted(range(len(bins)), key=lambda j: (-loads[j], j))
+    plan: list[list[list[int]]] = [[] for _ in range(dp)]
+    totals = [0] * dp
+    for first in range(0, len(order), dp):
+        ranks = sorted(range(dp), key=lambda r: (totals[r], r))
+        for rank, j in zip(ranks, order[first : first + dp], strict=True):
+            plan[rank].append(sorted(bins[j]))
+            totals[rank] += loads[j]
+    return plan

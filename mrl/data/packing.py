@@ -1,0 +1,84 @@
+"""Samples of a `Rollout` -> one packed micro-batch: sequences one after the other, cut for context parallelism."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mrl.core import PackedBatch, Rollout
+
+
+def sequence_align(cp: int) -> int:
+    """Tokens that every packed sequence is padded to a multiple of: 2 * cp chunks of equal size, 1 without a cut."""
+    return 2 * cp if cp > 1 else 1
+
+
+def pack(rollout: Rollout, sample_ids: Sequence[int], cp: int, cp_rank: int, align_total: int) -> PackedBatch:
+    """The part of one micro-batch that context-parallel rank `cp_rank` holds.
+
+    Every sequence is padded to a multiple of `sequence_align(cp)`; a trailing dummy sequence brings the total (before
+    the cut) to a multiple of `align_total`. With no samples the batch is one dummy sequence and no rows. Zig-zag: a
+    sequence is cut into 2 * cp chunks and rank r holds chunks r and 2 * cp - 1 - r, in this order, so that causal
+    attention costs the same on all ranks (Megatron-Core's convention for packed `thd` input). Padding is token 0.
+
+    Raises ValueError for a rank out of range or a sample without a prompt (nothing predicts its first token).
+    """
+    if not 0 <= cp_rank < cp:
+        raise ValueError(f"context-parallel rank {cp_rank} is not in 0..{cp - 1}")
+    ids = torch.as_tensor(sample_ids, dtype=torch.int64)
+    prompt_lens, seq_lens = rollout.prompt_lens[ids], rollout.seq_lens[ids]
+    if bool((prompt_lens < 1).any()):
+        raise ValueError(
+            f"samples {ids[prompt_lens < 1].tolist()} have an empty prompt; add a BOS token to the prompts"
+        )
+    align = sequence_align(cp)
+    padded = (seq_lens + align - 1) // align * align
+    unit = math.lcm(align, align_total)
+    dummy = -int(padded.sum()) % unit if ids.numel() else unit
+    if dummy:
+        padded = torch.cat([padded, padded.new_tensor([dummy])])
+
+    sequence, offset = _local_positions(padded, cp, cp_rank)
+    start = _starts(rollout.seq_lens)[ids]
+    response_start = _starts(rollout.response_lens)[ids]
+    if dummy:  # no tokens, and a prompt that no offset reaches
+        seq_lens, prompt_lens, start, response_start = (
+            torch.cat([x, x.new_tensor([v])])
+            for x, v in ((seq_lens, 0), (prompt_lens, 1), (start, 0), (response_start, 0))
+        )
+    source = start[sequence] + offset
+    real = offset < seq_lens[sequence]
+    tokens = rollout.tokens.new_zeros(offset.numel())
+    tokens[real] = rollout.tokens[source[real]]
+    predicts = (offset + 1 >= prompt_lens[sequence]) & (offset + 1 < seq_lens[sequence])
+    rows = predicts.nonzero()[:, 0]
+    seq_of_row = sequence[rows]
+    return PackedBatch(
+        tokens=tokens[None],
+        position_ids=offset[None],
+        rows=rows,
+        labels=rollout.tokens[source[rows] + 1],
+        dest=response_start[seq_of_row] + offset[rows] + 1 - prompt_lens[seq_of_row],
+        cu_seqlens=torch.cat([padded.new_zeros(1), padded.cumsum(0)]).to(torch.int32),
+        max_seqlen=int(padded.max()),
+    )
+
+
+def _starts(lens: Tensor) -> Tensor:
+    return lens.cumsum(0) - lens
+
+
+def _local_positions(padded: Tensor, cp: int, cp_rank: int) -> tuple[Tensor, Tensor]:
+    """(sequence [t], offset in the uncut padded sequence [t]) of every token this rank holds."""
+    local = padded // cp
+    sequence = torch.repeat_interleave(torch.arange(padded.numel()), local)
+    offset = torch.arange(int(local.sum())) - _starts(local)[sequence]
+    if cp == 1:
+        return sequence, offset
+    half = (local // 2)[sequence]
+    second = offset >= half
+    chunk = torch.where(second, 2 * cp - 1 - cp_rank, cp_rank)
+    return sequence, chunk * half + offset - second * half

@@ -1,0 +1,88 @@
+"""Elementwise parts of a transformer layer with hand-written gradients, in plain torch.
+
+Each does what the composed form does with fewer passes over memory: no halves are concatenated, nothing is kept for the
+backward pass that is cheap to compute again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up of x [..., 2 * n] = (gate, up) -> [..., n]."""
+    out: Tensor = _SwiGLU.apply(x)
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding: turns (x[i], x[i + d / 2]) by its angle. x [t, heads, d]; cos, sin [t, 1, d / 2] in
+    the dtype of x, without gradients."""
+    out: Tensor = _Rotate.apply(x, cos, sin)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension in float32, rounded to the dtype of x, then times weight."""
+    out: Tensor = _RMSNorm.apply(x, weight, eps)
+    return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        active = torch.nn.functional.silu(gate)
+        ctx.save_for_backward(x, active)
+        return active * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, active = ctx.saved_tensors
+        gate, up = x.chunk(2, -1)
+        out = torch.empty_like(x)
+        d_gate, d_up = out.chunk(2, -1)
+        torch.mul(active, grad, out=d_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=d_gate)
+        return out
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, sin, -1), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    out = x.new_empty(x.shape)
+    (a, b), (new_a, new_b) = x.chunk(2, -1), out.chunk(2, -1)
+    torch.mul(a, cos, out=new_a).addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=new_b).addcmul_(a, sin, value=sign)
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed = x.float() * scale
+        d_weight = (grad * normed.to(x.dtype)).flatten(0, -2).sum(0)
+        d_normed = (grad * weight).float()
+        along = (d_normed * normed).mean(-1, keepdim=True)
+        return torch.addcmul(d_normed, normed, along, value=-1).mul_(scale).to(x.dtype), d_weight, None

@@ -1,0 +1,146 @@
+"""Hidden states -> log-probability and entropy of each row, without ever holding [n, vocab] logits.
+
+Rows are worked through in chunks; the backward pass recomputes a chunk's logits from the saved row statistics, so peak
+memory beyond inputs and gradients is one [chunk, vocab / tp] block. Vocabulary-parallel: each rank holds the weight
+rows `vocab_start ... vocab_start + V/tp`; columns at or beyond `vocab_size` are padding and take no probability.
+
+With logits x / T, p = softmax: log_prob = x_y - lse, entropy H = lse - sum(p x);
+d log_prob / dx = onehot(y) - p, dH / dx = -p (log p + H).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_PADDING_LOGIT = -1e30
+_CHUNK_ROWS = 1024  # enough for matrix products at full speed
+_CHUNK_ELEMENTS = 1 << 21  # of logits: more rows a chunk while they are few
+
+
+def linear_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    vocab_start: int,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of `labels` and entropies of softmax(hidden @ weight.T / temperature).
+
+    hidden [n, h], weight [V/tp, h], labels [n] int64 (global vocabulary ids) -> float32 [n], [n].
+    The gradient of `hidden` holds only this rank's vocabulary part: the caller sums it over the tensor-parallel group.
+    chunk: rows worked through at once; by the size of the vocabulary when None.
+    """
+    chunk = chunk or max(_CHUNK_ROWS, _CHUNK_ELEMENTS // weight.size(0))
+    group = tp_group if tp_group is not None and tp_group.size() > 1 else None
+    out: tuple[Tensor, Tensor] = _LinearLogProb.apply(
+        hidden, weight, labels, temperature, vocab_start, vocab_size, group, chunk
+    )
+    return out
+
+
+def reference_linear_log_prob(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """The plain form of `linear_log_prob` on one process, for tests: materialises the logits."""
+    log_p = torch.log_softmax((hidden @ weight[:vocab_size].T).float() / temperature, -1)
+    return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+class _LinearLogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
+        vocab_start: int,
+        vocab_size: int,
+        group: dist.ProcessGroup | None,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        n = hidden.size(0)
+        log_probs, entropy, lse = (torch.empty(n, dtype=torch.float32, device=hidden.device) for _ in range(3))
+        valid = max(0, min(weight.size(0), vocab_size - vocab_start))
+        for s in range(0, n, chunk):
+            rows = slice(s, s + chunk)
+            x = _logits(hidden[rows], weight, temperature, valid)
+            picked, lse[rows], entropy[rows] = _row_statistics(x, labels[rows] - vocab_start, valid, group)
+            log_probs[rows] = picked - lse[rows]
+        ctx.save_for_backward(hidden, weight, labels, lse, entropy)
+        ctx.set_materialize_grads(False)
+        ctx.args = (temperature, vocab_start, valid, chunk)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        d_log_probs, d_entropy = grads  # None: that output took no part in the loss
+        hidden, weight, labels, lse, entropy = ctx.saved_tensors
+        temperature, vocab_start, valid, chunk = ctx.args
+        d_log_probs = torch.zeros_like(lse) if d_log_probs is None else d_log_probs
+        d_hidden = torch.empty_like(hidden)
+        d_weight: Tensor | None = None
+        for s in range(0, hidden.size(0), chunk):
+            rows = slice(s, s + chunk)
+            log_p = _logits(hidden[rows], weight, temperature, valid).sub_(lse[rows, None])
+            dx = _d_logits(
+                log_p, entropy[rows], d_log_probs[rows], None if d_entropy is None else d_entropy[rows]
+            )
+            _add_at_label(dx, labels[rows] - vocab_start, valid, d_log_probs[rows])
+            dx = dx.div_(temperature).to(hidden.dtype)
+            d_hidden[rows] = dx @ weight
+            if d_weight is None:
+                d_weight = (dx.T @ hidden[rows]).float()
+            elif dx.dtype == torch.float32:
+                d_weight.addmm_(dx.T, hidden[rows])
+            else:
+                d_weight += dx.T @ hidden[rows]
+        if d_weight is None:  # no rows
+            return d_hidden, torch.zeros_like(weight), None, None, None, None, None, None
+        return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, valid: int) -> Tensor:
+    x = (hidden @ weight.T).float()
+    if temperature != 1.0:
+        x /= temperature
+    if valid < weight.size(0):
+        x[:, valid:] = _PADDING_LOGIT
+    return x
+
+
+def _row_statistics(
+    x: Tensor, local_labels: Tensor, valid: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logit of the label, log-sum-exp, entropy), each [rows], over the whole vocabulary."""
+    top = x.amax(-1)
+    if group is not None:
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    exp = (x - top[:, None]).exp_()
+    mine = (local_labels >= 0) & (local_labels < valid)
+    picked = x.gather(1, local_labels.clamp(0, x.size(1) - 1)[:, None])[:, 0]
+    sums = torch.stack([exp.sum(-1), (exp * x).sum(-1), torch.where(mine, picked, 0.0)])
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    lse = top + sums[0].log()
+    return sums[2], lse, lse - sums[1] / sums[0]
+
+
+def _d_logits(log_p: Tensor, entropy: Tensor, d_log_probs: Tensor, d_entropy: Tensor | None) -> Tensor:
+    """Gradient of the row's logits without the label's own term; overwrites `log_p`."""
+    if d_entropy is None:
+        return log_p.exp_().mul_(-d_log_probs[:, None])
+    p = log_p.exp()
+    return log_p.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_log_probs[:, None]).mul_(p).neg_()
+
+
+def _add_at_label(dx: Tensor, local_labels: Tensor, valid: int, value: Tensor) -> None:
+    mine = (local_labels >= 0) & (local_labels < valid)
+    dx.scatter_add_(1, local_labels.clamp(0, dx.size(1) - 1)[:, None], torch.where(mine, value, 0.0)[:, None])

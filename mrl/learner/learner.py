@@ -1,0 +1,217 @@
+"""One model under one layout: forward, loss, backward, optimizer step, all through Megatron's schedules.
+
+Per-token results come back as flat [k, R] tensors that are the same on every rank (see mrl.core.Rollout).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from mrl import platform
+from mrl.config.schema import TrainConfig
+from mrl.core import PackedBatch, Rollout
+from mrl.data.balance import plan_micro_batches
+from mrl.data.packing import pack, sequence_align
+from mrl.learner.optimizer import build_optimizer, wrap_ddp
+from mrl.models import ModelArch, ModelBatch, build_model
+from mrl.parallel import Mesh
+from mrl.weights.export import Exporter
+from mrl.weights.load import load_hf
+
+Role = Literal["policy", "critic"]
+Output = Literal["log_probs", "values"]
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """What a loss gives for one micro-batch: its local sum, metrics to add up, metrics to take the maximum of."""
+
+    loss: Tensor
+    sums: list[Tensor]
+    maxima: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss and the names of its metrics (known on every rank, also where no output arrives).
+
+    compute(model output [k, n], places [n] of its tokens in the flat response vectors) -> LossParts
+    """
+
+    compute: Callable[[Tensor, Tensor], LossParts]
+    sums: tuple[str, ...]
+    maxima: tuple[str, ...] = ()
+
+
+class Learner:
+    """Actor, critic or reference. Construction and every method are collective over the world.
+
+    `trainable=False` builds no gradient buffers and no optimizer (the reference).
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        arch: ModelArch,
+        hf_path: str,
+        train: TrainConfig,
+        mesh: Mesh,
+        *,
+        dtype: torch.dtype,
+        seed: int,
+        from_scratch: bool = False,
+        allow_pickle: bool = False,
+        trainable: bool = True,
+    ) -> None:
+        self.role, self.arch, self.train, self.mesh, self.trainable = role, arch, train, mesh, trainable
+        with mesh.active():
+            self.bare: list[MegatronModule] = build_model(
+                arch, hf_path, train, mesh, dtype, role, seed if from_scratch else None
+            )
+            if not from_scratch:
+                load_hf(self.bare, arch, hf_path, mesh, role=role, allow_pickle=allow_pickle)
+            self.chunks: list[Any] = list(self.bare)
+            if trainable:
+                self.chunks = list(wrap_ddp(self.bare))
+                self.optimizer, self.schedule = build_optimizer(train.optimizer, self.chunks, dtype)
+                self.bare[0].config.finalize_model_grads_func = finalize_model_grads
+            self.exporter = Exporter(self.bare, arch, mesh)
+
+    def log_probs(self, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs of the response tokens under softmax(logits / temperature), and the entropies: [R], [R]."""
+        out = self._forward(rollout, "log_probs", 2, temperature)
+        return out[0], out[1]
+
+    def values(self, rollout: Rollout) -> Tensor:
+        """The critic's value before each response token: [R]."""
+        return self._forward(rollout, "values", 1, 1.0)[0]
+
+    @torch.no_grad()
+    def _forward(self, rollout: Rollout, output: Output, channels: int, temperature: float) -> Tensor:
+        batches = self._micro_batches(rollout, range(rollout.num_samples))
+        result = torch.zeros(channels, rollout.num_response_tokens, device=platform.device())
+
+        def collect(values: Tensor, batch: PackedBatch, non_loss_data: bool = True) -> None:
+            if self.mesh.tp_rank == 0:
+                result[:, batch.dest] = values
+
+        self._schedule(batches, output, temperature, collect, forward_only=True, collect_non_loss_data=True)
+        dist.all_reduce(result)
+        return result.cpu()
+
+    def backward(
+        self,
+        rollout: Rollout,
+        sample_ids: range | list[int],
+        loss: Loss,
+        temperature: float,
+        *,
+        entropy_grad: bool = False,
+        full_gradients: bool = False,
+    ) -> dict[str, float]:
+        """Gradients of the summed loss over `sample_ids`, and its metrics (plus "loss"), the same on every rank.
+
+        The per-token weights inside `loss` hold the one global denominator, so the gradient does not depend on the
+        split over micro-batches, DP, CP or PP. Megatron multiplies by CP, divides by the number of micro-batches, and
+        its DDP divides by DP x CP: the factor below undoes that. `full_gradients` leaves the whole reduced gradient on
+        every data-parallel rank instead of its shard.
+        """
+        batches = self._micro_batches(rollout, sample_ids)
+        scale = len(batches) * self.mesh.dp
+        parts: list[LossParts] = []
+
+        def compute(values: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            part = loss.compute(values, batch.dest.to(values.device))
+            parts.append(LossParts(part.loss.detach().clone(), part.sums, part.maxima))
+            return part.loss * scale, {}
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        output: Output = "log_probs" if self.role == "policy" else "values"
+        self._schedule(
+            batches,
+            output,
+            temperature,
+            compute,
+            entropy_grad=entropy_grad,
+            forward_only=False,
+            force_all_reduce=full_gradients,
+        )
+        return self._reduce_metrics(parts, loss)
+
+    def step(self) -> dict[str, float]:
+        """One optimizer update from the accumulated gradients; returns grad_norm and lr."""
+        with self.mesh.active():
+            self.schedule.step(1)
+            ok, grad_norm, _ = self.optimizer.step()
+        if not ok or not math.isfinite(grad_norm):
+            raise FloatingPointError(f"{self.role}: the gradient norm is {grad_norm}; the update was not applied")
+        return {"grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+
+    def _micro_batches(self, rollout: Rollout, sample_ids: range | list[int]) -> list[PackedBatch]:
+        """This rank's micro-batches; their number is the same on every rank."""
+        mesh, ids = self.mesh, list(sample_ids)
+        plan = plan_micro_batches(
+            rollout.seq_lens[ids],
+            mesh.dp,
+            self.train.max_tokens_per_microbatch,
+            sequence_align(mesh.cp),
+            multiple_of=mesh.pp if mesh.vpp else 1,
+        )
+        return [
+            pack(rollout, [ids[i] for i in group], mesh.cp, mesh.cp_rank, align_total=mesh.cp * mesh.tp)
+            for group in plan[mesh.dp_rank]
+        ]
+
+    def _schedule(
+        self,
+        batches: list[PackedBatch],
+        output: Output,
+        temperature: float,
+        on_output: Callable[..., Any],
+        *,
+        entropy_grad: bool = False,
+        **megatron_args: Any,
+    ) -> None:
+        def forward_step(it: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            batch = next(it)
+            made = ModelBatch.make(batch, self.mesh, temperature, output, entropy_grad)
+            tokens, positions = batch.tokens.to(platform.device()), batch.position_ids.to(platform.device())
+            return model(tokens, positions, None, packed_seq_params=made), partial(on_output, batch=batch)
+
+        with self.mesh.active():
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[iter(batches) for _ in self.chunks] if self.mesh.vpp else iter(batches),
+                model=self.chunks if self.mesh.vpp else self.chunks[0],
+                num_microbatches=len(batches),
+                seq_length=1,  # real lengths travel between the stages (variable_seq_lengths)
+                micro_batch_size=1,
+                **megatron_args,
+            )
+
+    def _reduce_metrics(self, parts: list[LossParts], loss: Loss) -> dict[str, float]:
+        """Metrics of the whole mini-batch: every token is counted by exactly one rank."""
+        sums = torch.zeros(1 + len(loss.sums), dtype=torch.float64, device=platform.device())
+        maxima = torch.zeros(len(loss.maxima), dtype=torch.float64, device=platform.device())
+        if self.mesh.tp_rank == 0:
+            for part in parts:
+                sums += torch.stack([part.loss, *part.sums]).double()
+                if loss.maxima:
+                    maxima = torch.maximum(maxima, torch.stack(part.maxima).double())
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        names = ("loss", *loss.sums, *loss.maxima)
+        return dict(zip(names, torch.cat([sums, maxima]).tolist(), strict=True))

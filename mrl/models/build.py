@@ -1,0 +1,47 @@
+"""From a Hugging Face directory's config and a layout to this rank's chunks of the model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from mrl import platform
+from mrl.config.schema import TrainConfig
+from mrl.models.arch import ModelArch
+from mrl.models.critic import Critic
+from mrl.models.initialise import initialise
+from mrl.models.mcore import MegatronModule
+from mrl.models.policy import Policy
+from mrl.models.rope import inverse_frequencies
+from mrl.models.transformer_config import transformer_config
+from mrl.parallel import Mesh
+
+Role = Literal["policy", "critic"]
+
+
+def build_model(
+    arch: ModelArch,
+    hf_path: str,
+    train: TrainConfig,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    role: Role,
+    seed: int | None,
+) -> list[MegatronModule]:
+    """One chunk a virtual pipeline stage, on this rank's device, not wrapped. Collective; call inside `mesh.active()`.
+
+    The weights follow from `seed` alone, whatever the layout; None leaves them undefined, for a checkpoint to fill
+    (the critic's value head is zero in any case). Only config.json of `hf_path` is read. Raises UnsupportedModel.
+    """
+    config = transformer_config(arch, train, mesh, dtype)
+    inv_freq = inverse_frequencies(hf_path, arch)
+    cls = Policy if role == "policy" else Critic
+    stages = range(mesh.vpp) if mesh.vpp is not None else [None]
+    chunks = []
+    for stage in stages:
+        chunk = cls(arch, config, inv_freq, tied=arch.tied_embeddings, vp_stage=stage).to(platform.device())
+        if seed is not None:
+            initialise(chunk, arch, mesh, seed)
+        chunks.append(chunk)
+    return chunks

@@ -1,0 +1,72 @@
+"""Random weights that depend on the seed and the parameter's global name only, never on the layout."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from mrl.models.arch import ModelArch
+from mrl.models.naming import global_name
+from mrl.parallel import Mesh
+
+BLOCK_ROWS = 128  # part of the definition of the weights: every block has its own random stream
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+VALUE_HEAD = "value_head.weight"
+
+
+@torch.no_grad()
+def initialise(chunk: nn.Module, arch: ModelArch, mesh: Mesh, seed: int) -> None:
+    """Matrices ~ normal(0, initializer_range); norms 1; biases, the value head and the vocabulary's padding 0.
+
+    Each rank draws the row blocks that it holds a part of and keeps its part: at most one block beyond its own weights
+    is in memory. A tied output layer gets the embedding's values.
+    """
+    for local_name, parameter in chunk.named_parameters():
+        name = global_name(chunk, local_name)
+        if name == VALUE_HEAD or name.endswith(".bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            if name == OUTPUT and arch.tied_embeddings:
+                name = EMBEDDING
+            _draw(parameter, name, arch, mesh, seed)
+
+
+def _draw(parameter: Tensor, name: str, arch: ModelArch, mesh: Mesh, seed: int) -> None:
+    parts, part = (mesh.etp, mesh.etp_rank) if ".experts." in name else (mesh.tp, mesh.tp_rank)
+    rows, cols = parameter.shape
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):  # cut along the input
+        _fill(parameter, name, 0, arch.initializer_range, seed, part * cols, parts * cols)
+    elif name.endswith("linear_fc1.weight"):  # gate and up, each cut along its output
+        half = rows // 2
+        for index, target in enumerate(parameter.split(half)):
+            _fill(target, name, (index * parts + part) * half, arch.initializer_range, seed, 0, cols)
+    elif name.endswith("router.weight"):
+        _fill(parameter, name, 0, arch.initializer_range, seed, 0, cols)
+    else:  # qkv, embedding and output layer, cut along the output
+        _fill(parameter, name, part * rows, arch.initializer_range, seed, 0, cols)
+        if name in (EMBEDDING, OUTPUT):
+            parameter[max(0, arch.vocab_size - part * rows) :] = 0.0
+
+
+def _fill(target: Tensor, name: str, first_row: int, std: float, seed: int, first_col: int, all_cols: int) -> None:
+    """target [r, c] = the whole matrix' rows from first_row and columns from first_col; it is all_cols wide."""
+    done = 0
+    for rows in _blocks(name, first_row, target.size(0), all_cols, seed):
+        target[done : done + rows.size(0)] = rows[:, first_col : first_col + target.size(1)] * std
+        done += rows.size(0)
+
+
+def _blocks(name: str, first: int, count: int, cols: int, seed: int) -> Iterator[Tensor]:
+    """Standard normal rows first .. first + count of the named matrix, block by block."""
+    for block in range(first // BLOCK_ROWS, -(-(first + count) // BLOCK_ROWS)):
+        digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
+        stream = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        start = block * BLOCK_ROWS
+        values = torch.randn(BLOCK_ROWS, cols, generator=stream)
+        yield values[max(0, first - start) : min(BLOCK_ROWS, first + count - start)]

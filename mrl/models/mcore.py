@@ -1,0 +1,43 @@
+"""Everything that this room takes from megatron-core, imported after the platform has been made ready for it."""
+
+from __future__ import annotations
+
+from mrl import platform
+
+platform.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.tensor_parallel import (  # noqa: E402
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_block import (  # noqa: E402
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # noqa: E402
+
+__all__ = [
+    "GPTModel",
+    "MegatronModule",
+    "ModuleSpec",
+    "PackedSeqParams",
+    "ProcessGroupCollection",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "copy_to_tensor_model_parallel_region",
+    "ensure_metadata_has_dp_cp_group",
+    "gather_from_sequence_parallel_region",
+    "get_gpt_layer_local_spec",
+    "get_gpt_layer_with_transformer_engine_spec",
+    "get_num_layers_to_build",
+    "parallel_state",
+]

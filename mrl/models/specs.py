@@ -1,0 +1,64 @@
+"""Which modules a layer is made of: transformer-engine's where it is usable, else Megatron's own with our attention
+and norm."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mrl import platform
+from mrl.kernels.layers import swiglu
+from mrl.models.attention import PackedAttention, transformer_engine_attention
+from mrl.models.mcore import (
+    MegatronModule,
+    ModuleSpec,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_num_layers_to_build,
+)
+from mrl.models.norm import RMSNorm
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this rank's chunk `vp_stage`, and the final norm. Call inside the mesh."""
+    layer, norm = _transformer_engine_layer(config) if platform.transformer_engine_usable() else _local_layer(config)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=norm
+    )
+
+
+class SwiGLU(MegatronModule):
+    """The gated activation in one piece; Megatron's place for it is called use_te_activation_func."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return swiglu(x)
+
+
+def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    mlp = layer.submodules.mlp.submodules
+    (mlp.experts.submodules if config.num_moe_experts else mlp).activation_func = SwiGLU
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer, RMSNorm
+
+
+def _transformer_engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )
+    layer.submodules.self_attention.submodules.core_attention = transformer_engine_attention()
+    return layer, TENorm

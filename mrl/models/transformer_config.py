@@ -1,0 +1,133 @@
+"""ModelArch + layout -> megatron-core's TransformerConfig, with only the fusions that this machine has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mrl import platform
+from mrl.config.schema import TrainConfig
+from mrl.models.arch import ModelArch, UnsupportedModel
+from mrl.models.mcore import TransformerConfig
+from mrl.parallel import Mesh
+
+VOCAB_ALIGN = 8
+
+
+def padded_vocab_size(arch: ModelArch, tp: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks: the next multiple of 8 * tp."""
+    unit = VOCAB_ALIGN * tp
+    return -(-arch.vocab_size // unit) * unit
+
+
+def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
+    """Raises UnsupportedModel for a MoE model that routes to one expert with normalised weights."""
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_kv_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        qk_layernorm=arch.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the only one for variable lengths, also asked of dense models
+        **_initialisation(),
+        **_fusions(),
+        **_layout(train, mesh),
+        **_recompute(train),
+        **_experts(arch, mesh),
+    )
+
+
+def _leave_as_it_is(weight: Tensor) -> Tensor:
+    return weight
+
+
+def _initialisation() -> dict[str, Any]:
+    """Weights come from `initialise` or from a checkpoint. `perform_initialization` stays on, because megatron marks
+    parameters as tensor-parallel in the same place."""
+    return {
+        "perform_initialization": True,
+        "use_cpu_initialization": platform.device().type == "cpu",
+        "init_method": _leave_as_it_is,
+        "output_layer_init_method": _leave_as_it_is,
+        "embedding_init_method": _leave_as_it_is,
+    }
+
+
+def _fusions() -> dict[str, bool]:
+    fused = platform.transformer_engine_usable()
+    return {
+        "apply_rope_fusion": fused,
+        "bias_activation_fusion": fused,
+        "use_te_activation_func": not fused,  # here: specs.SwiGLU
+        "bias_dropout_fusion": fused,
+        "gradient_accumulation_fusion": fused and platform.apex_usable(),  # its kernel is apex'
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "cross_entropy_loss_fusion": False,
+    }
+
+
+def _layout(train: TrainConfig, mesh: Mesh) -> dict[str, Any]:
+    """Interleaved stages run only with overlapped point-to-point calls, and on gloo stage outputs must stay allocated:
+    freeing them gives wrong gradients without an error."""
+    cfg = train.parallel
+    uneven = {
+        "num_layers_in_first_pipeline_stage": cfg.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": cfg.last_stage_layers,
+    }
+    return {
+        "tensor_model_parallel_size": mesh.tp,
+        "pipeline_model_parallel_size": mesh.pp,
+        "virtual_pipeline_model_parallel_size": mesh.vpp,
+        "context_parallel_size": mesh.cp,
+        "expert_model_parallel_size": mesh.ep,
+        "expert_tensor_parallel_size": mesh.etp,
+        "sequence_parallel": cfg.sequence and mesh.tp > 1,
+        "overlap_p2p_comm": mesh.vpp is not None,
+        "batch_p2p_comm": mesh.vpp is None,
+        "deallocate_pipeline_outputs": platform.backend() == "nccl",
+        **(uneven if mesh.pp > 1 else {}),
+    }
+
+
+def _recompute(train: TrainConfig) -> dict[str, Any]:
+    if train.recompute == "none":
+        return {}
+    if train.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _experts(arch: ModelArch, mesh: Mesh) -> dict[str, Any]:
+    """Softmax over the chosen experts equals softmax over all, renormalised; without renormalisation it comes first."""
+    if arch.num_experts is None:
+        return {}
+    if arch.experts_per_token == 1 and arch.normalize_topk:
+        raise UnsupportedModel("num_experts_per_tok=1 with normalised router weights: every weight would be 1")
+    return {
+        "num_moe_experts": arch.num_experts,
+        "moe_router_topk": arch.experts_per_token,
+        "moe_ffn_hidden_size": arch.ffn_size,
+        "moe_router_pre_softmax": not arch.normalize_topk,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": platform.transformer_engine_usable(),
+    }

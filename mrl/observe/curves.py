@@ -1,0 +1,176 @@
+"""The curves of a run, drawn with matplotlib. Each takes the rows of metrics.jsonl; None if it has nothing to show."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mrl.observe.metrics import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PALETTE = ["#3b6ea8", "#d1783a", "#4c9a6a", "#9a5fa8", "#b8496b", "#7b8794", "#c2a83e", "#3fa3ad"]
+INK, FAINT = "#2b3440", "#e4e8ee"
+SMOOTH_FROM = 15  # points; shorter curves are drawn as they are
+
+
+@dataclass(frozen=True)
+class Line:
+    metrics: tuple[str, ...]  # the first one that the run has
+    label: str
+    markers: bool = False  # few points, never smoothed
+
+
+@dataclass(frozen=True)
+class Curve:
+    title: str
+    lines: tuple[Line, ...]
+    note: str = ""
+    log: bool = False
+    floor: float | None = None  # the axis shows at least from here ...
+    ceiling: float | None = None  # ... to here
+
+
+CURVES = [
+    Curve(
+        "Reward",
+        (
+            Line(("reward/mean",), "training samples"),
+            Line(("validation/score", "validation/mean"), "validation", markers=True),
+        ),
+        floor=0.0,
+        ceiling=1.0,
+    ),
+    Curve("Loss", (Line(("actor/loss",), "actor"),), "cross-entropy of the answers"),
+    Curve(
+        "KL divergence",
+        (Line(("actor/ppo_kl",), "to the sampling policy"), Line(("kl/ref", "actor/ref_kl"), "to the reference")),
+    ),
+    Curve(
+        "Clip fraction",
+        (Line(("actor/clipfrac",), "actor"), Line(("critic/clipfrac",), "critic")),
+        "share of tokens whose loss was clipped",
+        floor=0.0,
+    ),
+    Curve("Value explained variance", (Line(("critic/explained_variance",), "critic"),), "1 is a perfect critic"),
+    Curve("Entropy", (Line(("actor/entropy",), "actor"),), "nats a token", floor=0.0),
+    Curve(
+        "Response length",
+        (Line(("response/mean_tokens",), "mean"),),
+        "tokens a response, end token included",
+        floor=0.0,
+    ),
+    Curve(
+        "Train / rollout log-prob mismatch",
+        (Line(("mismatch/max_abs",), "largest"), Line(("mismatch/mean_abs",), "mean")),
+        "absolute difference a token, trainer against engine",
+        log=True,
+    ),
+    Curve("Gradient norm", (Line(("actor/grad_norm",), "actor"), Line(("critic/grad_norm",), "critic")), floor=0.0),
+    Curve(
+        "Throughput", (Line(("perf/tokens_per_s",), "tokens / s"),), "tokens a second over the whole step", floor=0.0
+    ),
+]
+
+
+def draw(curve: Curve, rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) -> Figure | None:
+    """One set of axes; noisy lines are drawn faint with their moving mean on top."""
+    found = [(line, x, y) for line in curve.lines for x, y in [_series(rows, line.metrics)] if len(x)]
+    if not found:
+        return None
+    figure, axes = _axes(size)
+    for color, (line, x, y) in zip(PALETTE, found, strict=False):
+        _plot(axes, line, x, y, color)
+    if curve.log and any((y > 0).any() for _, _, y in found):
+        axes.set_yscale("log", nonpositive="mask")
+        axes.tick_params(which="minor", left=False, labelleft=False)
+    else:
+        _limits(axes, curve)
+    if len(found) > 1:
+        axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
+    return figure
+
+
+def draw_phases(rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) -> Figure | None:
+    """Seconds of each phase, stacked; phases that a step did not have count 0."""
+    steps = [row for row in rows if any(name.startswith("time/") for name in row) and row["step"] > 0]
+    names = list(dict.fromkeys(name for row in steps for name in row if name.startswith("time/")))
+    if not steps:
+        return None
+    figure, axes = _axes(size)
+    x = np.array([row["step"] for row in steps])
+    heights = np.array([[row.get(name, 0.0) for row in steps] for name in names])
+    colors = [PALETTE[i % len(PALETTE)] for i in range(len(names))]
+    base = np.zeros(len(x))
+    edges = np.append(x, x[-1] + 1)  # a step's time fills [step, step + 1)
+    for name, color, height in zip(names, colors, heights, strict=True):
+        axes.stairs(
+            base + height, edges, baseline=base, fill=True, color=color, alpha=0.85, label=name.removeprefix("time/")
+        )
+        base = base + height
+    axes.set_ylabel("seconds", color=INK, fontsize=8.5)
+    axes.set_ylim(0, max(1e-9, float(np.percentile(base, 98)) * 1.25))
+    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.2))
+    return figure
+
+
+def to_bytes(figure: Figure, kind: str) -> bytes:
+    """The picture as "svg" or "png"."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind, dpi=150, bbox_inches="tight", facecolor="white")
+    return buffer.getvalue()
+
+
+def _series(rows: list[Row], metrics: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+    name = next((m for m in metrics if any(m in row for row in rows)), None)
+    points = [(row["step"], row[name]) for row in rows if name is not None and name in row]
+    table = np.array(points, dtype=np.float64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+def _plot(axes: Axes, line: Line, x: np.ndarray, y: np.ndarray, color: str) -> None:
+    if line.markers or len(x) < SMOOTH_FROM:
+        axes.plot(x, y, color=color, linewidth=1.8, marker="o", markersize=3.5, label=line.label)
+        return
+    axes.plot(x, y, color=color, linewidth=0.8, alpha=0.3)
+    axes.plot(x, moving_mean(y, max(3, len(y) // 25)), color=color, linewidth=1.9, label=line.label)
+
+
+def moving_mean(y: np.ndarray, half: int) -> np.ndarray:
+    """Centred mean over up to 2 * half + 1 points, fewer at both ends."""
+    total = np.concatenate([[0.0], np.cumsum(y)])
+    index = np.arange(len(y))
+    low, high = (index - half).clip(0), (index + half + 1).clip(max=len(y))
+    return (total[high] - total[low]) / (high - low)
+
+
+def _axes(size: tuple[float, float]) -> tuple[Figure, Axes]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=size)
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#b8c0cc")
+    axes.tick_params(colors="#5b6675", labelsize=8.5, length=3)
+    axes.grid(axis="y", color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("step", color=INK, fontsize=8.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    return figure, axes
+
+
+def _limits(axes: Axes, curve: Curve) -> None:
+    low, high = axes.get_ylim()
+    if curve.ceiling is not None:
+        high = max(high, curve.ceiling * 1.03)
+    if curve.floor is not None:
+        low = curve.floor if low >= curve.floor - 0.1 * (high - low) else low
+    axes.set_ylim(low, high)

@@ -1,0 +1,29 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(file: Path, content: str | bytes) -> None:
+    """Writes a temporary neighbour, then renames it."""
+    data = content.encode() if isinstance(content, str) else content
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(data)
+    temporary.rename(file)
+
+
+def write_jsonl(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    write_atomically(file, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+
+
+def read_jsonl(file: Path) -> list[dict[str, Any]]:
+    """All rows; a last line that is still being written is left out. No file: no rows."""
+    if not file.is_file():
+        return []
+    lines = file.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]

@@ -1,0 +1,120 @@
+"""One owner a run directory: a lock file with host and process, kept fresh by a heart-beat."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+HEARTBEAT_S = 5.0
+SILENCE_S = 20.0  # an owner on another host that lets this pass without a heart-beat is taken for dead
+
+
+class RunLocked(RuntimeError):
+    """Another live process owns the run directory."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    host: str
+    pid: int
+    born: str  # the process's start time: a reused pid is another process
+
+    @classmethod
+    def me(cls) -> Owner:
+        return cls(socket.gethostname(), os.getpid(), _born(os.getpid()))
+
+
+class Lock:
+    """Held from construction to `release()`.
+
+    A lock whose process is gone is taken over. A process on this host is looked up; one on another host counts as
+    alive if its heart-beat moves within `silence_s`. Raises RunLocked if the owner lives.
+    """
+
+    def __init__(self, file: Path, silence_s: float = SILENCE_S, heartbeat_s: float = HEARTBEAT_S) -> None:
+        self.file = file
+        self._me = Owner.me()
+        with _alone(file.parent):
+            owner = _read(file)
+            if owner is not None and _alive(owner, file, silence_s):
+                raise RunLocked(
+                    f"{file.parent} is in use by process {owner.pid} on {owner.host}: stop that run, or choose another "
+                    f"run.name (if you are sure that it is gone, delete {file})"
+                )
+            temporary = file.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_text(json.dumps(asdict(self._me)) + "\n")
+            temporary.rename(file)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, args=(heartbeat_s,), daemon=True, name="run-lock")
+        self._thread.start()
+
+    def release(self) -> None:
+        """Ends the heart-beat and removes the file, unless somebody else owns it by now."""
+        self._stop.set()
+        self._thread.join()
+        if _read(self.file) == self._me:
+            self.file.unlink()
+
+    def _beat(self, every_s: float) -> None:
+        while not self._stop.wait(every_s):
+            if _read(self.file) == self._me:
+                os.utime(self.file)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process of this host at a time looks at the lock and replaces it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _read(file: Path) -> Owner | None:
+    try:
+        return Owner(**json.loads(file.read_text()))
+    except FileNotFoundError:
+        return None
+    except (json.JSONDecodeError, TypeError) as error:
+        raise RunLocked(f"{file} is not a lock file of this program ({error}); look at it, then delete it") from error
+
+
+def _alive(owner: Owner, file: Path, silence_s: float) -> bool:
+    if owner.host == socket.gethostname():
+        return _born(owner.pid) == owner.born != ""
+    before, deadline = _beats(file), time.monotonic() + silence_s
+    print(f"waiting up to {silence_s:.0f} s for a sign of process {owner.pid} on {owner.host} ({file})", flush=True)
+    while time.monotonic() < deadline:
+        time.sleep(min(0.5, silence_s / 10))
+        now = _beats(file)
+        if now is None:
+            return False
+        if now != before:
+            return True
+    return False
+
+
+def _beats(file: Path) -> int | None:
+    try:
+        return file.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _born(pid: int) -> str:
+    """Start time of a living process in kernel ticks; empty if there is none (a zombie counts as gone)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if fields[0] == "Z" else fields[19]

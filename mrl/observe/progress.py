@@ -1,0 +1,178 @@
+"""What the user sees while training: a live panel in a terminal, one plain line a step anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from mrl.core import StepStats
+
+RECENT_STEPS = 20  # whose mean time the ETA is made of
+PLAIN_TICK_S = 30.0  # between signs of life of a long phase in a log file
+
+# (label, metrics of which the first one present is shown, format)
+HEADLINES: list[tuple[str, tuple[str, ...], str]] = [
+    ("reward", ("reward/mean",), ".3f"),
+    ("validation", ("validation/score", "validation/mean"), ".3f"),
+    ("loss", ("actor/loss", "actor/pg_loss"), ".4f"),
+    ("kl", ("kl/ref", "actor/ppo_kl"), ".2e"),
+    ("clipped", ("actor/clipfrac",), ".1%"),
+    ("entropy", ("actor/entropy",), ".3f"),
+    ("explained variance", ("critic/explained_variance",), ".2f"),
+    ("response tokens", ("response/mean_tokens",), ".1f"),
+    ("mismatch max", ("mismatch/max_abs",), ".1e"),
+    ("tokens/s", ("perf/tokens_per_s",), ",.0f"),
+]
+
+
+def headlines(metrics: dict[str, float]) -> list[tuple[str, str]]:
+    """(label, value as text) of the headline metrics that are there."""
+    shown = []
+    for label, names, form in HEADLINES:
+        name = next((n for n in names if n in metrics), None)
+        if name is not None:
+            shown.append((label, format(metrics[name], form)))
+    return shown
+
+
+def clock(seconds: float) -> str:
+    whole = int(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"
+
+
+class Progress:
+    """Where the run is. Changed by the recorder, drawn by a display."""
+
+    def __init__(self, total_steps: int) -> None:
+        self.total_steps = total_steps
+        self.latest = StepStats(0)
+        self.metrics: dict[str, float] = {}
+        self.phase = "starting"
+        self.phase_began = time.monotonic()
+        self.finished, self.expected = 0, 0
+        self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)
+
+    def enter(self, phase: str) -> None:
+        self.phase, self.phase_began = phase, time.monotonic()
+        self.finished = self.expected = 0
+
+    def step_done(self, stats: StepStats) -> None:
+        self.latest = stats
+        self.metrics |= stats.metrics
+        self._ends.append((stats.step, time.monotonic()))
+
+    def eta_s(self) -> float | None:
+        """Seconds to the last step by the mean of the latest ones; None before two steps have ended."""
+        if len(self._ends) < 2:
+            return None
+        (first, began), (last, ended) = self._ends[0], self._ends[-1]
+        return max(0, self.total_steps - last) * (ended - began) / max(1, last - first)
+
+
+class Display(Protocol):
+    """Draws a `Progress`."""
+
+    def step_done(self) -> None: ...
+
+    def tick(self) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlainDisplay:
+    """One line a step; in long phases a line every half minute."""
+
+    def __init__(self, progress: Progress, console: Console | None = None) -> None:
+        self._progress = progress
+        self._console = console or Console(soft_wrap=True, highlight=False, markup=False)
+        self._last_sign = time.monotonic()
+
+    def step_done(self) -> None:
+        p = self._progress
+        parts = [f"step {p.latest.step}/{p.total_steps}"]
+        parts += [f"{label} {value}" for label, value in headlines(p.latest.metrics)]
+        if p.latest.seconds:
+            parts.append(" ".join(f"{phase} {s:.1f}s" for phase, s in p.latest.seconds.items()))
+        eta = p.eta_s()
+        if eta is not None:
+            parts.append(f"eta {clock(eta)}")
+        self._say(" | ".join(parts))
+
+    def tick(self) -> None:
+        p = self._progress
+        if time.monotonic() - self._last_sign >= PLAIN_TICK_S:
+            self._say(f"{p.phase}: {p.finished}/{p.expected} after {clock(time.monotonic() - p.phase_began)}")
+
+    def note(self, text: str) -> None:
+        self._say(text)
+
+    def close(self) -> None:
+        """Nothing to put away."""
+
+    def _say(self, line: str) -> None:
+        self._console.print(line)
+        self._console.file.flush()
+        self._last_sign = time.monotonic()
+
+
+class LiveDisplay:
+    """A panel that redraws itself four times a second."""
+
+    def __init__(self, progress: Progress, console: Console | None = None) -> None:
+        self._progress = progress
+        self._live = Live(console=console or Console(), get_renderable=self.render, refresh_per_second=4)
+        self._live.start()
+
+    def step_done(self) -> None:
+        self._live.refresh()
+
+    def tick(self) -> None:
+        """The panel redraws itself."""
+
+    def note(self, text: str) -> None:
+        self._live.console.print(Text(text, style="dim"))
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def render(self) -> RenderableType:
+        p = self._progress
+        body: list[RenderableType] = [self._bars(), Text(), self._metrics()]
+        if p.latest.seconds:
+            body += [Text(), self._phases()]
+        return Panel(Group(*body), title=f"step {p.latest.step} of {p.total_steps}", border_style="blue", expand=False)
+
+    def _bars(self) -> Table:
+        p = self._progress
+        eta = p.eta_s()
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row("run", ProgressBar(p.total_steps, p.latest.step, 40), "" if eta is None else f"{clock(eta)} left")
+        bar = ProgressBar(p.expected or None, p.finished, 40, pulse=not p.expected)
+        took = clock(time.monotonic() - p.phase_began)
+        grid.add_row(Text(p.phase, style="bold"), bar, f"{p.finished}/{p.expected}  {took}" if p.expected else took)
+        return grid
+
+    def _metrics(self) -> Table:
+        grid = Table.grid(padding=(0, 3))
+        pairs = headlines(self._progress.metrics)
+        for i in range(0, len(pairs), 2):
+            cells = [Text.assemble((f"{label:>18} ", "dim"), (value, "bold")) for label, value in pairs[i : i + 2]]
+            grid.add_row(*cells)
+        return grid
+
+    def _phases(self) -> Text:
+        seconds = self._progress.latest.seconds
+        total = sum(seconds.values()) or 1.0
+        parts = [f"{phase} {s:.2f}s ({s / total:.0%})" for phase, s in seconds.items()]
+        return Text("  ".join(parts), style="cyan")

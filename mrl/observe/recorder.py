@@ -1,0 +1,112 @@
+"""Where the loop says what happens: phases, samples finished, metrics of a step, notes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+
+from mrl.core import StepStats
+from mrl.observe.metrics import MetricsFile, TensorboardWriter
+from mrl.observe.progress import Display, LiveDisplay, PlainDisplay, Progress
+
+
+class SilentRecorder:
+    """For the ranks that report nothing: times the phases and is quiet."""
+
+    @contextmanager
+    def phase(self, name: str, stats: StepStats | None = None) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            if stats is not None:
+                stats.seconds[name] = stats.seconds.get(name, 0.0) + time.monotonic() - began
+
+    def expect(self, total: int) -> None:
+        pass
+
+    def advance(self, count: int = 1) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def log(self, stats: StepStats) -> None:
+        pass
+
+
+class Recorder(SilentRecorder):
+    """Rank 0's recorder: metrics.jsonl, tensorboard if wanted, and a display. Use as a context manager or `close()`.
+
+    live: redraw a panel (True), print a line a step (False), or by whether stdout is a terminal (None).
+    """
+
+    def __init__(self, run_dir: Path, total_steps: int, tensorboard: bool = False, live: bool | None = None) -> None:
+        self._file = MetricsFile(run_dir / "metrics.jsonl")
+        self._progress = Progress(total_steps)
+        self._count = threading.Lock()  # samples finish in the engine client's threads
+        self._phases: list[str] = []
+        self._closed = False
+        self._tensorboard = TensorboardWriter(run_dir) if tensorboard and find_spec("tensorboard") else None
+        show_live = sys.stdout.isatty() if live is None else live
+        self._display: Display = LiveDisplay(self._progress) if show_live else PlainDisplay(self._progress)
+        if tensorboard and self._tensorboard is None:
+            self.note("run.tensorboard is true but tensorboard is not installed: only metrics.jsonl is written")
+
+    @contextmanager
+    def phase(self, name: str, stats: StepStats | None = None) -> Iterator[None]:
+        """Times a part of the step into `stats.seconds[name]` and shows it while it lasts."""
+        self._phases.append(name)
+        self._progress.enter(name)
+        try:
+            with super().phase(name, stats):
+                yield
+        finally:
+            self._phases.pop()
+            self._progress.enter(self._phases[-1] if self._phases else "between phases")
+
+    def expect(self, total: int) -> None:
+        """The current phase will `advance` this many times."""
+        with self._count:
+            self._progress.finished, self._progress.expected = 0, total
+
+    def advance(self, count: int = 1) -> None:
+        """`count` more of the expected items are finished. Any thread may call it."""
+        with self._count:
+            self._progress.finished += count
+            self._display.tick()
+
+    def note(self, text: str) -> None:
+        """One line for the user."""
+        self._display.note(text)
+
+    def log(self, stats: StepStats) -> None:
+        """The end of a step: writes its metrics and shows them; says which of them are not finite."""
+        bad = self._file.write(stats)
+        if self._tensorboard is not None:
+            self._tensorboard.write(stats)
+        self._progress.step_done(stats)
+        self._display.step_done()
+        if bad:
+            self.note(f"step {stats.step}: not finite, null in metrics.jsonl: {', '.join(bad)}")
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._display.close()
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()

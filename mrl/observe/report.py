@@ -1,0 +1,192 @@
+"""RUN_DIR/report.html: one self-contained page with the curves of a run, sampled answers and the configuration."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mrl.observe.curves import CURVES, draw, draw_phases, to_bytes
+from mrl.observe.files import write_atomically
+from mrl.observe.metrics import Row, read_metrics
+from mrl.observe.progress import clock
+from mrl.observe.samples import BeforeAfter, before_after
+
+STYLE = """
+:root { --ink: #1f2933; --soft: #5b6675; --line: #e4e8ee; --page: #f6f7f9; --accent: #3b6ea8; }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink);
+       font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+main { max-width: 1200px; margin: 0 auto; padding: 32px 24px 64px; }
+header { display: flex; align-items: baseline; gap: 16px; flex-wrap: wrap; margin-bottom: 20px; }
+h1 { font-size: 26px; margin: 0; } h2 { font-size: 18px; margin: 36px 0 12px; }
+.sub { color: var(--soft); } .empty { color: var(--soft); padding: 24px 0; }
+.badge { font-size: 12px; font-weight: 600; padding: 2px 10px; border-radius: 999px; background: #e3ecf7;
+         color: var(--accent); }
+.badge.done { background: #e2f2e8; color: #2f7a4b; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(190px, 1fr)); gap: 12px; }
+.card { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; }
+.tile b { display: block; font-size: 19px; font-weight: 600; white-space: nowrap; }
+.tile span { color: var(--soft); font-size: 13px; }
+.curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(440px, 1fr)); gap: 16px; }
+.curves h3 { margin: 0; font-size: 15px; } .curves p { margin: 0 0 6px; font-size: 12.5px; color: var(--soft); }
+.curves img { width: 100%; height: auto; display: block; }
+.wide { overflow-x: auto; padding: 0; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th { text-align: left; color: var(--soft); font-weight: 600; font-size: 13px; }
+th, td { padding: 8px 14px; border-bottom: 1px solid var(--line); vertical-align: top; }
+tr:last-child td { border-bottom: 0; }
+td.text { font-family: ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+.score { font-size: 12px; border-radius: 6px; padding: 1px 7px; margin-left: 8px; background: #fbe6e3; color: #a13c2c; }
+.score.some { background: #faf0d7; color: #8a6413; } .score.full { background: #e2f2e8; color: #2f7a4b; }
+pre { margin: 0; font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace; overflow-x: auto; }
+summary { cursor: pointer; color: var(--accent); }
+@media (max-width: 520px) { .curves { grid-template-columns: 1fr; } main { padding: 20px 14px; } }
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the page is made of, as far as it exists yet."""
+
+    name: str
+    rows: list[Row]
+    config: dict[str, Any]
+    config_text: str
+    answers: BeforeAfter | None
+
+    @property
+    def total_steps(self) -> int | None:
+        steps: int | None = self.config.get("run", {}).get("steps")
+        return steps
+
+    @property
+    def last_step(self) -> int:
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Writes RUN_DIR/report.html and, once there are rewards or losses, RUN_DIR/reward_curve.png; returns the page.
+
+    Works on a run in progress and on one that has logged nothing. Raises FileNotFoundError for a missing directory.
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise FileNotFoundError(f"{run_dir} is not a run directory")
+    run = load_run(run_dir)
+    for curve in CURVES[:2]:
+        picture = draw(curve, run.rows, size=(7.2, 4.0))
+        if picture is not None:
+            picture.axes[0].set_title(f"{curve.title}: {run.name}", loc="left", fontsize=12, pad=12)
+            write_atomically(run_dir / "reward_curve.png", to_bytes(picture, "png"))
+            break
+    page = run_dir / "report.html"
+    write_atomically(page, render(run))
+    return page
+
+
+def load_run(run_dir: Path) -> Run:
+    file = run_dir / "config.yaml"
+    text = file.read_text() if file.is_file() else ""
+    config = yaml.safe_load(text) or {}
+    return Run(run_dir.resolve().name, read_metrics(run_dir), config, text, before_after(run_dir))
+
+
+def render(run: Run) -> str:
+    sections = [_header(run), _tiles(run.rows), _curves(run.rows), _answers(run.answers), _config(run.config_text)]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(run.name)}</title><style>{STYLE}</style></head>\n<body><main>\n"
+        + "\n".join(section for section in sections if section)
+        + "\n</main></body></html>\n"
+    )
+
+
+def _header(run: Run) -> str:
+    total = run.total_steps
+    done = total is not None and run.last_step >= total
+    of = f" of {total}" if total is not None else ""
+    badge = f'<span class="badge{" done" if done else ""}">step {run.last_step}{of}</span>'
+    model = escape(str(run.config.get("model", {}).get("path", "")))
+    estimator = run.config.get("algorithm", {}).get("adv_estimator")
+    kind = {"gae": "PPO", "grpo": "GRPO"}.get(estimator, str(run.config.get("trainer", "")).upper())
+    about = " · ".join(part for part in (escape(kind), model) if part)
+    return f'<header><h1>{escape(run.name)}</h1>{badge}<span class="sub">{about}</span></header>'
+
+
+def _tiles(rows: list[Row]) -> str:
+    tiles: list[tuple[str, str]] = []
+    for label, names, form in (
+        ("training reward", ("reward/mean",), ".3f"),
+        ("validation score", ("validation/score", "validation/mean"), ".3f"),
+        ("loss", ("actor/loss",), ".4f"),
+        ("response tokens", ("response/mean_tokens",), ".1f"),
+        ("explained variance", ("critic/explained_variance",), ".2f"),
+    ):
+        values = next((v for name in names if (v := [row[name] for row in rows if name in row])), [])
+        if values:
+            tiles.append((label, f"{values[0]:{form}} → {values[-1]:{form}}"))
+    mismatch = [row["mismatch/max_abs"] for row in rows if "mismatch/max_abs" in row]
+    if mismatch:
+        tiles.append(("largest log-prob mismatch", f"{max(mismatch):.1e}"))
+    speeds = sorted(row["perf/tokens_per_s"] for row in rows if "perf/tokens_per_s" in row)
+    if speeds:
+        tiles.append(("tokens / s, median", f"{speeds[len(speeds) // 2]:,.0f}"))
+    seconds = sum(value for row in rows for name, value in row.items() if name.startswith("time/"))
+    if seconds:
+        tiles.append(("time in all phases", clock(seconds)))
+    cells = "".join(
+        f'<div class="card tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>' for label, value in tiles
+    )
+    return f'<div class="tiles">{cells}</div>' if cells else ""
+
+
+def _curves(rows: list[Row]) -> str:
+    cards = [_card(curve.title, curve.note, figure) for curve in CURVES if (figure := draw(curve, rows))]
+    phases = draw_phases(rows)
+    if phases is not None:
+        cards.append(_card("Time of each phase", "seconds a step", phases))
+    if not cards:
+        return '<p class="empty">No step has been logged yet.</p>'
+    return f'<h2>Curves</h2><div class="curves">{"".join(cards)}</div>'
+
+
+def _card(title: str, note: str, figure: Any) -> str:
+    data = base64.b64encode(to_bytes(figure, "svg")).decode()
+    picture = f'<img alt="{escape(title)}" src="data:image/svg+xml;base64,{data}">'
+    return f'<div class="card"><h3>{escape(title)}</h3><p>{escape(note) or "&nbsp;"}</p>{picture}</div>'
+
+
+def _answers(found: BeforeAfter | None) -> str:
+    if found is None:
+        return ""
+    head = f"<tr><th>prompt</th><th>answer</th><th>step {found.first_step}</th><th>step {found.last_step}</th></tr>"
+    body = "".join(
+        f'<tr><td class="text">{escape(r.prompt)}</td><td class="text">{escape(r.answer)}</td>'
+        f"{_response(r.before, r.score_before)}{_response(r.after, r.score_after)}</tr>"
+        for r in found.rows
+    )
+    mean = f"mean score {found.mean_before:.3f} → {found.mean_after:.3f}"
+    return (
+        f'<h2>The same validation prompts before and after</h2><p class="sub">{mean}</p>'
+        f'<div class="card wide"><table>{head}{body}</table></div>'
+    )
+
+
+def _response(text: str, score: float) -> str:
+    kind = "full" if score >= 1 else "some" if score > 0 else ""
+    return f'<td class="text">{escape(text)}<span class="score {kind}">{score:.2f}</span></td>'
+
+
+def _config(text: str) -> str:
+    if not text:
+        return ""
+    return (
+        '<h2>Configuration</h2><div class="card"><details><summary>config.yaml, every key written out</summary>'
+        f"<pre>{escape(text)}</pre></details></div>"
+    )

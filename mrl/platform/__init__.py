@@ -1,0 +1,33 @@
+"""The machine: the only room that touches `torch.cuda` or changes other libraries.
+
+Call `install()` before the first `import megatron.core`, in training processes only.
+"""
+
+from mrl.platform.adaptations import REGISTRY, Adaptation, applied, install
+from mrl.platform.features import Feature, apex_usable, doctor_table, features, transformer_engine_usable
+from mrl.platform.memory import peak_memory_bytes, release_cached_memory, reset_peak_memory
+from mrl.platform.optimizer_state import prime_adam, unshare_steps
+from mrl.platform.process import backend, device, device_uuid, gpu_count, init_process_group, synchronize
+
+__all__ = [
+    "REGISTRY",
+    "Adaptation",
+    "Feature",
+    "apex_usable",
+    "applied",
+    "backend",
+    "device",
+    "device_uuid",
+    "doctor_table",
+    "features",
+    "gpu_count",
+    "init_process_group",
+    "install",
+    "peak_memory_bytes",
+    "prime_adam",
+    "release_cached_memory",
+    "reset_peak_memory",
+    "synchronize",
+    "transformer_engine_usable",
+    "unshare_steps",
+]

@@ -1,0 +1,101 @@
+"""The registry of what it takes to run Megatron-Core on this machine, and `install()`, which applies it.
+
+An adaptation is a small named function with the reason for it and a check that it is needed. The stand-ins for
+`torch.cuda` are needed only where CUDA is absent. The repairs of megatron-core are needed only where the fault is, and
+each looks for the fault itself; with CUDA and transformer-engine there none of them applies. `MRL_PLATFORM_OFF=a,b`
+(or `all`) leaves adaptations out, so that a failure can be traced to the one that prevents it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Stage(Enum):
+    BEFORE_IMPORT = "before megatron.core is imported"
+    AFTER_IMPORT = "after megatron.core is imported"
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    name: str
+    why: str
+    stage: Stage
+    needed: Callable[[], bool]
+    apply: Callable[[], None]
+
+
+REGISTRY: dict[str, Adaptation] = {}
+_applied: list[str] = []
+_installed = False
+
+
+def adaptation(
+    name: str, *, why: str, stage: Stage, needed: Callable[[], bool]
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Register the decorated function under `name`."""
+
+    def register(function: Callable[[], None]) -> Callable[[], None]:
+        REGISTRY[name] = Adaptation(name, why, stage, needed, function)
+        return function
+
+    return register
+
+
+def switched_off() -> frozenset[str]:
+    """Names in MRL_PLATFORM_OFF. Raises ValueError for a name that is no adaptation."""
+    names = frozenset(filter(None, (n.strip() for n in os.environ.get("MRL_PLATFORM_OFF", "").split(","))))
+    unknown = names - REGISTRY.keys() - {"all"}
+    if unknown:
+        raise ValueError(
+            f"MRL_PLATFORM_OFF names {', '.join(sorted(unknown))}; known: all, {', '.join(sorted(REGISTRY))}"
+        )
+    return frozenset(REGISTRY) if "all" in names else names
+
+
+def applied() -> tuple[str, ...]:
+    """Adaptations in force in this process, in the order in which they were applied."""
+    return tuple(_applied)
+
+
+def install() -> None:
+    """Make megatron-core usable here. Call before the first `import megatron.core`; later calls do nothing."""
+    global _installed
+    if _installed:
+        return
+    from mrl.platform import cpu_matmul, megatron_fixes, torch_cuda  # noqa: F401  (they fill the registry)
+
+    off = switched_off()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    _run(Stage.BEFORE_IMPORT, off)
+    _import_megatron_quietly()
+    _run(Stage.AFTER_IMPORT, off)
+    _installed = True
+
+
+def _run(stage: Stage, off: frozenset[str]) -> None:
+    for a in REGISTRY.values():
+        if a.stage is stage and a.name not in off and a.needed():
+            a.apply()
+            _applied.append(a.name)
+
+
+def _import_megatron_quietly() -> None:
+    """Megatron warns at import about every optional package that is absent; `mrl doctor` has them in a table."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import megatron.core.distributed
+        import megatron.core.models.gpt.gpt_layer_specs
+        import megatron.core.optimizer
+        import megatron.core.pipeline_parallel
+        import megatron.core.transformer.moe.moe_layer  # noqa: F401
+    for module in (r"megatron\..*", r"torch\.jit\..*"):
+        for category in (UserWarning, DeprecationWarning, FutureWarning):
+            warnings.filterwarnings("ignore", category=category, module=module)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # megatron's calls
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # says that it exists

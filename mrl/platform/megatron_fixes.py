@@ -1,0 +1,150 @@
+"""Repairs of faults in megatron-core 0.16 that show where CUDA, transformer-engine or apex are absent.
+
+Each `needed` check looks for the fault itself, so a repair retires when a release no longer has the fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mrl.platform.adaptations import Stage, adaptation
+
+
+def transformer_engine_fault() -> str | None:
+    """Why an installed transformer-engine cannot be imported; None if it is absent or works.
+
+    The `transformer-engine` package on its own is a shell without the compiled part. Importing it raises RuntimeError
+    (or OSError for a build against another CUDA), where megatron-core expects ImportError.
+    """
+    if "transformer_engine" in sys.modules or importlib.util.find_spec("transformer_engine") is None:
+        return None
+    try:
+        importlib.import_module("transformer_engine")
+    except ImportError:
+        return None
+    except (RuntimeError, OSError) as error:
+        return str(error).strip().split("\n")[0]
+    return None
+
+
+@adaptation(
+    "broken_te",
+    why="a transformer-engine that raises RuntimeError on import stops the import of megatron's layer specs",
+    stage=Stage.BEFORE_IMPORT,
+    needed=lambda: transformer_engine_fault() is not None,
+)
+def broken_te() -> None:
+    for name in [n for n in sys.modules if n.split(".")[0] == "transformer_engine"]:
+        del sys.modules[name]
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # now an ImportError
+
+
+def _moe_utils() -> Any:
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    return moe_utils
+
+
+def _random() -> Any:
+    import megatron.core.tensor_parallel.random as random
+
+    return random
+
+
+MOE_NAMES = ("te_general_gemm", "fused_permute", "fused_unpermute")
+
+
+@adaptation(
+    "moe_names",
+    why="without transformer-engine the MoE router raises NameError: names are bound only if its import succeeds",
+    stage=Stage.AFTER_IMPORT,
+    needed=lambda: not all(hasattr(_moe_utils(), name) for name in MOE_NAMES),
+)
+def moe_names() -> None:
+    for name in MOE_NAMES:
+        if not hasattr(_moe_utils(), name):
+            setattr(_moe_utils(), name, None)
+
+
+def _splits_stay_tensors() -> bool:
+    if torch.cuda.is_available():
+        return False
+    return torch.is_tensor(_moe_utils().maybe_move_tensor_to_cpu(torch.zeros(1), as_numpy=True))
+
+
+@adaptation(
+    "moe_splits",
+    why="the MoE dispatcher turns split sizes into numpy only if they were on a GPU; all_to_all wants integers",
+    stage=Stage.AFTER_IMPORT,
+    needed=_splits_stay_tensors,
+)
+def moe_splits() -> None:
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    def on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    _moe_utils().maybe_move_tensor_to_cpu = on_cpu
+    token_dispatcher.maybe_move_tensor_to_cpu = on_cpu
+
+
+@adaptation(
+    "recompute_names",
+    why="without transformer-engine selective recomputation of norms raises NameError (FP8GlobalStateManager)",
+    stage=Stage.AFTER_IMPORT,
+    needed=lambda: not hasattr(_random(), "FP8GlobalStateManager"),
+)
+def recompute_names() -> None:
+    _random().FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+    _random().activation_recompute_forward = lambda *args, **kwargs: contextlib.nullcontext()
+    _random().fp8_autocast = lambda *args, **kwargs: contextlib.nullcontext()
+
+
+def _distributed_optimizer() -> Any:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    return DistributedOptimizer
+
+
+def _adam_step_is_asked_for() -> bool:
+    """Load a state without `step`, as megatron saves it, into the state of torch's Adam, which has one."""
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+
+    if HAVE_APEX_OR_TE:
+        return False
+    param = torch.zeros(1)
+    optimizer = SimpleNamespace(param_groups=[{"params": [param]}], state={param: {"step": torch.zeros(1)}})
+    holder = SimpleNamespace(
+        model_param_group_index_map={param: (0, 0)},
+        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False),
+        optimizer=optimizer,
+    )
+    try:
+        _distributed_optimizer()._set_main_param_and_optimizer_states(holder, param, {"param": torch.zeros(1)})
+    except KeyError:
+        return True
+    return False
+
+
+@adaptation(
+    "adam_step",
+    why="the distributed optimizer leaves torch Adam's `step` out of a checkpoint and asks for it when it loads one",
+    stage=Stage.AFTER_IMPORT,
+    needed=_adam_step_is_asked_for,
+)
+def adam_step() -> None:
+    cls = _distributed_optimizer()
+    original = cls._set_main_param_and_optimizer_states
+
+    def with_step(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, index = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
+        original(self, model_param, {"step": state["step"], **tensors} if "step" in state else tensors)
+
+    cls._set_main_param_and_optimizer_states = with_step

@@ -1,0 +1,115 @@
+"""The pool's handle on one worker process. Used by the pool's own thread only."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+STARTUP_TIMEOUT_S = 120.0
+SOCKET_TIMEOUT_S = 10  # for a message under way; only a stopped process takes so long
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+@dataclass
+class Job:
+    """One call of the reward function. `result` or `error` is set once, before `done`."""
+
+    label: str  # "sample 3 (prompt '31542=')"
+    payload: bytes
+    result: dict[str, Any] | None = None
+    error: str | None = None
+    done: bool = False
+
+
+@dataclass
+class Worker:
+    """A child process that answers jobs in order; `jobs` are those it holds, the first is the one it works on."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    ready: bool = False
+    jobs: deque[Job] = field(default_factory=deque)
+    since: float = field(default_factory=time.monotonic)  # when the present job (or the start) began
+
+    @staticmethod
+    def start(function: str, answer_key: str) -> Worker:
+        """Start a worker in a session of its own (Ctrl-C is the trainer's business); it reports ready by itself.
+
+        The calling thread must live as long as the worker: the kernel ties the child's life to it.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            limit = struct.pack("ll", SOCKET_TIMEOUT_S, 0)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "mrl.reward.worker", str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+                start_new_session=True,
+            )
+        worker = Worker(process, Connection(ours.detach()))
+        worker._send({"sys_path": sys.path, "function": function, "answer_key": answer_key})
+        return worker
+
+    def give(self, jobs: list[Job]) -> bool:
+        """Hand over jobs; False, and nothing taken, if the worker does not read any more."""
+        if not self._send([job.payload for job in jobs]):
+            return False
+        self.jobs.extend(jobs)
+        self.since = time.monotonic()
+        return True
+
+    def receive(self) -> tuple[list[dict[str, Any]], bool]:
+        """All messages that have arrived, and whether more can come (False: the worker is dead or talks nonsense)."""
+        messages: list[dict[str, Any]] = []
+        try:
+            while self.connection.poll():
+                messages.append(json.loads(self.connection.recv_bytes()))
+        except (EOFError, OSError, ValueError):
+            return messages, False
+        return messages, True
+
+    def deadline(self, timeout_s: float) -> float | None:
+        """When what it does now is overdue (time.monotonic); None while it has nothing to do."""
+        if not self.ready:
+            return self.since + STARTUP_TIMEOUT_S
+        return self.since + timeout_s if self.jobs else None
+
+    def kill(self) -> str:
+        """End the worker and all it started, reap it, and say how it ended: "exit code 3" or "signal SIGSEGV"."""
+        self.connection.close()
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)  # does not change how a dead, unreaped process ended
+        except ProcessLookupError:
+            pass
+        code = self.process.wait(SOCKET_TIMEOUT_S)
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def _send(self, message: object) -> bool:
+        try:
+            self.connection.send(message)
+        except OSError:
+            return False
+        return True
+
+
+def _environment() -> dict[str, str]:
+    path = os.environ.get("PYTHONPATH")
+    return {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([_PACKAGE_ROOT, path] if path else [_PACKAGE_ROOT]),
+    }

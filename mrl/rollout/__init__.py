@@ -1,0 +1,11 @@
+"""Rollouts: engines that turn prompts into samples, and the client through which weights reach them."""
+
+from __future__ import annotations
+
+from mrl.rollout.client import EngineClient, EngineError
+from mrl.rollout.engine import Engine, RolloutError
+from mrl.rollout.process import EngineStartError
+from mrl.rollout.seeds import sample_seed
+from mrl.rollout.start import start_engine
+
+__all__ = ["Engine", "EngineClient", "EngineError", "EngineStartError", "RolloutError", "sample_seed", "start_engine"]

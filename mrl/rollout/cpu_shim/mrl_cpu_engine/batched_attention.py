@@ -1,0 +1,201 @@
+"""torch_native attention of a whole batch in one padded scaled_dot_product_attention call.
+
+The stock backend calls it once a request and layer, which costs more than the model itself when the model is small.
+Here keys and values of all requests are gathered into [batch, longest, heads, dim] with a mask; the gather plan
+depends only on the batch, so it is made once a forward and reused by all layers. Very large batches are cut into
+groups of requests so that the score matrix stays below MAX_SCORES.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+MAX_SCORES = 1 << 26  # elements of batch x heads x queries x keys in one call
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some consecutive requests (b of them) of a batch, padded to q queries and k keys.
+
+    requests, tokens: the slices they take in per-request and per-query-token arrays
+    cache_index [b * k]: their slots in the KV cache (slot 0 where padded)
+    query_index [b, q] bool: which padded query places hold tokens; None while decoding (one query each)
+    mask [b, 1, q, k] bool, or None where every query may see every key
+    """
+
+    requests: slice
+    tokens: slice
+    size: int
+    keys: int
+    cache_index: Tensor
+    query_index: Tensor | None
+    mask: Tensor | None
+
+
+def install(module: Any) -> None:
+    """Replace the two attention methods of TorchNativeAttnBackend; cross attention keeps the stock ones."""
+    backend = module.TorchNativeAttnBackend
+    stock_init = backend.init_forward_metadata
+    stock_decode = backend._run_sdpa_forward_decode
+    stock_extend = backend._run_sdpa_forward_extend
+
+    def init_forward_metadata(self: Any, forward_batch: Any) -> Any:
+        self.batched_plans = {}
+        return stock_init(self, forward_batch)
+
+    def decode(
+        self: Any,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        encoder_lens: Tensor | None = None,
+        **kw: Any,
+    ) -> Tensor:
+        if encoder_lens is not None or kw.get("is_cross_attn"):
+            return stock_decode(
+                self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens, **kw
+            )
+        window = kw.get("sliding_window_size")
+        plans = _plans(self)
+        plan = plans.get(("decode", window))
+        if plan is None:
+            table = req_to_token[req_pool_indices.long()]
+            plan = plans[("decode", window)] = plan_decode(table, seq_lens, window, query.shape[1])
+        for group in plan:
+            _attend_decode(group, query, output, k_cache, v_cache, kw.get("scaling"))
+        return output
+
+    def extend(
+        self: Any,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        extend_prefix_lens: Tensor,
+        extend_seq_lens: Tensor,
+        encoder_lens: Tensor | None = None,
+        **kw: Any,
+    ) -> Tensor:
+        if encoder_lens is not None or kw.get("is_cross_attn") or not kw.get("causal"):
+            return stock_extend(
+                self,
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                req_pool_indices,
+                seq_lens,
+                extend_prefix_lens,
+                extend_seq_lens,
+                encoder_lens,
+                **kw,
+            )
+        window = kw.get("sliding_window_size")
+        plans = _plans(self)
+        plan = plans.get(("extend", window))
+        if plan is None:
+            table = req_to_token[req_pool_indices.long()]
+            plan = plan_extend(table, seq_lens, extend_prefix_lens, extend_seq_lens, window, query.shape[1])
+            plans[("extend", window)] = plan
+        for group in plan:
+            _attend_extend(group, query, output, k_cache, v_cache, kw.get("scaling"))
+        return output
+
+    backend.init_forward_metadata = init_forward_metadata
+    backend._run_sdpa_forward_decode = decode
+    backend._run_sdpa_forward_extend = extend
+
+
+def _plans(backend: Any) -> dict[tuple[str, int | None], list[Group]]:
+    plans: dict[tuple[str, int | None], list[Group]] = backend.__dict__.setdefault("batched_plans", {})
+    return plans
+
+
+def _spans(requests: int, scores_each: int) -> list[tuple[int, int]]:
+    step = max(1, MAX_SCORES // max(1, scores_each))
+    return [(start, min(start + step, requests)) for start in range(0, requests, step)]
+
+
+def plan_decode(table: Tensor, seq_lens: Tensor, window: int | None, heads: int) -> list[Group]:
+    """table [requests, context]: cache slots; seq_lens [requests]: keys of each, the current token included."""
+    groups = []
+    for start, end in _spans(seq_lens.numel(), int(seq_lens.max()) * heads):
+        lens = seq_lens[start:end].long()
+        keys = int(lens.max())
+        place = torch.arange(keys)
+        live = place < lens[:, None]
+        if window is not None and window > -1:
+            live = live & (place >= (lens - 1 - window)[:, None])
+        index = table[start:end, :keys].long().masked_fill(~live, 0).flatten()
+        mask = None if bool(live.all()) else live[:, None, None, :]
+        span = slice(start, end)
+        groups.append(Group(span, span, end - start, keys, index, None, mask))
+    return groups
+
+
+def plan_extend(
+    table: Tensor, seq_lens: Tensor, prefix_lens: Tensor, query_lens: Tensor, window: int | None, heads: int
+) -> list[Group]:
+    """prefix_lens + query_lens = seq_lens [requests]; query tokens of all requests follow one another."""
+    ends = query_lens.long().cumsum(0).tolist()
+    groups = []
+    for start, end in _spans(seq_lens.numel(), int(query_lens.max()) * int(seq_lens.max()) * heads):
+        lens, new, before = seq_lens[start:end].long(), query_lens[start:end].long(), prefix_lens[start:end].long()
+        keys, queries = int(lens.max()), int(new.max())
+        place = torch.arange(keys)
+        live = place < lens[:, None]
+        position = before[:, None] + torch.arange(queries)  # of each padded query in its sequence
+        mask = live[:, None, :] & (place <= position[:, :, None])
+        if window is not None and window > -1:
+            mask &= place >= (position - window)[:, :, None]
+        query_index = torch.arange(queries) < new[:, None]
+        mask |= ~query_index[:, :, None]  # padded queries see everything: no row without a key, no NaN
+        tokens = slice(ends[start - 1] if start else 0, ends[end - 1])
+        index = table[start:end, :keys].long().masked_fill(~live, 0).flatten()
+        groups.append(Group(slice(start, end), tokens, end - start, keys, index, query_index, mask[:, None]))
+    return groups
+
+
+def _gather(cache: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
+    """[slots, heads, dim] -> [b, heads, k, dim]"""
+    rows = cache.flatten(1).index_select(0, group.cache_index)
+    return rows.view(group.size, group.keys, *cache.shape[1:]).transpose(1, 2).to(dtype)
+
+
+def _attend_decode(
+    group: Group, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, scaling: float | None
+) -> None:
+    """query, output [requests, heads, dim]. Query heads that share a key head become its queries: nothing is
+    repeated."""
+    key, value = _gather(k_cache, group, query.dtype), _gather(v_cache, group, query.dtype)
+    heads, kv_heads = query.shape[1], key.shape[1]
+    folded = query[group.tokens].view(group.size, kv_heads, heads // kv_heads, -1)
+    mask = None if group.mask is None else group.mask.expand(-1, 1, heads // kv_heads, -1)
+    out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    output[group.tokens] = out.reshape(group.size, heads, -1)
+
+
+def _attend_extend(
+    group: Group, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, scaling: float | None
+) -> None:
+    assert group.query_index is not None
+    key, value = _gather(k_cache, group, query.dtype), _gather(v_cache, group, query.dtype)
+    padded = query.new_zeros(*group.query_index.shape, *query.shape[1:])
+    padded[group.query_index] = query[group.tokens]
+    out = scaled_dot_product_attention(
+        padded.transpose(1, 2), key, value, attn_mask=group.mask, scale=scaling, enable_gqa=True
+    )
+    output[group.tokens] = out.transpose(1, 2)[group.query_index]

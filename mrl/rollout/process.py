@@ -1,0 +1,124 @@
+"""An engine that mrl started: its process tree, its log, its end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+GRACE_S = 3.0  # between SIGTERM and SIGKILL: an engine has nothing to save
+POLL_S = 0.1
+LOG_TAIL_LINES = 40
+LAST_WORDS_LINES = 5  # at least, of an engine that wrote less than that since it was ready
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+
+
+class EngineStartError(RuntimeError):
+    """An engine did not come up; the message holds the end of its log."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class EngineProcess:
+    """One engine server on this machine, in a process group of its own. Constructing it starts it and returns at once.
+
+    Its whole tree ends with `close`, with this process's normal exit, and within a second of this process's death by
+    any signal (see supervisor.py).
+    """
+
+    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], port: int, log: Path) -> None:
+        self.name = name
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        supervised = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(GRACE_S), *command]
+        with log.open("ab") as out:
+            self._process = subprocess.Popen(
+                supervised,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._started = time.monotonic()
+        self._lines_when_ready: int | None = None
+        atexit.register(self.close)
+
+    @property
+    def pid(self) -> int:
+        """Of the supervisor: the root of the engine's process tree."""
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """None while the engine runs; 128 + n if signal n ended it."""
+        return self._process.poll()
+
+    def log_tail(self) -> str:
+        """The end of the log; what was written before the engine was ready only if it never was."""
+        lines = self._log_lines()
+        count = LOG_TAIL_LINES
+        if self._lines_when_ready is not None:
+            count = min(count, max(LAST_WORDS_LINES, len(lines) - self._lines_when_ready))
+        return "\n".join(line[:400] for line in lines[-count:])
+
+    def _log_lines(self) -> list[str]:
+        return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+
+    def obituary(self) -> str:
+        """One paragraph for an error message: what ended the engine, and its last words."""
+        code = self.exit_code()
+        state = "is running" if code is None else f"ended with {describe_exit(code)}"
+        return f"{self.name} ({self.url}) {state}. End of {self.log}:\n{self.log_tail()}"
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Until the HTTP server answers. The time-out counts from the start of the process."""
+        while True:
+            if self.exit_code() is not None:
+                raise EngineStartError(f"engine did not start: {self.obituary()}")
+            try:
+                if httpx.get(f"{self.url}/model_info", timeout=5.0, trust_env=False).status_code == 200:
+                    self._lines_when_ready = len(self._log_lines())
+                    return
+            except httpx.TransportError:
+                pass  # not listening yet
+            if time.monotonic() - self._started > timeout_s:
+                self.close()
+                raise EngineStartError(
+                    f"engine not ready within rollout.startup_timeout_s = {timeout_s:g} s: {self.obituary()}"
+                )
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """End the engine and everything it started. Safe to call twice and from an exit handler."""
+        atexit.unregister(self.close)
+        if self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(GRACE_S + 10.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # the engine's main process dies with its supervisor
+            self._process.wait(10.0)
+
+
+def describe_exit(code: int) -> str:
+    if code > 128:
+        try:
+            return f"exit code {code} ({signal.Signals(code - 128).name})"
+        except ValueError:
+            pass
+    return f"exit code {code}"

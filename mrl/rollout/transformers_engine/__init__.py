@@ -1,0 +1,1 @@
+"""The fallback engine: transformers' generate behind the subset of SGLang's HTTP interface that mrl uses."""

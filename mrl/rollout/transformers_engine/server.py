@@ -1,0 +1,176 @@
+"""The HTTP front of the transformers engine: the subset of SGLang's interface that `EngineClient` uses.
+
+    python -m mrl.rollout.transformers_engine.server --model-path DIR --port N --context-length N
+
+Not here: update groups (use the shared_memory, http or disk transport), pausing, prefix caching.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+
+from mrl.rollout.transformers_engine.sampling import Job, parse_job
+from mrl.rollout.transformers_engine.worker import Worker
+
+log = logging.getLogger("transformers_engine")
+
+
+class BadRequest(ValueError):
+    """The caller's mistake: answered with 400 and this text."""
+
+
+class Endpoints:
+    """One method an endpoint: JSON in, JSON out."""
+
+    def __init__(self, worker: Worker, context: int) -> None:
+        self._worker = worker
+        self._context = context
+        self.routes: dict[str, Callable[[dict[str, Any]], Any]] = {
+            "/health": lambda body: {},
+            "/model_info": self.model_info,
+            "/server_info": lambda body: {"enable_deterministic_inference": True, "skip_tokenizer_init": False},
+            "/flush_cache": lambda body: {"success": True},
+            "/abort_request": lambda body: {"success": True},
+            "/generate": self.generate,
+            "/begin_weight_update": self.begin_weight_update,
+            "/end_weight_update": self.end_weight_update,
+            "/update_weights_from_tensor": self.update_weights_from_tensor,
+            "/update_weights_from_disk": self.update_weights_from_disk,
+            "/update_weight_version": self.update_weight_version,
+            "/weights_checker": self.weights_checker,
+        }
+
+    def model_info(self, body: dict[str, Any]) -> Any:
+        model_type = self._worker.model.config.model_type
+        version = self._worker.weight_version
+        return {"model_path": self._worker.model_path, "model_type": model_type, "weight_version": version}
+
+    def generate(self, body: dict[str, Any]) -> Any:
+        many = isinstance(body["input_ids"][0], list) if body["input_ids"] else False
+        prompts = body["input_ids"] if many else [body["input_ids"]]
+        params = body.get("sampling_params") or {}
+        each = params if isinstance(params, list) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise BadRequest(f"{len(prompts)} input_ids, {len(each)} sampling_params")
+        try:
+            jobs = [parse_job(ids, p, self._worker.eos_ids, self._context) for ids, p in zip(prompts, each)]
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
+        version = self._worker.weight_version
+        tokens = self._worker.generate(jobs)
+        answers = [_answer(job, ids, version) for job, ids in zip(jobs, tokens)]
+        return answers if many else answers[0]
+
+    def begin_weight_update(self, body: dict[str, Any]) -> Any:
+        return _attempt(self._worker.begin_update)
+
+    def end_weight_update(self, body: dict[str, Any]) -> Any:
+        return _attempt(self._worker.end_update)
+
+    def update_weights_from_tensor(self, body: dict[str, Any]) -> Any:
+        payload, version = body["serialized_named_tensors"][0], body.get("weight_version")
+        return _attempt(lambda: self._worker.update_from_tensor(payload, body.get("load_format"), version))
+
+    def update_weights_from_disk(self, body: dict[str, Any]) -> Any:
+        return _attempt(lambda: self._worker.update_from_disk(body["model_path"], body.get("weight_version")))
+
+    def update_weight_version(self, body: dict[str, Any]) -> Any:
+        self._worker.weight_version = str(body["new_version"])
+        return {"success": True, "message": "Success"}
+
+    def weights_checker(self, body: dict[str, Any]) -> Any:
+        if body.get("action") != "checksum":
+            raise BadRequest(f"unknown action {body.get('action')}")
+        place = {"role": "target", "tp_rank": 0, "tp_size": 1}
+        rank = {"checksums": self._worker.checksums(), "parallelism_info": [place]}
+        return {"success": True, "message": "Success", "ranks": [rank]}
+
+
+def _attempt(run: Callable[[], None]) -> dict[str, Any]:
+    try:
+        run()
+    except Exception as error:  # refused: the caller reads why
+        raise BadRequest(f"{type(error).__name__}: {error}") from error
+    return {"success": True, "message": "Success"}
+
+
+def _answer(job: Job, tokens: list[int], version: str) -> dict[str, Any]:
+    meta = {
+        "finish_reason": job.finish,
+        "prompt_tokens": len(job.prompt),
+        "completion_tokens": len(tokens),
+        "weight_version": version,
+        "output_token_logprobs": [[value, token, None] for value, token in zip(job.log_probs, tokens)],
+    }
+    return {"output_ids": tokens, "meta_info": meta}
+
+
+def make_handler(routes: dict[str, Callable[[dict[str, Any]], Any]]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # an answer's head and body are two writes: the second would wait 40 ms
+
+        def do_GET(self) -> None:
+            self._serve()
+
+        def do_POST(self) -> None:
+            self._serve()
+
+        def _serve(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            data = self.rfile.read(length)
+            endpoint = routes.get(self.path.partition("?")[0])
+            if endpoint is None:
+                return self._reply(404, {"message": f"no endpoint {self.path}"})
+            try:
+                self._reply(200, endpoint(json.loads(data) if data else {}))
+            except (BadRequest, KeyError) as error:
+                self._reply(400, {"success": False, "message": str(error)})
+            except Exception as error:
+                log.exception("%s failed", self.path)
+                self._reply(500, {"success": False, "message": f"{type(error).__name__}: {error}"})
+
+        def _reply(self, status: int, answer: Any) -> None:
+            data = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass  # one line a request says nothing that the trainer does not know
+
+    return Handler
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--max-running-requests", type=int, default=256)
+    parser.add_argument("--context-length", type=int, required=True, help="tokens of prompt and response together")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    worker = Worker(args.model_path, getattr(torch, args.dtype), args.device, args.max_running_requests)
+    server = Server(("127.0.0.1", args.port), make_handler(Endpoints(worker, args.context_length).routes))
+    log.info("serving %s on port %d", args.model_path, args.port)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""The one thread that owns the model: it runs everything that is queued as one batch, and weight updates in between."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from mrl.rollout.transformers_engine.sampling import Job, PerRowStop, SeededSampler
+from mrl.rollout.transformers_engine.weights import checksums, load_named, read_payload
+
+log = logging.getLogger(__name__)
+GATHER_S = 0.005  # after the first request: how long others may join its batch
+
+
+@dataclass
+class _Generation:
+    job: Job
+    done: Future[list[int]]
+
+
+@dataclass
+class _Task:
+    run: Callable[[], Any]
+    done: Future[Any]
+
+
+class Worker:
+    """A model, a queue and a thread. Methods may be called from any thread and block until the work is done."""
+
+    def __init__(self, model_path: str, dtype: torch.dtype, device: str, max_batch: int) -> None:
+        self.model_path = model_path
+        self.weight_version = "default"
+        self._device = device
+        self._max_batch = max_batch
+        self.model = _load(model_path, dtype).to(device).eval()
+        self.eos_ids = _eos_ids(self.model.generation_config)
+        self._tokenizer: Any = None
+        self._queue: queue.Queue[_Generation | _Task] = queue.Queue()
+        self._session = False
+        threading.Thread(target=self._loop, name="model", daemon=True).start()
+
+    # ---- called by the HTTP threads
+
+    def generate(self, jobs: list[Job]) -> list[list[int]]:
+        waiting = [_Generation(job, Future()) for job in jobs]
+        for generation in waiting:
+            self._queue.put(generation)
+        return [generation.done.result() for generation in waiting]
+
+    def begin_update(self) -> None:
+        self._do(self._begin)
+
+    def end_update(self) -> None:
+        self._do(self._end)
+
+    def update_from_tensor(self, payload: str, load_format: str | None, version: str | None) -> None:
+        self._do(lambda: self._load_payload(payload, load_format, version))
+
+    def update_from_disk(self, model_path: str, version: str | None) -> None:
+        self._do(lambda: self._load_disk(model_path, version))
+
+    def checksums(self) -> dict[str, str]:
+        return self._do(lambda: checksums(self.model))
+
+    def _do(self, run: Callable[[], Any]) -> Any:
+        task = _Task(run, Future())
+        self._queue.put(task)
+        return task.done.result()
+
+    # ---- the model thread
+
+    def _loop(self) -> None:
+        held: _Task | None = None
+        while True:
+            first = held or self._queue.get()
+            held = None
+            if isinstance(first, _Task):
+                _settle(first.done, first.run)
+                continue
+            batch, held = self._gather(first)
+            self._run(batch)
+
+    def _gather(self, first: _Generation) -> tuple[list[_Generation], _Task | None]:
+        batch = [first]
+        while len(batch) < self._max_batch:
+            try:
+                item = self._queue.get(timeout=GATHER_S)
+            except queue.Empty:
+                break
+            if isinstance(item, _Task):
+                return batch, item
+            batch.append(item)
+        return batch, None
+
+    def _run(self, batch: list[_Generation]) -> None:
+        try:
+            results = self._generate([generation.job for generation in batch])
+        except Exception as error:  # handed to every caller, who answers 500 with it
+            log.exception("generation failed")
+            for generation in batch:
+                generation.done.set_exception(error)
+            return
+        for generation, tokens in zip(batch, results):
+            generation.done.set_result(tokens)
+
+    @torch.inference_mode()
+    def _generate(self, jobs: list[Job]) -> list[list[int]]:
+        """One left-padded batch; returns each job's new tokens, the stop token included."""
+        width = max(len(job.prompt) for job in jobs)
+        ids = torch.zeros(len(jobs), width, dtype=torch.int64)
+        mask = torch.zeros(len(jobs), width, dtype=torch.int64)
+        for row, job in enumerate(jobs):
+            ids[row, width - len(job.prompt) :] = torch.tensor(job.prompt)
+            mask[row, width - len(job.prompt) :] = 1
+        tokenizer = self._tokenizer_for(jobs)
+        settings = GenerationConfig(
+            max_new_tokens=max(job.max_new_tokens for job in jobs), do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+        out = self.model.generate(
+            input_ids=ids.to(self._device),
+            attention_mask=mask.to(self._device),
+            generation_config=settings,
+            logits_processor=[SeededSampler(jobs)],
+            stopping_criteria=[PerRowStop(jobs, tokenizer)],
+        )
+        new = out[:, width:].tolist()
+        return [tokens[: len(job.log_probs)] for job, tokens in zip(jobs, new)]
+
+    def _tokenizer_for(self, jobs: list[Job]) -> Any:
+        if self._tokenizer is None and any(job.stop for job in jobs):
+            self._tokenizer = AutoTokenizer.from_pretrained(self.model_path)
+        return self._tokenizer
+
+    def _begin(self) -> None:
+        if self._session:
+            raise ValueError("a weight-update session is already open; end it first")
+        self._session = True
+
+    def _end(self) -> None:
+        if not self._session:
+            raise ValueError("no weight-update session is open")
+        self._session = False
+
+    def _load_payload(self, payload: str, load_format: str | None, version: str | None) -> None:
+        if not self._session:
+            raise ValueError("update_weights_from_tensor must run between begin_weight_update and end_weight_update")
+        load_named(self.model, read_payload(payload, load_format))
+        self.weight_version = version or self.weight_version
+
+    def _load_disk(self, model_path: str, version: str | None) -> None:
+        files = sorted(Path(model_path).glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"{model_path} has no safetensors")
+        for file in files:
+            load_named(self.model, load_file(file).items())
+        self.model_path = model_path
+        self.weight_version = version or self.weight_version
+
+
+def _settle(done: Future[Any], run: Callable[[], Any]) -> None:
+    try:
+        done.set_result(run())
+    except Exception as error:  # handed to the caller, who answers 400 with it
+        log.exception("weight operation failed")
+        done.set_exception(error)
+
+
+def _load(model_path: str, dtype: torch.dtype) -> Any:
+    """From safetensors, or random weights where the directory has none (they are pushed before the first use)."""
+    if any(Path(model_path).glob("*.safetensors")):
+        return AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path), dtype=dtype)
+
+
+def _eos_ids(config: Any) -> tuple[int, ...]:
+    eos = config.eos_token_id
+    return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)

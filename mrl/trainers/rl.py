@@ -1,0 +1,147 @@
+"""PPO, GRPO and their kin: the loop.
+
+prompts -> engine -> score -> log-probs and values -> advantages -> update -> sync -> engine
+"""
+
+from __future__ import annotations
+
+import time
+
+from mrl.algo import explained_variance
+from mrl.config.schema import RLConfig
+from mrl.core import StepStats
+from mrl.learner import losses
+from mrl.trainers.experience import Experience, make_experience, minibatch_weights
+from mrl.trainers.setup import RLRun, open_rl_run
+
+
+def main(cfg: RLConfig) -> None:
+    """Trains to `run.steps`, going on from the run directory's last checkpoint. Called on every rank."""
+    with open_rl_run(cfg) as run:
+        if run.start_step == 0 and cfg.validation.at_start:
+            validate(run, 0)
+        for step in range(run.start_step, cfg.run.steps):
+            train_step(run, step)
+        run.finish()
+
+
+def train_step(run: RLRun, step: int) -> None:
+    """One step: sample with the current weights, learn from the samples, give the engine the new weights."""
+    cfg, record = run.cfg, run.recorder
+    stats, started = StepStats(step + 1), time.monotonic()
+
+    with record.phase("rollout", stats):
+        rollout, metrics = run.generate(step)
+    stats.metrics |= metrics
+
+    with record.phase("experience", stats):
+        experience = make_experience(
+            cfg.algorithm,
+            cfg.rollout.sampling.temperature,
+            rollout,
+            run.actor,
+            run.critic,
+            run.ref,
+            run.kl_controller.value,
+            single_update=run.updates_per_step == 1,
+        )
+
+    trains_actor = cfg.critic is None or step >= cfg.critic.warmup_steps
+    with record.phase("update", stats):
+        stats.metrics |= update(run, experience, trains_actor)
+    stats.metrics |= adapt_kl(run, experience, stats.metrics)
+
+    if trains_actor:
+        with record.phase("sync", stats):
+            run.push_weights(step + 1)
+
+    stats.metrics["perf/tokens_per_s"] = rollout.num_response_tokens / (time.monotonic() - started)
+    if (step + 1) % cfg.validation.every_steps == 0 or step + 1 == cfg.run.steps:
+        validate(run, step + 1, stats)
+    run.maybe_save(step + 1, stats)
+    record.log(stats)
+
+
+def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
+    """All epochs and mini-batches of one step; metrics are means over the updates."""
+    rows: list[dict[str, float]] = []
+    for _ in range(run.cfg.batch.epochs_per_step):
+        for sample_ids in run.minibatches(exp.rollout):
+            row: dict[str, float] = {}
+            if run.critic is not None and run.critic.trainable:
+                row |= update_critic(run, exp, sample_ids)
+            if trains_actor:
+                row |= update_actor(run, exp, sample_ids)
+            rows.append(row)
+    metrics = mean_over_updates(rows)
+    if exp.trainer_log_probs is None:  # later updates are of another policy than the one that sampled
+        metrics |= {name: value for name, value in rows[0].items() if name.startswith("mismatch/")}
+    if exp.values is not None:
+        rollout = exp.rollout
+        metrics["critic/explained_variance"] = float(
+            explained_variance(rollout.dense(exp.values), rollout.dense(exp.returns), rollout.response_mask)
+        )
+    return metrics
+
+
+def mean_over_updates(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Means, but the maximum of what is a maximum already."""
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return {n: max(column) if n.endswith("max_abs") else sum(column) / len(column) for n, column in columns.items()}
+
+
+def named(model: str, metrics: dict[str, float]) -> dict[str, float]:
+    return {name if "/" in name else f"{model}/{name}": value for name, value in metrics.items()}
+
+
+def update_actor(run: RLRun, exp: Experience, sample_ids: range) -> dict[str, float]:
+    cfg = run.cfg.algorithm
+    targets = losses.PolicyTargets(
+        advantages=exp.advantages,
+        weights=minibatch_weights(exp.rollout, sample_ids, cfg.policy_loss.loss_agg_mode),
+        mean_weights=minibatch_weights(exp.rollout, sample_ids, "token-mean"),
+        rollout_log_probs=exp.rollout.rollout_log_probs,
+        old_log_probs=exp.old_log_probs,
+        trainer_log_probs=exp.trainer_log_probs,
+        ref_log_probs=exp.ref_log_probs,
+    )
+    loss = losses.policy(cfg.policy_loss, cfg.kl, run.kl_controller.value, targets)
+    metrics = run.actor.backward(
+        exp.rollout,
+        sample_ids,
+        loss,
+        run.cfg.rollout.sampling.temperature,
+        entropy_grad=cfg.policy_loss.entropy_coef > 0,
+    )
+    return named("actor", metrics | run.actor.step())
+
+
+def update_critic(run: RLRun, exp: Experience, sample_ids: range) -> dict[str, float]:
+    assert run.critic is not None and exp.values is not None
+    cfg = run.cfg.algorithm.value_loss
+    weights = minibatch_weights(exp.rollout, sample_ids, cfg.loss_agg_mode)
+    mean_weights = minibatch_weights(exp.rollout, sample_ids, "token-mean")
+    loss = losses.value(cfg, exp.values, exp.returns, weights, mean_weights)
+    metrics = run.critic.backward(exp.rollout, sample_ids, loss, temperature=1.0)
+    return named("critic", metrics | run.critic.step())
+
+
+def adapt_kl(run: RLRun, exp: Experience, metrics: dict[str, float]) -> dict[str, float]:
+    if run.ref is None:
+        return {}
+    mean_kl = exp.mean_ref_kl if exp.mean_ref_kl is not None else metrics.get("actor/ref_kl", 0.0)
+    used = run.kl_controller.value
+    run.kl_controller.update(mean_kl, exp.rollout.num_samples)
+    return {"kl/ref": mean_kl, "kl/coef": used}
+
+
+def validate(run: RLRun, step: int, stats: StepStats | None = None) -> None:
+    """Scores held-out prompts; logged with the step's other metrics, or alone before the first step."""
+    if run.cfg.data.validation is None:
+        return
+    alone = stats is None
+    stats = stats or StepStats(step)
+    with run.recorder.phase("validation", stats):
+        stats.metrics |= run.validate(step)
+    if alone:
+        run.recorder.log(stats)

@@ -1,0 +1,146 @@
+"""A row of the weight table, and the four ways in which Hugging Face tensors and a Megatron parameter correspond.
+
+Every kind is a pair of pure functions: `to_megatron` cuts one tensor-parallel rank's shard straight out of the Hugging
+Face tensors (touching no more of them than it needs), `to_hf` takes the shards of all ranks and gives the Hugging Face
+tensors back, bit for bit.
+
+kind      Hugging Face                  Megatron
+copy      one tensor                    the same, cut along `tp_dim` (not at all if None)
+vocab     [vocab, h]                    rows cut, zero rows appended up to the padded vocabulary
+qkv       q, k, v projections           a query group after the other: its query heads, its key head, its value head
+gate_up   gate, up projections          a rank holds its part of gate, then its part of up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from mrl.models.arch import ModelArch
+
+Kind = Literal["copy", "vocab", "qkv", "gate_up"]
+
+
+class Sliceable(Protocol):
+    """A tensor, or something on disk that reads like one."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, index: Any, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another on-disk form of a tensor: a block of the tensor `name`.
+
+    `ranges` gives (start, stop) for each dimension of `shape`; a leading dimension that the wanted tensor does not
+    have is an expert number, one wide.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One Megatron parameter (unsharded) and the Hugging Face tensors that it is made of.
+
+    shapes: of the Hugging Face tensors, in the order of `hf`
+    tp_dim: the dimension that tensor parallelism cuts; None: replicated
+    expert: the parameter belongs to one expert (expert parallel, cut by expert tensor parallelism)
+    copy_of: a second copy of another parameter: written on load, never exported
+    optional: the checkpoint may lack it; the parameter then stays as built
+    aliases: other on-disk forms, one a tensor of `hf`, or none
+    """
+
+    kind: Kind
+    hf: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    tp_dim: int | None = None
+    expert: bool = False
+    copy_of: str | None = None
+    optional: bool = False
+    aliases: tuple[Alias, ...] = ()
+
+
+def to_megatron(
+    row: Row, sources: Sequence[Sliceable], arch: ModelArch, tp: int = 1, tp_rank: int = 0, padded_vocab: int = 0
+) -> Tensor:
+    """The shard of rank `tp_rank` of `tp`, in the dtype of `sources`.
+
+    `padded_vocab` is the Megatron vocabulary (all ranks), for kind vocab only; at least the model's.
+    Raises ValueError if a cut does not come out even.
+    """
+    if row.kind == "vocab":
+        return _vocab_shard(sources[0], max(padded_vocab, arch.vocab_size), tp, tp_rank)
+    if row.kind == "qkv":
+        return _qkv_shard(sources, arch, tp, tp_rank)
+    if row.kind == "gate_up":
+        return torch.cat([source[_part(source.shape[0], tp, tp_rank)] for source in sources])
+    source = sources[0]
+    if row.tp_dim is None:
+        return source[:]
+    part = _part(source.shape[row.tp_dim], tp, tp_rank)
+    return source[part] if row.tp_dim == 0 else source[:, part]
+
+
+def to_hf(row: Row, shards: Sequence[Tensor], arch: ModelArch) -> tuple[Tensor, ...]:
+    """The Hugging Face tensors of a parameter, given its shards in the order of the tensor-parallel ranks.
+
+    Contiguous. A parameter that needs no rearranging is returned as a view of its memory: read it, do not write to it.
+    """
+    if row.kind == "gate_up":
+        halves = [shard.chunk(2) for shard in shards]
+        return tuple(_join([half[i] for half in halves], 0) for i in range(2))
+    if row.tp_dim is None:
+        return (shards[0].contiguous(),)
+    full = _join(shards, row.tp_dim)
+    if row.kind == "vocab":
+        return (full[: arch.vocab_size],)
+    if row.kind == "qkv":
+        return _split_qkv(full, arch)
+    return (full,)
+
+
+def _part(size: int, tp: int, tp_rank: int) -> slice:
+    if size % tp:
+        raise ValueError(f"a dimension of {size} cannot be cut into {tp} equal parts")
+    step = size // tp
+    return slice(tp_rank * step, (tp_rank + 1) * step)
+
+
+def _join(shards: Sequence[Tensor], dim: int) -> Tensor:
+    return shards[0].contiguous() if len(shards) == 1 else torch.cat(tuple(shards), dim)
+
+
+def _vocab_shard(source: Sliceable, padded: int, tp: int, tp_rank: int) -> Tensor:
+    vocab = source.shape[0]
+    part = _part(padded, tp, tp_rank)
+    rows = source[min(part.start, vocab) : min(part.stop, vocab)]
+    missing = part.stop - part.start - rows.shape[0]
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
+def _qkv_shard(sources: Sequence[Sliceable], arch: ModelArch, tp: int, tp_rank: int) -> Tensor:
+    """q [heads * d, ...], k and v [groups * d, ...] -> [local groups * (heads a group + 2) * d, ...]."""
+    groups = _part(arch.num_kv_heads, tp, tp_rank)
+    num = groups.stop - groups.start
+    blocks = []
+    for source in sources:
+        rows = source.shape[0] // arch.num_kv_heads
+        block = source[groups.start * rows : groups.stop * rows]
+        blocks.append(block.reshape(num, rows, *block.shape[1:]))
+    return torch.cat(blocks, 1).flatten(0, 1)
+
+
+def _split_qkv(full: Tensor, arch: ModelArch) -> tuple[Tensor, ...]:
+    query_rows = arch.num_heads // arch.num_kv_heads * arch.head_dim
+    grouped = full.reshape(arch.num_kv_heads, query_rows + 2 * arch.head_dim, *full.shape[1:])
+    parts = grouped.split([query_rows, arch.head_dim, arch.head_dim], dim=1)
+    return tuple(part.flatten(0, 1).contiguous() for part in parts)

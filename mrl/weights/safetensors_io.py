@@ -1,0 +1,179 @@
+"""Hugging Face weight files: opened lazily, read by slices, written in files of bounded size.
+
+Files that Python's pickle wrote (`pytorch_model.bin`) can run code when they are opened, so they are refused unless
+the caller asks for them by name, and then read with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mrl.weights.errors import WeightError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE_SINGLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+class TensorSource:
+    """A tensor of a file. Indexing reads that part and nothing else."""
+
+    def __init__(self, file: Path, name: str, part: Any, shape: tuple[int, ...]) -> None:
+        self.file, self.name, self.shape = file, name, shape
+        self._part = part
+
+    def __getitem__(self, index: Any) -> Tensor:
+        value: Tensor = self._part[index]
+        return value
+
+    def narrow(self, ranges: Sequence[tuple[int, int]], dims: int) -> NarrowedSource:
+        """The block `ranges` as a source of `dims` dimensions; surplus leading ranges are one wide and dropped."""
+        return NarrowedSource(self, ranges, dims)
+
+
+class NarrowedSource:
+    """A block of a TensorSource that reads like a tensor of its own."""
+
+    def __init__(self, base: TensorSource, ranges: Sequence[tuple[int, int]], dims: int) -> None:
+        self._base = base
+        self._lead = tuple(slice(start, stop) for start, stop in ranges[: len(ranges) - dims])
+        self._ranges = tuple(ranges[len(ranges) - dims :])
+        self.file, self.name = base.file, base.name
+        self.shape = tuple(stop - start for start, stop in self._ranges)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        asked = index if isinstance(index, tuple) else (index,)
+        asked += (slice(None),) * (len(self._ranges) - len(asked))
+        cut = []
+        for want, (start, stop) in zip(asked, self._ranges, strict=True):
+            first, last, _ = want.indices(stop - start)
+            cut.append(slice(start + first, start + last))
+        block = self._base[(*self._lead, *cut)]
+        return block.reshape(block.shape[len(self._lead) :])
+
+
+class HFCheckpoint:
+    """The tensors of a Hugging Face directory, by name. A context manager; closing it unmaps the files.
+
+    Raises WeightError, naming file and tensor, for: no weights, an unreadable index, an index that points outside of
+    the directory, a missing or truncated file, a tensor that the index promises and the file lacks, a wrong shape.
+    """
+
+    def __init__(self, path: str | Path, allow_pickle: bool = False) -> None:
+        self.path = Path(path)
+        self._open: dict[Path, Any] = {}
+        self._file_of = self._find(allow_pickle)
+
+    def __enter__(self) -> HFCheckpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def source(self, name: str, shape: tuple[int, ...] | None = None) -> TensorSource:
+        """The tensor `name`, unread; checked against `shape` if that is given."""
+        file = self._file_of.get(name)
+        if file is None:
+            raise WeightError(f"{self.path}: no tensor {name}")
+        handle = self._handle(file)
+        part: Any
+        if isinstance(handle, dict):
+            if name not in handle:
+                raise WeightError(f"{file}: no tensor {name}, though the index says so")
+            part, found, dtype = handle[name], tuple(handle[name].shape), _pickle_dtype(handle[name])
+        else:
+            try:
+                part = handle.get_slice(name)
+            except SafetensorError as e:
+                raise WeightError(f"{file}: no tensor {name}, though the index says so ({e})") from e
+            found, dtype = tuple(part.get_shape()), part.get_dtype()
+        if dtype not in FLOATS:
+            raise WeightError(f"{file}: {name} is {dtype}; only unquantized weights ({', '.join(sorted(FLOATS))})")
+        if shape is not None and found != shape:
+            raise WeightError(f"{file}: {name} has shape {list(found)}, config.json asks for {list(shape)}")
+        return TensorSource(file, name, part, found)
+
+    def _find(self, allow_pickle: bool) -> dict[str, Path]:
+        if not self.path.is_dir():
+            raise WeightError(f"{self.path} is not a directory")
+        if (self.path / INDEX).is_file():
+            return self._read_index(self.path / INDEX)
+        if (self.path / SINGLE).is_file():
+            return dict.fromkeys(self._handle(self.path / SINGLE).keys(), self.path / SINGLE)
+        pickled = [name for name in (PICKLE_INDEX, PICKLE_SINGLE) if (self.path / name).is_file()]
+        if not pickled:
+            raise WeightError(f"{self.path}: no weights (neither {INDEX} nor {SINGLE})")
+        if not allow_pickle:
+            raise WeightError(
+                f"{self.path / pickled[0]}: pickled weights can run code when they are opened; convert them to "
+                "safetensors, or set model.allow_pickle: true to read them (tensors only)"
+            )
+        if pickled[0] == PICKLE_INDEX:
+            return self._read_index(self.path / PICKLE_INDEX)
+        return dict.fromkeys(self._handle(self.path / PICKLE_SINGLE), self.path / PICKLE_SINGLE)
+
+    def _read_index(self, index: Path) -> dict[str, Path]:
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+            named = {str(name): str(file) for name, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise WeightError(f"{index}: not a weight index (no readable weight_map: {e!r})") from e
+        for name, file in named.items():
+            pure = PurePosixPath(file)
+            if pure.is_absolute() or ".." in pure.parts or "\\" in file or not file:
+                raise WeightError(f"{index}: {name} points to {file!r}, outside of the directory")
+            if pure.suffix != PurePosixPath(index.name.removesuffix(".index.json")).suffix:
+                raise WeightError(f"{index}: {name} points to {file!r}, a file of another kind")
+        return {name: self.path / file for name, file in named.items()}
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._open:
+            if not file.is_file():
+                raise WeightError(f"{file} does not exist, though the index names it")
+            self._open[file] = _open_safetensors(file) if file.suffix == ".safetensors" else _open_pickle(file)
+        return self._open[file]
+
+
+def _open_safetensors(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as e:
+        raise WeightError(f"{file}: not a complete safetensors file, truncated or damaged ({e})") from e
+
+
+def _open_pickle(file: Path) -> dict[str, Tensor]:
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as e:
+        raise WeightError(f"{file}: cannot be read as plain tensors ({type(e).__name__}: {e})") from e
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise WeightError(f"{file}: not a dictionary of tensors")
+    return content
+
+
+def _pickle_dtype(tensor: Tensor) -> str:
+    names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    return names.get(tensor.dtype, str(tensor.dtype))

@@ -1,0 +1,70 @@
+"""The package mrl. Exact versions of everything on the CPU machine: constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = next(
+    line.split('"')[1] for line in (HERE / "mrl/__init__.py").read_text().splitlines() if line.startswith("__version__")
+)
+
+REQUIRED = [
+    "torch>=2.8",
+    "megatron-core>=0.16.1,<0.17",
+    "transformers>=5.0,<6",
+    "safetensors>=0.5",
+    "numpy>=1.26",
+    "pyyaml>=6.0",
+    "pydantic>=2.10,<3",
+    "datasets>=3.0",
+    "rich>=13.9",
+    "httpx>=0.27",
+    "psutil>=6.0",  # dist_checkpointing hangs without it
+    "tensorboard>=2.17",
+    "matplotlib>=3.9",
+    "math-verify>=0.8",
+]
+
+EXTRAS = {
+    # Trainer parts that need CUDA; mrl runs without each of them (`mrl doctor` says what then happens).
+    "gpu": ["transformer-engine[pytorch]>=2.8", "triton>=3.4"],
+    # The engine on a GPU machine, with its own CUDA dependencies.
+    "sglang": ["sglang==0.5.23"],
+    # What the engine imports on a CPU machine, where sglang itself is installed with --no-deps.
+    "cpu": [
+        "aiohttp",
+        "apache-tvm-ffi",
+        "dill",
+        "einops",
+        "fastapi",
+        "msgspec",
+        "openai",
+        "orjson",
+        "pillow",
+        "pybase64",
+        "python-multipart",
+        "pyzmq",
+        "requests",
+        "setproctitle",
+        "uvicorn",
+        "uvloop",
+    ],
+    "resilience": ["nvidia-resiliency-ext>=0.4"],
+    "trackers": ["wandb>=0.19", "mlflow>=2.20"],
+    "dev": ["pytest>=8", "ruff>=0.12", "mypy>=1.15"],
+}
+
+setup(
+    name="mrl",
+    version=VERSION,
+    description="Reinforcement learning for language models on Megatron-Core",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_namespace_packages(include=["mrl", "mrl.*"]),
+    install_requires=REQUIRED,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["mrl=mrl.cli:main"]},
+)

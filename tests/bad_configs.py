@@ -1,0 +1,506 @@
+"""Good configurations, and what one mistake in them gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PPO = """\
+trainer: rl
+run:
+  name: test
+  steps: 20
+  nproc: 4
+model:
+  path: dense
+actor:
+  parallel:
+    tensor: 2
+    pipeline: 2
+  optimizer:
+    lr: 1e-6
+critic:
+  warmup_steps: 2
+data:
+  train: train.jsonl
+  max_prompt_tokens: 8
+batch:
+  prompts_per_step: 16
+  samples_per_minibatch: 8
+rollout:
+  sampling:
+    max_new_tokens: 8
+reward:
+  function: exact_match
+algorithm:
+  adv_estimator: gae
+"""
+
+SFT = """\
+trainer: sft
+run:
+  name: warm
+model:
+  path: dense
+  from_scratch: true
+data:
+  train: train.jsonl
+  max_prompt_tokens: 16
+batch:
+  samples_per_step: 8
+"""
+
+
+@dataclass
+class Bad:
+    """`old` of the good file becomes `new`; the one problem is at the line of `at` (default: `new`'s last line)."""
+
+    id: str
+    old: str
+    new: str
+    key: str
+    says: tuple[str, ...]
+    at: str = ""
+    base: str = PPO
+
+
+KL_ON = "  adv_estimator: gae\n  kl:\n    use_in_reward: true\n    coef: 0.1\n"
+GAE, NPROC, LR, TENSOR = "  adv_estimator: gae\n", "  nproc: 4\n", "    lr: 1e-6\n", "    tensor: 2\n"
+EXPERT_MODEL = "actor:\n  parallel:\n    tensor: 2\n    pipeline: 2\n"
+
+BAD = [
+    Bad(
+        "unknown key", "prompts_per_step: 16", "prompt_per_step: 16", "batch.prompts_per_step", ("required",), "batch:"
+    ),
+    Bad(
+        "nearest key",
+        LR,
+        "    lr: 1e-6\n    warm_up_steps: 3\n",
+        "actor.optimizer.warm_up_steps",
+        ("unknown key", "warmup_steps?"),
+    ),
+    Bad(
+        "misplaced key",
+        "\nbatch:\n",
+        "\nbatch:\n  clip_grad: 2.0\n",
+        "batch.clip_grad",
+        ("unknown key", "actor.optimizer.clip_grad"),
+    ),
+    Bad(
+        "unknown section",
+        "reward:",
+        "checkpoints: {}\nreward:",
+        "checkpoints",
+        ("did you mean checkpoint?",),
+        "checkpoints: {}",
+    ),
+    Bad("duplicate", LR, "    lr: 1e-6\n    lr: 1e-5\n", "actor.optimizer.lr", ("twice", "c.yaml:13"), "    lr: 1e-5"),
+    Bad("word for a number", LR, "    lr: fast\n", "actor.optimizer.lr", ("must be a number", "'fast' (a string)")),
+    Bad("fraction for a count", "  steps: 20", "  steps: 2.5", "run.steps", ("must be an integer", "2.5")),
+    Bad(
+        "yes for true",
+        "  path: dense\n",
+        "  path: dense\n  from_scratch: yes\n",
+        "model.from_scratch",
+        ("true or false", "'yes'"),
+    ),
+    Bad(
+        "scalar for a section",
+        "critic:\n  warmup_steps: 2",
+        "critic: 2",
+        "critic",
+        ("must be a section", "2 (a number)"),
+    ),
+    Bad(
+        "list of the wrong type",
+        "    max_new_tokens: 8",
+        "    max_new_tokens: 8\n    stop: [a, 1]",
+        "rollout.sampling.stop",
+        ("every item must be a string",),
+    ),
+    Bad(
+        "scalar for a list",
+        "    max_new_tokens: 8",
+        "    max_new_tokens: 8\n    stop: a",
+        "rollout.sampling.stop",
+        ("must be a list",),
+    ),
+    Bad("out of range", "    tensor: 2", "    tensor: 0", "actor.parallel.tensor", ("must be greater than 0", "0")),
+    Bad(
+        "unknown choice",
+        GAE,
+        "  adv_estimator: gea\n",
+        "algorithm.adv_estimator",
+        ("one of gae, grpo", "did you mean gae?"),
+    ),
+    Bad("unknown trainer", "trainer: rl", "trainer: ppo", "trainer", ("one of rl, sft", "'ppo'")),
+    Bad("no trainer", "trainer: rl\n", "", "trainer", ("required key is missing",), "run:"),
+    Bad("not YAML", "  path: dense", "  path: [dense", "", ("not valid YAML",), "actor:"),
+    Bad(
+        "tensor and heads",
+        TENSOR,
+        "    tensor: 4\n",
+        "actor.parallel.tensor",
+        ("4 does not divide", "2 key-value heads", "model.path (c.yaml:7)"),
+        base=PPO.replace("nproc: 4", "nproc: 8"),
+    ),
+    Bad(
+        "too many stages",
+        "    pipeline: 2",
+        "    pipeline: 16",
+        "actor.parallel.pipeline",
+        ("16 stages for 8 layers",),
+        base=PPO.replace("nproc: 4", "nproc: 32")
+        .replace("minibatch: 8", "minibatch: 32")
+        .replace("prompts_per_step: 16", "prompts_per_step: 32"),
+    ),
+    Bad(
+        "odd stages",
+        "    pipeline: 2",
+        "    pipeline: 3",
+        "actor.parallel.pipeline",
+        ("8 layers do not divide over 3 stages", "first_stage_layers"),
+        base=PPO.replace("nproc: 4", "nproc: 6"),
+    ),
+    Bad(
+        "virtual without pipeline",
+        "    pipeline: 2",
+        "    virtual_pipeline: 2",
+        "actor.parallel.virtual_pipeline",
+        ("no effect", "actor.parallel.pipeline (default)"),
+    ),
+    Bad(
+        "virtual chunks",
+        "    pipeline: 2",
+        "    pipeline: 2\n    virtual_pipeline: 3",
+        "actor.parallel.virtual_pipeline",
+        ("3 chunks a stage", "each stage (4)"),
+    ),
+    Bad(
+        "first stage takes all",
+        "    pipeline: 2",
+        "    pipeline: 2\n    first_stage_layers: 8",
+        "actor.parallel.first_stage_layers",
+        ("leave 0 layers for 1 other stages",),
+    ),
+    Bad(
+        "middle stages",
+        "    pipeline: 2",
+        "    pipeline: 4\n    last_stage_layers: 1",
+        "actor.parallel.last_stage_layers",
+        ("leave 7 layers for 3",),
+        base=PPO.replace("nproc: 4", "nproc: 8"),
+    ),
+    Bad(
+        "experts of a dense model",
+        "    pipeline: 2",
+        "    pipeline: 2\n    expert: 2",
+        "actor.parallel.expert",
+        ("dense", "model.path (c.yaml:7)"),
+    ),
+    Bad(
+        "world",
+        NPROC,
+        "  nproc: 6\n",
+        "actor.parallel.tensor",
+        ("tensor 2 x pipeline 2 x context 1 = 4", "world", "6 ranks", "run.nproc (c.yaml:5)"),
+        "    tensor: 2",
+    ),
+    Bad(
+        "world of the critic",
+        "critic:\n",
+        "critic:\n  parallel: {context: 3}\n",
+        "critic.parallel.context",
+        ("= 3 ranks do not divide",),
+    ),
+    Bad(
+        "mini-batches",
+        "  samples_per_minibatch: 8",
+        "  samples_per_minibatch: 5",
+        "batch.samples_per_minibatch",
+        ("5 does not divide", "16 prompts x 1 samples = 16", "batch.prompts_per_step (c.yaml:20)"),
+    ),
+    Bad(
+        "fewer samples than replicas",
+        "  samples_per_minibatch: 8",
+        "  samples_per_minibatch: 1",
+        "batch.samples_per_minibatch",
+        ("1 samples an update", "4 data-parallel replicas", "critic.parallel"),
+        base=PPO,
+    ),
+    Bad(
+        "gae without critic",
+        "critic:\n  warmup_steps: 2\n",
+        "",
+        "algorithm.adv_estimator",
+        ("gae needs a critic", "critic (default)"),
+        "  adv_estimator: gae",
+    ),
+    Bad(
+        "grpo with one sample",
+        "critic:\n  warmup_steps: 2\n",
+        "",
+        "batch.samples_per_prompt",
+        ("at least 2", "algorithm.adv_estimator"),
+        "batch:",
+        base=PPO.replace("gae", "grpo"),
+    ),
+    Bad(
+        "grpo with critic",
+        GAE,
+        "  adv_estimator: grpo\n",
+        "critic",
+        ("no effect", "grpo", "algorithm.adv_estimator"),
+        "critic:",
+        base=PPO.replace("  prompts_per_step: 16", "  prompts_per_step: 8\n  samples_per_prompt: 2"),
+    ),
+    Bad(
+        "lam with grpo",
+        GAE,
+        "  adv_estimator: grpo\n  lam: 0.95\n",
+        "algorithm.lam",
+        ("no effect", "grpo"),
+        base=PPO.replace("critic:\n  warmup_steps: 2\n", "").replace(
+            "  prompts_per_step: 16", "  prompts_per_step: 8\n  samples_per_prompt: 2"
+        ),
+    ),
+    Bad(
+        "grpo's setting with gae",
+        GAE,
+        GAE + "  norm_adv_by_std_in_grpo: false\n",
+        "algorithm.norm_adv_by_std_in_grpo",
+        ("no effect", "gae"),
+    ),
+    Bad(
+        "kl in both",
+        "    coef: 0.1",
+        "    coef: 0.1\n    use_in_loss: true",
+        "algorithm.kl.use_in_reward",
+        ("twice", "algorithm.kl.use_in_loss"),
+        "use_in_reward: true",
+        base=PPO.replace(GAE, KL_ON),
+    ),
+    Bad(
+        "kl with coefficient 0",
+        "    coef: 0.1",
+        "    coef: 0.0",
+        "algorithm.kl.coef",
+        ("0 switches off", "algorithm.kl.use_in_reward"),
+        base=PPO.replace(GAE, KL_ON),
+    ),
+    Bad("kl coefficient unused", GAE, GAE + "  kl: {coef: 0.1}\n", "algorithm.kl.coef", ("no effect", "both false")),
+    Bad(
+        "adaptive without target",
+        "    coef: 0.1",
+        "    coef: 0.1\n    controller: adaptive\n    horizon_samples: 100",
+        "algorithm.kl.target",
+        ("required by the adaptive",),
+        "  kl:",
+        base=PPO.replace(GAE, KL_ON),
+    ),
+    Bad(
+        "fixed with target",
+        "    coef: 0.1",
+        "    coef: 0.1\n    target: 0.1",
+        "algorithm.kl.target",
+        ("no effect", "fixed"),
+        base=PPO.replace(GAE, KL_ON),
+    ),
+    Bad(
+        "adaptive in the loss",
+        "    use_in_reward: true",
+        "    use_in_loss: true\n    controller: adaptive\n    target: 1.0\n    horizon_samples: 9",
+        "algorithm.kl.controller",
+        ("use_in_loss takes a fixed",),
+        "controller: adaptive",
+        base=PPO.replace(GAE, KL_ON),
+    ),
+    Bad(
+        "reference without kl",
+        "data:",
+        "ref:\n  path: dense\ndata:",
+        "ref.path",
+        ("no KL term",),
+        "  path: dense\ndata",
+    ),
+    Bad(
+        "decay without steps",
+        LR,
+        "    lr: 1e-6\n    decay: linear\n",
+        "actor.optimizer.decay_steps",
+        ("required by linear",),
+        "  optimizer:",
+    ),
+    Bad(
+        "floor without decay",
+        LR,
+        "    lr: 1e-6\n    min_lr: 1e-7\n",
+        "actor.optimizer.min_lr",
+        ("no effect", "constant"),
+    ),
+    Bad(
+        "warm-up longer than decay",
+        LR,
+        "    lr: 1e-6\n    decay: cosine\n    decay_steps: 5\n    warmup_steps: 5\n",
+        "actor.optimizer.warmup_steps",
+        ("leave none",),
+    ),
+    Bad(
+        "dual clip",
+        GAE,
+        GAE + "  policy_loss: {clip_ratio_c: 1.0}\n",
+        "algorithm.policy_loss.clip_ratio_c",
+        ("greater than 1",),
+    ),
+    Bad(
+        "frozen critic warms up",
+        "  warmup_steps: 2",
+        "  warmup_steps: 2\n  frozen: true",
+        "critic.warmup_steps",
+        ("no effect", "critic.frozen"),
+        "warmup_steps: 2",
+    ),
+    Bad(
+        "critic-only run",
+        "  warmup_steps: 2",
+        "  warmup_steps: 20",
+        "critic.warmup_steps",
+        ("never be trained", "run.steps (c.yaml:4)"),
+    ),
+    Bad(
+        "no data",
+        "  train: train.jsonl",
+        "  train: nowhere.jsonl",
+        "data.train",
+        ("cannot read nowhere.jsonl", "No such file"),
+    ),
+    Bad("data is not JSON", "  train: train.jsonl", "  train: plain.txt", "data.train", ("not a JSON object",)),
+    Bad(
+        "wrong column",
+        "  train: train.jsonl",
+        "  train: train.jsonl\n  prompt_key: question",
+        "data.prompt_key",
+        ("no 'question'", "prompt, answer"),
+    ),
+    Bad(
+        "text for a chat",
+        "  train: train.jsonl",
+        "  train: train.jsonl\n  chat_template: true",
+        "data.chat_template",
+        ("wants a list of messages",),
+    ),
+    Bad("no model", "  path: dense", "  path: nowhere", "model.path", ("nowhere/config.json does not exist",)),
+    Bad(
+        "unsupported model",
+        "  path: dense",
+        "  path: gpt",
+        "model.path",
+        ("GPT2LMHead has no weight table", "Qwen2ForCausalLM"),
+    ),
+    Bad("pickled model", "  path: dense", "  path: pickled", "model.path", ("pickled", "model.allow_pickle")),
+    Bad(
+        "critic with another vocabulary",
+        "critic:\n",
+        "critic:\n  path: other\n",
+        "critic.path",
+        ("17 tokens", "16", "model.path"),
+    ),
+    Bad(
+        "context",
+        "    max_new_tokens: 8",
+        "    max_new_tokens: 60",
+        "data.max_prompt_tokens",
+        ("8 prompt tokens + 60 new tokens", "context of 64", "rollout.sampling.max_new_tokens (c.yaml:24)"),
+        "  max_prompt_tokens",
+    ),
+    Bad(
+        "longer than the model",
+        "rollout:",
+        "rollout:\n  max_context_tokens: 128",
+        "rollout.max_context_tokens",
+        ("64 positions",),
+    ),
+    Bad(
+        "servers at given addresses",
+        "rollout:",
+        "rollout:\n  urls: [http://a:1]\n  servers: 2",
+        "rollout.servers",
+        ("no effect", "rollout.urls"),
+    ),
+    Bad("not an address", "rollout:", "rollout:\n  urls: [a:1]", "rollout.urls", ("'a:1' is not an address",)),
+    Bad("engine and heads", "rollout:", "rollout:\n  tensor: 3", "rollout.tensor", ("3 does not divide", "4 heads")),
+    Bad(
+        "top_k", "    max_new_tokens: 8", "    max_new_tokens: 8\n    top_k: 0", "rollout.sampling.top_k", ("-1 (off)",)
+    ),
+    Bad(
+        "cuda_ipc without GPU",
+        "reward:",
+        "sync: {transport: cuda_ipc}\nreward:",
+        "sync.transport",
+        ("needs GPUs",),
+        "sync:",
+    ),
+    Bad(
+        "shared memory far away",
+        "rollout:",
+        "sync: {transport: shared_memory}\nrollout:\n  urls: [http://far:1]",
+        "sync.transport",
+        ("cannot reach http://far:1", "rollout.urls"),
+        "sync:",
+    ),
+    Bad(
+        "validation without data",
+        "reward:",
+        "validation: {every_steps: 5}\nreward:",
+        "validation",
+        ("no effect", "data.validation"),
+        "validation:",
+    ),
+    Bad(
+        "no such reward",
+        "  function: exact_match",
+        "  function: exactmatch",
+        "reward.function",
+        ("did you mean exact_match?",),
+    ),
+    Bad(
+        "no such file of rewards",
+        "  function: exact_match",
+        "  function: his.py:score",
+        "reward.function",
+        ("cannot read his.py",),
+    ),
+    Bad(
+        "no such function",
+        "  function: exact_match",
+        "  function: mine.py:sore",
+        "reward.function",
+        ("does not define 'sore'", "score"),
+    ),
+    Bad("name is a path", "  name: test", "  name: a/b", "run.name", ("plain directory name",)),
+    Bad(
+        "kept checkpoints",
+        "reward:",
+        "checkpoint: {keep_last: 5}\nreward:",
+        "checkpoint.keep_last",
+        ("no effect", "checkpoint.every_steps"),
+        "checkpoint:",
+    ),
+    Bad("sft has no rollout", "batch:", "rollout: {}\nbatch:", "rollout", ("unknown key",), "rollout:", base=SFT),
+    Bad(
+        "sft without answers",
+        "  train: train.jsonl",
+        "  train: train.jsonl\n  answer_key: solution",
+        "data.answer_key",
+        ("no 'solution'",),
+        base=SFT,
+    ),
+    Bad(
+        "sft replicas",
+        "  name: warm",
+        "  name: warm\n  nproc: 16",
+        "batch.samples_per_step",
+        ("16 data-parallel replicas",),
+        "  samples_per_step",
+        base=SFT,
+    ),
+]

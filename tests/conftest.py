@@ -1,0 +1,52 @@
+"""Fixtures of the whole session: tiny model directories, and one real SGLang server that all engine tests share."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.config.schema import RolloutConfig
+from mrl.rollout import Engine, start_engine
+from tests.tiny import make_tiny
+
+TinyModels = Callable[..., Path]
+
+
+def pytest_configure() -> None:
+    """A shell starts background jobs with SIGINT ignored, and what they start inherits that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    """tiny_models(family, tied=False, seed=0, weights=True, **config overrides) -> Hugging Face directory.
+
+    The same arguments give the same directory: do not write into it.
+    """
+    root = tmp_path_factory.mktemp("tiny")
+    made: dict[str, Path] = {}
+
+    def get(family: str, **settings: Any) -> Path:
+        key = repr((family, sorted(settings.items(), key=lambda item: item[0])))
+        if key not in made:
+            made[key] = make_tiny(root / f"{family}_{len(made)}", family, **settings)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def sglang_engine(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A ready Engine on one real server. It starts with `tiny_models("llama")`; a test that pushes other weights must
+    put those back (EngineClient.update_weights_from_disk does)."""
+    if importlib.util.find_spec("sglang") is None:  # found, not imported: only the server can import it
+        pytest.skip("the engine tests need sglang")
+    logs = tmp_path_factory.mktemp("sglang_logs")
+    with start_engine(RolloutConfig(), str(tiny_models("llama")), "float32", logs) as engine:
+        engine.wait_ready()
+        yield engine

@@ -1,0 +1,39 @@
+"""What the sync tests share: an exporter over a plain state dict, with as many senders as wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from mrl.models.arch import ModelArch, load_arch
+
+
+@dataclass(frozen=True)
+class Meta:
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sender: int
+
+
+class FileExporter:
+    """Streams the weights of a Hugging Face directory; `sender_of(name)` says which rank has a tensor."""
+
+    def __init__(self, path: Path, rank: int = 0, sender_of: Callable[[str], int] = lambda name: 0) -> None:
+        self.arch: ModelArch = load_arch(path)
+        self.tensors = load_file(path / "model.safetensors")
+        self.rank, self.sender_of = rank, sender_of
+        self.gather: Callable[[], None] = lambda: None  # stands for the collective that brings the shards together
+
+    def metas(self) -> list[Meta]:
+        return [Meta(n, tuple(t.shape), t.dtype, self.sender_of(n)) for n, t in self.tensors.items()]
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.tensors.items():
+            self.gather()
+            if self.sender_of(name) == self.rank:
+                yield name, tensor

@@ -1,0 +1,169 @@
+"""Checkpoints: exact continuation, other layouts, and saves and loads that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.checkpoint import directory, latest
+
+WORLD = Path(__file__).parent / "worlds" / "checkpoints.py"
+PAIR = ("tp2.pp2", "dp4", "pp4", "tp4", "pp2.vpp2")  # the first is the layout that was saved
+MOE = ("ep2", "ep1", "ep4", "tp2.ep2.pp2")
+SHAPE: dict[str, Any] = {
+    "weights": False,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_key_value_heads": 4,
+    "vocab_size": 321,  # padded to other sizes at TP1, TP2 and TP4
+}
+
+Cases = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def world(tiny_models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    """What the world of 4 processes reports, by case."""
+    work = tmp_path_factory.mktemp("checkpoints")
+    models = [
+        tiny_models("llama", tied=True, num_hidden_layers=4, **SHAPE),
+        tiny_models("qwen3_moe", moe_intermediate_size=32, **(SHAPE | {"head_dim": 16})),
+        tiny_models("llama", tied=True, num_hidden_layers=2, **(SHAPE | {"hidden_size": 64})),
+    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(WORLD)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORLD.parents[2])}
+    out, log = work / "out.txt", work / "log.txt"
+    with out.open("w") as stdout, log.open("w") as stderr:
+        arguments = [str(work), *map(str, models)]
+        code = subprocess.run(
+            command + arguments, env=environment, stdout=stdout, stderr=stderr, timeout=500
+        ).returncode
+    assert code == 0, out.read_text()[-2000:] + log.read_text()[-6000:]
+    return {case.pop("case"): case for case in map(json.loads, out.read_text().splitlines())}
+
+
+@pytest.mark.parametrize("case", ["pair tp2.pp2", "moe ep2", "bfloat16 started", "bfloat16 unstarted"])
+def test_continues_bit_for_bit_as_if_never_stopped(world: Cases, case: str) -> None:
+    assert world[case]["continued"] == 0.0
+
+
+@pytest.mark.parametrize("case", [f"pair {layout}" for layout in PAIR] + [f"moe {layout}" for layout in MOE])
+def test_weights_and_optimizer_load_unchanged_into_another_layout(world: Cases, case: str) -> None:
+    result = world[case]
+    assert result["before"] > 0.1, "the weights were the saved ones before the load"
+    assert result["loaded"] == 0.0
+    assert result["stored"] == dict.fromkeys(("counters", "weights", "param", "exp_avg", "exp_avg_sq"), 0.0)
+
+
+@pytest.mark.parametrize("case", [f"pair {layout}" for layout in PAIR[1:]] + [f"moe {layout}" for layout in MOE[1:]])
+def test_continues_under_another_layout_up_to_round_off(world: Cases, case: str) -> None:
+    assert world[f"{case.split()[0]} saved"]["moved"] > 5e-3, "updates too small to show a lost optimizer state"
+    assert world[case]["continued"] <= 1e-5
+
+
+def test_state_comes_back(world: Cases) -> None:
+    assert world["pair dp4"]["state"] == {"step": 3, "kl_controller": {"value": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("save: rank 2 cannot write", ("step_2.tmp/actor", "KiB", "rank 2: OSError", "File too large")),
+        ("save: state is not JSON", ("step_2 failed", "Tensor is not JSON serializable")),
+        ("save: disk full", ("failing/checkpoints/step_2.tmp", "KiB needed, 1000 bytes free")),
+    ],
+)
+def test_a_failed_save_leaves_only_what_was_there(world: Cases, case: str, parts: tuple[str, ...]) -> None:
+    result = world[case]
+    assert all(part in result["message"] for part in parts), result["message"]
+    assert result["names"] == ["step_1"]
+    assert result["latest"] == "step_1"
+
+
+def test_saving_works_after_a_failure_and_removes_what_is_old(world: Cases) -> None:
+    assert world["save: works again"]["names"] == ["step_2"]
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("load: truncated", ("step_3 is damaged", ".distcp has", "were written")),
+        ("load: missing", ("step_3 is damaged", ".distcp is missing")),
+        ("load: garbled", ("reading", "step_3/actor", "does not hold what was written")),
+        ("load: other model", ("hidden_size is 64, in the checkpoint 32", "num_layers is 2, in the checkpoint 4")),
+        (
+            "load: other learners",
+            ("actor is a critic, in the checkpoint a policy", "no reward in it, but actor, critic"),
+        ),
+        ("load: other names", ("value_head.weight is not in the checkpoint",)),
+    ],
+)
+def test_a_load_that_cannot_work_says_why(world: Cases, case: str, parts: tuple[str, ...]) -> None:
+    message = world[case]["message"]
+    assert all(part in message for part in parts), message
+
+
+def test_tied_copies_that_differ_are_noticed(world: Cases) -> None:
+    assert all(world["tied copies"]["equal"])
+    assert not all(world["tied copies"]["after_change"])
+
+
+def write(run_dir: Path, step: int, keep_last: int = 10) -> Path:
+    """A checkpoint without models."""
+    final = directory.root(run_dir) / f"step_{step}"
+    tmp = final.with_name(f"{final.name}.tmp")
+    directory.begin(tmp)
+    (tmp / "actor").mkdir()
+    (tmp / "actor" / "weights").write_text("x" * step)
+    directory.finish(tmp, final, {}, {"step": step})
+    directory.prune(final.parent, keep_last, final)
+    return final
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in directory.root(run_dir).iterdir())
+
+
+def test_latest_is_by_number_of_steps(tmp_path: Path) -> None:
+    assert latest(tmp_path) is None
+    for step in (9, 10, 100):
+        write(tmp_path, step)
+    assert latest(tmp_path) == tmp_path / "checkpoints" / "step_100"
+
+
+def test_latest_sees_only_complete_checkpoints(tmp_path: Path) -> None:
+    good, unmarked, killed = write(tmp_path, 1), write(tmp_path, 2), write(tmp_path, 3)
+    (unmarked / "complete").unlink()
+    killed.rename(killed.with_name("step_3.tmp"))  # all but the rename was done
+    assert latest(tmp_path) == good
+    with pytest.raises(ValueError, match="step_2 is not a complete checkpoint"):
+        directory.read(unmarked)
+
+
+def test_the_last_ones_are_kept_and_leftovers_removed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_7.tmp" / "actor").mkdir(parents=True)
+    for step in (1, 2, 3, 4):
+        write(tmp_path, step, keep_last=2)
+    assert names(tmp_path) == ["step_3", "step_4"]
+
+
+def test_what_was_just_saved_is_kept_even_if_others_have_more_steps(tmp_path: Path) -> None:
+    for step in (20, 30):
+        write(tmp_path, step)
+    write(tmp_path, 10, keep_last=1)
+    assert names(tmp_path) == ["step_10", "step_30"]
+
+
+def test_a_step_saved_twice_is_replaced(tmp_path: Path) -> None:
+    first = write(tmp_path, 5)
+    (first / "actor" / "weights").write_text("of the first time")
+    assert (write(tmp_path, 5) / "actor" / "weights").read_text() == "xxxxx"
+    assert names(tmp_path) == ["step_5"]
+    assert directory.read(first)[1] == {"step": 5}

@@ -1,0 +1,376 @@
+"""The command line, and the launcher with small programs in place of training."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mrl.terminal import TidyLog
+
+ROOT = Path(__file__).parent.parent
+LAUNCH = """
+import sys
+from pathlib import Path
+from mrl.launcher import LaunchError, launch
+try:
+    command = [sys.executable, sys.argv[1]]
+    code = launch(command, int(sys.argv[2]), Path("logs"), grace_s=float(sys.argv[3]), settle_s=0.3)
+except LaunchError as error:
+    sys.exit(f"refused: {error}")
+sys.exit(code)
+"""
+PREAMBLE = """
+import json, os, pathlib, signal, subprocess, sys, time
+rank = int(os.environ["RANK"])
+def ready():
+    pathlib.Path(f"ready_{rank}").write_text(str(os.getpid()))
+"""
+LIMIT_S = 30.0
+
+
+def _hear_hangups() -> None:
+    """Also where the tests run under nohup, whose children ignore them."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+class Launched:
+    """A launcher in a process of its own, running `program` as every rank."""
+
+    def __init__(self, folder: Path, program: str, nproc: int, grace_s: float = 20.0) -> None:
+        self.folder = folder
+        (folder / "rank.py").write_text(PREAMBLE + program)
+        command = [sys.executable, "-c", LAUNCH, "rank.py", str(nproc), str(grace_s)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment.pop("OMP_NUM_THREADS", None)
+        out, err = (folder / "out").open("wb"), (folder / "err").open("wb")
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=out, stderr=err, preexec_fn=_hear_hangups
+        )
+
+    def wait(self) -> int:
+        return self.process.wait(LIMIT_S)
+
+    def out(self) -> str:
+        return (self.folder / "out").read_text()
+
+    def err(self) -> str:
+        return (self.folder / "err").read_text()
+
+    def log(self, rank: int) -> str:
+        return (self.folder / "logs" / f"rank_{rank}.log").read_text()
+
+    def pids(self, *names: str) -> list[int]:
+        """Waits until the files that the ranks write when they are ready are there; returns the pids in them."""
+        end = time.monotonic() + LIMIT_S
+        files = [self.folder / name for name in names]
+        while not all(file.exists() and file.read_text() for file in files):
+            assert time.monotonic() < end, f"{names} not there; {self.err()}"
+            time.sleep(0.02)
+        return [int(file.read_text()) for file in files]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[type[Launched]]:
+    started: list[Launched] = []
+
+    class Here(Launched):
+        def __init__(self, program: str, nproc: int, grace_s: float = 20.0) -> None:
+            super().__init__(tmp_path, program, nproc, grace_s)
+            started.append(self)
+
+    yield Here
+    for launched in started:
+        if launched.process.poll() is None:
+            launched.process.kill()
+            launched.process.wait()
+
+
+def gone(pid: int) -> bool:
+    """Ended (a zombie nobody has waited for yet counts) within the limit."""
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_every_rank_gets_its_place_and_its_log(start: type[Launched]) -> None:
+    launched = start(
+        """
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS".split()
+print(json.dumps({name: os.environ[name] for name in names}))
+print("a warning of", rank, file=sys.stderr)
+""",
+        3,
+    )
+    assert launched.wait() == 0
+    places = [json.loads(launched.log(rank).splitlines()[1]) for rank in range(3)]
+    assert [place["RANK"] for place in places] == [place["LOCAL_RANK"] for place in places] == ["0", "1", "2"]
+    assert {place["WORLD_SIZE"] for place in places} == {place["LOCAL_WORLD_SIZE"] for place in places} == {"3"}
+    assert len({(place["MASTER_ADDR"], place["MASTER_PORT"]) for place in places}) == 1
+    assert {place["OMP_NUM_THREADS"] for place in places} == {"1"}
+    assert "a warning of 2" in launched.log(2)
+    assert json.loads(launched.out().splitlines()[0])["RANK"] == "0"
+    assert "a warning of 0" in launched.out() and "a warning of 1" not in launched.out()
+
+
+def test_a_failing_rank_ends_the_others_and_is_shown(start: type[Launched]) -> None:
+    launched = start(
+        """
+ready()
+if rank == 1:
+    while not pathlib.Path("ready_0").exists() or not pathlib.Path("ready_2").exists():
+        time.sleep(0.01)
+    raise ValueError("the loss is not a number")
+time.sleep(600)
+""",
+        3,
+    )
+    pids = launched.pids("ready_0", "ready_2")
+    assert launched.wait() == 1
+    assert "rank 1 failed first (exit code 1)" in launched.err()
+    assert "ValueError: the loss is not a number" in launched.err()
+    assert "rank 0 ended too (killed by SIGTERM)" in launched.err()
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(start: type[Launched]) -> None:
+    launched = start(
+        """
+if rank == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    pathlib.Path("child").write_text(str(child.pid))
+    ready()
+    time.sleep(600)
+while not pathlib.Path("ready_0").exists():
+    time.sleep(0.01)
+sys.exit(7)
+""",
+        2,
+        grace_s=0.5,
+    )
+    pids = launched.pids("ready_0", "child")
+    assert launched.wait() == 7
+    assert all(gone(pid) for pid in pids)
+
+
+def test_what_a_finished_rank_leaves_running_is_ended(start: type[Launched]) -> None:
+    launched = start(
+        """
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path("child").write_text(str(child.pid))
+""",
+        1,
+    )
+    assert launched.wait() == 0
+    assert gone(*launched.pids("child"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_lets_the_ranks_close_and_ends_everything(start: type[Launched], number: signal.Signals) -> None:
+    launched = start(
+        """
+def close(*_):
+    print("closing", rank, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, close)
+ready()
+while True:
+    time.sleep(0.05)
+""",
+        2,
+    )
+    pids = launched.pids("ready_0", "ready_1")
+    launched.process.send_signal(number)
+    assert launched.wait() == 128 + number
+    assert "closing 0" in launched.out() and "closing 1" in launched.log(1)
+    assert f"stopped by {number.name}" in launched.err()
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_second_ctrl_c_does_not_wait(start: type[Launched]) -> None:
+    launched = start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(600)\n", 2, grace_s=600)
+    pids = launched.pids("ready_0", "ready_1")
+    launched.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert launched.process.poll() is None
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.wait() == 130
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
+def test_ranks_die_with_a_launcher_that_is_killed(start: type[Launched]) -> None:
+    launched = start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(600)\n", 2)
+    pids = launched.pids("ready_0", "ready_1")
+    launched.process.kill()
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_killed_rank_names_the_signal(start: type[Launched]) -> None:
+    launched = start("os.kill(os.getpid(), signal.SIGKILL)\n", 1)
+    assert launched.wait() == 137
+    assert "rank 0 failed first (killed by SIGKILL: often the kernel, when memory runs out)" in launched.err()
+
+
+def test_two_launchers_do_not_share_a_run_directory(start: type[Launched]) -> None:
+    first = start("ready()\ntime.sleep(600)\n", 1)
+    first.pids("ready_0")
+    second = start("", 1)
+    assert second.wait() == 1
+    assert "refused: logs belongs to a run that is going on" in second.err()
+
+
+def test_a_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:
+    """A live display needs one; the log keeps what is left on it in the end."""
+    (tmp_path / "rank.py").write_text(
+        """
+import sys
+assert sys.stdout.isatty()
+sys.stdout.write("step 1\\nreward 0.1")
+sys.stdout.write("\\r\\x1b[2K\\x1b[1A\\x1b[2Kstep 2\\nreward 0.2\\n")
+sys.stdout.write("\\x1b[1mdone\\x1b[0m\\n")
+"""
+    )
+    master, slave = pty.openpty()
+    command = [sys.executable, "-c", LAUNCH, "rank.py", "1", "5"]
+    process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=slave)
+    os.close(slave)
+    assert process.wait(LIMIT_S) == 0
+    shown = os.read(master, 4096)
+    os.close(master)
+    assert b"reward 0.1" in shown and b"\x1b[1A" in shown
+    assert (tmp_path / "logs/rank_0.log").read_text().splitlines()[1:] == ["step 2", "reward 0.2", "done"]
+
+
+def test_a_tidy_log_is_the_same_however_the_output_is_cut(tmp_path: Path) -> None:
+    text = b"".join(
+        b"\r\x1b[2K" + b"\x1b[1A\x1b[2K" * (2 if n else 0) + b"\x1b[32mstep\x1b[0m %d\nreward\nkl" % n for n in range(9)
+    )
+    expected = "kept\nstep 8\nreward\nkl\n"
+    for size in (1, 3, 7, len(text)):
+        path = tmp_path / f"log_{size}"
+        path.write_text("kept\n")
+        log = TidyLog(path.open("ab"))
+        source = io.BytesIO(text)
+        while piece := source.read(size):
+            log.write(piece)
+        log.close()
+        assert path.read_text() == expected
+
+
+def mrl(*args: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mrl", *args],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_help_lists_the_commands(tmp_path: Path) -> None:
+    done = mrl("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert all(command in done.stdout for command in ("train", "report", "doctor"))
+
+
+def test_help_and_configurations_are_read_without_torch() -> None:
+    code = "import sys, mrl.cli, mrl.launcher, mrl.config.loader; print([m for m in sys.argv[1:] if m in sys.modules])"
+    command = [sys.executable, "-c", code, "torch", "megatron", "transformers"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_train_refuses_a_bad_configuration_before_it_starts_anything(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("trainer: sft\nrun: {name: x}\nmodel: {path: nowhere}\ndata: {train: none}\n")
+    done = mrl("train", "bad.yaml", "run.sed=3", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "2 problems in bad.yaml" in done.stderr
+    assert "override run.sed=3: run.sed: unknown key; did you mean seed?" in done.stderr
+    assert "bad.yaml:1: batch: required key is missing" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_report_names_a_missing_directory(tmp_path: Path) -> None:
+    done = mrl("report", "runs/none", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "runs/none is no directory" in done.stderr
+
+
+def test_doctor_prints_its_table(tmp_path: Path) -> None:
+    done = mrl("doctor", cwd=tmp_path, COLUMNS="160")
+    assert done.returncode == 0, done.stderr
+    assert "megatron" in done.stdout.lower() and "transformer" in done.stdout.lower()
+
+
+NOTED = """
+sys.path.insert(0, os.environ["PYTHONPATH"])
+from mrl import failure
+class EngineDied(RuntimeError):
+    __module__ = "mrl.made_up"
+def fail(error):
+    try:
+        raise error
+    except Exception as caught:
+        failure.note(caught)
+    sys.exit(1)
+"""
+
+
+def test_of_errors_on_all_ranks_the_cause_is_shown_alone(start: type[Launched]) -> None:
+    """Rank 2 is the cause, rank 1 lost contact with it, and was faster to say so."""
+    launched = start(
+        NOTED
+        + """
+if rank == 2:
+    while not pathlib.Path("ready_1").exists():
+        time.sleep(0.01)
+    fail(EngineDied("the engine died of thirst"))
+ready()
+fail(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+""",
+        3,
+    )
+    assert launched.wait() == 1
+    assert launched.err() == "mrl: error: the engine died of thirst\nmrl: details: logs/rank_2.log\n"
+    assert "Traceback" in launched.log(2) and "thirst" in launched.log(2)
+    assert all("Connection closed by peer" in launched.log(rank) for rank in (0, 1))
+    assert "Traceback" not in launched.out()
+
+
+def test_who_loses_contact_with_a_killed_rank_is_not_the_cause(start: type[Launched]) -> None:
+    launched = start(
+        NOTED
+        + """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ready()
+if rank == 1:
+    while not pathlib.Path("ready_0").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0.5)
+fail(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+""",
+        2,
+    )
+    assert launched.wait() == 137
+    assert "error: rank 1 failed first (killed by SIGKILL" in launched.err()
+    assert "Connection closed" not in launched.err() and "Connection closed" in launched.log(0)

@@ -1,0 +1,279 @@
+"""Configurations: what is read, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from bad_configs import BAD, EXPERT_MODEL, GAE, KL_ON, PPO, SFT, Bad
+
+from mrl.config.derived import Machine, smallest_world, updates_per_step
+from mrl.config.file_checks import BUILTIN_REWARDS
+from mrl.config.loader import dump_resolved, load
+from mrl.config.problems import ConfigError
+from mrl.config.schema import Config, ParallelConfig, RLConfig, SFTConfig
+
+DENSE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 16,
+    "hidden_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {
+    **DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+}
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    other_vocabulary = {**DENSE, "vocab_size": 17}
+    models = {"dense": DENSE, "experts": EXPERTS, "other": other_vocabulary, "gpt": {"architectures": ["GPT2LMHead"]}}
+    for name, config in models.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        (tmp_path / name / "model.safetensors").touch()
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "config.json").write_text(json.dumps(DENSE))
+    (tmp_path / "pickled" / "pytorch_model.bin").touch()
+    (tmp_path / "train.jsonl").write_text('{"prompt": "21=", "answer": "12."}\n')
+    (tmp_path / "plain.txt").write_text("21=12.\n")
+    (tmp_path / "mine.py").write_text("def score(prompt, response, row):\n    return 1.0\n")
+    return tmp_path
+
+
+def loaded(text: str, *overrides: str, machine: Machine | None = None, gpus: int | None = 0) -> Config:
+    Path("c.yaml").write_text(text)
+    return load("c.yaml", overrides, joined=machine, gpus=gpus)
+
+
+def refusal(text: str, *overrides: str, machine: Machine | None = None, gpus: int | None = 0) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        loaded(text, *overrides, machine=machine, gpus=gpus)
+    return caught.value
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.id)
+def test_a_bad_configuration_is_refused_with_place_key_and_reason(bad: Bad) -> None:
+    text = bad.base.replace(bad.old, bad.new)
+    before = text[: text.index(bad.at)] if bad.at else text[: text.index(bad.new) + len(bad.new.rstrip("\n"))]
+    line = before.count("\n") + 1
+    error = refusal(text)
+    found = [p for p in error.problems if p.keys[0] == bad.key]
+    assert found, str(error)
+    assert found[0].places[0] == f"c.yaml:{line}", str(error)
+    for part in bad.says:
+        assert part in str(found[0])
+    assert str(found[0]) in str(error)
+
+
+@pytest.mark.parametrize("bad", [bad for bad in BAD if bad.id != "unknown key"], ids=lambda bad: bad.id)
+def test_one_mistake_gives_one_problem(bad: Bad) -> None:
+    """Nothing is reported that follows from something already reported."""
+    error = refusal(bad.base.replace(bad.old, bad.new))
+    assert len(error.problems) == 1, str(error)
+
+
+def test_the_models_with_experts_have_rules_of_their_own() -> None:
+    text = PPO.replace("path: dense", "path: experts").replace("critic:\n  warmup_steps: 2", "critic: {}")
+    assert isinstance(loaded(text, "actor.parallel.expert=2", "critic.parallel={expert: 4}"), RLConfig)
+    assert "3 does not divide the model's 4 experts" in str(refusal(text, "actor.parallel.expert=3", "run.nproc=12"))
+    assert "= 16 ranks do not divide the world" in str(
+        refusal(text, "actor.parallel.expert=4", "actor.parallel.expert_tensor=2")
+    )
+    assert "1 with expert 1 must equal tensor (2)" in str(refusal(text, "actor.parallel.expert_tensor=1"))
+    assert "sequence" in str(refusal(text, "actor.parallel.sequence=false"))
+    assert "does not divide the experts' feed-forward width 6" in str(
+        refusal(text, "actor.parallel.expert_tensor=4", "actor.parallel.expert=2", "run.nproc=16")
+    )
+
+
+def test_every_mistake_is_reported_at_once() -> None:
+    text = (
+        PPO.replace("steps: 20", "steps: twenty")
+        .replace("lr: 1e-6", "lr: 1e-6\n    warm_up: 3")
+        .replace("samples_per_minibatch: 8", "samples_per_minibatch: 5")
+        .replace("function: exact_match", "function: nope")
+        .replace("tensor: 2", "tensor: 4")
+    )
+    error = refusal(text, "algorithm.policy_loss.clip_ratio_c=0.5", "run", "data.train=gone.jsonl")
+    assert [problem.keys[0] for problem in error.problems] == [
+        "",
+        "run.steps",
+        "actor.optimizer.warm_up",
+        "data.train",
+        "reward.function",
+        "actor.parallel.tensor",
+        "batch.samples_per_minibatch",
+        "algorithm.policy_loss.clip_ratio_c",
+    ]
+    assert str(error).startswith("8 problems in c.yaml:")
+
+
+def test_a_mistake_does_not_echo_in_the_cross_checks() -> None:
+    """A misspelt samples_per_prompt leaves 1 behind, which grpo refuses: saying so would mislead."""
+    text = PPO.replace("gae", "grpo").replace("critic:\n  warmup_steps: 2\n", "")
+    error = refusal(text.replace("  samples_per_minibatch: 8", "  samples_per_promt: 4"))
+    assert [problem.keys[0] for problem in error.problems] == ["batch.samples_per_promt"]
+
+
+def test_numbers_and_lists_are_read_as_they_are_meant() -> None:
+    cfg = loaded(
+        PPO.replace("    max_new_tokens: 8", "    max_new_tokens: 8\n    temperature: 1\n    stop: ['yes', \"\\n\"]"),
+        "actor.optimizer.lr=5E-4",
+        "actor.max_tokens_per_microbatch=16_384",
+        "actor.optimizer.eps=1.e-8",
+        "run.name=2024-01-01",
+    )
+    assert isinstance(cfg, RLConfig)
+    assert cfg.actor.optimizer.lr == 5e-4
+    assert cfg.actor.optimizer.eps == 1e-8
+    assert cfg.actor.max_tokens_per_microbatch == 16384
+    assert cfg.rollout.sampling.temperature == 1.0
+    assert cfg.rollout.sampling.stop == ("yes", "\n")
+    assert cfg.run.name == "2024-01-01"
+
+
+def test_inheritance_merges_sections_and_replaces_lists() -> None:
+    Path("sub").mkdir()
+    Path("sub/base.yaml").write_text(PPO.replace("    max_new_tokens: 8", "    max_new_tokens: 8\n    stop: [a, b]"))
+    Path("middle.yaml").write_text(
+        "base: sub/base.yaml\nrun: {steps: 7}\ncritic: null\nalgorithm: {adv_estimator: grpo}"
+    )
+    cfg = loaded("base: middle.yaml\nbatch: {samples_per_prompt: 2}\nrollout: {sampling: {stop: [c]}}\n")
+    assert isinstance(cfg, RLConfig)
+    assert (cfg.run.name, cfg.run.steps, cfg.critic) == ("test", 7, None)
+    assert cfg.batch.prompts_per_step == 16 and cfg.batch.samples_per_prompt == 2
+    assert cfg.rollout.sampling.stop == ("c",) and cfg.rollout.sampling.max_new_tokens == 8
+
+
+def test_a_mistake_in_a_base_file_is_reported_there() -> None:
+    Path("base.yaml").write_text(PPO.replace("lr: 1e-6", "lr: -1"))
+    error = refusal("base: base.yaml\nrun:\n  stepps: 3\n")
+    assert {(p.keys[0], p.places[0]) for p in error.problems} == {
+        ("actor.optimizer.lr", "base.yaml:13"),
+        ("run.stepps", "c.yaml:3"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "says"),
+    [
+        ("base: c.yaml\n", "c.yaml:1", "based on each other"),
+        ("run: {}\nbase: loop.yaml\n", "loop.yaml:1", "based on each other"),
+        ("\nbase: gone.yaml\n", "c.yaml:2", "cannot read gone.yaml: No such file"),
+        ("base: [a]\n", "c.yaml:1", "must be a file name, got a list"),
+        ("base: list.yaml\n", "list.yaml:1", "expected a mapping of keys, got a list"),
+        ("", "c.yaml", "expected a mapping of keys, got null"),
+    ],
+)
+def test_a_base_that_cannot_be_used(text: str, place: str, says: str) -> None:
+    Path("loop.yaml").write_text("base: c.yaml\n")
+    Path("list.yaml").write_text("- a\n")
+    (problem,) = refusal(text).problems
+    assert problem.places[0] == place and says in str(problem)
+
+
+def test_a_missing_file_is_one_clear_problem() -> None:
+    with pytest.raises(ConfigError, match="cannot read gone.yaml: No such file"):
+        load("gone.yaml")
+
+
+def test_overrides_are_typed_and_reported_as_overrides() -> None:
+    cfg = loaded(PPO, "run.name=x=y", "critic.warmup_steps=0", "rollout.sampling.stop=[a, b]", "ref={}", "run.steps=3")
+    assert isinstance(cfg, RLConfig)
+    assert (cfg.run.name, cfg.run.steps, cfg.rollout.sampling.stop) == ("x=y", 3, ("a", "b"))
+    error = refusal(PPO, "actor.optimizer.lrr=1e-3", "nonsense", "run.steps=[", "batch.samples_per_minibatch=5")
+    texts = [str(problem) for problem in error.problems]
+    assert texts[0].startswith("override nonsense: expected KEY=VALUE")
+    assert texts[1].startswith("override run.steps=[: not valid YAML")
+    assert texts[2].startswith("override actor.optimizer.lrr=1e-3: actor.optimizer.lrr: unknown key; did you mean lr?")
+    assert texts[3].startswith("override batch.samples_per_minibatch=5: batch.samples_per_minibatch: 5 does not divide")
+    assert len(texts) == 4
+
+
+def test_the_later_override_wins() -> None:
+    assert loaded(PPO, "run.seed=1", "run.seed=2").run.seed == 2
+
+
+@pytest.mark.parametrize("text", [PPO, SFT, PPO.replace(GAE, KL_ON)], ids=["ppo", "sft", "kl"])
+def test_a_dumped_configuration_loads_back(text: str) -> None:
+    """Written-out defaults are no contradictions, and strings that look like numbers stay strings."""
+    cfg = loaded(text, "run.name='1e-6'", "actor.optimizer.eps=1e-08", "run.root='yes'", "data.answer_key=answer")
+    dumped = dump_resolved(cfg)
+    assert "max_tokens_per_microbatch: 16384" in dumped
+    assert loaded(dumped) == cfg
+    assert dump_resolved(loaded(dumped)) == dumped
+
+
+def test_a_dumped_list_loads_back() -> None:
+    cfg = loaded(PPO, 'rollout.sampling.stop=["\\n", "null", "é"]', "rollout.sampling.stop_token_ids=[1, 2]")
+    assert loaded(dump_resolved(cfg)) == cfg
+
+
+def test_a_configuration_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        loaded(PPO).run.steps = 3  # type: ignore[misc]
+
+
+def test_the_smallest_world_holds_every_layout() -> None:
+    text = PPO.replace("  nproc: 4\n", "").replace("critic:\n", "critic:\n  parallel: {context: 3}\n")
+    cfg = loaded(text)
+    assert isinstance(cfg, RLConfig)
+    assert smallest_world(cfg) == 12
+    assert updates_per_step(cfg) == 2
+    assert isinstance(loaded(SFT), SFTConfig)
+    assert smallest_world(loaded(SFT)) == 1
+
+
+def test_a_joined_world_is_checked_against_the_layout() -> None:
+    text = PPO.replace("  nproc: 4\n", "")
+    assert loaded(text, machine=Machine(8, 4, 0, joined=True))
+    assert "WORLD_SIZE" in str(refusal(text, machine=Machine(6, 6, 0, joined=True)))
+    assert "8 were started here" in str(refusal(PPO, machine=Machine(8, 8, 0, joined=True)))
+
+
+def test_gpus_bound_the_world_and_the_engines() -> None:
+    assert loaded(PPO, gpus=4)
+    assert "4 processes for the 2 GPUs" in str(refusal(PPO, gpus=2))
+    assert "8 GPUs, this machine has 4" in str(refusal(PPO, "rollout.servers=4", "rollout.tensor=2", gpus=4))
+
+
+def test_layouts_that_megatron_accepts_are_accepted() -> None:
+    for layout, world in [
+        (ParallelConfig(pipeline=2, first_stage_layers=3), 2),
+        (ParallelConfig(pipeline=4, first_stage_layers=1, last_stage_layers=1), 4),
+        (ParallelConfig(pipeline=2, first_stage_layers=2, last_stage_layers=6), 2),
+        (ParallelConfig(pipeline=2, virtual_pipeline=4), 4),
+        (ParallelConfig(pipeline=4, virtual_pipeline=2, first_stage_layers=2, last_stage_layers=2), 4),
+        (ParallelConfig(tensor=2, pipeline=2, context=2), 8),
+    ]:
+        value = json.dumps(layout.model_dump(exclude_defaults=True))
+        text = PPO.replace(EXPERT_MODEL, "actor:\n")
+        assert loaded(text, f"actor.parallel={value}", f"run.nproc={world}").actor.parallel == layout
+
+
+def test_the_named_rewards_are_the_built_in_ones() -> None:
+    from mrl.reward.loading import BUILTINS
+
+    assert set(BUILTIN_REWARDS) == set(BUILTINS)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent.parent / "yaml_configs").glob("*.yaml")), ids=lambda p: p.name
+)
+def test_the_shipped_configurations_are_valid_but_for_files_that_runs_write(path: Path) -> None:
+    try:
+        load(path)
+    except ConfigError as error:
+        other = [p for p in error.problems if p.keys[0] not in ("model.path", "data.train", "data.validation")]
+        assert not other, str(error)

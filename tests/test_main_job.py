@@ -1,0 +1,220 @@
+"""The main job with its real parts: `mrl train` on Megatron-Core and SGLang, as a user runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+from mrl.config.schema import RolloutConfig
+from mrl.core import Prompt, Request, Sample, SamplingParams
+from mrl.observe import read_metrics
+from mrl.rollout import Engine, EngineClient, sample_seed, start_engine
+from tests.conftest import TinyModels
+from tests.train_tools import ROOT, Train, write_config
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="the engine tests need sglang"),
+]
+RUN_S = 400.0
+LOG_PROB_TOLERANCE = 1e-4
+PPO: dict[str, Any] = {
+    "actor": {"parallel": {"tensor": 2, "pipeline": 2}, "optimizer": {"lr": 5e-3}, "max_tokens_per_microbatch": 200},
+    "critic": {"parallel": {"context": 2}, "optimizer": {"lr": 5e-3}, "max_tokens_per_microbatch": 300},
+    "ref": {"parallel": {"pipeline": 2}},
+    "batch": {"prompts_per_step": 8, "samples_per_prompt": 2, "samples_per_minibatch": 8, "epochs_per_step": 2},
+    "algorithm": {"adv_estimator": "gae", "lam": 0.95, "kl": {"use_in_reward": True, "penalty": "k3", "coef": 0.05}},
+    "sync": {"verify": "checksum", "timeout_s": 60.0},
+    "checkpoint": {"every_steps": 2, "export_hf": True},
+    "validation": {"every_steps": 2, "prompts": 4},
+}
+EVERY_STEP = {
+    "actor/clipfrac", "actor/entropy", "actor/grad_norm", "actor/loss", "actor/lr", "actor/pg_loss", "actor/ppo_kl",
+    "critic/clipfrac", "critic/explained_variance", "critic/grad_norm", "critic/loss", "critic/value_mean",
+    "kl/coef", "kl/ref", "mismatch/kl", "mismatch/max_abs", "mismatch/mean_abs", "perf/tokens_per_s",
+    "response/mean_tokens", "response/truncated", "reward/length", "reward/mean",
+    "time/experience", "time/rollout", "time/sync", "time/update",
+}  # fmt: skip
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def results(row: dict[str, float]) -> dict[str, float]:
+    """Without what says how fast it was, and without the validation that every run ends with."""
+    left_out = ("time/", "perf/", "unix_time", "validation/")
+    return {name: value for name, value in row.items() if not name.startswith(left_out)}
+
+
+def train(folder: Path, *arguments: str | Path) -> Train:
+    with Train(folder, *arguments) as run:
+        assert run.wait(RUN_S) == 0, run.terminal[-6000:]
+        assert run.left_running() == {}
+    return run
+
+
+@pytest.fixture(scope="module")
+def ppo(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layouts in one world of four: actor TP2 x PP2, critic CP2 x DP2, reference PP2 x DP2."""
+    folder = tmp_path_factory.mktemp("ppo")
+    config = write_config(folder, tiny_models("qwen2", tied=True), **PPO)
+    text = yaml.safe_load(config.read_text())
+    text["data"]["validation"] = str(folder / "validation.jsonl")
+    config.write_text(yaml.safe_dump(text))
+    train(folder, config, "run.steps=3")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def metrics(ppo: Path) -> list[dict[str, float]]:
+    return read_metrics(ppo / "runs/run")[:4]
+
+
+def test_ppo_a_line_of_finite_metrics_a_step(ppo: Path, metrics: list[dict[str, float]]) -> None:
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3]
+    assert all(math.isfinite(value) for row in metrics for value in row.values())
+    for row in metrics[1:]:
+        assert set(row) >= EVERY_STEP, sorted(EVERY_STEP - set(row))
+    assert [row["step"] for row in metrics if "validation/mean" in row] == [0, 2, 3]
+    raw = (ppo / "runs/run/metrics.jsonl").read_text()
+    assert "null" not in raw
+
+
+def test_ppo_the_engine_and_the_trainer_agree_after_every_update(metrics: list[dict[str, float]]) -> None:
+    assert all(0 < row["mismatch/max_abs"] < LOG_PROB_TOLERANCE for row in metrics[1:])
+
+
+def test_ppo_updates_clip_and_move_away_from_the_reference(metrics: list[dict[str, float]]) -> None:
+    assert max(row["actor/clipfrac"] for row in metrics[1:]) > 0
+    assert abs(metrics[1]["kl/ref"]) < 1e-8 < 1e-4 < metrics[2]["kl/ref"] < metrics[3]["kl/ref"]
+
+
+def test_ppo_the_run_directory(ppo: Path, metrics: list[dict[str, float]]) -> None:
+    run_dir = ppo / "runs/run"
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert config["actor"]["parallel"]["tensor"] == 2 and config["batch"]["epochs_per_step"] == 2
+    for step in range(3):
+        samples = rows_of(run_dir / f"rollouts/step_{step}.jsonl")
+        assert [sample["sample_id"] for sample in samples] == list(range(16))
+        assert {sample["weight_version"] for sample in samples} == {str(step)}
+        mean = sum(sample["score"] for sample in samples) / 16
+        assert mean == pytest.approx(metrics[step + 1]["reward/mean"])
+    assert {p.name for p in (run_dir / "logs").glob("*.log")} == {
+        "engine_0.log",
+        *(f"rank_{n}.log" for n in range(4)),
+    }
+    AutoModelForCausalLM.from_pretrained(run_dir / "hf")
+
+
+def test_ppo_the_same_command_goes_on(ppo: Path, metrics: list[dict[str, float]]) -> None:
+    """From before the last step, which must come out as it did; then further. Also: the report of the whole."""
+    run_dir = ppo / "runs/run"
+    shutil.rmtree(run_dir / "checkpoints/step_3")
+    run = train(ppo, ppo / "config.yaml", "run.steps=4")
+    assert f"continuing from {run_dir / 'checkpoints/step_2'} (step 2)" in run.terminal
+    rows = read_metrics(run_dir)
+    assert rows[:3] == metrics[:3] and [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert results(rows[3]) == pytest.approx(results(metrics[3]), rel=1e-5, abs=1e-7)
+    assert rows[4]["mismatch/max_abs"] < LOG_PROB_TOLERANCE
+    assert {sample["weight_version"] for sample in rows_of(run_dir / "rollouts/step_3.jsonl")} == {"3"}
+    command = [sys.executable, "-m", "mrl", "report", str(run_dir)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    page = next(run_dir.glob("*.html")).read_text()
+    assert "<h3>Reward" in page and "<h3>Value explained variance" in page
+
+
+def test_a_step_samples_the_same_tokens_under_another_layout(
+    tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
+) -> None:
+    """One process with 16 requests in flight, and CP2 x DP2 with 3; both go to one server, given by its URL."""
+    found, model, url = [], tiny_models("llama"), sglang_engine.urls[0]
+    try:
+        for context, nproc, requests in ((1, 1, 16), (2, 4, 3)):
+            folder = tmp_path / str(nproc)
+            folder.mkdir()
+            config = write_config(
+                folder,
+                model,
+                run={"seed": 7, "nproc": nproc},
+                actor={"parallel": {"context": context}},
+                batch={"prompts_per_step": 8},
+                rollout={"urls": [url], "concurrent_requests": requests},
+                sync={"transport": "http"},
+            )
+            train(folder, config)
+            rows = rows_of(folder / "runs/run/rollouts/step_0.jsonl")
+            found.append([{k: row[k] for k in ("sample_id", "index", "response", "tokens", "score")} for row in rows])
+    finally:
+        EngineClient(url).update_weights_from_disk(str(model), weight_version="default")
+    assert found[0] == found[1]
+    assert len({row["response"] for row in found[0]}) > 12
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"tied": True},
+    "qwen3": {},
+    "mixtral": {},
+    "qwen3_moe": {},
+}
+TEMPERATURES = (1.0, 0.7)
+
+
+def sample(engine: Engine, temperature: float) -> list[dict[str, Any]]:
+    prompts = [tuple(10 + (7 * n + k) % 300 for k in range(1 + 3 * n)) for n in range(12)]
+    requests = [Request(n, n, Prompt(n, ids, {}), sample_seed(1, 0, n)) for n, ids in enumerate(prompts)]
+    samples: list[Sample] = engine.generate(requests, SamplingParams(temperature=temperature, max_new_tokens=40))
+    return [
+        {"prompt": s.request.prompt.token_ids, "response": s.response_ids, "log_probs": s.log_probs} for s in samples
+    ]
+
+
+@pytest.fixture(scope="module")
+def gaps(
+    tiny_models: TinyModels, sglang_engine: Engine, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[float]]:
+    """FAMILY TEMPERATURE -> max |engine - trainer|, and the same with a trainer at another temperature."""
+    folder = tmp_path_factory.mktemp("families")
+    models = {family: str(tiny_models(family, **settings)) for family, settings in FAMILIES.items()}
+    jobs: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        engines = {"llama": sglang_engine}
+        for family in models.keys() - engines.keys():  # all at once: their starts share the machine's cores
+            engine = start_engine(RolloutConfig(), models[family], "float32", folder / family)
+            engines[family] = stack.enter_context(engine)
+        for family, model in models.items():
+            for t in TEMPERATURES:
+                samples = sample(engines[family], t)
+                jobs.append({"name": f"{family} {t}", "model": model, "temperature": t, "samples": samples})
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    subprocess.run(
+        [sys.executable, "tests/worlds/main_job.py", str(folder / "jobs.json"), str(folder / "results.json")],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=300,
+    )
+    results: dict[str, list[float]] = json.loads((folder / "results.json").read_text())
+    return results
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_of_engine_and_trainer(family: str, temperature: float, gaps: dict[str, list[float]]) -> None:
+    gap, at_another_temperature = gaps[f"{family} {temperature}"]
+    assert gap <= LOG_PROB_TOLERANCE < 1e-2 < at_another_temperature

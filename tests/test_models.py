@@ -1,0 +1,182 @@
+"""Models: equal under every layout; attention, rope and initialisation by themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mrl.models import UnsupportedModel, load_arch, padded_vocab_size
+from mrl.models.attention import AttentionPlan, packed_attention, same_length_groups
+from mrl.models.initialise import _fill
+from mrl.models.rope import inverse_frequencies
+from tests.tiny import make_tiny
+
+WORLD = Path(__file__).parent / "worlds" / "models.py"
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """Everything that needs several processes, in one torchrun of four."""
+    root = tmp_path_factory.mktemp("models")
+    dense = make_tiny(root / "dense", "qwen2", tied=True, weights=False, num_hidden_layers=4, vocab_size=323)
+    moe = make_tiny(root / "moe", "qwen3_moe", weights=False, vocab_size=323)
+    result = root / "result.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(WORLD)]
+    done = subprocess.run(
+        [*command, str(dense), str(moe), str(result)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return json.loads(result.read_text())
+
+
+@pytest.mark.parametrize("check", ["dense", "moe"])
+def test_log_probs_do_not_depend_on_the_layout(world: dict[str, dict[str, float]], check: str) -> None:
+    assert len(world[check]) >= 4
+    assert max(world[check].values()) < 5e-5, world[check]
+
+
+def test_critic_starts_at_zero_and_does_not_depend_on_the_layout(world: dict[str, dict[str, float]]) -> None:
+    errors = dict(world["critic"])
+    assert errors.pop("zero at first") == 0.0
+    scale = errors.pop("scale")
+    assert scale > 1.0 and max(errors.values()) < 1e-5 * scale, errors
+
+
+def test_log_probs_are_those_of_the_logits_and_packing_changes_nothing(world: dict[str, dict[str, float]]) -> None:
+    assert max(world["logits"].values()) < 5e-5, world["logits"]
+
+
+def test_recomputation_gives_the_same_gradients(world: dict[str, dict[str, float]]) -> None:
+    assert max(world["recompute"].values()) < 1e-6, world["recompute"]
+
+
+def test_bfloat16_is_close_to_float32(world: dict[str, dict[str, float]]) -> None:
+    assert 0 < max(world["bfloat16"].values()) < 0.1, world["bfloat16"]
+
+
+def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    out = []
+    repeat = q.size(1) // k.size(1)
+    for qs, ks, vs in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        ks, vs = (x.repeat_interleave(repeat, 1).transpose(0, 1) for x in (ks, vs))
+        out.append(F.scaled_dot_product_attention(qs.transpose(0, 1), ks, vs, is_causal=True).transpose(0, 1))
+    return torch.cat(out)
+
+
+def tokens_of_rank(lengths: list[int], cp: int, rank: int) -> torch.Tensor:
+    """Places, in the uncut packed batch, of the tokens that a rank holds."""
+    parts = []
+    for piece in torch.arange(sum(lengths)).split(lengths):
+        chunks = piece.chunk(2 * cp)
+        parts += [chunks[rank], chunks[2 * cp - 1 - rank]] if cp > 1 else [piece]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_packed_attention_equals_one_sequence_at_a_time(cp: int) -> None:
+    lengths = [8, 136, 64, 16, 200, 8, 144]
+    g = torch.Generator().manual_seed(0)
+    total = sum(lengths)
+    q, k, v = (torch.randn(total, heads, 16, generator=g, requires_grad=True) for heads in (4, 2, 2))
+    weights = torch.randn(total, 4, 16, generator=g)
+    wanted = reference_attention(q, k, v, lengths)
+    wanted_grads = torch.autograd.grad((wanted * weights).sum(), (q, k, v))
+
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    places = [tokens_of_rank(lengths, cp, r) for r in range(cp)]
+    everywhere = torch.cat(places)
+    out = torch.zeros_like(wanted)
+    for r, mine in enumerate(places):
+        plan = AttentionPlan.make(cu, cp, r, CPU)
+        part = packed_attention(q[mine], k[everywhere], v[everywhere], plan, 16**-0.5)
+        out = out.index_copy(0, mine, part)
+    assert torch.allclose(out, wanted, atol=1e-6)
+    grads = torch.autograd.grad((out * weights).sum(), (q, k, v))
+    for got, want in zip(grads, wanted_grads, strict=True):
+        assert torch.allclose(got, want, atol=1e-5)
+
+
+def test_padding_of_attention_is_bounded() -> None:
+    lengths = torch.randint(1, 4000, (300,), generator=torch.Generator().manual_seed(0))
+    groups = same_length_groups(lengths)
+    assert sorted(torch.cat(groups).tolist()) == list(range(300))
+    assert len(groups) <= 14
+    longest = [int(lengths[g].max()) for g in groups]
+    assert sum(n * g.numel() for n, g in zip(longest, groups, strict=True)) < 1.5 * int(lengths.sum())
+
+
+@pytest.mark.parametrize(
+    ("parameters", "key"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}, "rope_type=yarn"),
+        ({"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, "rope_type=dynamic"),
+        ({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ],
+)
+def test_rope_that_would_be_wrong_is_refused(tmp_path: Path, parameters: dict[str, Any], key: str) -> None:
+    path = make_tiny(tmp_path / "model", "llama", weights=False, rope_parameters=parameters)
+    with pytest.raises(UnsupportedModel, match=f"config.json.*{key}"):
+        inverse_frequencies(str(path), load_arch(path))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "default", "rope_theta": 5e5},
+        {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 32.0,
+            "low_freq_factor": 0.5,
+            "high_freq_factor": 3.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+)
+def test_rope_frequencies_are_those_of_transformers(tmp_path: Path, parameters: dict[str, Any]) -> None:
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    path = make_tiny(tmp_path / "model", "llama", weights=False, rope_parameters=parameters)
+    theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(path)).inv_freq
+    assert torch.equal(inverse_frequencies(str(path), load_arch(path)), theirs)
+
+
+def test_a_slice_of_random_weights_is_the_slice_of_the_whole() -> None:
+    whole = torch.empty(300, 48)
+    _fill(whole, "some.weight", 0, 0.02, 7, 0, 48)
+    rows, cols = torch.empty(90, 48), torch.empty(300, 24)
+    _fill(rows, "some.weight", 117, 0.02, 7, 0, 48)
+    _fill(cols, "some.weight", 0, 0.02, 7, 24, 48)
+    assert torch.equal(rows, whole[117:207]) and torch.equal(cols, whole[:, 24:])
+    assert abs(float(whole.std()) - 0.02) < 0.001 and abs(float(whole.mean())) < 0.001
+    other = torch.empty(300, 48)
+    _fill(other, "some.weight", 0, 0.02, 8, 0, 48)
+    assert not torch.equal(other, whole)
+
+
+def test_padded_vocabulary(tmp_path: Path) -> None:
+    arch = load_arch(make_tiny(tmp_path / "model", "llama", weights=False, vocab_size=323))
+    assert [padded_vocab_size(arch, tp) for tp in (1, 2, 4)] == [328, 336, 352]
+
+
+def test_importing_the_arch_does_not_import_megatron() -> None:
+    code = "import sys, mrl.models.arch; print('megatron.core' in sys.modules or 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False", done.stderr

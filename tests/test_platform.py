@@ -1,0 +1,151 @@
+"""The machine room: adaptations, features, process and optimizer-state helpers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mrl import platform
+from mrl.platform import adaptations
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_python(code: str, *, path: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(ROOT), *([str(path)] if path else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+
+
+@pytest.fixture
+def shell_package(tmp_path: Path) -> Path:
+    """transformer-engine installed without its compiled part."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise RuntimeError('no pytorch part found')\n")
+    info = tmp_path / "transformer_engine-2.9.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.9.0\n")
+    return tmp_path
+
+
+IMPORT_SPECS = "from mrl import platform; platform.install(); import megatron.core.models.gpt.gpt_layer_specs"
+
+
+def test_shell_transformer_engine_does_not_stop_megatron(shell_package: Path) -> None:
+    done = run_python(f"{IMPORT_SPECS}; print(platform.applied())", path=shell_package)
+    assert done.returncode == 0, done.stderr
+    assert "broken_te" in done.stdout
+    assert "Warning" not in done.stderr
+
+
+def test_adaptation_can_be_switched_off_to_see_what_it_prevents(shell_package: Path) -> None:
+    done = run_python(IMPORT_SPECS, path=shell_package, MRL_PLATFORM_OFF="broken_te")
+    assert done.returncode != 0
+    assert "no pytorch part found" in done.stderr
+
+
+def test_doctor_names_the_problem_of_a_shell_package(shell_package: Path) -> None:
+    code = """
+from rich.console import Console
+from mrl import platform
+Console(width=250).print(platform.doctor_table())
+"""
+    done = run_python(code, path=shell_package)
+    assert done.returncode == 0, done.stderr
+    row = next(line for line in done.stdout.splitlines() if "transformer-engine" in line)
+    assert "2.9.0, unusable" in row and "no pytorch part found" in row
+    assert "megatron-core" in done.stdout and "0.16.1" in done.stdout
+
+
+def test_unknown_name_in_off_switch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptations, "_installed", False)
+    monkeypatch.setenv("MRL_PLATFORM_OFF", "streams,nonsense")
+    with pytest.raises(ValueError, match="nonsense.*known: all, .*streams"):
+        platform.install()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins apply only without CUDA")
+def test_install_twice_applies_once() -> None:
+    platform.install()
+    first = platform.applied()
+    platform.install()
+    assert platform.applied() == first
+    assert len(set(first)) == len(first) and "rng" in first
+    assert torch.zeros(2, device="cuda").device.type == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins apply only without CUDA")
+def test_own_warnings_survive_install() -> None:
+    done = run_python(
+        f"{IMPORT_SPECS}; import warnings; warnings.warn('mine'); print(platform.device(), platform.backend())"
+    )
+    assert "UserWarning: mine" in done.stderr
+    assert done.stdout.split() == ["cpu", "gloo"]
+
+
+def test_device_context_still_works_after_install() -> None:
+    """transformers builds models under torch.device("meta"); real tensors there would be left uninitialised."""
+    done = run_python(f"{IMPORT_SPECS}; import torch\nwith torch.device('meta'): print(torch.arange(3).device)")
+    assert done.stdout.split() == ["meta"], done.stderr
+
+
+def test_every_adaptation_says_why() -> None:
+    platform.install()
+    assert all(len(a.why) > 20 for a in platform.REGISTRY.values())
+
+
+def test_absent_parts_have_no_version() -> None:
+    by_name = {f.part: f for f in platform.features()}
+    assert by_name["torch"].version == torch.__version__
+    assert all(f.used_for and f.without for f in by_name.values())
+    assert by_name["apex"].usable == platform.apex_usable()
+
+
+def adam() -> tuple[torch.optim.AdamW, SimpleNamespace]:
+    inner = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3)) for _ in range(4)], lr=0.1)
+    return inner, SimpleNamespace(optimizer=inner)
+
+
+def step(inner: torch.optim.AdamW) -> None:
+    for p in inner.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    inner.step()
+
+
+def test_unshared_steps_count_once_a_parameter() -> None:
+    inner, wrapper = adam()
+    step(inner)
+    shared = torch.tensor(1.0)
+    for state in inner.state.values():
+        state["step"] = shared
+    platform.unshare_steps(wrapper)
+    step(inner)
+    assert [float(s["step"]) for s in inner.state.values()] == [2.0] * 4
+
+
+def test_primed_adam_trains_like_a_fresh_one() -> None:
+    primed, wrapper = adam()
+    platform.prime_adam(SimpleNamespace(chained_optimizers=[wrapper]))
+    assert len(primed.state) == 4
+    fresh, _ = adam()
+    for _ in range(2):
+        step(primed)
+        step(fresh)
+    for a, b in zip(primed.param_groups[0]["params"], fresh.param_groups[0]["params"], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_peak_memory_sees_an_allocation() -> None:
+    platform.reset_peak_memory()
+    before = platform.peak_memory_bytes()
+    block = torch.ones(64 << 20, dtype=torch.uint8, device=platform.device())
+    assert platform.peak_memory_bytes() - before > 32 << 20
+    del block

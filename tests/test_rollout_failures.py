@@ -1,0 +1,227 @@
+"""An engine that dies, refuses or hangs in the middle of a rollout: one clear error in bounded time, nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from mrl.config.schema import RolloutConfig, SamplingConfig
+from mrl.core import Prompt, Request, SamplingParams
+from mrl.rollout import Engine, EngineClient, EngineStartError, RolloutError, start_engine
+from mrl.rollout.engine import REQUESTS_A_CALL
+from tests.conftest import TinyModels
+from tests.test_rollout_engines import greedy, requests
+from tests.test_rollout_supervisor import running, wait_until
+from tests.tiny import tiny_tokenizer
+
+LONG = SamplingParams(max_new_tokens=450, temperature=1.0)
+
+
+def descendants(pid: int) -> list[int]:
+    """Of a process, itself included."""
+    table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, timeout=10).stdout
+    parents = {int(child): int(parent) for child, parent in map(str.split, table.splitlines())}
+    found = [pid]
+    for known in found:
+        found += [child for child, parent in parents.items() if parent == known]
+    return found
+
+
+def generate_and_kill(engine: Engine, choose: Callable[[list[int]], int]) -> tuple[RolloutError, float]:
+    """SIGKILL one process of the engine in the middle of a rollout: (the error, seconds from kill to error)."""
+    (process,) = engine._processes.values()
+    tree = descendants(process.pid)
+    killed_at: list[float] = []
+
+    def kill() -> None:
+        time.sleep(0.4)
+        killed_at.append(time.monotonic())
+        os.kill(choose(tree), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(RolloutError) as caught:
+        for _ in range(200):  # until the kill falls into one of them
+            engine.generate(requests([(5, 6, 7)] * 64), LONG)
+    seconds = time.monotonic() - killed_at[0]
+    killer.join()
+    assert wait_until(lambda: not any(running(pid) for pid in tree), 10)
+    return caught.value, seconds
+
+
+def test_the_transformers_engine_killed_mid_rollout(tiny_models: TinyModels, tmp_path: Path) -> None:
+    cfg = RolloutConfig(engine="transformers")
+    with start_engine(cfg, str(tiny_models("llama")), "float32", tmp_path) as engine:
+        engine.wait_ready()
+        error, seconds = generate_and_kill(engine, lambda tree: tree[1])
+    assert "engine 0" in str(error) and "SIGKILL" in str(error) and "serving" in str(error)
+    assert seconds < 15
+
+
+@pytest.mark.engine
+def test_a_scratch_moe_sglang_with_stop_strings_then_killed(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """One server for what needs a server of its own: random start weights, a tokenizer, and a death."""
+    cfg = RolloutConfig(sampling=SamplingConfig(stop=("\n",)))
+    weights = tiny_models("mixtral", seed=3)
+    with start_engine(cfg, str(tiny_models("mixtral", weights=False)), "float32", tmp_path) as engine:
+        engine.wait_ready()
+        EngineClient(engine.urls[0]).update_weights_from_disk(str(weights), weight_version="pushed")
+        model = AutoModelForCausalLM.from_pretrained(weights).float().eval()
+        free = engine.generate(requests([(5, 6, 7)]), SamplingParams(temperature=0, max_new_tokens=30))[0]
+        assert free.response_ids == greedy(model, (5, 6, 7), 30)
+        decode = tiny_tokenizer().decode
+        stop = next(c for c in decode(free.response_ids)[3:] if c.isascii())
+        cut = engine.generate(requests([(5, 6, 7)]), SamplingParams(temperature=0, max_new_tokens=30, stop=(stop,)))[0]
+        assert cut.finish_reason == "stop"
+        assert cut.response_ids == free.response_ids[: len(cut.response_ids)]
+        assert stop in decode(cut.response_ids) and stop not in decode(cut.response_ids[:-1])
+        error, seconds = generate_and_kill(engine, lambda tree: tree[-1])
+    assert "engine 0" in str(error) and "exit code" in str(error) and "End of" in str(error)
+    assert seconds < 20
+
+
+@pytest.mark.engine
+def test_a_bad_model_path_ends_with_the_engines_own_words(tiny_models: TinyModels, tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    broken.mkdir()
+    config = json.loads((tiny_models("llama") / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchForCausalLM"]}))
+    with start_engine(RolloutConfig(), str(broken), "float32", tmp_path) as engine:
+        with pytest.raises(EngineStartError, match=r"(?s)engine 0.*exit code.*NoSuchForCausalLM"):
+            engine.wait_ready()
+
+
+class Stub:
+    """An HTTP server that answers like a healthy engine, except that /generate does as `reply` says."""
+
+    def __init__(self, model_type: str, reply: Callable[[BaseHTTPRequestHandler], None]) -> None:
+        self.aborted = threading.Event()
+        info = {"model_path": "m", "model_type": model_type, "weight_version": "0"}
+        token = {"output_ids": [1], "meta_info": {"finish_reason": {"type": "length"}}}
+        fixed = {"/model_info": info, "/server_info": {}, "/abort_request": {}}
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if self.path == "/abort_request":
+                    stub.aborted.set()
+                answer(self, 200, fixed[self.path])
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
+                if self.path == "/generate" and isinstance(body["input_ids"][0], list):
+                    return reply(self)
+                if self.path == "/abort_request":
+                    stub.aborted.set()
+                answer(self, 200, fixed.get(self.path, token))
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def answer(handler: BaseHTTPRequestHandler, status: int, body: object) -> None:
+    data = json.dumps(body).encode()
+    handler.send_response(status)
+    handler.send_header("Content-Type", "application/json")
+    handler.send_header("Content-Length", str(len(data)))
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
+@pytest.fixture
+def stub_engine(tiny_models: TinyModels, tmp_path: Path) -> Iterator[Callable[..., tuple[Stub, Engine]]]:
+    stubs: list[Stub] = []
+
+    def make(reply: Callable[[BaseHTTPRequestHandler], None], **settings: object) -> tuple[Stub, Engine]:
+        stubs.append(Stub("llama", reply))
+        cfg = RolloutConfig(urls=(stubs[-1].url,), **settings)  # type: ignore[arg-type]
+        return stubs[-1], start_engine(cfg, str(tiny_models("llama")), "float32", tmp_path)
+
+    yield make
+    for stub in stubs:
+        stub.close()
+
+
+def test_http_500_is_one_error_with_the_engines_text(stub_engine: Callable[..., tuple[Stub, Engine]]) -> None:
+    stub, engine = stub_engine(lambda h: answer(h, 500, {"error": {"message": "CUDA out of memory"}}))
+    with pytest.raises(RolloutError, match=r"/generate failed for samples \d+, .*HTTP 500.*CUDA out of memory"):
+        engine.generate(requests([(1, 2)] * 100), LONG)
+    assert stub.aborted.is_set(), "the requests that still ran on the engine were aborted"
+
+
+def test_a_time_out_names_the_sample(stub_engine: Callable[..., tuple[Stub, Engine]]) -> None:
+    _, engine = stub_engine(lambda h: time.sleep(30), request_timeout_s=0.5)
+    asked = [Request(12, 0, Prompt(77, (1, 2), {}), 1)]
+    with pytest.raises(RolloutError, match=r"no answer for sample 12 \(data row 77\) within .*request_timeout_s = 0.5"):
+        engine.generate(asked, LONG)
+
+
+def test_an_answer_that_does_not_fit_the_request_is_refused(stub_engine: Callable[..., tuple[Stub, Engine]]) -> None:
+    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 4, None]], "weight_version": "0"}
+    _, engine = stub_engine(lambda h: answer(h, 200, [{"output_ids": [4, 5], "meta_info": meta}]))
+    with pytest.raises(RolloutError, match="sample 0: 2 tokens came with log-probs of 1 tokens"):
+        engine.generate(requests([(1, 2)]), LONG)
+
+
+def test_in_flight_requests_are_bounded(stub_engine: Callable[..., tuple[Stub, Engine]]) -> None:
+    now, most, lock = [0], [0], threading.Lock()
+    meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 4, None]], "weight_version": "0"}
+
+    def reply(handler: BaseHTTPRequestHandler) -> None:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.05)
+        with lock:
+            now[0] -= 1
+        answer(handler, 200, [{"output_ids": [4], "meta_info": meta}] * REQUESTS_A_CALL)
+
+    _, engine = stub_engine(reply, concurrent_requests=3 * REQUESTS_A_CALL)
+    samples = engine.generate(requests([(1, 2)] * (12 * REQUESTS_A_CALL)), LONG)
+    assert len(samples) == 12 * REQUESTS_A_CALL
+    assert 1 < most[0] <= 3
+
+
+def test_an_engine_without_seeded_sampling_is_named_at_start(stub_engine: Callable[..., tuple[Stub, Engine]]) -> None:
+    _, engine = stub_engine(lambda h: None)
+    engine.wait_ready()
+    (note,) = engine.notes
+    assert "--enable-deterministic-inference" in note and engine.urls[0] in note
+    _, meant = stub_engine(lambda h: None, deterministic=False)
+    meant.wait_ready()
+    assert meant.notes == []
+
+
+def test_requests_are_spread_over_servers(tiny_models: TinyModels, tmp_path: Path) -> None:
+    cfg = RolloutConfig(engine="transformers", servers=2)
+    with start_engine(cfg, str(tiny_models("llama")), "float32", tmp_path) as engine:
+        assert len(engine.urls) == 2
+        engine.wait_ready()
+        asked = requests([(3 + i, 4) for i in range(64)])
+        together = engine.generate(asked, SamplingParams(max_new_tokens=6))
+        for index, url in enumerate(engine.urls):
+            EngineClient(url).update_weights_from_disk(str(tiny_models("llama")), weight_version=str(index))
+        assert {s.weight_version for s in engine.generate(asked, SamplingParams(max_new_tokens=6))} == {"0", "1"}
+        one = engine.generate(asked[:1], SamplingParams(max_new_tokens=6))
+        assert one[0].response_ids == together[0].response_ids
+    assert (tmp_path / "engine_1.log").exists()

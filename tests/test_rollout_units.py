@@ -1,0 +1,208 @@
+"""Seeds, the sampler's arithmetic, the shim's kernels and the payload reader, without any server."""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from mrl.config.schema import RolloutConfig, SamplingConfig
+from mrl.rollout import sample_seed
+from mrl.rollout.cpu_shim.mrl_cpu_engine import batched_attention
+from mrl.rollout.cpu_shim.mrl_cpu_engine.kernels import assign_req_to_token_pool_cpu, murmur_hash32_cpu
+from mrl.rollout.seeds import _splitmix64
+from mrl.rollout.sglang.command import SHIM, EngineUnavailable, sglang_launch
+from mrl.rollout.transformers_engine.sampling import gumbel_noise, keep_top, parse_job
+from mrl.rollout.transformers_engine.weights import read_payload
+from tests.conftest import TinyModels
+
+
+def test_seeds_are_distinct_reproducible_and_in_range() -> None:
+    triples = [(r, s, i) for r in range(4) for s in range(64) for i in range(256)]
+    seeds = [sample_seed(*t) for t in triples]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= s < 1 << 63 for s in seeds)
+    assert _splitmix64(0) == 0xE220A8397B1DCDAF, "the published generator's first output for seed 0"
+    assert sample_seed(1, 2, 3) == 7510213797696614745, "a change here changes what a resumed run samples"
+    bits = torch.tensor([[(s >> b) & 1 for b in range(63)] for s in seeds[:4096]]).double()
+    assert bool(((bits.mean(0) - 0.5).abs() < 0.05).all()), "every bit of the seed varies"
+    with pytest.raises(ValueError, match="negative"):
+        sample_seed(1, -1, 0)
+
+
+def murmur3(data: bytes) -> int:
+    """MurmurHash3_x86_32 with seed 0, by its definition; len(data) is a multiple of 4."""
+    m, h = 0xFFFFFFFF, 0
+    for i in range(0, len(data), 4):
+        k = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & m
+        k = ((k << 15 | k >> 17) & m) * 0x1B873593 & m
+        h ^= k
+        h = (h << 13 | h >> 19) & m
+        h = (h * 5 + 0xE6546B64) & m
+    h ^= len(data)
+    h = (h ^ h >> 16) * 0x85EBCA6B & m
+    h = (h ^ h >> 13) * 0xC2B2AE35 & m
+    return h ^ h >> 16
+
+
+def test_the_hash_is_murmur3() -> None:
+    seeds, positions = [0, 1, (1 << 63) - 1, 0x123456789ABCDEF0], [0, 7, 511, 4]
+    got = murmur_hash32_cpu(torch.tensor(seeds).to(torch.uint64), torch.tensor(positions), torch.arange(300))
+    for row, (seed, position) in enumerate(zip(seeds, positions)):
+        for column in (0, 1, 255, 299):
+            data = seed.to_bytes(8, "little") + position.to_bytes(4, "little") + column.to_bytes(4, "little")
+            assert int(got[row, column]) == murmur3(data)
+
+
+def test_the_noise_is_gumbel() -> None:
+    noise = gumbel_noise(torch.arange(64), torch.zeros(64, dtype=torch.int64), 1000)
+    assert bool(noise.isfinite().all())
+    assert float(noise.mean()) == pytest.approx(0.5772, abs=0.02)
+    assert float(noise.std()) == pytest.approx(math.pi / math.sqrt(6), abs=0.02)
+
+
+def test_keep_top() -> None:
+    log_probs = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log().repeat(4, 1)
+    kept = keep_top(log_probs, torch.tensor([-1, 2, -1, 1]), torch.tensor([1.0, 1.0, 0.6, 0.9])).isfinite()
+    assert kept.tolist() == [
+        [True, True, True, True],
+        [False, True, False, True],
+        [False, True, False, True],
+        [False, True, False, False],
+    ]
+
+
+def test_the_transformers_engine_ignores_no_parameter_in_silence() -> None:
+    with pytest.raises(ValueError, match="min_p"):
+        parse_job([1], {"min_p": 0.1}, (), 64)
+    with pytest.raises(ValueError, match="60 tokens of prompt and max_new_tokens = 5 exceed the context of 64"):
+        parse_job([1] * 60, {"max_new_tokens": 5}, (), 64)
+
+
+def test_cache_slots_are_written_where_they_belong() -> None:
+    table = torch.full((4, 8), -1, dtype=torch.int32)
+    assign_req_to_token_pool_cpu(
+        torch.tensor([2, 0]), table, torch.tensor([1, 0]), torch.tensor([4, 2]), torch.tensor([10, 11, 12, 20, 21]), 8
+    )
+    assert table[2].tolist() == [-1, 10, 11, 12, -1, -1, -1, -1]
+    assert table[0].tolist() == [20, 21, -1, -1, -1, -1, -1, -1]
+    assert bool((table[[1, 3]] == -1).all())
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("limit", [1 << 26, 1], ids=["one_call", "cut_into_groups"])
+def test_batched_attention_equals_one_request_at_a_time(
+    window: int | None, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batched_attention, "MAX_SCORES", limit)
+    torch.manual_seed(0)
+    heads, kv_heads, dim = 4, 2, 8
+    k_cache, v_cache = torch.randn(2, 100, kv_heads, dim)
+    k_cache[0] = v_cache[0] = 1e4  # slot 0 stands in for padding: it must never be seen
+    table = torch.randperm(99)[:66].view(3, 22).int() + 1
+    prefix, new = torch.tensor([0, 5, 3]), torch.tensor([7, 2, 9])
+    lens = prefix + new
+
+    def reference(query: torch.Tensor, row: int, length: int) -> torch.Tensor:
+        """query [q, heads, dim]: the last q tokens of the first `length`."""
+        slots = table[row, :length].long()
+        k, v = (c[slots].transpose(0, 1).repeat_interleave(heads // kv_heads, 0) for c in (k_cache, v_cache))
+        at, key = torch.arange(length - len(query), length)[:, None], torch.arange(length)[None]
+        mask = (key <= at) if window is None else (key <= at) & (key >= at - window)
+        return scaled_dot_product_attention(query.transpose(0, 1), k, v, attn_mask=mask, scale=0.3).transpose(0, 1)
+
+    query = torch.randn(int(new.sum()), heads, dim)
+    out = torch.zeros_like(query)
+    for group in batched_attention.plan_extend(table, lens, prefix, new, window, heads):
+        batched_attention._attend_extend(group, query, out, k_cache, v_cache, 0.3)
+    expected = [reference(q, row, int(lens[row])) for row, q in enumerate(query.split(new.tolist()))]
+    torch.testing.assert_close(out, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+    query = torch.randn(3, heads, dim)
+    out = torch.zeros_like(query)
+    for group in batched_attention.plan_decode(table, lens, window, heads):
+        batched_attention._attend_decode(group, query, out, k_cache, v_cache, 0.3)
+    expected = [reference(query[row : row + 1], row, int(lens[row])) for row in range(3)]
+    torch.testing.assert_close(out, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+def encode(value: Any) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()
+
+
+def test_payloads_rebuild_tensors() -> None:
+    tensors = [("a", torch.randn(2, 3)), ("b", torch.arange(4).bfloat16())]
+    for (name, tensor), (expected_name, expected) in zip(read_payload(encode(tensors), None), tensors):
+        assert name == expected_name and torch.equal(tensor, expected)
+    flat = torch.cat([t.flatten().view(torch.uint8) for _, t in tensors])
+    meta = [
+        SimpleNamespace(name="a", shape=torch.Size([2, 3]), dtype=torch.float32, start_idx=0, end_idx=24),
+        SimpleNamespace(name="b", shape=torch.Size([4]), dtype=torch.bfloat16, start_idx=24, end_idx=32),
+    ]
+    rebuilt = read_payload(encode({"flattened_tensor": flat, "metadata": meta}), "flattened_bucket")
+    assert all(torch.equal(t, e) for (_, t), (_, e) in zip(rebuilt, tensors))
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, ("touch /tmp/should_not_exist",)
+
+
+class EvilTensor:
+    """The way past a check of names alone: torch's own loader, given a pickle of its own."""
+
+    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
+        return torch.storage._load_from_bytes, (pickle.dumps(Evil()),)
+
+
+@pytest.mark.parametrize("value", [Evil(), EvilTensor()], ids=["direct", "nested"])
+def test_payloads_cannot_run_code(value: Any) -> None:
+    with pytest.raises(pickle.UnpicklingError):
+        read_payload(encode([("a", value)]), None)
+
+
+def test_the_command_line_of_a_server(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    path = str(tiny_models("llama"))
+    cpu = sglang_launch(RolloutConfig(server_args=("--foo", "1")), path, "float32", 8000, 0, 5, gpu=False)
+    assert cpu.command[-2:] == ["--foo", "1"]
+    assert "--skip-tokenizer-init" in cpu.command and "--enable-deterministic-inference" in cpu.command
+    assert cpu.env["PYTHONPATH"].split(os.pathsep)[0] == str(SHIM)
+    assert "RANK" not in cpu.env and "MASTER_PORT" not in cpu.env
+    cfg = RolloutConfig(tensor=2, memory_fraction=0.5, deterministic=False, sampling=SamplingConfig(stop=("x",)))
+    gpu = sglang_launch(cfg, path, "bfloat16", 8000, 1, 5, gpu=True)
+    flags = dict(zip(gpu.command, gpu.command[1:]))
+    assert (flags["--base-gpu-id"], flags["--mem-fraction-static"], flags["--tp-size"]) == ("2", "0.5", "2")
+    assert flags["--random-seed"] == "6" and str(SHIM) not in gpu.env.get("PYTHONPATH", "")
+    assert not {"--skip-tokenizer-init", "--enable-deterministic-inference", "--device", "--load-format"} & set(
+        gpu.command
+    )
+    scratch = sglang_launch(RolloutConfig(), str(tiny_models("llama", weights=False)), "float32", 1, 0, 0, gpu=False)
+    assert dict(zip(scratch.command, scratch.command[1:]))["--load-format"] == "dummy"
+
+
+def test_the_shim_stays_out_of_the_way_of_the_real_packages(tmp_path: Path, tiny_models: TinyModels) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("real = True\n")
+    env = {**os.environ, "PYTHONPATH": f"{SHIM}{os.pathsep}{tmp_path}"}
+    code = "import triton; assert triton.real\ntry: import torchvision\nexcept ImportError: print('untouched')"
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert out.stdout.strip() == "untouched", out.stderr
+    assert "not active, because triton is installed" in out.stderr
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with pytest.raises(EngineUnavailable, match="no GPU is visible, and triton is installed"):
+            sglang_launch(RolloutConfig(), str(tiny_models("llama")), "float32", 8000, 0, 0, gpu=False)
+    finally:
+        sys.path.remove(str(tmp_path))

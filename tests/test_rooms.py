@@ -1,0 +1,148 @@
+"""The house's plan: which room may import which, held by reading the imports."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "mrl"
+BELOW = ("core", "config", "platform", "parallel", "models", "kernels", "algo", "data", "weights")
+
+# room -> what it may import from mrl, besides itself; "room.module" allows that module only
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "core": (),
+    "config": ("core", "models.arch"),
+    "platform": (),
+    "parallel": ("config", "platform"),
+    "kernels": (),
+    "models": ("core", "config", "platform", "parallel", "kernels"),
+    "rollout": ("core", "config"),
+    "reward": ("core", "config"),
+    "algo": ("kernels",),
+    "data": ("core", "config"),
+    "weights": ("core", "config", "platform", "parallel", "models", "rollout.client"),
+    "learner": BELOW,
+    "checkpoint": ("core", "config", "platform", "parallel", "learner"),
+    "observe": ("core", "config"),
+    "resilience": ("core", "config", "platform", "parallel"),
+    "plan": ("core", "config", "models.arch"),
+    "trainers": (*BELOW, "rollout", "reward", "learner", "checkpoint", "observe", "resilience", "failure"),
+    "terminal": (),
+    "failure": (),
+    "launcher": ("terminal", "failure"),
+}
+ANYTHING = ("cli", "__main__", "__init__")
+WITHOUT_MEGATRON = ("algo", "reward", "rollout", "data", "config", "observe", "kernels", "core", "plan")
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(file: Path) -> str:
+    parts = ("mrl", *file.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports(file: Path, tree: ast.AST) -> Iterator[str]:
+    """Dotted names of everything imported anywhere in the file, relative imports resolved."""
+    package = module_name(file).split(".")
+    if file.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def broken_arrows(file: Path, tree: ast.AST) -> list[str]:
+    room = room_of(file)
+    if room in ANYTHING:
+        return []
+    allowed = [f"mrl.{name}" for name in (room, *ALLOWED[room])]
+    ours = [name for name in imports(file, tree) if within(name, "mrl") and name != "mrl.__version__"]
+    return [name for name in ours if not any(within(name, prefix) for prefix in allowed)]
+
+
+def forbidden(file: Path, tree: ast.AST) -> list[str]:
+    room = room_of(file)
+    found = []
+    if room in WITHOUT_MEGATRON:
+        found += [name for name in imports(file, tree) if within(name, "megatron")]
+    if room != "platform":
+        found += [name for name in imports(file, tree) if within(name, "torch.cuda")]
+        found += [
+            f"torch.cuda (line {node.lineno})"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+            and node.attr == "cuda"
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "torch"
+        ]
+    return found
+
+
+def test_every_room_has_a_place_in_the_plan() -> None:
+    rooms = {room_of(file) for file in FILES}
+    assert rooms <= set(ALLOWED) | set(ANYTHING), "add the room to ALLOWED, with what it may import"
+
+
+@pytest.mark.parametrize("room", sorted({room_of(file) for file in FILES}))
+def test_a_room_imports_only_what_is_below_it(room: str) -> None:
+    broken = {
+        str(file.relative_to(PACKAGE)): names
+        for file in FILES
+        if room_of(file) == room and (names := broken_arrows(file, ast.parse(file.read_text())))
+    }
+    assert not broken
+
+
+def test_the_shapes_of_models_are_plain() -> None:
+    """mrl.models.arch is read by the config room: the standard library only."""
+    file = PACKAGE / "models" / "arch.py"
+    assert {name.split(".")[0] for name in imports(file, ast.parse(file.read_text()))} <= {
+        "__future__",
+        "dataclasses",
+        "json",
+        "pathlib",
+        "typing",
+    }
+
+
+def test_the_machine_is_the_platform_room_s_alone() -> None:
+    """torch.cuda elsewhere breaks CPU machines; megatron in these rooms would make them untestable without it."""
+    found = {str(f.relative_to(PACKAGE)): names for f in FILES if (names := forbidden(f, ast.parse(f.read_text())))}
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("room", "code"),
+    [
+        ("algo", "from mrl.core import Rollout"),
+        ("rollout", "from mrl import weights"),
+        ("weights", "from mrl.rollout.sglang import server"),
+        ("learner", "import mrl.trainers.rl"),
+        ("config", "from ..models import build"),
+    ],
+)
+def test_a_broken_arrow_is_seen(room: str, code: str) -> None:
+    assert broken_arrows(PACKAGE / room / "made_up.py", ast.parse(code))
+
+
+@pytest.mark.parametrize(
+    ("room", "code"),
+    [("data", "import megatron.core"), ("learner", "torch.cuda.synchronize()"), ("models", "from torch import cuda")],
+)
+def test_a_forbidden_name_is_seen(room: str, code: str) -> None:
+    assert forbidden(PACKAGE / room / "made_up.py", ast.parse(code))

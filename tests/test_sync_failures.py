@@ -1,0 +1,123 @@
+"""An engine that refuses, breaks, hangs or dies during a push: one error on every rank, in bounded time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+WORLDS = Path(__file__).parent / "worlds"
+TIMEOUT_S = 4.0
+SLACK_S = 10.0  # closing sessions on an engine that does not answer, and a busy machine
+
+# name -> (what the engine does, transport, what the error must say)
+FAILURES = {
+    "refuses the session": ("refuses_begin", "shared_memory", "/begin_weight_update: .*session is already open"),
+    "refuses the session, group": ("refuses_begin", "distributed", "/begin_weight_update: .*session is already open"),
+    "refuses the group": ("refuses_group", "distributed", "/init_weights_update_group: .*no group for you"),
+    "answers 500": ("error_500", "shared_memory", "/update_weights_from_tensor: HTTP 500: .*out of memory"),
+    "answers 500, by value": ("error_500", "http", "/update_weights_from_tensor: HTTP 500: .*out of memory"),
+    "never joins the group": ("ok", "distributed", "joining process group mrl-sync-.*it answered, but did not come"),
+    "dies": ("dies", "shared_memory", "/update_weights_from_tensor: no answer"),
+    "hangs": ("hangs", "http", r"/update_weights_from_tensor: no answer: .* after [0-9.]+ s"),
+    "keeps its cache": ("busy", "shared_memory", r"/flush_cache.*: HTTP 400: .*requests are running"),
+    "is not there": ("none", "http", "/begin_weight_update: no answer"),
+}
+GOOD = {"works": ("ok", "shared_memory"), "works without sessions": ("no_session", "shared_memory")}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A fake engine for every case: its URL by case."""
+    root = tmp_path_factory.mktemp("engines")
+    processes, urls = [], {}
+    behaviours = {name: case[0] for name, case in (FAILURES | GOOD).items()}
+    for i, behaviour in enumerate(behaviours.values()):
+        if behaviour != "none":
+            processes.append(
+                subprocess.Popen([sys.executable, "-S", str(WORLDS / "fake_engine.py"), str(root / f"{i}"), behaviour])
+            )
+    try:
+        for i, (name, behaviour) in enumerate(behaviours.items()):
+            urls[name] = "http://127.0.0.1:1" if behaviour == "none" else f"http://127.0.0.1:{_port(root / f'{i}')}"
+        yield urls
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(10)
+
+
+def _port(file: Path) -> str:
+    for _ in range(600):
+        if file.exists():
+            return file.read_text()
+        time.sleep(0.1)
+    raise AssertionError(f"{file} was not written within 60 s")
+
+
+@pytest.fixture(scope="module")
+def outcomes(engines: dict[str, str], tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("world")
+    jobs = [
+        {"name": name, "url": engines[name], "transport": case[1], "timeout_s": TIMEOUT_S}
+        for name, case in (FAILURES | GOOD).items()
+    ]
+    (out / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               str(WORLDS / "sync_failures.py"), str(out / "jobs.json"), str(out / "results.json"),
+               str(tiny_models("llama"))]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORLDS.parents[1])}
+    with (out / "log.txt").open("w") as log:
+        code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=200).returncode
+    assert code == 0, (out / "log.txt").read_text()[-6000:]
+    return json.loads((out / "results.json").read_text())
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failing_engine_is_one_error_on_every_rank_in_bounded_time(name: str, outcomes: dict[str, Any]) -> None:
+    first, second = outcomes[name]
+    assert first["error"] == second["error"]
+    assert re.search(FAILURES[name][2], first["error"]), first["error"]
+    assert first["error"].startswith("weight sync to version 7: ")
+    assert max(first["seconds"], second["seconds"]) < TIMEOUT_S + SLACK_S
+
+
+SAID_NO = ["refuses the session", "refuses the session, group", "never joins the group", "keeps its cache"]
+
+
+@pytest.mark.parametrize("name", SAID_NO)
+def test_an_engine_that_says_no_is_not_waited_for(name: str, outcomes: dict[str, Any]) -> None:
+    assert max(outcome["seconds"] for outcome in outcomes[name]) < TIMEOUT_S
+
+
+def calls(engines: dict[str, str], name: str) -> list[str]:
+    return httpx.get(engines[name] + "/calls", trust_env=False).json()["calls"]
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_push_flushes_the_cache_and_names_the_version_after_the_last_bucket(
+    name: str, engines: dict[str, str], outcomes: dict[str, Any]
+) -> None:
+    assert [outcome["error"] for outcome in outcomes[name]] == ["", ""]
+    buckets = sum(outcome["buckets"] for outcome in outcomes[name])
+    assert min(outcome["buckets"] for outcome in outcomes[name]) > 1
+    end = ["end_weight_update"] if name == "works" else []
+    expected = ["begin_weight_update", *["update_weights_from_tensor"] * buckets, *end, "flush_cache"]
+    assert calls(engines, name) == [*expected, "update_weight_version"]
+
+
+def test_a_refused_session_is_followed_by_no_update(engines: dict[str, str], outcomes: dict[str, Any]) -> None:
+    assert calls(engines, "refuses the session, group") == ["begin_weight_update"]
+
+
+def test_after_a_failure_the_session_is_closed(engines: dict[str, str], outcomes: dict[str, Any]) -> None:
+    assert calls(engines, "answers 500")[-1] == "end_weight_update"

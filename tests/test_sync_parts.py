@@ -1,0 +1,193 @@
+"""The parts of the weight sync that need no engine: buckets, payloads, the engine's layout, hashes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mrl.models.arch import load_arch
+from mrl.rollout.checksum import tensor_checksum
+from mrl.weights.checksum import ParamHash, Sha256Hash, StreamHasher, TileHash
+from mrl.weights.errors import WeightError
+from mrl.weights.layout import EngineParam, EngineShape, Part, engine_layout
+from mrl.weights.payload import SharedBuffer, pickle_by_value, plan_buckets
+from mrl.weights.transports import resolve
+from mrl.weights.verify import Verifier
+from tests.sync_tools import FileExporter, Meta
+
+
+def meta(name: str, *shape: int, dtype: torch.dtype = torch.float32, sender: int = 0) -> Meta:
+    return Meta(name, shape, dtype, sender)
+
+
+def test_buckets_keep_order_and_bound_and_a_large_tensor_travels_alone() -> None:
+    metas = [meta("a", 10), meta("b", 10), meta("c", 10), meta("large", 100), meta("d", 5)]
+    buckets = plan_buckets(metas, limit=100)
+    assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["a", "b"], ["c"], ["large"], ["d"]]
+    assert [bucket.nbytes for bucket in buckets] == [80, 40, 400, 20]
+
+
+def test_buckets_have_no_gaps_and_no_misaligned_tensor() -> None:
+    metas = [meta("a", 3, dtype=torch.bfloat16), meta("b", 4), meta("c", 2, dtype=torch.bfloat16), meta("d", 4)]
+    for bucket in plan_buckets(metas, limit=1000):
+        end = 0
+        for slot in bucket.slots:
+            assert slot.start == end and slot.start % slot.dtype.itemsize == 0
+            end = slot.end
+
+
+def fill(metas: list[Meta], flat: Tensor) -> list[tuple[str, Tensor]]:
+    (bucket,) = plan_buckets(metas, limit=1 << 20)
+    named = bucket.views(flat)
+    for _, view in named:
+        view.copy_(torch.randn(view.shape))
+    return named
+
+
+READER = """
+import sys
+from mrl.rollout.transformers_engine.weights import read_payload
+for name, tensor in read_payload(sys.stdin.read(), None):
+    print(name, tuple(tensor.shape), tensor.dtype, tensor.double().sum().item())
+"""
+
+
+@pytest.mark.parametrize("way", ["value", "shared memory"])
+def test_payloads_arrive_in_another_process(way: str) -> None:
+    metas = [meta("a", 4, 3), meta("b", 6, dtype=torch.bfloat16), meta("c", 2)]
+    shared = SharedBuffer(1 << 12)
+    named = fill(metas, shared.flat)
+    (bucket,) = plan_buckets(metas, limit=1 << 20)
+    text = pickle_by_value(bucket, shared.flat) if way == "value" else shared.pickle(bucket, readers=1)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    reader = [sys.executable, "-c", READER]
+    done = subprocess.run(reader, input=text, env=environment, capture_output=True, text=True, timeout=120)
+    expected = [f"{n} {tuple(t.shape)} {t.dtype} {t.double().sum().item()}" for n, t in named]
+    assert done.stdout.splitlines() == expected, done.stderr
+
+
+def test_shared_buffers_leave_nothing_behind() -> None:
+    before = set(os.listdir("/dev/shm"))
+    buffer = SharedBuffer(1 << 12)
+    (bucket,) = plan_buckets([meta("a", 4)], limit=1 << 12)
+    buffer.pickle(bucket, readers=0)
+    assert len(set(os.listdir("/dev/shm")) - before) >= 1
+    name = next(iter(n for n in set(os.listdir("/dev/shm")) - before if n.startswith("torch_")))
+    del buffer
+    assert name not in os.listdir("/dev/shm")
+
+
+def slow_gpu_hash(raw: bytes) -> str:
+    """The GPU kernel's arithmetic, one word at a time."""
+    m32, m64 = (1 << 32) - 1, (1 << 64) - 1
+
+    def fmix(x: int) -> int:
+        x ^= x >> 16
+        x = x * 0x85EBCA6B & m32
+        x ^= x >> 13
+        x = x * 0xC2B2AE35 & m32
+        return x ^ x >> 16
+
+    raw += bytes(-len(raw) % 4)
+    words = [int.from_bytes(raw[i : i + 4], "little") for i in range(0, len(raw), 4)]
+    seed1, seed2 = 0x243F6A88, (0x243F6A88 * 0x9E3779B1) & m32 ^ 0xDEADBEEF
+    total = 0
+    for start in range(0, len(words), 8192):
+        h1 = h2 = 0
+        for i in range(start, min(start + 8192, len(words))):
+            h1 += fmix(words[i] ^ (i * 0x27D4EB2D + seed1 & m32) ^ (i << 15 | i >> 17) & m32)
+            h2 += fmix(words[i] ^ (i * 0x165667B1 + seed2 & m32) ^ (i << 13 | i >> 19) & m32)
+        size = len(words) * 4
+        total += fmix(h1 & m32 ^ size) << 32 | fmix(h2 & m32 ^ size)
+    x = total & m64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & m64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & m64
+    return f"{x ^ x >> 31:016x}"
+
+
+PIECES = [torch.randn(30, 500), torch.randn(20, 500), torch.randn(7, 500)]
+WHOLE = torch.cat([*PIECES, torch.zeros(3, 500)])
+PARAM = EngineParam("fused", tuple(Part(f"p{i}", p.nbytes) for i, p in enumerate(PIECES)), padding=3 * 500 * 4)
+EXPECTED = {Sha256Hash: tensor_checksum(WHOLE), TileHash: slow_gpu_hash(WHOLE.numpy().tobytes())}
+
+
+@pytest.mark.parametrize("kind", [Sha256Hash, TileHash])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_a_hash_in_parts_is_the_hash_of_the_whole(kind: type[ParamHash], order: tuple[int, ...]) -> None:
+    hashing = kind(PARAM)
+    for index in order:
+        hashing.add(index, PIECES[index])
+    assert hashing.hexdigest() == EXPECTED[kind]
+
+
+@pytest.mark.parametrize("kind", [Sha256Hash, TileHash])
+def test_a_hash_of_parts_on_several_ranks_is_the_hash_of_the_whole(kind: type[ParamHash]) -> None:
+    senders = {"p0": 3, "p1": 1, "p2": 3}
+    key = (0, "fused")
+    ranks = {rank: StreamHasher({key: PARAM}, senders, rank, kind) for rank in (1, 3)}
+    for index, piece in enumerate(PIECES):
+        ranks[senders[f"p{index}"]].add(f"p{index}", piece)
+    assert ranks[1].shared() == ranks[3].shared() == [(key, [3, 1])]
+    ranks[3].merge(key, ranks[1].state(key))
+    assert ranks[3].digests() == {key: EXPECTED[kind]}
+    assert ranks[1].digests() == {}
+
+
+@pytest.mark.parametrize("kind", [Sha256Hash, TileHash])
+def test_one_flipped_bit_changes_the_hash(kind: type[ParamHash]) -> None:
+    hashing = kind(PARAM)
+    for index, piece in enumerate(PIECES):
+        raw = piece.clone()
+        if index == 1:
+            raw.view(torch.int32)[0, 0] ^= 1
+        hashing.add(index, raw)
+    assert hashing.hexdigest() != EXPECTED[kind]
+
+
+def test_layout_replicates_kv_heads_when_the_engine_has_more_ranks(tiny_models) -> None:
+    """2 kv heads of 16 rows over 4 ranks: ranks 0, 1 hold the first head, ranks 2, 3 the second."""
+    exporter = FileExporter(tiny_models("llama"))
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    starts = []
+    for rank in range(4):
+        params, unknown = engine_layout(EngineShape((name,), 4), rank, exporter.metas(), exporter.arch)
+        q, k, v = params[name].parts
+        assert (q.start, q.size) == (16 * rank, 16) and (v.start, v.size) == (k.start, k.size) and not unknown
+        starts.append((k.start, k.size))
+    assert starts == [(0, 16), (0, 16), (16, 16), (16, 16)]
+
+
+def test_layout_pads_the_vocabulary_of_the_last_ranks(tiny_models) -> None:
+    arch = replace(load_arch(tiny_models("llama")), vocab_size=130)
+    shape = EngineShape(("model.embed_tokens.weight", "model.layers.0.self_attn.qkv_proj.weight"), 4)
+    metas = [meta("model.embed_tokens.weight", 130, 8)]
+    params = [engine_layout(shape, rank, metas, arch)[0]["model.embed_tokens.weight"] for rank in range(4)]
+    assert [(p.parts[0].start, p.parts[0].size, p.padding) for p in params] == [
+        (0, 48, 0),
+        (48, 48, 0),
+        (96, 34, 14 * 8 * 4),
+        (130, 0, 48 * 8 * 4),
+    ]
+
+
+def test_verifier_refuses_tensors_that_the_engine_does_not_have(tiny_models) -> None:
+    exporter = FileExporter(tiny_models("llama"))
+    shape = EngineShape(("model.norm.weight", "model.layers.0.self_attn.qkv_proj.weight", "model.extra"), 1)
+    with pytest.raises(WeightError, match=r"only the engine has \['model.extra'\].*only the trainer has .*lm_head"):
+        Verifier(shape, Sha256Hash, exporter.metas(), exporter.arch)
+
+
+def test_auto_goes_through_memory_on_one_machine_and_a_group_between_machines() -> None:
+    assert resolve("auto", True, None) == "shared_memory"
+    assert resolve("auto", False, None) == "distributed"
+    for transport in ("shared_memory", "cuda_ipc", "disk"):
+        with pytest.raises(WeightError, match=f"{transport} needs the engines and all senders on one machine"):
+            resolve(transport, False, None)
+    assert resolve("disk", False, Path("/shared")) == "disk"

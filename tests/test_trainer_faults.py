@@ -1,0 +1,166 @@
+"""What breaks under a running `mrl train`: an end in bounded time, one error that names the cause, no orphan."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import TinyModels
+from tests.train_tools import Train, write_config
+
+FAKE_ENGINE = Path(__file__).parent / "worlds" / "fake_engine.py"
+STARTING_S = 240.0  # importing torch and Megatron in two processes, on a busy machine
+ENDING_S = 60.0  # from the fault to the exit
+LONG = {"sampling": {"max_new_tokens": 450}, "max_running_requests": 64, "request_timeout_s": 120.0}
+TWO_RANKS = {"parallel": {"tensor": 2}}
+
+needs_sglang = [
+    pytest.mark.engine,
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="the engine tests need sglang"),
+]
+
+
+@contextmanager
+def fake_engine(folder: Path, behaviour: str) -> Iterator[str]:
+    port = folder / "port"
+    process = subprocess.Popen([sys.executable, "-S", str(FAKE_ENGINE), str(port), behaviour])
+    try:
+        end = time.monotonic() + 30
+        while not port.exists():
+            assert time.monotonic() < end and process.poll() is None, "the fake engine did not start"
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port.read_text()}"
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def the_error(run: Train) -> str:
+    """The one error on the terminal, to its end; checks that there is no other."""
+    parts = run.terminal.split("mrl: error: ")
+    assert len(parts) == 2, run.terminal
+    assert "Traceback" not in parts[0], run.terminal
+    return parts[1]
+
+
+def details(error: str) -> str:
+    """The log that the error points to."""
+    match = re.search(r"^mrl: details: (.*)$", error, re.MULTILINE)
+    assert match, error
+    return Path(match[1]).read_text()
+
+
+REWARDS = {
+    "raises": ("def reward(prompt, response, row):\n    return 1 / 0\n", r"on sample \d+ .*raised:\n.*ZeroDivision"),
+    "hangs": ("import time\ndef reward(prompt, response, row):\n    time.sleep(600)\n", r"on sample \d+ .*within 2 s"),
+    "cannot be imported": (
+        "raise OSError('no licence')\ndef reward(p, r, row): ...\n",
+        "importing .*OSError: no licence",
+    ),
+}
+# name -> (what the fake engine does, what the error says)
+ENGINES = {
+    "answers 500 to an update": ("error_500", r"version 1: sending failed: .*update_weights.*HTTP 500: .*out of mem"),
+    "refuses an update": ("refuses_begin", "version 0: opening the update failed: .*session is already open"),
+    "dies in an update": ("dies", "version 1: sending failed: .*update_weights_from_tensor: no answer"),
+    "answers 500 to a rollout": ("generate_500", "rollout failed: engine .*HTTP 500: .*the cache is on fire"),
+    "answers nothing to a rollout": ("generate_hangs", "rollout failed: .*no answer for samples .* = 4 s"),
+}
+
+
+def run_to_its_error(folder: Path, model: Path, behaviour: str, **sections: Any) -> Train:
+    with fake_engine(folder, behaviour) as url:
+        rollout = {"urls": [url], "sampling": {"max_new_tokens": 4}, "request_timeout_s": 4.0}
+        config = write_config(folder, model, actor=TWO_RANKS, **{"rollout": rollout} | sections)
+        with Train(folder, config, "run.steps=3") as run:
+            assert run.wait(STARTING_S + ENDING_S) == 1, run.terminal
+            assert run.left_running() == {}
+    return run
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_that_fails(name: str, tiny_models: TinyModels, tmp_path: Path) -> None:
+    behaviour, message = ENGINES[name]
+    run = run_to_its_error(tmp_path, tiny_models("llama"), behaviour)
+    error = the_error(run)
+    assert re.match(r"(weight sync to )?" + message, error, re.DOTALL), error
+    assert "Traceback" not in error, error
+    assert "Traceback" in details(error)
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_a_reward_function_that_fails(name: str, tiny_models: TinyModels, tmp_path: Path) -> None:
+    code, message = REWARDS[name]
+    (tmp_path / "mine.py").write_text(code)
+    reward = {"function": f"{tmp_path / 'mine.py'}:reward", "timeout_s": 2.0}
+    run = run_to_its_error(tmp_path, tiny_models("llama"), "ok", reward=reward)
+    error = the_error(run)
+    assert re.search(message, error, re.DOTALL), error
+    assert error.count("Traceback") == (name != "hangs"), error  # the user's own
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed(rank: int, tiny_models: TinyModels, tmp_path: Path) -> None:
+    """While rank 0 waits for the engine and the others for rank 0."""
+    with fake_engine(tmp_path, "generate_hangs") as url:
+        rollout = {"urls": [url], "request_timeout_s": 400.0, "sampling": {"max_new_tokens": 4}}
+        config = write_config(tmp_path, tiny_models("llama"), actor=TWO_RANKS, rollout=rollout)
+        with Train(tmp_path, config) as run:
+            run.wait_for("waiting for the engine", STARTING_S)
+            time.sleep(3)
+            os.kill(run.pid_of_rank(rank), signal.SIGKILL)
+            assert run.wait(ENDING_S) == 137
+            assert run.left_running() == {}
+    assert run.terminal.count(f"mrl: error: rank {rank} failed first (killed by SIGKILL") == 1, run.terminal
+    assert "Traceback" not in run.terminal
+
+
+class TestSGLang:
+    pytestmark = needs_sglang
+
+    def test_killed_in_a_rollout(self, tiny_models: TinyModels, tmp_path: Path) -> None:
+        config = write_config(tmp_path, tiny_models("llama"), actor=TWO_RANKS, rollout=LONG)
+        with Train(tmp_path, config, "run.steps=9", "batch.prompts_per_step=24") as run:
+            run.wait_for("step 1/9", STARTING_S)
+            server = run.pid_of("sglang.launch_server")
+            os.killpg(os.getpgid(server), signal.SIGKILL)
+            assert run.wait(ENDING_S) == 1
+            assert run.left_running() == {}
+        error = the_error(run)
+        assert error.startswith("rollout failed: engine died during generation"), error
+        assert "SIGKILL" in error and "End of" in error and "Traceback" not in error, error
+        assert len(error.splitlines()) < 12, error  # not what the server wrote while it started
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_ended_with_the_run(self, number: signal.Signals, tiny_models: TinyModels, tmp_path: Path) -> None:
+        """Ctrl-C in a rollout; SIGTERM while the engine starts."""
+        config = write_config(tmp_path, tiny_models("llama"), actor=TWO_RANKS, rollout=LONG)
+        with Train(tmp_path, config, "run.steps=9", "batch.prompts_per_step=24") as run:
+            run.wait_for("step 1/9" if number == signal.SIGINT else "waiting for the engine", STARTING_S)
+            run.pid_of("sglang.launch_server")
+            run.signal(number)
+            assert run.wait(ENDING_S) == 128 + number
+            assert run.left_running() == {}
+        assert run.terminal.count(f"mrl: stopped by {number.name}; all ranks have ended") == 1
+        assert "Traceback" not in run.terminal and "error" not in run.terminal.lower(), run.terminal
+
+    def test_ended_with_a_killed_rank(self, tiny_models: TinyModels, tmp_path: Path) -> None:
+        """Rank 0 cannot close the engine that it started."""
+        config = write_config(tmp_path, tiny_models("llama"), actor=TWO_RANKS)
+        with Train(tmp_path, config) as run:
+            run.wait_for("waiting for the engine", STARTING_S)
+            run.pid_of("sglang.launch_server")
+            os.kill(run.pid_of_rank(0), signal.SIGKILL)
+            assert run.wait(ENDING_S) == 137
+            assert run.left_running() == {}

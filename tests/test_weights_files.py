@@ -1,0 +1,158 @@
+"""Reading Hugging Face weight files: slices, and clear errors for everything that can be wrong with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mrl.weights.errors import MAX_LISTED, WeightError, raise_together
+from mrl.weights.export import TensorMeta, plan_files
+from mrl.weights.safetensors_io import HFCheckpoint
+
+A, B = torch.arange(24.0).view(2, 3, 4), torch.arange(6.0)
+
+
+def write_indexed(path: Path, **weight_map: str) -> Path:
+    save_file({"a": A}, path / "one.safetensors")
+    save_file({"b": B}, path / "two.safetensors")
+    where = {"a": "one.safetensors", "b": "two.safetensors", **weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return path
+
+
+def test_single_file_and_index_read_the_same(tmp_path: Path) -> None:
+    single = tmp_path / "single"
+    single.mkdir()
+    save_file({"a": A, "b": B}, single / "model.safetensors")
+    for path in (single, write_indexed(tmp_path)):
+        with HFCheckpoint(path) as checkpoint:
+            assert set(checkpoint) == {"a", "b"} and len(checkpoint) == 2
+            assert torch.equal(checkpoint.source("a", (2, 3, 4))[:, 1:3], A[:, 1:3])
+            assert torch.equal(checkpoint.source("b")[:], B)
+
+
+def test_a_block_of_a_tensor_reads_like_a_tensor(tmp_path: Path) -> None:
+    with HFCheckpoint(write_indexed(tmp_path)) as checkpoint:
+        block = checkpoint.source("a").narrow(((1, 2), (1, 3), (0, 4)), dims=2)
+        want = A[1, 1:3]
+        assert block.shape == (2, 4)
+        assert torch.equal(block[:], want) and torch.equal(block[1:2], want[1:2])
+        assert torch.equal(block[:, 2:], want[:, 2:])
+
+
+def test_a_broken_file_is_only_opened_when_it_is_needed(tmp_path: Path) -> None:
+    write_indexed(tmp_path)
+    (tmp_path / "two.safetensors").write_bytes(b"no")
+    with HFCheckpoint(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint.source("a")[:], A)
+        with pytest.raises(WeightError, match=r"two\.safetensors: not a complete safetensors file"):
+            checkpoint.source("b")
+
+
+@pytest.mark.parametrize("keep", [4, 60, -5])
+def test_truncated_file(tmp_path: Path, keep: int) -> None:
+    save_file({"a": A}, tmp_path / "model.safetensors")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:keep])
+    with pytest.raises(WeightError, match=r"model\.safetensors.*truncated or damaged"):
+        HFCheckpoint(tmp_path)
+
+
+def test_missing_file_of_an_index(tmp_path: Path) -> None:
+    (write_indexed(tmp_path) / "two.safetensors").unlink()
+    with HFCheckpoint(tmp_path) as checkpoint, pytest.raises(WeightError, match=r"two\.safetensors does not exist"):
+        checkpoint.source("b")
+
+
+def test_missing_tensors(tmp_path: Path) -> None:
+    with HFCheckpoint(write_indexed(tmp_path, c="one.safetensors")) as checkpoint:
+        with pytest.raises(WeightError, match="no tensor d$"):
+            checkpoint.source("d")
+        with pytest.raises(WeightError, match=r"one\.safetensors: no tensor c, though the index says so"):
+            checkpoint.source("c")
+
+
+def test_wrong_shape_and_dtype(tmp_path: Path) -> None:
+    save_file({"a": A, "i": torch.arange(3, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with HFCheckpoint(tmp_path) as checkpoint:
+        with pytest.raises(WeightError, match=r"a has shape \[2, 3, 4\], config.json asks for \[6, 4\]"):
+            checkpoint.source("a", (6, 4))
+        with pytest.raises(WeightError, match="i is I8; only unquantized"):
+            checkpoint.source("i")
+
+
+@pytest.mark.parametrize("file", ["../one.safetensors", "/etc/passwd", "x/../../one.safetensors", ""])
+def test_no_index_leaves_its_directory(tmp_path: Path, file: str) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    save_file({"b": B}, tmp_path / "one.safetensors")
+    with pytest.raises(WeightError, match="outside of the directory"):
+        HFCheckpoint(write_indexed(inner, b=file))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "{}"])
+def test_unreadable_index(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(WeightError, match="not a weight index"):
+        HFCheckpoint(tmp_path)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(WeightError, match=r"neither model\.safetensors\.index\.json nor model\.safetensors"):
+        HFCheckpoint(tmp_path)
+    with pytest.raises(WeightError, match="not a directory"):
+        HFCheckpoint(tmp_path / "nowhere")
+
+
+class Payload:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_pickle_is_refused_unless_asked_for(tmp_path: Path) -> None:
+    torch.save({"a": A, "b": B}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(WeightError, match=r"pytorch_model\.bin: pickled.*allow_pickle"):
+        HFCheckpoint(tmp_path)
+    with HFCheckpoint(tmp_path, allow_pickle=True) as checkpoint:
+        assert torch.equal(checkpoint.source("a")[1:], A[1:])
+
+
+def test_pickle_never_runs_code(tmp_path: Path) -> None:
+    torch.save({"a": Payload(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(WeightError, match="cannot be read as plain tensors"):
+        HFCheckpoint(tmp_path, allow_pickle=True)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_safetensors_index_cannot_smuggle_a_pickle_in(tmp_path: Path) -> None:
+    torch.save({"b": B}, tmp_path / "x.bin")
+    with pytest.raises(WeightError, match="a file of another kind"):
+        HFCheckpoint(write_indexed(tmp_path, b="x.bin"))
+
+
+def test_problems_are_listed_once_and_not_without_end() -> None:
+    raise_together([], "nothing")
+    with pytest.raises(WeightError) as caught:
+        raise_together([f"p{i % 50}" for i in range(100)], "loading")
+    text = str(caught.value)
+    assert text.startswith("loading:\n  - p0\n") and text.endswith(f"and {50 - MAX_LISTED} more")
+
+
+def test_files_of_bounded_size_and_one_sender() -> None:
+    metas = [TensorMeta(f"t{i}", (256,), torch.float32, sender) for i, sender in enumerate([0, 0, 0, 1, 1])]
+    metas.append(TensorMeta("large", (4096,), torch.float32, 1))
+    files = plan_files(metas, max_bytes=2048)
+    assert [[meta.name for meta in file.tensors] for file in files] == [["t0", "t1"], ["t2"], ["t3", "t4"], ["large"]]
+    assert [file.sender for file in files] == [0, 0, 1, 1]
+    assert files[0].name == "model-00001-of-00004.safetensors"
+    assert [file.name for file in plan_files(metas[:2], max_bytes=1 << 20)] == ["model.safetensors"]

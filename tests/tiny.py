@@ -1,0 +1,90 @@
+"""Tiny random Hugging Face model directories of every supported family, with a small byte-level tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+MOE_FAMILIES = ("mixtral", "qwen3_moe")
+PAD, BOS, EOS = 0, 1, 2
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "initializer_range": 0.2,  # large, so that a random model has opinions and temperature matters
+}
+_FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
+}
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token (259 in all), so that any text has a lossless encoding."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<pad>": PAD, "<s>": BOS, "</s>": EOS} | {c: i + 3 for i, c in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    return fast
+
+
+def make_tiny(
+    directory: Path,
+    family: str,
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    weights: bool = True,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> Path:
+    """Write config.json, tokenizer and (unless `weights` is false) safetensors of a random model; returns `directory`.
+
+    `overrides` go into the config: `make_tiny(d, "llama", num_hidden_layers=4)`.
+    """
+    settings = {**_BASE, **_FAMILY[family], "tie_word_embeddings": tied, **overrides}
+    config = AutoConfig.for_model(family, **settings)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    if weights:
+        _randomise_vectors(model)
+        model.save_pretrained(directory)
+    else:
+        config.architectures = [type(model).__name__]
+        config.dtype = dtype
+        config.save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def _randomise_vectors(model: torch.nn.Module) -> None:
+    """Norm weights start at 1 and biases at 0: values that would hide a swapped or dropped tensor."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))

@@ -1,0 +1,153 @@
+"""`mrl train` as a user runs it: a process of its own, what its terminal shows, and all that it leaves running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parent.parent
+REWARD = """
+def lower_case(prompt, response, row):
+    return {"score": sum(c.islower() for c in response) / 16, "length": len(response)}
+"""
+
+
+def write_config(folder: Path, model: Path, **sections: dict[str, Any] | None) -> Path:
+    """FOLDER/config.yaml, FOLDER/{train,validation}.jsonl and FOLDER/reward.py. `sections` come on top of a small run
+    by GRPO in one process."""
+    for name, count in (("train", 24), ("validation", 4)):
+        rows = (json.dumps({"prompt": f"{name} {n} + {n * n} =", "answer": str(n + n * n)}) for n in range(count))
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "reward.py").write_text(REWARD)
+    config: dict[str, Any] = {
+        "trainer": "rl",
+        "run": {"name": "run", "root": str(folder / "runs"), "steps": 1, "tensorboard": False, "timeout_s": 120.0},
+        "model": {"path": str(model), "dtype": "float32"},
+        "actor": {"optimizer": {"lr": 1e-3}},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32},
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 2},
+        "rollout": {"sampling": {"max_new_tokens": 16}, "request_timeout_s": 60.0},
+        "sync": {"timeout_s": 30.0},
+        "reward": {"function": f"{folder / 'reward.py'}:lower_case"},
+        "algorithm": {"adv_estimator": "grpo"},
+    }
+    for key, section in sections.items():
+        config[key] = section if section is None else {**config.get(key, {}), **section}
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+class Train:
+    """`mrl train CONFIG OVERRIDES`. `terminal`: all that it has shown. Use as a context manager: it ends the run."""
+
+    def __init__(self, folder: Path, *arguments: str | Path) -> None:
+        self._mark = f"MRL_TEST_RUN={uuid.uuid4().hex}"
+        self._file = folder / f"terminal_{uuid.uuid4().hex[:6]}"
+        name, _, value = self._mark.partition("=")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), name: value}
+        with self._file.open("wb") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mrl", "train", *map(str, arguments)],
+                cwd=folder,
+                env=environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._seen: set[int] = set()
+
+    def __enter__(self) -> Train:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()  # the kernel ends its ranks, their supervisors end the engines
+            self._process.wait(30)
+
+    @property
+    def terminal(self) -> str:
+        return self._file.read_text()
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, seconds: float) -> int:
+        """Its exit code, which must come within `seconds`."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds:.0f} s\n{self.terminal[-4000:]}") from None
+
+    def wait_for(self, text: str, seconds: float = 240) -> None:
+        """Until `text` is on the terminal; then remembers every process of the run."""
+        end = time.monotonic() + seconds
+        while text not in self.terminal:
+            assert self._process.poll() is None, f"ended before {text!r} came\n{self.terminal[-4000:]}"
+            assert time.monotonic() < end, f"{text!r} did not come\n{self.terminal[-4000:]}"
+            time.sleep(0.05)
+        self.processes()
+
+    def processes(self) -> dict[int, str]:
+        """Command lines of the run's processes that are there now: its children, theirs, and whoever has its mark."""
+        table = _process_table()
+        found = {self._process.pid} | {pid for pid in table if self._mark in _read(pid, "environ")}
+        grown = True
+        while grown:
+            more = {pid for pid, parent in table.items() if parent in found} - found
+            found, grown = found | more, bool(more)
+        self._seen |= found
+        return {pid: _read(pid, "cmdline").replace("\0", " ") for pid in found}
+
+    def pid_of(self, *parts: str) -> int:
+        """The one process whose command line has all of `parts` (and is not the engine's supervisor)."""
+        found = [
+            pid
+            for pid, line in self.processes().items()
+            if all(part in line for part in parts) and "supervisor.py" not in line
+        ]
+        assert len(found) == 1, (parts, self.processes())
+        return found[0]
+
+    def pid_of_rank(self, rank: int) -> int:
+        ranks = [pid for pid in self.processes() if f"\0LOCAL_RANK={rank}\0" in "\0" + _read(pid, "environ")]
+        return min(pid for pid in ranks if " -m mrl train " in _read(pid, "cmdline").replace("\0", " "))
+
+    def left_running(self) -> dict[int, str]:
+        """What is still there of the run some seconds after its end; empty is right."""
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            self._seen |= self.processes().keys()
+            alive = {pid for pid in self._seen & _process_table().keys() if pid != self._process.pid}
+            if not alive:
+                return {}
+            time.sleep(0.1)
+        return {pid: _read(pid, "cmdline") for pid in alive}
+
+
+def _process_table() -> dict[int, int]:
+    """pid -> parent, of all that are no zombies."""
+    table = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and (text := _read(int(folder.name), "stat")):
+            state, parent = text.rpartition(")")[2].split()[:2]
+            if state not in ("Z", "X"):
+                table[int(folder.name)] = int(parent)
+    return table
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except OSError:  # it has ended, or is another user's
+        return ""

@@ -1,0 +1,212 @@
+"""Run under torchrun: loss and every gradient of actor and critic under many layouts, and ten whole PPO steps.
+
+Usage: gradients.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...]. A layout is like tp2.pp2 (data parallelism
+fills the world), tp2.pp2/full (with activation recomputation), or `one`: that writes the reference file.
+`ten:A,B` trains ten steps under the layouts A and B from the same rollouts and compares the weights.
+RESULT_JSON gets {layout: {case: [relative loss error, worst relative gradient error, its tensor]}}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from mrl import platform
+
+platform.install()
+
+from mrl.algo import aggregate  # noqa: E402
+from mrl.algo.kl import FixedController  # noqa: E402
+from mrl.config.schema import (  # noqa: E402
+    KLConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyLossConfig,
+    RLConfig,
+    TrainConfig,
+    ValueLossConfig,
+)
+from mrl.core import Rollout  # noqa: E402
+from mrl.learner import Learner, Loss, losses  # noqa: E402
+from mrl.models import ModelArch, load_arch  # noqa: E402
+from mrl.observe import SilentRecorder  # noqa: E402
+from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
+from mrl.trainers.experience import make_experience  # noqa: E402
+from mrl.trainers.rl import update  # noqa: E402
+from mrl.trainers.setup import RLRun  # noqa: E402
+from mrl.weights.export import Exporter  # noqa: E402
+
+TIMEOUT_S = 600  # of a collective: a busy machine starts eight processes minutes apart
+Result = tuple[float, dict[str, torch.Tensor]]
+KEYS = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert", "vpp": "virtual_pipeline",
+        "etp": "expert_tensor", "first": "first_stage_layers", "last": "last_stage_layers"}  # fmt: skip
+SEQ = [(3, 9), (5, 2), (7, 30), (4, 1), (6, 17), (2, 5), (11, 12), (3, 3), (8, 21), (5, 7)]  # prompt, response tokens
+
+
+TEN_STEPS = {
+    "trainer": "rl",
+    "run": {"name": "ten"},
+    "model": {"path": "-"},
+    "data": {"train": "-"},
+    "reward": {"function": "exact_match"},
+    "batch": {"prompts_per_step": 5, "samples_per_prompt": 2, "samples_per_minibatch": 5},
+    "algorithm": {"adv_estimator": "gae", "lam": 0.95},
+}
+
+
+def parse(layout: str) -> ParallelConfig:
+    values: dict[str, int] = {}
+    for part in [] if layout == "one" else layout.split("."):
+        name = part.rstrip("0123456789")
+        values[KEYS.get(name, name)] = int(part[len(name) :])
+    values.pop("dp", None)
+    return ParallelConfig(**values | {"sequence": bool(values.get("sequence", 1))})  # type: ignore[arg-type]
+
+
+def make_rollout(vocab: int, seed: int = 0) -> Rollout:
+    g = torch.Generator().manual_seed(seed)
+    prompts, responses = (torch.tensor(x) for x in zip(*SEQ, strict=True))
+    total = int((prompts + responses).sum())
+    return Rollout(
+        step=0,
+        tokens=torch.randint(0, vocab, (total,), generator=g),
+        seq_lens=prompts + responses,
+        prompt_lens=prompts,
+        group=torch.arange(len(SEQ)) // 2,
+        scores=torch.randn(len(SEQ), generator=g),
+        rollout_log_probs=-torch.rand(int(responses.sum()), generator=g) * 3,
+    )
+
+
+def cases(rollout: Rollout, actor: Learner) -> dict[str, tuple[str, Loss, bool]]:
+    """name -> (role, loss, whether the entropy takes a gradient)"""
+    g = torch.Generator().manual_seed(1)
+    n = rollout.num_response_tokens
+    noise = torch.randn(4, n, generator=g)
+    log_probs, _ = actor.log_probs(rollout, 0.7)
+    out: dict[str, tuple[str, Loss, bool]] = {}
+    for name, mode, kl in (
+        ("ppo", "token-mean", KLConfig()),
+        ("grpo", "seq-mean-token-mean", KLConfig(use_in_loss=True, penalty="k3", coef=0.1)),
+    ):
+        mask = rollout.response_mask
+        targets = losses.PolicyTargets(
+            advantages=noise[0],
+            weights=rollout.flat(aggregate.token_weights(mode, mask)),
+            mean_weights=rollout.flat(aggregate.token_weights("token-mean", mask)),
+            rollout_log_probs=rollout.rollout_log_probs,
+            old_log_probs=log_probs + 0.2 * noise[1],
+            trainer_log_probs=None,
+            ref_log_probs=log_probs + 0.3 * noise[2] if kl.use_in_loss else None,
+        )
+        cfg = PolicyLossConfig(loss_agg_mode=mode, entropy_coef=0.01 if name == "ppo" else 0.0)
+        out[name] = ("policy", losses.policy(cfg, kl, kl.coef, targets), cfg.entropy_coef > 0)
+    weights = rollout.flat(aggregate.token_weights("token-mean", rollout.response_mask))
+    old = 0.1 * noise[3]
+    out["critic"] = ("critic", losses.value(ValueLossConfig(), old, old + noise[0], weights, weights), False)
+    return out
+
+
+def gradients(learner: Learner, rollout: Rollout, loss: Loss, entropy_grad: bool) -> Result:
+    """(loss, full gradients by Hugging Face name)"""
+    metrics = learner.backward(
+        rollout, range(rollout.num_samples), loss, 0.7, entropy_grad=entropy_grad, full_gradients=True
+    )
+    return metrics["loss"], everywhere(learner, lambda p: p.main_grad)
+
+
+def everywhere(learner: Learner, read: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `read` gives of every parameter, whole, by Hugging Face name, on every rank."""
+    with learner.mesh.active():
+        exporter = Exporter(learner.bare, learner.arch, learner.mesh, read=read)
+        mine = {name: tensor.clone() for name, tensor in exporter.stream()}
+    boxes: list[dict[str, torch.Tensor]] = [{} for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(boxes, mine)
+    return {name: tensor for box in boxes for name, tensor in box.items()}
+
+
+def main() -> None:
+    model_dir, reference_file, result_file, *layouts = sys.argv[1:]
+    platform.init_process_group(TIMEOUT_S)
+    arch, meshes = load_arch(model_dir), Meshes(TIMEOUT_S)
+    reference = {} if layouts == ["one"] else torch.load(reference_file)
+    results: dict[str, dict[str, list[object]]] = {}
+    for layout in layouts:
+        if layout.startswith("ten:"):
+            first, second = (ten_steps(model_dir, meshes.get(parse(x))) for x in layout[4:].split(","))
+            results[layout] = {"weights": compare((0.0, first), (0.0, second))}
+            continue
+        name, _, recompute = layout.partition("/")
+        mesh = meshes.get(parse(name))
+        train = TrainConfig(parallel=mesh.cfg, max_tokens_per_microbatch=40, recompute=recompute or "none")  # type: ignore[arg-type]
+        got = all_gradients(model_dir, arch, mesh, train)
+        if layout == "one":
+            torch.save(got, reference_file)
+        else:
+            results[layout] = {case: compare(got[case], reference[case]) for case in got}
+    if rank() == 0:
+        Path(result_file).write_text(json.dumps(results))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def all_gradients(model_dir: str, arch: ModelArch, mesh: Mesh, train: TrainConfig) -> dict[str, Result]:
+    actor, critic = (build(role, model_dir, mesh, train) for role in ("policy", "critic"))
+    rollout = make_rollout(arch.vocab_size)
+    return {
+        case: gradients(actor if role == "policy" else critic, rollout, loss, entropy_grad)
+        for case, (role, loss, entropy_grad) in cases(rollout, actor).items()
+    }
+
+
+def build(role: str, model_dir: str, mesh: Mesh, train: TrainConfig) -> Learner:
+    learner = Learner(
+        role,
+        load_arch(model_dir),
+        model_dir,
+        train,
+        mesh,
+        dtype=torch.float32,
+        seed=3,
+        from_scratch=True,  # type: ignore[arg-type]
+    )
+    if role == "critic":  # a zero head, as built, would hide the gradient of everything below it
+        for chunk in learner.bare:
+            if chunk.post_process:
+                chunk.value_head.weight.data.copy_(torch.linspace(-1, 1, learner.arch.hidden_size)[None])
+        learner.optimizer.reload_model_params()
+    return learner
+
+
+def ten_steps(model_dir: str, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Weights of actor and critic after ten PPO steps of two mini-batches each."""
+    cfg = RLConfig.model_validate(TEN_STEPS | {"actor": {"parallel": mesh.cfg}, "critic": {"parallel": mesh.cfg}})
+    train = TrainConfig(
+        parallel=mesh.cfg, max_tokens_per_microbatch=40, optimizer=OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1)
+    )
+    actor, critic = (build(role, model_dir, mesh, train) for role in ("policy", "critic"))
+    run = RLRun(cfg, None, Path(), SilentRecorder(), actor, critic, None, FixedController(0.0), None, None, 0)  # type: ignore[arg-type]
+    for step in range(10):
+        rollout = make_rollout(actor.arch.vocab_size, seed=step)
+        experience = make_experience(cfg.algorithm, 1.0, rollout, actor, critic, None, 0.0, single_update=False)
+        update(run, experience, trains_actor=True)
+    return {
+        f"{name}:{key}": tensor
+        for name, learner in (("actor", actor), ("critic", critic))
+        for key, tensor in everywhere(learner, torch.Tensor.detach).items()
+    }
+
+
+def compare(got: Result, want: Result) -> list[object]:
+    assert set(got[1]) == set(want[1]), sorted(set(got[1]) ^ set(want[1]))[:5]
+    errors = {n: float((g - want[1][n]).norm() / (want[1][n].norm() + 1e-9)) for n, g in got[1].items()}
+    worst = max(errors, key=errors.__getitem__)
+    return [abs(got[0] - want[0]) / (abs(want[0]) + 1e-9), errors[worst], worst]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""One GRPO step of mrl against TRL's GRPOTrainer, phase by phase: same model, prompts, lengths and machine.
+
+    python tools/bench/grpo_vs_trl.py --trl-python /path/to/python [--rounds 3] [--steps 14] [--only NAME ...]
+
+The contenders run one after the other, round by round, each in fresh processes, so that a slow minute of the machine
+hits all of them. Of every run the first `WARM_STEPS` steps are left out; of the rest the minimum and the median over
+all rounds count. Phases: rollout (prompts to scored samples), training (everything from the samples to updated
+weights), sync (weights to the engine; TRL samples from the weights it trains and has none), step (all of it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import workload
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+CORES = 2
+WARM_STEPS = 4
+RUN_TIMEOUT_S = 600
+PHASES = ("rollout", "training", "sync", "step")
+Row = dict[str, float]
+
+
+@dataclass
+class Contender:
+    """`options`: of trl_program.py, or dotted keys of mrl's configuration. `env`: added to the environment."""
+
+    name: str
+    what: str
+    options: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def is_trl(self) -> bool:
+        return self.name.startswith("trl")
+
+
+CONTENDERS = (
+    Contender("trl", "GRPOTrainer, 2 threads, no gradient checkpointing", []),
+    Contender("trl_defaults", "the same with TRL's default gradient checkpointing", ["--gradient-checkpointing"]),
+    Contender(
+        "mrl_sglang",
+        "data parallelism 2, two SGLang servers",
+        ["rollout.engine=sglang", "rollout.servers=2"],
+    ),
+    Contender(
+        "mrl_sglang_one_server",
+        "data parallelism 2, one SGLang server",
+        ["rollout.engine=sglang"],
+    ),
+    Contender(
+        "mrl_transformers",
+        "data parallelism 2, two transformers engines",
+        ["rollout.engine=transformers", "rollout.servers=2"],
+    ),
+    Contender(
+        "mrl_sglang_mkl",
+        "mrl_sglang with MKL's matrix products, which TRL uses too",
+        ["rollout.engine=sglang", "rollout.servers=2"],
+        {"MRL_PLATFORM_OFF": "onednn_matmul"},
+    ),
+)
+
+
+def run_trl(contender: Contender, python: str, directory: Path, steps: int) -> dict[str, str]:
+    """Fills in rows; returns the versions on TRL's side."""
+    command = [python, str(HERE / "trl_program.py"), str(directory), str(steps), str(CORES), *contender.options]
+    output = run(command, {"OMP_NUM_THREADS": str(CORES), "HF_HUB_OFFLINE": "1", **contender.env})
+    line = next(line for line in output.splitlines() if line.startswith("RESULT "))
+    result = json.loads(line.removeprefix("RESULT "))
+    contender.rows += [{"sync": 0.0, **row} for row in result["rows"][WARM_STEPS:]]
+    return dict(result["versions"])
+
+
+def run_mrl(contender: Contender, directory: Path, steps: int, number: int) -> None:
+    name = f"{contender.name}_{number}"
+    config = directory / "mrl.yaml"
+    config.write_text(json.dumps(mrl_config(directory, steps)))  # YAML contains JSON
+    command = [sys.executable, "-m", "mrl", "train", str(config), f"run.name={name}", *contender.options]
+    run(command, {"OMP_NUM_THREADS": "1", **contender.env})
+    metrics = [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
+    if any(row["response/mean_tokens"] != workload.NEW_TOKENS for row in metrics):
+        sys.exit(f"{name}: a step has responses that are not {workload.NEW_TOKENS} tokens long")
+    for before, row in list(zip(metrics, metrics[1:]))[WARM_STEPS - 1 :]:
+        contender.rows.append(
+            {
+                "rollout": row["time/rollout"],
+                "training": row["time/experience"] + row["time/update"],
+                "sync": row["time/sync"],
+                "step": row["unix_time"] - before["unix_time"],
+            }
+        )
+
+
+def mrl_config(directory: Path, steps: int) -> dict[str, Any]:
+    samples = workload.PROMPTS_PER_STEP * workload.SAMPLES_PER_PROMPT
+    tokens = samples * (workload.PROMPT_TOKENS + workload.NEW_TOKENS)
+    return {
+        "trainer": "rl",
+        "run": {"root": str(directory), "name": "run", "steps": steps, "nproc": CORES, "tensorboard": False},
+        "model": {"path": str(directory / "model"), "dtype": "float32"},
+        "actor": {"optimizer": {"lr": workload.LEARNING_RATE}, "max_tokens_per_microbatch": tokens // CORES},
+        "data": {"train": str(directory / "train.jsonl"), "max_prompt_tokens": workload.PROMPT_TOKENS},
+        "batch": {
+            "prompts_per_step": workload.PROMPTS_PER_STEP,
+            "samples_per_prompt": workload.SAMPLES_PER_PROMPT,
+        },
+        "rollout": {"sampling": {"max_new_tokens": workload.NEW_TOKENS}},
+        "sync": {"verify": "off"},
+        "reward": {"function": f"{HERE / 'workload.py'}:share_of_digits"},
+        "algorithm": {"adv_estimator": "grpo"},
+    }
+
+
+def run(command: list[str], env: dict[str, str]) -> str:
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
+    def of(pick: Any) -> dict[str, float]:
+        return {phase: round(pick(row[phase] for row in rows), 4) for phase in PHASES}
+
+    return {"minimum": of(min), "median": of(statistics.median)}
+
+
+def machine() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return {"cpu": model, "cores": os.cpu_count(), "system": platform.platform(), "load_average": os.getloadavg()}
+
+
+def result(
+    contenders: list[Contender], parameters: int, versions: dict[str, str], rounds: int, steps: int
+) -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=30).stdout
+    figures = {c.name: {"what": c.what, "steps": len(c.rows), **summary(c.rows)} for c in contenders}
+    ratios = {
+        c.name: {
+            how: {phase: round(figures["trl"][how][phase] / figures[c.name][how][phase], 2) for phase in PHASES
+                  if figures["trl"][how][phase] and figures[c.name][how][phase]}
+            for how in ("minimum", "median")
+        }
+        for c in contenders
+        if not c.is_trl and "trl" in figures
+    }  # fmt: skip
+    return {
+        "commit": commit.strip(),
+        "machine": machine(),
+        "versions": {
+            "mrl_side": {p: version(p) for p in ("torch", "megatron-core", "sglang", "transformers")},
+            "trl_side": versions,
+        },
+        "workload": {
+            "parameters": parameters,
+            "model": workload.MODEL,
+            "dtype": "float32",
+            "prompts_per_step": workload.PROMPTS_PER_STEP,
+            "samples_per_prompt": workload.SAMPLES_PER_PROMPT,
+            "prompt_tokens": workload.PROMPT_TOKENS,
+            "new_tokens": workload.NEW_TOKENS,
+        },
+        "rounds": rounds,
+        "steps_a_run": steps,
+        "warm_steps_left_out": WARM_STEPS,
+        "seconds": figures,
+        "times_faster_than_trl": ratios,
+    }
+
+
+def write(report: dict[str, Any], output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    draft = output.with_suffix(".tmp")
+    draft.write_text(json.dumps(report, indent=1) + "\n")
+    draft.rename(output)
+
+
+def main() -> None:
+    names = [c.name for c in CONTENDERS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl-python", required=True, help="interpreter of an environment with TRL and torch")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--only", nargs="*", choices=names, default=names)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "grpo_vs_trl.json")
+    args = parser.parse_args()
+    contenders = [c for c in CONTENDERS if c.name in args.only]
+    versions: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        parameters = workload.make(directory)
+        for number in range(args.rounds):
+            for contender in contenders:
+                if contender.is_trl:
+                    versions = run_trl(contender, args.trl_python, directory, args.steps)
+                else:
+                    run_mrl(contender, directory, args.steps, number)
+                print(f"round {number} {contender.name:22}", json.dumps(summary(contender.rows)["minimum"]), flush=True)
+            report = result(contenders, parameters, versions, number + 1, args.steps)
+            write(report, args.output)
+    print(json.dumps(report["times_faster_than_trl"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

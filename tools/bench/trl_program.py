@@ -1,0 +1,123 @@
+"""TRL's side: GRPOTrainer on the workload. Runs under an interpreter that has TRL, prints one JSON line.
+
+    python trl_program.py WORKLOAD_DIRECTORY STEPS THREADS [--gradient-checkpointing] [--fast-gemm]
+
+Rollout is generation plus scoring; training is everything else of a step (padding, advantages, forward, backward,
+optimizer, the Trainer's own bookkeeping), so that a step is rollout + training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+import workload
+from datasets import load_dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+spent = {"rollout": 0.0}
+
+
+class Timed(GRPOTrainer):
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        out = super()._generate(*args, **kwargs)
+        spent["rollout"] += time.perf_counter() - began
+        return out
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        out = super()._calculate_rewards(*args, **kwargs)
+        spent["rollout"] += time.perf_counter() - began
+        return out
+
+
+class Clock(TrainerCallback):
+    """One row a step, from the end of the step before to its own end: nothing of the loop is left out."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.last = time.perf_counter()
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.last = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        step, rollout = now - self.last, spent["rollout"]
+        self.rows.append({"rollout": rollout, "training": step - rollout, "step": step})
+        spent["rollout"], self.last = 0.0, now
+
+
+def share_of_digits(completions: list[str], **unused: Any) -> list[float]:
+    return [workload.share_of_digits("", text, {}) for text in completions]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("threads", type=int)
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--fast-gemm", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.fast_gemm:
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    samples = workload.PROMPTS_PER_STEP * workload.SAMPLES_PER_PROMPT
+    clock, lengths = Clock(), []
+
+    class Checked(Timed):
+        def _generate(self, *inputs: Any, **kwargs: Any) -> Any:
+            out = super()._generate(*inputs, **kwargs)
+            lengths.extend(len(ids) for ids in out[1])
+            return out
+
+    with tempfile.TemporaryDirectory() as scratch:
+        config = GRPOConfig(
+            output_dir=scratch,
+            use_cpu=True,
+            bf16=False,
+            model_init_kwargs={"dtype": "float32"},
+            per_device_train_batch_size=samples,
+            gradient_accumulation_steps=1,
+            num_generations=workload.SAMPLES_PER_PROMPT,
+            max_completion_length=workload.NEW_TOKENS,
+            num_iterations=1,
+            beta=0.0,
+            learning_rate=workload.LEARNING_RATE,
+            lr_scheduler_type="constant",
+            max_steps=args.steps,
+            gradient_checkpointing=args.gradient_checkpointing,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = Checked(
+            model=str(args.directory / "model"),
+            reward_funcs=share_of_digits,
+            args=config,
+            train_dataset=load_dataset("json", data_files=str(args.directory / "train.jsonl"), split="train"),
+            callbacks=[clock],
+        )
+        before = [p.detach().clone() for p in trainer.model.parameters()]
+        trainer.train()
+    if set(lengths) != {workload.NEW_TOKENS} or len(lengths) != samples * args.steps:
+        sys.exit(f"responses of {sorted(set(lengths))} tokens, {len(lengths)} of them; expected {samples * args.steps}")
+    if all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters())):
+        sys.exit("no weight has changed")
+    versions = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    print("RESULT " + json.dumps({"versions": versions, "rows": clock.rows}))
+
+
+if __name__ == "__main__":
+    main()
