@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from mrl import __version__, failure
+from mrl.weights import command
 
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
@@ -27,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train(args.config, args.overrides)
     if args.command == "report":
         return report(args.run_dir)
+    if args.command in ("convert", "verify"):
+        return (command.convert if args.command == "convert" else command.verify)(args)
     return doctor()
 
 
@@ -48,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     report_parser = commands.add_parser("report", help="write a run's report: one HTML page and the reward curve")
     report_parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
 
+    command.add_parsers(commands)
     commands.add_parser("doctor", help="what is installed here, what it is used for, what happens without it")
     return parser
 

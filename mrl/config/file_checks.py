@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mrl.config.layout_checks import Archs
+from mrl.config.model_dirs import is_converted, read_converted
 from mrl.config.problems import Problem, reason
 from mrl.config.schema import DataConfig, RLConfig, SFTConfig
 from mrl.models.arch import ModelArch, UnsupportedModel, load_arch
@@ -53,6 +54,12 @@ def _arch(key: str, path: str, problems: list[Problem]) -> ModelArch | None:
 
 
 def _weights(key: str, path: str, allow_pickle: bool) -> Iterator[Problem]:
+    if is_converted(path):
+        try:
+            read_converted(path)
+        except ValueError as error:
+            yield Problem((key,), str(error))
+        return
     if any(Path(path).glob("*.safetensors")):
         return
     pickled = any(Path(path).glob("*.bin"))

@@ -27,7 +27,7 @@ from mrl.learner.optimizer import build_optimizer, wrap_ddp
 from mrl.models import ModelArch, ModelBatch, build_model
 from mrl.parallel import Mesh
 from mrl.weights.export import Exporter
-from mrl.weights.load import load_hf
+from mrl.weights.load import load_pretrained
 
 Role = Literal["policy", "critic"]
 Output = Literal["log_probs", "values"]
@@ -80,7 +80,7 @@ class Learner:
                 arch, hf_path, train, mesh, dtype, role, seed if from_scratch else None
             )
             if not from_scratch:
-                load_hf(self.bare, arch, hf_path, mesh, role=role, allow_pickle=allow_pickle)
+                load_pretrained(self.bare, arch, hf_path, mesh, role=role, allow_pickle=allow_pickle)
             self.chunks: list[Any] = list(self.bare)
             if trainable:
                 self.chunks = list(wrap_ddp(self.bare))

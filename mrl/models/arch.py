@@ -17,6 +17,7 @@ ARCHITECTURES: dict[str, Family] = {
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
+VALUE_HEAD_SUFFIX = "ForSequenceClassification"  # the same decoder with a score head: a critic or reward model
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,17 @@ def load_arch(path: str | Path) -> ModelArch:
     return arch_from_dict(read_hf_config(path), where=f"{path}/config.json")
 
 
+def architecture_of(config: dict[str, Any]) -> str:
+    """The first name under `architectures`."""
+    return (config.get("architectures") or ["(none)"])[0]
+
+
 def arch_from_dict(c: dict[str, Any], where: str) -> ModelArch:
-    names = c.get("architectures") or ["(none)"]
-    family = ARCHITECTURES.get(names[0])
+    name = architecture_of(c)
+    family = ARCHITECTURES.get(name.replace(VALUE_HEAD_SUFFIX, "ForCausalLM"))
     if family is None:
         raise UnsupportedModel(
-            f"{where}: architecture {names[0]} has no weight table; supported: {', '.join(sorted(ARCHITECTURES))}"
+            f"{where}: architecture {name} has no weight table; supported: {', '.join(sorted(ARCHITECTURES))}"
         )
     _refuse_what_differs(c, family, where)
     moe = family in ("mixtral", "qwen3_moe")

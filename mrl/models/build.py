@@ -18,6 +18,7 @@ from mrl.models.transformer_config import transformer_config
 from mrl.parallel import Mesh
 
 Role = Literal["policy", "critic"]
+_CLASSES: dict[Role, type[Policy | Critic]] = {"policy": Policy, "critic": Critic}
 
 
 def build_model(
@@ -36,12 +37,21 @@ def build_model(
     """
     config = transformer_config(arch, train, mesh, dtype)
     inv_freq = inverse_frequencies(hf_path, arch)
-    cls = Policy if role == "policy" else Critic
     stages = range(mesh.vpp) if mesh.vpp is not None else [None]
     chunks = []
     for stage in stages:
-        chunk = cls(arch, config, inv_freq, tied=arch.tied_embeddings, vp_stage=stage).to(platform.device())
+        chunk = _CLASSES[role](arch, config, inv_freq, tied=arch.tied_embeddings, vp_stage=stage).to(platform.device())
         if seed is not None:
             initialise(chunk, arch, mesh, seed)
         chunks.append(chunk)
     return chunks
+
+
+def build_skeleton(arch: ModelArch, hf_path: str, mesh: Mesh, role: Role) -> MegatronModule:
+    """A model of one process whose matrices have shapes and names but no memory, of Megatron's own layers on every
+    machine: what checkpoints call a parameter does not depend on the kind of layer. Call inside `mesh.active()`."""
+    config = transformer_config(arch, TrainConfig(), mesh, torch.float32)
+    config.transformer_impl, config.use_cpu_initialization, config.moe_grouped_gemm = "local", True, False
+    inv_freq = inverse_frequencies(hf_path, arch)
+    with torch.device("meta"):
+        return _CLASSES[role](arch, config, inv_freq, tied=arch.tied_embeddings, vp_stage=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mrl import platform
 from mrl.kernels.layers import swiglu
 from mrl.models.attention import PackedAttention, transformer_engine_attention
 from mrl.models.mcore import (
@@ -22,7 +21,8 @@ from mrl.models.norm import RMSNorm
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of this rank's chunk `vp_stage`, and the final norm. Call inside the mesh."""
-    layer, norm = _transformer_engine_layer(config) if platform.transformer_engine_usable() else _local_layer(config)
+    fused = config.transformer_impl == "transformer_engine"
+    layer, norm = _transformer_engine_layer(config) if fused else _local_layer(config)
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=norm
     )

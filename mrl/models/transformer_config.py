@@ -70,9 +70,10 @@ def _initialisation() -> dict[str, Any]:
     }
 
 
-def _fusions() -> dict[str, bool]:
+def _fusions() -> dict[str, Any]:
     fused = platform.transformer_engine_usable()
     return {
+        "transformer_impl": "transformer_engine" if fused else "local",
         "apply_rope_fusion": fused,
         "bias_activation_fusion": fused,
         "use_te_activation_func": not fused,  # here: specs.SwiGLU

@@ -15,17 +15,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mrl.models.arch import ModelArch, read_hf_config
+from mrl.models.arch import ModelArch
 from mrl.parallel import Mesh, rank, world_size
 from mrl.weights.errors import on_any_rank, raise_together
 from mrl.weights.kinds import Row, to_hf
 from mrl.weights.load import cut_of
+from mrl.weights.model_files import copy_model_files
 from mrl.weights.names import named_parameters
 from mrl.weights.safetensors_io import INDEX, SINGLE
 from mrl.weights.table import VALUE_HEAD, Role, weight_table
 
 GIB = 1 << 30
-_KEPT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "additional_chat_templates")
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Exporter:
     ) -> None:
         self.arch, self.mesh, self._read = arch, mesh, read
         parameters = list(named_parameters(chunks))
-        role: Role = "critic" if on_any_rank(any(name == VALUE_HEAD for name, _ in parameters)) else "policy"
-        table = weight_table(arch, role)
+        self.role: Role = "critic" if on_any_rank(any(name == VALUE_HEAD for name, _ in parameters)) else "policy"
+        table = weight_table(arch, self.role)
         problems: list[str] = []
         self._mine: list[tuple[Row, nn.Parameter]] = []
         for name, parameter in parameters:
@@ -76,7 +76,7 @@ class Exporter:
                 self._mine.append((row, parameter))
         self._metas = self._gather_metas()
         problems += self._incomplete({name for row in table.values() if row.copy_of is None for name in row.hf})
-        raise_together(problems, f"the model cannot be exported ({arch.family}, {role}, {mesh})")
+        raise_together(problems, f"the model cannot be exported ({arch.family}, {self.role}, {mesh})")
 
     def metas(self) -> list[TensorMeta]:
         """Every tensor of the model, the same list on all ranks; a sender's are in the order of its stream."""
@@ -177,7 +177,7 @@ def save_hf(
     what = f"writing {target} failed"
     raise_together(_begin(target, partial, overwrite) if rank() == 0 else [], what)
     raise_together(_write_weights(exporter, files, partial), what)
-    raise_together(_finish(files, source, target, partial) if rank() == 0 else [], what)
+    raise_together(_finish(files, source, target, partial, exporter.role) if rank() == 0 else [], what)
 
 
 def _begin(target: Path, partial: Path, overwrite: bool) -> list[str]:
@@ -211,35 +211,18 @@ def _write_weights(exporter: Exporter, files: Sequence[OutputFile], directory: P
     return problems
 
 
-def _finish(files: Sequence[OutputFile], source: Path, target: Path, partial: Path) -> list[str]:
+def _finish(files: Sequence[OutputFile], source: Path, target: Path, partial: Path, role: Role) -> list[str]:
     try:
-        for pattern in _KEPT_PATTERNS:
-            for found in source.glob(pattern):
-                _copy(found, partial / found.name)
-        _write_config(source, partial, files[0].tensors[0].dtype)
+        copy_model_files(source, partial, files[0].tensors[0].dtype, role)
         if len(files) > 1:
-            _write_index(files, partial)
+            write_index(files, partial)
         _replace(partial, target)
     except (OSError, ValueError) as e:
         return [str(e)]
     return []
 
 
-def _copy(found: Path, to: Path) -> None:
-    if found.is_dir():
-        shutil.copytree(found, to, dirs_exist_ok=True)
-    elif not found.name.endswith(".index.json"):
-        shutil.copyfile(found, to)
-
-
-def _write_config(source: Path, directory: Path, dtype: torch.dtype) -> None:
-    config = read_hf_config(source)
-    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    config[key] = str(dtype).removeprefix("torch.")
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _write_index(files: Sequence[OutputFile], directory: Path) -> None:
+def write_index(files: Sequence[OutputFile], directory: Path) -> None:
     index = {
         "metadata": {"total_size": sum(meta.nbytes for file in files for meta in file.tensors)},
         "weight_map": {meta.name: file.name for file in files for meta in file.tensors},

@@ -13,7 +13,7 @@ gate_up   gate, up projections          a rank holds its part of gate, then its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -106,6 +106,28 @@ def to_hf(row: Row, shards: Sequence[Tensor], arch: ModelArch) -> tuple[Tensor, 
     if row.kind == "qkv":
         return _split_qkv(full, arch)
     return (full,)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`rows` rows of a Megatron parameter, which are those from `start` of the Hugging Face tensor number `source`."""
+
+    source: int
+    start: int
+    rows: int
+
+
+def segments(row: Row, arch: ModelArch) -> Iterator[Segment]:
+    """The rows of the whole (unsharded, unpadded) Megatron parameter, from the first to the last.
+
+    What `to_megatron` and `to_hf` do at TP1, told without a tensor: every kind moves whole rows.
+    """
+    if row.kind != "qkv":
+        yield from (Segment(i, 0, shape[0]) for i, shape in enumerate(row.shapes))
+        return
+    sizes = [shape[0] // arch.num_kv_heads for shape in row.shapes]
+    for group in range(arch.num_kv_heads):
+        yield from (Segment(i, group * size, size) for i, size in enumerate(sizes))
 
 
 def _part(size: int, tp: int, tp_rank: int) -> slice:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from mrl import platform
+from mrl.config.model_dirs import is_converted
 from mrl.models.arch import ModelArch
 from mrl.parallel import Mesh
 from mrl.weights.errors import WeightError, raise_together
 from mrl.weights.kinds import Row, Sliceable, to_megatron
+from mrl.weights.megatron_dirs import converted
+from mrl.weights.megatron_source import MegatronCheckpoint
 from mrl.weights.names import named_parameters
 from mrl.weights.safetensors_io import HFCheckpoint
 from mrl.weights.table import EMBEDDING, HF_OUTPUT, OUTPUT, Role, weight_table
@@ -31,6 +35,47 @@ class Item:
     parameter: nn.Parameter
     row: Row
     sources: list[Sliceable]
+
+
+class Checkpoint(Protocol):
+    """Tensors on disk under their Hugging Face names."""
+
+    path: Path
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def source(self, name: str, shape: tuple[int, ...]) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+def load_pretrained(
+    chunks: Sequence[nn.Module],
+    arch: ModelArch,
+    path: str | Path,
+    mesh: Mesh,
+    *,
+    role: Role = "policy",
+    allow_pickle: bool = False,
+) -> None:
+    """`load_hf` from a Hugging Face directory or from a converted one, which has the same tensors in Megatron's form.
+
+    A critic that is loaded from a converted policy starts with a value head as it was built, as from Hugging Face.
+    """
+    if not is_converted(path):
+        load_hf(chunks, arch, path, mesh, role=role, allow_pickle=allow_pickle)
+        return
+    _load(chunks, arch, path, mesh, role, lambda: _open_converted(Path(path), arch))
+
+
+def _open_converted(path: Path, arch: ModelArch) -> MegatronCheckpoint:
+    try:
+        model = converted(path)
+    except ValueError as error:
+        raise WeightError(str(error)) from error
+    return MegatronCheckpoint(model.weights, model.names, arch)
 
 
 def load_hf(
@@ -54,15 +99,26 @@ def load_hf(
     Raises WeightError on every rank, listing everything that is wrong: tensors that the checkpoint lacks, tensors and
     parameters that nothing uses, wrong shapes, unreadable files.
     """
+    _load(chunks, arch, path, mesh, role, lambda: HFCheckpoint(path, allow_pickle))
+
+
+def _load(
+    chunks: Sequence[nn.Module],
+    arch: ModelArch,
+    path: str | Path,
+    mesh: Mesh,
+    role: Role,
+    opened: Callable[[], Checkpoint],
+) -> None:
     table = weight_table(arch, role)
     problems: list[str] = []
     held, unclaimed = _match(chunks, table, problems)
-    checkpoint: HFCheckpoint | None = None
+    checkpoint: Checkpoint | None = None
     items: list[Item] = []
     try:
-        checkpoint = HFCheckpoint(path, allow_pickle)
+        checkpoint = opened()
         items = _plan(checkpoint, table, held, problems)
-        problems += _unused(checkpoint, arch, table, role)
+        problems += unused_tensors(checkpoint, arch, table, role)
     except WeightError as e:
         problems.append(str(e))
     problems += [f"the model has no parameter {name}" for name in unclaimed]
@@ -108,7 +164,7 @@ def _match(
 
 
 def _plan(
-    checkpoint: HFCheckpoint, table: Mapping[str, Row], held: Mapping[str, nn.Parameter], problems: list[str]
+    checkpoint: Checkpoint, table: Mapping[str, Row], held: Mapping[str, nn.Parameter], problems: list[str]
 ) -> list[Item]:
     items = []
     for name, parameter in held.items():
@@ -124,7 +180,7 @@ def _plan(
     return items
 
 
-def _source(checkpoint: HFCheckpoint, row: Row, i: int) -> Sliceable:
+def _source(checkpoint: Checkpoint, row: Row, i: int) -> Sliceable:
     """The i-th tensor of a row, in whichever of its on-disk forms the checkpoint has."""
     if row.hf[i] not in checkpoint and row.aliases:
         alias = row.aliases[i]
@@ -133,7 +189,8 @@ def _source(checkpoint: HFCheckpoint, row: Row, i: int) -> Sliceable:
     return checkpoint.source(row.hf[i], row.shapes[i])
 
 
-def _unused(checkpoint: HFCheckpoint, arch: ModelArch, table: Mapping[str, Row], role: Role) -> Iterable[str]:
+def unused_tensors(checkpoint: Checkpoint, arch: ModelArch, table: Mapping[str, Row], role: Role) -> Iterator[str]:
+    """Complaints about tensors that nothing takes."""
     known = {name for row in table.values() for name in row.hf}
     known |= {alias.name for row in table.values() for alias in row.aliases}
     if role == "critic" or arch.tied_embeddings:

@@ -21,14 +21,14 @@ from mrl.weights.errors import WeightError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SINGLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-FLOATS = {"F64", "F32", "F16", "BF16"}
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class TensorSource:
     """A tensor of a file. Indexing reads that part and nothing else."""
 
-    def __init__(self, file: Path, name: str, part: Any, shape: tuple[int, ...]) -> None:
-        self.file, self.name, self.shape = file, name, shape
+    def __init__(self, file: Path, name: str, part: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.file, self.name, self.shape, self.dtype = file, name, shape, dtype
         self._part = part
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -71,6 +71,7 @@ class HFCheckpoint:
     def __init__(self, path: str | Path, allow_pickle: bool = False) -> None:
         self.path = Path(path)
         self._open: dict[Path, Any] = {}
+        self._headers: dict[Path, dict[str, int]] = {}
         self._file_of = self._find(allow_pickle)
 
     def __enter__(self) -> HFCheckpoint:
@@ -114,7 +115,21 @@ class HFCheckpoint:
             raise WeightError(f"{file}: {name} is {dtype}; only unquantized weights ({', '.join(sorted(FLOATS))})")
         if shape is not None and found != shape:
             raise WeightError(f"{file}: {name} has shape {list(found)}, config.json asks for {list(shape)}")
-        return TensorSource(file, name, part, found)
+        return TensorSource(file, name, part, found, FLOATS[dtype])
+
+    def bytes_of(self, name: str) -> tuple[Path, int] | None:
+        """(file, first byte) of a tensor that `source` has found; None in a pickled file."""
+        file = self._file_of[name]
+        if file.suffix != ".safetensors":
+            return None
+        if file not in self._headers:
+            with file.open("rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(length))
+            self._headers[file] = {
+                key: 8 + length + entry["data_offsets"][0] for key, entry in header.items() if key != "__metadata__"
+            }
+        return file, self._headers[file][name]
 
     def _find(self, allow_pickle: bool) -> dict[str, Path]:
         if not self.path.is_dir():
@@ -175,5 +190,5 @@ def _open_pickle(file: Path) -> dict[str, Tensor]:
 
 
 def _pickle_dtype(tensor: Tensor) -> str:
-    names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    names = {dtype: name for name, dtype in FLOATS.items()}
     return names.get(tensor.dtype, str(tensor.dtype))
