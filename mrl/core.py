@@ -59,6 +59,7 @@ class Sample:
     response_text: str = ""
     score: float = 0.0
     score_parts: dict[str, float] = field(default_factory=dict)
+    reward_error: str = ""  # why the reward function failed on it, where that scores 0
 
 
 @dataclass(frozen=True)

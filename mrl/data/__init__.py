@@ -2,7 +2,7 @@
 
 from mrl.data.balance import plan_micro_batches
 from mrl.data.collate import collate
-from mrl.data.dataset import DataError, PromptDataset
+from mrl.data.dataset import DataError, PromptDataset, data_notes
 from mrl.data.packing import pack, sequence_align
 from mrl.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
@@ -12,6 +12,7 @@ __all__ = [
     "Tokenizer",
     "TokenizerError",
     "collate",
+    "data_notes",
     "load_tokenizer",
     "pack",
     "plan_micro_batches",

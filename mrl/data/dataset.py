@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,6 +108,18 @@ class PromptDataset:
     def _check_prompts(self, prompts: list[Prompt]) -> None:
         found = [(self._lines[p.index], what) for p in prompts if (what := _answer_problem(p.row, self.cfg.answer_key))]
         _raise_for(self.path, found)
+
+
+def data_notes(tokenizer: Tokenizer, sets: Mapping[str, PromptDataset]) -> list[str]:
+    """What was corrected or left out, one sentence each. `sets`: by the key that names the file."""
+    return [
+        *tokenizer.notes,
+        *(
+            f"{key}: {data.dropped} prompts over {data.cfg.max_prompt_tokens} tokens left out"
+            for key, data in sets.items()
+            if data.dropped
+        ),
+    ]
 
 
 def _read_jsonl(path: Path) -> tuple[list[int], list[dict[str, Any]]]:

@@ -23,7 +23,7 @@ from mrl.config.schema import TrainConfig
 from mrl.core import PackedBatch, Rollout
 from mrl.data.balance import plan_micro_batches
 from mrl.data.packing import pack, sequence_align
-from mrl.learner.optimizer import build_optimizer, wrap_ddp
+from mrl.learner.optimizer import apply_update, build_optimizer, grad_norm, has_finite_gradients, wrap_ddp
 from mrl.models import ModelArch, ModelBatch, build_model
 from mrl.parallel import Mesh
 from mrl.weights.export import Exporter
@@ -87,6 +87,8 @@ class Learner:
                 self.optimizer, self.schedule = build_optimizer(train.optimizer, self.chunks, dtype)
                 self.bare[0].config.finalize_model_grads_func = finalize_model_grads
             self.exporter = Exporter(self.bare, arch, mesh)
+        self._outputs: list[tuple[Tensor, Tensor]] = []  # of the last backward: the model's at some tokens, their dest
+        self._finite = True  # its loss and every rank's gradients
 
     def log_probs(self, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs of the response tokens under softmax(logits / temperature), and the entropies: [R], [R]."""
@@ -130,8 +132,10 @@ class Learner:
         batches = self._micro_batches(rollout, sample_ids)
         scale = len(batches) * self.mesh.dp
         parts: list[LossParts] = []
+        self._outputs = []
 
         def compute(values: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            self._outputs.append((values.detach(), batch.dest))
             part = loss.compute(values, batch.dest.to(values.device))
             parts.append(LossParts(part.loss.detach().clone(), part.sums, part.maxima))
             return part.loss * scale, {}
@@ -152,13 +156,27 @@ class Learner:
         return self._reduce_metrics(parts, loss)
 
     def step(self) -> dict[str, float]:
-        """One optimizer update from the accumulated gradients; returns grad_norm and lr."""
+        """One optimizer update from the accumulated gradients; returns grad_norm, lr and skipped (0 or 1).
+
+        After a loss or gradient that is not finite on any rank, the update is skipped on all: weights, optimizer and
+        schedule stay as they are, to the bit.
+        """
         with self.mesh.active():
-            self.schedule.step(1)
-            ok, grad_norm, _ = self.optimizer.step()
-        if not ok or not math.isfinite(grad_norm):
-            raise FloatingPointError(f"{self.role}: the gradient norm is {grad_norm}; the update was not applied")
-        return {"grad_norm": float(grad_norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+            norm = grad_norm(self.optimizer)
+            good = self._finite and math.isfinite(norm)
+            if good:
+                self.schedule.step(1)
+                apply_update(self.optimizer, norm)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        return {"grad_norm": norm, "lr": lr, "skipped": float(not good)}
+
+    def nonfinite_samples(self, rollout: Rollout) -> list[int]:
+        """Samples of the last `backward` at one of whose tokens the model's output was not finite. Collective."""
+        bad = torch.zeros(rollout.num_response_tokens, device=platform.device())
+        for values, dest in self._outputs:
+            bad[dest] = (~values.isfinite().all(0)).float()
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        return rollout.dense(bad.cpu()).any(1).nonzero().flatten().tolist()
 
     def _micro_batches(self, rollout: Rollout, sample_ids: range | list[int]) -> list[PackedBatch]:
         """This rank's micro-batches; their number is the same on every rank."""
@@ -203,15 +221,18 @@ class Learner:
             )
 
     def _reduce_metrics(self, parts: list[LossParts], loss: Loss) -> dict[str, float]:
-        """Metrics of the whole mini-batch: every token is counted by exactly one rank."""
-        sums = torch.zeros(1 + len(loss.sums), dtype=torch.float64, device=platform.device())
+        """Metrics of the whole mini-batch: every token is counted by exactly one rank. Notes whether all is finite."""
+        sums = torch.zeros(2 + len(loss.sums), dtype=torch.float64, device=platform.device())
         maxima = torch.zeros(len(loss.maxima), dtype=torch.float64, device=platform.device())
+        sums[0] = ~has_finite_gradients(self.chunks)
         if self.mesh.tp_rank == 0:
             for part in parts:
-                sums += torch.stack([part.loss, *part.sums]).double()
+                sums[1:] += torch.stack([part.loss, *part.sums]).double()
                 if loss.maxima:
                     maxima = torch.maximum(maxima, torch.stack(part.maxima).double())
         dist.all_reduce(sums)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        names = ("loss", *loss.sums, *loss.maxima)
-        return dict(zip(names, torch.cat([sums, maxima]).tolist(), strict=True))
+        broken_ranks, *values = torch.cat([sums, maxima]).tolist()
+        metrics = dict(zip(("loss", *loss.sums, *loss.maxima), values, strict=True))
+        self._finite = broken_ranks == 0 and math.isfinite(metrics["loss"])
+        return metrics

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 
 from mrl.config.schema import OptimizerConfig
 
@@ -21,7 +23,7 @@ def wrap_ddp(chunks: list[MegatronModule]) -> list[DistributedDataParallel]:
         use_distributed_optimizer=True,
         overlap_grad_reduce=False,
         average_in_collective=False,
-        check_for_nan_in_grad=True,
+        check_for_nan_in_grad=False,  # it raises on the one rank that sees it: Learner.step decides on all alike
     )
     wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
     for chunk in wrapped:
@@ -42,7 +44,7 @@ def _keep_padding_between_buckets(chunk: DistributedDataParallel) -> None:
 
 def build_optimizer(
     cfg: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
     """AdamW on float32 main parameters, sharded over data parallelism, and its schedule."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -63,7 +65,29 @@ def build_optimizer(
     return optimizer, build_schedule(cfg, optimizer)
 
 
-def build_schedule(cfg: OptimizerConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+def grad_norm(optimizer: ChainedOptimizer) -> float:
+    """Of the whole model, over every rank, so the same on all of them. `apply_update` may follow."""
+    optimizer.prepare_grads()
+    norm: float = optimizer.get_grad_norm()
+    return norm
+
+
+@torch.no_grad()
+def apply_update(optimizer: ChainedOptimizer, norm: float) -> None:
+    """The second half of Megatron's own step: clips by the norm that `grad_norm` gave, and updates."""
+    for part in optimizer.chained_optimizers:
+        if parameters := part.get_parameters():
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+    optimizer.step_with_ready_grads()
+
+
+def has_finite_gradients(chunks: list[DistributedDataParallel]) -> Tensor:
+    """Scalar bool on the device: of this rank's whole gradient buffers, also of copies that the norm leaves out."""
+    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return torch.stack([buffer.grad_data.norm() for buffer in buffers]).isfinite().all()
+
+
+def build_schedule(cfg: OptimizerConfig, optimizer: ChainedOptimizer) -> OptimizerParamScheduler:
     """Update k (from 1) uses lr * k / warmup_steps during warm-up, then the decay towards min_lr."""
     return OptimizerParamScheduler(
         optimizer,

@@ -1,9 +1,11 @@
 """What a run leaves behind and shows: run directory, metrics, samples, progress display, report."""
 
+from mrl.observe.files import append_jsonl
 from mrl.observe.lock import RunLocked
 from mrl.observe.metrics import read_metrics
 from mrl.observe.recorder import Recorder, SilentRecorder
 from mrl.observe.report import write_report
+from mrl.observe.rewind import rewind
 from mrl.observe.run_dir import RunDir
 from mrl.observe.samples import before_after_table, save_samples
 
@@ -12,8 +14,10 @@ __all__ = [
     "RunDir",
     "RunLocked",
     "SilentRecorder",
+    "append_jsonl",
     "before_after_table",
     "read_metrics",
+    "rewind",
     "save_samples",
     "write_report",
 ]

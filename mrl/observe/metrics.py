@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.core import StepStats
-from mrl.observe.files import read_jsonl
+from mrl.observe.files import drop_torn_line, read_jsonl
 
 Row = dict[str, float]
 
@@ -21,7 +21,7 @@ class MetricsFile:
     """
 
     def __init__(self, file: Path) -> None:
-        _drop_torn_line(file)
+        drop_torn_line(file)
         self._handle = file.open("a")
 
     def write(self, stats: StepStats) -> list[str]:
@@ -55,28 +55,25 @@ def read_metrics(run_dir: Path) -> list[Row]:
     return rows
 
 
-def _drop_torn_line(file: Path) -> None:
-    """A killed run can leave half a line, on which the next one must not be glued."""
-    if not file.is_file():
-        return
-    data = file.read_bytes()
-    if data and not data.endswith(b"\n"):
-        with file.open("r+b") as handle:
-            handle.truncate(data.rfind(b"\n") + 1)
-
-
 class TensorboardWriter:
     """Scalars in RUN_DIR/tensorboard."""
 
     def __init__(self, run_dir: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"))
+        self._folder = run_dir / "tensorboard"
+        self._writer: Any = None
 
     def write(self, stats: StepStats) -> None:
+        self._writer = self._writer or self._open(stats.step)
         for name, value in flatten(stats).items():
             self._writer.add_scalar(name, value, stats.step)
         self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self, first_step: int) -> Any:
+        """Of an earlier attempt at these steps nothing is shown."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self._folder), purge_step=first_step)

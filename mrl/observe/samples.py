@@ -36,6 +36,7 @@ def _row(sample: Sample) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "weight_version": sample.weight_version,
         "row": prompt.row,
+        **({"reward_error": sample.reward_error} if sample.reward_error else {}),
     }
 
 

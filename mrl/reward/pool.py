@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import threading
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from mrl.config.schema import RewardConfig
     from mrl.core import Sample
 
-logger = logging.getLogger(__name__)
-
 MAX_JOBS_A_MESSAGE = 32
 PROMPT_HEAD_CHARS = 80
 
@@ -30,7 +27,7 @@ class RewardPool:
 
     A call gets (prompt text, response text, the data row). One that takes longer than `cfg.timeout_s`, raises, ends
     its process or returns no finite score fails; its worker is replaced where needed. `cfg.on_error` "stop": `collect`
-    raises RewardError; "zero": the sample scores 0, a warning holds the reason, `failures` counts it.
+    raises RewardError; "zero": the sample scores 0, its `reward_error` holds the reason, `failures` counts it.
 
     `prompt_key` and `answer_key` are the data's (`data.prompt_key`, `data.answer_key`). Samples may be submitted
     from any thread. The constructor returns when a worker has loaded the function; RewardError if that fails.
@@ -104,6 +101,7 @@ class RewardPool:
         for sample, job in zip(samples, jobs, strict=True):
             result = job.result or {"score": 0.0, "parts": {}}
             sample.score, sample.score_parts = result["score"], result["parts"]
+            sample.reward_error = job.error or ""
 
     def close(self) -> None:
         """End all workers and the thread; safe to call twice. Whoever still waits in `collect` gets a RewardError."""
@@ -260,8 +258,6 @@ class _Dispatcher:
     def _fail(self, job: Job, reason: str) -> None:
         pool = self.pool
         job.error = f"reward function {pool.cfg.function!r} on {job.label} {reason}"
-        if pool.cfg.on_error == "zero":
-            logger.warning("scored 0: %s", job.error)
         with pool._changed:
             pool.failures += 1
             job.done = True

@@ -26,6 +26,11 @@ class Experience:
     values: Tensor | None
     mean_ref_kl: float | None
 
+    def targets(self) -> list[Tensor]:
+        """All flat vectors that a loss may be made of."""
+        maybe = (self.old_log_probs, self.trainer_log_probs, self.ref_log_probs, self.values)
+        return [self.advantages, self.returns, *(vector for vector in maybe if vector is not None)]
+
 
 def make_experience(
     cfg: AlgorithmConfig,

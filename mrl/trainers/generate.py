@@ -8,8 +8,9 @@ from pathlib import Path
 
 from mrl.config.schema import RLConfig
 from mrl.core import Prompt, Request, Rollout, Sample, SamplingParams
-from mrl.data import PromptDataset, Tokenizer, collate
+from mrl.data import PromptDataset, Tokenizer, collate, data_notes
 from mrl.observe import save_samples
+from mrl.resilience.sections import section
 from mrl.reward import RewardPool
 from mrl.rollout import Engine, sample_seed
 
@@ -24,17 +25,15 @@ class Generator:
     run_dir: Path
     engine: Engine
     rewards: RewardPool
+    note: Callable[[str], None]
     tokenizer: Tokenizer
     train: PromptDataset
     validation: PromptDataset | None
 
     def notes(self) -> list[str]:
         """What was corrected or left out of the data, for the user to see before the first step."""
-        limit = self.cfg.data.max_prompt_tokens
         sets = {"data.train": self.train} | ({"data.validation": self.validation} if self.validation else {})
-        dropped = {name: data.dropped for name, data in sets.items() if data.dropped}
-        left_out = [f"{name}: {n} prompts over {limit} tokens left out" for name, n in dropped.items()]
-        return [*self.tokenizer.notes, *left_out]
+        return data_notes(self.tokenizer, sets)
 
     def rollout(self, step: int, on_sample: Callable[[Sample], None]) -> tuple[Rollout, dict[str, float]]:
         batch, sampling = self.cfg.batch, self.cfg.rollout.sampling
@@ -48,8 +47,13 @@ class Generator:
             sampling.stop_token_ids,
         )
         samples = self._samples(prompts, batch.samples_per_prompt, step, params, on_sample)
-        save_samples(self.run_dir, f"step_{step}", samples)
+        self._write_down(samples, f"step_{step}")
         return collate(step, samples), sample_metrics(samples)
+
+    def data_rows(self, step: int) -> list[int]:
+        """The row in data.train behind each sample of a training step."""
+        prompts = self.train.prompts_for_step(step, self.cfg.batch.prompts_per_step, self.cfg.run.seed)
+        return [prompt.index for prompt in prompts for _ in range(self.cfg.batch.samples_per_prompt)]
 
     def validate(self, step: int, on_sample: Callable[[Sample], None]) -> dict[str, float]:
         """Mean scores of the first `validation.prompts` held-out rows, one sample each."""
@@ -62,7 +66,7 @@ class Generator:
             stop_token_ids=sampling.stop_token_ids,
         )
         samples = self._samples(self.validation.first(cfg.prompts), 1, step + VALIDATION_STREAM, params, on_sample)
-        save_samples(self.run_dir, f"validation_step_{step}", samples)
+        self._write_down(samples, f"validation_step_{step}")
         metrics = sample_metrics(samples)
         return {f"validation/{name.removeprefix('reward/')}": value for name, value in metrics.items()}
 
@@ -86,17 +90,28 @@ class Generator:
             on_sample(sample)
 
         samples = self.engine.generate(requests, params, finished)
-        self.rewards.collect(samples)
+        with section("reward"):
+            self.rewards.collect(samples)
         return samples
+
+    def _write_down(self, samples: list[Sample], name: str) -> None:
+        file = save_samples(self.run_dir, name, samples)
+        failed = [sample.reward_error for sample in samples if sample.reward_error]
+        if failed:
+            head, *more = failed[0].splitlines()
+            first = " ".join([head, *more[-1:]])  # of a traceback the last line
+            self.note(f"{len(failed)} of {len(samples)} samples score 0, the reward failed on them ({file}): {first}")
 
 
 def sample_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Means over the samples: the score, its parts, length in tokens, share cut off by max_new_tokens."""
+    """Means over the samples: the score, its parts, length in tokens, share cut off by max_new_tokens, share that
+    scored 0 because the reward function failed."""
     n = len(samples)
     metrics = {
         "reward/mean": sum(s.score for s in samples) / n,
         "response/mean_tokens": sum(len(s.response_ids) for s in samples) / n,
         "response/truncated": sum(s.finish_reason == "length" for s in samples) / n,
+        "reward/failed": sum(bool(s.reward_error) for s in samples) / n,
     }
     for name in sorted({part for s in samples for part in s.score_parts} - {"score"}):
         metrics[f"reward/{name}"] = sum(s.score_parts.get(name, 0.0) for s in samples) / n

@@ -5,6 +5,7 @@ prompts -> engine -> score -> log-probs and values -> advantages -> update -> sy
 
 from __future__ import annotations
 
+import math
 import time
 
 from mrl.algo import explained_variance
@@ -21,20 +22,22 @@ def main(cfg: RLConfig) -> None:
         if run.start_step == 0 and cfg.validation.at_start:
             validate(run, 0)
         for step in range(run.start_step, cfg.run.steps):
+            run.phase.leave_if_warned(step, run.save_now if step > run.start_step else None)
             train_step(run, step)
-        run.finish()
+            run.saving.after_step(step + 1)
+        run.saving.finish()
 
 
 def train_step(run: RLRun, step: int) -> None:
     """One step: sample with the current weights, learn from the samples, give the engine the new weights."""
-    cfg, record = run.cfg, run.recorder
-    stats, started = StepStats(step + 1), time.monotonic()
+    cfg, phase = run.cfg, run.phase
+    stats, started, restarts = run.saving.new_stats(step + 1), time.monotonic(), run.engine_restarts
 
-    with record.phase("rollout", stats):
+    with phase("rollout", stats):
         rollout, metrics = run.generate(step)
     stats.metrics |= metrics
 
-    with record.phase("experience", stats):
+    with phase("experience", stats):
         experience = make_experience(
             cfg.algorithm,
             cfg.rollout.sampling.temperature,
@@ -47,35 +50,37 @@ def train_step(run: RLRun, step: int) -> None:
         )
 
     trains_actor = cfg.critic is None or step >= cfg.critic.warmup_steps
-    with record.phase("update", stats):
+    with phase("update", stats):
         stats.metrics |= update(run, experience, trains_actor)
+        run.updates.end_of_step(step + 1)
     stats.metrics |= adapt_kl(run, experience, stats.metrics)
 
     if trains_actor:
-        with record.phase("sync", stats):
+        with phase("sync", stats):
             run.push_weights(step + 1)
 
     stats.metrics["perf/tokens_per_s"] = rollout.num_response_tokens / (time.monotonic() - started)
     if (step + 1) % cfg.validation.every_steps == 0 or step + 1 == cfg.run.steps:
         validate(run, step + 1, stats)
-    run.maybe_save(step + 1, stats)
-    record.log(stats)
+    stats.metrics["rollout/engine_restarts"] = run.engine_restarts - restarts
+    phase.end_of_step(stats)
+    run.recorder.log(stats)
 
 
 def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
-    """All epochs and mini-batches of one step; metrics are means over the updates."""
-    rows: list[dict[str, float]] = []
+    """All epochs and mini-batches of one step; metrics as `over_updates` puts them together."""
+    made: dict[str, list[dict[str, float]]] = {"critic": [], "actor": []}
     for _ in range(run.cfg.batch.epochs_per_step):
         for sample_ids in run.minibatches(exp.rollout):
-            row: dict[str, float] = {}
             if run.critic is not None and run.critic.trainable:
-                row |= update_critic(run, exp, sample_ids)
+                made["critic"].append(update_critic(run, exp, sample_ids))
             if trains_actor:
-                row |= update_actor(run, exp, sample_ids)
-            rows.append(row)
-    metrics = mean_over_updates(rows)
-    if exp.trainer_log_probs is None:  # later updates are of another policy than the one that sampled
-        metrics |= {name: value for name, value in rows[0].items() if name.startswith("mismatch/")}
+                made["actor"].append(update_actor(run, exp, sample_ids))
+    metrics: dict[str, float] = {}
+    for role, rows in made.items():
+        metrics |= named(role, over_updates(rows)) if rows else {}
+    if exp.trainer_log_probs is None and trains_actor:  # later updates are of another policy than the one that sampled
+        metrics |= {name: value for name, value in made["actor"][0].items() if name.startswith("mismatch/")}
     if exp.values is not None:
         rollout = exp.rollout
         metrics["critic/explained_variance"] = float(
@@ -84,10 +89,13 @@ def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
     return metrics
 
 
-def mean_over_updates(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Means, but the maximum of what is a maximum already."""
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    return {n: max(column) if n.endswith("max_abs") else sum(column) / len(column) for n, column in columns.items()}
+def over_updates(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the updates that were applied (over all if none was), but the maximum of what is a maximum already,
+    and how many were skipped."""
+    rows_of_means = [row for row in rows if not row["skipped"]] or rows
+    columns = {name: [row[name] for row in rows_of_means] for name in rows[0]}
+    metrics = {n: max(column) if n.endswith("max_abs") else sum(column) / len(column) for n, column in columns.items()}
+    return metrics | {"skipped": sum(row["skipped"] for row in rows)}
 
 
 def named(model: str, metrics: dict[str, float]) -> dict[str, float]:
@@ -113,7 +121,7 @@ def update_actor(run: RLRun, exp: Experience, sample_ids: range) -> dict[str, fl
         run.cfg.rollout.sampling.temperature,
         entropy_grad=cfg.policy_loss.entropy_coef > 0,
     )
-    return named("actor", metrics | run.actor.step())
+    return run.updates.make("actor", run.actor, exp.rollout, sample_ids, metrics, exp.targets())
 
 
 def update_critic(run: RLRun, exp: Experience, sample_ids: range) -> dict[str, float]:
@@ -123,7 +131,7 @@ def update_critic(run: RLRun, exp: Experience, sample_ids: range) -> dict[str, f
     mean_weights = minibatch_weights(exp.rollout, sample_ids, "token-mean")
     loss = losses.value(cfg, exp.values, exp.returns, weights, mean_weights)
     metrics = run.critic.backward(exp.rollout, sample_ids, loss, temperature=1.0)
-    return named("critic", metrics | run.critic.step())
+    return run.updates.make("critic", run.critic, exp.rollout, sample_ids, metrics, exp.targets())
 
 
 def adapt_kl(run: RLRun, exp: Experience, metrics: dict[str, float]) -> dict[str, float]:
@@ -131,7 +139,8 @@ def adapt_kl(run: RLRun, exp: Experience, metrics: dict[str, float]) -> dict[str
         return {}
     mean_kl = exp.mean_ref_kl if exp.mean_ref_kl is not None else metrics.get("actor/ref_kl", 0.0)
     used = run.kl_controller.value
-    run.kl_controller.update(mean_kl, exp.rollout.num_samples)
+    if math.isfinite(mean_kl):
+        run.kl_controller.update(mean_kl, exp.rollout.num_samples)
     return {"kl/ref": mean_kl, "kl/coef": used}
 
 
@@ -141,7 +150,7 @@ def validate(run: RLRun, step: int, stats: StepStats | None = None) -> None:
         return
     alone = stats is None
     stats = stats or StepStats(step)
-    with run.recorder.phase("validation", stats):
+    with run.phase("validation", stats):
         stats.metrics |= run.validate(step)
     if alone:
         run.recorder.log(stats)

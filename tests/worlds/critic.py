@@ -23,17 +23,16 @@ from mrl import platform
 
 platform.install()
 
-from mrl.algo.kl import FixedController  # noqa: E402
 from mrl.config.schema import RLConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
 from mrl.data import pack  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
 from mrl.models import ModelBatch, load_arch  # noqa: E402
-from mrl.observe import SilentRecorder  # noqa: E402
 from mrl.parallel import Mesh, Meshes  # noqa: E402
 from mrl.trainers.experience import make_experience  # noqa: E402
 from mrl.trainers.rl import update  # noqa: E402
 from mrl.trainers.setup import RLRun  # noqa: E402
+from tests.bare_run import bare_run  # noqa: E402
 
 STEPS, SAMPLES, KEYS, RESPONSE = 80, 128, 8, 12
 RIGHT = torch.tensor([3, 6, 1, 4, 7, 2, 5, 0])  # the first token that each key asks for
@@ -63,7 +62,7 @@ def open_run(cfg: RLConfig, model_dir: str, mesh: Mesh) -> RLRun:
     assert cfg.critic is not None
     actor = build("policy", arch, model_dir, cfg.actor)
     critic = build("critic", arch, model_dir, cfg.critic, trainable=not cfg.critic.frozen)
-    return RLRun(cfg, None, Path(), SilentRecorder(), actor, critic, None, FixedController(0.0), None, None, 0)  # type: ignore[arg-type]
+    return bare_run(cfg, actor, critic)
 
 
 @torch.no_grad()

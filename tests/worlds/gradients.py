@@ -20,7 +20,6 @@ from mrl import platform
 platform.install()
 
 from mrl.algo import aggregate  # noqa: E402
-from mrl.algo.kl import FixedController  # noqa: E402
 from mrl.config.schema import (  # noqa: E402
     KLConfig,
     OptimizerConfig,
@@ -33,12 +32,11 @@ from mrl.config.schema import (  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
 from mrl.learner import Learner, Loss, losses  # noqa: E402
 from mrl.models import ModelArch, load_arch  # noqa: E402
-from mrl.observe import SilentRecorder  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
 from mrl.trainers.experience import make_experience  # noqa: E402
 from mrl.trainers.rl import update  # noqa: E402
-from mrl.trainers.setup import RLRun  # noqa: E402
 from mrl.weights.export import Exporter  # noqa: E402
+from tests.bare_run import bare_run  # noqa: E402
 
 TIMEOUT_S = 600  # of a collective: a busy machine starts eight processes minutes apart
 Result = tuple[float, dict[str, torch.Tensor]]
@@ -189,7 +187,7 @@ def ten_steps(model_dir: str, mesh: Mesh) -> dict[str, torch.Tensor]:
         parallel=mesh.cfg, max_tokens_per_microbatch=40, optimizer=OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1)
     )
     actor, critic = (build(role, model_dir, mesh, train) for role in ("policy", "critic"))
-    run = RLRun(cfg, None, Path(), SilentRecorder(), actor, critic, None, FixedController(0.0), None, None, 0)  # type: ignore[arg-type]
+    run = bare_run(cfg, actor, critic)
     for step in range(10):
         rollout = make_rollout(actor.arch.vocab_size, seed=step)
         experience = make_experience(cfg.algorithm, 1.0, rollout, actor, critic, None, 0.0, single_update=False)

@@ -1,0 +1,106 @@
+"""Updates that are skipped because a loss or a gradient is not finite: counted, written down, and too many end the run.
+
+All ranks see the same losses and gradient norms, so each comes to the same verdict by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mrl.core import Rollout
+from mrl.learner import Learner
+from mrl.observe import Recorder, SilentRecorder, append_jsonl
+
+FILE = "nonfinite.jsonl"
+
+
+class NonFiniteError(RuntimeError):
+    """Too many steps in a row had an update that could not be made; raised on every rank."""
+
+
+class Updates:
+    """Makes the learners' updates. A skipped one leaves a line in RUN_DIR/nonfinite.jsonl:
+
+    step, update: as in metrics.jsonl, and which of the step's updates of this role (from 1)
+    role, loss, grad_norm: the last two as text where JSON has no number for them
+    by: what told the samples: "outputs" (the model's output at their tokens was not finite), "targets" (what it was
+    held against was not), or "mini-batch" (neither: these are all of the update's samples)
+    sample_ids, rows: those of the step's samples, and their rows in data.train
+
+    limit: steps in a row with a skipped update that end the run
+    data_rows: step (from 0) -> the data row of each of its samples; None on the ranks that write nothing
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        limit: int,
+        recorder: Recorder | SilentRecorder,
+        data_rows: Callable[[int], Sequence[int]] | None,
+    ) -> None:
+        self.file, self._limit = run_dir / FILE, limit
+        self._recorder, self._data_rows = recorder, data_rows
+        self._made: dict[str, int] = {}  # updates of this step, by role
+        self._skipped = self._in_a_row = 0
+
+    def make(
+        self,
+        role: str,
+        learner: Learner,
+        rollout: Rollout,
+        sample_ids: range,
+        metrics: dict[str, float],
+        targets: Sequence[Tensor] = (),
+    ) -> dict[str, float]:
+        """`learner.step()` after a `learner.backward` over `sample_ids` that gave `metrics`; returns both's metrics.
+
+        targets: flat [R] vectors of the step that went into the loss, such as advantages
+        """
+        metrics = metrics | learner.step()
+        self._made[role] = self._made.get(role, 0) + 1
+        if metrics["skipped"]:
+            self._skipped += 1
+            self._write_down(role, metrics, rollout, *_suspects(learner, rollout, sample_ids, targets))
+        return metrics
+
+    def end_of_step(self, step: int) -> None:
+        """`step`: from 1. Raises NonFiniteError after `limit` steps in a row with a skipped update."""
+        made, skipped = sum(self._made.values()), self._skipped
+        self._made, self._skipped = {}, 0
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if not skipped:
+            return
+        why = "loss or gradient was not finite"
+        self._recorder.note(f"step {step}: {skipped} of {made} updates skipped, the {why}; the samples: {self.file}")
+        if self._in_a_row == self._limit:
+            raise NonFiniteError(
+                f"{self._limit} steps in a row, to step {step}, had an update whose {why} (run.max_nonfinite_steps). "
+                f"None of these updates was applied. {self.file} names their samples and data rows"
+            )
+
+    def _write_down(
+        self, role: str, metrics: dict[str, float], rollout: Rollout, by: str, sample_ids: Sequence[int]
+    ) -> None:
+        if self._data_rows is None:
+            return
+        rows = self._data_rows(rollout.step)
+        line = {"step": rollout.step + 1, "update": self._made[role], "role": role}
+        values = {name: metrics[name] for name in ("loss", "grad_norm")}
+        samples = {"by": by, "sample_ids": list(sample_ids), "rows": [rows[sample] for sample in sample_ids]}
+        append_jsonl(self.file, line | values | samples)
+
+
+def _suspects(
+    learner: Learner, rollout: Rollout, sample_ids: range, targets: Sequence[Tensor]
+) -> tuple[str, Sequence[int]]:
+    if outputs := learner.nonfinite_samples(rollout):
+        return "outputs", outputs
+    if targets:
+        bad = rollout.dense(~torch.stack(list(targets)).isfinite().all(0)).any(1)
+        if found := [sample for sample in sample_ids if bad[sample]]:
+            return "targets", found
+    return "mini-batch", sample_ids

@@ -1,0 +1,149 @@
+"""A loss or gradient that is not finite: the update is skipped on all ranks, written down, and in the end fatal."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from mrl.observe import read_metrics
+from tests.test_trainer_faults import fake_engine, the_error
+from tests.tiny import make_tiny, tiny_tokenizer
+from tests.train_tools import ROOT, Train, write_config
+
+POISON, BAD_SAMPLE = 77, 5  # as in worlds/nonfinite.py
+LETTER = "Z"  # of the tiny tokenizer; where it stands in a prompt the poisoned model's output is not a number
+JOBS: dict[str, dict[str, Any]] = {
+    "DP4": {"layout": {}},
+    "TP2 x PP2": {"layout": {"tensor": 2, "pipeline": 2}},
+    "TP2 x CP2, without sequence parallelism": {"layout": {"tensor": 2, "context": 2, "sequence": False}},
+    "PP2 x DP2, bfloat16": {"layout": {"pipeline": 2}, "dtype": "bfloat16"},
+    "EP2 x DP4": {"layout": {"expert": 2}, "model": "moe"},
+    "critic, TP2 x PP2": {"layout": {"tensor": 2, "pipeline": 2}, "role": "critic"},
+}
+
+
+def poisoned(model: Path, token: int) -> Path:
+    file = model / "model.safetensors"
+    weights = load_file(file)
+    weights["model.embed_tokens.weight"][token] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    return model
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("nonfinite")
+    models = {"dense": make_tiny(root / "dense", "llama"), "moe": make_tiny(root / "moe", "qwen3_moe")}
+    for model in models.values():
+        poisoned(model, POISON)
+    jobs = [
+        {"name": name, "layout": job["layout"], "dtype": job.get("dtype", "float32"), "role": job.get("role", "policy"),
+         "model": str(models[job.get("model", "dense")])}
+        for name, job in JOBS.items()
+    ]  # fmt: skip
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
+         "tests/worlds/nonfinite.py", str(root / "jobs.json"), str(root / "results.json")],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return json.loads((root / "results.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_update_is_skipped_on_every_rank_and_leaves_no_trace(name: str, results: dict[str, Any]) -> None:
+    cases = dict(results[name])
+    assert cases.pop("afterwards") == [True] * 4, "the next good update is that of a learner that met no bad one"
+    assert set(cases) == {"output", "target", "gradient"} | ({"copy"} if "without" in name else set())
+    for case, found in cases.items():
+        assert found["skipped"] == [1.0] * 4, (case, found)
+        assert found["unchanged"] == [True] * 4, (case, found)
+        assert found["samples"] == ([BAD_SAMPLE] if case == "output" else []), (case, found)
+        assert found["finite loss"] == (case in ("gradient", "copy")), (case, found)
+
+
+def letter_model(folder: Path) -> Path:
+    (token,) = tiny_tokenizer()(LETTER, add_special_tokens=False)["input_ids"]
+    return poisoned(make_tiny(folder / "model", "llama"), token)
+
+
+def write_prompts(file: Path, texts: list[str]) -> None:
+    rows = ({"prompt": text, "answer": "1"} for text in texts)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "nonfinite.jsonl").read_text().splitlines()]
+
+
+def sft_config(folder: Path, model: Path) -> Path:
+    file = write_config(folder, model)
+    config = yaml.safe_load(file.read_text())
+    for section in ("rollout", "sync", "reward", "algorithm"):
+        del config[section]
+    file.write_text(yaml.safe_dump(config | {"trainer": "sft", "batch": {"samples_per_step": 4}}))
+    return file
+
+
+def test_sft_goes_on_past_a_poisoned_row_and_stops_after_three_steps_in_a_row(tmp_path: Path) -> None:
+    """Also: it shows what it left out of the data."""
+    config = sft_config(tmp_path, letter_model(tmp_path))
+    texts = [f"{n} =" for n in range(27)] + ["much too long " * 9]
+    for bad in (6, 12, 17, 20, 23):  # of steps 2, 4, 5, 6, 6
+        texts[bad] += LETTER
+    write_prompts(tmp_path / "train.jsonl", texts)
+    with Train(tmp_path, config, "run.steps=9", "data.shuffle=false", "actor.parallel.tensor=2") as run:
+        assert run.wait(240) == 1, run.terminal
+    run_dir = tmp_path / "runs/run"
+    assert "data.train: 1 prompts over 32 tokens left out" in run.terminal
+    assert "step 2: 1 of 1 updates skipped, the loss or gradient was not finite; the samples: " in run.terminal
+    assert the_error(run).startswith("3 steps in a row, to step 6, had an update whose loss or gradient was not finite")
+    assert f"{run_dir / 'nonfinite.jsonl'} names their samples" in the_error(run)
+    told = [(line["step"], line["by"], line["sample_ids"], line["rows"]) for line in lines(run_dir)]
+    assert told == [(2, "outputs", [2], [6]), (4, "outputs", [0], [12]), (5, "outputs", [1], [17]),
+                    (6, "outputs", [0, 3], [20, 23])]  # fmt: skip
+    assert {(line["role"], line["loss"], line["update"]) for line in lines(run_dir)} == {("actor", "nan", 1)}
+    rows = read_metrics(run_dir)
+    assert [row["actor/skipped"] for row in rows] == [0, 1, 0, 1, 1]
+    assert ["actor/loss" in row for row in rows] == [True, False, True, False, False]
+
+
+def test_ppo_skips_the_mini_batch_with_the_poisoned_sample(tmp_path: Path) -> None:
+    """Actor and critic, of two updates the second; the first counts. The trainer's log-probs of the sample, and so its
+    advantages, are no numbers either."""
+    prompts = [f"{n} =" for n in range(24)]
+    with fake_engine(tmp_path, "ok") as url:
+        config = write_config(
+            tmp_path,
+            letter_model(tmp_path),
+            critic={},
+            batch={"prompts_per_step": 4, "samples_per_prompt": 1, "samples_per_minibatch": 2},
+            rollout={"urls": [url], "sampling": {"max_new_tokens": 4}},
+            algorithm={"adv_estimator": "gae"},
+        )
+        prompts[6] += LETTER
+        write_prompts(tmp_path / "train.jsonl", prompts)
+        with Train(tmp_path, config, "run.steps=3", "data.shuffle=false") as run:
+            assert run.wait(240) == 0, run.terminal
+    found = {(line["step"], line["role"], line["update"]): line for line in lines(tmp_path / "runs/run")}
+    assert found[2, "actor", 2]["by"] == found[2, "critic", 2]["by"] == "outputs"
+    assert found[2, "actor", 2]["sample_ids"] == found[2, "critic", 2]["sample_ids"] == [2]
+    assert found[2, "actor", 2]["rows"] == [6]
+    assert all(step == 2 for step, _, _ in found)
+    rows = read_metrics(tmp_path / "runs/run")
+    assert [row["actor/skipped"] for row in rows] == [0, rows[1]["actor/skipped"], 0] and rows[1]["actor/skipped"] >= 1
+    assert torch.isfinite(torch.tensor(rows[2]["actor/grad_norm"]))
