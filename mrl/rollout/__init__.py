@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mrl.rollout.client import EngineClient, EngineError
-from mrl.rollout.engine import Engine, RolloutError
+from mrl.rollout.engine import Engine
+from mrl.rollout.errors import RolloutError
 from mrl.rollout.process import EngineStartError
 from mrl.rollout.seeds import sample_seed
 from mrl.rollout.start import start_engine

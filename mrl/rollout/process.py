@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ GRACE_S = 3.0  # between SIGTERM and SIGKILL: an engine has nothing to save
 POLL_S = 0.1
 LOG_TAIL_LINES = 40
 LAST_WORDS_LINES = 5  # at least, of an engine that wrote less than that since it was ready
+PORTS = range(20000, 32000)  # below the range from which outgoing connections are numbered
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
@@ -26,10 +28,15 @@ class EngineStartError(RuntimeError):
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Not one from which outgoing connections are made: an engine that is started again must find its port free."""
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise EngineStartError(f"no free port between {PORTS.start} and {PORTS.stop} for an engine")
 
 
 class EngineProcess:
@@ -43,12 +50,16 @@ class EngineProcess:
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        supervised = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(GRACE_S), *command]
-        with log.open("ab") as out:
+        self._command, self._env = list(command), dict(env)
+        self._start()
+
+    def _start(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        supervised = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(GRACE_S), *self._command]
+        with self.log.open("ab") as out:
             self._process = subprocess.Popen(
                 supervised,
-                env=dict(env),
+                env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -57,6 +68,11 @@ class EngineProcess:
         self._started = time.monotonic()
         self._lines_when_ready: int | None = None
         atexit.register(self.close)
+
+    def restart(self) -> None:
+        """Ends what is left of the engine and starts it anew, at the same address; returns at once."""
+        self.close()
+        self._start()
 
     @property
     def pid(self) -> int:
@@ -86,21 +102,26 @@ class EngineProcess:
 
     def wait_ready(self, timeout_s: float) -> None:
         """Until the HTTP server answers. The time-out counts from the start of the process."""
-        while True:
-            if self.exit_code() is not None:
-                raise EngineStartError(f"engine did not start: {self.obituary()}")
-            try:
-                if httpx.get(f"{self.url}/model_info", timeout=5.0, trust_env=False).status_code == 200:
-                    self._lines_when_ready = len(self._log_lines())
-                    return
-            except httpx.TransportError:
-                pass  # not listening yet
-            if time.monotonic() - self._started > timeout_s:
-                self.close()
-                raise EngineStartError(
-                    f"engine not ready within rollout.startup_timeout_s = {timeout_s:g} s: {self.obituary()}"
-                )
+        while not self.is_ready(timeout_s):
             time.sleep(POLL_S)
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """Whether the HTTP server answers. Raises EngineStartError if the process has ended, or is not ready within
+        `timeout_s` of its start, and then ends it."""
+        if self.exit_code() is not None:
+            raise EngineStartError(f"engine did not start: {self.obituary()}")
+        try:
+            if httpx.get(f"{self.url}/model_info", timeout=5.0, trust_env=False).status_code == 200:
+                self._lines_when_ready = len(self._log_lines())
+                return True
+        except httpx.TransportError:
+            pass  # not listening yet
+        if time.monotonic() - self._started > timeout_s:
+            self.close()
+            raise EngineStartError(
+                f"engine not ready within rollout.startup_timeout_s = {timeout_s:g} s: {self.obituary()}"
+            )
+        return False
 
     def close(self) -> None:
         """End the engine and everything it started. Safe to call twice and from an exit handler."""

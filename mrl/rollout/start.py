@@ -34,19 +34,14 @@ def start_engine(
             file = log_dir / f"engine_{index}.log"
             processes.append(EngineProcess(f"engine {index}", launch.command, launch.env, port, file))
 
-    def check(engine: Engine) -> None:
-        for url in engine.urls:
-            _check(engine, url, cfg, model_path)
-        for note in engine.notes:
-            log.warning("%s", note)
-
     return Engine(
         cfg.urls or [process.url for process in processes],
         processes,
         concurrent_requests=cfg.concurrent_requests,
         request_timeout_s=cfg.request_timeout_s,
-        on_ready=check,
+        check=lambda engine, url: _check(engine, url, cfg, model_path),
         startup_timeout_s=cfg.startup_timeout_s,
+        max_restarts=cfg.max_restarts,
     )
 
 
@@ -65,12 +60,14 @@ def _check(engine: Engine, url: str, cfg: RolloutConfig, model_path: str) -> Non
         info = client.server_info()
     finally:
         client.close()
-    if cfg.deterministic and not info.get("enable_deterministic_inference"):
-        engine.notes.append(
-            f"engine {url} runs without --enable-deterministic-inference: it ignores sampling seeds, so the same "
-            "(run seed, step, sample) need not give the same tokens, and a resumed run will sample differently "
-            "(rollout.deterministic: false says that this is meant)"
-        )
+    note = (
+        f"engine {url} runs without --enable-deterministic-inference: it ignores sampling seeds, so the same "
+        "(run seed, step, sample) need not give the same tokens, and a resumed run will sample differently "
+        "(rollout.deterministic: false says that this is meant)"
+    )
+    if cfg.deterministic and not info.get("enable_deterministic_inference") and note not in engine.notes:
+        engine.notes.append(note)
+        log.warning("%s", note)
     if info.get("skip_tokenizer_init"):
         engine.accepts_stop_strings = False
 

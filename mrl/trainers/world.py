@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,11 @@ class RankZeroError(RuntimeError):
     """Something only rank 0 does (the engine, rewards, files) failed; raised on every rank with rank 0's message."""
 
 
+@dataclass(frozen=True)
+class _Summons:
+    argument: object
+
+
 class World:
     """The torchrun world. `wait_s` bounds how long the other ranks wait for rank 0's part of a step."""
 
@@ -27,22 +33,68 @@ class World:
         torch.manual_seed(seed)
         self.is_main = rank() == 0
         self.meshes = Meshes(timeout_s, seed)
+        self._together: Callable[[Any], object] | None = None
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
 
-    def from_main(self, what: str, make: Callable[[], T]) -> T:
-        """Runs `make` on rank 0 and gives its result to every rank; if it fails, every rank raises."""
-        box: list[tuple[T | None, str | None]] = [(None, None)]
-        cause: Exception | None = None
-        if self.is_main:
-            try:
-                box = [(make(), None)]
-            except Exception as error:
-                cause, box = error, [(None, failure.describe(error))]
-        dist.broadcast_object_list(box, src=0, group=self._control)
-        value, problem = box[0]
+    def from_main(self, what: str, make: Callable[[], T], together: Callable[[Any], object] | None = None) -> T:
+        """Runs `make` on rank 0 and gives its result to every rank; if it fails, every rank raises.
+
+        While `make` runs, rank 0 may call `self.together(argument)`: `together(argument)`, which may be collective,
+        then runs on every rank.
+        """
+        self._together = together
+        if not self.is_main:
+            return self._follow(what)
+        value, problem, cause = None, None, None
+        try:
+            value = make()
+        except Exception as error:
+            cause, problem = error, failure.describe(error)
+        self._tell((value, problem))
         if problem is not None:
             raise RankZeroError(f"{what} failed: {problem}") from cause
         return value  # type: ignore[return-value]
+
+    def together(self, argument: object) -> None:
+        """Rank 0, inside `from_main`."""
+        assert self.is_main and self._together is not None
+        self._tell(_Summons(argument))
+        self._together(argument)
+
+    def _follow(self, what: str) -> Any:
+        mine: Exception | None = None
+        while isinstance(message := self._tell(None), _Summons):
+            mine = None
+            try:
+                assert self._together is not None
+                self._together(message.argument)
+            except Exception as error:  # rank 0 has failed too, and says what comes of it
+                mine = error
+        value, problem = message
+        if problem is not None:
+            raise RankZeroError(f"{what} failed: {problem}") from mine
+        if mine is not None:
+            raise mine
+        return value
+
+    def _tell(self, message: Any) -> Any:
+        """Rank 0's message, on every rank."""
+        box = [message]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        return box[0]
+
+    def any(self, value: bool) -> bool:
+        """Whether it is true on any rank; collective."""
+        box = torch.tensor([value], dtype=torch.int32)
+        dist.all_reduce(box, dist.ReduceOp.MAX, group=self._control)
+        return bool(box)
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's numbers, on every rank; as many from each. Collective."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, mine, group=self._control)
+        return [row.tolist() for row in rows]
 
     def close(self) -> None:
         dist.destroy_process_group()

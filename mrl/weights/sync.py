@@ -75,34 +75,47 @@ class WeightSync:
         self._version = ""
         self._verifier: Verifier | None = None
 
-    def push(self, version: str) -> SyncReport:
+    def push(self, version: str, *, verify: bool = False) -> SyncReport:
         """Brings every engine to the current weights and names them `version`; collective over all ranks.
 
-        Prefix caches are flushed. With sync.verify, every parameter of every engine is compared with what was sent.
+        Prefix caches are flushed. With sync.verify, or with `verify` for this push alone, every parameter of every
+        engine is compared with what was sent.
         Raises SyncError, or SyncMismatch from the comparison, the same on every rank, within sync.timeout_s.
         """
-        started = time.monotonic()
         self._version = version
+        return self._push(verify=self._cfg.verify == "checksum")
+
+    def restore(self, url: str) -> SyncReport:
+        """Brings the engine at `url`, which was started anew, to the weights and the name that the last push gave to
+        all; collective over all ranks, which must not have changed them since. Always verified; raises as `push`."""
+        with self._engines.only(url) as client:
+            if self._transport is not None:
+                self._transport.forget(client)
+            return self._push(verify=True)
+
+    def _push(self, verify: bool) -> SyncReport:
+        started = time.monotonic()
         self._engines.deadline = Deadline(self._cfg.timeout_s)
         transport = self._connect()
-        hasher = self._verifier.hasher(self._rank) if self._verifier is not None else None
+        verifier = self._get_verifier() if verify else None
+        hasher = verifier.hasher(self._rank) if verifier is not None else None
         try:
             self._on_rank_0("opening the update", lambda: self._begin(transport))
             self._everywhere("preparing to send", lambda: self._prepare(transport))
             self._everywhere("sending", lambda: self._send(transport, hasher))
-            self._on_rank_0("finishing the update", lambda: self._commit(transport, version))
+            self._on_rank_0("finishing the update", lambda: self._commit(transport, self._version))
         except BaseException:
             transport.release(failed=True)
             self._abandon_sessions()
             raise
         transport.release(failed=False)
-        if self._verifier is not None and hasher is not None:
-            self._verify(self._verifier, hasher)
+        if verifier is not None and hasher is not None:
+            self._verify(verifier, hasher)
         return SyncReport(
             seconds=time.monotonic() - started,
             bytes=sum(nbytes(meta) for meta in self._metas),
             tensors=len(self._metas),
-            verified=len(self._metas) if self._verifier is not None else 0,
+            verified=len(self._metas) if verifier is not None else 0,
             transport=transport.name,
         )
 
@@ -116,14 +129,18 @@ class WeightSync:
     # ---- phases
 
     def _connect(self) -> Transport:
-        """First push only: choose the transport; with sync.verify, learn the engines' parameters."""
+        """First push only: choose the transport."""
         if self._transport is None:
             self._choose_transport()
-        if self._verifier is None and self._cfg.verify == "checksum":
-            asked = self._on_rank_0("asking the engines for checksums", lambda: ask_shape(self._engines))
-            self._verifier = Verifier(*asked, self._metas, self._exporter.arch)
         assert self._transport is not None
         return self._transport
+
+    def _get_verifier(self) -> Verifier:
+        """First verified push only: learn the engines' parameters."""
+        if self._verifier is None:
+            asked = self._on_rank_0("asking the engines for checksums", lambda: ask_shape(self._engines))
+            self._verifier = Verifier(*asked, self._metas, self._exporter.arch)
+        return self._verifier
 
     def _choose_transport(self) -> None:
         hosts = self._everywhere("comparing host names", socket.gethostname)

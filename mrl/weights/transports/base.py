@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -55,6 +56,16 @@ class Engines:
         for future in futures:
             future.result()
 
+    @contextmanager
+    def only(self, url: str) -> Iterator[EngineClient]:
+        """Meanwhile the engine at `url` is the only one."""
+        everyone = self.clients
+        (client,) = self.clients = tuple(c for c in everyone if c.url == url)
+        try:
+            yield client
+        finally:
+            self.clients = everyone
+
 
 @dataclass(frozen=True)
 class Place:
@@ -96,6 +107,9 @@ class Transport(ABC):
 
     def release(self, failed: bool) -> None:  # noqa: B027 - not all take something
         """Give back what `prepare` took."""
+
+    def forget(self, client: EngineClient) -> None:  # noqa: B027 - most share nothing with an engine between pushes
+        """The engine is a new process."""
 
     def close(self) -> None:
         """The last push is over."""

@@ -47,9 +47,8 @@ class Distributed(Transport):
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         self._flat = torch.empty(largest(buckets), dtype=torch.uint8, device=self._device)
-        if not self._groups:
-            self._generation += 1
-            self.engines.call(self._join)
+        self._generation += 1
+        self.engines.call(self._join)
 
     def buffer(self, bucket: Bucket) -> Tensor:
         assert self._flat is not None
@@ -57,7 +56,7 @@ class Distributed(Transport):
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
         part = flat[: bucket.nbytes]
-        works = [_broadcast(group, part) for _, group in self._groups.values()]
+        works = [_broadcast(self._groups[client][1], part) for client in self.engines.clients]
 
         def receive(client: EngineClient) -> None:
             client.update_weights_from_distributed(
@@ -77,6 +76,10 @@ class Distributed(Transport):
         if failed:
             self._leave()
 
+    def forget(self, client: EngineClient) -> None:
+        if client in self._groups:
+            self._abandoned.append(self._groups.pop(client)[1])
+
     def close(self) -> None:
         super().close()
         self._leave()
@@ -92,7 +95,9 @@ class Distributed(Transport):
                 self._abandoned.append(group)  # destroying it would wait for its unfinished broadcast
 
     def _join(self, client: EngineClient) -> None:
-        """Become rank 0 of a new group whose other ranks are the engine's processes."""
+        """Become rank 0 of a new group whose other ranks are the engine's processes, unless there is one already."""
+        if client in self._groups:
+            return
         timeout = timedelta(seconds=self.engines.deadline.left())
         address = own_address(client.url)
         size = 1 + self.engines.tensor

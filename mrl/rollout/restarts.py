@@ -1,0 +1,44 @@
+"""Starting lost engines again: how often in a run, who is told, and who gives them their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mrl.rollout.errors import RolloutError
+from mrl.rollout.process import EngineProcess, describe_exit
+
+
+class Restarts:
+    """None are allowed before `allow`: an engine that nobody gives its weights would sample from the wrong ones.
+
+    made: restarts so far
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.made = limit, 0
+        self._note: Callable[[str], None] | None = None
+        self._give_weights: Callable[[str], None] | None = None
+
+    def allow(self, note: Callable[[str], None], give_weights: Callable[[str], None]) -> None:
+        """note: takes one line for the user. give_weights: brings the engine at a URL, which has just been started and
+        sampled nothing, to the weights and the version that the others have."""
+        self._note, self._give_weights = note, give_weights
+
+    def is_left(self) -> bool:
+        return self._give_weights is not None and self.made < self.limit
+
+    def take(self, process: EngineProcess, error: Exception) -> None:
+        """Counts one and tells the user. Raises `error`, what the engine was lost by, if none is left."""
+        if not self.is_left() or self._note is None:
+            if self.made == 0:
+                raise error
+            used_up = f"rollout.max_restarts = {self.limit} restarts are used up"
+            raise RolloutError(f"{error}\n{used_up}") from error
+        self.made += 1
+        code = process.exit_code()
+        why = "does not answer" if code is None else f"ended with {describe_exit(code)}"
+        self._note(f"{process.name} {why}: starting it again (restart {self.made} of {self.limit}; {process.log})")
+
+    def give_weights(self, url: str) -> None:
+        assert self._give_weights is not None, "a restart was taken"
+        self._give_weights(url)
