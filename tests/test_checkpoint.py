@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -17,6 +18,8 @@ from mrl.checkpoint import directory, latest
 WORLD = Path(__file__).parent / "worlds" / "checkpoints.py"
 PAIR = ("tp2.pp2", "dp4", "pp4", "tp4", "pp2.vpp2")  # the first is the layout that was saved
 MOE = ("ep2", "ep1", "ep4", "tp2.ep2.pp2")
+TIED = ("dp4", "pp2", "pp2.vpp2")  # one copy of the embedding when saved, two when loaded
+LAYOUTS = {"pair": PAIR, "moe": MOE, "tied": TIED}
 SHAPE: dict[str, Any] = {
     "weights": False,
     "hidden_size": 32,
@@ -49,12 +52,12 @@ def world(tiny_models: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     return {case.pop("case"): case for case in map(json.loads, out.read_text().splitlines())}
 
 
-@pytest.mark.parametrize("case", ["pair tp2.pp2", "moe ep2", "bfloat16 started", "bfloat16 unstarted"])
+@pytest.mark.parametrize("case", ["pair tp2.pp2", "moe ep2", "tied dp4", "bfloat16 started", "bfloat16 unstarted"])
 def test_continues_bit_for_bit_as_if_never_stopped(world: Cases, case: str) -> None:
     assert world[case]["continued"] == 0.0
 
 
-@pytest.mark.parametrize("case", [f"pair {layout}" for layout in PAIR] + [f"moe {layout}" for layout in MOE])
+@pytest.mark.parametrize("case", [f"{name} {layout}" for name, layouts in LAYOUTS.items() for layout in layouts])
 def test_weights_and_optimizer_load_unchanged_into_another_layout(world: Cases, case: str) -> None:
     result = world[case]
     assert result["before"] > 0.1, "the weights were the saved ones before the load"
@@ -62,7 +65,7 @@ def test_weights_and_optimizer_load_unchanged_into_another_layout(world: Cases, 
     assert result["stored"] == dict.fromkeys(("counters", "weights", "param", "exp_avg", "exp_avg_sq"), 0.0)
 
 
-@pytest.mark.parametrize("case", [f"pair {layout}" for layout in PAIR[1:]] + [f"moe {layout}" for layout in MOE[1:]])
+@pytest.mark.parametrize("case", [f"{name} {layout}" for name, all_ in LAYOUTS.items() for layout in all_[1:]])
 def test_continues_under_another_layout_up_to_round_off(world: Cases, case: str) -> None:
     assert world[f"{case.split()[0]} saved"]["moved"] > 5e-3, "updates too small to show a lost optimizer state"
     assert world[case]["continued"] <= 1e-5
@@ -72,12 +75,39 @@ def test_state_comes_back(world: Cases) -> None:
     assert world["pair dp4"]["state"] == {"step": 3, "kl_controller": {"value": 0.1}}
 
 
+def test_training_goes_on_while_the_files_are_written(world: Cases) -> None:
+    """The updates made before a file was there are not in it; until then the older checkpoint is the latest."""
+    result = world["beside"]
+    assert result["meanwhile"] == {"latest": "step_2", "written": 0, "writing": True}
+    assert result["latest"] == "step_3" and result["step"] == 3
+    assert result["loaded"] == 0.0 and set(result["stored"].values()) == {0.0}
+
+
+def test_waiting_for_the_files_has_an_end(world: Cases) -> None:
+    late = world["beside"]["late"]
+    assert "step_3 is still being written after 0 s (rank 0, 1, 2, 3 of 4)" in late and "timeout_s" in late, late
+
+
+def test_every_rank_goes_on_with_its_own_random_numbers(world: Cases) -> None:
+    drawn = world["beside"]["draws"]
+    assert all(after_save == after_load for after_save, after_load in drawn)
+    assert len({tuple(after_save) for after_save, _ in drawn}) == 4
+
+
+def test_a_writer_that_fails_beside_the_training_is_reported_on_every_rank(world: Cases) -> None:
+    result = world["beside: a writer fails"]
+    parts = ("writing", "step_4.tmp/actor", "rank 2: OSError", "File too large")
+    assert all(part in result["message"] for part in parts), result["message"]
+    assert result["names"] == ["step_2", "step_3"]
+    assert result["latest"] == "step_5", "the next save works"
+
+
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
-        ("save: rank 2 cannot write", ("step_2.tmp/actor", "KiB", "rank 2: OSError", "File too large")),
+        ("save: rank 2 cannot write", ("step_2.tmp/actor", "MiB in all", "rank 2: OSError", "File too large")),
         ("save: state is not JSON", ("step_2 failed", "Tensor is not JSON serializable")),
-        ("save: disk full", ("failing/checkpoints/step_2.tmp", "KiB needed, 1000 bytes free")),
+        ("save: disk full", ("failing/checkpoints/step_2.tmp", "MiB needed, 1000 bytes free")),
     ],
 )
 def test_a_failed_save_leaves_only_what_was_there(world: Cases, case: str, parts: tuple[str, ...]) -> None:
@@ -115,7 +145,7 @@ def test_tied_copies_that_differ_are_noticed(world: Cases) -> None:
     assert not all(world["tied copies"]["after_change"])
 
 
-def write(run_dir: Path, step: int, keep_last: int = 10) -> Path:
+def write(run_dir: Path, step: int, keep_last: int = 10, keep_every_steps: int | None = None) -> Path:
     """A checkpoint without models."""
     final = directory.root(run_dir) / f"step_{step}"
     tmp = final.with_name(f"{final.name}.tmp")
@@ -123,7 +153,7 @@ def write(run_dir: Path, step: int, keep_last: int = 10) -> Path:
     (tmp / "actor").mkdir()
     (tmp / "actor" / "weights").write_text("x" * step)
     directory.finish(tmp, final, {}, {"step": step})
-    directory.prune(final.parent, keep_last, final)
+    directory.prune(final.parent, keep_last, keep_every_steps, final)
     return final
 
 
@@ -167,3 +197,59 @@ def test_a_step_saved_twice_is_replaced(tmp_path: Path) -> None:
     assert (write(tmp_path, 5) / "actor" / "weights").read_text() == "xxxxx"
     assert names(tmp_path) == ["step_5"]
     assert directory.read(first)[1] == {"step": 5}
+
+
+def test_every_nth_is_kept_besides_the_last(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8, 10, 12):
+        write(tmp_path, step, keep_last=1, keep_every_steps=4)
+    assert names(tmp_path) == ["step_12", "step_4", "step_8"]
+
+
+READ = """
+import sys
+from pathlib import Path
+from mrl.checkpoint.directory import reading
+with reading(Path(sys.argv[1])):
+    print("reading", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_another_process_reads_is_not_removed(tmp_path: Path) -> None:
+    first = write(tmp_path, 1)
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READ, str(first)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=WORLD.parents[2],
+    )
+    assert reader.stdin is not None and reader.stdout is not None
+    try:
+        assert reader.stdout.readline() == "reading\n"
+        for step in (2, 3):
+            write(tmp_path, step, keep_last=1)
+        assert names(tmp_path) == ["step_1", "step_3"]
+        with pytest.raises(ValueError, match="step_1 is there already, and somebody is reading it"):
+            write(tmp_path, 1)
+        assert directory.read(first)[1] == {"step": 1}
+        reader.stdin.close()
+        assert reader.wait(60) == 0
+    finally:
+        reader.kill()
+    write(tmp_path, 4, keep_last=1)
+    assert names(tmp_path) == ["step_4"]
+
+
+def test_one_that_is_removed_while_it_is_opened_is_no_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
+    first = write(tmp_path, 1)
+    flock = fcntl.flock
+
+    def removed_first(*arguments: Any) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        assert directory.remove(first)
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", removed_first)
+    with pytest.raises(ValueError, match="step_1 was removed while it was being opened"), directory.reading(first):
+        raise AssertionError("not reached")

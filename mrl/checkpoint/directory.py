@@ -1,21 +1,26 @@
 """What lies on disk: RUN_DIR/checkpoints/step_N, whole or under a name that nobody reads.
 
 A checkpoint is written as step_N.tmp and renamed when it is whole. Its last file is `complete`: a manifest with the
-size of every other file, by which a truncated one is found before anything is loaded.
+size of every other file, by which a truncated one is found before anything is loaded. Whoever reads a checkpoint holds
+a shared lock on that file, and whoever would remove it needs the exclusive one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 MARKER = "complete"
 STATE = "state.json"
-VERSION = 1
+RANDOM = "random"  # folder of each rank's random state
+VERSION = 2
 
 _NAME = re.compile(r"step_(\d+)")
 
@@ -35,7 +40,14 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and (path / MARKER).is_file()]
-    return sorted(found, key=_step)
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} is not named step_N")
+    return int(match[1])
 
 
 def begin(tmp: Path) -> None:
@@ -43,7 +55,7 @@ def begin(tmp: Path) -> None:
     tmp.parent.mkdir(parents=True, exist_ok=True)
     for leftover in tmp.parent.glob("step_*.tmp"):
         shutil.rmtree(leftover)
-    tmp.mkdir()
+    (tmp / RANDOM).mkdir(parents=True)
 
 
 def finish(tmp: Path, final: Path, learners: dict[str, Any], state: dict[str, Any]) -> None:
@@ -51,26 +63,55 @@ def finish(tmp: Path, final: Path, learners: dict[str, Any], state: dict[str, An
     write_json(tmp / STATE, state)
     files = {str(path.relative_to(tmp)): path.stat().st_size for path in sorted(tmp.rglob("*")) if path.is_file()}
     for directory in [*(path for path in tmp.rglob("*") if path.is_dir()), tmp]:
-        _sync(directory)
-    write_json(tmp / MARKER, {"version": VERSION, "step": _step(final), "learners": learners, "files": files})
-    if final.exists():  # the same step once more, or something without a marker
-        remove(final)
+        sync(directory)
+    write_json(tmp / MARKER, {"version": VERSION, "step": step_of(final), "learners": learners, "files": files})
+    if final.exists() and not remove(final):  # the same step once more, or something without a marker
+        raise ValueError(f"{final} is there already, and somebody is reading it")
     os.rename(tmp, final)
-    _sync(final.parent)
+    sync(final.parent)
 
 
-def prune(directory: Path, keep_last: int, newest: Path) -> None:
-    """Removes complete checkpoints but the last `keep_last`; never `newest`."""
+def prune(directory: Path, keep_last: int, keep_every_steps: int | None, newest: Path) -> None:
+    """Removes complete checkpoints but the last `keep_last`, those at multiples of `keep_every_steps`, and `newest`.
+
+    One that is being read stays until a later call.
+    """
     for path in complete_checkpoints(directory)[:-keep_last]:
-        if path != newest:
+        lasting = keep_every_steps is not None and step_of(path) % keep_every_steps == 0
+        if path != newest and not lasting:
             remove(path)
 
 
-def remove(path: Path) -> None:
-    """Takes the name away first, so that a removal broken off half-way leaves nothing that looks complete."""
+def remove(path: Path) -> bool:
+    """Takes the name away first, so that a removal broken off half-way leaves nothing that looks complete.
+
+    False, and nothing is done, if somebody is reading it.
+    """
     doomed = path.with_name(f"{path.name}.removed.tmp")
-    os.rename(path, doomed)
+    with contextlib.ExitStack() as stack:
+        if (path / MARKER).is_file():
+            marker = stack.enter_context((path / MARKER).open("r+b"))
+            try:
+                fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        os.rename(path, doomed)
     shutil.rmtree(doomed)
+    return True
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """No process of this machine removes the checkpoint meanwhile. Raises ValueError if it is not a complete one."""
+    try:
+        marker = (path / MARKER).open("rb")
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{path} is not a complete checkpoint: it has no file {MARKER!r}") from None
+    with marker:
+        fcntl.flock(marker, fcntl.LOCK_SH)
+        if not _is_still(path / MARKER, marker.fileno()):
+            raise ValueError(f"{path} was removed while it was being opened")
+        yield
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -95,7 +136,15 @@ def write_json(path: Path, content: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.rename(partial, path)
-    _sync(path.parent)
+    sync(path.parent)
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    """Whether the open file is the one that is found under this name."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _problem(path: Path, size: int) -> str | None:
@@ -105,14 +154,9 @@ def _problem(path: Path, size: int) -> str | None:
     return None if found == size else f"{path} has {found} bytes, {size} were written"
 
 
-def _step(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None, path
-    return int(match[1])
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Of a file or a folder: it survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

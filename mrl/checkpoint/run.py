@@ -1,64 +1,137 @@
-"""Save and load all that a run needs to go on: its trained models and what the loop keeps."""
+"""All that a run needs to go on, on disk and back: its trained models, random states, and what the loop keeps.
+
+Saving has two halves. `stage` is collective and leaves a checkpoint that no longer changes with the training; `Staged.
+write` then needs nothing of the training, and may run in a thread beside it over a process group of its own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from dataclasses import asdict
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from mrl import platform
 from mrl.checkpoint import directory, torch_dist
-from mrl.checkpoint.agreement import CheckpointError, on_main, together
+from mrl.checkpoint.agreement import CheckpointError, gather, gather_on_main, on_main, together
 from mrl.checkpoint.learner_state import LearnerState, tied_copies_are_equal
+from mrl.checkpoint.torch_dist import Shards
 from mrl.learner import Learner
-from mrl.parallel import rank
+from mrl.parallel import rank, world_size
 
 SHAPE_FREE = ("max_positions", "initializer_range", "eos_token_ids")  # may differ from the checkpoint's
 
 
-def save(run_dir: Path, step: int, learners: dict[str, Learner], state: dict[str, Any], keep_last: int) -> Path:
-    """Writes RUN_DIR/checkpoints/step_N and returns it; then removes all but the last `keep_last`. Collective.
+@dataclass
+class Staged:
+    """A checkpoint that is planned on all ranks; this rank's part of it.
+
+    final: RUN_DIR/checkpoints/step_N, which is not there before `write` has succeeded
+    nbytes: of the tensors, over all ranks
+    copy_s: seconds it took to put the tensors together and copy them
+    """
+
+    final: Path
+    nbytes: int
+    copy_s: float
+    _parts: list[Shards]
+    _kinds: dict[str, Any]
+    _state: dict[str, Any]
+    _random: dict[str, Any]
+    _free: int
+
+    @property
+    def tmp(self) -> Path:
+        return tmp_of(self.final)
+
+    def write(self, group: dist.ProcessGroup) -> None:
+        """Writes the files and gives them their name once all are there. Collective over `group`, in any thread.
+
+        Raises CheckpointError on every rank if any rank fails (disk full, no permission, ...); there is no step_N then
+        and older checkpoints are as they were.
+        """
+        try:
+            written = [together(self._what(part), part.write, group) for part in self._parts]
+            together(f"writing {self.tmp / directory.RANDOM}", self._write_random, group)
+            everyone = gather_on_main(written, group)
+            on_main(f"completing {self.final}", lambda: self._complete(everyone), group)
+        except BaseException:
+            discard(self.tmp)
+            raise
+
+    def _what(self, part: Shards) -> str:
+        return f"writing {part.directory} ({_size(self.nbytes)} in all; {_size(self._free)} were free)"
+
+    def _write_random(self) -> None:
+        file = self.tmp / directory.RANDOM / f"rank_{rank()}.pt"
+        torch.save(self._random, file)
+        directory.sync(file)
+
+    def _complete(self, everyone: list[Any]) -> None:
+        for part, results in zip(self._parts, zip(*everyone, strict=True), strict=True):
+            part.complete(list(results))
+        directory.finish(self.tmp, self.final, self._kinds, self._state)
+
+
+def tmp_of(final: Path) -> Path:
+    return final.with_name(f"{final.name}.tmp")
+
+
+def discard(tmp: Path) -> None:
+    """On rank 0. A leftover is no checkpoint, and the next save takes it away."""
+    if rank() == 0:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def stage(run_dir: Path, step: int, learners: dict[str, Learner], state: dict[str, Any], *, copy: bool) -> Staged:
+    """Plans RUN_DIR/checkpoints/step_N and, with `copy`, puts all that it will hold into host memory. Collective.
 
     learners: trainable ones, by a name that `load` finds them under
     state: anything that JSON can hold; rank 0's is written
+    copy: training may go on before `write`; without it the learners must not change until then
 
-    Megatron's random states are not part of it: nothing in training draws from them.
-
-    Raises CheckpointError on every rank if any rank fails (disk full, no permission, ...); there is no step_N then and
-    older checkpoints are as they were.
+    Raises CheckpointError on every rank if any rank fails, or if the disk is too full.
     """
-    if keep_last < 1:
-        raise ValueError(f"keep_last={keep_last}: at least the newest checkpoint is kept")
     _require_trainable(learners)
     final = directory.root(run_dir) / f"step_{step}"
-    tmp = final.with_name(f"{final.name}.tmp")
+    tmp = tmp_of(final)
     try:
         on_main(f"making {tmp}", lambda: directory.begin(tmp))
-        for name, learner in learners.items():
-            _save_learner(learner, tmp / name)
-        kinds = {name: _kind(learner) for name, learner in learners.items()}
-        on_main(f"completing {final}", lambda: directory.finish(tmp, final, kinds, state))
+        together(f"finding {tmp}", lambda: _require(tmp))
+        began = time.monotonic()
+        parts = [_stage_learner(learner, tmp / name, copy) for name, learner in learners.items()]
+        copy_s = time.monotonic() - began
+        nbytes = sum(gather(sum(part.nbytes for part in parts)))
+        free = on_main(f"looking for space in {tmp}", lambda: _space_for(nbytes, tmp))
     except BaseException:
-        if rank() == 0:
-            shutil.rmtree(tmp, ignore_errors=True)  # a leftover is no checkpoint, and the next save takes it away
+        discard(tmp)
         raise
-    on_main(f"removing old checkpoints beside {final}", lambda: directory.prune(final.parent, keep_last, final))
-    return final
+    kinds = {name: _kind(learner) for name, learner in learners.items()}
+    return Staged(final, nbytes, copy_s, parts, kinds, state, platform.random_state(), free)
 
 
 def load(path: Path, learners: dict[str, Learner]) -> dict[str, Any]:
     """Puts the checkpoint's weights, optimizer states and schedules into `learners`; returns `state`. Collective.
 
     The learners may have another layout or dtype than those that were saved. Learning rates and the like stay those of
-    the configuration.
+    the configuration. Random states come back if there are as many ranks as were saved. Nobody on this machine removes
+    the checkpoint meanwhile.
 
     Raises CheckpointError on every rank if the checkpoint is incomplete or damaged, or of other models.
     """
     _require_trainable(learners)
-    manifest, state = on_main(f"opening {path}", lambda: directory.read(path))
-    together(f"comparing the run with {path}", lambda: _compare(manifest["learners"], learners))
-    for name, learner in learners.items():
-        _load_learner(learner, path / name)
+    with contextlib.ExitStack() as stack:
+        together(f"opening {path}", lambda: stack.enter_context(directory.reading(path)))
+        manifest, state = on_main(f"opening {path}", lambda: directory.read(path))
+        together(f"comparing the run with {path}", lambda: _compare(manifest["learners"], learners))
+        for name, learner in learners.items():
+            _load_learner(learner, path / name)
+        together(f"restoring random states of {path}", lambda: _load_random(path / directory.RANDOM))
     return state
 
 
@@ -68,10 +141,14 @@ def _require_trainable(learners: dict[str, Learner]) -> None:
         raise ValueError(f"{', '.join(frozen)}: not trained, so there is nothing to save or load")
 
 
-def _save_learner(learner: Learner, path: Path) -> None:
+def _stage_learner(learner: Learner, path: Path, copy: bool) -> Shards:
+    """The gathered optimizer state is nobody else's: it is copied only to let go of what other ranks will write."""
+    group = learner.mesh.dp_cp_group
     with learner.mesh.active():
         state = together(f"collecting the state for {path}", lambda: LearnerState(learner, is_loading=False))
-        torch_dist.write(state.sharded(), state.counters(), path, learner.mesh.dp_cp_group)
+        sharded = state.sharded()
+        copied = sharded.keys() if group.size() > 1 else state.models.keys()
+        return torch_dist.plan(sharded, state.counters(), path, group, copied=copied if copy else ())
 
 
 def _load_learner(learner: Learner, path: Path) -> None:
@@ -79,6 +156,11 @@ def _load_learner(learner: Learner, path: Path) -> None:
         state = together(f"making room for {path}", lambda: LearnerState(learner, is_loading=True))
         loaded = torch_dist.read(state.sharded(), path)
         together(f"restoring {path}", lambda: _restore(state, loaded))
+
+
+def _load_random(folder: Path) -> None:
+    if len(list(folder.iterdir())) == world_size():
+        platform.restore_random_state(torch.load(folder / f"rank_{rank()}.pt", weights_only=True))
 
 
 def _restore(learner_state: LearnerState, loaded: dict[str, Any]) -> None:
@@ -106,3 +188,23 @@ def _compare(stored: dict[str, Any], learners: dict[str, Learner]) -> None:
                 problems.append(f"{name}: {key} is {a}, in the checkpoint {b}")
     if problems:
         raise CheckpointError("; ".join(problems))
+
+
+def _require(tmp: Path) -> None:
+    if not tmp.is_dir():
+        raise CheckpointError("it is not there: run.root must be on a file system that all nodes share")
+
+
+def _space_for(needed: int, tmp: Path) -> int:
+    free = shutil.disk_usage(tmp).free
+    if free < needed:
+        raise CheckpointError(f"the disk is too full: {_size(needed)} needed, {_size(free)} free")
+    return free
+
+
+def _size(count: int) -> str:
+    value, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.4g} {units[0]}"

@@ -1,79 +1,139 @@
 """A sharded state in Megatron's `torch_dist` format: every rank writes and reads its own part, in any layout.
 
-The steps of dist_checkpointing.save, with two differences. After each step the ranks agree that it succeeded: in
-Megatron what only rank 0 does (checks, the common file) would leave the others waiting if it failed. And torch's own
-synchronous writer is used, which needs no helper processes.
+The steps of dist_checkpointing.save, in two halves. All that needs the other ranks is planned first, and after each
+step the ranks agree that it succeeded: in Megatron what only rank 0 does (checks, the common file) would leave the
+others waiting if it failed. Then each rank writes its files alone, by torch's own writer, whenever it is told to.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from mrl import platform
-from mrl.checkpoint.agreement import CheckpointError, gather, on_main, together
+from mrl.checkpoint.agreement import CheckpointError, gather, together
+from mrl.parallel import rank
 
 platform.install()
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica  # noqa: E402
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # noqa: E402
+    distribute_main_replicas_with_precomputed_distribution,
+)
 from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.utils import extract_sharded_base  # noqa: E402
+from megatron.core.dist_checkpointing.validation import (  # noqa: E402
+    determine_global_metadata,
+    validate_sharding_integrity,
+)
 
 BACKEND, VERSION = "torch_dist", 1
 LISTED = 8  # problems an error spells out
 
 
-class SynchronousSave(SaveShardedStrategy):
-    """Writes the main replicas that this rank holds to files of its own, and syncs them to disk."""
+@dataclass
+class Shards:
+    """A sharded state whose writing is planned on all ranks; this rank's part of it.
 
-    def __init__(self) -> None:
-        super().__init__(BACKEND, VERSION)
+    nbytes: what this rank is to write
+    """
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
+    directory: Path
+    nbytes: int
+    _common: dict[str, Any]
+    _writer: dcp.FileSystemWriter
+    _planner: MCoreSavePlanner
+    _plan: SavePlan
+    _metadata: Metadata | None  # rank 0's
 
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path | str) -> None:
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        with _no_advice():
-            dcp.save(
-                mcore_to_pyt_state_dict(by_key),
-                storage_writer=dcp.FileSystemWriter(checkpoint_dir, sync_files=True),
-                planner=MCoreSavePlanner(flatten_state_dict=False, can_run_decentralized_global_plan=False),
-            )
+    def write(self) -> list[WriteResult]:
+        """This rank's files, synced to disk. Needs no other rank: any thread may do it."""
+        written = self._writer.write_data(self._plan, self._planner)
+        written.wait()
+        return written.value()
+
+    def complete(self, results: list[list[WriteResult]]) -> None:
+        """On rank 0, with what `write` gave on every rank: the files that describe the whole."""
+        assert self._metadata is not None
+        TorchCommonSaveStrategy("torch", 1).save_common(self._common, self.directory)
+        self._writer.finish(self._metadata, results)
+        save_config(CheckpointingConfig(BACKEND, VERSION), str(self.directory))
 
 
-def write(state: dict[str, Any], common: dict[str, Any], directory: Path, dp_cp_group: Any) -> None:
+def plan(
+    state: dict[str, Any],
+    common: dict[str, Any],
+    directory: Path,
+    dp_cp_group: dist.ProcessGroup,
+    copied: Collection[str],
+) -> Shards:
     """Collective. `state` holds Megatron's sharded tensors; `common` plain values, rank 0's are written.
 
-    Tensors that data-parallel ranks share are divided among them. Raises CheckpointError on every rank.
+    Tensors that data-parallel ranks share are divided among them. What a rank is to write of the entries `copied` of
+    `state` is copied into host memory; the rest is written from where it is. Raises CheckpointError on every rank.
     """
-    on_main(f"making {directory}", directory.mkdir)
-    together(f"finding {directory}", lambda: _require(directory))
     sharded, _ = together(f"checking the shards for {directory}", lambda: save_preprocess(state))
-    needed = sum(gather(_bytes_to_write(sharded)))
-    free = on_main(f"looking for space in {directory}", lambda: _space_for(needed, directory))
-    what = f"writing {directory} ({_size(needed)}; {_size(free)} were free)"
-    on_main(what, lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, directory))
-    strategy = FullyParallelSaveStrategyWrapper(SynchronousSave(), dp_cp_group)
-    together(what, lambda: strategy.save(sharded, directory))
-    on_main(what, lambda: save_config(CheckpointingConfig(BACKEND, VERSION), str(directory)))
+    together(f"dividing the shards for {directory}", lambda: _divide(sharded, dp_cp_group))
+    nbytes = sum(t.data.numel() * t.data.element_size() for t in _mine(sharded))
+    together(f"copying the shards for {directory}", lambda: _copy([sharded[name] for name in copied]))
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    tensors = mcore_to_pyt_state_dict(by_key)
+    planner = MCoreSavePlanner(flatten_state_dict=False, can_run_decentralized_global_plan=False)
+    writer = dcp.FileSystemWriter(directory, sync_files=True)
+    metadata: Metadata | None = None
+
+    def of_this_rank() -> SavePlan:
+        planner.set_up_planner(tensors, storage_meta=writer.storage_meta(), is_coordinator=rank() == 0)
+        writer.set_up_storage_writer(rank() == 0, rank=rank(), use_collectives=True)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def of_all(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    with _no_advice():
+        exchange = _DistWrapper(None, True, 0)
+        mine = together(f"planning {directory}", lambda: exchange.reduce_scatter("plan", of_this_rank, of_all))
+    return Shards(directory, nbytes, common, writer, planner, planner.finish_plan(mine), metadata)
+
+
+def _divide(sharded: dict[str, Any], dp_cp_group: dist.ProcessGroup) -> None:
+    """Names one rank of the data-parallel group as the writer of each shard, evenly by size."""
+    distribution = determine_main_replica_uniform_distribution(sharded, dp_cp_group)
+    distribute_main_replicas_with_precomputed_distribution(sharded, dp_cp_group, distribution)
+    validate_sharding_integrity(determine_global_metadata(sharded)[1])
+
+
+def _mine(sharded: Any) -> list[ShardedTensor]:
+    """What this rank writes."""
+    tensors = [t for t in nested_values(sharded) if isinstance(t, ShardedTensor)]
+    return [t for t in tensors if is_main_replica(t.replica_id)]
+
+
+def _copy(parts: list[Any]) -> None:
+    for tensor in _mine(parts):
+        tensor.data = tensor.data.detach().to("cpu", copy=True)
 
 
 def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -109,34 +169,9 @@ def _compare(tensors: dict[str, ShardedTensor], asked_for: set[str], directory: 
         raise CheckpointError("; ".join(problems[:LISTED] + more))
 
 
-def _require(directory: Path) -> None:
-    if not directory.is_dir():
-        raise CheckpointError("it is not there: run.root must be on a file system that all nodes share")
-
-
 @contextlib.contextmanager
 def _no_advice() -> Iterator[None]:
     """Megatron still uses torch's ShardedTensor, which warns at every use."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Please use DTensor")
         yield
-
-
-def _bytes_to_write(sharded: dict[str, Any]) -> int:
-    tensors = [t for t in nested_values(sharded) if isinstance(t, ShardedTensor) and is_main_replica(t.replica_id)]
-    return sum(t.data.numel() * t.data.element_size() for t in tensors)
-
-
-def _space_for(needed: int, directory: Path) -> int:
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise CheckpointError(f"the disk is too full: {_size(needed)} needed, {_size(free)} free")
-    return free
-
-
-def _size(count: int) -> str:
-    value, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.4g} {units[0]}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config import layout_checks, rl_checks
+from mrl.config import layout_checks, resilience_checks, resume_checks, rl_checks
 from mrl.config.derived import Machine
 from mrl.config.file_checks import check_files, read_archs
 from mrl.config.layout_checks import Archs
 from mrl.config.problems import Problem
 from mrl.config.rl_checks import inert
-from mrl.config.schema import CheckpointConfig, OptimizerConfig, RLConfig, SFTConfig
+from mrl.config.schema import OptimizerConfig, RLConfig, SFTConfig
 
 
 def check_all(cfg: RLConfig | SFTConfig, machine: Machine) -> list[Problem]:
@@ -24,6 +24,7 @@ def check(cfg: RLConfig | SFTConfig, archs: Archs, machine: Machine) -> list[Pro
     """Contradictions, impossible layouts and settings without effect; each names every key that it takes part in."""
     problems = list(layout_checks.check(cfg, archs, machine))
     problems += _common(cfg)
+    problems += resilience_checks.check(cfg)
     problems += rl_checks.check(cfg, archs, machine) if isinstance(cfg, RLConfig) else _sft(cfg, archs, machine)
     return problems
 
@@ -33,11 +34,25 @@ def _common(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
         yield Problem(("run.name",), f"{cfg.run.name!r} must be one plain directory name (run.root holds the path)")
     if cfg.model.from_scratch and cfg.model.allow_pickle:
         yield Problem(("model.allow_pickle", "model.from_scratch"), "has no effect: from_scratch reads no weights")
-    if cfg.checkpoint.every_steps is None and cfg.checkpoint.keep_last != CheckpointConfig().keep_last:
-        yield Problem(("checkpoint.keep_last", "checkpoint.every_steps"), "has no effect: no checkpoints are written")
+    yield from _checkpoint(cfg)
     yield from _optimizer("actor.optimizer", cfg.actor.optimizer)
     if isinstance(cfg, RLConfig) and cfg.critic is not None:
         yield from _optimizer("critic.optimizer", cfg.critic.optimizer)
+
+
+def _checkpoint(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
+    checkpoint, every = cfg.checkpoint, "checkpoint.every_steps"
+    kept = checkpoint.keep_every_steps
+    if checkpoint.every_steps is None:
+        names = ["keep_last", "keep_every_steps", "asynchronous"]
+        names += ["on_error"] if checkpoint.weights_every_steps is None else []
+        yield from inert(checkpoint, "checkpoint", names, "no checkpoints are written", every)
+    elif kept is not None and kept % checkpoint.every_steps:
+        message = f"{kept} is no multiple of {checkpoint.every_steps}, so no checkpoint is written at every such step"
+        yield Problem(("checkpoint.keep_every_steps", every), message)
+    for key in checkpoint.accept_changes:
+        if not resume_checks.is_key(type(cfg), key):
+            yield Problem(("checkpoint.accept_changes",), f"{key!r} is no key of this configuration")
 
 
 def _optimizer(key: str, opt: OptimizerConfig) -> Iterator[Problem]:

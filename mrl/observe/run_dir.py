@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -21,12 +22,20 @@ class RunDir:
         self._lock = Lock(path / "lock")
 
     @classmethod
-    def open(cls, cfg: Config) -> RunDir:
+    def open(cls, cfg: Config, check: Callable[[], None] | None = None) -> RunDir:
         """Creates or reopens ROOT/NAME and saves the resolved configuration in it.
+
+        check: looks at what is there before anything is changed; raises to give the directory back as it was
 
         Raises RunLocked if another live process owns it.
         """
         run_dir = cls(Path(cfg.run.root) / cfg.run.name)
+        try:
+            if check is not None:
+                check()
+        except BaseException:
+            run_dir.close()
+            raise
         write_atomically(run_dir.path / "config.yaml", dump_resolved(cfg))
         return run_dir
 

@@ -8,6 +8,8 @@ from mrl.platform.features import Feature, apex_usable, doctor_table, features, 
 from mrl.platform.memory import peak_memory_bytes, release_cached_memory, reset_peak_memory
 from mrl.platform.optimizer_state import prime_adam, unshare_steps
 from mrl.platform.process import backend, device, device_uuid, gpu_count, init_process_group, synchronize
+from mrl.platform.random_state import random_state, restore_random_state
+from mrl.platform.speed import busy_seconds, probe_seconds
 
 __all__ = [
     "REGISTRY",
@@ -16,6 +18,7 @@ __all__ = [
     "apex_usable",
     "applied",
     "backend",
+    "busy_seconds",
     "device",
     "device_uuid",
     "doctor_table",
@@ -25,8 +28,11 @@ __all__ = [
     "install",
     "peak_memory_bytes",
     "prime_adam",
+    "probe_seconds",
+    "random_state",
     "release_cached_memory",
     "reset_peak_memory",
+    "restore_random_state",
     "synchronize",
     "transformer_engine_usable",
     "unshare_steps",

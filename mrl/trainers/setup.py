@@ -5,25 +5,30 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from mrl import checkpoint, failure, platform
+from mrl import failure, platform
 from mrl.algo import kl
 from mrl.config.schema import RLConfig, TrainConfig
-from mrl.core import Rollout, Sample, StepStats
+from mrl.core import Rollout, Sample
 from mrl.data import PromptDataset, load_tokenizer
 from mrl.learner import Learner
 from mrl.models import load_arch
-from mrl.observe import Recorder, RunDir, SilentRecorder
+from mrl.observe import Recorder, SilentRecorder
+from mrl.resilience import ft_config, sections
 from mrl.reward import RewardPool
 from mrl.rollout import Engine, start_engine
 from mrl.trainers.generate import Generator
+from mrl.trainers.nonfinite import Updates
+from mrl.trainers.phases import Phases
+from mrl.trainers.saving import Saving, open_run_dir
 from mrl.trainers.world import World
-from mrl.weights.export import save_hf
-from mrl.weights.sync import SyncReport, WeightSync
+from mrl.weights.sync import SyncError, SyncReport, WeightSync
+
+Learners = tuple[Learner, Learner | None, Learner | None]  # actor, critic, reference
 
 
 @dataclass
@@ -39,6 +44,9 @@ class RLRun:
     generator: Generator | None  # rank 0 only
     sync: WeightSync
     start_step: int
+    updates: Updates
+    phase: Phases
+    saving: Saving
 
     @property
     def samples_per_step(self) -> int:
@@ -56,47 +64,48 @@ class RLRun:
     def generate(self, step: int) -> tuple[Rollout, dict[str, float]]:
         """The step's samples, the same on every rank."""
         return self.world.from_main(
-            "rollout", lambda: self._generator.rollout(step, self._ticker(self.samples_per_step))
+            "rollout",
+            lambda: self._generator.rollout(step, self._ticker(self.samples_per_step)),
+            together=self.sync.restore,
         )
 
     def validate(self, step: int) -> dict[str, float]:
         prompts = self.cfg.validation.prompts
-        return self.world.from_main("validation", lambda: self._generator.validate(step, self._ticker(prompts)))
+        return self.world.from_main(
+            "validation",
+            lambda: self._generator.validate(step, self._ticker(prompts)),
+            together=self.sync.restore,
+        )
 
-    def push_weights(self, version: int) -> SyncReport:
-        """Gives the actor's weights to every engine; `version` comes back with every sample."""
-        return self.sync.push(str(version))
+    def push_weights(self, version: int, *, verify: bool = False) -> SyncReport:
+        """Gives the actor's weights to every engine; `version` comes back with every sample. If an engine of ours dies
+        in it, that one is started again, and all get the weights once more, verified."""
+        while True:
+            try:
+                return self.sync.push(str(version), verify=verify)
+            except SyncError as error:
+                if not self._revived(error):
+                    raise
+            verify = True
 
-    def maybe_save(self, step: int, stats: StepStats) -> None:
-        every = self.cfg.checkpoint.every_steps
-        if every and (step % every == 0 or step == self.cfg.run.steps):
-            with self.recorder.phase("checkpoint", stats):
-                checkpoint.save(
-                    self.run_dir,
-                    step,
-                    self._trained(),
-                    {"step": step, "kl_controller": self.kl_controller.state_dict()},
-                    self.cfg.checkpoint.keep_last,
-                )
+    def _revived(self, error: SyncError) -> bool:
+        return self.world.from_main("starting the engine again", lambda: self._generator.engine.revive(error))
 
-    def finish(self) -> None:
-        """The trained policy as a Hugging Face directory, if asked for."""
-        if self.cfg.checkpoint.export_hf:
-            save_hf(self.actor.exporter, self.cfg.model.path, self.run_dir / "hf", overwrite=True)
+    @property
+    def engine_restarts(self) -> int:
+        """So far, as rank 0 knows them."""
+        return self.generator.engine.restarts.made if self.generator else 0
+
+    def save_now(self, deadline_s: float) -> int:
+        """Between two steps; see `Saving.save_now`."""
+        return self.saving.save_now(deadline_s)
 
     def resume(self) -> None:
         """Goes on from the run directory's newest complete checkpoint, if there is one."""
-        path = self.world.from_main("looking for a checkpoint", lambda: checkpoint.latest(self.run_dir))
-        if path is None:
-            return
-        state = checkpoint.load(path, self._trained())
-        self.kl_controller.load_state_dict(state["kl_controller"])
-        self.start_step = state["step"]
-        self.recorder.note(f"continuing from {path} (step {self.start_step})")
-
-    def _trained(self) -> dict[str, Learner]:
-        learners = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
-        return {name: learner for name, learner in learners.items() if learner.trainable}
+        state = self.saving.resume()
+        if state is not None:
+            self.kl_controller.load_state_dict(state["kl_controller"])
+            self.start_step = state["step"]
 
     def _ticker(self, total: int) -> Callable[[Sample], None]:
         self.recorder.expect(total)
@@ -108,6 +117,40 @@ class RLRun:
         return self.generator
 
 
+@dataclass
+class MainParts:
+    """What rank 0 alone has, closed with `stack`; the other ranks hold one with nothing in it."""
+
+    cfg: RLConfig
+    run_dir: Path
+    stack: contextlib.ExitStack
+    recorder: Recorder | SilentRecorder = field(default_factory=SilentRecorder)
+    engine: Engine | None = None
+    rewards: RewardPool | None = None
+    generator: Generator | None = None
+
+    def start(self) -> None:
+        """Owns the run directory, then starts what takes its time: the engine and the reward workers."""
+        cfg, enter = self.cfg, self.stack.enter_context
+        gpu = platform.device().type == "cuda"
+        self.recorder = open_run_dir(cfg, self.run_dir, self.stack)
+        pool = RewardPool(cfg.reward, prompt_key=cfg.data.prompt_key, answer_key=cfg.data.answer_key)
+        self.rewards = enter(contextlib.closing(pool))
+        logs, model = self.run_dir / "logs", cfg.model
+        engine = start_engine(cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, gpu=gpu)
+        self.engine = enter(contextlib.closing(engine))
+
+    def ready(self) -> tuple[str, ...]:
+        """Waits for the engine; its addresses."""
+        assert self.engine is not None and self.rewards is not None
+        self.recorder.note("waiting for the engine")
+        self.engine.wait_ready()
+        self.generator = make_generator(self.cfg, self.run_dir, self.engine, self.rewards, self.recorder)
+        for note in (*self.engine.notes, *self.generator.notes()):
+            self.recorder.note(note)
+        return self.engine.urls
+
+
 @contextlib.contextmanager
 def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
     """Builds the run on every rank; closes engine, reward workers, files and process group on any exit."""
@@ -115,66 +158,50 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         world = World(cfg.run.timeout_s, _longest_wait(cfg), cfg.run.seed)
         stack.callback(world.close)
         run_dir = Path(cfg.run.root) / cfg.run.name
-        recorder: Recorder | SilentRecorder = SilentRecorder()
-        engine: Engine | None = None
-        rewards: RewardPool | None = None
-
-        gpu = platform.device().type == "cuda"
-
-        def start_main_parts() -> None:
-            nonlocal recorder, engine, rewards
-            stack.enter_context(RunDir.open(cfg))
-            recorder = stack.enter_context(Recorder(run_dir, cfg.run.steps, tensorboard=cfg.run.tensorboard))
-            rewards = stack.enter_context(
-                contextlib.closing(
-                    RewardPool(cfg.reward, prompt_key=cfg.data.prompt_key, answer_key=cfg.data.answer_key)
-                )
-            )
-            engine = stack.enter_context(
-                contextlib.closing(
-                    start_engine(cfg.rollout, cfg.model.path, cfg.model.dtype, run_dir / "logs", cfg.run.seed, gpu=gpu)
-                )
-            )
-
-        world.from_main("starting the run", start_main_parts)
-        actor, critic, ref = build_learners(cfg, world)
-        generator: Generator | None = None
-
-        def ready() -> tuple[str, ...]:
-            nonlocal generator
-            assert engine is not None and rewards is not None
-            recorder.note("waiting for the engine")
-            engine.wait_ready()
-            generator = make_generator(cfg, run_dir, engine, rewards)
-            for note in (*engine.notes, *generator.notes()):
-                recorder.note(note)
-            return engine.urls
-
-        urls = world.from_main("starting the engine", ready)
-        run = RLRun(
-            cfg=cfg,
-            world=world,
-            run_dir=run_dir,
-            recorder=recorder,
-            actor=actor,
-            critic=critic,
-            ref=ref,
-            kl_controller=kl.make_controller(
-                cfg.algorithm.kl.controller,
-                coef=cfg.algorithm.kl.coef,
-                target=cfg.algorithm.kl.target,
-                horizon_samples=cfg.algorithm.kl.horizon_samples,
-            ),
-            generator=generator,
-            sync=WeightSync(actor.exporter, urls, cfg.sync, cfg.rollout.tensor),
-            start_step=0,
-        )
+        is_set_up = stack.enter_context(sections.watched(cfg.resilience.timeouts_s, run_dir / ft_config.NAME))
+        main = MainParts(cfg, run_dir, stack)
+        world.from_main("starting the run", main.start)
+        learners = build_learners(cfg, world)
+        urls = world.from_main("starting the engine", main.ready)
+        run = build_run(main, world, learners, urls)
+        stack.callback(run.saving.close)
+        stack.callback(run.sync.close)
+        if main.engine is not None:
+            main.engine.restarts.allow(main.recorder.note, world.together)
         run.resume()
-        run.push_weights(run.start_step)
+        run.push_weights(run.start_step, verify=cfg.run.launcher == "ft")
+        is_set_up()
         yield run
 
 
-def build_learners(cfg: RLConfig, world: World) -> tuple[Learner, Learner | None, Learner | None]:
+def build_run(main: MainParts, world: World, learners: Learners, urls: tuple[str, ...]) -> RLRun:
+    cfg, (actor, critic, ref) = main.cfg, learners
+    kl_cfg = cfg.algorithm.kl
+    controller = kl.make_controller(
+        kl_cfg.controller, coef=kl_cfg.coef, target=kl_cfg.target, horizon_samples=kl_cfg.horizon_samples
+    )
+    trained = {"actor": actor} | ({"critic": critic} if critic is not None and critic.trainable else {})
+    phase = Phases.of(cfg.resilience, world, main.run_dir, main.recorder, peers=actor.mesh.pp_rank)
+    data_rows = main.generator.data_rows if main.generator else None
+    return RLRun(
+        cfg=cfg,
+        world=world,
+        run_dir=main.run_dir,
+        recorder=main.recorder,
+        actor=actor,
+        critic=critic,
+        ref=ref,
+        kl_controller=controller,
+        generator=main.generator,
+        sync=WeightSync(actor.exporter, urls, cfg.sync, cfg.rollout.tensor),
+        start_step=0,
+        updates=Updates(main.run_dir, cfg.run.max_nonfinite_steps, main.recorder, data_rows),
+        phase=phase,
+        saving=Saving(cfg, phase, trained, lambda: {"kl_controller": controller.state_dict()}),
+    )
+
+
+def build_learners(cfg: RLConfig, world: World) -> Learners:
     """Actor; critic if there is one; reference if a KL term asks for it."""
     model, kl_cfg = cfg.model, cfg.algorithm.kl
 
@@ -207,20 +234,24 @@ def build_learners(cfg: RLConfig, world: World) -> tuple[Learner, Learner | None
     return actor, critic, ref
 
 
-def make_generator(cfg: RLConfig, run_dir: Path, engine: Engine, rewards: RewardPool) -> Generator:
+def make_generator(
+    cfg: RLConfig, run_dir: Path, engine: Engine, rewards: RewardPool, recorder: Recorder | SilentRecorder
+) -> Generator:
     tokenizer = load_tokenizer(cfg.model.path)
     train = PromptDataset(cfg.data.train, cfg.data, tokenizer)
     validation = PromptDataset(cfg.data.validation, cfg.data, tokenizer) if cfg.data.validation else None
-    return Generator(cfg, run_dir, engine, rewards, tokenizer, train, validation)
+    return Generator(cfg, run_dir, engine, rewards, recorder.note, tokenizer, train, validation)
 
 
 def _longest_wait(cfg: RLConfig) -> float:
-    """Seconds the other ranks wait for rank 0's sampling: every request in turn, each up to its own time-out."""
+    """Seconds the other ranks wait for rank 0's sampling: every request in turn, each up to its own time-out, and
+    all restarts of engines."""
     samples = max(cfg.batch.prompts_per_step * cfg.batch.samples_per_prompt, cfg.validation.prompts)
     rounds = math.ceil(samples / cfg.rollout.concurrent_requests)
     return (
         cfg.run.timeout_s
         + cfg.rollout.startup_timeout_s
         + rounds * cfg.rollout.request_timeout_s
+        + cfg.rollout.max_restarts * (cfg.rollout.startup_timeout_s + cfg.rollout.request_timeout_s)
         + cfg.reward.timeout_s * math.ceil(samples / cfg.reward.workers)
     )

@@ -4,59 +4,103 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from mrl import checkpoint, failure
+from mrl import failure
 from mrl.algo import aggregate
 from mrl.config.schema import SFTConfig
-from mrl.core import StepStats
-from mrl.data import PromptDataset, load_tokenizer
+from mrl.data import PromptDataset, data_notes, load_tokenizer
 from mrl.learner import Learner, losses
 from mrl.models import load_arch
-from mrl.observe import Recorder, RunDir, SilentRecorder
+from mrl.observe import Recorder, SilentRecorder
+from mrl.resilience import ft_config, sections
+from mrl.trainers.nonfinite import Updates
+from mrl.trainers.phases import Phases
+from mrl.trainers.saving import Saving, open_run_dir
 from mrl.trainers.world import World
-from mrl.weights.export import save_hf
+
+
+@dataclass
+class SFTRun:
+    cfg: SFTConfig
+    actor: Learner
+    data: PromptDataset
+    recorder: Recorder | SilentRecorder
+    phase: Phases
+    saving: Saving
+    updates: Updates
+    start_step: int
+
+    def save_now(self, deadline_s: float) -> int:
+        """Between two steps; see `Saving.save_now`."""
+        return self.saving.save_now(deadline_s)
 
 
 def main(cfg: SFTConfig) -> None:
     """Trains to `run.steps`, going on from the run directory's last checkpoint. Called on every rank."""
+    with open_sft_run(cfg) as run:
+        for step in range(run.start_step, cfg.run.steps):
+            run.phase.leave_if_warned(step, run.save_now if step > run.start_step else None)
+            train_step(run, step)
+            run.saving.after_step(step + 1)
+        run.saving.finish()
+
+
+def train_step(run: SFTRun, step: int) -> None:
+    stats, began = run.saving.new_stats(step + 1), time.monotonic()
+    batch = run.data.sft_rollout(step, run.cfg.batch.samples_per_step, run.cfg.run.seed)
+    with run.phase("update", stats):
+        loss = losses.cross_entropy(batch.flat(aggregate.token_weights("token-mean", batch.response_mask)))
+        samples = range(batch.num_samples)
+        metrics = run.actor.backward(batch, samples, loss, temperature=1.0)
+        metrics = run.updates.make("actor", run.actor, batch, samples, metrics)
+        run.updates.end_of_step(step + 1)
+    stats.metrics |= {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
+    stats.metrics["perf/tokens_per_s"] = batch.tokens.numel() / (time.monotonic() - began)
+    run.phase.end_of_step(stats)
+    run.recorder.log(stats)
+
+
+@contextlib.contextmanager
+def open_sft_run(cfg: SFTConfig) -> Iterator[SFTRun]:
+    """Builds the run on every rank; closes files and process group on any exit."""
     with contextlib.ExitStack() as stack, failure.noted():
         world = World(cfg.run.timeout_s, cfg.run.timeout_s, cfg.run.seed)
         stack.callback(world.close)
         run_dir = Path(cfg.run.root) / cfg.run.name
+        is_set_up = stack.enter_context(sections.watched(cfg.resilience.timeouts_s, run_dir / ft_config.NAME))
         recorder: Recorder | SilentRecorder = SilentRecorder()
 
-        def start_main_parts() -> None:
+        def start() -> None:
             nonlocal recorder
-            stack.enter_context(RunDir.open(cfg))
-            recorder = stack.enter_context(Recorder(run_dir, cfg.run.steps, tensorboard=cfg.run.tensorboard))
+            recorder = open_run_dir(cfg, run_dir, stack)
 
-        world.from_main("starting the run", start_main_parts)
-        actor = build_actor(cfg, world)
-        start = resume(cfg, world, run_dir, actor, recorder)
-        train(cfg, actor, recorder, run_dir, start)
-        if cfg.checkpoint.export_hf:
-            save_hf(actor.exporter, cfg.model.path, run_dir / "hf", overwrite=True)
+        world.from_main("starting the run", start)
+        run = build_run(cfg, world, run_dir, recorder)
+        stack.callback(run.saving.close)
+        state = run.saving.resume()
+        run.start_step = state["step"] if state is not None else 0
+        is_set_up()
+        yield run
 
 
-def train(cfg: SFTConfig, actor: Learner, recorder: Recorder | SilentRecorder, run_dir: Path, start: int) -> None:
-    data = PromptDataset(cfg.data.train, cfg.data, load_tokenizer(cfg.model.path), require_answer=True)
-    for step in range(start, cfg.run.steps):
-        stats, began = StepStats(step + 1), time.monotonic()
-        batch = data.sft_rollout(step, cfg.batch.samples_per_step, cfg.run.seed)
-        with recorder.phase("update", stats):
-            weights = batch.flat(aggregate.token_weights("token-mean", batch.response_mask))
-            metrics = actor.backward(batch, range(batch.num_samples), losses.cross_entropy(weights), temperature=1.0)
-            metrics |= actor.step()
-        stats.metrics = {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
-        stats.metrics["perf/tokens_per_s"] = batch.tokens.numel() / (time.monotonic() - began)
-        every = cfg.checkpoint.every_steps
-        if every and ((step + 1) % every == 0 or step + 1 == cfg.run.steps):
-            with recorder.phase("checkpoint", stats):
-                checkpoint.save(run_dir, step + 1, {"actor": actor}, {"step": step + 1}, cfg.checkpoint.keep_last)
-        recorder.log(stats)
+def build_run(cfg: SFTConfig, world: World, run_dir: Path, recorder: Recorder | SilentRecorder) -> SFTRun:
+    actor, tokenizer = build_actor(cfg, world), load_tokenizer(cfg.model.path)
+    data = PromptDataset(cfg.data.train, cfg.data, tokenizer, require_answer=True)
+    for note in data_notes(tokenizer, {"data.train": data}):
+        recorder.note(note)
+
+    def data_rows(step: int) -> list[int]:
+        return [prompt.index for prompt in data.prompts_for_step(step, cfg.batch.samples_per_step, cfg.run.seed)]
+
+    phase = Phases.of(cfg.resilience, world, run_dir, recorder, peers=actor.mesh.pp_rank)
+    saving = Saving(cfg, phase, {"actor": actor}, dict)
+    updates = Updates(run_dir, cfg.run.max_nonfinite_steps, recorder, data_rows if world.is_main else None)
+    return SFTRun(cfg, actor, data, recorder, phase, saving, updates, start_step=0)
 
 
 def build_actor(cfg: SFTConfig, world: World) -> Learner:
@@ -71,12 +115,3 @@ def build_actor(cfg: SFTConfig, world: World) -> Learner:
         from_scratch=cfg.model.from_scratch,
         allow_pickle=cfg.model.allow_pickle,
     )
-
-
-def resume(cfg: SFTConfig, world: World, run_dir: Path, actor: Learner, recorder: Recorder | SilentRecorder) -> int:
-    path = world.from_main("looking for a checkpoint", lambda: checkpoint.latest(run_dir))
-    if path is None:
-        return 0
-    step: int = checkpoint.load(path, {"actor": actor})["step"]
-    recorder.note(f"continuing from {path} (step {step})")
-    return step

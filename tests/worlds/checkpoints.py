@@ -7,14 +7,19 @@ The tests ask of each case what a run that did not stop gives: weights when save
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import resource
 import shutil
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mrl import platform
@@ -25,8 +30,8 @@ from gradients import make_rollout, parse  # noqa: E402
 from megatron.core import dist_checkpointing  # noqa: E402
 
 from mrl import checkpoint  # noqa: E402
-from mrl.checkpoint import learner_state, torch_dist  # noqa: E402
-from mrl.config.schema import OptimizerConfig, TrainConfig, ValueLossConfig  # noqa: E402
+from mrl.checkpoint import Saver, learner_state, torch_dist  # noqa: E402
+from mrl.config.schema import CheckpointConfig, OptimizerConfig, TrainConfig, ValueLossConfig  # noqa: E402
 from mrl.learner import Learner, losses  # noqa: E402
 from mrl.models import load_arch  # noqa: E402
 from mrl.parallel import Meshes, rank, world_size  # noqa: E402
@@ -70,6 +75,14 @@ def train(learners: dict[str, Learner], updates: range) -> None:
             learner.step()
 
 
+def save(run: Path, step: int, learners: dict[str, Learner], state: dict[str, Any], keep_last: int) -> Path:
+    """Waited for."""
+    saver = Saver(run, CheckpointConfig(keep_last=keep_last, timeout_s=120), lambda written: None)
+    saver.save(step, learners, state)
+    saver.wait()
+    return run / "checkpoints" / f"step_{step}"
+
+
 def weights_of(learners: dict[str, Learner]) -> Weights:
     """All weights by learner and Hugging Face name, on every rank."""
     mine: Weights = {}
@@ -92,7 +105,7 @@ def error(got: Weights, want: Weights) -> float:
 def stored_difference(a: Path, b: Path, vocab: int) -> dict[str, float]:
     """Largest absolute difference between two checkpoints by kind of tensor, padded vocabulary rows left out."""
     worst: dict[str, float] = {}
-    for name in sorted(path.name for path in a.iterdir() if path.is_dir()):
+    for name in json.loads((a / "complete").read_text())["learners"]:
         x, y = (dist_checkpointing.load_plain_tensors(str(path / name)) for path in (a, b))
         assert x.keys() == y.keys(), sorted(x.keys() ^ y.keys())
         for key in x:
@@ -129,7 +142,7 @@ def resharding(
     """Saved under the first layout; loaded under each of them, into learners with other weights."""
     learners = make(layouts[0], 1)
     train(learners, range(3))
-    saved = checkpoint.save(run, 3, learners, {"step": 3, "kl_controller": {"value": 0.1}}, keep_last=2)
+    saved = save(run, 3, learners, {"step": 3, "kl_controller": {"value": 0.1}}, keep_last=2)
     at_save = weights_of(learners)
     train(learners, range(3, 5))
     at_end = weights_of(learners)
@@ -139,8 +152,8 @@ def resharding(
         before = error(weights_of(fresh), at_save)
         state = checkpoint.load(saved, fresh)
         loaded = error(weights_of(fresh), at_save)
-        again = checkpoint.save(run.with_name(f"{run.name}_{layout}"), 3, fresh, {}, keep_last=1)
-        stored = stored_difference(saved, again, next(iter(fresh.values())).arch.vocab_size)
+        again = save(run.with_name(f"{run.name}_{layout}"), 3, fresh, {}, keep_last=1)
+        stored = stored_difference(saved, again, vocab_of(fresh))
         train(fresh, range(3, 5))
         continued = error(weights_of(fresh), at_end)
         report(f"{case} {layout}", before=before, loaded=loaded, stored=stored, continued=continued, state=state)
@@ -156,9 +169,9 @@ def bfloat16_before_the_first_update(world: World) -> None:
         return {"actor": world.learner("policy", world.tied, "tp2", seed, torch.bfloat16)}
 
     learners, run = make(1), world.work / "bf16"
-    first = checkpoint.save(run, 0, learners, {}, keep_last=2)
+    first = save(run, 0, learners, {}, keep_last=2)
     train(learners, range(2))
-    second = checkpoint.save(run, 2, learners, {}, keep_last=2)
+    second = save(run, 2, learners, {}, keep_last=2)
     train(learners, range(2, 3))
     at_end = weights_of(learners)
     for name, path, updates in (("unstarted", first, range(3)), ("started", second, range(2, 3))):
@@ -168,26 +181,106 @@ def bfloat16_before_the_first_update(world: World) -> None:
         report(f"bfloat16 {name}", continued=error(weights_of(fresh), at_end))
 
 
+@contextlib.contextmanager
+def held_up() -> Iterator[Callable[[], None]]:
+    """No rank writes a file before what this gives is called."""
+    go, write = threading.Event(), torch_dist.Shards.write
+
+    def later(shards: torch_dist.Shards) -> Any:
+        assert go.wait(100)
+        return write(shards)
+
+    torch_dist.Shards.write = later  # type: ignore[method-assign]
+    try:
+        yield go.set
+    finally:
+        go.set()
+        torch_dist.Shards.write = write  # type: ignore[method-assign]
+
+
+def draws() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def beside_the_training(world: World) -> None:
+    """A save whose files are written only after two more updates, against one that is waited for."""
+    learners, run = world.pair("tp2.pp2", 1), world.work / "beside"
+    random.seed(rank()), np.random.seed(rank()), torch.manual_seed(rank())
+    train(learners, range(3))
+    waited_for, at_save = save(run, 2, learners, {}, keep_last=5), weights_of(learners)
+    written: list[checkpoint.Written] = []
+    saver = Saver(run, CheckpointConfig(keep_last=5, timeout_s=120), written.append)
+    with held_up() as go:
+        saver.save(3, learners, {"step": 3})
+        drawn = draws()
+        train(learners, range(3, 5))
+        saver.poll()
+        meanwhile = {"latest": str(checkpoint.latest(run).name), "written": len(written), "writing": saver.is_writing}  # type: ignore[union-attr]
+        late = same_everywhere(lambda: saver.wait(0.2))
+        go()
+        saver.wait()
+    path, state = written[0].path, checkpoint.load(written[0].path, learners)
+    loaded, stored = error(weights_of(learners), at_save), stored_difference(waited_for, path, vocab_of(learners))
+    boxes: list[Any] = [None] * world_size()
+    torch.distributed.all_gather_object(boxes, (drawn, draws()))
+    report(
+        "beside", meanwhile=meanwhile, late=late, loaded=loaded, stored=stored, draws=boxes, latest=path.name, **state
+    )
+    report_failure_beside(saver, learners, run)
+
+
+def report_failure_beside(saver: Saver, learners: dict[str, Learner], run: Path) -> None:
+    """One rank's writer fails while all ranks train; then the same saver works again."""
+    with limited_files(on_rank=2), held_up() as go:
+        saver.save(4, learners, {})
+        go()
+        train(learners, range(5, 6))
+        message = same_everywhere(lambda: poll_to_the_end(saver))
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    saver.save(5, learners, {})
+    saver.wait()
+    report("beside: a writer fails", message=message, names=names, latest=str(checkpoint.latest(run).name))  # type: ignore[union-attr]
+
+
+def poll_to_the_end(saver: Saver) -> None:
+    while saver.is_writing:
+        saver.poll()
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def limited_files(on_rank: int) -> Iterator[None]:
+    """This rank cannot write more than 2 kB into a file."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank() == on_rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def vocab_of(learners: dict[str, Learner]) -> int:
+    return next(iter(learners.values())).arch.vocab_size
+
+
 def failing_saves(world: World, learners: dict[str, Learner]) -> None:
     run = world.work / "failing"
-    checkpoint.save(run, 1, learners, {}, keep_last=1)
+    save(run, 1, learners, {}, keep_last=1)
 
     def attempt(case: str, state: dict[str, Any], **more: Any) -> None:
-        message = same_everywhere(lambda: checkpoint.save(run, 2, learners, state, keep_last=1))
+        message = same_everywhere(lambda: save(run, 2, learners, state, keep_last=1))
         names = sorted(path.name for path in (run / "checkpoints").iterdir())
         report(case, message=message, names=names, latest=str(checkpoint.latest(run).name), **more)  # type: ignore[union-attr]
 
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank() == 2:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-    attempt("save: rank 2 cannot write", {})
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with limited_files(on_rank=2):
+        attempt("save: rank 2 cannot write", {})
     attempt("save: state is not JSON", {"kl": torch.zeros(1)})
     real = shutil.disk_usage
     shutil.disk_usage = lambda path: real(path)._replace(free=1000)  # type: ignore[assignment]
     attempt("save: disk full", {})
     shutil.disk_usage = real
-    checkpoint.save(run, 2, learners, {}, keep_last=1)
+    save(run, 2, learners, {}, keep_last=1)
     report("save: works again", names=sorted(path.name for path in (run / "checkpoints").iterdir()))
 
 
@@ -242,7 +335,15 @@ def main() -> None:
         lambda layout, seed: {"actor": world.learner("policy", world.moe, layout, seed)},
         ["ep2", "ep1", "ep4", "tp2.ep2.pp2"],
     )
+    resharding(
+        world,
+        "tied",
+        world.work / "tied",
+        lambda layout, seed: {"actor": world.learner("policy", world.tied, layout, seed)},
+        ["dp4", "pp2", "pp2.vpp2"],
+    )
     bfloat16_before_the_first_update(world)
+    beside_the_training(world)
     learners = world.pair("tp2.pp2", 1)
     failing_saves(world, learners)
     failing_loads(world, learners, pair_run / "checkpoints" / "step_3")

@@ -1,0 +1,140 @@
+"""Checkpoints of one run, written while it goes on: at most one at a time, so that at most one is held in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mrl.checkpoint import directory
+from mrl.checkpoint.agreement import CheckpointError, describe, gather, on_main
+from mrl.checkpoint.run import Staged, stage
+from mrl.config.schema import CheckpointConfig
+from mrl.learner import Learner
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint that is complete.
+
+    nbytes: of its tensors, over all ranks
+    copy_s: seconds to put them together and copy them into host memory
+    write_s: seconds from then to the completion
+    """
+
+    path: Path
+    nbytes: int
+    copy_s: float
+    write_s: float
+
+
+class Saver:
+    """Writes RUN_DIR/checkpoints/step_N in a thread of each rank, over a process group of their own.
+
+    Construction and all methods but `close` are collective, and raise CheckpointError on every rank for what went wrong
+    on any: at the next call, if it went wrong while training went on. Nothing of a failed checkpoint is left.
+
+    on_written: is told of each complete one by the method that finds it complete, on every rank
+    """
+
+    def __init__(self, run_dir: Path, cfg: CheckpointConfig, on_written: Callable[[Written], None]) -> None:
+        self.run_dir, self.cfg, self._on_written = run_dir, cfg, on_written
+        self._group = self._new_group()
+        self._writing: _Writing | None = None
+
+    def save(self, step: int, learners: dict[str, Learner], state: dict[str, Any]) -> None:
+        """Returns when all is copied into host memory, with the files still to be written; with `asynchronous: false`
+        nothing is copied, and they are there on return.
+
+        learners: trainable ones, by a name that `load` finds them under
+        state: anything that JSON can hold; rank 0's is written
+
+        Waits for the one before; what went wrong with that is raised before anything is done.
+        """
+        self.wait()
+        staged = stage(self.run_dir, step, learners, state, copy=self.cfg.asynchronous)
+        self._writing = _Writing(staged, self._group, self.cfg)
+        if not self.cfg.asynchronous:
+            self.wait()
+
+    @property
+    def is_writing(self) -> bool:
+        """The same on every rank: between a `save` and the call that says what became of it."""
+        return self._writing is not None
+
+    def poll(self) -> None:
+        """Looks what has become of the last save, without waiting for it."""
+        if self._writing is None:
+            return
+        answers = gather(self._writing.answer())
+        if all(finished for finished, _ in answers):
+            self._end([problem for _, problem in answers if problem])
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Blocks until the last save is complete, if there is one to wait for.
+
+        Raises CheckpointError after `timeout_s`, or what the configuration has where it is left out.
+        """
+        if self._writing is None:
+            return
+        limit = self.cfg.timeout_s if timeout_s is None else timeout_s
+        self._writing.thread.join(limit)
+        answers = gather(self._writing.answer())
+        late = [str(r) for r, (finished, _) in enumerate(answers) if not finished]
+        if late:
+            where = f"rank {', '.join(late)} of {len(answers)}"
+            raise CheckpointError(
+                f"{self._writing.staged.final} is still being written after {limit:.0f} s ({where}): is the disk slow, "
+                "or did it stop? The older checkpoints are whole. Raise checkpoint.timeout_s if this is its pace"
+            )
+        self._end([problem for _, problem in answers if problem])
+
+    def close(self, timeout_s: float = 20.0) -> None:
+        """Gives the files that are being written this long to be completed, and keeps quiet about the outcome."""
+        if self._writing is not None:
+            self._writing.thread.join(timeout_s)
+
+    def _end(self, problems: list[str]) -> None:
+        assert self._writing is not None
+        done, self._writing = self._writing, None
+        if problems:
+            self._group = self._new_group()  # the old one may be broken, or still in use by a thread
+            raise CheckpointError("; ".join(dict.fromkeys(problems)))
+        self._on_written(Written(done.staged.final, done.staged.nbytes, done.staged.copy_s, done.seconds))
+
+    def _new_group(self) -> dist.ProcessGroup:
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.cfg.timeout_s))
+
+
+class _Writing:
+    """One checkpoint on its way to the disk."""
+
+    def __init__(self, staged: Staged, group: dist.ProcessGroup, cfg: CheckpointConfig) -> None:
+        self.staged, self.cfg = staged, cfg
+        self.seconds = 0.0
+        self._problem: str | None = None
+        self.thread = threading.Thread(target=self._run, args=(group,), daemon=True, name="checkpoint-writer")
+        self.thread.start()
+
+    def answer(self) -> tuple[bool, str | None]:
+        """(finished, what went wrong), of this rank."""
+        return not self.thread.is_alive(), self._problem
+
+    def _run(self, group: dist.ProcessGroup) -> None:
+        began = time.monotonic()
+        final = self.staged.final
+        try:
+            self.staged.write(group)
+            on_main(f"removing old checkpoints beside {final}", lambda: self._prune(final), group)
+        except Exception as error:
+            self._problem = describe(error)
+        self.seconds = time.monotonic() - began
+
+    def _prune(self, final: Path) -> None:
+        directory.prune(final.parent, self.cfg.keep_last, self.cfg.keep_every_steps, final)
