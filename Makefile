@@ -27,7 +27,7 @@ lint: .venv/.mrl-dev
 
 .venv/.mrl-dev: .venv/.mrl-run
 	@echo "installing pytest, ruff and mypy into .venv"
-	@$(PIP) --constraint constraints.txt --editable '.[cpu,dev]'
+	@$(PIP) --constraint constraints.txt --editable '.[cpu,resilience,dev]'
 	@touch $@
 
 clean:  ## the environment and what tools leave behind; never runs/

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from mrl import __version__, failure
 from mrl.weights import command
@@ -58,9 +56,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def train(config: Path, overrides: Sequence[str]) -> int:
     """Loads and checks the configuration, then is a rank of the world around it, or starts one."""
+    in_a_world = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if in_a_world:
+        from mrl.resilience import preemption, rank
+
+        preemption.end_at_once()
+        rank.adopt()
     from mrl.config.loader import ConfigError, load
 
-    in_a_world = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     try:
         if in_a_world:
             cfg = load(config, overrides, joined=_joined())
@@ -112,23 +115,41 @@ def _joined() -> Machine:
 
 def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
     from mrl.config.derived import Machine
-    from mrl.launcher import LaunchError, launch
+    from mrl.launcher import Elastic, LaunchError, launch, launch_elastic
+    from mrl.resilience import ft_config
 
-    command = [sys.executable, "-m", "mrl", "train", str(config), *overrides]
-    log_dir = Path(cfg.run.root) / cfg.run.name / "logs"
+    arguments = ["mrl", "train", str(config), *overrides]
+    nproc, run_dir = Machine.starting(cfg).world_size, Path(cfg.run.root) / cfg.run.name
+    save_s = cfg.resilience.save_deadline_s if cfg.checkpoint.every_steps else None
+    timeouts = cfg.resilience.timeouts_s
     try:
-        return launch(command, Machine.starting(cfg).world_size, log_dir)
+        if cfg.run.launcher == "mrl":
+            return launch([sys.executable, "-m", *arguments], nproc, run_dir / "logs", save_s=save_s)
+        is_ft = cfg.run.launcher == "ft"
+        job = Elastic(
+            cfg.run.launcher,
+            arguments,
+            nproc,
+            max_restarts=cfg.run.max_restarts if is_ft else 0,
+            save_s=save_s,
+            limits=timeouts.model_dump() if is_ft else {},
+            ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
+        )
+        return launch_elastic(job, run_dir)
     except LaunchError as error:
         print(error, file=sys.stderr)
         return 1
 
 
 def _be_a_rank(cfg: Config) -> int:
-    """Trains. SIGTERM becomes SystemExit, so that everything that is open gets closed; a second one is ignored."""
+    """Trains. The stopping signals become SystemExit, so that everything that is open gets closed; where checkpoints
+    are written, SIGTERM and SIGUSR1 let the run save first."""
     from mrl.config.derived import summary
     from mrl.config.schema import RLConfig
+    from mrl.resilience import preemption
 
-    signal.signal(signal.SIGTERM, _leave)
+    if cfg.checkpoint.every_steps:
+        preemption.save_first(cfg.resilience.save_deadline_s)
     if os.environ["RANK"] == "0":
         for name, value in summary(cfg, int(os.environ["WORLD_SIZE"])):
             print(f"{name:>8}  {value}")
@@ -146,8 +167,3 @@ def _be_a_rank(cfg: Config) -> int:
             raise
         return 1
     return 0
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise SystemExit(128 + number)

@@ -145,15 +145,15 @@ time.sleep(600)
     assert launched.wait() == 1
     assert "rank 1 failed first (exit code 1)" in launched.err()
     assert "ValueError: the loss is not a number" in launched.err()
-    assert "rank 0 ended too (killed by SIGTERM)" in launched.err()
+    assert "rank 0 ended too (killed by SIGINT)" in launched.err()
     assert all(gone(pid) for pid in pids)
 
 
-def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(start: type[Launched]) -> None:
+def test_a_rank_that_ignores_sigint_is_killed_with_its_children(start: type[Launched]) -> None:
     launched = start(
         """
 if rank == 0:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     pathlib.Path("child").write_text(str(child.pid))
     ready()
@@ -182,14 +182,14 @@ pathlib.Path("child").write_text(str(child.pid))
     assert gone(*launched.pids("child"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_the_ranks_close_and_ends_everything(start: type[Launched], number: signal.Signals) -> None:
     launched = start(
         """
 def close(*_):
     print("closing", rank, flush=True)
     sys.exit(0)
-signal.signal(signal.SIGTERM, close)
+signal.signal(signal.SIGINT, close)
 ready()
 while True:
     time.sleep(0.05)
@@ -205,7 +205,7 @@ while True:
 
 
 def test_a_second_ctrl_c_does_not_wait(start: type[Launched]) -> None:
-    launched = start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(600)\n", 2, grace_s=600)
+    launched = start("signal.signal(signal.SIGINT, signal.SIG_IGN)\nready()\ntime.sleep(600)\n", 2, grace_s=600)
     pids = launched.pids("ready_0", "ready_1")
     launched.process.send_signal(signal.SIGINT)
     time.sleep(0.3)
@@ -360,7 +360,7 @@ def test_who_loses_contact_with_a_killed_rank_is_not_the_cause(start: type[Launc
     launched = start(
         NOTED
         + """
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 ready()
 if rank == 1:
     while not pathlib.Path("ready_0").exists():

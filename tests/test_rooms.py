@@ -27,12 +27,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "learner": BELOW,
     "checkpoint": ("core", "config", "platform", "parallel", "learner"),
     "observe": ("core", "config"),
-    "resilience": ("core", "config", "platform", "parallel"),
+    "resilience": ("core", "config", "platform", "parallel", "failure"),
     "plan": ("core", "config", "models.arch"),
     "trainers": (*BELOW, "rollout", "reward", "learner", "checkpoint", "observe", "resilience", "failure"),
     "terminal": (),
     "failure": (),
-    "launcher": ("terminal", "failure"),
+    "launcher": ("terminal", "failure", "resilience.protocol", "resilience.rank"),
 }
 ANYTHING = ("cli", "__main__", "__init__")
 WITHOUT_MEGATRON = ("algo", "reward", "rollout", "data", "config", "observe", "kernels", "core", "plan")

@@ -51,8 +51,8 @@ _PARTS = (
     _Part(
         "nvidia-resiliency-ext",
         "nvidia_resiliency_ext",
-        "in-job restart and faster asynchronous checkpoints",
-        "a failed rank ends the run; resume from the last checkpoint",
+        "run.launcher: ft (restarts failed and hung ranks)",
+        "a failed rank ends the run; the same command goes on from the last checkpoint",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Starts the ranks of one machine and lets none of them outlive the others, or this process.
+"""The own launcher: starts the ranks of one machine itself.
 
 Every rank leads its own process group, and the kernel kills it when the launcher dies (Linux). Rank 0's output goes to
 the terminal, as it comes, and to its log; the others write to theirs.
@@ -7,52 +7,26 @@ the terminal, as it comes, and to its log; the others write to theirs.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import math
 import os
 import random
-import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from mrl import failure
 from mrl.failure import Failure
+from mrl.launcher import signals
+from mrl.launcher.logs import LEFT, LaunchError, Log, cause, open_logs, owned, report, take_failures
+from mrl.resilience.protocol import EXIT_PREEMPTED
 from mrl.terminal import Terminal
 
-TAIL_LINES = 30
 _POLL_S = 0.05
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PORTS = range(20000, 32000)  # below the range from which outgoing connections are numbered
-
-
-class LaunchError(RuntimeError):
-    """The world could not be started."""
-
-
-@dataclass(frozen=True)
-class Log:
-    """A rank's log; this launch's part of it begins at byte `start`."""
-
-    path: Path
-    start: int
-
-    def tail(self) -> str:
-        with self.path.open("rb") as file:
-            file.seek(max(self.start, self.path.stat().st_size - 200 * TAIL_LINES))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
-
-    @property
-    def failure_file(self) -> Path:
-        """Where the rank writes its error down for this process."""
-        return self.path.with_suffix(".failure")
 
 
 @dataclass
@@ -75,9 +49,6 @@ class Rank:
         if self.code is None:
             os.kill(self.process.pid, number)
 
-    def failure(self) -> Failure | None:
-        return failure.read(self.log.failure_file)
-
     def kill_group(self) -> None:
         if self.code is None:
             with contextlib.suppress(ProcessLookupError):
@@ -91,31 +62,34 @@ def launch(
     env: Mapping[str, str] | None = None,
     grace_s: float = 30.0,
     settle_s: float = 5.0,
+    save_s: float | None = None,
 ) -> int:
     """Runs `command` as ranks 0..nproc-1 of one world; returns 0, or the exit code of the first rank that failed.
 
-    After a failure the others get `settle_s` seconds to report the same error and end by themselves, then SIGTERM, then
-    after `grace_s` SIGKILL with all their children. SIGINT, SIGTERM and SIGHUP here end the ranks in the same way (a
-    second SIGINT at once) and give 128 + the signal's number. Logs: log_dir/rank_N.log, appended to.
+    After a failure the others get `settle_s` seconds to report the same error and end by themselves, then SIGINT, then
+    after `grace_s` SIGKILL with all their children. SIGINT and SIGHUP here end the ranks in the same way (a second
+    SIGINT at once) and give 128 + the signal's number. So do SIGTERM and SIGUSR1, unless the ranks can save: then they
+    get that signal, `save_s` seconds on top, and the exit code is EXIT_PREEMPTED.
 
-    Raises LaunchError if another launcher writes there.
+    Logs: log_dir/rank_N.log, appended to. Raises LaunchError if another launcher writes there.
     """
-    log_dir.mkdir(parents=True, exist_ok=True)
-    with _owned(log_dir), _signals() as received:
-        logs = [_open_log(log_dir, number, nproc, command) for number in range(nproc)]
+    with owned(log_dir), signals.collected() as received:
+        logs = open_logs(log_dir, nproc, command)
         with Terminal(logs[0].path) as terminal:
             ranks = _start(command, logs, os.environ if env is None else env, terminal)
-            return _World(ranks, grace_s, settle_s, terminal).wait(received)
+            return _World(ranks, grace_s, settle_s, save_s, terminal).wait(received)
 
 
 class _World:
-    """The ranks, and the two clocks of their ending: SIGTERM is due at `term_at`, SIGKILL at `kill_at`."""
+    """The ranks, and the two clocks of their ending: SIGINT is due at `end_at`, SIGKILL at `kill_at`."""
 
-    def __init__(self, ranks: list[Rank], grace_s: float, settle_s: float, terminal: Terminal) -> None:
-        self.ranks, self.grace_s, self.settle_s, self.terminal = ranks, grace_s, settle_s, terminal
+    def __init__(
+        self, ranks: list[Rank], grace_s: float, settle_s: float, save_s: float | None, terminal: Terminal
+    ) -> None:
+        self.ranks, self.grace_s, self.settle_s, self.save_s, self.terminal = ranks, grace_s, settle_s, save_s, terminal
         self.failed: Rank | None = None
-        self.term_at = self.kill_at = math.inf
-        self.ending = False
+        self.end_at = self.kill_at = math.inf
+        self.sent: signal.Signals | None = None
 
     def wait(self, received: Sequence[int]) -> int:
         """`received`: the stopping signals so far, filled in from outside."""
@@ -123,17 +97,26 @@ class _World:
             while self._running():
                 self.terminal.pump(_POLL_S)
                 self._note_failure()
-                self._end_if_due(received)
+                self._stop_if_due(received)
         finally:
             self.kill()
         self.terminal.drain()
         self._note_failure()
-        if received:
+        return self._outcome(received)
+
+    def _outcome(self, received: Sequence[int]) -> int:
+        warned = signals.warning(received, self.save_s is not None) is not None
+        if received and not warned:
             self.terminal.say(f"stopped by {signal.Signals(received[0]).name}; all ranks have ended")
             return 128 + received[0]
         if self.failed is None:
             return 0
-        self._report(self.failed)
+        failures = take_failures([rank.log for rank in self.ranks], self.terminal)
+        found = cause(failures, killed=warned or (self.failed.code or 0) < 0)
+        if any(rank.code == EXIT_PREEMPTED for rank in self.ranks) or (warned and found is None):
+            self.terminal.say(LEFT)
+            return EXIT_PREEMPTED
+        self._report(self.failed, found)
         return _exit_code(self.failed)
 
     def _running(self) -> int:
@@ -144,14 +127,17 @@ class _World:
         failed = [rank for rank in self.ranks if rank.code]
         if failed and self.failed is None:
             self.failed = min(failed, key=lambda rank: ((rank.code or 0) > 0, rank.log.path.stat().st_mtime_ns))
-            self.term_at = time.monotonic() + self.settle_s
+            self.end_at = time.monotonic() + self.settle_s
 
-    def _end_if_due(self, received: Sequence[int]) -> None:
+    def _stop_if_due(self, received: Sequence[int]) -> None:
         now = time.monotonic()
-        if not self.ending and (received or now >= self.term_at):
-            self.ending, self.kill_at = True, now + self.grace_s
+        warning = signals.warning(received, self.save_s is not None) if now < self.end_at else None
+        wanted = warning or (signal.SIGINT if received or now >= self.end_at else None)
+        if wanted is not None and self.sent not in (wanted, signal.SIGINT):
+            self.sent = wanted
+            self.kill_at = now + self.grace_s + ((self.save_s or 0.0) if warning else 0.0)
             for rank in self.ranks:
-                rank.signal(signal.SIGTERM)
+                rank.signal(wanted)
         if now >= self.kill_at or received.count(signal.SIGINT) > 1:
             self.kill()
 
@@ -159,27 +145,11 @@ class _World:
         for rank in self.ranks:
             rank.kill_group()
 
-    def _report(self, first: Rank) -> None:
-        failures = {rank.number: found for rank in self.ranks if (found := rank.failure())}
-        for rank in self.ranks:
-            if rank.number in failures:
-                self._keep(rank, failures[rank.number])
-        cause = _cause(failures, killed=(first.code or 0) < 0)
-        if cause is None:
+    def _report(self, first: Rank, found: tuple[int, Failure] | None) -> None:
+        if found is None:
             self._report_silent(first)
-            return
-        self.terminal.say(f"error: {cause.message}")
-        alike = [number for number, found in failures.items() if found.message == cause.message]
-        self.terminal.say(f"details: {self.ranks[min(alike)].log.path}")
-
-    def _keep(self, rank: Rank, found: Failure) -> None:
-        """Moves the traceback into the rank's log."""
-        if rank.number == 0:
-            self.terminal.log(found.traceback)
         else:
-            with rank.log.path.open("a") as file:
-                file.write(found.traceback)
-        rank.log.failure_file.unlink()
+            report(found, self.ranks[found[0]].log, self.terminal)
 
     def _report_silent(self, first: Rank) -> None:
         """Of ranks that could not or did not write down what happened to them."""
@@ -191,28 +161,13 @@ class _World:
                 self.terminal.say(f"rank {rank.number} ended too ({_how(rank)}); its log: {rank.log.path}")
 
 
-def _cause(failures: Mapping[int, Failure], killed: bool) -> Failure | None:
-    """The failure that explains the others; none if a rank was killed and the others only lost contact with it."""
-    own = [found for found in failures.values() if not found.lost_contact]
-    rest = [] if killed else list(failures.values())
-    return min(own or rest, key=lambda found: found.unix_time, default=None)
-
-
-def _open_log(log_dir: Path, number: int, nproc: int, command: Sequence[str]) -> Log:
-    path = log_dir / f"rank_{number}.log"
-    path.with_suffix(".failure").unlink(missing_ok=True)
-    with path.open("ab") as file:
-        file.write(f"--- {time.strftime('%F %T')} rank {number} of {nproc}: {shlex.join(command)}\n".encode())
-        return Log(path, file.tell())
-
-
 def _start(command: Sequence[str], logs: Sequence[Log], env: Mapping[str, str], terminal: Terminal) -> list[Rank]:
     shared = {
         **{"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env},
         **{"WORLD_SIZE": str(len(logs)), "LOCAL_WORLD_SIZE": str(len(logs))},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())},
     }
-    prepare = _dies_with_this_process()
+    prepare = signals.as_child()
     ranks: list[Rank] = []
     try:
         for number, log in enumerate(logs):
@@ -238,21 +193,6 @@ def _start(command: Sequence[str], logs: Sequence[Log], env: Mapping[str, str], 
     return ranks
 
 
-def _dies_with_this_process() -> Callable[[], None] | None:
-    """What a child calls before it becomes a rank: the kernel is to kill it when its parent dies, however that dies."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None, use_errno=True)
-    parent, set_death_signal = os.getpid(), 1
-
-    def prepare() -> None:
-        libc.prctl(set_death_signal, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return prepare
-
-
 def _free_port() -> int:
     for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe:
@@ -262,30 +202,6 @@ def _free_port() -> int:
                 continue
             return port
     raise LaunchError(f"no free port between {_PORTS.start} and {_PORTS.stop} for the ranks to meet at")
-
-
-@contextlib.contextmanager
-def _owned(log_dir: Path) -> Iterator[BinaryIO]:
-    with (log_dir / ".launcher.lock").open("ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            message = f"{log_dir} belongs to a run that is going on: stop it, or choose another run.name"
-            raise LaunchError(message) from None
-        yield lock
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collects the stopping signals in a list instead of dying of them. Ignored ones (nohup) stay ignored."""
-    received: list[int] = []
-    wanted = [number for number in _STOPPING if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, lambda got, _: received.append(got)) for number in wanted}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _exit_code(rank: Rank) -> int:

@@ -1,0 +1,7 @@
+"""Starts the ranks of one machine, by itself or through torchrun or ft_launcher, and lets none of them outlive it."""
+
+from mrl.launcher.elastic import Elastic, launch_elastic
+from mrl.launcher.logs import LaunchError
+from mrl.launcher.world import launch
+
+__all__ = ["Elastic", "LaunchError", "launch", "launch_elastic"]

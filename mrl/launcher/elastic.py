@@ -1,0 +1,174 @@
+"""torchrun or ft_launcher as the launcher of this machine's ranks, started and watched by `mrl train`.
+
+The ranks behave as under the own launcher: rank 0's output goes to the terminal and to its log, the others write to
+theirs, and an error is shown once. What torchrun or ft_launcher itself has to say goes to a log of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mrl.launcher import signals
+from mrl.launcher.logs import LEFT, LaunchError, Log, cause, open_logs, owned, report, take_failures
+from mrl.launcher.restarts import Restarts
+from mrl.resilience.protocol import EXIT_PREEMPTED, LOG_DIR_VARIABLE, MARKER
+from mrl.terminal import Terminal
+
+_POLL_S = 0.1
+_STOP_S = 2  # for ranks to end by themselves before a restart; they have nothing to save
+_NAMES = {"torchrun": "torchrun", "ft": "ft_launcher"}
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """How the ranks are started. arguments: of `python -m`. save_s: what they need to save, None if they cannot.
+
+    limits: seconds by section, and ft_config the file that tells them to ft_launcher; torchrun has neither
+    """
+
+    kind: Literal["torchrun", "ft"]
+    arguments: Sequence[str]
+    nproc: int
+    max_restarts: int
+    save_s: float | None
+    limits: Mapping[str, float]
+    ft_config: Path | None
+
+
+def launch_elastic(job: Elastic, run_dir: Path, grace_s: float = 30.0) -> int:
+    """Runs the job to its end; the exit code is that of `launch`, or 1 when the ranks failed once too often.
+
+    Raises LaunchError if another launcher writes there, or ft_launcher is not installed.
+    """
+    if job.kind == "ft" and importlib.util.find_spec("nvidia_resiliency_ext") is None:
+        raise LaunchError("run.launcher: ft needs nvidia-resiliency-ext: pip install 'mrl[resilience]'")
+    log_dir = run_dir / "logs"
+    with owned(log_dir), signals.collected() as received:
+        logs = open_logs(log_dir, job.nproc, job.arguments)
+        with Terminal(logs[0].path) as terminal:
+            restarts = Restarts(logs, job.limits, job.max_restarts, log_dir / "restarts.jsonl", terminal)
+            process = _start(job, log_dir, grace_s, terminal)
+            return _Watch(job, process, logs, restarts, run_dir, grace_s, terminal).wait(received)
+
+
+class _Watch:
+    """Until the launcher below has ended. SIGINT is due to it at `end_at`, SIGKILL at `kill_at`."""
+
+    def __init__(
+        self,
+        job: Elastic,
+        process: subprocess.Popen[bytes],
+        logs: Sequence[Log],
+        restarts: Restarts,
+        run_dir: Path,
+        grace_s: float,
+        terminal: Terminal,
+    ) -> None:
+        self.job, self.process, self.logs, self.restarts = job, process, logs, restarts
+        self.run_dir, self.grace_s, self.terminal = run_dir, grace_s, terminal
+        self.began = time.time()
+        self.end_at = self.kill_at = math.inf
+        self.warned: set[int] = set()
+
+    def wait(self, received: Sequence[int]) -> int:
+        """`received`: the stopping signals so far, filled in from outside."""
+        try:
+            while self.process.poll() is None:
+                self.terminal.pump(_POLL_S)
+                self.restarts.look()
+                self._stop_if_due(received)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # the monitors too
+            self.process.wait()
+        self.terminal.drain()
+        self.restarts.finish()
+        return self._outcome(received)
+
+    def _stop_if_due(self, received: Sequence[int]) -> None:
+        """A warning goes to the ranks themselves: the launcher below would give them a time limit of its own."""
+        now = time.monotonic()
+        warning = signals.warning(received, self.job.save_s is not None)
+        if warning is not None:
+            self._warn(warning, now)
+        elif received:
+            self.end_at = min(self.end_at, now)
+        if now >= self.end_at and self.kill_at == math.inf:
+            self.kill_at = now + self.grace_s
+            self.process.send_signal(signal.SIGINT)
+        if now >= self.kill_at or received.count(signal.SIGINT) > 1:
+            self.process.kill()  # and the kernel the ranks
+
+    def _warn(self, number: signal.Signals, now: float) -> None:
+        if not self.warned:
+            self.end_at = now + (self.job.save_s or 0.0) + self.grace_s
+        for place in self.restarts.places:
+            if not place.ended and place.pid not in self.warned:
+                self.warned.add(place.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(place.pid, number)
+
+    def _outcome(self, received: Sequence[int]) -> int:
+        warned = signals.warning(received, self.job.save_s is not None) is not None
+        if received and not warned:
+            self.terminal.say(f"stopped by {signal.Signals(received[0]).name}; all ranks have ended")
+            return 128 + received[0]
+        marker = self.run_dir / MARKER
+        if (warned and self.process.returncode) or (marker.exists() and marker.stat().st_mtime >= self.began):
+            self.terminal.say(LEFT)
+            return EXIT_PREEMPTED
+        if self.process.returncode == 0:
+            return 0
+        self._report()
+        return 1
+
+    def _report(self) -> None:
+        found = cause(take_failures(self.logs, self.terminal), killed=self.restarts.fault is not None)
+        if found is not None:
+            report(found, self.logs[found[0]], self.terminal)
+        elif self.restarts.fault is not None:
+            fault = self.restarts.fault
+            self.terminal.say(f"error: {fault.text}")
+            self.terminal.say(f"details: {self.logs[min(fault.ranks)].path}")
+        else:
+            log = _log(self.job, self.run_dir / "logs")
+            self.terminal.say(f"error: {log.stem} ended with exit code {self.process.returncode}; its log: {log}")
+
+
+def _start(job: Elastic, log_dir: Path, grace_s: float, terminal: Terminal) -> subprocess.Popen[bytes]:
+    longest = math.ceil((job.save_s or 0.0) + grace_s)
+    common = ["--nnodes=1", f"--nproc-per-node={job.nproc}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    if job.kind == "torchrun":
+        own = ["-m", "torch.distributed.run", *common, "--max-restarts=0", f"--shutdown-timeout={longest}"]
+    else:
+        own = ["-m", "mrl.launcher.ft_agent", *common, f"--max-restarts={job.max_restarts}"]
+        own += [f"--term-timeout={longest}", f"--workers-stop-timeout={_STOP_S}", "--monitor-interval=0.1"]
+        own += ["--ft-enable-nic-monitor=false", f"--ft-cfg-path={job.ft_config}"]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, LOG_DIR_VARIABLE: str(log_dir.absolute())}
+    with _log(job, log_dir).open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, *own, "-m", *job.arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=terminal.for_rank,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=signals.as_child(ignored=[signal.SIGUSR1]),
+        )
+    terminal.rank_started()
+    return process
+
+
+def _log(job: Elastic, log_dir: Path) -> Path:
+    return log_dir / f"{_NAMES[job.kind]}.log"

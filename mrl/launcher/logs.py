@@ -1,0 +1,101 @@
+"""The ranks' logs, and the errors that ranks leave beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from mrl import failure
+from mrl.failure import Failure
+from mrl.resilience.protocol import EXIT_PREEMPTED
+from mrl.terminal import Terminal
+
+TAIL_LINES = 30
+LEFT = f"left before its end (exit code {EXIT_PREEMPTED}): the same command goes on from the last checkpoint"
+
+
+class LaunchError(RuntimeError):
+    """The world could not be started."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """A rank's log; this launch's part of it begins at byte `start`."""
+
+    path: Path
+    start: int
+
+    def tail(self) -> str:
+        with self.path.open("rb") as file:
+            file.seek(max(self.start, self.path.stat().st_size - 200 * TAIL_LINES))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
+
+    @property
+    def failure_file(self) -> Path:
+        """Where the rank writes its error down for this process."""
+        return self.path.with_suffix(".failure")
+
+
+def open_logs(log_dir: Path, nproc: int, command: Sequence[str]) -> list[Log]:
+    return [_open_log(log_dir, number, nproc, command) for number in range(nproc)]
+
+
+def _open_log(log_dir: Path, number: int, nproc: int, command: Sequence[str]) -> Log:
+    path = log_dir / f"rank_{number}.log"
+    path.with_suffix(".failure").unlink(missing_ok=True)
+    with path.open("ab") as file:
+        file.write(f"--- {time.strftime('%F %T')} rank {number} of {nproc}: {shlex.join(command)}\n".encode())
+        return Log(path, file.tell())
+
+
+def take_failures(logs: Sequence[Log], terminal: Terminal) -> dict[int, Failure]:
+    """rank -> its error. The tracebacks go to the ranks' logs; the files that brought them are removed."""
+    found = {}
+    for number, log in enumerate(logs):
+        error = failure.read(log.failure_file)
+        if error is None:
+            continue
+        found[number] = error
+        if number == 0:
+            terminal.log(error.traceback)
+        else:
+            with log.path.open("a") as file:
+                file.write(error.traceback)
+        log.failure_file.unlink()
+    return found
+
+
+def cause(failures: Mapping[int, Failure], killed: bool) -> tuple[int, Failure] | None:
+    """The first rank with the failure that explains the others, and the failure; None if a rank was killed and the
+    others only lost contact with it."""
+    own = [found for found in failures.values() if not found.lost_contact]
+    rest = [] if killed else list(failures.values())
+    first = min(own or rest, key=lambda found: found.unix_time, default=None)
+    if first is None:
+        return None
+    return min(number for number, found in failures.items() if found.message == first.message), first
+
+
+def report(found: tuple[int, Failure], log: Log, terminal: Terminal) -> None:
+    """The one error that the user sees; `log` is the rank's that had it."""
+    terminal.say(f"error: {found[1].message}")
+    terminal.say(f"details: {log.path}")
+
+
+@contextlib.contextmanager
+def owned(log_dir: Path) -> Iterator[BinaryIO]:
+    """One launcher a directory. Raises LaunchError if another one writes there."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with (log_dir / ".launcher.lock").open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = f"{log_dir} belongs to a run that is going on: stop it, or choose another run.name"
+            raise LaunchError(message) from None
+        yield lock

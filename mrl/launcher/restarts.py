@@ -1,0 +1,126 @@
+"""The story of a run's restarts, read from where its ranks say that they are: one line a restart."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from mrl.launcher.logs import Log, cause, take_failures
+from mrl.resilience.protocol import Place, place_file, read_places
+from mrl.terminal import Terminal
+
+_SLACK_S = 0.2  # between the rank's own clock of a section and its monitor's
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What ended an attempt. section: where the rank was, None between two sections."""
+
+    kind: Literal["died", "failed", "hung"]
+    ranks: tuple[int, ...]
+    section: str | None
+    text: str
+    unix_time: float
+
+
+class Restarts:
+    """limits: seconds a section may last. record: gets a JSON line a restart."""
+
+    def __init__(
+        self, logs: Sequence[Log], limits: Mapping[str, float], allowed: int, record: Path, terminal: Terminal
+    ) -> None:
+        self._logs, self._limits, self._allowed, self._record = logs, limits, allowed, record
+        self._dir, self._terminal = logs[0].path.parent, terminal
+        self._attempt = 0
+        self._recovering: Fault | None = None
+        self.fault: Fault | None = None  # of the present attempt
+        self.places: list[Place] = []
+        for number in range(len(logs)):
+            place_file(self._dir, number).unlink(missing_ok=True)
+
+    def look(self) -> None:
+        """Reads where the ranks are; says so when they have recovered from a fault."""
+        places = read_places(self._dir, len(self._logs))
+        newest = max((place.attempt for place in places), default=0)
+        if newest > self._attempt:
+            self._next_attempt(newest)
+        self.places = [place for place in places if place.attempt == newest]
+        if self._recovering is not None and self._is_running():
+            self._say(self._recovering, time.time() - self._recovering.unix_time)
+            self._recovering = None
+        if self.fault is None:
+            lost = [place for place in self.places if not place.ended and not _is_alive(place.pid)]
+            self.fault = self._diagnose(lost) if lost else None
+
+    def finish(self) -> None:
+        """After the launcher's end: a fault that it did not answer is left in `fault`."""
+        self.look()
+        if self._recovering is not None:
+            self._say(self._recovering, None)
+
+    def _next_attempt(self, number: int) -> None:
+        if self._recovering is not None:
+            self._say(self._recovering, None)
+        unseen = Fault("died", (), None, "a rank ended", time.time())
+        self._recovering, self.fault, self._attempt = self.fault or unseen, None, number
+
+    def _is_running(self) -> bool:
+        """Every rank is there and through with its setup."""
+        return len(self.places) == len(self._logs) and all(place.section != "setup" for place in self.places)
+
+    def _diagnose(self, lost: Sequence[Place]) -> Fault:
+        now = time.time()
+        silent = [place for place in lost if not self._logs[place.rank].failure_file.exists()]
+        found = cause(take_failures(self._logs, self._terminal), killed=bool(silent))
+        if found is not None:
+            places = [place for place in self.places if place.rank == found[0]]
+            return self._fault("failed", places, f"failed{_where(places[0])}: {found[1].message}")
+        over = [place for place in self.places if now - place.since >= self._limit(place) - _SLACK_S]
+        if over:
+            limit = f"resilience.timeouts_s.{over[0].section or 'out_of_section'} = {self._limit(over[0]):g}"
+            return self._fault("hung", over, f"hung{_where(over[0])} ({limit}; stacks in {self._dir})")
+        return self._fault("died", silent or lost, f"died{_where((silent or lost)[0])}")
+
+    def _fault(self, kind: Literal["died", "failed", "hung"], places: Sequence[Place], text: str) -> Fault:
+        ranks = tuple(sorted(place.rank for place in places))
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        return Fault(kind, ranks, places[0].section, f"{who} {text}", time.time())
+
+    def _limit(self, place: Place) -> float:
+        return self._limits.get(place.section or "out_of_section", math.inf)
+
+    def _say(self, fault: Fault, recovered_s: float | None) -> None:
+        end = "failed again before it had recovered" if recovered_s is None else f"recovered in {recovered_s:.1f} s"
+        what = fault.text.splitlines()[0]
+        self._terminal.say(f"restart {self._attempt} of {self._allowed}: {what}; {end}")
+        row = {"restart": self._attempt, **asdict(fault), "recovered_s": recovered_s}
+        with self._record.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _where(place: Place) -> str:
+    return f" in {place.section}" if place.section else " between two sections"
+
+
+def _is_alive(pid: int) -> bool:
+    """A zombie counts as gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return not Path("/proc/self").exists() and _answers(pid)
+    except ProcessLookupError:
+        return False
+
+
+def _answers(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

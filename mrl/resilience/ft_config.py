@@ -1,0 +1,33 @@
+"""ft_launcher's configuration, from this program's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from mrl.config.schema import SectionTimeouts
+from mrl.resilience.protocol import SECTIONS
+
+NAME = "ft.yaml"
+CHECK_S = 0.5  # between looks of a rank's monitor
+
+
+def write(run_dir: Path, timeouts: SectionTimeouts) -> Path:
+    """RUN_DIR/ft.yaml, for --ft-cfg-path. Heart-beats are off: every part of a run is in a section or between two."""
+    content = {
+        "fault_tolerance": {
+            "initial_rank_heartbeat_timeout": None,
+            "rank_heartbeat_timeout": None,
+            "rank_section_timeouts": timeouts.model_dump(include=set(SECTIONS)),
+            "rank_out_of_section_timeout": timeouts.out_of_section,
+            "workload_check_interval": CHECK_S,
+            "rank_termination_signal": "SIGKILL",
+        }
+    }
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = run_dir / NAME
+    partial = file.with_name(f"{NAME}.partial")
+    partial.write_text(yaml.safe_dump(content, sort_keys=False))
+    partial.rename(file)
+    return file

@@ -1,0 +1,83 @@
+"""A scheduler's warning: SIGTERM or SIGUSR1 asks the run to save and leave before it is killed.
+
+A signal may reach one rank alone, and none can leave a step alone: the handler only remembers it, and all ranks ask
+each other at the end of a step. SIGINT ends a rank at once, and so do the two others while nothing could be saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, started_by_torchelastic
+
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
+
+_due: float | None = None  # time.monotonic() by which the rank must have left
+
+
+def end_at_once() -> None:
+    """Every stopping signal becomes SystemExit, so that all that is open gets closed; a second one is ignored."""
+    for number in (signal.SIGINT, *WARNINGS):
+        signal.signal(number, _end)
+
+
+def save_first(deadline_s: float) -> None:
+    """SIGTERM and SIGUSR1 only leave word from now on; after `deadline_s` more seconds the rank leaves as it is."""
+
+    def warn(number: int, frame: FrameType | None) -> None:
+        global _due
+        if _due is None:
+            _due = time.monotonic() + deadline_s
+            signal.setitimer(signal.ITIMER_REAL, deadline_s)
+
+    signal.signal(signal.SIGALRM, _too_late)
+    for number in WARNINGS:
+        signal.signal(number, warn)
+
+
+def is_warned() -> bool:
+    return _due is not None
+
+
+def left_s(deadline_s: float) -> float:
+    """Seconds for saving, with some to spare for leaving; of all of `deadline_s` if only others were warned."""
+    return 0.9 * (deadline_s if _due is None else max(0.0, _due - time.monotonic()))
+
+
+def begin(run_dir: Path) -> None:
+    """The run goes on: what `leave` wrote down holds no longer."""
+    (run_dir / MARKER).unlink(missing_ok=True)
+
+
+def leave(run_dir: Path, step: int) -> NoReturn:
+    """Ends this rank after its state has been saved. Rank 0 writes down that the run is to be continued.
+
+    torchrun and ft_launcher take every exit code but 0 for a failure: under them the ranks end with 0.
+    """
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    if os.environ.get("RANK", "0") == "0":
+        partial = run_dir / f"{MARKER}.partial"
+        partial.write_text(json.dumps({"step": step, "unix_time": round(time.time(), 3)}) + "\n")
+        partial.rename(run_dir / MARKER)
+    raise SystemExit(_code())
+
+
+def _code() -> int:
+    return 0 if started_by_torchelastic() else EXIT_PREEMPTED
+
+
+def _too_late(number: int, frame: FrameType | None) -> NoReturn:
+    print("the step was not over, or not saved, within resilience.save_deadline_s: leaving without it", flush=True)
+    raise SystemExit(_code())
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    for stopping in (signal.SIGINT, *WARNINGS):
+        signal.signal(stopping, signal.SIG_IGN)
+    raise SystemExit(128 + number)

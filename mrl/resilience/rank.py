@@ -1,0 +1,47 @@
+"""What a rank does first when torchrun or ft_launcher has started it for `mrl train`: it behaves as one of the own
+launcher's ranks does. Its log, its failure file, and its end with whoever started it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+from mrl import failure
+from mrl.resilience.protocol import LOG_DIR_VARIABLE, Place, started_by_torchelastic
+
+SET_DEATH_SIGNAL = 1
+
+
+def log_dir() -> Path | None:
+    """Where `mrl train` keeps the ranks' logs; None if it has not started this world through another launcher."""
+    name = os.environ.get(LOG_DIR_VARIABLE)
+    return Path(name) if name else None
+
+
+def adopt() -> None:
+    """Rank 0's errors join its output, which the launcher shows; the other ranks write to rank_N.log."""
+    if started_by_torchelastic():
+        die_with_parent()
+    directory = log_dir()
+    if directory is None:
+        return
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        os.dup2(1, 2)
+    else:
+        with (directory / f"rank_{rank}.log").open("ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+    failure_file = directory / f"rank_{rank}.failure"
+    failure_file.unlink(missing_ok=True)
+    os.environ[failure.FILE_VARIABLE] = str(failure_file)
+    Place.mine("setup").write(directory)
+
+
+def die_with_parent() -> None:
+    """The kernel is to kill this process when its parent dies, however that dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)

@@ -1,0 +1,127 @@
+"""Which part of the run a rank is in, for those who watch it.
+
+Under ft_launcher its monitor of this rank is told, and kills a rank that stays longer than the part's time-out. For
+`mrl train`, which started the launcher, the rank also writes it down. Elsewhere a section does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from mrl.config.schema import SectionTimeouts
+from mrl.resilience.protocol import Place
+from mrl.resilience.rank import log_dir
+
+MONITOR_VARIABLE = "FT_RANK_MONITOR_IPC_SOCKET"  # ft_launcher's, in its ranks
+_STACK_AT = 0.95  # of a time-out: a rank that is about to be killed writes its stack to its log
+
+
+class MonitorError(RuntimeError):
+    """ft_launcher watches for something else than the configuration says."""
+
+
+class _Watched:
+    """This rank's line to its monitor and to the launcher."""
+
+    def __init__(self, limits: dict[str, float], client: Any, directory: Path | None) -> None:
+        self._limits, self._client, self._directory = limits, client, directory
+        self._open: list[str] = []
+        self._stacks: IO[str] | None = None
+        if client is not None and directory is not None:
+            self._stacks = (directory / f"rank_{os.environ['RANK']}.log").open("a")
+
+    def enter(self, name: str) -> None:
+        if self._client is not None:
+            self._client.start_section(name)
+        self._open.append(name)
+        self._tell()
+
+    def leave(self, name: str) -> None:
+        self._open.remove(name)
+        if self._client is not None:
+            self._client.end_section(name)
+        self._tell()
+
+    def fail(self, name: str) -> None:
+        """As `leave`, but what was written down stays: it says where the error came up."""
+        self._open.remove(name)
+        if self._client is not None:
+            with contextlib.suppress(Exception):  # the monitor may be gone; the error under way says more
+                self._client.end_section(name)
+
+    def close(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        if self._client is not None:
+            self._client.shutdown_workload_monitoring()
+        if self._directory is not None:
+            Place.mine(None, ended=True).write(self._directory)
+
+    def _tell(self) -> None:
+        section = self._open[-1] if self._open else None
+        if self._client is not None:
+            limit = self._limits[section or "out_of_section"]
+            faulthandler.dump_traceback_later(_STACK_AT * limit, file=self._stacks or sys.stderr)
+        if self._directory is not None:
+            Place.mine(section).write(self._directory)
+
+
+_watched: _Watched | None = None
+
+
+@contextlib.contextmanager
+def watched(timeouts: SectionTimeouts, ft_config: Path) -> Iterator[Callable[[], None]]:
+    """From here on, with the process group there, the rank is watched, and in section `setup` until it calls what it
+    gets. Left by an error, it stays known as a rank that nobody has seen end in good order.
+
+    ft_config: the file with these time-outs for ft_launcher. Raises MonitorError if that has others.
+    """
+    global _watched
+    limits, directory = timeouts.model_dump(), log_dir()
+    client = _client(limits, ft_config) if MONITOR_VARIABLE in os.environ else None
+    if client is None and directory is None:
+        yield lambda: None
+        return
+    _watched = watched = _Watched(limits, client, directory)
+    watched.enter("setup")
+    try:
+        yield lambda: watched.leave("setup")
+    except SystemExit:
+        watched.close()
+        raise
+    watched.close()
+
+
+@contextlib.contextmanager
+def section(name: str) -> Iterator[None]:
+    """Around a part of the run: one of protocol.SECTIONS. Sections may be nested, each with its own time-out."""
+    watched = _watched
+    if watched is None:
+        yield
+        return
+    watched.enter(name)
+    try:
+        yield
+    except BaseException:
+        watched.fail(name)
+        raise
+    watched.leave(name)
+
+
+def _client(limits: dict[str, float], ft_config: Path) -> Any:
+    from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+
+    client = RankMonitorClient()
+    client.init_workload_monitoring()
+    there = {**client.section_timeouts.section, "out_of_section": client.section_timeouts.out_of_section}
+    if there != limits:
+        raise MonitorError(
+            f"ft_launcher has other time-outs than resilience.timeouts_s: {there} instead of {limits}; "
+            f"start it with --ft-cfg-path {ft_config}"
+        )
+    return client

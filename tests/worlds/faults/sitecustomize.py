@@ -1,0 +1,80 @@
+"""Python runs this first wherever this folder is on PYTHONPATH: faults on request in the ranks of `mrl train`.
+
+MRL_TEST_FAULTS: JSON list over the attempts of a run, each null or {kind: kill | exception | hang, section, rank, nth}:
+what `rank` does when it enters `section` for the nth time (from 1). MRL_TEST_SLOW: "RANK SECONDS", a rank that computes
+as much longer in each update.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SECTIONS = "mrl.resilience.sections"
+
+
+class Injected(RuntimeError):
+    """An error that no part of the program expects."""
+
+
+def do(kind: str) -> None:
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "exception":
+        raise Injected("an injected error")
+    while True:
+        time.sleep(1)
+
+
+def compute(seconds: float) -> None:
+    began = time.process_time()
+    while time.process_time() - began < seconds:
+        pass
+
+
+def patch(module: Any) -> None:
+    rank, attempt = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    plan = json.loads(Path(os.environ["MRL_TEST_FAULTS"]).read_text()) if "MRL_TEST_FAULTS" in os.environ else []
+    fault = plan[attempt] if attempt < len(plan) else None
+    slow_rank, slow_s = os.environ.get("MRL_TEST_SLOW", "-1 0").split()
+    entered: dict[str, int] = {}
+    enter = module._Watched.enter
+
+    def faulty(self: Any, name: str) -> None:
+        enter(self, name)
+        entered[name] = entered.get(name, 0) + 1
+        if fault and (rank, name, entered[name]) == (fault["rank"], fault["section"], fault["nth"]):
+            do(fault["kind"])
+        if name == "update" and rank == int(slow_rank):
+            compute(float(slow_s))
+
+    module._Watched.enter = faulty
+
+
+class Finder:
+    """Patches the module right after it has been loaded."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != SECTIONS:
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            patch(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if "RANK" in os.environ and "train" in sys.orig_argv:
+    sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
