@@ -1,0 +1,132 @@
+"""Converted models under every layout: the bits that a Hugging Face directory gives, and transformers' logits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_weights_worlds import EP2PP2, MODELS, MOE, TP2PP2, VPP2, check_parity, key, layout_of, write_reference
+from tiny import make_tiny
+
+WORLD = Path(__file__).parent / "worlds" / "convert.py"
+TP1: dict[str, int] = {}  # four data-parallel replicas of the whole model
+EP2 = {"expert": 2}
+LAYOUTS = [(model, layout) for model in MODELS for layout in (TP1, TP2PP2)]
+LAYOUTS += [(model, layout) for model in MOE for layout in (EP2, EP2PP2)]
+LAYOUTS += [("qwen2_tied", VPP2)]
+CRITICS = ("llama_tied", "qwen3", "mixtral")
+RUNS = ("qwen2_tied", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class World:
+    results: dict[str, Any]
+    out: Path
+
+    def __call__(self, check: str, model: str, layout: dict[str, int]) -> Any:
+        return self.results[key(check, model, layout)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    made = {name: make_tiny(root / name, family, **settings) for name, (family, settings) in MODELS.items()}
+    for path in made.values():
+        write_reference(path, fused=False)
+    return made
+
+
+@pytest.fixture(scope="module")
+def world(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> World:
+    out = tmp_path_factory.mktemp("converted")
+    jobs: list[tuple[str, str, dict[str, int]]] = [("convert", model, TP1) for model in MODELS]
+    jobs += [(check, model, layout) for model, layout in LAYOUTS for check in ("load", "logits")]
+    jobs += [("back", model, TP1) for model in MODELS]
+    jobs += [("critic", model, TP2PP2) for model in CRITICS]
+    jobs += [("run_checkpoint", model, TP2PP2) for model in RUNS]
+    specs = [
+        {
+            "check": check,
+            "model": str(models[model]),
+            "converted": str(out / model),
+            "layout": layout_of(model, layout),
+            "out": str(out / key(check, model, layout)),
+            "dtype": "float32",
+        }
+        for check, model, layout in jobs
+    ]
+    (out / "jobs.json").write_text(json.dumps(specs))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
+               str(WORLD), str(out / "jobs.json"), str(out / "results.json")]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORLD.parents[2])}
+    with (out / "log.txt").open("w") as log:
+        code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=400).returncode
+    assert code == 0, (out / "log.txt").read_text()[-6000:]
+    results = json.loads((out / "results.json").read_text())
+    return World({key(*job): result for job, result in zip(jobs, results, strict=True)}, out)
+
+
+@pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=lambda x: x if isinstance(x, str) else str(x))
+def test_a_converted_model_loads_under_every_layout(world: World, model: str, layout: dict[str, int]) -> None:
+    """`trainer`: by mrl's loader; `megatron`: by Megatron's own, which the converter shares nothing with."""
+    result = world("load", model, layout)
+    assert result["parameters"] > 5
+    assert result["trainer"] == []
+    assert result["megatron"] == []
+    check_parity(world("logits", model, layout))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_there_and_back_is_the_same_model_to_transformers(world: World, models: dict[str, Path], model: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    back = world("back", model, TP1)
+    assert back["wrong"] == []
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= set(back["files"])
+    assert "model.safetensors.index.json" in back["files"] and "complete" not in back["files"]
+    saved = world.out / key("back", model, TP1)
+    _, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    tokenizer, original = (AutoTokenizer.from_pretrained(path) for path in (saved, models[model]))
+    assert tokenizer.encode("12 = 3") == original.encode("12 = 3")
+    assert tokenizer.chat_template == original.chat_template is not None
+
+
+def test_the_ranks_of_a_world_share_the_work(world: World) -> None:
+    files = world("convert", "llama", TP1)["files"]
+    assert {f"release/__{rank}_0.distcp" for rank in range(4)} < set(files)
+    assert {"complete", "config.json", "latest_checkpointed_iteration.txt", "tokenizer.json"} < set(files)
+    assert {"release/.metadata", "release/common.pt", "release/metadata.json"} < set(files)
+
+
+@pytest.mark.parametrize("model", CRITICS)
+def test_critics(world: World, model: str) -> None:
+    result = world("critic", model, TP2PP2)
+    assert result["role"] == "critic", "config.json does not say that it has a score head"
+    assert result["from_policy"] == result["converted"] == result["returned"] == []
+    assert "nothing uses its tensor score.weight" in result["as_policy"]
+
+
+@pytest.mark.parametrize("model", CRITICS)
+def test_an_exported_critic_is_a_classifier_to_transformers(world: World, model: str) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    saved = world.out / key("critic", model, TP2PP2) / "again"
+    got, info = AutoModelForSequenceClassification.from_pretrained(saved, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert got.score.weight[0].tolist() == list(range(got.config.hidden_size))
+
+
+@pytest.mark.parametrize("model", RUNS)
+def test_models_of_a_run_s_checkpoint(world: World, model: str) -> None:
+    result = world("run_checkpoint", model, TP2PP2)
+    assert result["wrong"] == {"actor": [], "critic": []}
+    assert "has no reward, but actor, critic" in result["other"]
+    assert "--model-files" in result["bare"]
+    assert result["same"], "the same weights, from a directory that does not know what it is"
