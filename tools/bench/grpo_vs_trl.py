@@ -51,7 +51,12 @@ class Contender:
 
 CONTENDERS = (
     Contender("trl", "GRPOTrainer, 2 threads, no gradient checkpointing", []),
-    Contender("trl_defaults", "the same with TRL's default gradient checkpointing", ["--gradient-checkpointing"]),
+    Contender(
+        "trl_defaults",
+        "the same with TRL's defaults: bfloat16 autocast and gradient checkpointing",
+        ["--bf16", "--gradient-checkpointing"],
+    ),
+    Contender("trl_bf16", "the same in bfloat16 autocast", ["--bf16"]),
     Contender(
         "mrl_sglang",
         "data parallelism 2, two SGLang servers",
@@ -66,6 +71,11 @@ CONTENDERS = (
         "mrl_transformers",
         "data parallelism 2, two transformers engines",
         ["rollout.engine=transformers", "rollout.servers=2"],
+    ),
+    Contender(
+        "mrl_bf16",
+        "data parallelism 2, two transformers engines, all in bfloat16 with float32 main weights (mrl's default)",
+        ["rollout.engine=transformers", "rollout.servers=2", "model.dtype=bfloat16"],
     ),
     Contender(
         "mrl_sglang_mkl",

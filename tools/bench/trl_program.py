@@ -1,6 +1,6 @@
 """TRL's side: GRPOTrainer on the workload. Runs under an interpreter that has TRL, prints one JSON line.
 
-    python trl_program.py WORKLOAD_DIRECTORY STEPS THREADS [--gradient-checkpointing] [--fast-gemm]
+    python trl_program.py WORKLOAD_DIRECTORY STEPS THREADS [--gradient-checkpointing] [--bf16]
 
 Rollout is generation plus scoring; training is everything else of a step (padding, advantages, forward, backward,
 optimizer, the Trainer's own bookkeeping), so that a step is rollout + training.
@@ -68,11 +68,9 @@ def main() -> None:
     parser.add_argument("steps", type=int)
     parser.add_argument("threads", type=int)
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--fast-gemm", action="store_true")
+    parser.add_argument("--bf16", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    if args.fast_gemm:
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     samples = workload.PROMPTS_PER_STEP * workload.SAMPLES_PER_PROMPT
     clock, lengths = Clock(), []
 
@@ -86,7 +84,7 @@ def main() -> None:
         config = GRPOConfig(
             output_dir=scratch,
             use_cpu=True,
-            bf16=False,
+            bf16=args.bf16,
             model_init_kwargs={"dtype": "float32"},
             per_device_train_batch_size=samples,
             gradient_accumulation_steps=1,
