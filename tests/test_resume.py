@@ -1,0 +1,284 @@
+"""A run that is killed and started again is the run that was never killed: weights, metrics and samples."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from transformers import AutoModelForCausalLM
+
+from mrl.config.resume_checks import ConfigChanged, check_resume, may_change, snapshot
+from mrl.config.schema import RLConfig
+from mrl.observe import rewind
+from mrl.rollout import Engine, EngineClient
+from tests.conftest import TinyModels
+from tests.train_tools import ROOT, Train, write_config
+
+RUN_S = 300.0
+VOCAB = 320
+PPO: dict[str, Any] = {
+    "actor": {
+        "parallel": {"tensor": 2},
+        "optimizer": {"lr": 5e-3, "warmup_steps": 4, "decay": "cosine", "decay_steps": 40, "weight_decay": 0.1},
+        "max_tokens_per_microbatch": 200,
+    },
+    "critic": {"parallel": {"pipeline": 2}, "optimizer": {"lr": 5e-3, "warmup_steps": 20}},
+    "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "samples_per_minibatch": 4, "epochs_per_step": 2},
+    "algorithm": {
+        "adv_estimator": "gae",
+        "lam": 0.95,
+        "kl": {"use_in_reward": True, "controller": "adaptive", "coef": 0.05, "target": 0.5, "horizon_samples": 50},
+    },
+    "rollout": {"engine": "transformers"},
+    "validation": {"every_steps": 2, "prompts": 4},
+    "checkpoint": {"every_steps": 2},
+}
+OTHER_LAYOUT = ("actor.parallel.tensor=1", "actor.parallel.pipeline=2", "critic.parallel.pipeline=1")
+
+
+def results(run_dir: Path) -> dict[int, dict[str, float]]:
+    """The rows of metrics.jsonl as they are, by step, without what says how fast the step was."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert len({row["step"] for row in rows}) == len(rows), "a step is there twice"
+    timing = ("time/", "perf/", "unix_time")
+    return {row["step"]: {k: v for k, v in row.items() if not k.startswith(timing)} for row in rows}
+
+
+def samples(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
+    return {
+        file.name: [json.loads(line) for line in file.read_text().splitlines()]
+        for file in sorted((run_dir / "rollouts").iterdir())
+    }
+
+
+def train(folder: Path, *arguments: str | Path) -> Train:
+    with Train(folder, *arguments) as run:
+        assert run.wait(RUN_S) == 0, run.terminal[-6000:]
+        assert run.left_running() == {}
+    return run
+
+
+def train_and_kill(folder: Path, run_dir: Path, *arguments: str | Path) -> None:
+    """SIGKILL to the launcher and every rank, in the step that follows the first one after the checkpoint of step 2."""
+    with Train(folder, *arguments) as run:
+        run.wait_for("step 3/50", RUN_S)
+        run.wait_for("step_2 is complete", RUN_S)
+        for pid, command in run.processes().items():
+            if " train " in command:
+                os.kill(pid, signal.SIGKILL)
+        run.wait(30)
+        assert run.left_running() == {}
+
+
+def difference(a: Path, b: Path) -> dict[str, float]:
+    """By part and kind of tensor; see tests/worlds/compare_checkpoints.py."""
+    script = Path(__file__).parent / "worlds" / "compare_checkpoints.py"
+    command = [sys.executable, str(script), str(a / "checkpoints/step_4"), str(b / "checkpoints/step_4"), str(VOCAB)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+class Runs:
+    """One run that is not disturbed, one that is killed after step 3 and started again, and that one's first half."""
+
+    def __init__(self, folder: Path, config: Path) -> None:
+        self.folder, self.config = folder, config
+        self.whole, self.killed, self.moved = (folder / "runs" / name for name in ("whole", "killed", "moved"))
+        train(folder, config, "run.name=whole", "run.steps=4")
+        train_and_kill(folder, self.killed, config, "run.name=killed", "run.steps=50")
+        self.rows_when_killed = results(self.killed)
+        shutil.copytree(self.killed, self.moved)
+        self.terminal = train(folder, config, "run.name=killed", "run.steps=4").terminal
+
+
+@pytest.fixture(scope="module")
+def ppo(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Actor TP2, critic PP2, in two processes; four updates a step, an adaptive KL coefficient."""
+    folder = tmp_path_factory.mktemp("resume_ppo")
+    data = {"validation": str(folder / "validation.jsonl")}
+    return Runs(folder, write_config(folder, tiny_models("qwen2", tied=True), data=data, **PPO))
+
+
+def assert_the_same(runs: Runs) -> None:
+    assert max(runs.rows_when_killed) >= 3, "nothing had to be made again"
+    assert results(runs.killed) == results(runs.whole)
+    assert samples(runs.killed) == samples(runs.whole)
+    assert set(difference(runs.whole, runs.killed).values()) == {0.0}
+
+
+def test_ppo_killed_and_started_again_is_the_same_run(ppo: Runs) -> None:
+    rows = results(ppo.whole)
+    assert len({row["kl/coef"] for step, row in rows.items() if step}) == 4, "the KL coefficient did not change"
+    assert len({row["critic/lr"] for step, row in rows.items() if step}) == 4, "the schedule did not move"
+    assert_the_same(ppo)
+
+
+def test_the_terminal_says_from_where_and_what_is_dropped(ppo: Runs) -> None:
+    path = ppo.killed / "checkpoints/step_2"
+    assert f"continuing from {path} (step 2), 2 steps are left; dropped of what was written down" in ppo.terminal
+    assert "of metrics.jsonl" in ppo.terminal and "of rollouts/" in ppo.terminal
+    assert "changed since the checkpoint: run.steps: 50 -> 4" in ppo.terminal
+
+
+def test_ppo_goes_on_under_another_layout_up_to_round_off(ppo: Runs) -> None:
+    run = train(ppo.folder, ppo.config, "run.name=moved", "run.steps=4", *OTHER_LAYOUT)
+    assert "changed since the checkpoint: actor.parallel.tensor: 2 -> 1" in run.terminal
+    moved, whole = results(ppo.moved), results(ppo.whole)
+    assert moved.keys() == whole.keys()
+    for step, row in whole.items():
+        assert moved[step] == pytest.approx(row, rel=1e-4, abs=1e-5), step
+    assert max(difference(ppo.whole, ppo.moved).values()) <= 1e-5
+
+
+def test_a_changed_configuration_is_refused_before_anything_is_loaded(ppo: Runs) -> None:
+    before = {file: file.read_bytes() for file in ppo.killed.glob("*") if file.is_file()}
+    changes = ("actor.optimizer.lr=1e-3", "batch.epochs_per_step=1")
+    with Train(ppo.folder, ppo.config, "run.name=killed", "run.steps=6", *changes) as run:
+        assert run.wait(RUN_S) == 1
+    error = run.terminal.split("mrl: error: ")[1]
+    assert "step_4 was made with another configuration" in error
+    assert "  actor.optimizer.lr: 0.005 -> 0.001\n" in error and "  batch.epochs_per_step: 2 -> 1\n" in error
+    assert "'checkpoint.accept_changes=[actor.optimizer.lr, batch.epochs_per_step]'" in error
+    assert "Traceback" not in error and "waiting for the engine" not in run.terminal
+    assert {file: file.read_bytes() for file in ppo.killed.glob("*") if file.is_file()} == before
+
+
+SFT = """
+trainer: sft
+run: {{name: run, root: {folder}/runs, steps: 2, tensorboard: false}}
+model: {{path: {model}, dtype: float32}}
+actor: {{optimizer: {{lr: 1.0e-3}}}}
+data: {{train: {folder}/train.jsonl, max_prompt_tokens: 32}}
+batch: {{samples_per_step: 4}}
+checkpoint: {{every_steps: 1, keep_last: 1, weights_every_steps: 2}}
+"""
+
+
+@contextlib.contextmanager
+def small_files() -> Iterator[None]:
+    """Processes that are started meanwhile cannot write more than 100 kB into a file, as if the disk were full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_disk_that_gets_full(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """Training goes on without checkpoints or stops, as configured; the last good one stays whole."""
+    write_config(tmp_path, tiny_models("llama"))
+    config, run_dir = tmp_path / "sft.yaml", tmp_path / "runs/run"
+    config.write_text(SFT.format(folder=tmp_path, model=tiny_models("llama")))
+    train(tmp_path, config)
+    AutoModelForCausalLM.from_pretrained(run_dir / "hf_step_2")
+    good = run_dir / "checkpoints/step_2"
+    sizes = {file: file.stat().st_size for file in good.rglob("*")}
+
+    with small_files(), Train(tmp_path, config, "run.steps=5", "checkpoint.on_error=warn") as run:
+        assert run.wait(RUN_S) == 0, run.terminal
+    assert run.terminal.count("not saved, training goes on (checkpoint.on_error: warn)") >= 4, run.terminal
+    assert "File too large" in run.terminal and "step_5.tmp" in run.terminal
+    rows = results(run_dir)
+    assert list(rows) == [1, 2, 3, 4, 5] and rows[5]["checkpoint/failed"] >= 1
+
+    with small_files(), Train(tmp_path, config, "run.steps=5") as run:
+        assert run.wait(RUN_S) == 1, run.terminal
+    assert f"continuing from {good} (step 2)" in run.terminal
+    assert "step_3.tmp" in run.terminal.split("mrl: error: ")[1], run.terminal
+    assert [path.name for path in good.parent.iterdir()] == ["step_2"]
+    assert {file: file.stat().st_size for file in good.rglob("*")} == sizes
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="the engine tests need sglang")
+def test_grpo_killed_and_started_again_is_the_same_run(
+    tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
+) -> None:
+    """Two data-parallel ranks and a real SGLang server, which stays and is given the resumed weights."""
+    model, url = tiny_models("llama"), sglang_engine.urls[0]
+    config = write_config(
+        tmp_path,
+        model,
+        run={"nproc": 2, "seed": 3},
+        batch={"samples_per_minibatch": 4},
+        algorithm={"adv_estimator": "grpo", "kl": {"use_in_loss": True, "coef": 0.01}},
+        rollout={"urls": [url]},
+        sync={"transport": "http", "verify": "checksum"},
+        checkpoint={"every_steps": 2},
+    )
+    try:
+        runs = Runs(tmp_path, config)
+    finally:
+        EngineClient(url).update_weights_from_disk(str(model), weight_version="default")
+    assert_the_same(runs)
+
+
+def test_a_key_changes_what_the_run_computes_unless_it_is_known_not_to() -> None:
+    free = [key for key in keys(RLConfig) if may_change(key)]
+    assert {"run.steps", "run.nproc", "actor.parallel.tensor", "critic.parallel", "rollout.urls"} <= set(free)
+    assert {"rollout.servers", "sync.transport", "checkpoint.every_steps", "data.validation"} <= set(free)
+    fixed = set(keys(RLConfig)) - set(free)
+    assert {"run.seed", "model.path", "model.dtype", "data.train", "data.shuffle", "reward.function"} <= fixed
+    assert {"actor.optimizer.lr", "critic.warmup_steps", "rollout.engine", "rollout.sampling.temperature"} <= fixed
+    assert all(key in fixed for key in keys(RLConfig) if key.split(".")[0] in ("algorithm", "batch"))
+
+
+def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        for option in (field.annotation, *get_args(field.annotation)):
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                yield from keys(option, f"{prefix}{name}.")
+
+
+def test_changes_are_found_named_and_accepted_by_name(tmp_path: Path) -> None:
+    def made(**changes: Any) -> RLConfig:
+        return RLConfig.model_validate(yaml.safe_load(file.read_text()) | changes)
+
+    file = write_config(tmp_path, tmp_path)
+    stored, before = snapshot(made()), made()
+    del stored["config"]["checkpoint"]["on_error"]  # a key of a later version
+    assert check_resume(stored, before, tmp_path) == []
+    moved = made(actor={"optimizer": {"lr": 1e-3}, "parallel": {"tensor": 2}})
+    assert [str(change) for change in check_resume(stored, moved, tmp_path)] == ["actor.parallel.tensor: 1 -> 2"]
+    with pytest.raises(ConfigChanged, match=r"critic: null -> a section") as raised:
+        check_resume(stored, made(critic={}, batch={"prompts_per_step": 5}), tmp_path)
+    assert "batch.prompts_per_step: 4 -> 5" in str(raised.value)
+    assert "'checkpoint.accept_changes=[critic, batch.prompts_per_step, batch.samples_per_prompt]'" in str(raised.value)
+    check_resume(stored, made(critic={}, checkpoint={"accept_changes": ("critic",)}), tmp_path)
+    with (tmp_path / "train.jsonl").open("a") as data:
+        data.write("{}\n")
+    with pytest.raises(ConfigChanged, match=r"data.train: .a file of \d+ bytes. -> .one of \d+ bytes."):
+        check_resume(stored, before, tmp_path)
+
+
+def test_what_was_written_down_after_the_checkpoint_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    for name in ("step_0", "step_1", "step_2", "validation_step_0", "validation_step_2", "validation_step_4", "mine"):
+        (tmp_path / f"rollouts/{name}.jsonl").write_text("")
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(5)) + '{"step": 5, "torn')
+    with metrics.open("a") as writer:
+        assert rewind(tmp_path, 2) == "3 rows of metrics.jsonl, 2 files of rollouts/"
+        writer.write('{"step": 3}\n')
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0, 1, 2, 3]
+    left = {file.stem for file in (tmp_path / "rollouts").iterdir()}
+    assert left == {"step_0", "step_1", "validation_step_0", "validation_step_2", "mine"}
+    assert rewind(tmp_path, 3) == ""
+    assert rewind(tmp_path, 0) == "4 rows of metrics.jsonl, 4 files of rollouts/"
