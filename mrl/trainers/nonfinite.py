@@ -45,7 +45,8 @@ class Updates:
         self.file, self._limit = run_dir / FILE, limit
         self._recorder, self._data_rows = recorder, data_rows
         self._made: dict[str, int] = {}  # updates of this step, by role
-        self._skipped = self._in_a_row = 0
+        self._skipped = 0
+        self.in_a_row = 0  # steps with a skipped update, up to the last one: part of the run's state
 
     def make(
         self,
@@ -71,12 +72,12 @@ class Updates:
         """`step`: from 1. Raises NonFiniteError after `limit` steps in a row with a skipped update."""
         made, skipped = sum(self._made.values()), self._skipped
         self._made, self._skipped = {}, 0
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
         if not skipped:
             return
         why = "loss or gradient was not finite"
         self._recorder.note(f"step {step}: {skipped} of {made} updates skipped, the {why}; the samples: {self.file}")
-        if self._in_a_row == self._limit:
+        if self.in_a_row == self._limit:
             raise NonFiniteError(
                 f"{self._limit} steps in a row, to step {step}, had an update whose {why} (run.max_nonfinite_steps). "
                 f"None of these updates was applied. {self.file} names their samples and data rows"

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -105,6 +106,7 @@ class RLRun:
         state = self.saving.resume()
         if state is not None:
             self.kl_controller.load_state_dict(state["kl_controller"])
+            self.updates.in_a_row = state["nonfinite_in_a_row"]
             self.start_step = state["step"]
 
     def _ticker(self, total: int) -> Callable[[Sample], None]:
@@ -169,7 +171,9 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         if main.engine is not None:
             main.engine.restarts.allow(main.recorder.note, world.together)
         run.resume()
-        run.push_weights(run.start_step, verify=cfg.run.launcher == "ft")
+        pushed = run.push_weights(run.start_step, verify=cfg.run.launcher == "ft")
+        if pushed.verified:
+            main.recorder.note(f"the engine has the weights of step {run.start_step}, all {pushed.verified} tensors")
         is_set_up()
         yield run
 
@@ -183,6 +187,11 @@ def build_run(main: MainParts, world: World, learners: Learners, urls: tuple[str
     trained = {"actor": actor} | ({"critic": critic} if critic is not None and critic.trainable else {})
     phase = Phases.of(cfg.resilience, world, main.run_dir, main.recorder, peers=actor.mesh.pp_rank)
     data_rows = main.generator.data_rows if main.generator else None
+    updates = Updates(main.run_dir, cfg.run.max_nonfinite_steps, main.recorder, data_rows)
+
+    def loop_state() -> dict[str, Any]:
+        return {"kl_controller": controller.state_dict(), "nonfinite_in_a_row": updates.in_a_row}
+
     return RLRun(
         cfg=cfg,
         world=world,
@@ -195,9 +204,9 @@ def build_run(main: MainParts, world: World, learners: Learners, urls: tuple[str
         generator=main.generator,
         sync=WeightSync(actor.exporter, urls, cfg.sync, cfg.rollout.tensor),
         start_step=0,
-        updates=Updates(main.run_dir, cfg.run.max_nonfinite_steps, main.recorder, data_rows),
+        updates=updates,
         phase=phase,
-        saving=Saving(cfg, phase, trained, lambda: {"kl_controller": controller.state_dict()}),
+        saving=Saving(cfg, phase, trained, loop_state),
     )
 
 

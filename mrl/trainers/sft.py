@@ -83,7 +83,8 @@ def open_sft_run(cfg: SFTConfig) -> Iterator[SFTRun]:
         run = build_run(cfg, world, run_dir, recorder)
         stack.callback(run.saving.close)
         state = run.saving.resume()
-        run.start_step = state["step"] if state is not None else 0
+        if state is not None:
+            run.start_step, run.updates.in_a_row = state["step"], state["nonfinite_in_a_row"]
         is_set_up()
         yield run
 
@@ -98,8 +99,8 @@ def build_run(cfg: SFTConfig, world: World, run_dir: Path, recorder: Recorder | 
         return [prompt.index for prompt in data.prompts_for_step(step, cfg.batch.samples_per_step, cfg.run.seed)]
 
     phase = Phases.of(cfg.resilience, world, run_dir, recorder, peers=actor.mesh.pp_rank)
-    saving = Saving(cfg, phase, {"actor": actor}, dict)
     updates = Updates(run_dir, cfg.run.max_nonfinite_steps, recorder, data_rows if world.is_main else None)
+    saving = Saving(cfg, phase, {"actor": actor}, lambda: {"nonfinite_in_a_row": updates.in_a_row})
     return SFTRun(cfg, actor, data, recorder, phase, saving, updates, start_step=0)
 
 

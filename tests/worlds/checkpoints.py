@@ -7,133 +7,36 @@ The tests ask of each case what a run that did not stop gives: weights when save
 
 from __future__ import annotations
 
-import contextlib
-import json
 import random
-import resource
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from checkpoint_tools import (
+    World,
+    error,
+    held_up,
+    limited_files,
+    min_change,
+    report,
+    same_everywhere,
+    save,
+    stored_difference,
+    train,
+    vocab_of,
+    weights_of,
+)
 
-from mrl import platform
-
-platform.install()
-
-from gradients import make_rollout, parse  # noqa: E402
-from megatron.core import dist_checkpointing  # noqa: E402
-
-from mrl import checkpoint  # noqa: E402
-from mrl.checkpoint import Saver, learner_state, torch_dist  # noqa: E402
-from mrl.config.schema import CheckpointConfig, OptimizerConfig, TrainConfig, ValueLossConfig  # noqa: E402
-from mrl.learner import Learner, losses  # noqa: E402
-from mrl.models import load_arch  # noqa: E402
-from mrl.parallel import Meshes, rank, world_size  # noqa: E402
-
-OPTIMIZER = OptimizerConfig(lr=2e-2, warmup_steps=6, weight_decay=0.1)  # still warming up when saved
-Weights = dict[str, torch.Tensor]
-
-
-class World:
-    def __init__(self, work: Path, tied: str, moe: str, other: str) -> None:
-        self.work, self.tied, self.moe, self.other = work, tied, moe, other
-        self.meshes = Meshes(120)
-
-    def learner(self, role: str, model: str, layout: str, seed: int, dtype: torch.dtype = torch.float32) -> Learner:
-        mesh = self.meshes.get(parse(layout))
-        train = TrainConfig(parallel=mesh.cfg, optimizer=OPTIMIZER, max_tokens_per_microbatch=128)
-        return Learner(role, load_arch(model), model, train, mesh, dtype=dtype, seed=seed, from_scratch=True)  # type: ignore[arg-type]
-
-    def pair(self, layout: str, seed: int) -> dict[str, Learner]:
-        return {
-            "actor": self.learner("policy", self.tied, layout, seed),
-            "critic": self.learner("critic", self.tied, layout, seed),
-        }
-
-
-def train(learners: dict[str, Learner], updates: range) -> None:
-    """Update k uses samples that follow from k alone."""
-    for learner in learners.values():
-        rollout = make_rollout(learner.arch.vocab_size)
-        n = rollout.num_response_tokens
-        weights, zeros = torch.full((n,), 1 / n), torch.zeros(n)
-        for k in updates:
-            ids = [i for i in range(rollout.num_samples) if i % 3 != k % 3]
-            noise = torch.randn(n, generator=torch.Generator().manual_seed(k))
-            loss = (
-                losses.cross_entropy(weights)
-                if learner.role == "policy"
-                else losses.value(ValueLossConfig(), zeros, noise, weights, weights)
-            )
-            learner.backward(rollout, ids, loss, 1.0)
-            learner.step()
-
-
-def save(run: Path, step: int, learners: dict[str, Learner], state: dict[str, Any], keep_last: int) -> Path:
-    """Waited for."""
-    saver = Saver(run, CheckpointConfig(keep_last=keep_last, timeout_s=120), lambda written: None)
-    saver.save(step, learners, state)
-    saver.wait()
-    return run / "checkpoints" / f"step_{step}"
-
-
-def weights_of(learners: dict[str, Learner]) -> Weights:
-    """All weights by learner and Hugging Face name, on every rank."""
-    mine: Weights = {}
-    for name, learner in learners.items():
-        with learner.mesh.active():
-            mine |= {f"{name}.{key}": tensor.clone() for key, tensor in learner.exporter.stream()}
-    boxes: list[Any] = [None] * world_size()
-    torch.distributed.all_gather_object(boxes, mine)
-    return {key: tensor for box in boxes for key, tensor in box.items()}
-
-
-def error(got: Weights, want: Weights) -> float:
-    """The worst relative L2 error of a tensor; 0.0 only if all are equal to the bit."""
-    assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
-    if all(torch.equal(got[name], want[name]) for name in want):
-        return 0.0
-    return max(float((got[n].double() - w.double()).norm() / w.double().norm()) for n, w in want.items()) or 1e-30
-
-
-def stored_difference(a: Path, b: Path, vocab: int) -> dict[str, float]:
-    """Largest absolute difference between two checkpoints by kind of tensor, padded vocabulary rows left out."""
-    worst: dict[str, float] = {}
-    for name in json.loads((a / "complete").read_text())["learners"]:
-        x, y = (dist_checkpointing.load_plain_tensors(str(path / name)) for path in (a, b))
-        assert x.keys() == y.keys(), sorted(x.keys() ^ y.keys())
-        for key in x:
-            kind, one, two = "counters", torch.as_tensor(x[key]), torch.as_tensor(y[key])
-            if isinstance(x[key], torch.Tensor):
-                kind = key.split(".")[2] if key.startswith("optimizer.state.") else "weights"
-                padded = "word_embeddings" in key or "output_layer" in key
-                one, two = (t[:vocab] if padded else t for t in (x[key], y[key]))
-            worst[kind] = max(worst.get(kind, 0.0), float((one - two).abs().max()))
-    return worst
-
-
-def report(case: str, **values: Any) -> None:
-    if rank() == 0:
-        print(json.dumps({"case": case, **values}), flush=True)
-
-
-def same_everywhere(action: Callable[[], Any]) -> str:
-    """The message of the CheckpointError that `action` raises, which must be the same on every rank."""
-    try:
-        action()
-        message = "no error"
-    except checkpoint.CheckpointError as raised:
-        message = str(raised)
-    boxes: list[Any] = [None] * world_size()
-    torch.distributed.all_gather_object(boxes, message)
-    assert len(set(boxes)) == 1, boxes
-    return message
+from mrl import checkpoint, platform
+from mrl.checkpoint import Saver, learner_state, torch_dist
+from mrl.config.schema import CheckpointConfig
+from mrl.learner import Learner
+from mrl.parallel import rank, world_size
 
 
 def resharding(
@@ -159,11 +62,6 @@ def resharding(
         report(f"{case} {layout}", before=before, loaded=loaded, stored=stored, continued=continued, state=state)
 
 
-def min_change(a: Weights, b: Weights) -> float:
-    """Over tensors: the least relative change."""
-    return min(float((a[n].double() - b[n].double()).norm() / b[n].double().norm()) for n in a)
-
-
 def bfloat16_before_the_first_update(world: World) -> None:
     def make(seed: int) -> dict[str, Learner]:
         return {"actor": world.learner("policy", world.tied, "tp2", seed, torch.bfloat16)}
@@ -179,23 +77,6 @@ def bfloat16_before_the_first_update(world: World) -> None:
         checkpoint.load(path, fresh)
         train(fresh, updates)
         report(f"bfloat16 {name}", continued=error(weights_of(fresh), at_end))
-
-
-@contextlib.contextmanager
-def held_up() -> Iterator[Callable[[], None]]:
-    """No rank writes a file before what this gives is called."""
-    go, write = threading.Event(), torch_dist.Shards.write
-
-    def later(shards: torch_dist.Shards) -> Any:
-        assert go.wait(100)
-        return write(shards)
-
-    torch_dist.Shards.write = later  # type: ignore[method-assign]
-    try:
-        yield go.set
-    finally:
-        go.set()
-        torch_dist.Shards.write = write  # type: ignore[method-assign]
 
 
 def draws() -> list[float]:
@@ -246,22 +127,6 @@ def poll_to_the_end(saver: Saver) -> None:
     while saver.is_writing:
         saver.poll()
         time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def limited_files(on_rank: int) -> Iterator[None]:
-    """This rank cannot write more than 2 kB into a file."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank() == on_rank:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def vocab_of(learners: dict[str, Learner]) -> int:
-    return next(iter(learners.values())).arch.vocab_size
 
 
 def failing_saves(world: World, learners: dict[str, Learner]) -> None:
