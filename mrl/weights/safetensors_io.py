@@ -144,7 +144,7 @@ class HFCheckpoint:
         if not allow_pickle:
             raise WeightError(
                 f"{self.path / pickled[0]}: pickled weights can run code when they are opened; convert them to "
-                "safetensors, or set model.allow_pickle: true to read them (tensors only)"
+                "safetensors, or set model.allow_pickle: true (mrl convert: --allow-pickle) to read them (tensors only)"
             )
         if pickled[0] == PICKLE_INDEX:
             return self._read_index(self.path / PICKLE_INDEX)
