@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -234,7 +235,8 @@ def test_two_launchers_do_not_share_a_run_directory(start: type[Launched]) -> No
     first.pids("ready_0")
     second = start("", 1)
     assert second.wait() == 1
-    assert "refused: logs belongs to a run that is going on" in second.err()
+    owner = f"process {first.process.pid} on {socket.gethostname()}"
+    assert f"refused: logs belongs to a run that is going on: stop it ({owner}), or choose another" in second.err()
 
 
 def test_a_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:

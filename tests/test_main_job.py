@@ -42,6 +42,7 @@ PPO: dict[str, Any] = {
 }
 EVERY_STEP = {
     "actor/clipfrac", "actor/entropy", "actor/grad_norm", "actor/loss", "actor/lr", "actor/pg_loss", "actor/ppo_kl",
+    "actor/skipped", "critic/skipped", "reward/failed", "rollout/engine_restarts",
     "critic/clipfrac", "critic/explained_variance", "critic/grad_norm", "critic/loss", "critic/value_mean",
     "kl/coef", "kl/ref", "mismatch/kl", "mismatch/max_abs", "mismatch/mean_abs", "perf/tokens_per_s",
     "response/mean_tokens", "response/truncated", "reward/length", "reward/mean",
@@ -140,7 +141,8 @@ def test_ppo_the_same_command_goes_on(ppo: Path, metrics: list[dict[str, float]]
 def test_a_step_samples_the_same_tokens_under_another_layout(
     tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
 ) -> None:
-    """One process with 16 requests in flight, and CP2 x DP2 with 3; both go to one server, given by its URL."""
+    """One process with 16 requests in flight, and CP2 x DP2 with 3; both go to one server, given by its URL, which
+    outlives them: nothing else of theirs may, nor keep the weights in shared memory."""
     found, model, url = [], tiny_models("llama"), sglang_engine.urls[0]
     try:
         for context, nproc, requests in ((1, 1, 16), (2, 4, 3)):
@@ -153,7 +155,6 @@ def test_a_step_samples_the_same_tokens_under_another_layout(
                 actor={"parallel": {"context": context}},
                 batch={"prompts_per_step": 8},
                 rollout={"urls": [url], "concurrent_requests": requests},
-                sync={"transport": "http"},
             )
             train(folder, config)
             rows = rows_of(folder / "runs/run/rollouts/step_0.jsonl")

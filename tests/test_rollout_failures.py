@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from mrl.config.schema import RolloutConfig, SamplingConfig
 from mrl.core import Prompt, Request, SamplingParams
 from mrl.rollout import Engine, EngineClient, EngineStartError, RolloutError, start_engine
-from mrl.rollout.engine import REQUESTS_A_CALL
+from mrl.rollout.flight import REQUESTS_A_CALL
 from tests.conftest import TinyModels
 from tests.test_rollout_engines import greedy, requests
 from tests.test_rollout_supervisor import running, wait_until

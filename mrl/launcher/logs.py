@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import shlex
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,10 +94,15 @@ def report(found: tuple[int, Failure], log: Log, terminal: Terminal) -> None:
 def owned(log_dir: Path) -> Iterator[BinaryIO]:
     """One launcher a directory. Raises LaunchError if another one writes there."""
     log_dir.mkdir(parents=True, exist_ok=True)
-    with (log_dir / ".launcher.lock").open("ab") as lock:
+    with (log_dir / ".launcher.lock").open("a+b") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            message = f"{log_dir} belongs to a run that is going on: stop it, or choose another run.name"
+            lock.seek(0)
+            owner = lock.read().decode() or "a process that has just started"
+            message = f"{log_dir} belongs to a run that is going on: stop it ({owner}), or choose another run.name"
             raise LaunchError(message) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        lock.flush()
         yield lock

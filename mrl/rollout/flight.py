@@ -189,10 +189,11 @@ class Flight:
                 await self._engine.start_again(process)
                 self._engine.restarts.give_weights(server.url)
                 break
-            except Exception as error:
+            except Exception:
                 if not await self._ends_soon(server):
                     raise
-                self._engine.restarts.take(process, error)  # it died once more
+                again = f"engine died again before it had its weights: {process.obituary()}"
+                self._engine.restarts.take(process, RolloutError(again))
         server.life += 1
         server.up = True
 

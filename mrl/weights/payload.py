@@ -106,12 +106,14 @@ class SharedBuffer:
     def pickle(self, bucket: Bucket, readers: int) -> str:
         """base64 pickle of [(name, tensor)] whose tensors live in this buffer; valid for `readers` processes.
 
-        Each reader gives back one reference when it maps the buffer, so as many are taken here.
+        Each reader gives back one reference when it maps the buffer, so as many are taken here. A reader is sent to
+        the shared-memory manager process of its own tree (b""): as a client of ours it would keep ours running, and
+        what we leave behind in /dev/shm, until it ends itself.
         """
-        manager, handle, size = self._storage._share_filename_cpu_()
+        _, handle, size = self._storage._share_filename_cpu_()
         for _ in range(readers):
             self._storage._shared_incref()
-        untyped = _Call(reductions.rebuild_storage_filename, (torch.UntypedStorage, manager, handle, size))
+        untyped = _Call(reductions.rebuild_storage_filename, (torch.UntypedStorage, b"", handle, size))
         typed = {
             dtype: _Call(reductions.rebuild_typed_storage, (untyped, dtype))
             for dtype in {slot.dtype for slot in bucket.slots}
