@@ -48,13 +48,14 @@ def write_config(folder: Path, model: Path, **sections: dict[str, Any] | None) -
 
 
 class Train:
-    """`mrl train CONFIG OVERRIDES`. `terminal`: all that it has shown. Use as a context manager: it ends the run."""
+    """`mrl train CONFIG OVERRIDES`, with `environment` on top of this process's. `terminal`: all that it has shown. Use
+    as a context manager: it ends the run."""
 
-    def __init__(self, folder: Path, *arguments: str | Path) -> None:
+    def __init__(self, folder: Path, *arguments: str | Path, **environment: str) -> None:
         self._mark = f"MRL_TEST_RUN={uuid.uuid4().hex}"
         self._file = folder / f"terminal_{uuid.uuid4().hex[:6]}"
         name, _, value = self._mark.partition("=")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), name: value}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), name: value, **environment}
         with self._file.open("wb") as out:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "mrl", "train", *map(str, arguments)],

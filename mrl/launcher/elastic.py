@@ -21,8 +21,9 @@ from typing import Literal
 
 from mrl.launcher import signals
 from mrl.launcher.logs import LEFT, LaunchError, Log, cause, open_logs, owned, report, take_failures
+from mrl.launcher.ports import free_port
 from mrl.launcher.restarts import Restarts
-from mrl.resilience.protocol import EXIT_PREEMPTED, LOG_DIR_VARIABLE, MARKER
+from mrl.resilience.protocol import EXIT_PREEMPTED, LOG_DIR_VARIABLE, MARKER, PORT_VARIABLE
 from mrl.terminal import Terminal
 
 _POLL_S = 0.1
@@ -147,6 +148,7 @@ class _Watch:
 
 
 def _start(job: Elastic, log_dir: Path, grace_s: float, terminal: Terminal) -> subprocess.Popen[bytes]:
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, LOG_DIR_VARIABLE: str(log_dir.absolute())}
     longest = math.ceil((job.save_s or 0.0) + grace_s)
     common = ["--nnodes=1", f"--nproc-per-node={job.nproc}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     if job.kind == "torchrun":
@@ -155,7 +157,7 @@ def _start(job: Elastic, log_dir: Path, grace_s: float, terminal: Terminal) -> s
         own = ["-m", "mrl.launcher.ft_agent", *common, f"--max-restarts={job.max_restarts}"]
         own += [f"--term-timeout={longest}", f"--workers-stop-timeout={_STOP_S}", "--monitor-interval=0.1"]
         own += ["--ft-enable-nic-monitor=false", f"--ft-cfg-path={job.ft_config}"]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, LOG_DIR_VARIABLE: str(log_dir.absolute())}
+        environment[PORT_VARIABLE] = str(free_port())
     with _log(job, log_dir).open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, *own, "-m", *job.arguments],

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import random
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -22,11 +20,11 @@ from mrl import failure
 from mrl.failure import Failure
 from mrl.launcher import signals
 from mrl.launcher.logs import LEFT, LaunchError, Log, cause, open_logs, owned, report, take_failures
+from mrl.launcher.ports import free_port
 from mrl.resilience.protocol import EXIT_PREEMPTED
 from mrl.terminal import Terminal
 
 _POLL_S = 0.05
-_PORTS = range(20000, 32000)  # below the range from which outgoing connections are numbered
 
 
 @dataclass
@@ -165,7 +163,7 @@ def _start(command: Sequence[str], logs: Sequence[Log], env: Mapping[str, str], 
     shared = {
         **{"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env},
         **{"WORLD_SIZE": str(len(logs)), "LOCAL_WORLD_SIZE": str(len(logs))},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
     }
     prepare = signals.as_child()
     ranks: list[Rank] = []
@@ -191,17 +189,6 @@ def _start(command: Sequence[str], logs: Sequence[Log], env: Mapping[str, str], 
         raise LaunchError(f"rank {len(ranks)} could not be started: {error}") from error
     terminal.rank_started()
     return ranks
-
-
-def _free_port() -> int:
-    for port in random.SystemRandom().sample(_PORTS, 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise LaunchError(f"no free port between {_PORTS.start} and {_PORTS.stop} for the ranks to meet at")
 
 
 def _exit_code(rank: Rank) -> int:

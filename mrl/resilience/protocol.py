@@ -13,6 +13,7 @@ from pathlib import Path
 
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: saved and left after a signal; the same command goes on
 LOG_DIR_VARIABLE = "MRL_LOG_DIR"  # set by the launcher for ranks that torchrun or ft_launcher starts for it
+PORT_VARIABLE = "MRL_MASTER_PORT"  # where they meet, set by it for ft_launcher, whose own choice may be taken by then
 MARKER = "preempted"  # in the run directory; gone again when the run goes on
 
 SECTIONS = ("setup", "rollout", "reward", "update", "sync", "checkpoint")

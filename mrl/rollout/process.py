@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import random
 import signal
@@ -12,9 +13,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import httpx
 
+FORMER_ENGINE_S = 30.0  # its supervisor needs GRACE_S and a little more to end it
 GRACE_S = 3.0  # between SIGTERM and SIGKILL: an engine has nothing to save
 POLL_S = 0.1
 LOG_TAIL_LINES = 40
@@ -57,6 +60,7 @@ class EngineProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         supervised = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(GRACE_S), *self._command]
         with self.log.open("ab") as out:
+            self._hold(out)
             self._process = subprocess.Popen(
                 supervised,
                 env=self._env,
@@ -68,6 +72,19 @@ class EngineProcess:
         self._started = time.monotonic()
         self._lines_when_ready: int | None = None
         atexit.register(self.close)
+
+    def _hold(self, log: BinaryIO) -> None:
+        """Locks the log, through the handle that the engine's whole tree inherits: none of a former engine's processes
+        (the run's before a restart) is left then, with the memory that it had."""
+        deadline = time.monotonic() + FORMER_ENGINE_S
+        while True:
+            try:
+                return fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    text = f"an engine that was started before still runs after {FORMER_ENGINE_S:g} s ({self.log})"
+                    raise EngineStartError(f"{self.name} did not start: {text}; end it first") from None
+                time.sleep(POLL_S)
 
     def restart(self) -> None:
         """Ends what is left of the engine and starts it anew, at the same address; returns at once."""

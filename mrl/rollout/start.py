@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -55,6 +56,8 @@ def _check(engine: Engine, url: str, cfg: RolloutConfig, model_path: str) -> Non
     """The engine serves this model, and `engine.notes` gets what it cannot do. Draws one token to warm it up."""
     client = EngineClient(url, timeout_s=cfg.startup_timeout_s)
     try:
+        if cfg.urls:
+            _take_over(client)
         _check_model(url, client.model_info(), model_path)
         client.generate({"input_ids": [1], "sampling_params": {"max_new_tokens": 2, "temperature": 1.0}})
         info = client.server_info()
@@ -70,6 +73,14 @@ def _check(engine: Engine, url: str, cfg: RolloutConfig, model_path: str) -> Non
         log.warning("%s", note)
     if info.get("skip_tokenizer_init"):
         engine.accepts_stop_strings = False
+
+
+def _take_over(client: EngineClient) -> None:
+    """A run that was killed may have left requests running and an update of the weights half-way."""
+    with contextlib.suppress(EngineError):  # nothing is open
+        client.end_weight_update()
+    with contextlib.suppress(EngineError):
+        client.abort_all()
 
 
 def _check_model(url: str, info: ModelInfo, model_path: str) -> None:

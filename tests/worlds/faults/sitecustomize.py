@@ -1,7 +1,8 @@
 """Python runs this first wherever this folder is on PYTHONPATH: faults on request in the ranks of `mrl train`.
 
-MRL_TEST_FAULTS: JSON list over the attempts of a run, each null or {kind: kill | exception | hang, section, rank, nth}:
-what `rank` does when it enters `section` for the nth time (from 1). MRL_TEST_SLOW: "RANK SECONDS", a rank that computes
+MRL_TEST_FAULTS: a file with a JSON list over the attempts of a run, each null or {kind: kill | exception | hang,
+section, rank, nth}: what `rank` does when it enters `section` for the nth time (from 1). The Unix time of each fault is
+appended to the file FILE.fired. MRL_TEST_SLOW: "RANK SECONDS", a rank that computes
 as much longer in each update.
 """
 
@@ -24,6 +25,8 @@ class Injected(RuntimeError):
 
 
 def do(kind: str) -> None:
+    with open(os.environ["MRL_TEST_FAULTS"] + ".fired", "a") as file:
+        file.write(f"{time.time()}\n")
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "exception":

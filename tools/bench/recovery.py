@@ -1,0 +1,103 @@
+"""How long a fault in one rank goes unnoticed under ft_launcher, and how long all ranks need to be at work again.
+
+    python tools/bench/recovery.py [--rounds 5] [--results tools/bench/results/recovery.json]
+
+A tiny policy, TP2 by gloo, checkpoints after every step. Rank 1 is killed, raises an error or hangs in an update, each
+kind as often as --rounds says, in turn. Once with an engine that outlives the ranks (rollout.urls), once with one that
+rank 0 starts. Detection: from the fault until `mrl train` knows. Recovery: from there until every rank has loaded the
+last checkpoint and the engine has its weights, verified. A hang is detected after its section's time-out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from mrl.config.schema import RolloutConfig  # noqa: E402
+from mrl.rollout import start_engine  # noqa: E402
+from tests.tiny import make_tiny  # noqa: E402
+from tests.train_tools import write_config  # noqa: E402
+
+KINDS = ("kill", "exception", "hang")
+SECTION = "update"
+HANG_LIMIT_S = 5.0
+LIMITS = {"setup": 120.0, "rollout": 60.0, "reward": 60.0, "update": HANG_LIMIT_S, "sync": 60.0, "checkpoint": 60.0}
+RUN_TIMEOUT_S = 1800
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results/recovery.json")
+    args = parser.parse_args()
+    results = {
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "load_at_start": os.getloadavg()[0]},
+        "versions": {name: version(name) for name in ("torch", "megatron-core", "nvidia-resiliency-ext")},
+        "rounds": args.rounds,
+        "hang_limit_s": HANG_LIMIT_S,
+        "date": time.strftime("%F"),
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = make_tiny(folder / "model", "llama")
+        with start_engine(RolloutConfig(engine="transformers"), str(model), "float32", folder) as engine:
+            engine.wait_ready()
+            results["engine_kept"] = measure(folder, model, args.rounds, [f"rollout.urls=['{engine.urls[0]}']"])
+        results["engine_of_rank_0"] = measure(folder, model, args.rounds, ["rollout.engine=transformers"])
+    args.results.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results, indent=1))
+
+
+def measure(folder: Path, model: Path, rounds: int, overrides: list[str]) -> dict[str, dict[str, dict[str, float]]]:
+    """kind -> detection_s, recovery_s -> min, median, max"""
+    faults = [{"kind": kind, "section": SECTION, "rank": 1, "nth": 2} for kind in KINDS] * rounds
+    file = folder / f"faults_{len(list(folder.iterdir()))}.json"
+    file.write_text(json.dumps(faults))
+    config = write_config(
+        folder,
+        model,
+        run={"name": file.stem, "launcher": "ft", "max_restarts": len(faults), "steps": len(faults)},
+        actor={"parallel": {"tensor": 2}},
+        rollout={"sampling": {"max_new_tokens": 8}},
+        checkpoint={"every_steps": 1},
+        resilience={"timeouts_s": {**LIMITS, "out_of_section": 60.0}},
+    )
+    paths = f"{ROOT / 'tests/worlds/faults'}:{ROOT}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "MRL_TEST_FAULTS": str(file)}
+    command = [sys.executable, "-m", "mrl", "train", str(config), *overrides]
+    with contextlib.chdir(folder):
+        subprocess.run(command, env=environment, check=True, timeout=RUN_TIMEOUT_S)
+    fired = [float(line) for line in Path(f"{file}.fired").read_text().splitlines()]
+    restarts = folder / "runs" / file.stem / "logs/restarts.jsonl"
+    rows = [json.loads(line) for line in restarts.read_text().splitlines()]
+    assert len(rows) == len(fired) == len(faults), (len(rows), len(fired), len(faults))
+    found = {}
+    for kind in KINDS:
+        mine = [n for n, fault in enumerate(faults) if fault["kind"] == kind]
+        found[kind] = {
+            "detection_s": spread([rows[n]["unix_time"] - fired[n] for n in mine]),
+            "recovery_s": spread([rows[n]["recovered_s"] for n in mine]),
+        }
+    return found
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    found = {"min": min(values), "median": statistics.median(values), "max": max(values)}
+    return {name: round(value, 2) for name, value in found.items()}
+
+
+if __name__ == "__main__":
+    main()

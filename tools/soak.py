@@ -1,0 +1,151 @@
+"""A long run whose ranks and engine are killed at random, against one that nobody disturbs: the same in the end?
+
+    python tools/soak.py [--minutes 60] [--kill-every-s 60] [--seed 0] [--folder runs/soak] [--results FILE.json]
+
+A tiny policy, TP2 by gloo, sampled by the transformers engine, under ft_launcher. Until the time is over somebody is
+picked now and then: a rank is killed, a rank is stopped so that it hangs, or the engine is killed. Then SIGTERM lets the
+run save. An undisturbed run of as many steps follows; weights, samples and the steps of the metrics must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from mrl.observe import read_metrics  # noqa: E402
+from mrl.resilience import EXIT_PREEMPTED  # noqa: E402
+from mrl.resilience.protocol import MARKER, read_places  # noqa: E402
+from tests.tiny import make_tiny  # noqa: E402
+from tests.train_tools import write_config  # noqa: E402
+
+RANKS = 2
+NO_END = 1_000_000
+FAULTS = {"rank killed": 6, "rank stopped": 2, "engine killed": 2}  # name -> how often, relatively
+SETTLE_S = 90.0  # more than a hang or a restart takes: then there are ranks that can save
+LIMITS = {"setup": 60.0, "rollout": 60.0, "reward": 20.0, "update": 20.0, "sync": 20.0, "checkpoint": 20.0}
+SURVIVAL = ["run.launcher=ft", "run.max_restarts=100000", "rollout.max_restarts=100000"]
+
+
+def main() -> int:
+    args = arguments()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    config = prepare(args.folder)
+    faults = disturb(args, config)
+    steps = json.loads((args.folder / "runs/disturbed" / MARKER).read_text())["step"]
+    print(f"disturbed: {steps} steps, {dict(faults)}")
+    for name in ("disturbed", "undisturbed"):
+        assert start(args.folder, config, name, f"run.steps={steps}").wait(3600) == 0
+    equal = outcome(args.folder / "runs/disturbed") == outcome(args.folder / "runs/undisturbed")
+    restarts = read_restarts(args.folder)
+    recovered = sorted(row["recovered_s"] for row in restarts if row["recovered_s"] is not None)
+    results = {
+        "minutes": args.minutes,
+        "steps": steps,
+        "faults": dict(faults),
+        "restarts_of_all_ranks": len(restarts),
+        "recovery_s": {"median": recovered[len(recovered) // 2], "max": recovered[-1]} if recovered else None,
+        "equal_to_undisturbed": equal,
+    }
+    print(json.dumps(results, indent=1))
+    if args.results:
+        args.results.write_text(json.dumps(results, indent=1) + "\n")
+    return 0 if equal else 1
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--kill-every-s", type=float, default=60.0, help="on average")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("runs/soak"))
+    parser.add_argument("--results", type=Path)
+    args = parser.parse_args()
+    args.folder = args.folder.absolute()
+    return args
+
+
+def prepare(folder: Path) -> Path:
+    model = folder / "model"
+    if not model.exists():
+        make_tiny(model, "llama")
+    return write_config(
+        folder,
+        model,
+        actor={"parallel": {"tensor": 2}},
+        rollout={"engine": "transformers", "sampling": {"max_new_tokens": 8}},
+        checkpoint={"every_steps": 5, "export_hf": True},
+    )
+
+
+def start(folder: Path, config: Path, name: str, *overrides: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with (folder / f"{name}.terminal").open("ab") as out:
+        command = [sys.executable, "-m", "mrl", "train", str(config), f"run.name={name}", *overrides]
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT)
+
+
+def disturb(args: argparse.Namespace, config: Path) -> collections.Counter[str]:
+    """Runs until the time is over; counts what was done to the run."""
+    draw, done = random.Random(args.seed), collections.Counter[str]()
+    limits = f"resilience.timeouts_s={json.dumps(LIMITS)}"
+    process = start(args.folder, config, "disturbed", *SURVIVAL, limits, f"run.steps={NO_END}")
+    end = time.monotonic() + 60 * args.minutes
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, draw.uniform(0.5, 1.5) * args.kill_every_s))
+        assert process.poll() is None, f"the run has ended by itself: see {args.folder / 'disturbed.terminal'}"
+        name = draw.choices(list(FAULTS), list(FAULTS.values()))[0]
+        if hit(args.folder / "runs/disturbed/logs", name, draw):
+            done[name] += 1
+            print(f"{time.strftime('%T')} {name}", flush=True)
+    time.sleep(SETTLE_S)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(600) == EXIT_PREEMPTED
+    return done
+
+
+def hit(logs: Path, name: str, draw: random.Random) -> bool:
+    """Whether there was somebody to hit."""
+    places = read_places(logs, RANKS)
+    try:
+        if name == "engine killed":
+            engines = [
+                child
+                for place in places
+                for child in psutil.Process(place.pid).children(recursive=True)
+                if "mrl.rollout.transformers_engine.server" in child.cmdline() and "-I" not in child.cmdline()
+            ]
+            engines[0].kill()
+        else:
+            victim = draw.choice(places).pid
+            os.kill(victim, signal.SIGKILL if name == "rank killed" else signal.SIGSTOP)
+    except (IndexError, ProcessLookupError, psutil.NoSuchProcess):
+        return False
+    return True
+
+
+def outcome(run: Path) -> dict[str, object]:
+    samples = {file.name: file.read_bytes() for file in run.glob("rollouts/*.jsonl")}
+    weights = (run / "hf/model.safetensors").read_bytes()
+    return {**samples, "weights": weights, "steps": [row["step"] for row in read_metrics(run)]}
+
+
+def read_restarts(folder: Path) -> list[dict[str, float]]:
+    file = folder / "runs/disturbed/logs/restarts.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
