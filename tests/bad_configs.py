@@ -550,7 +550,7 @@ BAD = [
     Bad(
         "rewards longer than the rollout",
         NPROC,
-        "  nproc: 4\n  launcher: ft\ncheckpoint: {every_steps: 1}\nresilience:\n  timeouts_s: {reward: 9, rollout: 8}\n",
+        NPROC + "  launcher: ft\ncheckpoint: {every_steps: 1}\nresilience:\n  timeouts_s: {reward: 9, rollout: 8}\n",
         "resilience.timeouts_s.reward",
         ("never reached", "resilience.timeouts_s.rollout"),
         "  timeouts_s:",

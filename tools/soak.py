@@ -3,8 +3,8 @@
     python tools/soak.py [--minutes 60] [--kill-every-s 60] [--seed 0] [--folder runs/soak] [--results FILE.json]
 
 A tiny policy, TP2 by gloo, sampled by the transformers engine, under ft_launcher. Until the time is over somebody is
-picked now and then: a rank is killed, a rank is stopped so that it hangs, or the engine is killed. Then SIGTERM lets the
-run save. An undisturbed run of as many steps follows; weights, samples and the steps of the metrics must be equal.
+picked now and then: a rank is killed, a rank is stopped so that it hangs, or the engine is killed. Then SIGTERM lets
+the run save. An undisturbed run of as many steps follows; weights, samples and the steps of the metrics must be equal.
 """
 
 from __future__ import annotations
