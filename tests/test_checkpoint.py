@@ -208,7 +208,8 @@ def test_every_nth_is_kept_besides_the_last(tmp_path: Path) -> None:
 READ = """
 import sys
 from pathlib import Path
-from mrl.checkpoint.directory import reading
+sys.path.insert(0, sys.argv[2])
+from directory import reading
 with reading(Path(sys.argv[1])):
     print("reading", flush=True)
     sys.stdin.read()
@@ -218,11 +219,10 @@ with reading(Path(sys.argv[1])):
 def test_what_another_process_reads_is_not_removed(tmp_path: Path) -> None:
     first = write(tmp_path, 1)
     reader = subprocess.Popen(
-        [sys.executable, "-c", READ, str(first)],
+        [sys.executable, "-c", READ, str(first), str(Path(directory.__file__).parent)],  # without Megatron
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=WORLD.parents[2],
     )
     assert reader.stdin is not None and reader.stdout is not None
     try:
