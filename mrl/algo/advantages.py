@@ -18,8 +18,6 @@ from mrl.algo.registry import Registry
 from mrl.algo.scan import discounted_suffix_sum
 from mrl.algo.stats import check_same_shape, whiten
 
-GROUP_STD_EPS = 1e-6
-
 
 @dataclass(frozen=True)
 class AdvantageInputs:
@@ -83,12 +81,15 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     mask, outside = inputs.mask, ~inputs.mask
     rewards = inputs.token_rewards.masked_fill(outside, 0)
     values = inputs.values.masked_fill(outside, 0)
-    if _has_holes(mask):
-        advantages = _gae_of_mask_with_holes(rewards, values, mask, inputs.gamma, inputs.lam)
-    else:
-        advantages = _gae_of_left_aligned(rewards, values, inputs.gamma, inputs.lam)
-        advantages = advantages.masked_fill_(outside, 0)
+    advantages = _advantages(rewards, values, mask, inputs.gamma, inputs.lam)
     return whiten(advantages, mask), advantages + values
+
+
+def _advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+    """Not whitened; rewards, values and the result are 0 outside the mask."""
+    if _has_holes(mask):
+        return _gae_of_mask_with_holes(rewards, values, mask, gamma, lam)
+    return _gae_of_left_aligned(rewards, values, gamma, lam).masked_fill_(~mask, 0)
 
 
 def _has_holes(mask: Tensor) -> bool:
@@ -111,36 +112,14 @@ def _gae_of_mask_with_holes(rewards: Tensor, values: Tensor, mask: Tensor, gamma
     return torch.zeros_like(values).masked_scatter_(mask, advantages[closed])
 
 
-@ESTIMATORS.register("grpo")
-def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Group-relative advantage (arXiv 2402.03300): (R - mean_G) / (std_G + 1e-6) on every token of the response.
+@ESTIMATORS.register("reinforce_plus_plus")
+def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ (arXiv 2501.03262): the discounted reward-to-go, whitened over the mask.
 
-    R is the sum of a response's token rewards. The standard deviation has ddof 1. A group of one has mean 0 and std 1,
-    so it keeps its raw score (as verl's): callers should warn. `norm_adv_by_std_in_grpo=False` leaves the division out
-    (Dr.GRPO, arXiv 2503.20783). Not whitened; returns = advantages.
-
-    Peers: TRL adds 1e-4, OpenRLHF 1e-9, NeMo-RL takes leave-one-out statistics, Megatron-LM ddof 0 and 1e-4.
+    return_t = r_t + gamma * return of the next token *inside the mask*: observation tokens are skipped, as gae skips
+    them. returns are those from before the whitening.
     """
-    scores = inputs.token_rewards.sum(1)
-    mean, std = group_mean_std(scores, inputs.group)
-    advantage = scores.double() - mean
-    if inputs.norm_adv_by_std_in_grpo:
-        advantage = advantage / (std + GROUP_STD_EPS)
-    advantages = advantage.to(scores.dtype)[:, None].expand_as(inputs.mask).masked_fill(~inputs.mask, 0)
-    return advantages, advantages.clone()
-
-
-def group_mean_std(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Each response's group mean and standard deviation (ddof 1), [B] float64; groups of one: mean 0, std 1.
-
-    In float64, so that equal scores have a spread of exactly 0: a rounding error divided by 1e-6 would be noise.
-    """
-    numbers, member = group.unique(return_inverse=True)
-    scores = scores.double()
-    zeros = scores.new_zeros(numbers.numel())
-    count = zeros.index_add(0, member, torch.ones_like(scores))
-    mean = zeros.index_add(0, member, scores) / count
-    square = zeros.index_add(0, member, (scores - mean[member]).square())
-    std = (square / (count - 1).clamp(min=1)).sqrt()
-    single = count == 1
-    return mean.masked_fill(single, 0)[member], std.masked_fill(single, 1)[member]
+    outside = ~inputs.mask
+    rewards = inputs.token_rewards.masked_fill(outside, 0)
+    returns = _advantages(rewards, torch.zeros_like(rewards), inputs.mask, inputs.gamma, lam=1.0)
+    return whiten(returns, inputs.mask), returns

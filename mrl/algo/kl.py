@@ -25,10 +25,16 @@ PENALTIES: Registry[Penalty] = Registry("KL penalty")
 def penalty(name: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """The per-token penalty called `name`, of the shape of the arguments; gradient through `log_probs` only.
 
-    k1 (kl), abs, k2 (mse), k3 (low_var_kl). Raises ValueError for an unknown name or shapes that differ.
+    k1 (kl), abs, k2 (mse), k3 (low_var_kl); with a "+" behind the name the value is that estimator's and the gradient
+    k2's, which is the unbiased one (straight-through, as in verl). Raises ValueError for an unknown name or shapes that
+    differ.
     """
     check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs)
-    return PENALTIES.get(name)(log_probs, ref_log_probs.detach())
+    value = PENALTIES.get(name.removesuffix("+"))(log_probs, ref_log_probs.detach())
+    if not name.endswith("+"):
+        return value
+    slope = k2(log_probs, ref_log_probs.detach())
+    return value.detach() + (slope - slope.detach())
 
 
 @PENALTIES.register("k1", "kl")

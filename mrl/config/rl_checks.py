@@ -10,8 +10,20 @@ from pydantic import BaseModel
 from mrl.config.derived import Machine, needs_ref, samples_per_minibatch, samples_per_step
 from mrl.config.layout_checks import Archs, dp_sizes
 from mrl.config.problems import Problem
-from mrl.config.schema import RefConfig, RLConfig, ValidationConfig, ValueLossConfig
+from mrl.config.schema import POLICY_LOSS_OPTIONS, RefConfig, RLConfig, ValidationConfig, ValueLossConfig
 from mrl.models.arch import ModelArch
+
+ESTIMATOR_OPTIONS: dict[str, tuple[str, ...]] = {
+    "gae": ("gamma", "lam"),
+    "reinforce_plus_plus": ("gamma",),
+    "grpo": ("norm_adv_by_std_in_grpo",),
+    "grpo_passk": ("norm_adv_by_std_in_grpo",),
+    "rloo": (),
+    "opo": (),
+    "reinforce_plus_plus_baseline": (),
+    "gpg": (),
+}
+ALL_ESTIMATOR_OPTIONS = ("gamma", "lam", "norm_adv_by_std_in_grpo")
 
 
 def check(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
@@ -56,23 +68,21 @@ def _batch(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
 
 
 def _estimator(cfg: RLConfig) -> Iterator[Problem]:
-    algorithm = cfg.algorithm
-    where = "algorithm.adv_estimator"
-    if algorithm.adv_estimator == "gae":
+    algorithm, name = cfg.algorithm, cfg.algorithm.adv_estimator
+    where, because = "algorithm.adv_estimator", f"the estimator is {name}"
+    uses = ESTIMATOR_OPTIONS[name]
+    yield from inert(algorithm, "algorithm", [key for key in ALL_ESTIMATOR_OPTIONS if key not in uses], because, where)
+    if name == "gae":
         if cfg.critic is None:
-            yield Problem(
-                (where, "critic"), "gae needs a critic: add a `critic:` section (`critic: {}` for its defaults)"
-            )
-        yield from inert(algorithm, "algorithm", ["norm_adv_by_std_in_grpo"], "the estimator is gae", where)
+            message = "gae needs a critic: add a `critic:` section (`critic: {}` for its defaults)"
+            yield Problem((where, "critic"), message)
         return
-    because = f"the estimator is {algorithm.adv_estimator}"
-    yield from inert(algorithm, "algorithm", ["gamma", "lam"], because, where)
     if cfg.critic is not None:
         yield Problem(("critic", where), f"has no effect: {because}, which uses no values")
     if algorithm.value_loss != ValueLossConfig():
         yield Problem(("algorithm.value_loss", where), f"has no effect: {because}, which has no value loss")
-    if cfg.batch.samples_per_prompt == 1:
-        message = "1 sample a prompt has nothing to be compared with: grpo needs at least 2"
+    if cfg.batch.samples_per_prompt == 1 and name != "reinforce_plus_plus":
+        message = f"1 sample a prompt has nothing to be compared with: {name} needs at least 2"
         yield Problem(("batch.samples_per_prompt", where), message)
 
 
@@ -98,6 +108,9 @@ def _kl(cfg: RLConfig) -> Iterator[Problem]:
         return
     if kl.use_in_reward and kl.use_in_loss:
         yield Problem((f"{key}.use_in_reward", f"{key}.use_in_loss"), "the same penalty would count twice: choose one")
+    if kl.use_in_reward and kl.penalty.endswith("+"):
+        message = f"{kl.penalty} differs from {kl.penalty[:-1]} in its gradient, and a reward has none"
+        yield Problem((f"{key}.penalty", f"{key}.use_in_reward"), message)
     if kl.coef == 0:
         yield Problem((f"{key}.coef", on), "0 switches off the KL term that is switched on: set a coefficient")
     if kl.controller == "fixed":
@@ -114,12 +127,21 @@ def _kl(cfg: RLConfig) -> Iterator[Problem]:
 
 def _policy_loss(cfg: RLConfig) -> Iterator[Problem]:
     loss, key = cfg.algorithm.policy_loss, "algorithm.policy_loss"
+    used = POLICY_LOSS_OPTIONS[loss.loss_mode]
+    unused = sorted({option for options in POLICY_LOSS_OPTIONS.values() for option in options}.difference(used))
+    yield from inert(loss, key, unused, f"the loss is {loss.loss_mode}", f"{key}.loss_mode")
     if loss.clip_ratio_c <= 1:
         yield Problem((f"{key}.clip_ratio_c",), f"must be greater than 1 (dual clip), got {loss.clip_ratio_c}")
     if loss.clip_ratio_low >= 1:
         yield Problem(
             (f"{key}.clip_ratio_low",), f"must be below 1, else the ratio is never clipped; got {loss.clip_ratio_low}"
         )
+    if loss.loss_mode == "sapo" and loss.aggregation != "seq-mean-token-mean":
+        message = f"sapo is a mean over responses of their token means: {loss.aggregation} would change the loss"
+        yield Problem((f"{key}.loss_agg_mode", f"{key}.loss_mode"), message)
+    if loss.aggregation != "seq-mean-token-sum-norm":
+        because = f"the aggregate is {loss.aggregation}"
+        yield from inert(loss, key, ["loss_scale_factor"], because, f"{key}.loss_agg_mode")
 
 
 def _lengths(cfg: RLConfig, arch: ModelArch | None) -> Iterator[Problem]:
@@ -146,7 +168,7 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
         yield Problem(("rollout.sampling.top_k",), f"must be -1 (off) or at least 1, got {rollout.sampling.top_k}")
     if rollout.urls:
         names = ["servers", "tensor", "memory_fraction", "startup_timeout_s", "max_context_tokens"]
-        names += ["max_running_requests", "server_args"]
+        names += ["max_running_requests", "max_restarts", "server_args"]
         yield from inert(rollout, "rollout", names, "mrl starts no engine when urls are given", "rollout.urls")
         yield from _urls(rollout.urls)
         return

@@ -47,7 +47,7 @@ POLICY_SUMS = (
 
 
 def policy(cfg: PolicyLossConfig, kl_cfg: KLConfig, kl_coef: float, t: PolicyTargets) -> Loss:
-    """Clipped policy loss - entropy_coef * entropy + kl_coef * KL(actor, ref)."""
+    """The policy loss - entropy_coef * entropy + kl_coef * KL(actor, ref)."""
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
         log_probs, entropy = output[0], output[1]
@@ -60,9 +60,7 @@ def policy(cfg: PolicyLossConfig, kl_cfg: KLConfig, kl_coef: float, t: PolicyTar
             advantages=t.advantages[dest],
             weights=weights,
             metric_weights=mean,
-            clip_ratio_low=cfg.clip_ratio_low,
-            clip_ratio_high=cfg.clip_ratio_high,
-            clip_ratio_c=cfg.clip_ratio_c,
+            **cfg.options,
         )
         pg_loss = loss.detach()
         if cfg.entropy_coef:

@@ -70,8 +70,8 @@ def make_experience(
     )
 
 
-def minibatch_weights(rollout: Rollout, sample_ids: range, mode: str) -> Tensor:
+def minibatch_weights(rollout: Rollout, sample_ids: range, mode: str, scale: float | None = None) -> Tensor:
     """Flat [R] weights of the mini-batch's tokens, 0 outside it; sum(weights * loss) is the configured aggregate."""
     chosen = torch.zeros(rollout.num_samples, dtype=torch.bool)
     chosen[sample_ids.start : sample_ids.stop] = True
-    return rollout.flat(aggregate.token_weights(mode, rollout.response_mask & chosen[:, None]))
+    return rollout.flat(aggregate.token_weights(mode, rollout.response_mask & chosen[:, None], scale))

@@ -103,10 +103,11 @@ def named(model: str, metrics: dict[str, float]) -> dict[str, float]:
 
 
 def update_actor(run: RLRun, exp: Experience, sample_ids: range) -> dict[str, float]:
-    cfg = run.cfg.algorithm
+    cfg, sampling = run.cfg.algorithm, run.cfg.rollout.sampling
+    scale = cfg.policy_loss.loss_scale_factor or sampling.max_new_tokens
     targets = losses.PolicyTargets(
         advantages=exp.advantages,
-        weights=minibatch_weights(exp.rollout, sample_ids, cfg.policy_loss.loss_agg_mode),
+        weights=minibatch_weights(exp.rollout, sample_ids, cfg.policy_loss.aggregation, scale),
         mean_weights=minibatch_weights(exp.rollout, sample_ids, "token-mean"),
         rollout_log_probs=exp.rollout.rollout_log_probs,
         old_log_probs=exp.old_log_probs,
@@ -118,7 +119,7 @@ def update_actor(run: RLRun, exp: Experience, sample_ids: range) -> dict[str, fl
         exp.rollout,
         sample_ids,
         loss,
-        run.cfg.rollout.sampling.temperature,
+        sampling.temperature,
         entropy_grad=cfg.policy_loss.entropy_coef > 0,
     )
     return run.updates.make("actor", run.actor, exp.rollout, sample_ids, metrics, exp.targets())

@@ -1,0 +1,112 @@
+"""Estimators that compare a response with the others of its group: no critic, one advantage a response.
+
+All read R, the sum of a response's token rewards, and statistics of its whole group in float64, so that equal scores
+differ by exactly 0. A group of one has mean 0, so that its responses keep their raw score (as in verl), where nothing
+else is said. None of them is discounted; returns = advantages.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mrl.algo.advantages import ESTIMATORS, AdvantageInputs
+from mrl.algo.stats import whiten
+
+GROUP_STD_EPS = 1e-6
+
+
+@ESTIMATORS.register("grpo")
+def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Group-relative advantage (arXiv 2402.03300): (R - mean_G) / (std_G + 1e-6) on every token of the response.
+
+    The standard deviation has ddof 1, that of a group of one is 1. `norm_adv_by_std_in_grpo=False` leaves the division
+    out (Dr.GRPO, arXiv 2503.20783). Not whitened.
+
+    Peers: TRL adds 1e-4, OpenRLHF 1e-9, NeMo-RL takes leave-one-out statistics, Megatron-LM ddof 0 and 1e-4.
+    """
+    group = _Groups(inputs)
+    advantage = group.scores - group.mean
+    return _on_tokens(advantage / (group.std + GROUP_STD_EPS) if inputs.norm_adv_by_std_in_grpo else advantage, inputs)
+
+
+@ESTIMATORS.register("grpo_passk")
+def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Pass@k (arXiv 2503.19595): only the best response of a group has an advantage, its lead over the second best.
+
+    Divided by std_G + 1e-6 as grpo's. Raises ValueError for a group of one: nothing is second best.
+    """
+    group = _Groups(inputs)
+    if bool((group.count < 2).any()):
+        raise ValueError("advantage estimator 'grpo_passk' needs at least 2 responses to each prompt")
+    order = torch.argsort(group.scores, descending=True, stable=True)
+    order = order[torch.argsort(group.member[order], stable=True)]  # by group, best first
+    first = torch.ones_like(order, dtype=torch.bool)
+    first[1:] = group.member[order[1:]] != group.member[order[:-1]]
+    best = first.nonzero()[:, 0]
+    advantage = torch.zeros_like(group.scores)
+    advantage[order[best]] = group.scores[order[best]] - group.scores[order[best + 1]]
+    return _on_tokens(advantage / (group.std + GROUP_STD_EPS) if inputs.norm_adv_by_std_in_grpo else advantage, inputs)
+
+
+@ESTIMATORS.register("rloo")
+def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """REINFORCE leave-one-out (arXiv 2402.14740): R minus the mean of the group's other responses,
+    (R - mean_G) * n / (n - 1). A group of one has no baseline and gets 0 (verl's two forms differ there)."""
+    group = _Groups(inputs)
+    advantage = (group.scores - group.mean) * group.count / (group.count - 1).clamp(min=1)
+    return _on_tokens(advantage.masked_fill(group.count == 1, 0), inputs)
+
+
+@ESTIMATORS.register("opo")
+def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """On-policy optimal baseline (arXiv 2505.23585): R - sum_G(len * R) / sum_G(len), len in valid tokens."""
+    group = _Groups(inputs)
+    length = inputs.mask.sum(1).double()
+    baseline = group.sum(length * group.scores) / group.sum(length).clamp(min=1)
+    return _on_tokens(group.scores - baseline.masked_fill(group.count == 1, 0), inputs)
+
+
+@ESTIMATORS.register("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ with a group baseline (arXiv 2501.03262): R - mean_G on every token, then whitened over the mask."""
+    group = _Groups(inputs)
+    advantages, _ = _on_tokens(group.scores - group.mean, inputs)
+    advantages = whiten(advantages, inputs.mask)
+    return advantages, advantages.clone()
+
+
+@ESTIMATORS.register("gpg")
+def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Group policy gradient (arXiv 2504.02546): alpha * (R - mean_G), alpha = responses / responses with R != 0.
+
+    The paper's further divisor f_norm is 1, as in verl.
+    """
+    group = _Groups(inputs)
+    alpha = group.scores.numel() / group.scores.count_nonzero().clamp(min=1).double()
+    return _on_tokens(alpha * (group.scores - group.mean), inputs)
+
+
+class _Groups:
+    """scores, mean, std (ddof 1), count: each [B] float64, of every response's own group. member [B]: its number."""
+
+    def __init__(self, inputs: AdvantageInputs) -> None:
+        self.scores = inputs.token_rewards.sum(1).double()
+        numbers, self.member = inputs.group.unique(return_inverse=True)
+        self._zeros = self.scores.new_zeros(numbers.numel())
+        self.count = self.sum(torch.ones_like(self.scores))
+        single = self.count == 1
+        mean = self.sum(self.scores) / self.count
+        square = self.sum((self.scores - mean).square())
+        self.mean = mean.masked_fill(single, 0)
+        self.std = (square / (self.count - 1).clamp(min=1)).sqrt().masked_fill(single, 1)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[B] -> each response's sum over its group, [B]."""
+        return self._zeros.index_add(0, self.member, values)[self.member]
+
+
+def _on_tokens(advantage: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """[B] -> (advantages, returns), the same on every valid token of a response."""
+    dense = advantage.to(inputs.token_rewards.dtype)[:, None].expand_as(inputs.mask).masked_fill(~inputs.mask, 0)
+    return dense, dense.clone()
