@@ -94,7 +94,10 @@ def watched(timeouts: SectionTimeouts, ft_config: Path) -> Iterator[Callable[[],
     except SystemExit:
         watched.close()
         raise
-    watched.close()
+    else:
+        watched.close()
+    finally:
+        _watched = None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,106 @@
+"""Parts of what lets a run survive, each on its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig, RankMonitorServer
+
+from mrl.config.schema import SectionTimeouts
+from mrl.resilience import ft_config, sections
+from mrl.resilience.stragglers import DEVICE, TIMED, Report
+from mrl.rollout import process
+from mrl.rollout.process import EngineProcess, EngineStartError
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def report(update: list[float], device: list[float], peers: list[int] | None = None) -> Report:
+    seconds = {name: [0.0] * len(update) for name in TIMED} | {"update": update, DEVICE: device}
+    seconds["rollout"] = [9.0, *[0.1] * (len(update) - 1)]
+    return Report(peers or [0] * len(update), seconds, steps=10, ratio=2.0)
+
+
+class TestStragglers:
+    def test_a_slow_rank_is_named_with_what_it_was_slow_at(self) -> None:
+        found = report([1.0, 1.1, 2.5, 1.0], [0.01] * 4)
+        assert found.metrics() == {"straggler/slowdown": 2.5, "straggler/slowest_rank": 2.0}
+        assert found.note() == "slow rank 2: 2.5 s for update over 10 steps, 2.5 times its peers' median of 1 s"
+
+    def test_a_slow_device_is_named(self) -> None:
+        note = report([1.0, 1.0], [0.01, 0.03]).note()
+        assert note is not None and note.startswith("slow rank 1: 0.03 s for a fixed piece of work on its device")
+
+    def test_below_the_ratio_nobody_is_named(self) -> None:
+        assert report([1.0, 1.9], [0.01, 0.01]).note() is None
+
+    def test_work_that_only_rank_0_has_is_not_compared(self) -> None:
+        assert report([1.0, 1.0], [0.01, 0.01]).metrics()["straggler/slowdown"] == 1.0
+
+    def test_pipeline_stages_are_not_each_other_s_peers(self) -> None:
+        assert report([1.0, 1.0, 3.0, 3.0], [0.01] * 4, peers=[0, 0, 1, 1]).note() is None
+
+
+class TestSections:
+    @pytest.fixture
+    def monitor(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+        """A real monitor of this process as rank 0, with the time-outs of the file that it yields."""
+        file = ft_config.write(tmp_path, SectionTimeouts(update=77.0))
+        cfg = FaultToleranceConfig.from_yaml_file(str(file), ignore_not_recognized=False)
+        cfg.enable_nic_monitor = False
+        socket = str(tmp_path / "monitor.socket")
+        server = RankMonitorServer.run_in_subprocess(cfg, socket, mp_ctx=torch.multiprocessing.get_context("fork"))
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv(sections.MONITOR_VARIABLE, socket)
+        yield file
+        server.terminate()
+        server.join(20)
+
+    def test_the_monitor_has_the_configuration_s_time_outs(self, monitor: Path) -> None:
+        with sections.watched(SectionTimeouts(update=77.0), monitor) as is_set_up:
+            is_set_up()
+            with sections.section("rollout"), sections.section("reward"):
+                pass
+            with pytest.raises(KeyError), sections.section("update"):
+                raise KeyError
+            with sections.section("update"):  # the failed one is not still open
+                pass
+
+    def test_another_one_s_are_refused(self, monitor: Path) -> None:
+        with pytest.raises(sections.MonitorError, match=f"--ft-cfg-path {monitor}"):
+            with sections.watched(SectionTimeouts(update=78.0), monitor):
+                pass
+
+    def test_without_a_monitor_a_section_does_nothing(self, tmp_path: Path) -> None:
+        with sections.watched(SectionTimeouts(), tmp_path / "none") as is_set_up, sections.section("update"):
+            is_set_up()
+
+
+class TestFormerEngine:
+    def test_an_engine_waits_until_the_former_one_is_gone(self, tmp_path: Path) -> None:
+        log = tmp_path / "engine_0.log"
+        former = EngineProcess("engine 0", SLEEP, os.environ, 1, log)
+        time.sleep(1)
+        os.kill(former.pid, 15)  # its supervisor's SIGTERM: it still has to end the tree
+        second = EngineProcess("engine 0", SLEEP, os.environ, 1, log)
+        try:
+            assert former.exit_code() is not None
+        finally:
+            second.close()
+
+    def test_one_that_does_not_go_is_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(process, "FORMER_ENGINE_S", 0.3)
+        log = tmp_path / "engine_0.log"
+        former = EngineProcess("engine 0", SLEEP, os.environ, 1, log)
+        try:
+            with pytest.raises(EngineStartError, match="engine 0 did not start: an engine .* still runs after 0.3 s"):
+                EngineProcess("engine 0", SLEEP, os.environ, 1, log)
+        finally:
+            former.close()
