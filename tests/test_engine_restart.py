@@ -109,9 +109,9 @@ def test_when_the_restarts_are_used_up_the_rollout_fails(two: tuple[Engine, Any]
 
 
 GRPO: dict[str, Any] = {
-    "run": {"steps": 4, "timeout_s": 300.0},
+    "run": {"steps": 3, "timeout_s": 300.0},
     "actor": {"parallel": {"tensor": 2, "pipeline": 2}, "optimizer": {"lr": 1e-3}},
-    "batch": {"prompts_per_step": 24, "samples_per_prompt": 2, "samples_per_minibatch": 24},
+    "batch": {"prompts_per_step": 12, "samples_per_prompt": 2, "samples_per_minibatch": 12},
     "rollout": {"sampling": {"max_new_tokens": 300}, "concurrent_requests": 16, "request_timeout_s": 120.0},
     "checkpoint": {"export_hf": True},
 }
@@ -128,8 +128,13 @@ def rows_of(folder: Path, step: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    files = (folder / "runs/run/hf").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
 def servers(run: Train) -> list[int]:
-    """The engines' main processes, by the numbers of their logs."""
+    """The engines' main processes."""
     lines = run.processes()
     found = [pid for pid, line in lines.items() if "sglang.launch_server" in line and "supervisor.py" not in line]
     return sorted(found)
@@ -140,28 +145,26 @@ def servers(run: Train) -> list[int]:
 def test_a_run_whose_engines_are_killed_ends_with_the_weights_of_an_undisturbed_one(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:
-    """TP2 x PP2, two servers: one killed in a rollout, both in the next, one between that and its push of weights."""
+    """TP2 x PP2, two servers: one killed in a rollout, the other between that and its push of weights."""
     model, hurt, whole = tiny_models("llama"), tmp_path / "hurt", tmp_path / "whole"
-    with train(hurt, model, {"servers": 2, "max_restarts": 4}) as run:
-        run.wait_for("step 1/4", 600)
-        os.kill(servers(run)[1], signal.SIGKILL)
-        run.wait_for("step 2/4", 600)
-        for pid in servers(run):
-            os.kill(pid, signal.SIGKILL)
-        wait_for_file(run, hurt / "runs/run/rollouts/step_2.jsonl")
-        os.kill(servers(run)[0], signal.SIGKILL)
+    with train(hurt, model, {"servers": 2, "max_restarts": 2}) as run:
+        run.wait_for("step 1/3", 600)
+        first, second = servers(run)
+        os.kill(second, signal.SIGKILL)
+        wait_for_file(run, hurt / "runs/run/rollouts/step_1.jsonl")
+        os.kill(first, signal.SIGKILL)
         assert run.wait(600) == 0, run.terminal
         assert run.left_running() == {}
-    assert run.terminal.count("ended with exit code 137 (SIGKILL): starting it again (restart ") == 4, run.terminal
+    assert run.terminal.count("ended with exit code 137 (SIGKILL): starting it again (restart ") == 2, run.terminal
     assert "Traceback" not in run.terminal and "error" not in run.terminal.lower(), run.terminal
     with train(whole, model, {"max_restarts": 0}) as run:
         assert run.wait(600) == 0, run.terminal
-    for step in range(4):
+    for step in range(3):
         assert rows_of(hurt, step) == rows_of(whole, step), step
         assert {row["weight_version"] for row in rows_of(hurt, step)} == {str(step)}
-    ours, theirs = (load_file(folder / "runs/run/hf/model.safetensors") for folder in (hurt, whole))
+    ours, theirs = (exported(folder) for folder in (hurt, whole))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert [row["rollout/engine_restarts"] for row in read_metrics(hurt / "runs/run")] == [0, 1, 3, 0]
+    assert [row["rollout/engine_restarts"] for row in read_metrics(hurt / "runs/run")] == [0, 2, 0]
 
 
 def wait_for_file(run: Train, file: Path) -> None:

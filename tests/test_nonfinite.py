@@ -122,9 +122,16 @@ def test_sft_goes_on_past_a_poisoned_row_and_stops_after_three_steps_in_a_row(tm
     assert ["actor/loss" in row for row in rows] == [True, False, True, False, False]
 
 
+REWARD = """
+def odd(prompt, response, row):
+    if prompt == "3 =":
+        raise ValueError("no such number")
+    return len(prompt) % 2 + len(response) / 8
+"""
+
+
 def test_ppo_skips_the_mini_batch_with_the_poisoned_sample(tmp_path: Path) -> None:
-    """Actor and critic, of two updates the second; the first counts. The trainer's log-probs of the sample, and so its
-    advantages, are no numbers either."""
+    """Actor and critic, of two updates the second; the first counts. Also: a reward call that fails is counted."""
     prompts = [f"{n} =" for n in range(24)]
     with fake_engine(tmp_path, "ok") as url:
         config = write_config(
@@ -134,7 +141,9 @@ def test_ppo_skips_the_mini_batch_with_the_poisoned_sample(tmp_path: Path) -> No
             batch={"prompts_per_step": 4, "samples_per_prompt": 1, "samples_per_minibatch": 2},
             rollout={"urls": [url], "sampling": {"max_new_tokens": 4}},
             algorithm={"adv_estimator": "gae"},
+            reward={"function": f"{tmp_path / 'mine.py'}:odd", "on_error": "zero"},
         )
+        (tmp_path / "mine.py").write_text(REWARD)
         prompts[6] += LETTER
         write_prompts(tmp_path / "train.jsonl", prompts)
         with Train(tmp_path, config, "run.steps=3", "data.shuffle=false") as run:
@@ -147,3 +156,9 @@ def test_ppo_skips_the_mini_batch_with_the_poisoned_sample(tmp_path: Path) -> No
     rows = read_metrics(tmp_path / "runs/run")
     assert [row["actor/skipped"] for row in rows] == [0, rows[1]["actor/skipped"], 0] and rows[1]["actor/skipped"] >= 1
     assert torch.isfinite(torch.tensor(rows[2]["actor/grad_norm"]))
+    assert [row["reward/failed"] for row in rows] == [0.25, 0, 0]
+    samples = (tmp_path / "runs/run/rollouts/step_0.jsonl").read_text().splitlines()
+    assert ["no such number" in json.loads(line).get("reward_error", "") for line in samples] == [False] * 3 + [True]
+    told = [line for line in run.terminal.splitlines() if "score 0" in line]
+    assert len(told) == 1 and told[0].startswith("1 of 4 samples score 0, the reward failed on them ("), run.terminal
+    assert "on sample 3 (row 3, prompt '3 =') raised: ValueError: no such number" in told[0]
