@@ -64,7 +64,7 @@ class TestSections:
         server.join(20)
 
     def test_the_monitor_has_the_configuration_s_time_outs(self, monitor: Path) -> None:
-        with sections.watched(SectionTimeouts(update=77.0), monitor) as is_set_up:
+        with sections.watched(SectionTimeouts(update=77.0), monitor.parent) as is_set_up:
             is_set_up()
             with sections.section("rollout"), sections.section("reward"):
                 pass
@@ -75,11 +75,12 @@ class TestSections:
 
     def test_another_one_s_are_refused(self, monitor: Path) -> None:
         with pytest.raises(sections.MonitorError, match=f"--ft-cfg-path {monitor}"):
-            with sections.watched(SectionTimeouts(update=78.0), monitor):
+            with sections.watched(SectionTimeouts(update=78.0), monitor.parent):
                 pass
+        assert "update: 78.0" in monitor.read_text()
 
     def test_without_a_monitor_a_section_does_nothing(self, tmp_path: Path) -> None:
-        with sections.watched(SectionTimeouts(), tmp_path / "none") as is_set_up, sections.section("update"):
+        with sections.watched(SectionTimeouts(), tmp_path) as is_set_up, sections.section("update"):
             is_set_up()
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mrl.config.schema import SectionTimeouts
+from mrl.resilience import ft_config
 from mrl.resilience.protocol import Place
 from mrl.resilience.rank import log_dir
 
@@ -75,15 +76,15 @@ _watched: _Watched | None = None
 
 
 @contextlib.contextmanager
-def watched(timeouts: SectionTimeouts, ft_config: Path) -> Iterator[Callable[[], None]]:
+def watched(timeouts: SectionTimeouts, run_dir: Path) -> Iterator[Callable[[], None]]:
     """From here on, with the process group there, the rank is watched, and in section `setup` until it calls what it
     gets. Left by an error, it stays known as a rank that nobody has seen end in good order.
 
-    ft_config: the file with these time-outs for ft_launcher. Raises MonitorError if that has others.
+    Raises MonitorError if ft_launcher has been started with other time-outs, and writes the file for it to `run_dir`.
     """
     global _watched
     limits, directory = timeouts.model_dump(), log_dir()
-    client = _client(limits, ft_config) if MONITOR_VARIABLE in os.environ else None
+    client = _client(timeouts, run_dir) if MONITOR_VARIABLE in os.environ else None
     if client is None and directory is None:
         yield lambda: None
         return
@@ -116,15 +117,18 @@ def section(name: str) -> Iterator[None]:
     watched.leave(name)
 
 
-def _client(limits: dict[str, float], ft_config: Path) -> Any:
+def _client(timeouts: SectionTimeouts, run_dir: Path) -> Any:
     from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
 
     client = RankMonitorClient()
     client.init_workload_monitoring()
-    there = {**client.section_timeouts.section, "out_of_section": client.section_timeouts.out_of_section}
-    if there != limits:
+    wanted, there = (
+        timeouts.model_dump(),
+        {**client.section_timeouts.section, "out_of_section": client.section_timeouts.out_of_section},
+    )
+    if there != wanted:
         raise MonitorError(
-            f"ft_launcher has other time-outs than resilience.timeouts_s: {there} instead of {limits}; "
-            f"start it with --ft-cfg-path {ft_config}"
+            f"ft_launcher has other time-outs than resilience.timeouts_s: {there} instead of {wanted}; "
+            f"start it with --ft-cfg-path {ft_config.write(run_dir, timeouts)}"
         )
     return client

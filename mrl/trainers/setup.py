@@ -19,7 +19,7 @@ from mrl.data import PromptDataset, load_tokenizer
 from mrl.learner import Learner
 from mrl.models import load_arch
 from mrl.observe import Recorder, SilentRecorder
-from mrl.resilience import ft_config, sections
+from mrl.resilience import sections
 from mrl.reward import RewardPool
 from mrl.rollout import Engine, start_engine
 from mrl.trainers.generate import Generator
@@ -160,7 +160,7 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         world = World(cfg.run.timeout_s, _longest_wait(cfg), cfg.run.seed)
         stack.callback(world.close)
         run_dir = Path(cfg.run.root) / cfg.run.name
-        is_set_up = stack.enter_context(sections.watched(cfg.resilience.timeouts_s, run_dir / ft_config.NAME))
+        is_set_up = stack.enter_context(sections.watched(cfg.resilience.timeouts_s, run_dir))
         main = MainParts(cfg, run_dir, stack)
         world.from_main("starting the run", main.start)
         learners = build_learners(cfg, world)

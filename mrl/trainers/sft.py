@@ -17,7 +17,7 @@ from mrl.data import PromptDataset, data_notes, load_tokenizer
 from mrl.learner import Learner, losses
 from mrl.models import load_arch
 from mrl.observe import Recorder, SilentRecorder
-from mrl.resilience import ft_config, sections
+from mrl.resilience import sections
 from mrl.trainers.nonfinite import Updates
 from mrl.trainers.phases import Phases
 from mrl.trainers.saving import Saving, open_run_dir
@@ -72,7 +72,7 @@ def open_sft_run(cfg: SFTConfig) -> Iterator[SFTRun]:
         world = World(cfg.run.timeout_s, cfg.run.timeout_s, cfg.run.seed)
         stack.callback(world.close)
         run_dir = Path(cfg.run.root) / cfg.run.name
-        is_set_up = stack.enter_context(sections.watched(cfg.resilience.timeouts_s, run_dir / ft_config.NAME))
+        is_set_up = stack.enter_context(sections.watched(cfg.resilience.timeouts_s, run_dir))
         recorder: Recorder | SilentRecorder = SilentRecorder()
 
         def start() -> None:
