@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mrl.checkpoint import directory, latest
+from mrl.checkpoint.optimizer_shards import boxes
 
 WORLD = Path(__file__).parent / "worlds" / "checkpoints.py"
 PAIR = ("tp2.pp2", "dp4", "pp4", "tp4", "pp2.vpp2")  # the first is the layout that was saved
@@ -253,3 +257,17 @@ def test_one_that_is_removed_while_it_is_opened_is_no_checkpoint(tmp_path: Path,
     monkeypatch.setattr(fcntl, "flock", removed_first)
     with pytest.raises(ValueError, match="step_1 was removed while it was being opened"), directory.reading(first):
         raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (1, 4), (4, 1), (2, 3, 4), (3, 1, 2)])
+def test_every_range_of_a_tensor_is_cut_into_few_boxes(shape: tuple[int, ...]) -> None:
+    numbers = torch.arange(math.prod(shape))
+    for start, end in itertools.combinations(range(len(numbers) + 1), 2):
+        covered, at, count = torch.full(shape, -1), start, 0
+        for offset, size in boxes(shape, start, end):
+            place = tuple(slice(first, first + n) for first, n in zip(offset, size, strict=True))
+            assert (covered[place] == -1).all()
+            covered[place] = numbers[at : at + math.prod(size)].view(size)
+            at, count = at + math.prod(size), count + 1
+        inside = (numbers >= start) & (numbers < end)
+        assert torch.equal(covered.view(-1), numbers.where(inside, -1)) and count <= 2 * len(shape) - 1

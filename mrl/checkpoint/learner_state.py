@@ -13,38 +13,38 @@ import torch
 import torch.distributed as dist
 
 from mrl import platform
+from mrl.checkpoint.optimizer_shards import optimizer_shards, parts
 from mrl.learner import Learner
 
 ADAM_UPDATES = "adam_updates"
 SCHEDULE_UPDATES = "schedule_updates"
 
 
-class LearnerState:
-    """Builds the sharded state of one learner and puts a loaded one back. Construct and use inside its mesh."""
+def to_write(learner: Learner) -> tuple[dict[str, Any], dict[str, int]]:
+    """What this rank holds of the learner, without a copy, and the counters, which are the same on every rank. Call it
+    inside the learner's mesh."""
+    _prime(learner.optimizer)
+    models = _models(learner, _metadata(learner))
+    shards = optimizer_shards(learner.optimizer, models)
+    group = parts(learner.optimizer)[0].state_dict()["optimizer"]["param_groups"][0]
+    counters = {ADAM_UPDATES: int(group.get("step", 0)), SCHEDULE_UPDATES: learner.schedule.num_steps}
+    return {**models, "optimizer": shards}, counters
 
-    def __init__(self, learner: Learner, *, is_loading: bool) -> None:
-        """Collective over the learner's data-parallel groups: what the ranks hold of the optimizer is put together."""
+
+class StateToLoad:
+    """Room for a stored state, under the learner's layout. Construct and use inside its mesh."""
+
+    def __init__(self, learner: Learner) -> None:
         self.learner = learner
-        metadata = {
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "chained_optim_avoid_prefix": True,
-            "dp_cp_group": learner.mesh.dp_cp_group,
-        }
+        metadata = _metadata(learner)
         _prime(learner.optimizer)
-        self.models: dict[str, Any] = {
-            f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(learner.bare)
-        }
-        whole = learner.optimizer.sharded_state_dict(self.models, is_loading=is_loading, metadata=metadata)
+        self.models = _models(learner, metadata)
+        whole = learner.optimizer.sharded_state_dict(self.models, is_loading=True, metadata=metadata)
         self._parts: list[dict[str, Any]] = list(whole.values()) if 0 in whole else [whole]
 
     def sharded(self) -> dict[str, Any]:
-        """What Megatron is to write or to fill."""
+        """What Megatron is to fill."""
         return {**self.models, "optimizer": {str(i): part["param_state"] for i, part in enumerate(self._parts)}}
-
-    def counters(self) -> dict[str, int]:
-        """The same on every rank."""
-        group = self._parts[0]["optimizer"]["param_groups"][0]
-        return {ADAM_UPDATES: int(group.get("step", 0)), SCHEDULE_UPDATES: self.learner.schedule.num_steps}
 
     def restore(self, loaded: dict[str, Any]) -> None:
         """`loaded`: `sharded()` filled, and the counters."""
@@ -59,6 +59,18 @@ class LearnerState:
         platform.unshare_steps(optimizer)
         self.learner.schedule.num_steps = loaded[SCHEDULE_UPDATES]
         self.learner.schedule.step(0)
+
+
+def _metadata(learner: Learner) -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": learner.mesh.dp_cp_group,
+    }
+
+
+def _models(learner: Learner, metadata: dict[str, Any]) -> dict[str, Any]:
+    return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(learner.bare)}
 
 
 def tied_copies_are_equal(learner: Learner) -> bool:
@@ -80,5 +92,5 @@ def tied_copies_are_equal(learner: Learner) -> bool:
 def _prime(optimizer: Any) -> None:
     """Before the first update there is no Adam state yet; make the zeros that the first update would start from."""
     platform.prime_adam(optimizer)
-    for part in optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]:
+    for part in parts(optimizer):
         part.init_state_fn(part.optimizer, part.config)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mrl import platform
 from mrl.checkpoint import directory, torch_dist
 from mrl.checkpoint.agreement import CheckpointError, gather, gather_on_main, on_main, together
-from mrl.checkpoint.learner_state import LearnerState, tied_copies_are_equal
+from mrl.checkpoint.learner_state import StateToLoad, tied_copies_are_equal, to_write
 from mrl.checkpoint.torch_dist import Shards
 from mrl.learner import Learner
 from mrl.parallel import rank, world_size
@@ -33,7 +33,7 @@ class Staged:
 
     final: RUN_DIR/checkpoints/step_N, which is not there before `write` has succeeded
     nbytes: of the tensors, over all ranks
-    copy_s: seconds it took to put the tensors together and copy them
+    copy_s: seconds it took to plan the files and copy the tensors
     """
 
     final: Path
@@ -142,18 +142,14 @@ def _require_trainable(learners: dict[str, Learner]) -> None:
 
 
 def _stage_learner(learner: Learner, path: Path, copy: bool) -> Shards:
-    """The gathered optimizer state is nobody else's: it is copied only to let go of what other ranks will write."""
-    group = learner.mesh.dp_cp_group
     with learner.mesh.active():
-        state = together(f"collecting the state for {path}", lambda: LearnerState(learner, is_loading=False))
-        sharded = state.sharded()
-        copied = sharded.keys() if group.size() > 1 else state.models.keys()
-        return torch_dist.plan(sharded, state.counters(), path, group, copied=copied if copy else ())
+        state, counters = together(f"collecting the state for {path}", lambda: to_write(learner))
+        return torch_dist.plan(state, counters, path, learner.mesh.dp_cp_group, copy=copy)
 
 
 def _load_learner(learner: Learner, path: Path) -> None:
     with learner.mesh.active():
-        state = together(f"making room for {path}", lambda: LearnerState(learner, is_loading=True))
+        state = together(f"making room for {path}", lambda: StateToLoad(learner))
         loaded = torch_dist.read(state.sharded(), path)
         together(f"restoring {path}", lambda: _restore(state, loaded))
 
@@ -163,7 +159,7 @@ def _load_random(folder: Path) -> None:
         platform.restore_random_state(torch.load(folder / f"rank_{rank()}.pt", weights_only=True))
 
 
-def _restore(learner_state: LearnerState, loaded: dict[str, Any]) -> None:
+def _restore(learner_state: StateToLoad, loaded: dict[str, Any]) -> None:
     learner_state.restore(loaded)
     if not tied_copies_are_equal(learner_state.learner):
         raise CheckpointError("the first stage's embedding and the last stage's copy of it differ")

@@ -24,7 +24,7 @@ class Written:
     """A checkpoint that is complete.
 
     nbytes: of its tensors, over all ranks
-    copy_s: seconds to put them together and copy them into host memory
+    copy_s: seconds to plan the files and copy the tensors into host memory
     write_s: seconds from then to the completion
     """
 

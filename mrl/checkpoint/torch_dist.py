@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,17 +85,19 @@ def plan(
     common: dict[str, Any],
     directory: Path,
     dp_cp_group: dist.ProcessGroup,
-    copied: Collection[str],
+    *,
+    copy: bool,
 ) -> Shards:
     """Collective. `state` holds Megatron's sharded tensors; `common` plain values, rank 0's are written.
 
-    Tensors that data-parallel ranks share are divided among them. What a rank is to write of the entries `copied` of
-    `state` is copied into host memory; the rest is written from where it is. Raises CheckpointError on every rank.
+    Tensors that data-parallel ranks share are divided among them. With `copy`, what a rank is to write is copied into
+    host memory; else it is written from where it is. Raises CheckpointError on every rank.
     """
     sharded, _ = together(f"checking the shards for {directory}", lambda: save_preprocess(state))
     together(f"dividing the shards for {directory}", lambda: _divide(sharded, dp_cp_group))
     nbytes = sum(t.data.numel() * t.data.element_size() for t in _mine(sharded))
-    together(f"copying the shards for {directory}", lambda: _copy([sharded[name] for name in copied]))
+    if copy:
+        together(f"copying the shards for {directory}", lambda: _copy(sharded))
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     tensors = mcore_to_pyt_state_dict(by_key)
     planner = MCoreSavePlanner(flatten_state_dict=False, can_run_decentralized_global_plan=False)
@@ -131,8 +133,8 @@ def _mine(sharded: Any) -> list[ShardedTensor]:
     return [t for t in tensors if is_main_replica(t.replica_id)]
 
 
-def _copy(parts: list[Any]) -> None:
-    for tensor in _mine(parts):
+def _copy(sharded: dict[str, Any]) -> None:
+    for tensor in _mine(sharded):
         tensor.data = tensor.data.detach().to("cpu", copy=True)
 
 

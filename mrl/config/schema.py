@@ -238,7 +238,7 @@ class RunConfig(Section):
 
 
 class SectionTimeouts(Section):
-    """Seconds that a rank may stay in one part of the run; after them it counts as hung, and all ranks are restarted."""
+    """Seconds a rank may stay in one part of the run; after them it counts as hung, and all ranks are restarted."""
 
     setup: PositiveFloat = 1800.0
     rollout: PositiveFloat = 3600.0  # rewards included

@@ -12,7 +12,7 @@ from torch import Tensor
 from mrl.models import ModelArch
 from mrl.weights.kinds import Alias, Row, segments
 from mrl.weights.rows import FileRows, Mosaic, Rows, ZeroRows, flat_shape, stacked
-from mrl.weights.safetensors_io import HFCheckpoint, TensorSource
+from mrl.weights.safetensors_io import HFCheckpoint
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,12 @@ def hf_rows(checkpoint: HFCheckpoint, row: Row, index: int, allow_pickle: bool) 
     if alias is not None and name not in checkpoint and alias.name in checkpoint:
         source = checkpoint.source(alias.name, alias.shape)
         return IndexedRows(checkpoint.path, allow_pickle, alias.name, flat_shape(shape), source.dtype, alias)
-    source = checkpoint.source(name, shape)
-    return _direct(checkpoint, source, shape) or IndexedRows(
-        checkpoint.path, allow_pickle, name, flat_shape(shape), source.dtype, None
-    )
-
-
-def _direct(checkpoint: HFCheckpoint, source: TensorSource, shape: tuple[int, ...]) -> FileRows | None:
-    place = checkpoint.bytes_of(source.name)
-    return FileRows(*place, flat_shape(shape), source.dtype) if place is not None else None
+    place = checkpoint.place(name, shape)
+    if place is not None:
+        file, start, dtype = place
+        return FileRows(file, start, flat_shape(shape), dtype)
+    dtype = checkpoint.source(name, shape).dtype
+    return IndexedRows(checkpoint.path, allow_pickle, name, flat_shape(shape), dtype, None)
 
 
 def parameter_rows(checkpoint: HFCheckpoint, row: Row, arch: ModelArch, allow_pickle: bool) -> Rows:

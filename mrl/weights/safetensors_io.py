@@ -7,8 +7,10 @@ the caller asks for them by name, and then read with `weights_only=True`.
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
@@ -71,7 +73,7 @@ class HFCheckpoint:
     def __init__(self, path: str | Path, allow_pickle: bool = False) -> None:
         self.path = Path(path)
         self._open: dict[Path, Any] = {}
-        self._headers: dict[Path, dict[str, int]] = {}
+        self._headers: dict[Path, dict[str, Entry]] = {}
         self._file_of = self._find(allow_pickle)
 
     def __enter__(self) -> HFCheckpoint:
@@ -111,25 +113,39 @@ class HFCheckpoint:
             except SafetensorError as e:
                 raise WeightError(f"{file}: no tensor {name}, though the index says so ({e})") from e
             found, dtype = tuple(part.get_shape()), part.get_dtype()
-        if dtype not in FLOATS:
-            raise WeightError(f"{file}: {name} is {dtype}; only unquantized weights ({', '.join(sorted(FLOATS))})")
-        if shape is not None and found != shape:
-            raise WeightError(f"{file}: {name} has shape {list(found)}, config.json asks for {list(shape)}")
+        self._check(file, name, dtype, found, shape)
         return TensorSource(file, name, part, found, FLOATS[dtype])
 
-    def bytes_of(self, name: str) -> tuple[Path, int] | None:
-        """(file, first byte) of a tensor that `source` has found; None in a pickled file."""
-        file = self._file_of[name]
+    def place(self, name: str, shape: tuple[int, ...]) -> tuple[Path, int, torch.dtype] | None:
+        """(file, first byte, dtype) of a tensor in a safetensors file, without mapping it; None in a pickled one.
+
+        Raises WeightError as `source` does.
+        """
+        file = self._file_of.get(name)
+        if file is None:
+            raise WeightError(f"{self.path}: no tensor {name}")
         if file.suffix != ".safetensors":
             return None
+        entry = self._header(file).get(name)
+        if entry is None:
+            raise WeightError(f"{file}: no tensor {name}, though the index says so")
+        self._check(file, name, entry.dtype, entry.shape, shape)
+        if entry.nbytes != torch.Size(shape).numel() * FLOATS[entry.dtype].itemsize:
+            raise WeightError(f"{file}: {name} has {entry.nbytes} bytes, not those of {list(shape)} {entry.dtype}")
+        return file, entry.start, FLOATS[entry.dtype]
+
+    def _check(self, file: Path, name: str, dtype: str, found: tuple[int, ...], wanted: tuple[int, ...] | None) -> None:
+        if dtype not in FLOATS:
+            raise WeightError(f"{file}: {name} is {dtype}; only unquantized weights ({', '.join(sorted(FLOATS))})")
+        if wanted is not None and found != wanted:
+            raise WeightError(f"{file}: {name} has shape {list(found)}, config.json asks for {list(wanted)}")
+
+    def _header(self, file: Path) -> dict[str, Entry]:
         if file not in self._headers:
-            with file.open("rb") as opened:
-                length = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(length))
-            self._headers[file] = {
-                key: 8 + length + entry["data_offsets"][0] for key, entry in header.items() if key != "__metadata__"
-            }
-        return file, self._headers[file][name]
+            if not file.is_file():
+                raise WeightError(f"{file} does not exist, though the index names it")
+            self._headers[file] = read_header(file)
+        return self._headers[file]
 
     def _find(self, allow_pickle: bool) -> dict[str, Path]:
         if not self.path.is_dir():
@@ -137,7 +153,7 @@ class HFCheckpoint:
         if (self.path / INDEX).is_file():
             return self._read_index(self.path / INDEX)
         if (self.path / SINGLE).is_file():
-            return dict.fromkeys(self._handle(self.path / SINGLE).keys(), self.path / SINGLE)
+            return dict.fromkeys(self._header(self.path / SINGLE), self.path / SINGLE)
         pickled = [name for name in (PICKLE_INDEX, PICKLE_SINGLE) if (self.path / name).is_file()]
         if not pickled:
             raise WeightError(f"{self.path}: no weights (neither {INDEX} nor {SINGLE})")
@@ -170,6 +186,38 @@ class HFCheckpoint:
                 raise WeightError(f"{file} does not exist, though the index names it")
             self._open[file] = _open_safetensors(file) if file.suffix == ".safetensors" else _open_pickle(file)
         return self._open[file]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a safetensors file: its bytes are those from `start`, `nbytes` of them."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """By name. Raises WeightError unless the tensors fill the file from the header to its end."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            size = os.fstat(opened.fileno()).st_size
+            if not 2 <= length <= size - 8:
+                raise ValueError(f"a header of {length} bytes in {size}")
+            header = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        ends = sorted(tuple(entry["data_offsets"]) for entry in header.values())
+        if [end for _, end in ends[:-1]] != [start for start, _ in ends[1:]] or 8 + length + ends[-1][1] != size:
+            raise ValueError("its tensors do not fill it")
+        return {
+            name: Entry(entry["dtype"], tuple(entry["shape"]), 8 + length + start, stop - start)
+            for name, entry in header.items()
+            for start, stop in [entry["data_offsets"]]
+        }
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as e:
+        raise WeightError(f"{file}: not a complete safetensors file, truncated or damaged ({e})") from e
 
 
 def _open_safetensors(file: Path) -> Any:

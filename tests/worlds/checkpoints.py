@@ -171,7 +171,7 @@ def failing_loads(world: World, learners: dict[str, Learner], good: Path) -> Non
     report_tied_copies(learners["actor"])
     critic = learners["critic"]
     with critic.mesh.active():
-        wanted = learner_state.LearnerState(critic, is_loading=True).sharded()
+        wanted = learner_state.StateToLoad(critic).sharded()
         message = same_everywhere(lambda: torch_dist.read(wanted, good / "actor"))
     report("load: other names", message=message)
 

@@ -1,0 +1,113 @@
+"""The optimizer's state where it lies, as boxes of the parameters that it belongs to.
+
+Each data-parallel rank holds a range of every flattened parameter. Megatron's form for checkpoints that load under any
+layout ("fully_reshardable") gathers the whole state on every rank before it writes; here a rank describes its own range
+as rectangular pieces of the tensors that the same form has, so nothing is gathered and it loads as Megatron's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from mrl import platform
+
+platform.install()
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
+
+KINDS = ("param", "exp_avg", "exp_avg_sq")  # as Megatron names them; param: the main one
+Shape = tuple[int, ...]
+
+
+def optimizer_shards(optimizer: Any, models: dict[str, Any]) -> list[ShardedTensor]:
+    """What this rank holds of a Megatron distributed optimizer (or a chain of them), without a copy.
+
+    models: the model chunks' sharded state, before its factories are applied
+    """
+    bases = [v for v in nested_values(models) if isinstance(v, ShardedTensor | ShardedTensorFactory)]
+    by_parameter = {id(base.data): base for base in bases}
+    shards: list[ShardedTensor] = []
+    for part in parts(optimizer):
+        for parameter, start, end in _ranges(part):
+            state = part._get_main_param_and_optimizer_states(parameter)
+            flat = {kind: state[kind].detach().view(-1) for kind in KINDS}
+            for tensor in _tensors(by_parameter[id(parameter)]):
+                shards += _pieces(tensor, _start_in(tensor, parameter), start, end, flat)
+    return shards
+
+
+def parts(optimizer: Any) -> list[Any]:
+    """With expert parallelism there are two: of dense and of expert parameters."""
+    return list(optimizer.chained_optimizers) if hasattr(optimizer, "chained_optimizers") else [optimizer]
+
+
+def boxes(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
+    """The range start..end of a flattened tensor as (offset, size) of rectangular pieces, in the range's order."""
+    if start >= end:
+        return
+    if len(shape) < 2:
+        yield (start,) * len(shape), (end - start,) * len(shape)
+        return
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), end // inner  # whole rows
+    if first > last:  # within one row
+        yield from _in_row(shape, last, start - last * inner, end - last * inner)
+        return
+    yield from _in_row(shape, first - 1, start - (first - 1) * inner, inner)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last, 0, end - last * inner)
+
+
+def _in_row(shape: Shape, row: int, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
+    if end - start < math.prod(shape[1:]):  # else it is a whole row, which is not a part
+        for offset, size in boxes(shape[1:], start, end):
+            yield (row, *offset), (1, *size)
+
+
+def _ranges(part: Any) -> Iterator[tuple[Tensor, int, int]]:
+    """(parameter, start, end): which elements of a flattened parameter this rank updates."""
+    for by_dtype in part.gbuf_ranges:
+        for buckets in by_dtype.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, ranges["param"].start, ranges["param"].end
+
+
+def _tensors(base: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    return [base] if isinstance(base, ShardedTensor) else list(nested_values(base.build()))
+
+
+def _start_in(tensor: ShardedTensor, parameter: Tensor) -> int:
+    """Where the tensor, a slice of the parameter that the checkpoint keeps apart, begins in the flattened parameter."""
+    data = tensor.data
+    if not data.is_contiguous() or data.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+        raise ValueError(f"{tensor.key}: what the checkpoint holds of it is no slice of the parameter")
+    return data.storage_offset() - parameter.storage_offset()
+
+
+def _pieces(tensor: ShardedTensor, at: int, start: int, end: int, flat: dict[str, Tensor]) -> Iterator[ShardedTensor]:
+    """`tensor` covers the elements from `at` of the flattened parameter, `flat` those from `start` to `end`."""
+    low, high = max(start, at), min(end, at + tensor.data.numel())
+    outer = tensor.prepend_axis_num
+    for offset, size in boxes(tuple(tensor.local_shape), low - at, high - at):
+        count = math.prod(size)
+        corner = [a + b for a, b in zip(tensor.global_offset[outer:], offset, strict=True)]
+        for kind in KINDS:
+            data = flat[kind][low - start : low - start + count].view((1,) * outer + size)
+            yield ShardedTensor(
+                key=f"optimizer.state.{kind}.{tensor.key}",
+                data=data,
+                dtype=data.dtype,
+                local_shape=tuple(data.shape),
+                global_shape=tensor.global_shape,
+                global_offset=(*tensor.global_offset[:outer], *corner),
+                axis_fragmentations=None,  # no regular grid
+                replica_id=(*tensor.replica_id[:2], 0),  # no other data-parallel rank has it
+                allow_shape_mismatch=tensor.allow_shape_mismatch,
+            )
+        low += count

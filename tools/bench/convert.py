@@ -1,0 +1,199 @@
+"""Conversion against plain reads and writes of as many bytes on the same disk, and its memory under a limit.
+
+Usage: python tools/bench/convert.py [--gb 2] [--rounds 3] [--workers 1] [--folder DIR] [--ram DIR] [--out FILE]
+
+A synthetic Llama in bfloat16 of random bytes, in safetensors files of half a GB. Each round, in turn and from a page
+cache that was emptied of the files: plain reads into a preallocated buffer, plain writes with fsync, then both
+conversions to the disk and to a folder in memory (where no disk bounds the writing). Each conversion is a process of
+its own; its anonymous memory is limited (RLIMIT_DATA) to less than the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform as machine
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+BUFFER_BYTES = 64 << 20
+SHARD_BYTES = 500_000_000
+HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 2048, 8192, 16, 8, 32_000
+MEMORY_LIMIT = 1_000_000_000  # of a conversion: what torch and Megatron need, and some buckets
+TIMEOUT_S = 200
+
+
+def make_model(path: Path, nbytes: int) -> None:
+    """config.json and shards of random bytes; every exponent is a usual one."""
+    import torch
+
+    from mrl.models import load_arch
+    from mrl.weights.convert_plan import create_files, header_of
+    from mrl.weights.export import TensorMeta, plan_files, write_index
+    from mrl.weights.table import weight_table
+
+    layer = 2 * (HIDDEN * HIDDEN * 2 + 2 * HIDDEN * HIDDEN * KV_HEADS // HEADS + 3 * HIDDEN * FFN)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": FFN,
+        "num_hidden_layers": max(1, (nbytes - 4 * VOCAB * HIDDEN) // layer), "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "vocab_size": VOCAB, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "dtype": "bfloat16",
+    }  # fmt: skip
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    rows = weight_table(load_arch(path)).values()
+    shapes = {name: shape for row in rows for name, shape in zip(row.hf, row.shapes, strict=True)}
+    files = plan_files([TensorMeta(name, shape, torch.bfloat16, 0) for name, shape in shapes.items()], SHARD_BYTES)
+    create_files(files, path)
+    write_index(files, path)
+    noise = (torch.randn(BUFFER_BYTES // 2) * 0.02).bfloat16().view(torch.uint8).numpy().data
+    for file in files:
+        start = len(header_of(file.tensors))
+        end = start + sum(meta.nbytes for meta in file.tensors)
+        with (path / file.name).open("r+b") as out:
+            out.seek(start)
+            while out.tell() < end:
+                out.write(noise[: min(len(noise), end - out.tell())])
+            os.fsync(out.fileno())
+
+
+def forget(path: Path) -> None:
+    """Takes the files out of the page cache."""
+    os.sync()
+    for file in path.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def plain_read(path: Path) -> float:
+    """GB/s of reading the weights, one file after the other, into one buffer."""
+    forget(path)
+    buffer, total, started = memoryview(bytearray(BUFFER_BYTES)), 0, time.monotonic()
+    for file in sorted(path.rglob("*")):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            while count := os.readv(descriptor, [buffer]):
+                total += count
+            os.close(descriptor)
+    return total / 1e9 / (time.monotonic() - started)
+
+
+def plain_write(folder: Path, nbytes: int) -> float:
+    """GB/s of writing a file of that size from one buffer, until it is on the disk."""
+    file, buffer = folder / "plain", bytes(os.urandom(1 << 20)) * (BUFFER_BYTES >> 20)
+    started = time.monotonic()
+    with file.open("wb", buffering=0) as out:
+        for _ in range(nbytes // BUFFER_BYTES):
+            out.write(buffer)
+        os.fsync(out.fileno())
+    seconds = time.monotonic() - started
+    file.unlink()
+    return nbytes // BUFFER_BYTES * BUFFER_BYTES / 1e9 / seconds
+
+
+def conversion(direction: str, source: Path, target: Path, workers: int) -> dict[str, float]:
+    """In a process of its own, from a cold cache."""
+    forget(source)
+    command = [sys.executable, __file__, "--child", direction, str(source), str(target), str(workers)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT)
+    if done.returncode:
+        sys.exit(f"{direction} failed: {done.stderr[-3000:]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def child(direction: str, source: str, target: str, workers: str) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
+    import torch.distributed as dist
+
+    from mrl import platform
+
+    platform.install()
+    from mrl.parallel import Meshes
+    from mrl.weights.convert import Options, hf_to_megatron, megatron_to_hf
+
+    platform.init_process_group(TIMEOUT_S)
+    convert = hf_to_megatron if direction == "hf-to-megatron" else megatron_to_hf
+    meshes = Meshes()
+    platform.reset_peak_memory()
+    before = platform.peak_memory_bytes()
+    report = convert(Path(source), Path(target), Options(workers=int(workers), max_file_bytes=SHARD_BYTES), meshes)
+    peak = platform.peak_memory_bytes()
+    print(json.dumps({"gb_per_s": report.nbytes / 1e9 / report.seconds, "seconds": report.seconds,
+                      "rss_before_mb": before / 1e6, "rss_peak_mb": peak / 1e6}))  # fmt: skip
+    dist.destroy_process_group()
+
+
+def one_round(work: Path, ram: Path, nbytes: int, workers: int) -> dict[str, Any]:
+    model, megatron, back = work / "model", work / "megatron", work / "back"
+    result: dict[str, Any] = {"read": plain_read(model), "write": plain_write(work, nbytes)}
+    result["hf-to-megatron"] = conversion("hf-to-megatron", model, megatron, workers)
+    result["read_megatron"] = plain_read(megatron)
+    result["megatron-to-hf"] = conversion("megatron-to-hf", megatron, back, workers)
+    for direction, source in (("hf-to-megatron", model), ("megatron-to-hf", megatron)):
+        result[f"{direction} to memory"] = conversion(direction, source, ram / "target", workers)
+        shutil.rmtree(ram / "target")
+    same = all((back / file.name).read_bytes() == file.read_bytes() for file in model.glob("*.safetensors"))
+    shutil.rmtree(megatron)
+    shutil.rmtree(back)
+    return {**result, "same_bytes": same}
+
+
+def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """The best of each, as noise only slows down, and what part of a plain read's rate it is."""
+    best = {name: max(entry[name] for entry in rounds) for name in ("read", "read_megatron", "write")}
+    for name in [key for key in rounds[0] if key.startswith(("hf-to", "megatron-to"))]:
+        read = best["read" if name.startswith("hf") else "read_megatron"]
+        rate = max(entry[name]["gb_per_s"] for entry in rounds)
+        best[name] = {
+            "gb_per_s": rate,
+            "of_plain_read": rate / read,
+            "of_plain_write": rate / best["write"],
+            "rss_peak_mb": max(entry[name]["rss_peak_mb"] for entry in rounds),
+            "rss_grown_mb": max(entry[name]["rss_peak_mb"] - entry[name]["rss_before_mb"] for entry in rounds),
+        }
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp"))
+    parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--out", type=Path, default=ROOT / "tools/bench/results/convert.json")
+    args = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(dir=args.folder, prefix="bench_convert_") as work,
+        tempfile.TemporaryDirectory(dir=args.ram, prefix="bench_convert_") as ram,
+    ):
+        make_model(Path(work) / "model", int(args.gb * 1e9))
+        nbytes = sum(file.stat().st_size for file in (Path(work) / "model").glob("*.safetensors"))
+        rounds = []
+        for _ in range(args.rounds):
+            rounds.append(one_round(Path(work), Path(ram), nbytes, args.workers))
+            print(json.dumps(rounds[-1], indent=1), flush=True)
+    result = {
+        "model_gb": nbytes / 1e9, "shard_gb": SHARD_BYTES / 1e9, "bucket_mb": BUFFER_BYTES / 1e6,
+        "memory_limit_gb": MEMORY_LIMIT / 1e9, "workers": args.workers, "cores": os.cpu_count(),
+        "load": os.getloadavg()[0], "python": machine.python_version(), "best": summary(rounds), "rounds": rounds,
+    }  # fmt: skip
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["best"], indent=1))
+
+
+if __name__ == "__main__":
+    child(*sys.argv[2:]) if sys.argv[1:2] == ["--child"] else main()

@@ -1,0 +1,202 @@
+"""How long training stands still for a checkpoint: waited for, and written beside the training.
+
+    python tools/bench/save_stall.py [--rounds 5] [--work DIR]
+
+One process, and two data-parallel ones. In each, updates run without a save; then, round by round, a save that is
+waited for and one that is not, with updates going on until its files are there. The minimum and the median over the
+rounds count. The bytes of a checkpoint are also written to the same disk plainly, file by file and synced, in
+the same round. DIR (default: a temporary directory) gets at most three checkpoints, and is empty again at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform as machine
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+MODEL = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+TOKENS = 256  # of an update
+WARM_UPDATES, UPDATES = 2, 6
+WORLD_TIMEOUT_S = 900
+
+
+def make_model(directory: Path) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("llama", **MODEL)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(directory)
+
+
+class Bench:
+    """On every rank of one world."""
+
+    def __init__(self, work: Path) -> None:
+        import torch
+
+        from mrl import platform
+
+        platform.install()
+        from mrl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+        from mrl.core import Rollout
+        from mrl.learner import Learner, losses
+        from mrl.models import load_arch
+        from mrl.parallel import Meshes
+
+        platform.init_process_group(WORLD_TIMEOUT_S)
+        mesh = Meshes(WORLD_TIMEOUT_S).get(ParallelConfig())
+        train = TrainConfig(optimizer=OptimizerConfig(lr=1e-4), max_tokens_per_microbatch=TOKENS)
+        path = str(work / "model")
+        self.learner = Learner(
+            "policy", load_arch(path), path, train, mesh, dtype=torch.float32, seed=1, from_scratch=True
+        )
+        samples, length = 4, TOKENS // 4
+        lengths, ones = torch.full((samples,), length), torch.ones(samples, dtype=torch.int64)
+        count = samples * (length - 1)
+        tokens = torch.arange(TOKENS) * 7 % MODEL["vocab_size"]
+        self.rollout = Rollout(0, tokens, lengths, ones, torch.arange(4), torch.zeros(4), torch.zeros(count))
+        self.loss = losses.cross_entropy(torch.full((count,), 1 / count))
+        self.work = work
+
+    def update(self) -> float:
+        began = time.monotonic()
+        self.learner.backward(self.rollout, range(self.rollout.num_samples), self.loss, 1.0)
+        self.learner.step()
+        return time.monotonic() - began
+
+    def save(self, asynchronous: bool) -> dict[str, float]:
+        """Of one checkpoint: seconds that training stood still, of these to put the copy together, until the files were
+        there, and the median update meanwhile; MiB of tensors, and by which this rank's memory grew at most."""
+        from mrl import platform
+        from mrl.checkpoint import Saver, Written
+        from mrl.config.schema import CheckpointConfig
+
+        found: list[Written] = []
+        name = "async" if asynchronous else "sync"
+        saver = Saver(self.work / name, CheckpointConfig(asynchronous=asynchronous, keep_last=1), found.append)
+        platform.reset_peak_memory()
+        before, began = platform.peak_memory_bytes(), time.monotonic()
+        saver.save(1, {"actor": self.learner}, {})
+        stall = time.monotonic() - began
+        updates = []
+        while saver.is_writing:
+            updates.append(self.update())
+            saver.poll()
+        row = {"stall": stall, "copy": found[0].copy_s, "write": found[0].write_s, "mib": found[0].nbytes / 2**20}
+        row["memory_mib"] = (platform.peak_memory_bytes() - before) / 2**20
+        return row | ({"update_meanwhile": statistics.median(updates)} if updates else {})
+
+    def plain_write(self) -> float:
+        """Rank 0 writes as many bytes as the checkpoint's files have, one file after the other, and syncs each."""
+        files = [file for file in (self.work / "sync").rglob("*") if file.is_file()]
+        contents = [file.read_bytes() for file in files]
+        target, began = self.work / "plain", time.monotonic()
+        target.mkdir()
+        for number, content in enumerate(contents):
+            with (target / str(number)).open("wb") as file:
+                file.write(content)
+                os.fsync(file.fileno())
+        seconds = time.monotonic() - began
+        shutil.rmtree(target)
+        return seconds
+
+
+def run_rank(work: Path, rounds: int) -> None:
+    """Under torchrun; rank 0 prints the rows as JSON."""
+    import torch.distributed as dist
+
+    bench = Bench(work)
+    for _ in range(WARM_UPDATES):
+        bench.update()
+    for asynchronous in (False, True):
+        bench.save(asynchronous)  # the first of a process imports and allocates what later ones have
+    rows: dict[str, list[dict[str, float]]] = {"sync": [], "async": [], "alone": []}
+    for _ in range(rounds):
+        rows["alone"].append({"update": statistics.median(bench.update() for _ in range(UPDATES))})
+        rows["sync"].append(bench.save(asynchronous=False))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            rows["alone"][-1]["plain_write"] = bench.plain_write()
+        dist.barrier()
+        rows["async"].append(bench.save(asynchronous=True))
+    if dist.get_rank() == 0:
+        print(json.dumps(rows), flush=True)
+    dist.destroy_process_group()
+
+
+def measure(nproc: int, rounds: int, work: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    command += [__file__, "--rank", "--rounds", str(rounds), "--work", str(work)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WORLD_TIMEOUT_S)
+    for name in ("sync", "async"):
+        shutil.rmtree(work / name, ignore_errors=True)
+    if done.returncode != 0:
+        raise SystemExit(done.stderr[-4000:])
+    rows = json.loads(done.stdout.splitlines()[-1])
+    return {part: {name: summary([row[name] for row in some]) for name in some[0]} for part, some in rows.items()}
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    pick: dict[str, Callable[[list[float]], float]] = {"minimum": min, "median": statistics.median}
+    return {name: round(choose(values), 4) for name, choose in pick.items()}
+
+
+def report(results: dict[str, Any], rounds: int) -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return {
+        "commit": commit,
+        "machine": {"cores": os.cpu_count(), "system": machine.platform(), "load_average": os.getloadavg()},
+        "versions": {name: version(name) for name in ("torch", "megatron-core")},
+        "model": MODEL,
+        "dtype": "float32",
+        "rounds": rounds,
+        "unit": "seconds; mib: tensors in a checkpoint; memory_mib: growth of rank 0's resident set during a save",
+        "results": results,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        run_rank(args.work, args.rounds)
+        return
+    with tempfile.TemporaryDirectory(prefix="save_stall_", dir=args.work) as folder:
+        make_model(Path(folder) / "model")
+        results = {
+            "one process": measure(1, args.rounds, Path(folder)),
+            "two data-parallel": measure(2, args.rounds, Path(folder)),
+        }
+    file = HERE / "results" / "save_stall.json"
+    file.write_text(json.dumps(report(results, args.rounds), indent=1) + "\n")
+    print(file.read_text())
+
+
+if __name__ == "__main__":
+    main()
