@@ -18,6 +18,7 @@ import torch
 
 from mrl.checkpoint import directory, latest
 from mrl.checkpoint.optimizer_shards import boxes
+from mrl.checkpoint.turns import in_order
 
 WORLD = Path(__file__).parent / "worlds" / "checkpoints.py"
 PAIR = ("tp2.pp2", "dp4", "pp4", "tp4", "pp2.vpp2")  # the first is the layout that was saved
@@ -90,6 +91,20 @@ def test_training_goes_on_while_the_files_are_written(world: Cases) -> None:
 def test_waiting_for_the_files_has_an_end(world: Cases) -> None:
     late = world["beside"]["late"]
     assert "step_3 is still being written after 0 s (rank 0, 1, 2, 3 of 4)" in late and "timeout_s" in late, late
+
+
+@pytest.mark.parametrize("writers", ["every_rank", "one_node", "one_rank"])
+def test_ranks_write_at_once_or_in_turns(world: Cases, writers: str) -> None:
+    """All four ranks are on one node."""
+    spans = sorted(span for rank in world[f"writers: {writers}"]["spans"] for span in rank)
+    assert len(spans) == 8  # two models
+    disjoint = all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+    assert disjoint == (writers == "one_rank")
+    assert set(world["writers"]["stored"].values()) == {0.0}
+
+
+def test_nodes_take_turns_by_their_first_rank() -> None:
+    assert in_order(["b", "b", "a", "b", "c"]) == [0, 0, 1, 0, 2]
 
 
 def test_every_rank_goes_on_with_its_own_random_numbers(world: Cases) -> None:

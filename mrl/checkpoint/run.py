@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.storage import WriteResult
 
 from mrl import platform
-from mrl.checkpoint import directory, torch_dist
+from mrl.checkpoint import directory, torch_dist, turns
 from mrl.checkpoint.agreement import CheckpointError, gather, gather_on_main, on_main, together
 from mrl.checkpoint.learner_state import StateToLoad, tied_copies_are_equal, to_write
 from mrl.checkpoint.torch_dist import Shards
+from mrl.checkpoint.turns import Writers
 from mrl.learner import Learner
 from mrl.parallel import rank, world_size
 
@@ -44,6 +46,7 @@ class Staged:
     _state: dict[str, Any]
     _random: dict[str, Any]
     _free: int
+    _turns: list[int]
 
     @property
     def tmp(self) -> Path:
@@ -56,13 +59,20 @@ class Staged:
         and older checkpoints are as they were.
         """
         try:
-            written = [together(self._what(part), part.write, group) for part in self._parts]
+            written = [self._write_in_turns(part, group) for part in self._parts]
             together(f"writing {self.tmp / directory.RANDOM}", self._write_random, group)
             everyone = gather_on_main(written, group)
             on_main(f"completing {self.final}", lambda: self._complete(everyone), group)
         except BaseException:
             discard(self.tmp)
             raise
+
+    def _write_in_turns(self, part: Shards, group: dist.ProcessGroup) -> list[WriteResult]:
+        mine: list[WriteResult] = []
+        for turn in range(max(self._turns) + 1):
+            is_mine = self._turns[rank()] == turn
+            mine += together(self._what(part), part.write if is_mine else list, group)
+        return mine
 
     def _what(self, part: Shards) -> str:
         return f"writing {part.directory} ({_size(self.nbytes)} in all; {_size(self._free)} were free)"
@@ -88,11 +98,14 @@ def discard(tmp: Path) -> None:
         shutil.rmtree(tmp, ignore_errors=True)
 
 
-def stage(run_dir: Path, step: int, learners: dict[str, Learner], state: dict[str, Any], *, copy: bool) -> Staged:
+def stage(
+    run_dir: Path, step: int, learners: dict[str, Learner], state: dict[str, Any], writers: Writers, *, copy: bool
+) -> Staged:
     """Plans RUN_DIR/checkpoints/step_N and, with `copy`, puts all that it will hold into host memory. Collective.
 
     learners: trainable ones, by a name that `load` finds them under
     state: anything that JSON can hold; rank 0's is written
+    writers: who writes at once; the others take turns
     copy: training may go on before `write`; without it the learners must not change until then
 
     Raises CheckpointError on every rank if any rank fails, or if the disk is too full.
@@ -112,7 +125,7 @@ def stage(run_dir: Path, step: int, learners: dict[str, Learner], state: dict[st
         discard(tmp)
         raise
     kinds = {name: _kind(learner) for name, learner in learners.items()}
-    return Staged(final, nbytes, copy_s, parts, kinds, state, platform.random_state(), free)
+    return Staged(final, nbytes, copy_s, parts, kinds, state, platform.random_state(), free, turns.of_ranks(writers))
 
 
 def load(path: Path, learners: dict[str, Learner]) -> dict[str, Any]:

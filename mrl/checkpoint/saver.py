@@ -58,7 +58,7 @@ class Saver:
         Waits for the one before; what went wrong with that is raised before anything is done.
         """
         self.wait()
-        staged = stage(self.run_dir, step, learners, state, copy=self.cfg.asynchronous)
+        staged = stage(self.run_dir, step, learners, state, self.cfg.writers, copy=self.cfg.asynchronous)
         self._writing = _Writing(staged, self._group, self.cfg)
         if not self.cfg.asynchronous:
             self.wait()

@@ -44,7 +44,7 @@ def _checkpoint(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
     checkpoint, every = cfg.checkpoint, "checkpoint.every_steps"
     kept = checkpoint.keep_every_steps
     if checkpoint.every_steps is None:
-        names = ["keep_last", "keep_every_steps", "asynchronous"]
+        names = ["keep_last", "keep_every_steps", "asynchronous", "writers"]
         names += ["on_error"] if checkpoint.weights_every_steps is None else []
         yield from inert(checkpoint, "checkpoint", names, "no checkpoints are written", every)
     elif kept is not None and kept % checkpoint.every_steps:

@@ -218,6 +218,7 @@ class CheckpointConfig(Section):
     keep_every_steps: PositiveInt | None = None  # those of steps n, 2n, ... stay for good, besides the last ones
     asynchronous: bool = True  # written while training goes on, from a copy in host memory; false: waited for, no copy
     on_error: Literal["stop", "warn"] = "stop"  # when one cannot be written (disk full): end the run, or go on without
+    writers: Literal["every_rank", "one_node", "one_rank"] = "every_rank"  # who writes at once; the others take turns
     timeout_s: PositiveFloat = 1800.0  # to write one; the next one waits as long
     weights_every_steps: PositiveInt | None = None  # the actor alone, for an engine: RUN_DIR/hf_step_N, never removed
     export_hf: bool = False  # write RUN_DIR/hf (a complete Hugging Face directory) at the end

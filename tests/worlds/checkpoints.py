@@ -34,6 +34,7 @@ from checkpoint_tools import (
 
 from mrl import checkpoint, platform
 from mrl.checkpoint import Saver, learner_state, torch_dist
+from mrl.checkpoint.torch_dist import Shards
 from mrl.config.schema import CheckpointConfig
 from mrl.learner import Learner
 from mrl.parallel import rank, world_size
@@ -123,6 +124,33 @@ def report_failure_beside(saver: Saver, learners: dict[str, Learner], run: Path)
     report("beside: a writer fails", message=message, names=names, latest=str(checkpoint.latest(run).name))  # type: ignore[union-attr]
 
 
+def writers_in_turns(world: World) -> None:
+    """Which ranks' files are written at the same time; every write is made to last longer."""
+    learners, run = world.pair("tp2.pp2", 1), world.work / "turns"
+    spans: list[tuple[float, float]] = []
+    real = Shards.write
+
+    def slow(part: Shards) -> Any:
+        began = time.monotonic()
+        result = real(part)
+        time.sleep(0.1)
+        spans.append((began, time.monotonic()))
+        return result
+
+    Shards.write = slow  # type: ignore[method-assign]
+    for step, writers in enumerate(("every_rank", "one_node", "one_rank"), 1):
+        spans.clear()
+        saver = Saver(run, CheckpointConfig(keep_last=5, writers=writers, timeout_s=120), lambda written: None)
+        saver.save(step, learners, {})
+        saver.wait()
+        boxes: list[Any] = [None] * world_size()
+        torch.distributed.all_gather_object(boxes, spans)
+        report(f"writers: {writers}", spans=boxes)
+    Shards.write = real  # type: ignore[method-assign]
+    one, two = run / "checkpoints" / "step_1", run / "checkpoints" / "step_3"
+    report("writers", stored=stored_difference(one, two, vocab_of(learners)))
+
+
 def poll_to_the_end(saver: Saver) -> None:
     while saver.is_writing:
         saver.poll()
@@ -209,6 +237,7 @@ def main() -> None:
     )
     bfloat16_before_the_first_update(world)
     beside_the_training(world)
+    writers_in_turns(world)
     learners = world.pair("tp2.pp2", 1)
     failing_saves(world, learners)
     failing_loads(world, learners, pair_run / "checkpoints" / "step_3")

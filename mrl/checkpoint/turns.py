@@ -1,0 +1,23 @@
+"""Who writes at the same time: shared storage may be slower with many writers than with one."""
+
+from __future__ import annotations
+
+import socket
+from typing import Literal
+
+from mrl.checkpoint.agreement import gather
+from mrl.parallel import rank
+
+Writers = Literal["every_rank", "one_node", "one_rank"]
+
+
+def of_ranks(writers: Writers) -> list[int]:
+    """The turn of every rank, from 0. Collective."""
+    keys = {"every_rank": "", "one_node": socket.gethostname(), "one_rank": str(rank())}
+    return in_order(gather(keys[writers]))
+
+
+def in_order(keys: list[str]) -> list[int]:
+    """The same turn for those with the same key, by where a key comes first."""
+    numbers = {key: turn for turn, key in enumerate(dict.fromkeys(keys))}
+    return [numbers[key] for key in keys]
