@@ -8,6 +8,8 @@ groups of requests so that the score matrix stays below MAX_SCORES.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 MAX_SCORES = 1 << 26  # elements of batch x heads x queries x keys in one call
+Plan = Callable[[dict[str, Any]], "list[Group]"]  # of the stock method's arguments by name
 
 
 @dataclass(frozen=True)
@@ -41,87 +44,47 @@ def install(module: Any) -> None:
     """Replace the two attention methods of TorchNativeAttnBackend; cross attention keeps the stock ones."""
     backend = module.TorchNativeAttnBackend
     stock_init = backend.init_forward_metadata
-    stock_decode = backend._run_sdpa_forward_decode
-    stock_extend = backend._run_sdpa_forward_extend
 
     def init_forward_metadata(self: Any, forward_batch: Any) -> Any:
         self.batched_plans = {}
         return stock_init(self, forward_batch)
 
-    def decode(
-        self: Any,
-        query: Tensor,
-        output: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        req_to_token: Tensor,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        encoder_lens: Tensor | None = None,
-        **kw: Any,
-    ) -> Tensor:
-        if encoder_lens is not None or kw.get("is_cross_attn"):
-            return stock_decode(
-                self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens, **kw
-            )
-        window = kw.get("sliding_window_size")
-        plans = _plans(self)
-        plan = plans.get(("decode", window))
-        if plan is None:
-            table = req_to_token[req_pool_indices.long()]
-            plan = plans[("decode", window)] = plan_decode(table, seq_lens, window, query.shape[1])
-        for group in plan:
-            _attend_decode(group, query, output, k_cache, v_cache, kw.get("scaling"))
-        return output
-
-    def extend(
-        self: Any,
-        query: Tensor,
-        output: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        req_to_token: Tensor,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        extend_prefix_lens: Tensor,
-        extend_seq_lens: Tensor,
-        encoder_lens: Tensor | None = None,
-        **kw: Any,
-    ) -> Tensor:
-        if encoder_lens is not None or kw.get("is_cross_attn") or not kw.get("causal"):
-            return stock_extend(
-                self,
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                req_pool_indices,
-                seq_lens,
-                extend_prefix_lens,
-                extend_seq_lens,
-                encoder_lens,
-                **kw,
-            )
-        window = kw.get("sliding_window_size")
-        plans = _plans(self)
-        plan = plans.get(("extend", window))
-        if plan is None:
-            table = req_to_token[req_pool_indices.long()]
-            plan = plan_extend(table, seq_lens, extend_prefix_lens, extend_seq_lens, window, query.shape[1])
-            plans[("extend", window)] = plan
-        for group in plan:
-            _attend_extend(group, query, output, k_cache, v_cache, kw.get("scaling"))
-        return output
-
     backend.init_forward_metadata = init_forward_metadata
-    backend._run_sdpa_forward_decode = decode
-    backend._run_sdpa_forward_extend = extend
+    backend._run_sdpa_forward_decode = _batched(backend._run_sdpa_forward_decode, _plan_decode, _attend_decode)
+    backend._run_sdpa_forward_extend = _batched(backend._run_sdpa_forward_extend, _plan_extend, _attend_extend)
 
 
-def _plans(backend: Any) -> dict[tuple[str, int | None], list[Group]]:
-    plans: dict[tuple[str, int | None], list[Group]] = backend.__dict__.setdefault("batched_plans", {})
-    return plans
+def _batched(stock: Callable[..., Tensor], make_plan: Plan, attend: Callable[..., None]) -> Callable[..., Tensor]:
+    """A method that takes what `stock` takes."""
+    signature = inspect.signature(stock)
+
+    def run(self: Any, *args: Any, **kw: Any) -> Tensor:
+        call = signature.bind(self, *args, **kw)
+        call.apply_defaults()
+        given = call.arguments
+        is_extend = make_plan is _plan_extend
+        if given["encoder_lens"] is not None or given["is_cross_attn"] or (is_extend and not given["causal"]):
+            return stock(self, *args, **kw)
+        plans = self.__dict__.setdefault("batched_plans", {})
+        key = (make_plan, given["sliding_window_size"])
+        if key not in plans:
+            plans[key] = make_plan(given)
+        for group in plans[key]:
+            attend(group, given["query"], given["output"], given["k_cache"], given["v_cache"], given["scaling"])
+        return given["output"]
+
+    return run
+
+
+def _plan_decode(given: dict[str, Any]) -> list[Group]:
+    table = given["req_to_token"][given["req_pool_indices"].long()]
+    return plan_decode(table, given["seq_lens"], given["sliding_window_size"], given["query"].shape[1])
+
+
+def _plan_extend(given: dict[str, Any]) -> list[Group]:
+    table, window = given["req_to_token"][given["req_pool_indices"].long()], given["sliding_window_size"]
+    before, new = given["extend_prefix_lens"], given["extend_seq_lens"]
+    return plan_extend(table, given["seq_lens"], before, new, window, given["query"].shape[1])
 
 
 def _spans(requests: int, scores_each: int) -> list[tuple[int, int]]:
