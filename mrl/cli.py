@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl import __version__, failure
-from mrl.weights import command
+from mrl.weights.conversion import command
 
 if TYPE_CHECKING:
     from mrl.config.derived import Machine

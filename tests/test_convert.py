@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 LIMIT_S = 120
 SLOW = """
 import sys, time
-from mrl.weights import blocks
+from mrl.weights.conversion import blocks
 read, count = blocks._read, 0
 def slow(block, buffer):
     global count

@@ -27,7 +27,7 @@ from mrl import checkpoint  # noqa: E402
 from mrl.config.schema import CheckpointConfig, TrainConfig  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
-from mrl.weights.convert import Options, hf_to_megatron, megatron_to_hf  # noqa: E402
+from mrl.weights.conversion.convert import Options, hf_to_megatron, megatron_to_hf  # noqa: E402
 from mrl.weights.export import Exporter, save_hf  # noqa: E402
 from mrl.weights.load import load_hf, load_pretrained  # noqa: E402
 from mrl.weights.megatron_dirs import open_megatron  # noqa: E402

@@ -28,9 +28,9 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from mrl.config.model_dirs import read_converted  # noqa: E402
 from mrl.parallel import Meshes  # noqa: E402
-from mrl.weights.convert import Options, hf_to_megatron, megatron_to_hf  # noqa: E402
+from mrl.weights.conversion.convert import Options, hf_to_megatron, megatron_to_hf  # noqa: E402
+from mrl.weights.conversion.verdict import judge  # noqa: E402
 from mrl.weights.errors import WeightError  # noqa: E402
-from mrl.weights.verdict import judge  # noqa: E402
 
 SMALL = Options(bucket_bytes=5_000, max_file_bytes=100_000)
 SHARDED = "release/__0_0.distcp"

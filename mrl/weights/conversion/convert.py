@@ -20,24 +20,24 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from mrl.config.model_dirs import FORMAT, MANIFEST, RELEASE, TRACKER, VERSION
 from mrl.models import ModelArch, load_arch
 from mrl.parallel import Meshes
-from mrl.weights.blocks import Block, Share, cut
-from mrl.weights.convert_plan import (
+from mrl.weights.conversion.blocks import Block, Share, cut
+from mrl.weights.conversion.convert_plan import (
     Source,
     TorchDistPlan,
     create_files,
     plan_safetensors,
     plan_torch_dist,
 )
-from mrl.weights.crew import Crew
+from mrl.weights.conversion.crew import Crew
+from mrl.weights.conversion.hf_rows import parameter_rows
+from mrl.weights.conversion.staging import Staging, sync
 from mrl.weights.errors import WeightError, raise_together
 from mrl.weights.export import write_index
-from mrl.weights.hf_rows import parameter_rows
 from mrl.weights.load import unused_tensors
 from mrl.weights.megatron_dirs import open_megatron
 from mrl.weights.megatron_source import MegatronCheckpoint
 from mrl.weights.model_files import copy_model_files, role_of
 from mrl.weights.safetensors_io import HFCheckpoint
-from mrl.weights.staging import Staging, sync
 from mrl.weights.stored_names import stored_names
 from mrl.weights.table import Role, weight_table
 from mrl.weights.torch_dist_files import Item, write_metadata

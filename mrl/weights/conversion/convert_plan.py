@@ -12,10 +12,10 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from mrl.models import ModelArch
-from mrl.weights.blocks import Block, Place, Span
+from mrl.weights.conversion.blocks import Block, Place, Span
+from mrl.weights.conversion.hf_rows import parameter_rows, source_dtypes
 from mrl.weights.errors import WeightError
 from mrl.weights.export import OutputFile, TensorMeta, plan_files
-from mrl.weights.hf_rows import parameter_rows, source_dtypes
 from mrl.weights.kinds import Row
 from mrl.weights.megatron_source import MegatronCheckpoint
 from mrl.weights.rows import Rows, row_blocks

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mrl.parallel import Meshes
-    from mrl.weights.convert import Options, Report
+    from mrl.weights.conversion.convert import Options, Report
 
 DTYPES = ("float32", "bfloat16", "float16")
 DIRECTIONS = ("hf-to-megatron", "megatron-to-hf")
@@ -101,7 +101,7 @@ def _in_a_world(action: Callable[[Meshes], bool]) -> int:
 
 def _convert(args: argparse.Namespace, meshes: Meshes) -> bool:
     from mrl.parallel import rank, world_size
-    from mrl.weights.convert import hf_to_megatron, megatron_to_hf
+    from mrl.weights.conversion.convert import hf_to_megatron, megatron_to_hf
 
     if args.verify and world_size() > 1:
         raise ValueError("--verify runs in one process: use `mrl verify` after the conversion")
@@ -120,7 +120,7 @@ def _convert(args: argparse.Namespace, meshes: Meshes) -> bool:
 def _options(args: argparse.Namespace) -> Options:
     import torch
 
-    from mrl.weights.convert import Options
+    from mrl.weights.conversion.convert import Options
 
     to_megatron = args.direction == DIRECTIONS[0]
     for name in ("model", "model_files") if to_megatron else ("allow_pickle", "role") if not args.model_files else ():
@@ -138,7 +138,7 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _summary(report: Report, target: Path) -> str:
-    from mrl.weights.staging import size
+    from mrl.weights.conversion.staging import size
 
     rate = size(report.nbytes / max(report.seconds, 1e-9))
     return f"{target}: {report.role}, {size(report.nbytes)} in {report.seconds:.1f} s ({rate}/s)"
@@ -146,7 +146,7 @@ def _summary(report: Report, target: Path) -> str:
 
 def _verify(hf: Path, megatron: Path, args: argparse.Namespace, meshes: Meshes, *, as_json: bool) -> bool:
     from mrl.parallel import world_size
-    from mrl.weights.verdict import judge
+    from mrl.weights.conversion.verdict import judge
 
     if world_size() > 1:
         raise ValueError("mrl verify runs in one process")

@@ -20,9 +20,9 @@ from mrl.config.schema import ParallelConfig, TrainConfig
 from mrl.core import PackedBatch
 from mrl.models import ModelBatch, build_model
 from mrl.parallel import Meshes
+from mrl.weights.conversion.staging import size
 from mrl.weights.errors import WeightError
 from mrl.weights.megatron_dirs import MegatronModel
-from mrl.weights.staging import size
 from mrl.weights.table import weight_table
 
 LENGTHS = (3, 17, 64)  # of the fixed prompts

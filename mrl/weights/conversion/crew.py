@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mrl.parallel import rank, world_size
-from mrl.weights.blocks import Share, begin_worker, move
+from mrl.weights.conversion.blocks import Share, begin_worker, move
 from mrl.weights.errors import WeightError, raise_together
 from mrl.weights.torch_dist_files import Item
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mrl.weights.conversion.hf_rows import hf_rows
 from mrl.weights.errors import WeightError
-from mrl.weights.hf_rows import hf_rows
 from mrl.weights.kinds import Row
 from mrl.weights.load import unused_tensors
 from mrl.weights.megatron_dirs import MegatronModel

@@ -12,12 +12,12 @@ from rich.table import Table
 
 from mrl.models import load_arch
 from mrl.parallel import Meshes
-from mrl.weights.compare import Comparison, Group, compare_tensors
-from mrl.weights.compare_logits import BOUND, Logits, compare_logits
+from mrl.weights.conversion.compare import Comparison, Group, compare_tensors
+from mrl.weights.conversion.compare_logits import BOUND, Logits, compare_logits
+from mrl.weights.conversion.staging import size
 from mrl.weights.errors import WeightError
 from mrl.weights.megatron_dirs import open_megatron
 from mrl.weights.safetensors_io import HFCheckpoint
-from mrl.weights.staging import size
 from mrl.weights.stored_names import stored_names
 from mrl.weights.table import Role
 

@@ -1,0 +1,1 @@
+"""Between Hugging Face directories and Megatron checkpoints: streamed, verified, all or nothing."""
