@@ -110,7 +110,7 @@ def test_when_the_restarts_are_used_up_the_rollout_fails(two: tuple[Engine, Any]
 
 GRPO: dict[str, Any] = {
     "run": {"steps": 3, "timeout_s": 300.0},
-    "actor": {"parallel": {"tensor": 2, "pipeline": 2}, "optimizer": {"lr": 1e-3}},
+    "actor": {"parallel": {"tensor": 2}, "optimizer": {"lr": 1e-3}},
     "batch": {"prompts_per_step": 12, "samples_per_prompt": 2, "samples_per_minibatch": 12},
     "rollout": {"sampling": {"max_new_tokens": 300}, "concurrent_requests": 16, "request_timeout_s": 120.0},
     "checkpoint": {"export_hf": True},
@@ -145,7 +145,7 @@ def servers(run: Train) -> list[int]:
 def test_a_run_whose_engines_are_killed_ends_with_the_weights_of_an_undisturbed_one(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:
-    """TP2 x PP2, two servers: one killed in a rollout, the other between that and its push of weights."""
+    """Two ranks, two servers: one killed in a rollout, the other between that and its push of weights."""
     model, hurt, whole = tiny_models("llama"), tmp_path / "hurt", tmp_path / "whole"
     with train(hurt, model, {"servers": 2, "max_restarts": 2}) as run:
         run.wait_for("step 1/3", 600)

@@ -83,7 +83,7 @@ class WeightSync:
         Raises SyncError, or SyncMismatch from the comparison, the same on every rank, within sync.timeout_s.
         """
         self._version = version
-        return self._push(verify=self._cfg.verify == "checksum")
+        return self._push(verify=verify or self._cfg.verify == "checksum")
 
     def restore(self, url: str) -> SyncReport:
         """Brings the engine at `url`, which was started anew, to the weights and the name that the last push gave to
