@@ -131,7 +131,8 @@ class TestSGLang:
 
     def test_killed_in_a_rollout(self, tiny_models: TinyModels, tmp_path: Path) -> None:
         config = write_config(tmp_path, tiny_models("llama"), actor=TWO_RANKS, rollout=LONG)
-        with Train(tmp_path, config, "run.steps=9", "batch.prompts_per_step=24") as run:
+        more = ["run.steps=9", "batch.prompts_per_step=24", "rollout.max_restarts=0"]
+        with Train(tmp_path, config, *more) as run:
             run.wait_for("step 1/9", STARTING_S)
             server = run.pid_of("sglang.launch_server")
             os.killpg(os.getpgid(server), signal.SIGKILL)
