@@ -46,7 +46,7 @@ class Phases:
     @contextmanager
     def __call__(self, name: str, stats: StepStats) -> Iterator[None]:
         section = SECTION_OF[name]
-        with sections.section(section), self.recorder.phase(name, stats), self.stragglers.timed(section):
+        with self.stragglers.timed(section), sections.section(section), self.recorder.phase(name, stats):
             yield
 
     def end_of_step(self, stats: StepStats) -> None:
