@@ -8,16 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mrl.config.sections.algorithm import (
-    POLICY_LOSS_OPTIONS,
-    AggMode,
-    AlgorithmConfig,
-    KLConfig,
-    PolicyLossConfig,
-    ValueLossConfig,
-)
+from mrl.config.sections.algorithm import AlgorithmConfig, KLConfig, ValueLossConfig
 from mrl.config.sections.base import Section
-from mrl.config.sections.data import BatchConfig, DataConfig, SFTBatchConfig
+from mrl.config.sections.data import BatchConfig, DataConfig, SFTBatchConfig, SourceConfig, Sources
 from mrl.config.sections.models import (
     CriticConfig,
     ModelConfig,
@@ -25,6 +18,14 @@ from mrl.config.sections.models import (
     ParallelConfig,
     RefConfig,
     TrainConfig,
+)
+from mrl.config.sections.policy import (
+    POLICY_LOSS_OPTIONS,
+    SEQUENCE_LOSSES,
+    TOKEN_CHOICE_OPTIONS,
+    AggMode,
+    PolicyLossConfig,
+    RolloutCorrectionConfig,
 )
 from mrl.config.sections.reward import RewardConfig
 from mrl.config.sections.rollout import RolloutConfig, SamplingConfig, SyncConfig, ValidationConfig
@@ -49,13 +50,18 @@ __all__ = [
     "ResilienceConfig",
     "RewardConfig",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "RunConfig",
+    "SEQUENCE_LOSSES",
     "SFTBatchConfig",
     "SFTConfig",
     "SamplingConfig",
     "Section",
     "SectionTimeouts",
+    "SourceConfig",
+    "Sources",
     "SyncConfig",
+    "TOKEN_CHOICE_OPTIONS",
     "TrainConfig",
     "ValidationConfig",
     "ValueLossConfig",
