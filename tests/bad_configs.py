@@ -419,7 +419,8 @@ BAD = [
         "data.train",
         ("cannot read nowhere.jsonl", "No such file"),
     ),
-    Bad("data is not JSON", "  train: train.jsonl", "  train: plain.txt", "data.train", ("not a JSON object",)),
+    Bad("unknown format", "  train: train.jsonl", "  train: plain.txt", "data.train", ("no format", "FILE.parquet")),
+    Bad("data is not JSON", "  train: train.jsonl", "  train: plain.jsonl", "data.train", ("not a JSON object",)),
     Bad(
         "wrong column",
         "  train: train.jsonl",
@@ -428,11 +429,12 @@ BAD = [
         ("no 'question'", "prompt, answer"),
     ),
     Bad(
-        "text for a chat",
+        "a chat for raw text",
         "  train: train.jsonl",
-        "  train: train.jsonl\n  chat_template: true",
+        "  train: chat.jsonl",
         "data.chat_template",
-        ("wants a list of messages",),
+        ("has a list of messages", "data.train (c.yaml:17)"),
+        "data:",
     ),
     Bad("no model", "  path: dense", "  path: nowhere", "model.path", ("nowhere/config.json does not exist",)),
     Bad(

@@ -46,7 +46,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "pickled" / "config.json").write_text(json.dumps(DENSE))
     (tmp_path / "pickled" / "pytorch_model.bin").touch()
     (tmp_path / "train.jsonl").write_text('{"prompt": "21=", "answer": "12."}\n')
-    (tmp_path / "plain.txt").write_text("21=12.\n")
+    (tmp_path / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "21="}], "answer": "12."}\n')
+    for name in ("plain.txt", "plain.jsonl"):
+        (tmp_path / name).write_text("21=12.\n")
     (tmp_path / "mine.py").write_text("def score(prompt, response, row):\n    return 1.0\n")
     return tmp_path
 

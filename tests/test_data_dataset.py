@@ -103,8 +103,8 @@ def test_prompts_for_step_is_a_pure_permutation_of_every_epoch(task: Path, token
 def test_too_long_prompts_are_dropped_and_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "1=", "id": 0}, {"prompt": "12345="}, {"prompt": "22=", "id": 2})
     data = PromptDataset(path, config(max_prompt_tokens=3), tokenizer)
-    assert data.dropped == 1
-    assert [(p.index, p.row["id"], len(p.token_ids)) for p in data.prompts] == [(0, 0, 2), (2, 2, 3)]
+    assert data.sources[0].dropped == 1
+    assert [(p.index, p.row["id"], len(p.token_ids)) for p in data.first(9)] == [(0, 0, 2), (2, 2, 3)]
     with pytest.raises(DataError, match="all 3 prompts have more than data.max_prompt_tokens=1 tokens"):
         PromptDataset(path, config(max_prompt_tokens=1), tokenizer)
 
@@ -167,8 +167,8 @@ def test_chat_template(task: Path, tmp_path: Path) -> None:
         "{% if add_generation_prompt %}={% endif %}"
     )
     data = PromptDataset(path, config(chat_template=True), tokenizer)
-    assert [tokenizer.decode(p.token_ids) for p in data.prompts] == ["+12-3=", "+45="]
-    assert [p.text for p in data.prompts] == ["+12-3=", "+45="]
+    assert [tokenizer.decode(p.token_ids) for p in data.first(9)] == ["+12-3=", "+45="]
+    assert [p.text for p in data.first(9)] == ["+12-3=", "+45="]
     bad = write(tmp_path / "bad.jsonl", {"prompt": [{"role": "user"}]})
     with pytest.raises(DataError, match="list of messages with 'role' and 'content'"):
         PromptDataset(bad, config(chat_template=True), tokenizer)

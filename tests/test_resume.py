@@ -264,7 +264,7 @@ def test_changes_are_found_named_and_accepted_by_name(tmp_path: Path) -> None:
     check_resume(stored, made(critic={}, checkpoint={"accept_changes": ("critic",)}), tmp_path)
     with (tmp_path / "train.jsonl").open("a") as data:
         data.write("{}\n")
-    with pytest.raises(ConfigChanged, match=r"data.train: .a file of \d+ bytes. -> .one of \d+ bytes."):
+    with pytest.raises(ConfigChanged, match=r"data.train: .\d+ bytes of data. -> .\d+ bytes."):
         check_resume(stored, before, tmp_path)
 
 

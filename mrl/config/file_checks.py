@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import difflib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from mrl.config.data_checks import check_sources
 from mrl.config.layout_checks import Archs
 from mrl.config.model_dirs import is_converted, read_converted
 from mrl.config.problems import Problem, reason
-from mrl.config.schema import DataConfig, RLConfig, SFTConfig
+from mrl.config.schema import RLConfig, SFTConfig
 from mrl.models.arch import ModelArch, UnsupportedModel, load_arch
 
 BUILTIN_REWARDS = ("exact_match", "sorted_digits", "arithmetic", "math")
@@ -74,41 +74,9 @@ def _weights(key: str, path: str, allow_pickle: bool) -> Iterator[Problem]:
 
 
 def check_files(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
-    yield from _rows("data.train", cfg.data.train, cfg)
-    if cfg.data.validation is not None:
-        yield from _rows("data.validation", cfg.data.validation, cfg)
+    yield from check_sources(cfg)
     if isinstance(cfg, RLConfig):
         yield from _reward(cfg.reward.function)
-
-
-def _rows(key: str, path: str, cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
-    """The first row stands for all: the data room checks each as it reads it."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            first = file.readline()
-    except (OSError, UnicodeDecodeError) as error:
-        yield Problem((key,), f"cannot read {path}: {reason(error)}")
-        return
-    try:
-        row = json.loads(first)
-    except ValueError:
-        row = None
-    if not isinstance(row, dict):
-        yield Problem((key,), f"the first line of {path} is not a JSON object: expected one row a line")
-        return
-    yield from _columns(key, row, cfg.data, needs_answer=isinstance(cfg, SFTConfig))
-
-
-def _columns(key: str, row: dict[str, object], data: DataConfig, needs_answer: bool) -> Iterator[Problem]:
-    has = ", ".join(row) or "no keys"
-    if needs_answer and data.answer_key not in row:
-        yield Problem(("data.answer_key", key), f"the first row has no {data.answer_key!r}; it has {has}")
-    if data.prompt_key not in row:
-        yield Problem(("data.prompt_key", key), f"the first row has no {data.prompt_key!r}; it has {has}")
-    elif data.chat_template != isinstance(row[data.prompt_key], list):
-        kind, wanted = ("text", "a list of messages") if data.chat_template else ("a list", "text")
-        message = f"{str(data.chat_template).lower()} wants {wanted}, the first row's {data.prompt_key!r} is {kind}"
-        yield Problem(("data.chat_template", key), message)
 
 
 def _reward(function: str) -> Iterator[Problem]:

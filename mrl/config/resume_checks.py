@@ -52,7 +52,13 @@ class Change:
 
 def snapshot(cfg: Config) -> Tree:
     """What a checkpoint keeps of the configuration, for JSON. Reads the size of the training data."""
-    return {"config": cfg.model_dump(mode="json"), "data_bytes": Path(cfg.data.train).stat().st_size}
+    sizes = [_bytes(Path(source.path)) for source in cfg.data.train]
+    return {"config": cfg.model_dump(mode="json"), "data_bytes": sum(sizes)}
+
+
+def _bytes(path: Path) -> int:
+    files = (file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
 
 
 def check_resume(stored: Tree, cfg: Config, checkpoint: Path) -> list[Change]:
@@ -79,7 +85,7 @@ def compare(stored: Tree, cfg: Config) -> list[Change]:
     changes = list(_differences(stored["config"], cfg, cfg.model_dump(mode="json"), ""))
     now = snapshot(cfg)["data_bytes"]
     if stored["data_bytes"] != now and not any(change.key == "data.train" for change in changes):
-        changes.append(Change("data.train", f"a file of {stored['data_bytes']} bytes", f"one of {now} bytes"))
+        changes.append(Change("data.train", f"{stored['data_bytes']} bytes of data", f"{now} bytes"))
     return changes
 
 

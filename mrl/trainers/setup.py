@@ -246,7 +246,7 @@ def build_learners(cfg: RLConfig, world: World) -> Learners:
 def make_generator(
     cfg: RLConfig, run_dir: Path, engine: Engine, rewards: RewardPool, recorder: Recorder | SilentRecorder
 ) -> Generator:
-    tokenizer = load_tokenizer(cfg.model.path)
+    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
     train = PromptDataset(cfg.data.train, cfg.data, tokenizer)
     validation = PromptDataset(cfg.data.validation, cfg.data, tokenizer) if cfg.data.validation else None
     return Generator(cfg, run_dir, engine, rewards, recorder.note, tokenizer, train, validation)

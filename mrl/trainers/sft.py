@@ -90,7 +90,7 @@ def open_sft_run(cfg: SFTConfig) -> Iterator[SFTRun]:
 
 
 def build_run(cfg: SFTConfig, world: World, run_dir: Path, recorder: Recorder | SilentRecorder) -> SFTRun:
-    actor, tokenizer = build_actor(cfg, world), load_tokenizer(cfg.model.path)
+    actor, tokenizer = build_actor(cfg, world), load_tokenizer(cfg.model.path, cfg.model.eos_token)
     data = PromptDataset(cfg.data.train, cfg.data, tokenizer, require_answer=True)
     for note in data_notes(tokenizer, {"data.train": data}):
         recorder.note(note)

@@ -68,3 +68,4 @@ class ModelConfig(Section):
     from_scratch: bool = False  # random weights from config.json alone
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     allow_pickle: bool = False  # accept pytorch_model.bin (weights_only)
+    eos_token: str | None = None  # in place of the tokenizer's: ends answers in sft, and samples
