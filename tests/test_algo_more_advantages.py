@@ -3,6 +3,7 @@ and what must not matter to any estimator."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -43,8 +44,11 @@ def inputs(rows: int, length: int, holes: bool, seed: int = 0) -> dict[str, Any]
 
 def to_go(rewards: Tensor, mask: Tensor, i: int) -> dict[int, float]:
     """position -> sum of the rewards from there on, inside the mask"""
-    places = mask[i].nonzero().flatten().tolist()
-    return {t: sum(float(rewards[i, s]) for s in places if s >= t) for t in places}
+    out, running, row = {}, 0.0, rewards[i].tolist()
+    for t in reversed(mask[i].nonzero().flatten().tolist()):
+        running += row[t]
+        out[t] = running
+    return dict(sorted(out.items()))
 
 
 def remax_reference(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -61,9 +65,9 @@ def token_baseline_reference(x: dict[str, Any], tir: bool) -> tuple[Tensor, Tens
     adv, ret = torch.zeros_like(x["token_rewards"]), torch.zeros_like(x["token_rewards"])
     at: dict[tuple[int, int], list[tuple[int, int, float, float]]] = {}  # (group, t) -> (row, column, G, W)
     for i in range(len(adv)):
-        energy = 0.0
+        energy, log_probs, squares = 0.0, x["log_probs"][i].tolist(), x["sum_pi_squared"][i].tolist()
         for place, (t, value) in enumerate(to_go(x["token_rewards"], mask, i).items()):
-            energy += 1 - 2 * float(x["log_probs"][i, t].exp()) + float(x["sum_pi_squared"][i, t])
+            energy += 1 - 2 * math.exp(log_probs[t]) + squares[t]
             at.setdefault((group[i], place if tir else t), []).append((i, t, value, energy))
     for (number, _), entries in at.items():
         baseline = sum(g * w for _, _, g, w in entries) / (sum(w for *_, w in entries) + 1e-8)
