@@ -1,0 +1,78 @@
+"""Weights beside a policy's own: their average, a reference that is refreshed; saved and restored."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import TinyModels
+
+WORLD = Path(__file__).parent / "worlds" / "policy_copies.py"
+AVERAGES = ("TP2 x PP2", "EP2 x DP2", "DP4, bfloat16")
+SAVED = ("dense tp2.pp2", "moe ep2", "bfloat16 dp4")
+LOADED_ELSEWHERE = ("dense dp4", "moe tp2.ep2")
+SHAPE: dict[str, Any] = {
+    "weights": False,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_key_value_heads": 4,
+    "vocab_size": 321,  # padded to other sizes at TP1 and TP2
+}
+
+
+@pytest.fixture(scope="module")
+def world(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the world of 4 processes reports, by case."""
+    dense = tiny_models("llama", tied=True, num_hidden_layers=4, **SHAPE)
+    moe = tiny_models("qwen3_moe", moe_intermediate_size=32, **(SHAPE | {"head_dim": 16}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(WORLD)]
+    done = subprocess.run(
+        [*command, str(tmp_path_factory.mktemp("copies")), str(dense), str(moe)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORLD.parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return {case.pop("case"): case for case in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("case", AVERAGES)
+def test_the_average_is_the_recursion_in_double_precision(world: dict[str, Any], case: str) -> None:
+    assert world[case]["average"] < 1e-6
+    assert world[case]["apart"] > 1e-2, "the average is the policy itself"
+    assert world[case]["offloaded"] == 0.0
+
+
+@pytest.mark.parametrize("case", AVERAGES)
+def test_a_policy_that_lent_its_place_to_its_average_trains_as_if_it_had_not(world: dict[str, Any], case: str) -> None:
+    assert world[case]["learner"] == 0.0
+
+
+def test_data_parallel_ranks_keep_one_average_between_them(world: dict[str, Any]) -> None:
+    parts = world["parts"]
+    assert sum(parts["kept"]) == parts["whole"] and max(parts["kept"]) < 0.3 * parts["whole"]
+
+
+def test_a_refreshed_reference_gives_the_log_probs_of_the_policy_as_it_was(world: dict[str, Any]) -> None:
+    assert world["refresh"]["stays"] and world["refresh"]["refreshed"]
+    assert world["refresh"]["learner_is_elsewhere"] > 0.1
+
+
+@pytest.mark.parametrize("case", [*SAVED, *LOADED_ELSEWHERE])
+def test_a_copy_comes_back_from_a_checkpoint_to_the_bit(world: dict[str, Any], case: str) -> None:
+    found = world[case]
+    assert found["before"] > 0.1, "the weights were the saved ones before the load"
+    assert found["loaded"] == 0.0 and set(found["stored"].values()) == {0.0}
+    assert found["kept"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("case", [*SAVED, *LOADED_ELSEWHERE])
+def test_a_copy_goes_on_as_if_never_stopped(world: dict[str, Any], case: str) -> None:
+    assert world[case]["continued"] <= (0.0 if case in SAVED else 1e-6)
