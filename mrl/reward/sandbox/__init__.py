@@ -1,0 +1,5 @@
+"""Untrusted programs: what they may use, how they are shut in, and what came of them. Standard library only."""
+
+from mrl.reward.sandbox.run import Ended, Limits, SandboxError, run_python
+
+__all__ = ["Ended", "Limits", "SandboxError", "run_python"]
