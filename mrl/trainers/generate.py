@@ -44,7 +44,7 @@ class Generator:
             sampling.top_k,
             sampling.max_new_tokens,
             sampling.stop,
-            sampling.stop_token_ids,
+            self._stop_token_ids,
         )
         samples = self._samples(prompts, batch.samples_per_prompt, step, params, on_sample)
         self._write_down(samples, f"step_{step}")
@@ -63,12 +63,17 @@ class Generator:
             temperature=cfg.temperature,
             max_new_tokens=sampling.max_new_tokens,
             stop=sampling.stop,
-            stop_token_ids=sampling.stop_token_ids,
+            stop_token_ids=self._stop_token_ids,
         )
         samples = self._samples(self.validation.first(cfg.prompts), 1, step + VALIDATION_STREAM, params, on_sample)
         self._write_down(samples, f"validation_step_{step}")
         metrics = sample_metrics(samples)
         return {f"validation/{name.removeprefix('reward/')}": value for name, value in metrics.items()}
+
+    @property
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        """The tokenizer's EOS too: the model's own configuration may name another one."""
+        return (*self.cfg.rollout.sampling.stop_token_ids, self.tokenizer.eos_id)
 
     def _samples(
         self,
