@@ -30,7 +30,7 @@ from mrl.weights.export import Exporter
 from mrl.weights.load import load_pretrained
 
 Role = Literal["policy", "critic"]
-Output = Literal["log_probs", "values"]
+Output = Literal["log_probs", "distribution", "values"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,11 @@ class Learner:
         """Log-probs of the response tokens under softmax(logits / temperature), and the entropies: [R], [R]."""
         out = self._forward(rollout, "log_probs", 2, temperature)
         return out[0], out[1]
+
+    def distribution(self, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """`log_probs`, and the sums over the vocabulary of the squared probabilities: [R], [R], [R]."""
+        out = self._forward(rollout, "distribution", 3, temperature)
+        return out[0], out[1], out[2]
 
     def values(self, rollout: Rollout) -> Tensor:
         """The critic's value before each response token: [R]."""
@@ -169,6 +174,27 @@ class Learner:
                 apply_update(self.optimizer, norm)
         lr = float(self.optimizer.param_groups[0]["lr"])
         return {"grad_norm": norm, "lr": lr, "skipped": float(not good)}
+
+    def zero_gradients(self) -> None:
+        """Those of the last `backward`, as if its loss had been multiplied by 0; one that is not finite stays so."""
+        for chunk in self.chunks:
+            chunk.scale_gradients(0.0)
+
+    def last_log_probs(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """(log-probs [R] that the last `backward` computed, 0 elsewhere; where [R] bool). Collective."""
+        found = torch.zeros(2, rollout.num_response_tokens, device=platform.device())
+        if self.mesh.tp_rank == 0:
+            for values, dest in self._outputs:
+                found[0, dest], found[1, dest] = values[0], 1.0
+        dist.all_reduce(found)
+        log_probs, seen = found.cpu()
+        return log_probs, seen.bool()
+
+    def total_over_context(self, partial: Tensor) -> Tensor:
+        """The sum of a tensor over the context-parallel ranks, which hold parts of the same sequences; in place."""
+        if self.mesh.cp > 1:
+            dist.all_reduce(partial, group=self.mesh.cp_group)
+        return partial
 
     def nonfinite_samples(self, rollout: Rollout) -> list[int]:
         """Samples of the last `backward` at one of whose tokens the model's output was not finite. Collective."""
