@@ -97,6 +97,7 @@ class PromptDataset:
             group=torch.arange(n),
             scores=torch.zeros(n),
             rollout_log_probs=torch.zeros(int((seq_lens - prompt_lens).sum())),
+            rows=torch.tensor([p.index for p in prompts]),
         )
 
     def _at(self, places: range, seed: int | None) -> list[Prompt]:

@@ -50,11 +50,6 @@ class Generator:
         self._write_down(samples, f"step_{step}")
         return collate(step, samples), sample_metrics(samples)
 
-    def data_rows(self, step: int) -> list[int]:
-        """The row in data.train behind each sample of a training step."""
-        prompts = self.train.prompts_for_step(step, self.cfg.batch.prompts_per_step, self.cfg.run.seed)
-        return [prompt.index for prompt in prompts for _ in range(self.cfg.batch.samples_per_prompt)]
-
     def validate(self, step: int, on_sample: Callable[[Sample], None]) -> dict[str, float]:
         """Mean scores of the first `validation.prompts` held-out rows, one sample each."""
         assert self.validation is not None

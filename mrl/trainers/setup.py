@@ -186,8 +186,7 @@ def build_run(main: MainParts, world: World, learners: Learners, urls: tuple[str
     )
     trained = {"actor": actor} | ({"critic": critic} if critic is not None and critic.trainable else {})
     phase = Phases.of(cfg.resilience, world, main.run_dir, main.recorder, peers=actor.mesh.pp_rank)
-    data_rows = main.generator.data_rows if main.generator else None
-    updates = Updates(main.run_dir, cfg.run.max_nonfinite_steps, main.recorder, data_rows)
+    updates = Updates(main.run_dir, cfg.run.max_nonfinite_steps, main.recorder, writes=world.is_main)
 
     def loop_state() -> dict[str, Any]:
         return {"kl_controller": controller.state_dict(), "nonfinite_in_a_row": updates.in_a_row}

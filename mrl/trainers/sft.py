@@ -95,11 +95,8 @@ def build_run(cfg: SFTConfig, world: World, run_dir: Path, recorder: Recorder | 
     for note in data_notes(tokenizer, {"data.train": data}):
         recorder.note(note)
 
-    def data_rows(step: int) -> list[int]:
-        return [prompt.index for prompt in data.prompts_for_step(step, cfg.batch.samples_per_step, cfg.run.seed)]
-
     phase = Phases.of(cfg.resilience, world, run_dir, recorder, peers=actor.mesh.pp_rank)
-    updates = Updates(run_dir, cfg.run.max_nonfinite_steps, recorder, data_rows if world.is_main else None)
+    updates = Updates(run_dir, cfg.run.max_nonfinite_steps, recorder, writes=world.is_main)
     saving = Saving(cfg, phase, {"actor": actor}, lambda: {"nonfinite_in_a_row": updates.in_a_row})
     return SFTRun(cfg, actor, data, recorder, phase, saving, updates, start_step=0)
 
