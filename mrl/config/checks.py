@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config import layout_checks, resilience_checks, resume_checks, rl_checks
+from mrl.config import layout_checks, policy_checks, resilience_checks, resume_checks, rl_checks, sampling_checks
 from mrl.config.derived import Machine
 from mrl.config.file_checks import check_files, read_archs
 from mrl.config.layout_checks import Archs
@@ -25,7 +25,11 @@ def check(cfg: RLConfig | SFTConfig, archs: Archs, machine: Machine) -> list[Pro
     problems = list(layout_checks.check(cfg, archs, machine))
     problems += _common(cfg)
     problems += resilience_checks.check(cfg)
-    problems += rl_checks.check(cfg, archs, machine) if isinstance(cfg, RLConfig) else _sft(cfg, archs, machine)
+    if isinstance(cfg, SFTConfig):
+        return problems + list(_sft(cfg, archs, machine))
+    problems += rl_checks.check(cfg, archs, machine)
+    problems += policy_checks.check(cfg)
+    problems += sampling_checks.check(cfg)
     return problems
 
 

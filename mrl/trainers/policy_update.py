@@ -48,19 +48,19 @@ def policy_targets(run: RLRun, exp: Experience, sample_ids: range, number: int) 
         sequences=Sequences.of_mask(
             rollout.response_mask, None if keep is None else rollout.dense(keep), run.actor.total_over_context
         ),
-        chosen=choose_tokens(run, exp, mask, number),
+        chosen=choose_tokens(run, exp, sample_ids, mask, number),
     )
 
 
-def choose_tokens(run: RLRun, exp: Experience, mask: Tensor, number: int) -> Tensor | None:
-    """Of the mini-batch `mask`, for a loss that treats some tokens differently: it needs the whole mini-batch's
-    log-probs before the update, which the step's first one has already. The same on every rank."""
+def choose_tokens(run: RLRun, exp: Experience, sample_ids: range, mask: Tensor, number: int) -> Tensor | None:
+    """Of the mini-batch's tokens `mask`, for a loss that treats some tokens differently: it needs the log-probs of all
+    of them before the update, which the step's first one has already. The same on every rank."""
     options = run.cfg.algorithm.policy_loss.choice_options
     if options is None:
         return None
     log_probs = exp.trainer_log_probs if number == 0 else None
     if log_probs is None:
-        log_probs, _ = run.actor.log_probs(exp.rollout, run.cfg.rollout.sampling.temperature)
+        log_probs, _ = run.actor.log_probs(exp.rollout, run.cfg.rollout.sampling.temperature, sample_ids)
     return token_choice.choose(
         run.cfg.algorithm.policy_loss.loss_mode,
         log_probs=log_probs,

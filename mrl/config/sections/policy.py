@@ -70,21 +70,32 @@ class PolicyLossConfig(Section):
         return self.model_dump(include=set(TOKEN_CHOICE_OPTIONS[self.loss_mode]))
 
 
-def _number_as_text(value: Any) -> Any:
+def _text(value: Any) -> Any:
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
-Thresholds = Annotated[str, BeforeValidator(_number_as_text)]
+def _listed(value: Any) -> Any:
+    """ "a, b", 2.0 and lists alike: verl's form is one string."""
+    value = _text(value)
+    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
+
+Bounds = Annotated[str, BeforeValidator(_text)]
+Criterion = Literal[
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
+    "seq_mean_k3", "seq_max_k2", "seq_max_k3",
+]  # fmt: skip
 
 
 class RolloutCorrectionConfig(Section):
     """By w = exp(trainer's - engine's log-prob), the policy that sampled; see mrl.algo.rollout_correction."""
 
     rollout_is: Literal["token", "sequence"] | None = None  # the loss times w, of each token or of its whole response
-    rollout_is_threshold: Thresholds = "2.0"  # "2.0": no more than 2 (TIS); "0.5_2.0": 0 outside (IcePop); "inf": any w
+    rollout_is_threshold: Bounds = "2.0"  # "2.0": no more than 2 (TIS); "0.5_2.0": 0 outside (IcePop); "inf": any w
     rollout_is_batch_normalize: bool = False  # weights divided by their mean
-    rollout_rs: str | None = None  # criteria that reject tokens or responses, such as "token_k1,seq_mean_k3"
-    rollout_rs_threshold: Thresholds | None = None  # one for all or one each: "0.5_2.0" or "2.0" (k1), "0.01" (others)
+    rollout_rs: Annotated[tuple[Criterion, ...], BeforeValidator(_listed)] = ()  # what rejects tokens or responses
+    rollout_rs_threshold: Annotated[tuple[Bounds, ...], BeforeValidator(_listed)] = ()  # one for all, or one each:
+    # "0.5_2.0" or "2.0" (0.5 to 2) of the ratio for a k1, "0.01" for the others
 
     def importance_bounds(self) -> tuple[float | None, float]:
         """(lower or None, upper) of the weights. ValueError for what is no such pair."""
@@ -95,8 +106,7 @@ class RolloutCorrectionConfig(Section):
 
     def criteria(self) -> list[tuple[str, float, float]]:
         """(name, lower, upper) of every criterion. ValueError for what is not that."""
-        names = _parts(self.rollout_rs)
-        thresholds = _parts(self.rollout_rs_threshold)
+        names, thresholds = self.rollout_rs, self.rollout_rs_threshold
         if len(thresholds) not in (1, len(names)):
             raise ValueError(f"{len(thresholds)} thresholds for {len(names)} criteria: give one for all or one each")
         return [_criterion(name, text) for name, text in zip(names, thresholds * len(names), strict=False)]
@@ -106,11 +116,11 @@ def _criterion(name: str, text: str) -> tuple[str, float, float]:
     lower, upper = _bounds(text)
     if not name.endswith("k1"):
         if lower is not None or not upper > 0:
-            raise ValueError(f"{text!r} for {name}: give one positive upper bound")
+            raise ValueError(f"{text!r} for {name}: it takes one positive upper bound")
         return name, 0.0, upper
     lower = 1 / upper if lower is None and upper else lower
     if lower is None or not 0 < lower <= 1 <= upper:
-        raise ValueError(f"{text!r} for {name}: the bounds of the ratio must be positive, with 1 between them")
+        raise ValueError(f"{text!r} for {name}: it takes positive bounds of a ratio, with 1 between them")
     return name, lower, upper
 
 
@@ -121,7 +131,3 @@ def _bounds(text: str) -> tuple[float | None, float]:
         return (float(lower) if has_two else None), float(upper)
     except ValueError:
         raise ValueError(f'{text!r} is neither a number nor two like "0.5_2.0"') from None
-
-
-def _parts(text: str | None) -> list[str]:
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
