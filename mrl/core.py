@@ -72,6 +72,8 @@ class Rollout:
     group [B] int64: samples of one prompt share a number
     scores [B] float32: the task reward of the whole response
     rollout_log_probs [R] float32: the engine's, R = sum(seq_lens - prompt_lens)
+    score_parts [B, K] float32: the components of the reward that the algorithm asks for, in its order; None: none
+    greedy_scores [B] float32: the score of the greedy response to each one's prompt; None: none was sampled
     rows [B] int64: whose prompt each sample answers, numbers of the data's rows; None where they come from nowhere
     """
 
@@ -83,6 +85,8 @@ class Rollout:
     scores: Tensor
     rollout_log_probs: Tensor
     rows: Tensor | None = None
+    score_parts: Tensor | None = None
+    greedy_scores: Tensor | None = None
 
     def __post_init__(self) -> None:
         if int(self.seq_lens.sum()) != self.tokens.numel():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from bad_configs import BAD, EXPERT_MODEL, GAE, KL_ON, PPO, SFT, Bad
+from bad_sampling_configs import BAD_SAMPLING
 
 from mrl.config.derived import Machine, smallest_world, updates_per_step
 from mrl.config.file_checks import BUILTIN_REWARDS
@@ -33,6 +34,9 @@ EXPERTS = {
 }
 
 
+EVERY_BAD = [*BAD, *BAD_SAMPLING]
+
+
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -45,7 +49,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "pickled").mkdir()
     (tmp_path / "pickled" / "config.json").write_text(json.dumps(DENSE))
     (tmp_path / "pickled" / "pytorch_model.bin").touch()
-    (tmp_path / "train.jsonl").write_text('{"prompt": "21=", "answer": "12."}\n')
+    for name in ("train.jsonl", "more.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "21=", "answer": "12."}\n')
     (tmp_path / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "21="}], "answer": "12."}\n')
     for name in ("plain.txt", "plain.jsonl"):
         (tmp_path / name).write_text("21=12.\n")
@@ -64,7 +69,7 @@ def refusal(text: str, *overrides: str, machine: Machine | None = None, gpus: in
     return caught.value
 
 
-@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.id)
+@pytest.mark.parametrize("bad", EVERY_BAD, ids=lambda bad: bad.id)
 def test_a_bad_configuration_is_refused_with_place_key_and_reason(bad: Bad) -> None:
     text = bad.base.replace(bad.old, bad.new)
     before = text[: text.index(bad.at)] if bad.at else text[: text.index(bad.new) + len(bad.new.rstrip("\n"))]
@@ -78,7 +83,7 @@ def test_a_bad_configuration_is_refused_with_place_key_and_reason(bad: Bad) -> N
     assert str(found[0]) in str(error)
 
 
-@pytest.mark.parametrize("bad", [bad for bad in BAD if bad.id != "unknown key"], ids=lambda bad: bad.id)
+@pytest.mark.parametrize("bad", [bad for bad in EVERY_BAD if bad.id != "unknown key"], ids=lambda bad: bad.id)
 def test_one_mistake_gives_one_problem(bad: Bad) -> None:
     """Nothing is reported that follows from something already reported."""
     error = refusal(bad.base.replace(bad.old, bad.new))

@@ -67,6 +67,19 @@ def samples_per_step(cfg: RLConfig) -> int:
     return cfg.batch.prompts_per_step * cfg.batch.samples_per_prompt
 
 
+def prompts_per_round(cfg: RLConfig) -> int:
+    """Prompts that are sampled at once."""
+    return cfg.algorithm.filter_groups.prompts_per_round or cfg.batch.prompts_per_step
+
+
+def most_samples_per_step(cfg: RLConfig) -> int:
+    """Responses that a step may draw: every round of dynamic sampling, and the greedy ones."""
+    groups = cfg.algorithm.filter_groups
+    drawn = prompts_per_round(cfg) * groups.max_num_gen_batches if groups.is_on else cfg.batch.prompts_per_step
+    greedy = cfg.batch.prompts_per_step if cfg.algorithm.adv_estimator == "remax" else 0
+    return drawn * cfg.batch.samples_per_prompt + greedy
+
+
 def samples_per_minibatch(cfg: RLConfig) -> int:
     return cfg.batch.samples_per_minibatch or samples_per_step(cfg)
 
@@ -87,6 +100,9 @@ def summary(cfg: RLConfig | SFTConfig, world_size: int) -> list[tuple[str, str]]
     batch, total, minibatch = cfg.batch, samples_per_step(cfg), samples_per_minibatch(cfg)
     updates = f"{batch.epochs_per_step} x {total // minibatch} mini-batches of {minibatch} samples"
     rows.append(("step", f"{batch.prompts_per_step} prompts x {batch.samples_per_prompt} = {total} samples"))
+    if (groups := cfg.algorithm.filter_groups).is_on:
+        bound = f"at most {groups.max_num_gen_batches} rounds of {prompts_per_round(cfg)} prompts a step"
+        rows.append(("dynamic sampling", bound))
     rows.append(("updates", f"{updates_per_step(cfg)} a step: {updates}"))
     engine = f"{cfg.rollout.servers} x tensor {cfg.rollout.tensor}" if not cfg.rollout.urls else "at given addresses"
     rows.append(("engine", f"{cfg.rollout.engine}, {engine}"))

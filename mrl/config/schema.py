@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mrl.config.sections.algorithm import AlgorithmConfig, KLConfig, ValueLossConfig
+from mrl.config.sections.algorithm import AlgorithmConfig, FilterGroupsConfig, KLConfig, ValueLossConfig
 from mrl.config.sections.base import Section
 from mrl.config.sections.data import BatchConfig, DataConfig, SFTBatchConfig, SourceConfig, Sources
 from mrl.config.sections.models import (
@@ -39,6 +39,7 @@ __all__ = [
     "Config",
     "CriticConfig",
     "DataConfig",
+    "FilterGroupsConfig",
     "KLConfig",
     "ModelConfig",
     "OptimizerConfig",

@@ -13,6 +13,8 @@ from mrl.core import Rollout
 from mrl.learner import Learner
 from mrl.trainers.correction import Correction
 
+TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")  # they read sums of squared probabilities
+
 
 @dataclass(frozen=True)
 class Experience:
@@ -60,8 +62,10 @@ def make_experience(
 ) -> Experience:
     """`single_update`: the step makes one update from these samples, so the ratio to the old policy is 1 by itself
     and the separate forward pass for old log-probs is not needed (unless something else needs it)."""
-    trainers = entropies = None
-    if needs_forward_pass(cfg, single_update):
+    trainers = entropies = squares = None
+    if cfg.adv_estimator in TOKEN_BASELINES:
+        trainers, entropies, squares = actor.distribution(rollout, temperature)
+    elif needs_forward_pass(cfg, single_update):
         trainers, entropies = actor.log_probs(rollout, temperature)
     old = rollout.rollout_log_probs if cfg.old_log_probs == "engine" else trainers
     ref_log_probs = ref.log_probs(rollout, temperature)[0] if ref is not None else None
@@ -71,16 +75,8 @@ def make_experience(
     if cfg.kl.use_in_reward and trainers is not None and ref_log_probs is not None:
         flat = kl.penalty(cfg.kl.penalty, trainers, ref_log_probs)
         penalty, mean_ref_kl = rollout.dense(flat), float(flat.mean())
-    adv, returns = advantages.compute(
-        cfg.adv_estimator,
-        token_rewards=token_rewards.compute(rollout.scores, mask, kl=penalty, kl_coef=kl_coef),
-        values=rollout.dense(values) if values is not None else None,
-        response_mask=mask,
-        group=rollout.group,
-        gamma=cfg.gamma,
-        lam=cfg.lam,
-        norm_adv_by_std_in_grpo=cfg.norm_adv_by_std_in_grpo,
-    )
+    rewards = token_rewards.compute(rollout.scores, mask, kl=penalty, kl_coef=kl_coef)
+    adv, returns = _advantages(cfg, rollout, rewards, values, trainers, squares)
     correction = None
     if trainers is not None and cfg.rollout_correction != RolloutCorrectionConfig():
         correction = Correction.make(cfg.rollout_correction, rollout, trainers)
@@ -95,6 +91,37 @@ def make_experience(
         mean_ref_kl=mean_ref_kl,
         entropies=entropies,
         correction=correction,
+    )
+
+
+def _advantages(
+    cfg: AlgorithmConfig,
+    rollout: Rollout,
+    rewards: Tensor,
+    values: Tensor | None,
+    log_probs: Tensor | None,
+    sum_pi_squared: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """rewards [B, T], the others [R]; advantages and returns [B, T] by the configured estimator."""
+
+    def dense(flat: Tensor | None) -> Tensor | None:
+        return None if flat is None else rollout.dense(flat)
+
+    return advantages.compute(
+        cfg.adv_estimator,
+        token_rewards=rewards,
+        response_mask=rollout.response_mask,
+        group=rollout.group,
+        values=dense(values),
+        greedy_scores=rollout.greedy_scores,
+        score_parts=rollout.score_parts,
+        part_weights=cfg.gdpo_reward_weights,
+        log_probs=dense(log_probs),
+        sum_pi_squared=dense(sum_pi_squared),
+        gamma=cfg.gamma,
+        lam=cfg.lam,
+        norm_adv_by_std_in_grpo=cfg.norm_adv_by_std_in_grpo,
+        whiten=cfg.whiten_advantages,
     )
 
 

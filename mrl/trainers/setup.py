@@ -13,6 +13,7 @@ import torch
 
 from mrl import failure, platform
 from mrl.algo import kl
+from mrl.config.derived import most_samples_per_step
 from mrl.config.schema import RLConfig, TrainConfig
 from mrl.core import Rollout, Sample
 from mrl.data import PromptDataset, load_tokenizer
@@ -20,12 +21,13 @@ from mrl.learner import Learner
 from mrl.models import load_arch
 from mrl.observe import Recorder, SilentRecorder
 from mrl.resilience import sections
-from mrl.reward import RewardPool
+from mrl.reward import RewardManager, longest_wait_s
 from mrl.rollout import Engine, start_engine
 from mrl.trainers.generate import Generator
 from mrl.trainers.nonfinite import Updates
 from mrl.trainers.phases import Phases
 from mrl.trainers.saving import Saving, open_run_dir
+from mrl.trainers.scores import ScoreControl
 from mrl.trainers.world import World
 from mrl.weights.sync import SyncError, SyncReport, WeightSync
 
@@ -42,6 +44,7 @@ class RLRun:
     critic: Learner | None
     ref: Learner | None
     kl_controller: kl.Controller
+    scores: ScoreControl
     generator: Generator | None  # rank 0 only
     sync: WeightSync
     start_step: int
@@ -63,12 +66,14 @@ class RLRun:
         return [range(i, i + size) for i in range(0, rollout.num_samples, size)]
 
     def generate(self, step: int) -> tuple[Rollout, dict[str, float]]:
-        """The step's samples, the same on every rank."""
-        return self.world.from_main(
+        """The step's samples with their controlled scores, the same on every rank."""
+        rollout, metrics = self.world.from_main(
             "rollout",
             lambda: self._generator.rollout(step, self._ticker(self.samples_per_step)),
             together=self.sync.restore,
         )
+        rollout, controlled = self.scores(rollout)
+        return rollout, metrics | controlled
 
     def validate(self, step: int) -> dict[str, float]:
         prompts = self.cfg.validation.prompts
@@ -106,6 +111,7 @@ class RLRun:
         state = self.saving.resume()
         if state is not None:
             self.kl_controller.load_state_dict(state["kl_controller"])
+            self.scores.moments.load_state_dict(state["score_moments"])
             self.updates.in_a_row = state["nonfinite_in_a_row"]
             self.start_step = state["step"]
 
@@ -128,7 +134,7 @@ class MainParts:
     stack: contextlib.ExitStack
     recorder: Recorder | SilentRecorder = field(default_factory=SilentRecorder)
     engine: Engine | None = None
-    rewards: RewardPool | None = None
+    rewards: RewardManager | None = None
     generator: Generator | None = None
 
     def start(self) -> None:
@@ -136,8 +142,14 @@ class MainParts:
         cfg, enter = self.cfg, self.stack.enter_context
         gpu = platform.device().type == "cuda"
         self.recorder = open_run_dir(cfg, self.run_dir, self.stack)
-        pool = RewardPool(cfg.reward, prompt_key=cfg.data.prompt_key, answer_key=cfg.data.answer_key)
-        self.rewards = enter(contextlib.closing(pool))
+        rewards = RewardManager(
+            cfg.reward,
+            prompt_key=cfg.data.prompt_key,
+            answer_key=cfg.data.answer_key,
+            data_source_key=cfg.data.data_source_key,
+            max_response_tokens=cfg.rollout.sampling.max_new_tokens,
+        )
+        self.rewards = enter(contextlib.closing(rewards))
         logs, model = self.run_dir / "logs", cfg.model
         engine = start_engine(cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, gpu=gpu)
         self.engine = enter(contextlib.closing(engine))
@@ -188,8 +200,14 @@ def build_run(main: MainParts, world: World, learners: Learners, urls: tuple[str
     phase = Phases.of(cfg.resilience, world, main.run_dir, main.recorder, peers=actor.mesh.pp_rank)
     updates = Updates(main.run_dir, cfg.run.max_nonfinite_steps, main.recorder, writes=world.is_main)
 
+    scores = ScoreControl(cfg.algorithm)
+
     def loop_state() -> dict[str, Any]:
-        return {"kl_controller": controller.state_dict(), "nonfinite_in_a_row": updates.in_a_row}
+        return {
+            "kl_controller": controller.state_dict(),
+            "score_moments": scores.moments.state_dict(),
+            "nonfinite_in_a_row": updates.in_a_row,
+        }
 
     return RLRun(
         cfg=cfg,
@@ -200,6 +218,7 @@ def build_run(main: MainParts, world: World, learners: Learners, urls: tuple[str
         critic=critic,
         ref=ref,
         kl_controller=controller,
+        scores=scores,
         generator=main.generator,
         sync=WeightSync(actor.exporter, urls, cfg.sync, cfg.rollout.tensor),
         start_step=0,
@@ -243,7 +262,7 @@ def build_learners(cfg: RLConfig, world: World) -> Learners:
 
 
 def make_generator(
-    cfg: RLConfig, run_dir: Path, engine: Engine, rewards: RewardPool, recorder: Recorder | SilentRecorder
+    cfg: RLConfig, run_dir: Path, engine: Engine, rewards: RewardManager, recorder: Recorder | SilentRecorder
 ) -> Generator:
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
     train = PromptDataset(cfg.data.train, cfg.data, tokenizer)
@@ -254,12 +273,12 @@ def make_generator(
 def _longest_wait(cfg: RLConfig) -> float:
     """Seconds the other ranks wait for rank 0's sampling: every request in turn, each up to its own time-out, and
     all restarts of engines."""
-    samples = max(cfg.batch.prompts_per_step * cfg.batch.samples_per_prompt, cfg.validation.prompts)
+    samples = max(most_samples_per_step(cfg), cfg.validation.prompts)
     rounds = math.ceil(samples / cfg.rollout.concurrent_requests)
     return (
         cfg.run.timeout_s
         + cfg.rollout.startup_timeout_s
         + rounds * cfg.rollout.request_timeout_s
         + cfg.rollout.max_restarts * (cfg.rollout.startup_timeout_s + cfg.rollout.request_timeout_s)
-        + cfg.reward.timeout_s * math.ceil(samples / cfg.reward.workers)
+        + longest_wait_s(cfg.reward, samples)
     )
