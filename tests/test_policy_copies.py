@@ -17,6 +17,7 @@ WORLD = Path(__file__).parent / "worlds" / "policy_copies.py"
 AVERAGES = ("TP2 x PP2", "EP2 x DP2", "DP4, bfloat16")
 SAVED = ("dense tp2.pp2", "moe ep2", "bfloat16 dp4")
 LOADED_ELSEWHERE = ("dense dp4", "moe tp2.ep2")
+TWO_LOSSES = ("two losses tp2.pp2", "two losses cp2.dp2", "two losses pp2.vpp2")
 SHAPE: dict[str, Any] = {
     "weights": False,
     "hidden_size": 32,
@@ -63,6 +64,14 @@ def test_data_parallel_ranks_keep_one_average_between_them(world: dict[str, Any]
 def test_a_refreshed_reference_gives_the_log_probs_of_the_policy_as_it_was(world: dict[str, Any]) -> None:
     assert world["refresh"]["stays"] and world["refresh"]["refreshed"]
     assert world["refresh"]["learner_is_elsewhere"] > 0.1
+
+
+@pytest.mark.parametrize("case", TWO_LOSSES)
+def test_an_update_of_two_losses_has_the_sum_of_their_gradients(world: dict[str, Any], case: str) -> None:
+    found = world[case]
+    assert found["gradients"] < 1e-6 < 1e-2 < found["apart"]
+    assert found["metrics"] < 1e-6 and found["coefficient"] == pytest.approx(0.5)
+    assert found["seen"], "the outputs of the first loss are what the rollout's own tokens are asked for"
 
 
 @pytest.mark.parametrize("case", [*SAVED, *LOADED_ELSEWHERE])

@@ -88,7 +88,7 @@ def policy(cfg: PolicyLossConfig, kl_cfg: KLConfig, kl_coef: float, targets: Pol
             if kl_cfg.use_in_loss:
                 loss = loss + kl_coef * (weights * penalty).sum()
         of_loss = [metrics[name.removeprefix("actor/")] for name in POLICY_SUMS[3:]]
-        return LossParts(loss, [pg_loss, (mean * entropy.detach()).sum(), ref_kl, *of_loss], [])
+        return LossParts(loss, [pg_loss, (mean * entropy.detach()).sum(), ref_kl, *of_loss])
 
     return Loss(compute, POLICY_SUMS)
 
@@ -106,9 +106,20 @@ def value(cfg: ValueLossConfig, old_values: Tensor, returns: Tensor, weights: Te
             cliprange_value=cfg.cliprange_value,
         )
         mean_value = (mean_weights[dest] * output[0].detach()).sum()
-        return LossParts(loss, [metrics["vf_clipfrac"], mean_value], [])
+        return LossParts(loss, [metrics["vf_clipfrac"], mean_value])
 
     return Loss(compute, ("critic/clipfrac", "critic/value_mean"))
+
+
+def ptx(weights: Tensor, coef: float) -> Loss:
+    """coef * the negative log-likelihood of the response tokens, beside another loss (InstructGPT's PPO-ptx, arXiv
+    2203.02155). The metric is without the coefficient."""
+
+    def compute(output: Tensor, dest: Tensor) -> LossParts:
+        loss = -(weights[dest] * output[0]).sum()
+        return LossParts(coef * loss, [loss.detach()])
+
+    return Loss(compute, ("ptx/loss",))
 
 
 def cross_entropy(weights: Tensor) -> Loss:
@@ -116,6 +127,6 @@ def cross_entropy(weights: Tensor) -> Loss:
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
         w = weights[dest]
-        return LossParts(-(w * output[0]).sum(), [(w * output[1].detach()).sum()], [])
+        return LossParts(-(w * output[0]).sum(), [(w * output[1].detach()).sum()])
 
     return Loss(compute, ("actor/entropy",))

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from checkpoint_tools import Weights, World, error, report, save, stored_difference, train, weights_of
-from gradients import make_rollout
+from gradients import everywhere, make_rollout
 
 from mrl import checkpoint, platform
 from mrl.checkpoint.agreement import gather
-from mrl.learner import Learner
+from mrl.config.schema import KLConfig, PolicyLossConfig
+from mrl.learner import Learner, Term, losses
+from mrl.learner.losses import PolicyTargets
 from mrl.learner.optimizer import main_parameters
 from mrl.learner.policy_copy import PolicyCopy
 
@@ -80,6 +83,34 @@ def taken_over(world: World, dense: str) -> None:
     )
 
 
+def terms(world: World, case: str, layout: str, model: str) -> None:
+    """An update of two losses, over other samples and at other temperatures, against one of each."""
+    learner = world.learner("policy", model, layout, 1)
+    vocab = learner.arch.vocab_size
+    a, b = make_rollout(vocab), make_rollout(vocab, seed=5).pick(torch.tensor([7, 2, 4]))
+    flat = torch.full((a.num_response_tokens,), 1 / a.num_response_tokens)
+    noise = torch.randn(flat.numel(), generator=torch.Generator().manual_seed(3))
+    loss = losses.policy(PolicyLossConfig(entropy_coef=0.1), KLConfig(), 0.0, PolicyTargets(noise, flat, flat, flat))
+    extra = losses.ptx(torch.full((b.num_response_tokens,), 1 / b.num_response_tokens), 0.5)
+
+    def gradients(*args: Any, **more: Any) -> tuple[dict[str, float], Weights]:
+        metrics = learner.backward(*args, full_gradients=True, **more)
+        return metrics, everywhere(learner, lambda p: p.main_grad)
+
+    first, of_first = gradients(a, range(10), loss, 0.7, entropy_grad=True)
+    second, of_second = gradients(b, range(3), extra, 1.0)
+    both, of_both = gradients(a, range(10), loss, 0.7, entropy_grad=True, also=[Term(b, range(3), extra, 1.0)])
+    want = {"loss": first["loss"] + second["loss"], "ptx/loss": second["ptx/loss"]}
+    report(
+        case,
+        gradients=error(of_both, {n: g + of_second[n] for n, g in of_first.items()}),
+        apart=error(of_both, of_first),
+        metrics=max(abs(both[n] - x) for n, x in (first | want).items()),
+        coefficient=second["loss"] / second["ptx/loss"],
+        seen=bool(torch.equal(learner.last_log_probs(a)[1], torch.ones(a.num_response_tokens, dtype=torch.bool))),
+    )
+
+
 def saved(world: World, case: str, model: str, layouts: list[str], dtype: torch.dtype) -> None:
     """Saved under the first layout, loaded under each of them; then followed on, as the run that did not stop."""
 
@@ -120,6 +151,8 @@ def main() -> None:
     average(world, "TP2 x PP2", "tp2.pp2", dense, torch.float32)
     average(world, "EP2 x DP2", "ep2", moe, torch.float32)
     average(world, "DP4, bfloat16", "dp4", dense, torch.bfloat16)
+    for layout in ("tp2.pp2", "cp2.dp2", "pp2.vpp2"):
+        terms(world, f"two losses {layout}", layout, dense)
     shares(world, dense)
     taken_over(world, dense)
     saved(world, "dense", dense, ["tp2.pp2", "dp4"], torch.float32)
