@@ -26,6 +26,8 @@ MAY_CHANGE = (
     "reward.on_error",
     "data.validation",
     "model.allow_pickle",
+    "ema.offload",
+    "ema.in_validation",
     *(f"{model}.parallel" for model in ("actor", "critic", "ref")),
     *(f"{model}.max_tokens_per_microbatch" for model in ("actor", "critic", "ref")),
     *(f"{model}.recompute" for model in ("actor", "critic")),

@@ -27,6 +27,7 @@ from mrl.config.sections.policy import (
     PolicyLossConfig,
     RolloutCorrectionConfig,
 )
+from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
 from mrl.config.sections.reward import RewardConfig
 from mrl.config.sections.rollout import RolloutConfig, SamplingConfig, SyncConfig, ValidationConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig, SectionTimeouts
@@ -39,15 +40,18 @@ __all__ = [
     "Config",
     "CriticConfig",
     "DataConfig",
+    "EMAConfig",
     "FilterGroupsConfig",
     "KLConfig",
     "ModelConfig",
     "OptimizerConfig",
     "POLICY_LOSS_OPTIONS",
+    "PTXConfig",
     "ParallelConfig",
     "PolicyLossConfig",
     "RLConfig",
     "RefConfig",
+    "ReplayConfig",
     "ResilienceConfig",
     "RewardConfig",
     "RolloutConfig",
@@ -78,12 +82,15 @@ class RLConfig(Section):
     actor: TrainConfig = TrainConfig()
     critic: CriticConfig | None = None
     ref: RefConfig = RefConfig()
+    ema: EMAConfig | None = None
     data: DataConfig
     batch: BatchConfig
     rollout: RolloutConfig = RolloutConfig()
     sync: SyncConfig = SyncConfig()
     reward: RewardConfig
     algorithm: AlgorithmConfig
+    replay: ReplayConfig | None = None
+    ptx: PTXConfig | None = None
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     resilience: ResilienceConfig = ResilienceConfig()

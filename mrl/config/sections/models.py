@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from mrl.config.sections.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -56,8 +58,16 @@ class CriticConfig(TrainConfig):
 
 
 class RefConfig(Section):
-    """The frozen reference policy; built only if a KL term asks for it. Layout as the actor's when null."""
+    """The reference policy; built only if a KL term asks for it. Layout as the actor's when null.
 
+    frozen: a model of its own. ema: the actor's moving average. refreshed: the actor as it was, at first its initial
+    weights; after every `refresh_every_steps` steps reference <- reference + refresh_share * (actor - reference). The
+    last two are float32 weights beside the actor's (host memory) and are computed with in its place.
+    """
+
+    policy: Literal["frozen", "ema", "refreshed"] = "frozen"
+    refresh_every_steps: PositiveInt | None = None
+    refresh_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     path: str | None = None  # the actor's initial weights when null
     parallel: ParallelConfig | None = None
     max_tokens_per_microbatch: PositiveInt | None = None
