@@ -10,9 +10,9 @@ from bad_configs import BAD, EXPERT_MODEL, GAE, KL_ON, PPO, SFT, Bad
 from bad_sampling_configs import BAD_SAMPLING
 
 from mrl.config.derived import Machine, smallest_world, updates_per_step
-from mrl.config.file_checks import BUILTIN_REWARDS
 from mrl.config.loader import dump_resolved, load
 from mrl.config.problems import ConfigError
+from mrl.config.reward_checks import BUILTIN_REWARDS
 from mrl.config.schema import Config, ParallelConfig, RLConfig, SFTConfig
 
 DENSE = {

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mrl.reward import RewardError
+from mrl.reward.calls import Call, Outcome
 from mrl.reward.functions import arithmetic, exact_match, sorted_digits
 from mrl.reward.loading import check_result, load
 from mrl.reward.math_answer import math
@@ -89,9 +90,9 @@ def test_math_refuses_an_answer_that_it_cannot_parse() -> None:
 
 
 def test_builtins_compare_with_the_configured_key_of_the_row() -> None:
-    assert load("exact_match", "target")("p", "7", {"target": 7}) == 1.0
+    assert load("exact_match", "target")(Call("p", "7", {"target": 7})) == 1.0
     with pytest.raises(KeyError, match="no 'answer' .*did you mean 'answers'"):
-        load("exact_match")("p", "7", {"answers": "7"})
+        load("exact_match")(Call("p", "7", {"answers": "7"}))
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_load_a_users_function_and_its_neighbours(module: Callable[[str], Path],
         def score(prompt, response, row):
             return len(prompt) + len(response) + row["x"] + BONUS
         """)
-    assert load(f"{path}:score")("ab", "c", {"x": 10}) == 18
+    assert load(f"{path}:score")(Call("ab", "c", {"x": 10})) == 18
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_load_a_users_function_and_its_neighbours(module: Callable[[str], Path],
     [
         (
             "exact_mach",
-            "is no built-in; did you mean 'exact_match'.*known: arithmetic, exact_match, math, sorted_digits",
+            "is no built-in; did you mean 'exact_match'.*known: arithmetic, code, exact_match, format, length",
         ),
         ("{dir}/my_rewards.py:score", "there is no file .*my_rewards.py; did you mean 'my_reward.py'"),
         ("{dir}/nowhere/x.py:score", "there is no file .*nowhere/x.py"),
@@ -152,11 +153,11 @@ def test_a_file_that_fails_to_import_shows_its_line(module: Callable[[str], Path
 
 @pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1)])
 def test_numbers_are_scores(value: object) -> None:
-    assert check_result(value) == (1.0, {})
+    assert check_result(value) == Outcome(1.0)
 
 
 def test_a_dict_is_a_score_and_its_parts() -> None:
-    assert check_result({"score": 1, "length": 0.5}) == (1.0, {"length": 0.5})
+    assert check_result({"score": 1, "length": 0.5}) == Outcome(1.0, {"length": 0.5})
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config import layout_checks, policy_checks, resilience_checks, resume_checks, rl_checks, sampling_checks
+from mrl.config import (
+    layout_checks,
+    policy_checks,
+    resilience_checks,
+    resume_checks,
+    reward_checks,
+    rl_checks,
+    sampling_checks,
+)
 from mrl.config.derived import Machine
 from mrl.config.file_checks import check_files, read_archs
 from mrl.config.layout_checks import Archs
@@ -30,6 +38,7 @@ def check(cfg: RLConfig | SFTConfig, archs: Archs, machine: Machine) -> list[Pro
     problems += rl_checks.check(cfg, archs, machine)
     problems += policy_checks.check(cfg)
     problems += sampling_checks.check(cfg)
+    problems += reward_checks.check(cfg)
     return problems
 
 

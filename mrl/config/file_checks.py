@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +9,9 @@ from mrl.config.data_checks import check_sources
 from mrl.config.layout_checks import Archs
 from mrl.config.model_dirs import is_converted, read_converted
 from mrl.config.problems import Problem, reason
+from mrl.config.reward_checks import check_functions
 from mrl.config.schema import RLConfig, SFTConfig
 from mrl.models.arch import ModelArch, UnsupportedModel, load_arch
-
-BUILTIN_REWARDS = ("exact_match", "sorted_digits", "arithmetic", "math")
 
 
 def read_archs(cfg: RLConfig | SFTConfig, problems: list[Problem]) -> Archs:
@@ -76,27 +73,4 @@ def _weights(key: str, path: str, allow_pickle: bool) -> Iterator[Problem]:
 def check_files(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
     yield from check_sources(cfg)
     if isinstance(cfg, RLConfig):
-        yield from _reward(cfg.reward.function)
-
-
-def _reward(function: str) -> Iterator[Problem]:
-    """A built-in name, or a file that defines the function (read, not run)."""
-    key = ("reward.function",)
-    path, separator, name = function.rpartition(":")
-    if not separator:
-        if function not in BUILTIN_REWARDS:
-            close = difflib.get_close_matches(function, BUILTIN_REWARDS, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            known = f"{', '.join(BUILTIN_REWARDS)}, or path/to/file.py:name"
-            yield Problem(key, f"unknown function {function!r}{hint} (known: {known})")
-        return
-    try:
-        tree = ast.parse(Path(path).read_text(), path)
-    except (OSError, SyntaxError, ValueError) as error:
-        yield Problem(key, f"cannot read {path}: {reason(error)}")
-        return
-    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    names |= {alias.asname or alias.name for n in tree.body if isinstance(n, ast.ImportFrom) for alias in n.names}
-    names |= {t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
-    if name not in names:
-        yield Problem(key, f"{path} does not define {name!r}; it has {', '.join(sorted(names)) or 'nothing'}")
+        yield from check_functions(cfg.reward)

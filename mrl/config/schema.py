@@ -28,7 +28,14 @@ from mrl.config.sections.policy import (
     RolloutCorrectionConfig,
 )
 from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
-from mrl.config.sections.reward import RewardConfig
+from mrl.config.sections.reward import (
+    CodeConfig,
+    FormatConfig,
+    LengthConfig,
+    OverlongConfig,
+    RewardConfig,
+    ServerConfig,
+)
 from mrl.config.sections.rollout import RolloutConfig, SamplingConfig, SyncConfig, ValidationConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig, SectionTimeouts
 
@@ -37,14 +44,18 @@ __all__ = [
     "AlgorithmConfig",
     "BatchConfig",
     "CheckpointConfig",
+    "CodeConfig",
     "Config",
     "CriticConfig",
     "DataConfig",
     "EMAConfig",
     "FilterGroupsConfig",
+    "FormatConfig",
     "KLConfig",
+    "LengthConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "OverlongConfig",
     "POLICY_LOSS_OPTIONS",
     "PTXConfig",
     "ParallelConfig",
@@ -63,6 +74,7 @@ __all__ = [
     "SamplingConfig",
     "Section",
     "SectionTimeouts",
+    "ServerConfig",
     "SourceConfig",
     "Sources",
     "SyncConfig",

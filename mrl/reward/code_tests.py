@@ -1,8 +1,8 @@
 """Built-in reward "code": the response's program against the row's tests, each run in the sandbox.
 
 Tests with inputs and outputs cannot be cheated: what is expected never enters the sandbox. Assertions share an
-interpreter with the program that they test. One that ends early or prints what it likes passes none of them, but one that
-looks for the tests in its own process, or returns an object equal to everything, can still pass.
+interpreter with the program that they test. One that ends early or prints what it likes passes none of them, but one
+that looks for the tests in its own process, or returns an object equal to everything, can still pass.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from mrl.reward.errors import RewardError
 from mrl.reward.sandbox import Limits, SandboxError, run_python
 from mrl.reward.sandbox.run import Isolation, check_isolation
 
+_LANGUAGES = ("", "py", "python", "python3")
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 
 # The tests' names for what they need are taken before the program runs, and it sees neither stdin nor the report.
@@ -50,10 +51,10 @@ main()
 class CodeReward:
     """f(response, answer): 1.0 if the program passes every test; with `partial_credit` the share that it passes.
 
-    The program is the last fenced block of Python (or of no named language) in the response; without any block the whole
-    response. `answer` (or JSON text of it) is {"inputs": [...], "outputs": [...]}: what the program reads from stdin
-    and has to print, compared line by line without the white space at their ends; or Python text, or a list of it,
-    run after the program: each passes if it raises nothing. All tests of a response together have `limits.wall_s`.
+    The program is the last fenced block of Python (or of no named language) in the response; without any block the
+    whole response. `answer` (or JSON text of it) is {"inputs": [...], "outputs": [...]}: what the program reads from
+    stdin and has to print, compared line by line without the white space at their ends; or Python text, or a list of
+    it, run after the program: each passes if it raises nothing. All tests of a response together have `limits.wall_s`.
     """
 
     limits: Limits
@@ -92,8 +93,13 @@ class CodeReward:
         return (f"{secret} {number}" in lines for number in range(len(tests)))
 
 
+def make(isolation: Isolation, partial_credit: bool, **limits: Any) -> CodeReward:
+    """Of the keys of reward.code."""
+    return CodeReward(Limits(**limits), isolation, partial_credit)
+
+
 def extract_program(response: str) -> str:
-    blocks = [text for language, text in _BLOCK.findall(response) if language.lower() in ("", "py", "python", "python3")]
+    blocks = [text for language, text in _BLOCK.findall(response) if language.lower() in _LANGUAGES]
     return blocks[-1] if blocks else response
 
 
@@ -110,7 +116,7 @@ def read_tests(answer: Any) -> list[str] | list[tuple[str, str]]:
         inputs, outputs = answer["inputs"], answer["outputs"]
         if inputs and len(inputs) == len(outputs) and all(isinstance(text, str) for text in (*inputs, *outputs)):
             return list(zip(inputs, outputs, strict=True))
-        raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs: expected as many of each, at least 1, as text")
+        raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs: expected one text of each for every test")
     if isinstance(answer, list) and answer and all(isinstance(test, str) and test.strip() for test in answer):
         return answer
     raise ValueError(

@@ -38,7 +38,7 @@ def find_bwrap() -> str | None:
 
 
 def own_uid() -> int | None:
-    """For root a user that nobody else is, one a process: RLIMIT_NPROC counts a user's processes and does not bind root.
+    """For root a user that nobody else is, one for each caller: RLIMIT_NPROC counts a user's processes, never root's.
 
     None for everybody else, who stays who he is, in a user namespace of his own.
     """
