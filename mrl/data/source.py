@@ -20,6 +20,7 @@ class PromptSource:
 
     first_index: of its row 0 in the data set
     dropped, cut: prompts over `data.max_prompt_tokens` that were left out, or cut
+    longest: tokens of the longest prompt, before that
 
     Raises DataError that names every malformed row.
     """
@@ -27,7 +28,7 @@ class PromptSource:
     def __init__(self, source: SourceConfig, encoder: Encoder, first_index: int, require_answer: bool) -> None:
         self.source, self.first_index = source, first_index
         self.rows = open_rows(source)
-        self.dropped = 0
+        self.dropped = self.longest = 0
         self._cut_rows: set[int] = set()
         self._encoder, self._require_answer = encoder, require_answer
         self._problems: list[tuple[str, str]] = []
@@ -45,6 +46,11 @@ class PromptSource:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def name(self) -> str:
+        """Path and split, for messages."""
+        return self.source.path if self.source.split is None else f"{self.source.path}[{self.source.split}]"
 
     @property
     def cut(self) -> int:
@@ -93,6 +99,7 @@ class PromptSource:
     def _fit(self, i: int, ids: list[int]) -> list[int] | None:
         """The ids within `data.max_prompt_tokens`; None for a prompt that is left out."""
         cfg, problem = self._encoder.cfg, None
+        self.longest = max(self.longest, len(ids))
         if not ids:
             problem = "the prompt has no tokens"
         elif len(ids) > cfg.max_prompt_tokens and cfg.truncation == "error":

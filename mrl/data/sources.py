@@ -84,7 +84,7 @@ class Table:
 
 def _object(row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise ValueError(f"a row must be a JSON object, this is a {type(row).__name__}")
+        raise ValueError(f"a row must be a JSON object, not {type(row).__name__}")
     return row
 
 

@@ -22,6 +22,8 @@ class SourceConfig(Section):
 def _listed(value: Any) -> Any:
     """`a.jsonl` and `{path: a.jsonl}` are lists of one."""
     items = value if isinstance(value, (tuple, list)) else (value,)
+    if not all(isinstance(item, str | dict | SourceConfig) for item in items):
+        raise ValueError("must be a path, a section or a list of them")
     return tuple({"path": item} if isinstance(item, str) else item for item in items)
 
 
