@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 import yaml
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM
@@ -43,8 +44,11 @@ PPO: dict[str, Any] = {
         "kl": {"use_in_reward": True, "controller": "adaptive", "coef": 0.05, "target": 0.5, "horizon_samples": 50},
     },
     "rollout": {"engine": "transformers"},
+    "ref": {"policy": "refreshed", "refresh_every_steps": 3, "refresh_share": 0.5},
+    "ema": {"decay": 0.9, "in_validation": True},
+    "replay": {"buffer_prompts": 6, "prompts_per_step": 2},
     "validation": {"every_steps": 2, "prompts": 4},
-    "checkpoint": {"every_steps": 2},
+    "checkpoint": {"every_steps": 2, "export_hf": True},
 }
 OTHER_LAYOUT = ("actor.parallel.tensor=1", "actor.parallel.pipeline=2", "critic.parallel.pipeline=1")
 
@@ -108,10 +112,12 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def ppo(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Actor TP2, critic PP2, in two processes; four updates a step, an adaptive KL coefficient."""
+    """Actor TP2, critic PP2, in two processes; four updates a step (six with re-used samples), each with demonstrations
+    too; an adaptive KL coefficient, a reference that moves, an average of the weights."""
     folder = tmp_path_factory.mktemp("resume_ppo")
     data = {"validation": str(folder / "validation.jsonl")}
-    return Runs(folder, write_config(folder, tiny_models("qwen2", tied=True), data=data, **PPO))
+    ptx = {"data": {"train": str(folder / "train.jsonl")}, "coef": 0.1, "samples_per_update": 2}
+    return Runs(folder, write_config(folder, tiny_models("qwen2", tied=True), data=data, ptx=ptx, **PPO))
 
 
 def assert_the_same(runs: Runs) -> None:
@@ -126,6 +132,20 @@ def test_ppo_killed_and_started_again_is_the_same_run(ppo: Runs) -> None:
     assert len({row["kl/coef"] for step, row in rows.items() if step}) == 4, "the KL coefficient did not change"
     assert len({row["critic/lr"] for step, row in rows.items() if step}) == 4, "the schedule did not move"
     assert_the_same(ppo)
+
+
+def test_ppo_learns_from_older_samples_and_demonstrations_too(ppo: Runs) -> None:
+    rows = results(ppo.whole)
+    assert [rows[step]["replay/samples"] for step in range(1, 5)] == [0, 4, 4, 4]
+    assert [rows[step]["mismatch/max_abs"] < 1e-4 for step in range(1, 5)] == [True] * 4, "of new samples alone"
+    assert all(rows[step]["ptx/loss"] > 0 for step in range(1, 5))
+    assert [step for step, row in rows.items() if "validation_ema/mean" in row] == [2, 4]
+
+
+def test_ppo_exports_its_average_beside_the_actor(ppo: Runs) -> None:
+    models = [AutoModelForCausalLM.from_pretrained(ppo.whole / name).state_dict() for name in ("hf", "hf_ema")]
+    assert models[0].keys() == models[1].keys()
+    assert not any(torch.equal(a, models[1][name]) for name, a in models[0].items())
 
 
 def test_the_terminal_says_from_where_and_what_is_dropped(ppo: Runs) -> None:

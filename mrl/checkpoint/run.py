@@ -155,6 +155,8 @@ def load(path: Path, learners: Mapping[str, Part]) -> dict[str, Any]:
 
 def load_kept(path: Path) -> Any:
     """What rank 0 gave to `stage` as `kept`; for rank 0 alone, after `load`."""
+    if not (path / directory.KEPT).is_file():
+        raise CheckpointError(f"there is no {directory.KEPT} in {path}, the samples of a replay buffer")
     return torch.load(path / directory.KEPT, weights_only=True)
 
 

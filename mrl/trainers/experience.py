@@ -11,7 +11,9 @@ from mrl.algo import advantages, aggregate, kl, rollout_correction, token_reward
 from mrl.config.schema import AlgorithmConfig, RolloutCorrectionConfig
 from mrl.core import Rollout
 from mrl.learner import Learner
+from mrl.learner.policy_copy import PolicyCopy
 from mrl.trainers.correction import Correction
+from mrl.trainers.replay import Reused
 
 TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")  # they read sums of squared probabilities
 
@@ -34,14 +36,19 @@ class Experience:
     mean_ref_kl: float | None
     entropies: Tensor | None = None
     correction: Correction | None = None
+    reused: Reused | None = None
+
+    @property
+    def is_new(self) -> Tensor:
+        """[R] bool: tokens that the policy has drawn that this step began with."""
+        return torch.ones_like(self.advantages, dtype=torch.bool) if self.reused is None else ~self.reused.tokens
 
     @property
     def metrics(self) -> dict[str, float]:
         """Of the engine's policy against the trainer's, where that is known."""
         if self.trainer_log_probs is None:
             return {}
-        everywhere = torch.ones_like(self.trainer_log_probs, dtype=torch.bool)
-        gap = mismatch(self.rollout, self.trainer_log_probs, everywhere)
+        gap = mismatch(self.rollout, self.trainer_log_probs, self.is_new)
         return gap | (self.correction.metrics if self.correction is not None else {})
 
     def targets(self) -> list[Tensor]:
@@ -56,25 +63,34 @@ def make_experience(
     rollout: Rollout,
     actor: Learner,
     critic: Learner | None,
-    ref: Learner | None,
+    ref: Learner | PolicyCopy | None,
     kl_coef: float,
     single_update: bool,
+    reused: Reused | None = None,
 ) -> Experience:
     """`single_update`: the step makes one update from these samples, so the ratio to the old policy is 1 by itself
-    and the separate forward pass for old log-probs is not needed (unless something else needs it)."""
+    and the separate forward pass for old log-probs is not needed (unless something else needs it).
+
+    reused: samples of earlier steps among these. All about them is computed anew, except their old log-probs: those are
+    of the policy that drew them. With importance weights the old policy is the present one for them too, as the weights
+    count how far that is from the one that drew them (decoupled PPO, arXiv 2505.24298).
+    """
     trainers = entropies = squares = None
     if cfg.adv_estimator in TOKEN_BASELINES:
         trainers, entropies, squares = actor.distribution(rollout, temperature)
     elif needs_forward_pass(cfg, single_update):
         trainers, entropies = actor.log_probs(rollout, temperature)
     old = rollout.rollout_log_probs if cfg.old_log_probs == "engine" else trainers
+    if reused is not None and old is not None and cfg.rollout_correction.rollout_is is None:
+        old = torch.where(reused.tokens, reused.old_log_probs, old)
     ref_log_probs = ref.log_probs(rollout, temperature)[0] if ref is not None else None
     values = critic.values(rollout) if critic is not None else None
 
     mask, penalty, mean_ref_kl = rollout.response_mask, None, None
     if cfg.kl.use_in_reward and trainers is not None and ref_log_probs is not None:
         flat = kl.penalty(cfg.kl.penalty, trainers, ref_log_probs)
-        penalty, mean_ref_kl = rollout.dense(flat), float(flat.mean())
+        new = flat if reused is None else flat[~reused.tokens]
+        penalty, mean_ref_kl = rollout.dense(flat), float(new.mean())
     rewards = token_rewards.compute(rollout.scores, mask, kl=penalty, kl_coef=kl_coef)
     adv, returns = _advantages(cfg, rollout, rewards, values, trainers, squares)
     correction = None
@@ -91,6 +107,7 @@ def make_experience(
         mean_ref_kl=mean_ref_kl,
         entropies=entropies,
         correction=correction,
+        reused=reused,
     )
 
 

@@ -85,15 +85,15 @@ class Generator:
         prompts, before = [group[0].request.prompt for group in groups], sum(map(len, groups))
         return self._samples(prompts, 1, step, self._unfiltered(0.0), on_sample, before)
 
-    def validate(self, step: int, on_sample: OnSample) -> dict[str, float]:
-        """Mean scores of the first `validation.prompts` held-out rows, one sample each."""
+    def validate(self, step: int, on_sample: OnSample, name: str) -> dict[str, float]:
+        """Mean scores of the first `validation.prompts` held-out rows, one sample each; named NAME/..."""
         assert self.validation is not None
         cfg = self.cfg.validation
         prompts, params = self.validation.first(cfg.prompts), self._unfiltered(cfg.temperature)
         samples = self._samples(prompts, 1, step + VALIDATION_STREAM, params, on_sample)
-        self._write_down(samples, f"validation_step_{step}")
+        self._write_down(samples, f"{name}_step_{step}")
         metrics = sample_metrics(samples)
-        return {f"validation/{name.removeprefix('reward/')}": value for name, value in metrics.items()}
+        return {f"{name}/{metric.removeprefix('reward/')}": value for metric, value in metrics.items()}
 
     def _params(self) -> SamplingParams:
         """Samples end at the tokenizer's EOS too: the model's own configuration may name another one."""

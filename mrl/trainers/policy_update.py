@@ -22,9 +22,13 @@ def update_actor(run: RLRun, exp: Experience, sample_ids: range, number: int) ->
         losses.policy(cfg.policy_loss, cfg.kl, run.kl_controller.value, targets),
         run.cfg.rollout.sampling.temperature,
         entropy_grad=cfg.policy_loss.entropy_coef > 0,
+        also=[run.demonstrations.term(exp.rollout.step, number)] if run.demonstrations is not None else [],
     )
     metrics |= drop_if_far(run, metrics)
-    return run.updates.make("actor", run.actor, exp.rollout, sample_ids, metrics, exp.targets())
+    metrics = run.updates.make("actor", run.actor, exp.rollout, sample_ids, metrics, exp.targets())
+    if run.ema is not None and not metrics["skipped"]:
+        run.ema.after_update()
+    return metrics
 
 
 def policy_targets(run: RLRun, exp: Experience, sample_ids: range, number: int) -> losses.PolicyTargets:

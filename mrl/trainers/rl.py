@@ -10,9 +10,10 @@ import time
 
 from mrl.algo import explained_variance
 from mrl.config.schema import RLConfig
-from mrl.core import StepStats
+from mrl.core import Rollout, StepStats
 from mrl.learner import losses
 from mrl.trainers.experience import Experience, make_experience, minibatch_weights, mismatch
+from mrl.trainers.models import RefreshedReference
 from mrl.trainers.policy_update import update_actor
 from mrl.trainers.setup import RLRun, open_rl_run
 
@@ -39,21 +40,15 @@ def train_step(run: RLRun, step: int) -> None:
     stats.metrics |= metrics
 
     with phase("experience", stats):
-        experience = make_experience(
-            cfg.algorithm,
-            cfg.rollout.sampling.temperature,
-            rollout,
-            run.actor,
-            run.critic,
-            run.ref,
-            run.kl_controller.value,
-            single_update=run.updates_per_step == 1,
-        )
+        experience, metrics = experience_of(run, rollout)
+    stats.metrics |= metrics
 
     trains_actor = cfg.critic is None or step >= cfg.critic.warmup_steps
     with phase("update", stats):
         stats.metrics |= update(run, experience, trains_actor)
         run.updates.end_of_step(step + 1)
+        if isinstance(run.ref, RefreshedReference):
+            run.ref.after_step(step + 1)
     stats.metrics |= adapt_kl(run, experience, stats.metrics)
 
     if trains_actor:
@@ -68,6 +63,29 @@ def train_step(run: RLRun, step: int) -> None:
     run.recorder.log(stats)
 
 
+def experience_of(run: RLRun, rollout: Rollout) -> tuple[Experience, dict[str, float]]:
+    """What the step learns from: its new samples and, with a replay buffer, older ones."""
+    cfg, reused = run.cfg, None
+    metrics: dict[str, float] = {}
+    if run.replay is not None:
+        rollout, reused, metrics = run.replay.mix(rollout)
+    experience = make_experience(
+        cfg.algorithm,
+        cfg.rollout.sampling.temperature,
+        rollout,
+        run.actor,
+        run.critic,
+        run.ref,
+        run.kl_controller.value,
+        single_update=run.updates_per_step == 1 and run.replay is None,
+        reused=reused,
+    )
+    if run.replay is not None:
+        assert experience.old_log_probs is not None
+        run.replay.keep(rollout, reused, experience.old_log_probs)
+    return experience, metrics
+
+
 def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
     """All epochs and mini-batches of one step; metrics as `over_updates` puts them together."""
     made: dict[str, list[dict[str, float]]] = {"critic": [], "actor": []}
@@ -79,7 +97,8 @@ def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
             if trains_actor:
                 made["actor"].append(update_actor(run, exp, sample_ids, len(made["actor"])))
             if exp.trainer_log_probs is None and len(made["actor"]) == 1:  # the policy that sampled is this one's
-                metrics |= mismatch(exp.rollout, *run.actor.last_log_probs(exp.rollout))
+                log_probs, seen = run.actor.last_log_probs(exp.rollout)
+                metrics |= mismatch(exp.rollout, log_probs, seen & exp.is_new)
         if is_far_enough(run.cfg.algorithm.target_kl, made["actor"]):
             break
     if run.cfg.algorithm.target_kl is not None:
@@ -138,5 +157,7 @@ def validate(run: RLRun, step: int, stats: StepStats | None = None) -> None:
     stats = stats or StepStats(step)
     with run.phase("validation", stats):
         stats.metrics |= run.validate(step)
+        if not alone and run.cfg.ema is not None and run.cfg.ema.in_validation:
+            stats.metrics |= run.validate_average(step)
     if alone:
         run.recorder.log(stats)

@@ -9,29 +9,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mrl import failure, platform
 from mrl.algo import kl
 from mrl.config.derived import most_samples_per_step
-from mrl.config.schema import RLConfig, TrainConfig
+from mrl.config.schema import RLConfig
 from mrl.core import Rollout, Sample
 from mrl.data import PromptDataset, load_tokenizer
 from mrl.learner import Learner
-from mrl.models import load_arch
+from mrl.learner.policy_copy import PolicyCopy
 from mrl.observe import Recorder, SilentRecorder
 from mrl.resilience import sections
 from mrl.reward import RewardManager, longest_wait_s
 from mrl.rollout import Engine, start_engine
+from mrl.trainers.demonstrations import Demonstrations
 from mrl.trainers.generate import Generator
+from mrl.trainers.models import Models, MovingAverage, build_models
+from mrl.trainers.models import notes as model_notes
 from mrl.trainers.nonfinite import Updates
 from mrl.trainers.phases import Phases
+from mrl.trainers.replay import Replay
 from mrl.trainers.saving import Saving, open_run_dir
 from mrl.trainers.scores import ScoreControl
 from mrl.trainers.world import World
 from mrl.weights.sync import SyncError, SyncReport, WeightSync
-
-Learners = tuple[Learner, Learner | None, Learner | None]  # actor, critic, reference
 
 
 @dataclass
@@ -42,10 +42,13 @@ class RLRun:
     recorder: Recorder | SilentRecorder
     actor: Learner
     critic: Learner | None
-    ref: Learner | None
+    ref: Learner | PolicyCopy | None
+    ema: MovingAverage | None
     kl_controller: kl.Controller
     scores: ScoreControl
     generator: Generator | None  # rank 0 only
+    replay: Replay | None
+    demonstrations: Demonstrations | None
     sync: WeightSync
     start_step: int
     updates: Updates
@@ -75,15 +78,24 @@ class RLRun:
         rollout, controlled = self.scores(rollout)
         return rollout, metrics | controlled
 
-    def validate(self, step: int) -> dict[str, float]:
+    def validate(self, step: int, name: str = "validation") -> dict[str, float]:
         prompts = self.cfg.validation.prompts
         return self.world.from_main(
             "validation",
-            lambda: self._generator.validate(step, self._ticker(prompts)),
+            lambda: self._generator.validate(step, self._ticker(prompts), name),
             together=self.sync.restore,
         )
 
-    def push_weights(self, version: int, *, verify: bool = False) -> SyncReport:
+    def validate_average(self, step: int) -> dict[str, float]:
+        """As `validate`, of the moving average of the actor's weights; the engines then get the actor's again."""
+        assert self.ema is not None
+        with self.ema.in_place():
+            self.push_weights(f"{step}-ema")
+            metrics = self.validate(step, "validation_ema")
+        self.push_weights(step)
+        return metrics
+
+    def push_weights(self, version: int | str, *, verify: bool = False) -> SyncReport:
         """Gives the actor's weights to every engine; `version` comes back with every sample. If an engine of ours dies
         in it, that one is started again, and all get the weights once more, verified."""
         while True:
@@ -160,7 +172,7 @@ class MainParts:
         self.recorder.note("waiting for the engine")
         self.engine.wait_ready()
         self.generator = make_generator(self.cfg, self.run_dir, self.engine, self.rewards, self.recorder)
-        for note in (*self.engine.notes, *self.generator.notes()):
+        for note in (*self.engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
             self.recorder.note(note)
         return self.engine.urls
 
@@ -175,9 +187,10 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         is_set_up = stack.enter_context(sections.watched(cfg.resilience.timeouts_s, run_dir))
         main = MainParts(cfg, run_dir, stack)
         world.from_main("starting the run", main.start)
-        learners = build_learners(cfg, world)
+        models = build_models(cfg, world)
+        demonstrations = Demonstrations(cfg) if cfg.ptx is not None else None
         urls = world.from_main("starting the engine", main.ready)
-        run = build_run(main, world, learners, urls)
+        run = build_run(main, world, models, demonstrations, urls)
         stack.callback(run.saving.close)
         stack.callback(run.sync.close)
         if main.engine is not None:
@@ -190,17 +203,18 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         yield run
 
 
-def build_run(main: MainParts, world: World, learners: Learners, urls: tuple[str, ...]) -> RLRun:
-    cfg, (actor, critic, ref) = main.cfg, learners
-    kl_cfg = cfg.algorithm.kl
+def build_run(
+    main: MainParts, world: World, models: Models, demonstrations: Demonstrations | None, urls: tuple[str, ...]
+) -> RLRun:
+    cfg, kl_cfg = main.cfg, main.cfg.algorithm.kl
     controller = kl.make_controller(
         kl_cfg.controller, coef=kl_cfg.coef, target=kl_cfg.target, horizon_samples=kl_cfg.horizon_samples
     )
-    trained = {"actor": actor} | ({"critic": critic} if critic is not None and critic.trainable else {})
-    phase = Phases.of(cfg.resilience, world, main.run_dir, main.recorder, peers=actor.mesh.pp_rank)
+    phase = Phases.of(cfg.resilience, world, main.run_dir, main.recorder, peers=models.actor.mesh.pp_rank)
     updates = Updates(main.run_dir, cfg.run.max_nonfinite_steps, main.recorder, writes=world.is_main)
 
     scores = ScoreControl(cfg.algorithm)
+    replay = Replay(cfg.replay, cfg.run.seed, world) if cfg.replay is not None else None
 
     def loop_state() -> dict[str, Any]:
         return {
@@ -214,51 +228,21 @@ def build_run(main: MainParts, world: World, learners: Learners, urls: tuple[str
         world=world,
         run_dir=main.run_dir,
         recorder=main.recorder,
-        actor=actor,
-        critic=critic,
-        ref=ref,
+        actor=models.actor,
+        critic=models.critic,
+        ref=models.ref,
+        ema=models.ema,
         kl_controller=controller,
         scores=scores,
         generator=main.generator,
-        sync=WeightSync(actor.exporter, urls, cfg.sync, cfg.rollout.tensor),
+        replay=replay,
+        demonstrations=demonstrations,
+        sync=WeightSync(models.actor.exporter, urls, cfg.sync, cfg.rollout.tensor),
         start_step=0,
         updates=updates,
         phase=phase,
-        saving=Saving(cfg, phase, trained, loop_state),
+        saving=Saving(cfg, phase, models.saved, loop_state, kept=replay.buffer if replay is not None else None),
     )
-
-
-def build_learners(cfg: RLConfig, world: World) -> Learners:
-    """Actor; critic if there is one; reference if a KL term asks for it."""
-    model, kl_cfg = cfg.model, cfg.algorithm.kl
-
-    def build(role: str, path: str, train: TrainConfig, trainable: bool) -> Learner:
-        return Learner(
-            "critic" if role == "critic" else "policy",
-            load_arch(path),
-            path,
-            train,
-            world.meshes.get(train.parallel),
-            dtype=getattr(torch, model.dtype),
-            seed=cfg.run.seed,
-            from_scratch=model.from_scratch,
-            allow_pickle=model.allow_pickle,
-            trainable=trainable,
-        )
-
-    actor = build("actor", model.path, cfg.actor, True)
-    critic = ref = None
-    if cfg.critic is not None:
-        critic = build("critic", cfg.critic.path or model.path, cfg.critic, not cfg.critic.frozen)
-    if kl_cfg.use_in_loss or kl_cfg.use_in_reward:
-        layout = cfg.actor.model_copy(
-            update={
-                "parallel": cfg.ref.parallel or cfg.actor.parallel,
-                "max_tokens_per_microbatch": cfg.ref.max_tokens_per_microbatch or cfg.actor.max_tokens_per_microbatch,
-            }
-        )
-        ref = build("ref", cfg.ref.path or model.path, layout, False)
-    return actor, critic, ref
 
 
 def make_generator(
