@@ -581,7 +581,7 @@ BAD = [
         "  train: train.jsonl",
         "  train: train.jsonl\n  validation: [{path: train.jsonl, weight: 2.0}, {path: more.jsonl, weight: 1.0}]",
         "data.validation",
-        ("the weight of train.jsonl", "no effect", "validation.prompts"),
+        ("weights have no effect", "validation.prompts"),
     ),
     Bad(
         "a split of a file",
@@ -605,6 +605,23 @@ BAD = [
         "data.validation",
         ("no effect", "trainer (c.yaml:1)"),
         base=SFT,
+    ),
+    Bad(
+        "demonstrations without answers",
+        "reward:",
+        "ptx:\n  data: {train: chat.jsonl, chat_template: true, answer_key: solution}\n  coef: 0.1\n"
+        "  samples_per_update: 8\nreward:",
+        "ptx.data.answer_key",
+        ("the first row of chat.jsonl has no 'solution'", "ptx.data.train"),
+        "  data: {",
+    ),
+    Bad(
+        "demonstrations are not validated",
+        "reward:",
+        "ptx:\n  data: {train: more.jsonl, validation: more.jsonl}\n  coef: 0.1\n  samples_per_update: 8\nreward:",
+        "ptx.data.validation",
+        ("no effect", "with ptx (c.yaml"),
+        "  data: {",
     ),
     Bad("no model", "  path: dense", "  path: nowhere", "model.path", ("nowhere/config.json does not exist",)),
     Bad(

@@ -20,23 +20,31 @@ class _Unreadable(Exception):
     """Why a source cannot be used."""
 
 
+def data_sections(cfg: RLConfig | SFTConfig) -> dict[str, DataConfig]:
+    """By its key, each section that says where rows come from."""
+    sections = {"data": cfg.data}
+    if isinstance(cfg, RLConfig) and cfg.ptx is not None:
+        sections["ptx.data"] = cfg.ptx.data
+    return sections
+
+
 def check_sources(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
-    data = cfg.data
-    yield from _sources("data.train", data.train, cfg)
-    yield from _weights(data.train)
-    if data.validation is None:
-        return
-    if isinstance(cfg, SFTConfig):
-        yield Problem(("data.validation", "trainer"), "has no effect: sft does not validate")
-        return
-    yield from _sources("data.validation", data.validation, cfg)
-    for source in data.validation:
-        if source.weight is not None:
-            message = f"the weight of {source.path} has no effect: a validation takes the first rows of each source"
-            yield Problem(("data.validation", "validation.prompts"), message)
+    for key, data in data_sections(cfg).items():
+        is_sampled = isinstance(cfg, RLConfig) and key == "data"
+        yield from _sources(key, "train", data, data.train, needs_answer=not is_sampled)
+        yield from _weights(f"{key}.train", data.train)
+        if data.validation is not None and is_sampled:
+            yield from _sources(key, "validation", data, data.validation, needs_answer=False)
+            yield from _validation_weights(data.validation)
+        elif data.validation is not None:
+            other = "ptx" if key == "ptx.data" else "trainer"
+            yield Problem((f"{key}.validation", other), "has no effect: only what is sampled is validated")
 
 
-def _sources(key: str, sources: tuple[SourceConfig, ...], cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
+def _sources(
+    section: str, name: str, data: DataConfig, sources: tuple[SourceConfig, ...], needs_answer: bool
+) -> Iterator[Problem]:
+    key = f"{section}.{name}"
     if not sources:
         yield Problem((key,), "names no source of rows")
     if len({(source.path, source.split) for source in sources}) < len(sources):
@@ -50,31 +58,37 @@ def _sources(key: str, sources: tuple[SourceConfig, ...], cfg: RLConfig | SFTCon
             yield Problem((key,), f"cannot read {source.path}: {reason(error)}")
         else:
             if columns is not None:
-                yield from _columns(key, source, columns, cfg.data, needs_answer=isinstance(cfg, SFTConfig))
+                yield from _columns(section, key, source, columns, data, needs_answer)
 
 
-def _weights(sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
+def _weights(key: str, sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
     without = [source.path for source in sources if source.weight is None]
     if len(sources) == 1 and not without:
-        yield Problem(("data.train",), f"the weight of {sources[0].path} has no effect: it is the only source")
+        yield Problem((key,), f"the weight of {sources[0].path} has no effect: it is the only source")
     elif 0 < len(without) < len(sources):
-        yield Problem(("data.train",), f"{', '.join(without)}: no weight; give one to every source or to none")
+        yield Problem((key,), f"{', '.join(without)}: no weight; give one to every source or to none")
+
+
+def _validation_weights(sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
+    if any(source.weight is not None for source in sources):
+        message = "weights have no effect: a validation takes the first rows of all sources in turn"
+        yield Problem(("data.validation", "validation.prompts"), message)
 
 
 def _columns(
-    key: str, source: SourceConfig, columns: Columns, data: DataConfig, needs_answer: bool
+    section: str, key: str, source: SourceConfig, columns: Columns, data: DataConfig, needs_answer: bool
 ) -> Iterator[Problem]:
     where, has = f"the first row of {source.path}", ", ".join(columns) or "no keys"
-    for setting, name in (("data.answer_key", data.answer_key), ("data.prompt_key", data.prompt_key)):
-        wanted = needs_answer or setting == "data.prompt_key"
-        if wanted and name.split(".")[0] not in columns and name not in columns:
-            yield Problem((setting, key), f"{where} has no {name!r}; it has {has}")
+    wanted = {"prompt_key": data.prompt_key} | ({"answer_key": data.answer_key} if needs_answer else {})
+    for setting, name in wanted.items():
+        if name not in columns and name.split(".")[0] not in columns:
+            yield Problem((f"{section}.{setting}", key), f"{where} has no {name!r}; it has {has}")
     if columns.get(data.prompt_key) is list and not data.chat_template:
         message = f"false wants text, {where} has a list of messages under {data.prompt_key!r}"
-        yield Problem(("data.chat_template", key), message)
+        yield Problem((f"{section}.chat_template", key), message)
     if source.name is not None and data.data_source_key in columns:
         message = f"the name {source.name!r} of {source.path} has no effect: its rows name their source themselves"
-        yield Problem((key, "data.data_source_key"), message)
+        yield Problem((key, f"{section}.data_source_key"), message)
 
 
 def read_columns(source: SourceConfig) -> Columns | None:
