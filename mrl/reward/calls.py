@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 
@@ -34,3 +35,33 @@ def settle(future: Future[Outcome], result: Outcome | Exception) -> None:
             future.set_result(result)
         else:
             future.set_exception(result)
+
+
+class Unsettled:
+    """The futures of what is still to be scored. After `end` there are no new ones, and all raise its error."""
+
+    def __init__(self) -> None:
+        self.ended: Exception | None = None
+        self._lock = Lock()
+        self._futures: dict[int, Future[Outcome]] = {}
+
+    def new(self) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        with self._lock:
+            if self.ended is not None:
+                raise self.ended
+            self._futures[id(future)] = future
+        future.add_done_callback(self._forget)
+        return future
+
+    def end(self, error: Exception) -> None:
+        """The first error stays."""
+        with self._lock:
+            self.ended = self.ended or error
+            futures = list(self._futures.values())
+        for future in futures:
+            settle(future, error)
+
+    def _forget(self, future: Future[Outcome]) -> None:
+        with self._lock:
+            self._futures.pop(id(future), None)

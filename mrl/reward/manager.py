@@ -12,6 +12,7 @@ from mrl.reward.calls import Call, Outcome
 from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.plan import ANY, Component, Plan, make_plan
 from mrl.reward.pool import FunctionPool, PoolSetup
+from mrl.reward.server import ServerClient
 
 if TYPE_CHECKING:
     from mrl.config.schema import RewardConfig
@@ -159,6 +160,9 @@ def _open_sources(
         pool = FunctionPool(setup)
         stack.callback(pool.close)
         sources |= {component.name: pool for component in functions}
+    for name in (component.spec for component in plan.components.values() if component.kind == "server"):
+        sources[name] = client = ServerClient(name, cfg.servers[name])
+        stack.callback(client.close)
     return sources
 
 

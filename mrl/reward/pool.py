@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from mrl.reward.calls import Call, Outcome, settle
+from mrl.reward.calls import Call, Outcome, Unsettled, settle
 from mrl.reward.errors import RewardError
 from mrl.reward.loading import Settings
 from mrl.reward.plan import Component
@@ -52,8 +52,7 @@ class FunctionPool:
         self._lock = threading.Lock()  # guards the fields below
         self._queue: deque[Job] = deque()
         self._batches: dict[str, list[tuple[Call, str, Future[Outcome]]]] = {}  # by component, until `flush`
-        self._unanswered: dict[int, Future[Outcome]] = {}
-        self._ended: RewardError | None = None  # set once: no new samples, all futures raise it
+        self._unsettled = Unsettled()
         self.ready: Future[None] = Future()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -72,18 +71,12 @@ class FunctionPool:
 
     def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]:
         """Starts scoring; for a batch component, remembers it until `flush`. RewardError if a worker cannot get it."""
-        future: Future[Outcome] = Future()
-        job = None if component.kind == "batch" else _job(component, [call], [label], [future])
-        with self._lock:
-            if self._ended is not None:
-                raise self._ended
-            self._unanswered[id(future)] = future
-            future.add_done_callback(lambda done: self._unanswered.pop(id(done), None))
-            if job is None:
+        future = self._unsettled.new()
+        if component.kind == "batch":
+            with self._lock:
                 self._batches.setdefault(component.name, []).append((call, label, future))
-                return future
-            self._queue.append(job)
-        self._wake()
+        else:
+            self._queue_job(component, [call], [label], [future])
         return future
 
     def flush(self, component: Component) -> None:
@@ -92,10 +85,7 @@ class FunctionPool:
             waiting = self._batches.pop(component.name, [])
         if waiting:
             calls, labels, futures = map(list, zip(*waiting, strict=True))
-            job = _job(component, calls, labels, futures)
-            with self._lock:
-                self._queue.append(job)
-            self._wake()
+            self._queue_job(component, calls, labels, futures)
 
     def close(self) -> None:
         """End all workers and the thread; safe to call twice. Unanswered futures raise RewardError."""
@@ -110,17 +100,13 @@ class FunctionPool:
         os.close(self._wake_write)
 
     def end(self, error: RewardError) -> None:
-        with self._lock:
-            self._ended = self._ended or error
-            unanswered = list(self._unanswered.values())
-        for future in unanswered:
-            settle(future, error)
+        self._unsettled.end(error)
         if not self.ready.done():
             self.ready.set_exception(error)
 
     @property
     def has_ended(self) -> bool:
-        return self._ended is not None
+        return self._unsettled.ended is not None
 
     def take_jobs(self) -> list[Job]:
         """Many at once while there are many, one by one towards the end."""
@@ -138,19 +124,22 @@ class FunctionPool:
         if self._wake_read in wait(sources, seconds):
             os.read(self._wake_read, 4096)
 
+    def _queue_job(
+        self, component: Component, calls: list[Call], labels: list[str], futures: list[Future[Outcome]]
+    ) -> None:
+        try:
+            payload = pickle.dumps((component.name, calls))
+        except Exception as error:
+            raise RewardError(f"{labels[0]}: its row cannot be sent to a reward worker: {error}") from error
+        with self._lock:
+            self._queue.append(Job(component, labels, payload, futures))
+        self._wake()
+
     def _wake(self) -> None:
         try:
             os.write(self._wake_write, b"x")
         except BlockingIOError:
             return  # the pipe is full of wake-ups
-
-
-def _job(component: Component, calls: list[Call], labels: list[str], futures: list[Future[Outcome]]) -> Job:
-    try:
-        payload = pickle.dumps((component.name, calls))
-    except Exception as error:
-        raise RewardError(f"{labels[0]}: its row cannot be sent to a reward worker: {error}") from error
-    return Job(component, labels, payload, futures)
 
 
 class _Dispatcher:
