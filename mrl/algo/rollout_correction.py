@@ -127,7 +127,8 @@ def importance_weights(
         "rollout_is_ratio_fraction_low": _mean(low, mask),
     }
     if batch_normalize:
-        share = mask.to(raw.dtype) if level == "token" else mask / mask.sum(1, keepdim=True).clamp(min=1)
+        share = mask.to(raw.dtype)
+        share = share if level == "token" else share / share.sum(1, keepdim=True).clamp(min=1)
         mean = (weights * share).sum() / share.sum().clamp(min=1e-8)
         weights = torch.where(mean > 0, weights / mean, weights)
         metrics["rollout_is_batch_norm_factor"] = float(mean)
