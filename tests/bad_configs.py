@@ -492,6 +492,13 @@ BAD = [
         ("no effect", "constant"),
     ),
     Bad(
+        "floor above the rate",
+        LR,
+        "    lr: 1e-6\n    decay: linear\n    decay_steps: 9\n    min_lr: 1e-5\n",
+        "actor.optimizer.min_lr",
+        ("1e-05 is above", "actor.optimizer.lr (c.yaml:13)"),
+    ),
+    Bad(
         "warm-up longer than decay",
         LR,
         "    lr: 1e-6\n    decay: cosine\n    decay_steps: 5\n    warmup_steps: 5\n",
@@ -512,6 +519,29 @@ BAD = [
         "critic.warmup_steps",
         ("no effect", "critic.frozen"),
         "warmup_steps: 2",
+    ),
+    Bad(
+        "frozen critic with an optimizer",
+        "  warmup_steps: 2",
+        "  frozen: true\n  optimizer: {lr: 1e-3}",
+        "critic.optimizer",
+        ("no effect", "critic.frozen"),
+    ),
+    Bad(
+        "value loss of a frozen critic",
+        GAE,
+        GAE + "  value_loss: {cliprange_value: 0.2}\n",
+        "algorithm.value_loss",
+        ("no effect", "critic.frozen"),
+        base=PPO.replace("  warmup_steps: 2", "  frozen: true"),
+    ),
+    Bad(
+        "value loss without values",
+        GAE,
+        "  adv_estimator: reinforce_plus_plus\n  value_loss: {cliprange_value: 0.2}\n",
+        "algorithm.value_loss",
+        ("no effect", "algorithm.adv_estimator"),
+        base=PPO.replace("critic:\n  warmup_steps: 2\n", ""),
     ),
     Bad(
         "critic-only run",
@@ -609,7 +639,7 @@ BAD = [
     Bad(
         "demonstrations without answers",
         "reward:",
-        "ptx:\n  data: {train: chat.jsonl, chat_template: true, answer_key: solution}\n  coef: 0.1\n"
+        "ptx:\n  data: {train: chat.jsonl, chat_template: true, answer_key: solution, max_prompt_tokens: 8}\n  coef: 0.1\n"
         "  samples_per_update: 8\nreward:",
         "ptx.data.answer_key",
         ("the first row of chat.jsonl has no 'solution'", "ptx.data.train"),
@@ -618,7 +648,8 @@ BAD = [
     Bad(
         "demonstrations are not validated",
         "reward:",
-        "ptx:\n  data: {train: more.jsonl, validation: more.jsonl}\n  coef: 0.1\n  samples_per_update: 8\nreward:",
+        "ptx:\n  data: {train: more.jsonl, validation: more.jsonl, max_prompt_tokens: 8}\n  coef: 0.1\n"
+        "  samples_per_update: 8\nreward:",
         "ptx.data.validation",
         ("no effect", "with ptx (c.yaml"),
         "  data: {",
@@ -630,6 +661,13 @@ BAD = [
         "  path: gpt",
         "model.path",
         ("GPT2LMHead has no weight table", "Qwen2ForCausalLM"),
+    ),
+    Bad(
+        "pickles of random weights",
+        "  path: dense\n",
+        "  path: dense\n  from_scratch: true\n  allow_pickle: true\n",
+        "model.allow_pickle",
+        ("no effect", "model.from_scratch"),
     ),
     Bad("pickled model", "  path: dense", "  path: pickled", "model.path", ("pickled", "model.allow_pickle")),
     Bad(
@@ -667,6 +705,28 @@ BAD = [
         "rollout:\n  urls: [http://a:1]\n  max_restarts: 1",
         "rollout.max_restarts",
         ("no effect", "rollout.urls"),
+    ),
+    Bad(
+        "one engine twice",
+        "rollout:",
+        "rollout:\n  urls: [http://a:1, http://a:1]",
+        "rollout.urls",
+        ("the same engine is named twice",),
+    ),
+    Bad(
+        "SGLang's settings for another engine",
+        "rollout:",
+        "rollout:\n  engine: transformers\n  tensor: 2",
+        "rollout.tensor",
+        ("no effect", "rollout.engine"),
+    ),
+    Bad(
+        "buckets of a disk",
+        "reward:",
+        "sync: {transport: disk, bucket_mib: 64}\nreward:",
+        "sync.bucket_mib",
+        ("no effect", "sync.transport"),
+        "sync:",
     ),
     Bad("not an address", "rollout:", "rollout:\n  urls: [a:1]", "rollout.urls", ("'a:1' is not an address",)),
     Bad("engine and heads", "rollout:", "rollout:\n  tensor: 3", "rollout.tensor", ("3 does not divide", "4 heads")),

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from bad_configs import BAD, EXPERT_MODEL, GAE, KL_ON, PPO, SFT, Bad
+from bad_reuse_configs import BAD_REUSE
+from bad_reward_configs import BAD_REWARDS
 from bad_sampling_configs import BAD_SAMPLING
 
 from mrl.config.derived import Machine, smallest_world, updates_per_step
@@ -34,7 +36,7 @@ EXPERTS = {
 }
 
 
-EVERY_BAD = [*BAD, *BAD_SAMPLING]
+EVERY_BAD = [*BAD, *BAD_REWARDS, *BAD_REUSE, *BAD_SAMPLING]
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +90,17 @@ def test_one_mistake_gives_one_problem(bad: Bad) -> None:
     """Nothing is reported that follows from something already reported."""
     error = refusal(bad.base.replace(bad.old, bad.new))
     assert len(error.problems) == 1, str(error)
+
+
+def test_settings_that_disagree_are_all_named() -> None:
+    """The table holds contradictions and settings without effect of every section; each names all keys of it."""
+    found = [problem for bad in EVERY_BAD for problem in refusal(bad.base.replace(bad.old, bad.new)).problems[:1]]
+    pairs = [problem for problem in found if len(problem.keys) > 1]
+    assert len(pairs) >= 100, len(pairs)
+    for problem in pairs:
+        assert all(key in str(problem) for key in problem.keys), str(problem)
+    sections = {key.split(".")[0] for problem in pairs for key in problem.keys}
+    assert sections >= RLConfig.model_fields.keys() - {"ema", "replay"}
 
 
 def test_the_models_with_experts_have_rules_of_their_own() -> None:

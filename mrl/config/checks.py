@@ -9,6 +9,7 @@ from mrl.config import (
     policy_checks,
     resilience_checks,
     resume_checks,
+    reuse_checks,
     reward_checks,
     rl_checks,
     sampling_checks,
@@ -39,13 +40,15 @@ def check(cfg: RLConfig | SFTConfig, archs: Archs, machine: Machine) -> list[Pro
     problems += policy_checks.check(cfg)
     problems += sampling_checks.check(cfg)
     problems += reward_checks.check(cfg)
+    problems += reuse_checks.check(cfg, archs, machine)
     return problems
 
 
 def _common(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
     if cfg.run.name in ("", ".", "..") or "/" in cfg.run.name:
         yield Problem(("run.name",), f"{cfg.run.name!r} must be one plain directory name (run.root holds the path)")
-    if cfg.model.from_scratch and cfg.model.allow_pickle:
+    paths = (cfg.critic.path if cfg.critic is not None else None, cfg.ref.path) if isinstance(cfg, RLConfig) else ()
+    if cfg.model.from_scratch and cfg.model.allow_pickle and not any(paths):
         yield Problem(("model.allow_pickle", "model.from_scratch"), "has no effect: from_scratch reads no weights")
     yield from _checkpoint(cfg)
     yield from _optimizer("actor.optimizer", cfg.actor.optimizer)

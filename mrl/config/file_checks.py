@@ -9,7 +9,7 @@ from mrl.config.data_checks import check_sources
 from mrl.config.layout_checks import Archs
 from mrl.config.model_dirs import is_converted, read_converted
 from mrl.config.problems import Problem, reason
-from mrl.config.reward_checks import check_functions
+from mrl.config.reward_checks import check_function, check_functions
 from mrl.config.schema import RLConfig, SFTConfig
 from mrl.models.arch import ModelArch, UnsupportedModel, load_arch
 
@@ -65,12 +65,14 @@ def _weights(key: str, path: str, allow_pickle: bool) -> Iterator[Problem]:
             (key, "model.allow_pickle"), f"{path} has only pickled weights, which allow_pickle: true would read"
         )
     elif not pickled:
-        yield Problem(
-            (key, "model.from_scratch"), f"{path} has no safetensors; from_scratch: true would start at random"
-        )
+        may_be_random = key == "model.path"
+        hint = "; from_scratch: true would start at random" if may_be_random else ""
+        yield Problem((key, *["model.from_scratch"] * may_be_random), f"{path} has no safetensors{hint}")
 
 
 def check_files(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
     yield from check_sources(cfg)
     if isinstance(cfg, RLConfig):
         yield from check_functions(cfg.reward)
+        if cfg.algorithm.filter_groups.function is not None:
+            yield from check_function("algorithm.filter_groups.function", cfg.algorithm.filter_groups.function)
