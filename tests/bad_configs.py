@@ -639,8 +639,8 @@ BAD = [
     Bad(
         "demonstrations without answers",
         "reward:",
-        "ptx:\n  data: {train: chat.jsonl, chat_template: true, answer_key: solution, max_prompt_tokens: 8}\n  coef: 0.1\n"
-        "  samples_per_update: 8\nreward:",
+        "ptx:\n  coef: 0.1\n  samples_per_update: 8\n"
+        "  data: {train: chat.jsonl, chat_template: true, answer_key: solution, max_prompt_tokens: 8}\nreward:",
         "ptx.data.answer_key",
         ("the first row of chat.jsonl has no 'solution'", "ptx.data.train"),
         "  data: {",

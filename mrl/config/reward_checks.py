@@ -45,7 +45,7 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
 def check_functions(reward: RewardConfig) -> Iterator[Problem]:
     """Each is a built-in, or a file defines it (read, not run)."""
     for key, spec in _functions(reward):
-        yield from _function(key, spec, built_in=not _is_batch(reward, key))
+        yield from check_function(key, spec, built_in=not _is_batch(reward, key))
 
 
 def _functions(reward: RewardConfig) -> list[tuple[str, str]]:
@@ -150,7 +150,8 @@ def _limits(cfg: RLConfig, used: set[str]) -> Iterator[Problem]:
             yield Problem(("reward.format.pattern",), f"is not a regular expression: {error}")
 
 
-def _function(key: str, spec: str, built_in: bool) -> Iterator[Problem]:
+def check_function(key: str, spec: str, built_in: bool = False) -> Iterator[Problem]:
+    """Is `spec` FILE:NAME of a function (or class) that is there, or a built-in where that is allowed?"""
     path, separator, name = spec.rpartition(":")
     if not separator:
         if spec not in BUILTIN_REWARDS or not built_in:
@@ -170,7 +171,7 @@ def _function(key: str, spec: str, built_in: bool) -> Iterator[Problem]:
 
 def _unknown(spec: str, built_in: bool) -> str:
     if not built_in:
-        return f"{spec!r} is no function of a batch: expected path/to/file.py:name"
+        return f"{spec!r} is no function of a file: expected path/to/file.py:name"
     close = difflib.get_close_matches(spec, BUILTIN_REWARDS, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     return f"unknown function {spec!r}{hint} (known: {', '.join(BUILTIN_REWARDS)}, or path/to/file.py:name)"
