@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mrl.reward import RewardError
+from mrl.config.schema import FormatConfig
+from mrl.reward import RewardError, shaping
 from mrl.reward.calls import Call, Outcome
-from mrl.reward.functions import arithmetic, exact_match, sorted_digits
+from mrl.reward.functions import arithmetic, exact_match, multiple_choice, sorted_digits
 from mrl.reward.loading import check_result, load
 from mrl.reward.math_answer import math
 
@@ -66,6 +67,60 @@ def test_arithmetic(response: str, answer: str, score: float) -> None:
 def test_arithmetic_refuses_an_answer_without_a_number() -> None:
     with pytest.raises(ValueError, match="'seven' holds no number"):
         arithmetic("7", "seven")
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        ("B", "B", 1),
+        ("(b).", "B", 1),
+        ("**B**", "(B) Paris", 1),
+        ("A, B and C are wrong. The answer is D.", "D", 1),
+        ("The answer is A. No, the answer is: (C)", "C", 1),
+        ("Answer: $B$", "b", 1),
+        ("<answer>B</answer>", "B", 1),
+        ("the answer is A, that is \\boxed{C}", "C", 1),
+        ("\\boxed{\\text{B}}", "B", 1),
+        ("the answer is A", "B", 0),
+        ("The answer is Berlin", "B", 0),
+        ("The answer is a city", "A", 0),
+        ("A good question, to which I have none", "A", 0),
+        ("", "A", 0),
+    ],
+)
+def test_multiple_choice(response: str, answer: str, score: float) -> None:
+    assert multiple_choice(response, answer) == score
+
+
+def test_multiple_choice_refuses_an_answer_without_a_letter() -> None:
+    with pytest.raises(ValueError, match="'Paris' begins with no letter"):
+        multiple_choice("B", "Paris")
+
+
+THINK = FormatConfig().pattern
+
+
+@pytest.mark.parametrize(
+    ("response", "pattern", "score"),
+    [
+        ("<think>a\nb</think>\n<answer>c</answer>\n", THINK, 1),
+        ("<think></think><answer></answer>", THINK, 1),
+        ("Well, <think>a</think><answer>b</answer>", THINK, 0),
+        ("<think>a</think><answer>b</answer> and more", THINK, 0),
+        ("<think>a<think>b</think><answer>c</answer>", THINK, 0),
+        ("<think>a</think><answer>b", THINK, 0),
+        ("12", r"\d+", 1),
+        ("12 x", r"\d+", 0),
+    ],
+)
+def test_format(response: str, pattern: str, score: float) -> None:
+    assert shaping.format(response, 0, pattern=pattern) == score
+
+
+@pytest.mark.parametrize(("tokens", "short", "long"), [(0, 1, 0), (10, 1, 0), (15, 0.75, 0.25), (30, 0, 1), (99, 0, 1)])
+def test_length(tokens: int, short: float, long: float) -> None:
+    assert shaping.length("", tokens, full_tokens=10, zero_tokens=30) == short
+    assert shaping.length("", tokens, full_tokens=30, zero_tokens=10) == long
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -68,7 +69,7 @@ ESCAPES = {
     "write into /usr": "open('/usr/bin/new', 'w'); print('out')",
     "write into /": "open('/new', 'w'); print('out')",
     "fill /dev/shm": "open('/dev/shm/new', 'wb').write(b'x'); print('out')",
-    "open a disk": "import os; os.mknod('/tmp/disk', 0o60600, os.makedev(8, 0)); open('/tmp/disk').read(1); print('out')",
+    "open a disk": "import os; os.mknod('disk', 0o60600, os.makedev(8, 0)); open('disk').read(1); print('out')",
     "connect to this machine": "import socket; socket.create_connection(('127.0.0.1', {port})); print('out')",
     "connect to the internet": "import socket; socket.create_connection(('1.1.1.1', 53), 2); print('out')",
     "connect to the host of a virtual machine": "import socket; socket.socket(socket.AF_VSOCK); print('out')",
@@ -84,10 +85,10 @@ ESCAPES = {
     "trace a process": "import ctypes; print('out' if ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0 else 0)",
     "set the host's name": "import socket; socket.sethostname('x'); print('out')",
     "raise its limits": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1)); print('out')",
-    "memory without address space": "import ctypes; print('out' if ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600) >= 0 else 0)",
+    "memory without address space": "import ctypes; print('out' if ctypes.CDLL(None).shmget(0, 1, 0o1600) >= 0 else 0)",
     "memory as a file": "import os; os.memfd_create('x'); print('out')",
     "keys of the kernel": "import ctypes; print('out' if ctypes.CDLL(None).syscall(250, 0, -3, 0, 0, 0) > 0 else 0)",
-    "inherited files": "import os; print('out' if any(os.path.exists(f'/dev/fd/{{n}}') or FD(n) for n in range(3, 64)) else 0)",
+    "inherited files": "print('out' if any(FD(n) for n in range(3, 64)) else 0)",
 }
 HELP = """
 import os as _os
@@ -103,31 +104,50 @@ def CALL(*arguments):
 """
 
 
+@contextlib.contextmanager
+def outside(folder: Path) -> Iterator[dict[str, object]]:
+    """A file, a port and an abstract socket that a program should not reach, as the attempts name them."""
+    secret, abstract = folder / "secret", f"\0mrl_test_{os.getpid()}"
+    secret.write_text("the answers")
+    folder.chmod(0o777)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
+        local.bind(abstract)
+        local.listen()
+        port = server.getsockname()[1]
+        yield {"secret": str(secret), "folder": str(folder), "port": port, "pid": os.getpid(), "abstract": abstract}
+
+
 @needs_bubblewrap
 @pytest.mark.parametrize("attempt", ESCAPES)
 def test_there_is_no_way_out(attempt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MRL_SECRET", "1")
-    secret = tmp_path / "secret"
-    secret.write_text("the answers")
-    tmp_path.chmod(0o777)
-    abstract = f"\0mrl_test_{os.getpid()}"
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
-        local.bind(abstract)
-        local.listen()
-        program = ESCAPES[attempt].format(
-            secret=str(secret), folder=str(tmp_path), port=server.getsockname()[1], pid=os.getpid(), abstract=abstract
-        )
-        ended = run(HELP + program)
+    with outside(tmp_path) as names:
+        ended = run(HELP + ESCAPES[attempt].format(**names))
     assert "out" not in ended.stdout, ended
     assert ended.ok or ended.stderr, f"it ended without a word: {ended}"
-    assert sorted(tmp_path.iterdir()) == [secret]
+    assert [file.name for file in tmp_path.iterdir()] == ["secret"]
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    ["read the trainer's files", "read the environment", "connect to this machine", "connect to an abstract socket"],
+)
+def test_without_isolation_the_same_attempts_succeed(
+    attempt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the tests above would prove nothing. The environment alone is never given away."""
+    monkeypatch.setenv("MRL_SECRET", "1")
+    with outside(tmp_path) as names:
+        program = HELP + ESCAPES[attempt].format(**names)
+        ended = run_python(program, limits=LIMITS, isolation="none")
+    assert ("out" in ended.stdout) == (attempt != "read the environment"), ended
 
 
 BOMBS = {  # how it ends, or what it says
     "endless loop": ("while True: pass", "time out"),
     "sleeps": ("import time; time.sleep(1000)", "time out"),
     "deaf to signals": (
-        "import signal\nfor s in range(1, 65):\n try: signal.signal(s, signal.SIG_IGN)\n except (OSError, ValueError): pass\nwhile True: pass",
+        "import signal\nfor s in {*range(1, 65)} - {9, 19, 32, 33}: signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
         "time out",
     ),
     "waits for input": ("input(); input()", "EOFError"),
@@ -140,7 +160,10 @@ BOMBS = {  # how it ends, or what it says
         "can't start new thread",
     ),
     "a daemon": ("import os\nif os.fork() == 0:\n os.setsid()\n while True: pass", "BlockingIOError"),
-    "one big file": ("open('x', 'wb').write(bytes(1 << 30))", "File too large|No space left|SIGXFSZ"),
+    "one big file": (
+        "f = open('x', 'wb', 0)\nwhile True: f.write(bytes(1 << 20))",
+        "File too large|No space left|SIGXFSZ",
+    ),
     "many files": ("for i in range(10**9): open(str(i), 'wb').write(bytes(1 << 20))", "No space left"),
     "deleted files": (
         "import os\nf = []\nwhile True:\n f.append(open('x', 'wb', 0)); f[-1].write(bytes(1 << 19)); os.remove('x')",
@@ -149,14 +172,14 @@ BOMBS = {  # how it ends, or what it says
     "open files": ("x = [open('/dev/null') for _ in range(10_000)]", "Too many open files"),
     "output": ("while True: print('x' * 1000)", "too much output"),
     "error output": ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "too much output"),
-    "recursion": ("import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()", "RecursionError|SIGSEGV|MemoryError"),
+    "recursion": (
+        "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+        "RecursionError|SIGSEGV|MemoryError|time out",
+    ),
     "crash": ("import ctypes; ctypes.string_at(0)", "SIGSEGV"),
     "huge number": ("print(9 ** 9 ** 9)", "time out|MemoryError"),
     "regular expression": ("import re; re.match('(a+)+$', 'a' * 64 + 'b')", "time out"),
-    "compressed bomb": (
-        "import zlib; zlib.decompress(zlib.compress(bytes(1 << 26)) * 1); zlib.decompress(zlib.compress(bytes(1 << 27)))",
-        "MemoryError",
-    ),
+    "doubling": ("x = 'x'\nwhile True: x += x", "MemoryError"),
 }
 
 
@@ -164,14 +187,12 @@ BOMBS = {  # how it ends, or what it says
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_ends_at_its_limits(bomb: str) -> None:
     program, end = BOMBS[bomb]
-    free = psutil.virtual_memory().available
     began = time.monotonic()
     ended = run(program, limits=Limits(wall_s=1.0, memory_mib=128, disk_mib=4, output_kib=16))
     assert time.monotonic() - began < 8
     said = f"{ended.how}\n{ended.stderr}"
     assert not ended.ok and any(text in said for text in end.split("|")), said
-    assert len(ended.stdout) + len(ended.stderr) < 300_000
-    del free
+    assert len(ended.stdout) + len(ended.stderr) < 300_000, "output beyond its limit is not kept"
 
 
 @needs_bubblewrap
