@@ -84,7 +84,8 @@ def _rejection(cfg: RLConfig) -> Iterator[Problem]:
 
 def _controls(cfg: RLConfig) -> Iterator[Problem]:
     algorithm, batch = cfg.algorithm, "batch.samples_per_minibatch"
-    one_update = updates_per_step(cfg) == 1 and algorithm.old_log_probs == "trainer"
+    always_new = cfg.replay is None or algorithm.rollout_correction.rollout_is is not None
+    one_update = updates_per_step(cfg) == 1 and algorithm.old_log_probs == "trainer" and always_new
     if one_update:
         yield from inert(algorithm, "algorithm", ["ratio_threshold"], ONE_UPDATE, batch)
     if one_update and algorithm.policy_loss.loss_mode == "kl_cov":

@@ -11,6 +11,8 @@ from mrl.rollout.seeds import sample_seed
 from mrl.trainers.experience import Experience, minibatch_mask, minibatch_weights
 from mrl.trainers.setup import RLRun
 
+TOKEN_STREAM = 1 << 43  # keeps the choice of tokens apart from every step's samples
+
 
 def update_actor(run: RLRun, exp: Experience, sample_ids: range, number: int) -> dict[str, float]:
     """`number`: how many updates of the step came before."""
@@ -71,7 +73,7 @@ def choose_tokens(run: RLRun, exp: Experience, sample_ids: range, mask: Tensor, 
         old_log_probs=log_probs if exp.old_log_probs is None else exp.old_log_probs,
         advantages=exp.advantages,
         mask=mask,
-        generator=torch.Generator().manual_seed(sample_seed(run.cfg.run.seed, exp.rollout.step, number)),
+        generator=torch.Generator().manual_seed(sample_seed(run.cfg.run.seed, TOKEN_STREAM + exp.rollout.step, number)),
         **options,
     )
 
