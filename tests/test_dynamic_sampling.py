@@ -209,7 +209,7 @@ def test_remax_samples_one_greedy_response_a_prompt_that_is_kept(tmp_path: Path)
     by_id = {row["sample_id"]: row for row in read_jsonl(tmp_path / "rollouts/step_0.jsonl")}
     wanted = [by_id[12 + group]["score"] for group in rollout.group.tolist()]
     assert rollout.greedy_scores is not None and rollout.greedy_scores.tolist() == wanted
-    assert metrics["reward/greedy_mean"] == pytest.approx(sum(wanted) / 12)
+    assert metrics["sampling/greedy_reward_mean"] == pytest.approx(sum(wanted) / 12)
     assert rollout.num_samples == 12, "greedy responses are trained on"
 
 

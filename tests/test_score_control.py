@@ -62,17 +62,17 @@ def test_scores_are_scaled_by_the_statistics_of_the_run_so_far(norm: bool) -> No
         torch.testing.assert_close(
             got.scores.double(), (torch.tensor(scores).double() - mean) / std, rtol=1e-6, atol=1e-6
         )
-        assert metrics["reward/running_std"] == pytest.approx(float(all_so_far.std()))
-        assert metrics["reward/controlled_mean"] == pytest.approx(float(got.scores.mean()))
+        assert metrics["score/running_std"] == pytest.approx(float(all_so_far.std()))
+        assert metrics["score/mean"] == pytest.approx(float(got.scores.mean()))
 
 
 def test_clipping_comes_last() -> None:
     got, metrics = control(use_score_scaling=True, use_score_norm=True, score_clip=0.5)(rollout([0.0, 1.0, 2.0, 1.0]))
     assert got.scores.tolist() == [-0.5, 0.0, 0.5, 0.0]
-    assert metrics["reward/clipped"] == 0.5
+    assert metrics["score/clipped"] == 0.5
     only_clipped, metrics = control(score_clip=1.5)(rollout([-4.0, 1.0]))
     assert only_clipped.scores.tolist() == [-1.5, 1.0]
-    assert "reward/running_std" not in metrics
+    assert "score/running_std" not in metrics
 
 
 def test_the_greedy_baseline_is_scaled_with_the_scores_it_is_taken_from() -> None:

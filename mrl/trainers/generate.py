@@ -59,7 +59,7 @@ class Generator:
         if greedy:
             by_group = torch.tensor([sample.score for sample in greedy], dtype=torch.float32)
             rollout = replace(rollout, greedy_scores=by_group[rollout.group])
-            metrics["reward/greedy_mean"] = float(by_group.mean())
+            metrics["sampling/greedy_reward_mean"] = float(by_group.mean())
         self._write_down([*samples, *greedy], f"step_{step}")
         return rollout, sample_metrics(samples) | metrics
 
@@ -143,8 +143,8 @@ def _parts(samples: list[Sample], names: Sequence[str]) -> Tensor:
 
 
 def sample_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Means over the samples: the score, its parts, length in tokens, share cut off by max_new_tokens, share that
-    scored 0 because the reward function failed."""
+    """Means over the samples: the score, length in tokens, share cut off by max_new_tokens, share that scored 0 because
+    a reward failed on it; and of each part of the score over the samples that have it."""
     n = len(samples)
     metrics = {
         "reward/mean": sum(s.score for s in samples) / n,
@@ -153,5 +153,6 @@ def sample_metrics(samples: list[Sample]) -> dict[str, float]:
         "reward/failed": sum(bool(s.reward_error) for s in samples) / n,
     }
     for name in sorted({part for s in samples for part in s.score_parts} - {"score"}):
-        metrics[f"reward/{name}"] = sum(s.score_parts.get(name, 0.0) for s in samples) / n
+        values = [s.score_parts[name] for s in samples if name in s.score_parts]
+        metrics[f"reward/{name}"] = sum(values) / len(values)
     return metrics

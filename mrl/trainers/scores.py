@@ -32,11 +32,11 @@ class ScoreControl:
             self.moments.update(rollout.scores)
         greedy = rollout.greedy_scores
         scores = self._control(rollout.scores)
-        metrics = {"reward/controlled_mean": float(scores.mean())}
+        metrics = {"score/mean": float(scores.mean())}
         if self._scale:
-            metrics |= {"reward/running_mean": self.moments.mean, "reward/running_std": self.moments.std}
+            metrics |= {"score/running_mean": self.moments.mean, "score/running_std": self.moments.std}
         if self._clip is not None:
-            metrics["reward/clipped"] = float((scores.abs() == self._clip).float().mean())
+            metrics["score/clipped"] = float((scores.abs() == self._clip).float().mean())
         return replace(rollout, scores=scores, greedy_scores=None if greedy is None else self._control(greedy)), metrics
 
     def _control(self, scores: Tensor) -> Tensor:
