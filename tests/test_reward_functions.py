@@ -226,6 +226,7 @@ def test_a_dict_is_a_score_and_its_parts() -> None:
         ({"reward": 1.0}, r"dict without 'score', only \['reward'\]"),
         ({"score": 1.0, "part": float("-inf")}, "'part' must be finite, got -inf"),
         ({"score": 1.0, "part": "a"}, "'part' must be a float, got str"),
+        ({"score": 1.0, "mean": 1.0}, "a part named 'mean' would hide the metric"),
     ],
 )
 def test_other_results_are_refused(value: object, message: str) -> None:

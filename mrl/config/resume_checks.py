@@ -25,6 +25,7 @@ MAY_CHANGE = (
     "reward.workers",
     "reward.timeout_s",
     "reward.on_error",
+    "reward.servers",
     "data.validation",
     "model.allow_pickle",
     "ema.offload",

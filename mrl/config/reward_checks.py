@@ -28,6 +28,7 @@ USES = {
     "recipe": ("recipe", "servers"),
 }
 BATCH = "batch"
+RESERVED = ("mean", "failed")  # metrics beside the components' scores
 SANDBOX_START_S = 10.0
 
 
@@ -112,10 +113,10 @@ def _names(reward: RewardConfig) -> Iterator[Problem]:
         if not mix:
             yield Problem(("reward.recipe",), f"{label!r} has no components")
     specs = {spec: key for key, spec in _functions(reward)}
-    names = Counter(spec.rpartition(":")[2] for spec in specs)
+    names = Counter([*RESERVED, *(spec.rpartition(":")[2] for spec in specs)])
     for spec, key in specs.items():
         if names[spec.rpartition(":")[2]] > 1:
-            yield Problem((key,), f"{spec!r} would be logged under the name of another function: rename one")
+            yield Problem((key,), f"{spec!r} would be logged under the name of another function or metric: rename it")
             return
 
 

@@ -29,6 +29,7 @@ COMPARISONS = {  # f(response, answer)
     "math": "mrl.reward.math_answer",
 }
 SHAPES = dict.fromkeys(("format", "length", "overlong"), "mrl.reward.shaping")  # f(response, tokens, **settings)
+RESERVED = frozenset(("mean", "failed"))  # metrics beside the parts
 BUILTINS = (*COMPARISONS, "code", *SHAPES)
 
 
@@ -137,6 +138,8 @@ def check_result(result: object) -> Outcome:
     if "score" not in result:
         raise ValueError(f"returned a dict without 'score', only {sorted(map(str, result))}")
     parts = {str(key): _number(f"{key!r}", value) for key, value in result.items()}
+    if not RESERVED.isdisjoint(parts):
+        raise ValueError(f"a part named {min(RESERVED.intersection(parts))!r} would hide the metric of that name")
     return Outcome(parts.pop("score"), parts)
 
 
