@@ -92,6 +92,12 @@ def test_token_losses(name: str, spread: float) -> None:
         assert clipfrac > 0
 
 
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_gradients(name: str) -> None:
+    b = Batch([5, 0, 20], 0.4, seed=8)  # no kink within 1e-6 of these points
+    assert torch.autograd.gradcheck(lambda x: b.loss(name, x)[0], b.log_probs.clone().requires_grad_())
+
+
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_a_trust_region_is_one_sided_and_caps_the_ratio(name: str) -> None:
     """Rare to likely: A > 0 has gone too far; A < 0 may come back, with a ratio of at most 20."""

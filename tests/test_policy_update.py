@@ -31,13 +31,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return json.loads((root / "result.json").read_text())  # type: ignore[no-any-return]
+    return json.loads((root / "result.json").read_text())
 
 
 @pytest.mark.parametrize(("case", "factor"), [("weights 1.5", 1.5), ("weights cut to 2", 2.0)])
 def test_importance_weights_multiply_the_loss_and_its_gradient(results: Results, case: str, factor: float) -> None:
     for name in ("actor/pg_loss", "grad_norm"):
-        assert results[case][name] == pytest.approx(factor * results["plain"][name], rel=1e-4, abs=1e-7)
+        assert results[case][name] == pytest.approx(factor * results["plain"][name], rel=1e-4)
     assert results[case]["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(float(factor == 2))
 
 

@@ -22,9 +22,10 @@ from mrl.config.schema import OptimizerConfig, RLConfig, TrainConfig  # noqa: E4
 from mrl.core import Rollout  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
-from mrl.trainers.experience import Experience, make_experience  # noqa: E402
+from mrl.trainers.experience import make_experience  # noqa: E402
 from mrl.trainers.policy_update import policy_targets, update_actor  # noqa: E402
 from mrl.trainers.rl import update  # noqa: E402
+from mrl.trainers.setup import RLRun  # noqa: E402
 from tests.bare_run import bare_run  # noqa: E402
 from tests.worlds.gradients import SEQ, TEN_STEPS, TIMEOUT_S, build, make_rollout, parse  # noqa: E402
 
@@ -45,11 +46,14 @@ class World:
         )
         self.still = self.build(0.0)
 
-    def experience(self, actor: Learner, rollout: Rollout, *, single: bool = False, **settings: Any) -> Any:
-        """(run, experience). The engine's log-probs are the trainer's, but for what the rollout adds to them."""
+    def experience(
+        self, actor: Learner, rollout: Rollout, *, single: bool = False, **settings: Any
+    ) -> tuple[RLRun, Any]:
+        """The run, and what it learns from."""
         minibatch = rollout.num_samples if single else 5
-        batch = TEN_STEPS["batch"] | {"samples_per_minibatch": minibatch} | settings.pop("batch", {})
-        algorithm = {"adv_estimator": "reinforce_plus_plus", "gamma": 0.9} | settings
+        sizes = {"prompts_per_step": 5, "samples_per_prompt": 2, "samples_per_minibatch": minibatch}
+        batch = sizes | settings.pop("batch", {})
+        algorithm = {"adv_estimator": "reinforce_plus_plus", "gamma": 0.9, "whiten_advantages": False} | settings
         cfg = RLConfig.model_validate(TEN_STEPS | {"algorithm": algorithm, "batch": batch})
         single = single and cfg.batch.epochs_per_step == 1
         run = bare_run(cfg, actor, None)
@@ -72,14 +76,17 @@ def shifted(rollout: Rollout, by: float, sample: int | None = None) -> Rollout:
     )
 
 
-def without(run: Any, exp: Experience, sample: int) -> Metrics:
+def without(run: RLRun, exp: Any, sample: int) -> Metrics:
     """An update as if the sample had never been drawn, with the others' advantages."""
     others = torch.tensor([i for i in EVERY if i != sample])
-    flat = {
-        name: exp.rollout.flat_of(others, getattr(exp, name))
-        for name in ("advantages", "returns", "old_log_probs", "trainer_log_probs")
-    }
-    smaller = replace(exp, rollout=exp.rollout.pick(others), correction=None, entropies=None, **flat)
+    smaller = replace(
+        exp,
+        rollout=exp.rollout.pick(others),
+        advantages=exp.rollout.flat_of(others, exp.advantages),
+        returns=exp.rollout.flat_of(others, exp.returns),
+        old_log_probs=exp.rollout.flat_of(others, exp.old_log_probs),
+        trainer_log_probs=exp.rollout.flat_of(others, exp.trainer_log_probs),
+    )
     return update_actor(run, smaller, range(len(others)), 0)
 
 
@@ -93,9 +100,10 @@ def corrections(world: World) -> dict[str, Metrics]:
         "weights cut to 2": world.one(shifted(rollout, 9.0), rollout_correction=sequences),
     }
     for mode in ("vanilla", "gspo"):
-        loss = {"policy_loss": {"loss_mode": mode}}
-        found[f"{mode} rejects"] = world.one(far, rollout_correction=REJECTION, **loss)
-        found[f"{mode} without"] = without(*world.experience(world.still, rollout, **loss), REJECTED)
+        loss = {"loss_mode": mode}
+        found[f"{mode} rejects"] = world.one(far, rollout_correction=REJECTION, policy_loss=loss)
+        run, exp = world.experience(world.still, rollout, policy_loss=loss)
+        found[f"{mode} without"] = without(run, exp, REJECTED)
     found["everything rejected"] = world.one(shifted(rollout, 4.0), rollout_correction=REJECTION)
     return found
 
@@ -124,12 +132,12 @@ def mismatches(world: World) -> dict[str, Metrics]:
 
 def controls(world: World) -> dict[str, Metrics]:
     rollout = world.rollout()
-    run, exp = world.experience(world.still, rollout, ratio_threshold=10.0)
+    run, exp = world.experience(world.still, rollout, ratio_threshold=10.0, policy_loss={"loss_mode": "cispo"})
     far = replace(exp, old_log_probs=exp.old_log_probs - 3.0)
     near = replace(exp, old_log_probs=exp.old_log_probs - 2.0)
     found = {"ratio 20": update_actor(run, far, EVERY, 1), "ratio 7": update_actor(run, near, EVERY, 1)}
     for name, target in (("stops", 1e-3), ("goes on", 1e3)):
-        run, exp = world.experience(world.build(1e-2), rollout, batch={"epochs_per_step": 3}, target_kl=target)
+        run, exp = world.experience(world.build(0.05), rollout, batch={"epochs_per_step": 3}, target_kl=target)
         found[name] = update(run, exp, trains_actor=True)
     return found
 
