@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.conftest import TinyModels
+from tests.tiny import make_tiny
 
 WORLD = Path(__file__).parent / "worlds" / "policy_copies.py"
 AVERAGES = ("TP2 x PP2", "EP2 x DP2", "DP4, bfloat16")
@@ -27,14 +31,30 @@ SHAPE: dict[str, Any] = {
 }
 
 
+def reward_models(folder: Path) -> tuple[Path, Path]:
+    """A whole one, and one that says that it has a score head and has none."""
+    names = ("reward", "headless")
+    for name in names:
+        config = AutoConfig.from_pretrained(make_tiny(folder / name, "qwen2", weights=False))
+        config.num_labels = 1
+        torch.manual_seed(3)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / name)
+    file = folder / names[1] / "model.safetensors"
+    weights = load_file(file)
+    del weights["score.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder / names[0], folder / names[1]
+
+
 @pytest.fixture(scope="module")
 def world(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What the world of 4 processes reports, by case."""
+    work = tmp_path_factory.mktemp("copies")
     dense = tiny_models("llama", tied=True, num_hidden_layers=4, **SHAPE)
     moe = tiny_models("qwen3_moe", moe_intermediate_size=32, **(SHAPE | {"head_dim": 16}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(WORLD)]
     done = subprocess.run(
-        [*command, str(tmp_path_factory.mktemp("copies")), str(dense), str(moe)],
+        [*command, str(work), str(dense), str(moe), *map(str, reward_models(work))],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORLD.parents[2])},
         capture_output=True,
         text=True,
@@ -64,6 +84,19 @@ def test_data_parallel_ranks_keep_one_average_between_them(world: dict[str, Any]
 def test_a_refreshed_reference_gives_the_log_probs_of_the_policy_as_it_was(world: dict[str, Any]) -> None:
     assert world["refresh"]["stays"] and world["refresh"]["refreshed"]
     assert world["refresh"]["learner_is_elsewhere"] > 0.1
+
+
+def test_a_run_has_the_reference_and_the_average_that_its_configuration_says(world: dict[str, Any]) -> None:
+    found = world["wiring"]
+    assert found["ema"] == {"saved": ["actor", "ema"], "is average": True, "is the actor of step": []}
+    assert found["refreshed"] == {"saved": ["actor", "ema", "ref"], "is average": False, "is the actor of step": [2]}
+    assert found["frozen"] == {"saved": ["actor", "ema"], "is average": False, "is the actor of step": [0]}
+
+
+def test_a_critic_starts_with_the_values_of_a_reward_model(world: dict[str, Any]) -> None:
+    found = world["reward model"]
+    assert found["gap"] < 1e-4 * found["largest"]
+    assert "names a reward model, but there is no score.weight" in found["headless"]
 
 
 @pytest.mark.parametrize("case", TWO_LOSSES)

@@ -142,6 +142,19 @@ def test_ppo_learns_from_older_samples_and_demonstrations_too(ppo: Runs) -> None
     assert [step for step, row in rows.items() if "validation_ema/mean" in row] == [2, 4]
 
 
+def test_ppo_the_engine_has_the_average_for_its_validation_alone(ppo: Runs) -> None:
+    versions = {
+        name: {sample["weight_version"] for sample in found}
+        for name, found in samples(ppo.whole).items()
+        if name in ("validation_step_2.jsonl", "validation_ema_step_2.jsonl", "step_2.jsonl")
+    }
+    assert versions == {
+        "validation_step_2.jsonl": {"2"},
+        "validation_ema_step_2.jsonl": {"2-ema"},
+        "step_2.jsonl": {"2"},
+    }
+
+
 def test_ppo_exports_its_average_beside_the_actor(ppo: Runs) -> None:
     models = [AutoModelForCausalLM.from_pretrained(ppo.whole / name).state_dict() for name in ("hf", "hf_ema")]
     assert models[0].keys() == models[1].keys()

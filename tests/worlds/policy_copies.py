@@ -1,6 +1,7 @@
 """Run under torchrun with 4 processes: weights beside a learner's own, under several layouts.
 
-Usage: policy_copies.py WORK_DIR DENSE_MODEL MOE_MODEL. Prints one JSON object a case: {"case": ..., ...}.
+Usage: policy_copies.py WORK_DIR DENSE_MODEL MOE_MODEL REWARD_MODEL ONE_WITHOUT_HEAD. Prints one JSON object a case:
+{"case": ..., ...}.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from typing import Any
 import torch
 from checkpoint_tools import Weights, World, error, report, save, stored_difference, train, weights_of
 from gradients import everywhere, make_rollout
+from transformers import AutoModelForSequenceClassification
 
 from mrl import checkpoint, platform
 from mrl.checkpoint.agreement import gather
-from mrl.config.schema import KLConfig, PolicyLossConfig
+from mrl.config.schema import KLConfig, ParallelConfig, PolicyLossConfig, RLConfig, TrainConfig
 from mrl.learner import Learner, Term, losses
 from mrl.learner.losses import PolicyTargets
 from mrl.learner.optimizer import main_parameters
 from mrl.learner.policy_copy import PolicyCopy
+from mrl.models import load_arch
+from mrl.trainers.models import RefreshedReference, build_models
+from mrl.weights.errors import WeightError
 
 SHARE = 0.25
 
@@ -111,6 +116,60 @@ def terms(world: World, case: str, layout: str, model: str) -> None:
     )
 
 
+def wiring(world: World, dense: str) -> None:
+    """What a configuration makes of the models, and what a checkpoint would hold of them."""
+    base = {
+        "trainer": "rl", "run": {"name": "-"}, "model": {"path": dense, "from_scratch": True, "dtype": "float32"},
+        "actor": {"parallel": {"tensor": 2}}, "data": {"train": "-"}, "batch": {"prompts_per_step": 1}, "reward": {},
+        "algorithm": {"adv_estimator": "grpo", "kl": {"use_in_loss": True, "coef": 0.1}}, "ema": {"decay": 0.5},
+    }  # fmt: skip
+    found = {}
+    for policy in ("ema", "refreshed", "frozen"):
+        ref = {"policy": policy} | ({"refresh_every_steps": 2} if policy == "refreshed" else {})
+        models = build_models(RLConfig.model_validate(base | {"ref": ref}), world)  # type: ignore[arg-type]
+        assert models.ref is not None and models.ema is not None
+        rollout = make_rollout(models.actor.arch.vocab_size)
+        steps = [models.actor.log_probs(rollout, 1.0)[0]]
+        for step in range(1, 3):
+            train({"actor": models.actor}, range(step, step + 1))
+            models.ema.after_update()
+            if isinstance(models.ref, RefreshedReference):
+                models.ref.after_step(step)
+            steps.append(models.actor.log_probs(rollout, 1.0)[0])
+        reference = models.ref.log_probs(rollout, 1.0)[0]
+        found[policy] = {
+            "saved": sorted(models.saved),
+            "is average": models.ref is models.ema,
+            "is the actor of step": [step for step, of_actor in enumerate(steps) if torch.equal(reference, of_actor)],
+        }
+    report("wiring", **found)
+
+
+def reward_model(world: World, path: str, headless: str) -> None:
+    """A critic that starts from one, against transformers."""
+    mesh = world.meshes.get(ParallelConfig(tensor=2, pipeline=2))
+    train_cfg = TrainConfig(parallel=mesh.cfg, max_tokens_per_microbatch=128)
+
+    def critic(where: str) -> Learner:
+        return Learner("critic", load_arch(where), where, train_cfg, mesh, dtype=torch.float32, seed=1)
+
+    learner = critic(path)
+    rollout = make_rollout(learner.arch.vocab_size)
+    values = learner.values(rollout)
+    theirs = AutoModelForSequenceClassification.from_pretrained(path)
+    want = []
+    for tokens, prompt in zip(rollout.tokens.split(rollout.seq_lens.tolist()), rollout.prompt_lens, strict=True):
+        with torch.no_grad():
+            want.append(theirs.score(theirs.model(tokens[None]).last_hidden_state)[0, prompt - 1 : -1, 0])
+    message = "no error"
+    try:
+        critic(headless)
+    except WeightError as raised:
+        message = str(raised)
+    gap = float((values - torch.cat(want)).abs().max())
+    report("reward model", gap=gap, largest=float(values.abs().max()), headless=message)
+
+
 def saved(world: World, case: str, model: str, layouts: list[str], dtype: torch.dtype) -> None:
     """Saved under the first layout, loaded under each of them; then followed on, as the run that did not stop."""
 
@@ -145,7 +204,7 @@ def saved(world: World, case: str, model: str, layouts: list[str], dtype: torch.
 
 
 def main() -> None:
-    work, dense, moe = sys.argv[1:]
+    work, dense, moe, reward, headless = sys.argv[1:]
     platform.init_process_group(120)
     world = World(Path(work), dense, moe, dense)
     average(world, "TP2 x PP2", "tp2.pp2", dense, torch.float32)
@@ -154,6 +213,8 @@ def main() -> None:
     for layout in ("tp2.pp2", "cp2.dp2", "pp2.vpp2"):
         terms(world, f"two losses {layout}", layout, dense)
     shares(world, dense)
+    wiring(world, dense)
+    reward_model(world, reward, headless)
     taken_over(world, dense)
     saved(world, "dense", dense, ["tp2.pp2", "dp4"], torch.float32)
     saved(world, "moe", moe, ["ep2", "tp2.ep2"], torch.float32)
