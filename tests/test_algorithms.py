@@ -15,7 +15,10 @@ from mrl.config.schema import POLICY_LOSS_OPTIONS
 from tests.tiny import make_tiny
 
 ROOT = Path(__file__).parent.parent
-RECIPES = ("dapo", "dr_grpo", "high entropy tokens", "truncated importance weights", "rejected responses")
+RECIPES = (
+    "dapo", "dr_grpo", "kl_cov from the old policy on", "high entropy tokens", "truncated importance weights",
+    "rejected responses",
+)  # fmt: skip
 ALGORITHMS = (*ESTIMATOR_OPTIONS, *(f"loss {mode}" for mode in POLICY_LOSS_OPTIONS), *RECIPES)
 Results = dict[str, tuple[float, str, float, bool]]
 

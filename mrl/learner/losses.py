@@ -19,7 +19,7 @@ from mrl.learner.learner import Loss, LossParts
 
 @dataclass(frozen=True)
 class PolicyTargets:
-    """Flat [R] vectors of a step. `old_log_probs` None: the update is the step's first and only one, the ratio is 1.
+    """Flat [R] vectors of a step. `old_log_probs` None: the update is of the old policy itself, the ratio is 1.
 
     weights: sum a token loss to the configured aggregate; mean_weights: to the mean over the mini-batch's tokens
     policy_weights: `weights` times what the policy loss alone is multiplied by (importance weights, a choice of tokens)

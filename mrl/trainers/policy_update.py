@@ -34,7 +34,10 @@ def update_actor(run: RLRun, exp: Experience, sample_ids: range, number: int) ->
 
 
 def policy_targets(run: RLRun, exp: Experience, sample_ids: range, number: int) -> losses.PolicyTargets:
+    """The step's first update is of the old policy itself: its ratio is 1 then, not what rounding makes of 1, which
+    would give a loss of |log-ratio| a gradient."""
     cfg, rollout = run.cfg.algorithm.policy_loss, exp.rollout
+    is_old_policy = number == 0 and exp.old_log_probs is exp.trainer_log_probs
     keep = exp.correction.keep if exp.correction is not None else None
     scale = cfg.loss_scale_factor or run.cfg.rollout.sampling.max_new_tokens
     weights = minibatch_weights(rollout, sample_ids, cfg.aggregation, scale, keep)
@@ -49,7 +52,7 @@ def policy_targets(run: RLRun, exp: Experience, sample_ids: range, number: int) 
         policy_weights=policy_weights,
         weights=weights,
         mean_weights=minibatch_weights(rollout, sample_ids, "token-mean", keep=keep),
-        old_log_probs=exp.old_log_probs,
+        old_log_probs=None if is_old_policy else exp.old_log_probs,
         ref_log_probs=exp.ref_log_probs,
         sequences=Sequences.of_mask(
             rollout.response_mask, None if keep is None else rollout.dense(keep), run.actor.total_over_context

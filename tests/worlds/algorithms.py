@@ -48,6 +48,7 @@ OFF_POLICY = 0.3  # of the engine's log-probs, standard deviation: many ratios a
 RECIPES: dict[str, dict[str, Any]] = {
     "dapo": {"policy_loss": {"clip_ratio_high": 0.28}, "old_log_probs": "engine"},
     "dr_grpo": {"norm_adv_by_std_in_grpo": False, "policy_loss": {"loss_agg_mode": "seq-mean-token-sum-norm"}},
+    "kl_cov from the old policy on": {"policy_loss": {"loss_mode": "kl_cov", "kl_cov_ratio": 0.1}},
     "high entropy tokens": {"policy_loss": {"high_entropy_token_ratio": 0.2}},
     "truncated importance weights": {"rollout_correction": {"rollout_is": "token"}},
     "rejected responses": {
