@@ -47,6 +47,8 @@ def layouts(cfg: RLConfig | SFTConfig) -> dict[str, ParallelConfig]:
             found["critic.parallel"] = cfg.critic.parallel
         if needs_ref(cfg) and cfg.ref.parallel is not None:
             found["ref.parallel"] = cfg.ref.parallel
+        if cfg.reward.model is not None:
+            found["reward.model.parallel"] = cfg.reward.model.parallel or cfg.actor.parallel
     return found
 
 

@@ -11,7 +11,7 @@ from mrl.config.model_dirs import is_converted, read_converted
 from mrl.config.problems import Problem, reason
 from mrl.config.reward_checks import check_function, check_functions
 from mrl.config.schema import RLConfig, SFTConfig
-from mrl.models.arch import ModelArch, UnsupportedModel, load_arch
+from mrl.models.arch import ModelArch, UnsupportedModel, is_reward_model, load_arch
 
 
 def read_archs(cfg: RLConfig | SFTConfig, problems: list[Problem]) -> Archs:
@@ -23,6 +23,8 @@ def read_archs(cfg: RLConfig | SFTConfig, problems: list[Problem]) -> Archs:
     if not isinstance(cfg, RLConfig):
         return Archs(actor, None, None)
     others = {"critic.path": cfg.critic.path if cfg.critic else None, "ref.path": cfg.ref.path}
+    if cfg.reward.model is not None:
+        others["reward.model.path"] = cfg.reward.model.path
     found: dict[str, ModelArch | None] = dict.fromkeys(others, actor)
     for key, path in others.items():
         if path is not None:
@@ -32,7 +34,9 @@ def read_archs(cfg: RLConfig | SFTConfig, problems: list[Problem]) -> Archs:
             if arch is not None and actor is not None and arch.vocab_size != actor.vocab_size:
                 message = f"vocabulary of {arch.vocab_size} tokens, the actor's has {actor.vocab_size}"
                 problems.append(Problem((key, "model.path"), message))
-    return Archs(actor, found["critic.path"], found["ref.path"])
+    if found.get("reward.model.path") is not None and not is_reward_model(others["reward.model.path"] or ""):
+        problems.append(Problem(("reward.model.path",), "has no score head: expected a ...ForSequenceClassification"))
+    return Archs(actor, found["critic.path"], found["ref.path"], found.get("reward.model.path"))
 
 
 def _arch(key: str, path: str, problems: list[Problem]) -> ModelArch | None:

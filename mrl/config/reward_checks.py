@@ -24,10 +24,10 @@ USES = {
     "dapo": ("function", "functions"),
     "batch": ("function",),
     "remote": ("servers",),
-    "model": ("servers",),
-    "recipe": ("recipe", "servers"),
+    "model": ("servers", "model"),
+    "recipe": ("recipe", "servers", "model"),
 }
-BATCH = "batch"
+BATCH, MODEL = "batch", "model"
 RESERVED = ("mean", "failed")  # metrics beside the components' scores
 SANDBOX_START_S = 10.0
 
@@ -57,7 +57,7 @@ def _functions(reward: RewardConfig) -> list[tuple[str, str]]:
     if reward.function is not None and (reward.manager != "recipe" or BATCH in _named(reward)):
         found.append(("reward.function", reward.function))
     if reward.manager == "recipe":
-        found += [("reward.recipe", name) for name in _named(reward) if name != BATCH and name not in reward.servers]
+        found += [("reward.recipe", name) for name in _named(reward) if name not in (BATCH, MODEL, *reward.servers)]
     return [] if reward.manager in ("remote", "model") else found
 
 
@@ -74,7 +74,7 @@ def _manager(reward: RewardConfig) -> Iterator[Problem]:
     manager, where = reward.manager, "reward.manager"
     calls_batch = manager == "batch" or (manager == "recipe" and BATCH in _named(reward))
     uses = [*USES[manager], *(["function"] if calls_batch else [])]
-    for name in ("function", "functions", "recipe", "servers"):
+    for name in ("function", "functions", "recipe", "servers", "model"):
         if name not in uses:
             of_recipe = name == "function" and manager == "recipe"
             because = "no recipe names batch" if of_recipe else f"the manager is {manager}"
@@ -85,9 +85,16 @@ def _manager(reward: RewardConfig) -> Iterator[Problem]:
         yield Problem(("reward.function", where), "required: the function that is called once with all samples")
     if manager == "recipe" and not reward.recipe:
         yield Problem(("reward.recipe", where), "required by recipe: components and weights for each data_source")
-    if manager in ("remote", "model") and len(reward.servers) != 1:
-        message = f"{manager} needs exactly one server, there are {len(reward.servers)} (a recipe can mix several)"
+    if manager == "remote" and len(reward.servers) != 1:
+        message = f"remote needs exactly one server, there are {len(reward.servers)} (a recipe can mix several)"
         yield Problem(("reward.servers", where), message)
+    models = len(reward.servers) + (reward.model is not None)
+    if manager == "model" and models != 1:
+        message = f"model needs one reward model, here or of reward.servers; there are {models}"
+        yield Problem(("reward.model", where), message)
+    if manager == "recipe" and (reward.model is not None) != (MODEL in _named(reward)):
+        message = "has no effect: no recipe names it" if reward.model else "required: the recipe names model"
+        yield Problem(("reward.model", "reward.recipe"), message)
 
 
 def _servers(reward: RewardConfig) -> Iterator[Problem]:
@@ -96,7 +103,7 @@ def _servers(reward: RewardConfig) -> Iterator[Problem]:
         parts = urlsplit(server.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             yield Problem((f"{key}.url",), f"{server.url!r} is not an address such as http://host:8000/score")
-        if name in (*BUILTIN_REWARDS, BATCH) or ":" in name or "." in name:
+        if name in (*BUILTIN_REWARDS, BATCH, MODEL) or ":" in name or "." in name:
             message = f"{name!r} is not a name for a server: take one without . and : that is no built-in's"
             yield Problem((key,), message)
         if server.retries == 0:

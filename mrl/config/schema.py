@@ -34,6 +34,7 @@ from mrl.config.sections.reward import (
     LengthConfig,
     OverlongConfig,
     RewardConfig,
+    RewardModelConfig,
     ServerConfig,
 )
 from mrl.config.sections.rollout import RolloutConfig, SamplingConfig, SyncConfig, ValidationConfig
@@ -65,6 +66,7 @@ __all__ = [
     "ReplayConfig",
     "ResilienceConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "RunConfig",

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mrl.reward.calls import Call, Outcome
 from mrl.reward.errors import RewardError, SampleError
-from mrl.reward.plan import ANY, Component, Plan, make_plan
+from mrl.reward.model import ModelSource, ScoreTokens
+from mrl.reward.plan import ANY, MODEL, Component, Plan, make_plan
 from mrl.reward.pool import FunctionPool, PoolSetup
 from mrl.reward.server import ServerClient
 
@@ -22,13 +23,11 @@ PROMPT_HEAD_CHARS = 80
 
 
 class Source(Protocol):
-    """What scores the samples of some components."""
+    """What scores the samples of some components. `flush`: all samples that it waits for have been submitted."""
 
     def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]: ...
 
     def flush(self, component: Component) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class RewardManager:
@@ -77,8 +76,8 @@ class RewardManager:
         for sample in samples:
             if id(sample) not in self._running:
                 self.submit(sample)
-        for name, component in self.plan.components.items():
-            self._sources[name].flush(component)
+        for component in sorted(self.plan.components.values(), key=lambda c: c.kind == "model"):  # which blocks: last
+            self._sources[component.name].flush(component)
         try:
             futures = [future for sample in samples for future in self._running[id(sample)].values()]
             if self.cfg.on_error == "stop":
@@ -91,6 +90,12 @@ class RewardManager:
         finally:
             for sample in samples:
                 self._running.pop(id(sample), None)
+
+    def use_model(self, score: ScoreTokens) -> None:
+        """What runs the reward model, if the configuration has one; before the first `collect`."""
+        for source in self._sources.values():
+            if isinstance(source, ModelSource):
+                source.score = score
 
     def close(self) -> None:
         """End workers and connections; safe to call twice. Whoever still waits in `collect` gets a RewardError."""
@@ -154,7 +159,7 @@ def _open_sources(
 ) -> dict[str, Source]:
     """By the components' names: one pool for all functions, a client for each server."""
     sources: dict[str, Source] = {}
-    functions = tuple(c for c in plan.components.values() if c.kind != "server")
+    functions = tuple(c for c in plan.components.values() if c.kind in ("function", "batch"))
     if functions:
         setup = PoolSetup(functions, _settings(cfg, max_response_tokens), answer_key, cfg.workers, cfg.timeout_s)
         pool = FunctionPool(setup)
@@ -163,6 +168,8 @@ def _open_sources(
     for name in (component.spec for component in plan.components.values() if component.kind == "server"):
         sources[name] = client = ServerClient(name, cfg.servers[name])
         stack.callback(client.close)
+    if MODEL in plan.components:
+        sources[MODEL] = ModelSource()
     return sources
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 ANY = "*"
 BATCH = "batch"
+MODEL = "model"
 Mix = Mapping[str, float]  # component name -> weight
 
 
@@ -22,7 +23,7 @@ class Component:
 
     name: str
     spec: str
-    kind: Literal["function", "batch", "server"]
+    kind: Literal["function", "batch", "server", "model"]
     where: str  # the key of the configuration
 
 
@@ -46,8 +47,8 @@ def make_plan(cfg: RewardConfig) -> Plan:
         mixes = cfg.recipe.items()
         made = {label: [(_component(key, cfg), weight) for key, weight in mix.items()] for label, mix in mixes}
     elif cfg.manager in ("remote", "model"):
-        (server,) = cfg.servers
-        made = {ANY: [(_component(server, cfg), 1.0)]}
+        (scorer,) = cfg.servers or (MODEL,)
+        made = {ANY: [(_component(scorer, cfg), 1.0)]}
     elif cfg.manager == "batch":
         made = {ANY: [(_component(BATCH, cfg), 1.0)]}
     else:
@@ -68,6 +69,8 @@ def _component(key: str, cfg: RewardConfig) -> Component:
     """What a recipe names."""
     if key in cfg.servers:
         return Component(key, key, "server", f"servers.{key}")
+    if key == MODEL:
+        return Component(MODEL, MODEL, "model", "model")
     if key == BATCH:
         assert cfg.function is not None
         return Component(component_name(cfg.function), cfg.function, "batch", "function")

@@ -8,7 +8,7 @@ import torch
 
 from mrl.checkpoint import Part
 from mrl.config.derived import needs_ref
-from mrl.config.schema import EMAConfig, RefConfig, RLConfig, TrainConfig
+from mrl.config.schema import EMAConfig, ParallelConfig, RefConfig, RLConfig, TrainConfig
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.models import is_reward_model, load_arch
@@ -47,6 +47,7 @@ class Models:
     actor: Learner
     critic: Learner | None
     ref: Learner | PolicyCopy | None
+    reward: Learner | None
     ema: MovingAverage | None
 
     @property
@@ -69,7 +70,8 @@ def build_models(cfg: RLConfig, world: World) -> Models:
     if cfg.critic is not None:
         critic = _build(cfg, world, "critic", cfg.critic.path, cfg.critic, trainable=not cfg.critic.frozen)
     ema = MovingAverage(actor, cfg.ema) if cfg.ema is not None else None
-    return Models(actor, critic, _reference(cfg, world, actor, ema) if needs_ref(cfg) else None, ema)
+    ref = _reference(cfg, world, actor, ema) if needs_ref(cfg) else None
+    return Models(actor, critic, ref, _reward_model(cfg, world), ema)
 
 
 def notes(cfg: RLConfig) -> list[str]:
@@ -90,13 +92,22 @@ def _reference(
         return ema
     if cfg.ref.policy == "refreshed":
         return RefreshedReference(actor, cfg.ref)
-    layout = cfg.actor.model_copy(
-        update={
-            "parallel": cfg.ref.parallel or cfg.actor.parallel,
-            "max_tokens_per_microbatch": cfg.ref.max_tokens_per_microbatch or cfg.actor.max_tokens_per_microbatch,
-        }
-    )
+    layout = _like_actor(cfg, cfg.ref.parallel, cfg.ref.max_tokens_per_microbatch)
     return _build(cfg, world, "policy", cfg.ref.path, layout, trainable=False)
+
+
+def _reward_model(cfg: RLConfig, world: World) -> Learner | None:
+    model = cfg.reward.model
+    if model is None:
+        return None
+    layout = _like_actor(cfg, model.parallel, model.max_tokens_per_microbatch)
+    return _build(cfg, world, "critic", model.path, layout, trainable=False)
+
+
+def _like_actor(cfg: RLConfig, parallel: ParallelConfig | None, max_tokens: int | None) -> TrainConfig:
+    """The actor's settings, but for those that are given."""
+    given = {"parallel": parallel, "max_tokens_per_microbatch": max_tokens}
+    return cfg.actor.model_copy(update={name: value for name, value in given.items() if value is not None})
 
 
 def _build(

@@ -28,6 +28,7 @@ from mrl.trainers.models import notes as model_notes
 from mrl.trainers.nonfinite import Updates
 from mrl.trainers.phases import Phases
 from mrl.trainers.replay import Replay
+from mrl.trainers.reward_model import ToScore, score
 from mrl.trainers.saving import Saving, open_run_dir
 from mrl.trainers.scores import ScoreControl
 from mrl.trainers.world import World
@@ -43,6 +44,7 @@ class RLRun:
     actor: Learner
     critic: Learner | None
     ref: Learner | PolicyCopy | None
+    reward_model: Learner | None
     ema: MovingAverage | None
     kl_controller: kl.Controller
     scores: ScoreControl
@@ -73,7 +75,7 @@ class RLRun:
         rollout, metrics = self.world.from_main(
             "rollout",
             lambda: self._generator.rollout(step, self._ticker(self.samples_per_step)),
-            together=self.sync.restore,
+            together=self._together,
         )
         rollout, controlled = self.scores(rollout)
         return rollout, metrics | controlled
@@ -83,7 +85,7 @@ class RLRun:
         return self.world.from_main(
             "validation",
             lambda: self._generator.validate(step, self._ticker(prompts), name),
-            together=self.sync.restore,
+            together=self._together,
         )
 
     def validate_average(self, step: int) -> dict[str, float]:
@@ -94,6 +96,13 @@ class RLRun:
             metrics = self.validate(step, "validation_ema")
         self.push_weights(step)
         return metrics
+
+    def _together(self, argument: ToScore | str) -> object:
+        """What rank 0 may ask of all ranks while it samples: a reward model's scores, or the weights for an engine."""
+        if isinstance(argument, ToScore):
+            assert self.reward_model is not None
+            return score(self.reward_model, argument.sequences)
+        return self.sync.restore(argument)
 
     def push_weights(self, version: int | str, *, verify: bool = False) -> SyncReport:
         """Gives the actor's weights to every engine; `version` comes back with every sample. If an engine of ours dies
@@ -195,6 +204,8 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         stack.callback(run.sync.close)
         if main.engine is not None:
             main.engine.restarts.allow(main.recorder.note, world.together)
+        if main.rewards is not None:
+            main.rewards.use_model(lambda sequences: world.together(ToScore(tuple(sequences))))
         run.resume()
         pushed = run.push_weights(run.start_step, verify=cfg.run.launcher == "ft")
         if pushed.verified:
@@ -231,6 +242,7 @@ def build_run(
         actor=models.actor,
         critic=models.critic,
         ref=models.ref,
+        reward_model=models.reward,
         ema=models.ema,
         kl_controller=controller,
         scores=scores,

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mrl.config.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from mrl.config.sections.models import ParallelConfig
 
 
 class FormatConfig(Section):
@@ -62,6 +63,15 @@ class ServerConfig(Section):
     max_answer_mib: PositiveInt = 16
 
 
+class RewardModelConfig(Section):
+    """A reward model that Megatron runs on the actor's ranks: a Hugging Face directory of a sequence classifier with
+    one label, whose score of the response's last token counts. It must have the actor's tokenizer."""
+
+    path: str
+    parallel: ParallelConfig | None = None  # the actor's where null
+    max_tokens_per_microbatch: PositiveInt | None = None  # the actor's where null
+
+
 class RewardConfig(Section):
     """What scores a response. A function is a built-in's name (exact_match, sorted_digits, arithmetic, math,
     multiple_choice, code, format, length, overlong) or `path/to/file.py:name`.
@@ -70,9 +80,10 @@ class RewardConfig(Section):
       naive: `function`, or the one that `functions` has for the row's data_source
       dapo: the same, plus the built-in `overlong`
       batch: `function` is called once with all samples: f(prompts, responses, rows), one score each
-      remote, model: the one server of `servers`, for model a reward model (api sglang)
+      remote: the one server of `servers`
+      model: `model`, or the one server of `servers` with a reward model (api sglang)
       recipe: `recipe` has for each data_source ("*": for any other) its components and their weights: functions, names
-        of `servers`, and `batch` for `function` called once; the score is the weighted sum
+        of `servers`, `model`, and `batch` for `function` called once; the score is the weighted sum
     """
 
     manager: Literal["naive", "dapo", "batch", "remote", "model", "recipe"] = "naive"
@@ -80,6 +91,7 @@ class RewardConfig(Section):
     functions: dict[str, str] = {}
     recipe: dict[str, dict[str, float]] = {}
     servers: dict[str, ServerConfig] = {}
+    model: RewardModelConfig | None = None
     format: FormatConfig = FormatConfig()
     length: LengthConfig | None = None
     overlong: OverlongConfig | None = None
