@@ -103,7 +103,7 @@ def test_a_program_that_does_not_solve_it_does_not_pass(way: str) -> None:
 
 
 def test_all_tests_share_the_time() -> None:
-    slow = CodeReward(Limits(wall_s=1.5, memory_mib=256), "none", partial_credit=True)
+    slow = CodeReward(Limits(wall_s=4.0, memory_mib=256), "none", partial_credit=True)
     program = "import time\nif input() == 'slow': time.sleep(100)\nprint('done')"
     tests = {"inputs": ["\n", "slow", "\n", "\n"], "outputs": ["done"] * 4}
     assert slow(program, tests)["score"] == 0.25

@@ -18,7 +18,7 @@ import pytest
 from mrl.reward.sandbox import Ended, Limits, SandboxError, isolate, run_python
 from mrl.reward.sandbox.run import check_isolation
 
-LIMITS = Limits(wall_s=3.0, memory_mib=256, disk_mib=4, output_kib=16)
+LIMITS = Limits(wall_s=30.0, memory_mib=256, disk_mib=4, output_kib=16)
 
 
 def isolated() -> bool:
@@ -187,9 +187,8 @@ BOMBS = {  # how it ends, or what it says
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_ends_at_its_limits(bomb: str) -> None:
     program, end = BOMBS[bomb]
-    began = time.monotonic()
-    ended = run(program, limits=Limits(wall_s=1.0, memory_mib=128, disk_mib=4, output_kib=16))
-    assert time.monotonic() - began < 8
+    wall_s = 1.0 if "time out" in end else 30.0  # only where nothing else ends it
+    ended = run(program, limits=Limits(wall_s=wall_s, memory_mib=128, disk_mib=4, output_kib=16))
     said = f"{ended.how}\n{ended.stderr}"
     assert not ended.ok and any(text in said for text in end.split("|")), said
     assert len(ended.stdout) + len(ended.stderr) < 300_000, "output beyond its limit is not kept"
@@ -260,15 +259,14 @@ def test_where_namespaces_are_forbidden_it_is_refused(tmp_path: Path, monkeypatc
 
 
 def test_unisolated_programs_still_have_limits(tmp_path: Path) -> None:
-    def bare(program: str) -> Ended:
-        return run_python(program, limits=Limits(wall_s=1.0, memory_mib=128), isolation="none")
+    def bare(program: str, wall_s: float = 30.0) -> Ended:
+        return run_python(program, limits=Limits(wall_s=wall_s, memory_mib=128), isolation="none")
 
     assert bare("print(input())").how == "exit code 1"
-    assert bare("while True: pass").how == "time out"
+    assert bare("while True: pass", 0.5).how == "time out"
     assert "MemoryError" in bare("x = bytearray(1 << 30)").stderr
     assert "MRL" not in bare("import os; print(sorted(os.environ))").stdout
-    ended = bare("import os, time\nif os.fork() == 0: time.sleep(1000)")
-    assert ended.how in ("exit code 0", "time out")
+    assert bare("import os, time\nif os.fork() == 0: time.sleep(1000)").ok
 
 
 def test_programs_may_run_from_several_threads() -> None:
