@@ -31,6 +31,14 @@ BAD_SAMPLING = [
         base=GRPO,
     ),
     Bad(
+        "gdpo weighs nothing",
+        ESTIMATOR,
+        GDPO + "  gdpo_reward_weights: [0.0, 0.0]\n",
+        "algorithm.gdpo_reward_weights",
+        ("all are 0",),
+        base=GRPO,
+    ),
+    Bad(
         "a component twice",
         ESTIMATOR,
         "  adv_estimator: gdpo\n  gdpo_reward_keys: [score, score]\n",

@@ -66,6 +66,8 @@ def _gdpo(cfg: RLConfig) -> Iterator[Problem]:
     if weights is not None and keys and len(weights) != len(keys):
         message = f"{len(weights)} weights for {len(keys)} components"
         yield Problem(("algorithm.gdpo_reward_weights", "algorithm.gdpo_reward_keys"), message)
+    if weights and not any(weights):
+        yield Problem(("algorithm.gdpo_reward_weights",), "all are 0: nothing would be learned")
     if algorithm.kl.use_in_reward:
         message = "has no effect: gdpo reads the reward's components alone; use_in_loss works"
         yield Problem(("algorithm.kl.use_in_reward", ESTIMATOR), message)

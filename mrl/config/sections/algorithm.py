@@ -61,7 +61,7 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = True
     whiten_advantages: bool = True
     gdpo_reward_keys: tuple[str, ...] = ()  # components of the reward, "score" among them if it is one
-    gdpo_reward_weights: tuple[NonNegativeFloat, ...] | None = None  # all 1 when null
+    gdpo_reward_weights: tuple[float, ...] | None = None  # all 1 when null
     use_score_scaling: bool = False  # divide scores by the running standard deviation of all scores so far
     use_score_norm: bool = False  # and subtract their running mean
     score_clip: PositiveFloat | None = None  # then clip to +- this
