@@ -17,7 +17,7 @@ from mrl.learner.optimizer import main_parameters, publish_main_parameters
 class PolicyCopy:
     """A second set of a trained policy's weights: at first the same as its own.
 
-    They are float32 whatever the model's dtype (a bfloat16 average would stand still: it cannot take a step of 1/256 of
+    They are float32 whatever the model's dtype (a bfloat16 average would stand still: its steps are far below 1/256 of
     a weight), and cut as the optimizer cuts them: each data-parallel rank keeps the range that it updates. There is no
     second model: to compute with them the learner takes them for a while.
 

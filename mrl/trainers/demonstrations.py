@@ -5,7 +5,7 @@ from __future__ import annotations
 from mrl.algo import aggregate
 from mrl.config.derived import most_updates_per_step
 from mrl.config.schema import RLConfig
-from mrl.data import PromptDataset, load_tokenizer
+from mrl.data import PromptDataset, data_notes, load_tokenizer
 from mrl.learner import Term, losses
 
 
@@ -18,6 +18,8 @@ class Demonstrations:
         self._updates = most_updates_per_step(cfg)
         tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
         self.data = PromptDataset(cfg.ptx.data.train, cfg.ptx.data, tokenizer, require_answer=True)
+        notes = data_notes(tokenizer, {"ptx.data.train": self.data})
+        self.notes = [note for note in notes if note not in tokenizer.notes]  # what was left out or cut
 
     def term(self, step: int, update: int) -> Term:
         """For one update of a step, both from 0."""

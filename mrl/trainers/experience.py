@@ -44,6 +44,10 @@ class Experience:
         return torch.ones_like(self.advantages, dtype=torch.bool) if self.reused is None else ~self.reused.tokens
 
     @property
+    def num_new_samples(self) -> int:
+        return self.rollout.num_samples - (int(self.reused.samples.sum()) if self.reused is not None else 0)
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Of the engine's policy against the trainer's, where that is known."""
         if self.trainer_log_probs is None:

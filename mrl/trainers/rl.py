@@ -145,7 +145,7 @@ def adapt_kl(run: RLRun, exp: Experience, metrics: dict[str, float]) -> dict[str
     mean_kl = exp.mean_ref_kl if exp.mean_ref_kl is not None else metrics.get("actor/ref_kl", 0.0)
     used = run.kl_controller.value
     if math.isfinite(mean_kl):
-        run.kl_controller.update(mean_kl, exp.rollout.num_samples)
+        run.kl_controller.update(mean_kl, exp.num_new_samples)
     return {"kl/ref": mean_kl, "kl/coef": used}
 
 

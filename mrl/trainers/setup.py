@@ -210,6 +210,8 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         pushed = run.push_weights(run.start_step, verify=cfg.run.launcher == "ft")
         if pushed.verified:
             main.recorder.note(f"the engine has the weights of step {run.start_step}, all {pushed.verified} tensors")
+        for note in demonstrations.notes if demonstrations is not None else []:
+            main.recorder.note(note)
         is_set_up()
         yield run
 
