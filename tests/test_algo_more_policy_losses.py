@@ -169,6 +169,21 @@ def test_the_gradient_of_a_sequence_loss_is_that_of_the_whole_response(name: str
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-12)
 
 
+def test_the_log_ratio_of_gspo_is_at_most_10() -> None:
+    log_probs = torch.full((4,), -0.5, dtype=torch.float64, requires_grad=True)
+    loss, _ = policy_loss.compute(
+        "gspo",
+        log_probs=log_probs,
+        old_log_probs=torch.tensor([-9.0, -15.0, -9.0, -14.0]).double(),
+        advantages=-torch.ones(4).double(),
+        weights=torch.ones(4).double(),
+        sequences=Sequences(torch.tensor([0, 1, 0, 1]), torch.ones(4, dtype=torch.bool), torch.tensor([2, 2])),
+    )
+    (grad,) = torch.autograd.grad(loss, log_probs)
+    assert float(loss.detach()) == pytest.approx(2 * math.exp(8.5) + 2 * math.exp(10))
+    assert grad.tolist() == pytest.approx([math.exp(8.5), 0, math.exp(8.5), 0])
+
+
 def test_geo_mean_says_what_it_clips() -> None:
     b = Batch([6], 2.0, seed=3)
     _, metrics = b.loss("geo_mean", b.log_probs, torch.ones(6).double())
