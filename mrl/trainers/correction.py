@@ -14,7 +14,10 @@ from mrl.core import Rollout
 @dataclass(frozen=True)
 class Correction:
     """weights [R] float32: factors of the policy loss, None: all 1; keep [R] bool: False for rejected tokens, which no
-    loss of the actor counts; metrics: how much was cut."""
+    loss of the actor counts; metrics: how much was cut.
+
+    Advantages are made from all samples, and the critic learns from all (in verl, rejected tokens are out of gae's
+    whitening and of the value loss too)."""
 
     weights: Tensor | None
     keep: Tensor

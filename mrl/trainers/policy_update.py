@@ -82,8 +82,9 @@ def choose_tokens(run: RLRun, exp: Experience, sample_ids: range, mask: Tensor, 
 
 
 def drop_if_far(run: RLRun, metrics: dict[str, float]) -> dict[str, float]:
-    """TRL's ratio_threshold: the whole loss of a mini-batch that the policy has moved too far from counts 0 times. The
-    optimizer still makes its step, by momentum and weight decay alone."""
+    """TRL's ratio_threshold: the actor's whole loss on a mini-batch that the policy has moved too far from counts 0
+    times. The optimizer still makes its step, by momentum and weight decay alone. (TRL's model is the critic too, and
+    its loss is dropped as well; here the critic learns.)"""
     threshold = run.cfg.algorithm.ratio_threshold
     if threshold is None:
         return {}

@@ -88,14 +88,17 @@ Criterion = Literal[
 
 
 class RolloutCorrectionConfig(Section):
-    """By w = exp(trainer's - engine's log-prob), the policy that sampled; see mrl.algo.rollout_correction."""
+    """By w = exp(trainer's - engine's log-prob), the policy that sampled; see mrl.algo.rollout_correction.
+
+    rollout_rs_threshold: one bound for all criteria, or one each. Of the ratio for a k1: "0.5_2.0", or "2.0", which
+    means the same; of the statistic for the others: "0.01".
+    """
 
     rollout_is: Literal["token", "sequence"] | None = None  # the loss times w, of each token or of its whole response
     rollout_is_threshold: Bounds = "2.0"  # "2.0": no more than 2 (TIS); "0.5_2.0": 0 outside (IcePop); "inf": any w
     rollout_is_batch_normalize: bool = False  # weights divided by their mean
     rollout_rs: Annotated[tuple[Criterion, ...], BeforeValidator(_listed)] = ()  # what rejects tokens or responses
-    rollout_rs_threshold: Annotated[tuple[Bounds, ...], BeforeValidator(_listed)] = ()  # one for all, or one each:
-    # "0.5_2.0" or "2.0" (0.5 to 2) of the ratio for a k1, "0.01" for the others
+    rollout_rs_threshold: Annotated[tuple[Bounds, ...], BeforeValidator(_listed)] = ()
 
     def importance_bounds(self) -> tuple[float | None, float]:
         """(lower or None, upper) of the weights. ValueError for what is no such pair."""
