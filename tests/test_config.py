@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from bad_configs import BAD, EXPERT_MODEL, GAE, KL_ON, PPO, SFT, Bad
+from bad_data_configs import BAD_DATA
 from bad_reuse_configs import BAD_REUSE
 from bad_reward_configs import BAD_REWARDS
 from bad_sampling_configs import BAD_SAMPLING
@@ -36,7 +37,7 @@ EXPERTS = {
 }
 
 
-EVERY_BAD = [*BAD, *BAD_REWARDS, *BAD_REUSE, *BAD_SAMPLING]
+EVERY_BAD = [*BAD, *BAD_DATA, *BAD_REWARDS, *BAD_REUSE, *BAD_SAMPLING]
 
 
 @pytest.fixture(autouse=True)
