@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mrl.config.schema import ReplayConfig
+from mrl.config.schema import AlgorithmConfig, ReplayConfig
 from mrl.core import Rollout
-from mrl.trainers.replay import Replay, ReplayBuffer
+from mrl.trainers.experience import make_experience
+from mrl.trainers.replay import Replay, ReplayBuffer, Reused
 
 PER_PROMPT = 2
 
@@ -122,6 +124,49 @@ def test_old_and_new_groups_are_mixed_over_the_mini_batches() -> None:
     assert all(0 < int(half.sum()) < half.numel() for half in halves)
 
 
+class Policy:
+    """A trainer whose log-probs are the engine's on what is new, and off by `gap` on what is old."""
+
+    def __init__(self, gap: float, reused: Reused) -> None:
+        self.gap, self.reused = gap, reused
+
+    def log_probs(self, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
+        return rollout.rollout_log_probs + self.gap * self.reused.tokens, torch.zeros(rollout.num_response_tokens)
+
+
+@pytest.mark.parametrize("importance", [None, "token"])
+def test_the_ratio_of_an_old_sample_is_to_the_policy_that_drew_it(importance: str | None) -> None:
+    """With importance weights it is to the present one, and the weight counts the rest."""
+    replay = Replay(config(buffer=9, drawn=4), 1, OneRank())  # type: ignore[arg-type]
+    for step in range(3):
+        mixed, reused, _ = a_step(replay, step)
+    assert reused is not None
+    policy, cfg = Policy(0.5, reused), {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": importance}}
+    made = make_experience(
+        AlgorithmConfig.model_validate(cfg),
+        1.0,
+        mixed,
+        policy,
+        None,
+        None,
+        0.0,
+        single_update=False,
+        reused=reused,  # type: ignore[arg-type]
+    )
+    present, _ = policy.log_probs(mixed, 1.0)
+    assert made.trainer_log_probs is not None and made.old_log_probs is not None
+    assert torch.equal(made.trainer_log_probs, present)
+    if importance is None:
+        assert torch.equal(made.old_log_probs, torch.where(reused.tokens, reused.old_log_probs, present))
+        assert not torch.equal(made.old_log_probs, present)
+    else:
+        assert made.correction is not None and made.correction.weights is not None
+        assert torch.equal(made.old_log_probs, present)
+        assert torch.allclose(made.correction.weights, torch.where(reused.tokens, math.exp(0.5), 1.0))
+    assert made.metrics["mismatch/max_abs"] == 0, "of engine and trainer, not of old and new policies"
+    assert made.num_new_samples == 3 * PER_PROMPT
+
+
 def test_the_oldest_go_first_and_what_is_too_old_goes_too() -> None:
     buffer = ReplayBuffer(config(buffer=7, drawn=7), 1)
     for step in range(4):
@@ -139,7 +184,7 @@ def test_the_oldest_go_first_and_what_is_too_old_goes_too() -> None:
     assert bounded.draw(6) is None and len(bounded) == 0
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=10)
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(0, 3))
 def test_a_buffer_that_was_saved_goes_on_as_if_it_had_not_been(drawn: int, more: int, seed: int) -> None:
     replays = [Replay(config(drawn + more, drawn), seed, OneRank()) for _ in range(2)]  # type: ignore[arg-type]
