@@ -10,6 +10,7 @@ from mrl.checkpoint import Part
 from mrl.config.derived import needs_ref
 from mrl.config.schema import EMAConfig, ParallelConfig, RefConfig, RLConfig, TrainConfig
 from mrl.learner import Learner
+from mrl.learner.learner import Role
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.models import is_reward_model, load_arch
 from mrl.trainers.world import World
@@ -111,12 +112,12 @@ def _like_actor(cfg: RLConfig, parallel: ParallelConfig | None, max_tokens: int 
 
 
 def _build(
-    cfg: RLConfig, world: World, role: str, path: str | None, train: TrainConfig, *, trainable: bool = True
+    cfg: RLConfig, world: World, role: Role, path: str | None, train: TrainConfig, *, trainable: bool = True
 ) -> Learner:
     """path: of a model with weights; None: the run's model, which may start at random."""
     where = path or cfg.model.path
     return Learner(
-        "critic" if role == "critic" else "policy",
+        role,
         load_arch(where),
         where,
         train,
