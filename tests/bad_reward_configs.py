@@ -128,4 +128,35 @@ BAD_REWARDS = [
         "code.wall_s",
         ("more than the 30 s", "reward.timeout_s (default)"),
     ),
+    bad(
+        "no reward model",
+        "  manager: model\n",
+        "model",
+        ("needs one reward model", "there are 0", "reward.manager"),
+        "reward:",
+    ),
+    bad(
+        "two reward models",
+        "  manager: model\n  servers:\n    judge: {url: 'http://judge:8000', api: sglang}\n  model: {path: judge}\n",
+        "model",
+        ("there are 2", "reward.manager"),
+    ),
+    bad(
+        "a policy as the reward model",
+        "  manager: model\n  model: {path: dense}\n",
+        "model.path",
+        ("no score head", "ForSequenceClassification"),
+    ),
+    bad(
+        "a reward model that no recipe names",
+        "  manager: recipe\n  recipe: {'*': {exact_match: 1.0}}\n  model: {path: judge}\n",
+        "model",
+        ("no effect", "reward.recipe"),
+    ),
+    bad(
+        "a reward model that does not fit the layout",
+        "  manager: model\n  model: {path: judge, parallel: {context: 3}}\n",
+        "model.parallel.context",
+        ("3 ranks do not divide", "run.nproc"),
+    ),
 ]
