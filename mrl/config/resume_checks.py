@@ -26,6 +26,8 @@ MAY_CHANGE = (
     "reward.timeout_s",
     "reward.on_error",
     "reward.servers",
+    "reward.model.parallel",
+    "reward.model.max_tokens_per_microbatch",
     "data.validation",
     "model.allow_pickle",
     "ema.offload",

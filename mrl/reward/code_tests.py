@@ -22,7 +22,7 @@ from mrl.reward.sandbox.run import Isolation, check_isolation
 _LANGUAGES = ("", "py", "python", "python3")
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 
-# The tests' names for what they need are taken before the program runs, and it sees neither stdin nor the report.
+# What reports the tests is taken before the program runs, which sees neither stdin nor the report's file.
 _ASSERTIONS = """\
 def main():
     import json, os, sys

