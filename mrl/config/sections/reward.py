@@ -51,7 +51,11 @@ class CodeConfig(Section):
 class ServerConfig(Section):
     """A scorer behind HTTP. `api: mrl` is POST `url` {"samples": [{"prompt", "response", "row"}, ...]} -> {"scores": [a
     number or {"score": number, other parts}, ...]}; `api: sglang` a reward model that SGLang serves (--is-embedding):
-    POST `url`/classify with the sample's own token ids, so the model must have the actor's tokenizer."""
+    POST `url`/classify with the sample's own token ids, so the model must have the actor's tokenizer.
+
+    SGLang 0.5.23 gives the score heads of Qwen2 and Qwen3 a random bias that no checkpoint has: all their scores are off
+    by one constant, another one after each start of the server. Group estimators do not see it; gae does.
+    """
 
     url: str
     api: Literal["mrl", "sglang"] = "mrl"
