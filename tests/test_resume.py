@@ -116,7 +116,8 @@ def ppo(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Ru
     too; an adaptive KL coefficient, a reference that moves, an average of the weights."""
     folder = tmp_path_factory.mktemp("resume_ppo")
     data = {"validation": str(folder / "validation.jsonl")}
-    ptx = {"data": {"train": str(folder / "train.jsonl")}, "coef": 0.1, "samples_per_update": 2}
+    demonstrations = {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32}
+    ptx = {"data": demonstrations, "coef": 0.1, "samples_per_update": 2}
     return Runs(folder, write_config(folder, tiny_models("qwen2", tied=True), data=data, ptx=ptx, **PPO))
 
 
