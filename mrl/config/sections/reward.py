@@ -53,8 +53,8 @@ class ServerConfig(Section):
     number or {"score": number, other parts}, ...]}; `api: sglang` a reward model that SGLang serves (--is-embedding):
     POST `url`/classify with the sample's own token ids, so the model must have the actor's tokenizer.
 
-    SGLang 0.5.23 gives the score heads of Qwen2 and Qwen3 a random bias that no checkpoint has: all their scores are off
-    by one constant, another one after each start of the server. Group estimators do not see it; gae does.
+    SGLang 0.5.23 gives the score heads of Qwen2 and Qwen3 a random bias that no checkpoint has: all their scores are
+    off by one constant, another one after each start of the server. Group estimators do not see it; gae does.
     """
 
     url: str
