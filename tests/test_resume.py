@@ -41,6 +41,10 @@ PPO: dict[str, Any] = {
     "algorithm": {
         "adv_estimator": "gae",
         "lam": 0.95,
+        "use_score_scaling": True,
+        "use_score_norm": True,
+        "score_clip": 2.0,
+        "filter_groups": {"enable": True, "max_num_gen_batches": 2, "on_shortage": "fill"},
         "kl": {"use_in_reward": True, "controller": "adaptive", "coef": 0.05, "target": 0.5, "horizon_samples": 50},
     },
     "rollout": {"engine": "transformers"},
@@ -132,6 +136,8 @@ def test_ppo_killed_and_started_again_is_the_same_run(ppo: Runs) -> None:
     rows = results(ppo.whole)
     assert len({row["kl/coef"] for step, row in rows.items() if step}) == 4, "the KL coefficient did not change"
     assert len({row["critic/lr"] for step, row in rows.items() if step}) == 4, "the schedule did not move"
+    assert len({row["score/running_std"] for step, row in rows.items() if step}) == 4, "scores were not scaled"
+    assert any(row["sampling/dropped_equal"] for step, row in rows.items() if step), "no group was dropped"
     assert_the_same(ppo)
 
 
