@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.command == "train":
         return train(args.config, args.overrides)
+    if args.command == "data":
+        return data(args.config, args.overrides, args.samples)
     if args.command == "report":
         return report(args.run_dir)
     if args.command in ("convert", "verify"):
@@ -44,6 +46,15 @@ def _parser() -> argparse.ArgumentParser:
     train_parser.description = (
         "Checks the configuration, then starts the processes that its layout needs on this machine. "
         "Under torchrun or ft_launcher it joins the world that they started."
+    )
+
+    data_parser = commands.add_parser("data", help="show what a configuration's data looks like to the model")
+    data_parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
+    data_parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as data.chat_template=true")
+    data_parser.add_argument("--samples", type=int, default=3, metavar="N", help="prompts to show (default: 3)")
+    data_parser.description = (
+        "Reads and tokenises all sources as the run would, and shows what is left out or cut, the lengths in tokens, "
+        "and the run's first prompts after the chat template."
     )
 
     report_parser = commands.add_parser("report", help="write a run's report: one HTML page and the reward curve")
@@ -75,6 +86,24 @@ def train(config: Path, overrides: Sequence[str]) -> int:
             print(error, file=sys.stderr)
         return CONFIG_ERROR
     return _be_a_rank(cfg) if in_a_world else _start_world(cfg, config, overrides)
+
+
+def data(config: Path, overrides: Sequence[str], samples: int) -> int:
+    """Shows the data of a configuration. Exit code 1: it cannot be used."""
+    from mrl.config.loader import ConfigError, load
+    from mrl.data import DataError, TokenizerError
+    from mrl.data.preview import preview
+
+    try:
+        for line in preview(load(config, overrides), samples):
+            print(line)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return CONFIG_ERROR
+    except (DataError, TokenizerError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def report(run_dir: Path) -> int:

@@ -8,7 +8,7 @@ length R, the total number of response tokens, in the order of `Rollout.tokens` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,9 @@ class Rollout:
     group [B] int64: samples of one prompt share a number
     scores [B] float32: the task reward of the whole response
     rollout_log_probs [R] float32: the engine's, R = sum(seq_lens - prompt_lens)
+    score_parts [B, K] float32: the components of the reward that the algorithm asks for, in its order; None: none
+    greedy_scores [B] float32: the score of the greedy response to each one's prompt; None: none was sampled
+    rows [B] int64: whose prompt each sample answers, numbers of the data's rows; None where they come from nowhere
     """
 
     step: int
@@ -81,6 +84,9 @@ class Rollout:
     group: Tensor
     scores: Tensor
     rollout_log_probs: Tensor
+    rows: Tensor | None = None
+    score_parts: Tensor | None = None
+    greedy_scores: Tensor | None = None
 
     def __post_init__(self) -> None:
         if int(self.seq_lens.sum()) != self.tokens.numel():
@@ -120,6 +126,37 @@ class Rollout:
     def flat(self, dense: Tensor) -> Tensor:
         """[B, T] -> [R]."""
         return dense[self.response_mask]
+
+    def pick(self, samples: Tensor) -> Rollout:
+        """Some of the samples, in the order of `samples` [b] int64."""
+        by_unit = {
+            "tokens": _places(self.seq_lens, samples),
+            "rollout_log_probs": _places(self.response_lens, samples),
+        }
+        tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: value[by_unit.get(name, samples)] for name, value in tensors.items()})
+
+    def flat_of(self, samples: Tensor, flat: Tensor) -> Tensor:
+        """Of a flat vector [R], what belongs to the samples of `pick(samples)`."""
+        return flat[_places(self.response_lens, samples)]
+
+    def join(self, *others: Rollout) -> Rollout:
+        """These samples, then those of `others`, whose groups are other ones even where the numbers are the same."""
+        parts = (self, *others)
+        tensors = {name: [vars(part)[name] for part in parts] for name in vars(self)}
+        joined: dict[str, Any] = {
+            n: torch.cat(values) for n, values in tensors.items() if isinstance(values[0], Tensor)
+        }
+        sizes = torch.tensor([0, *(int(part.group.max()) + 1 for part in parts[:-1])])
+        shifts = [part.group + shift for part, shift in zip(parts, sizes.cumsum(0), strict=True)]
+        return replace(self, **joined | {"group": torch.cat(shifts)})
+
+
+def _places(lengths: Tensor, chosen: Tensor) -> Tensor:
+    """Where the items of the chosen rows are in a flat vector that has `lengths[i]` items of each row i."""
+    starts, count = (lengths.cumsum(0) - lengths)[chosen], lengths[chosen]
+    before = count.cumsum(0) - count
+    return torch.arange(int(count.sum())) + (starts - before).repeat_interleave(count)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,6 @@ def bare_run(cfg: RLConfig, actor: Learner, critic: Learner | None) -> RLRun:
             "actor": actor,
             "critic": critic,
             "kl_controller": FixedController(0.0),
-            "updates": Updates(Path(), 3, recorder, None),
+            "updates": Updates(Path(), 3, recorder, writes=False),
         }
     )

@@ -36,13 +36,16 @@ def test_vanilla(spread: float, low: float, high: float, c: float) -> None:
     weights = torch.rand(6, 20, generator=gen, dtype=torch.float64)
     adv[0] = 0
     weights[1] = 0
-    want = {"loss": 0.0, "clipfrac": 0.0, "clipfrac_lower": 0.0, "ppo_kl": 0.0}
+    want = dict.fromkeys(["loss", "clipfrac", "clipfrac_lower", "ppo_kl", "approxkl", "ratio"], 0.0)
     for lp, o, a, w in zip(log_probs.flatten(), old.flatten(), adv.flatten(), weights.flatten(), strict=True):
         loss, clipped, dual = ppo_token(float(lp), float(o), float(a), low, high, c)
         want["loss"] += float(w) * loss
         want["clipfrac"] += float(w) * clipped
         want["clipfrac_lower"] += float(w) * dual
-        want["ppo_kl"] += float(w) * min(max(float(o - lp), -20.0), 20.0)
+        gap = min(max(float(o - lp), -20.0), 20.0)
+        want["ppo_kl"] += float(w) * gap
+        want["approxkl"] += float(w) * gap**2 / 2
+        want["ratio"] += float(w) * math.exp(-gap)
     got, metrics = policy_loss.compute(
         "vanilla",
         log_probs=log_probs,
@@ -81,6 +84,7 @@ def test_vanilla_gradient_is_the_policy_gradient_at_ratio_1() -> None:
     )
     loss.backward()
     torch.testing.assert_close(log_probs.grad, -adv * weights)
+    assert float(metrics.pop("ratio")) == pytest.approx(float(weights.sum()))
     assert all(float(value) == 0 for value in metrics.values())
 
 

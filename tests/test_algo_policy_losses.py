@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.algo import aggregate, kl, policy_loss
+from mrl.algo import aggregate, kl, policy_loss, rollout_correction, token_choice
 from mrl.algo.advantages import ESTIMATORS
-from mrl.config import rl_checks, schema
+from mrl.config import sampling_checks, schema
+from mrl.config.sections.policy import Criterion
 
 
 def clipped_ratio(lp: float, old: float) -> float:
@@ -59,7 +60,7 @@ def test_value(name: str, spread: float) -> None:
         name, log_probs=log_probs, old_log_probs=old, advantages=adv, weights=weights, **options
     )
     assert float(got) == pytest.approx(want, rel=1e-10)
-    assert set(metrics) == {"clipfrac", "ppo_kl", "clipfrac_lower"}
+    assert set(metrics) == {"clipfrac", "ppo_kl", "clipfrac_lower", "approxkl", "ratio"}
     assert float(metrics["ppo_kl"]) == pytest.approx(float((weights * (old - log_probs)).sum()), rel=1e-9)
     assert not any(value.requires_grad for value in metrics.values())
 
@@ -136,9 +137,12 @@ def choices(section: type[schema.Section], key: str) -> set[str]:
 
 def test_every_name_can_be_configured_and_no_other() -> None:
     estimators = choices(schema.AlgorithmConfig, "adv_estimator")
-    assert estimators == set(ESTIMATORS.names()) == set(rl_checks.ESTIMATOR_OPTIONS)
+    assert estimators == set(ESTIMATORS.names()) == set(sampling_checks.ESTIMATOR_OPTIONS)
     losses = choices(schema.PolicyLossConfig, "loss_mode")
     assert losses == set(policy_loss.LOSSES.names()) == set(schema.POLICY_LOSS_OPTIONS)
+    assert set(schema.TOKEN_CHOICE_OPTIONS) == set(token_choice.CHOICES.names())
+    assert choices(schema.RolloutCorrectionConfig, "rollout_is") == set(rollout_correction.LEVELS)
+    assert set(get_args(Criterion)) == set(rollout_correction.CRITERIA)
     assert choices(schema.PolicyLossConfig, "loss_agg_mode") == set(aggregate.MODES.names())
     for name in choices(schema.KLConfig, "penalty"):
         kl.penalty(name, torch.zeros(1), torch.zeros(1))

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 from bad_configs import BAD, EXPERT_MODEL, GAE, KL_ON, PPO, SFT, Bad
+from bad_data_configs import BAD_DATA
+from bad_reuse_configs import BAD_REUSE
+from bad_reward_configs import BAD_REWARDS
+from bad_sampling_configs import BAD_SAMPLING
 
 from mrl.config.derived import Machine, smallest_world, updates_per_step
-from mrl.config.file_checks import BUILTIN_REWARDS
 from mrl.config.loader import dump_resolved, load
 from mrl.config.problems import ConfigError
+from mrl.config.reward_checks import BUILTIN_REWARDS
 from mrl.config.schema import Config, ParallelConfig, RLConfig, SFTConfig
 
 DENSE = {
@@ -33,11 +37,15 @@ EXPERTS = {
 }
 
 
+EVERY_BAD = [*BAD, *BAD_DATA, *BAD_REWARDS, *BAD_REUSE, *BAD_SAMPLING]
+
+
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     other_vocabulary = {**DENSE, "vocab_size": 17}
     models = {"dense": DENSE, "experts": EXPERTS, "other": other_vocabulary, "gpt": {"architectures": ["GPT2LMHead"]}}
+    models["judge"] = {**DENSE, "architectures": ["Qwen2ForSequenceClassification"]}
     for name, config in models.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
@@ -45,8 +53,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "pickled").mkdir()
     (tmp_path / "pickled" / "config.json").write_text(json.dumps(DENSE))
     (tmp_path / "pickled" / "pytorch_model.bin").touch()
-    (tmp_path / "train.jsonl").write_text('{"prompt": "21=", "answer": "12."}\n')
-    (tmp_path / "plain.txt").write_text("21=12.\n")
+    for name in ("train.jsonl", "more.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "21=", "answer": "12."}\n')
+    (tmp_path / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "21="}], "answer": "12."}\n')
+    for name in ("plain.txt", "plain.jsonl"):
+        (tmp_path / name).write_text("21=12.\n")
     (tmp_path / "mine.py").write_text("def score(prompt, response, row):\n    return 1.0\n")
     return tmp_path
 
@@ -62,7 +73,7 @@ def refusal(text: str, *overrides: str, machine: Machine | None = None, gpus: in
     return caught.value
 
 
-@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.id)
+@pytest.mark.parametrize("bad", EVERY_BAD, ids=lambda bad: bad.id)
 def test_a_bad_configuration_is_refused_with_place_key_and_reason(bad: Bad) -> None:
     text = bad.base.replace(bad.old, bad.new)
     before = text[: text.index(bad.at)] if bad.at else text[: text.index(bad.new) + len(bad.new.rstrip("\n"))]
@@ -76,11 +87,22 @@ def test_a_bad_configuration_is_refused_with_place_key_and_reason(bad: Bad) -> N
     assert str(found[0]) in str(error)
 
 
-@pytest.mark.parametrize("bad", [bad for bad in BAD if bad.id != "unknown key"], ids=lambda bad: bad.id)
+@pytest.mark.parametrize("bad", [bad for bad in EVERY_BAD if bad.id != "unknown key"], ids=lambda bad: bad.id)
 def test_one_mistake_gives_one_problem(bad: Bad) -> None:
     """Nothing is reported that follows from something already reported."""
     error = refusal(bad.base.replace(bad.old, bad.new))
     assert len(error.problems) == 1, str(error)
+
+
+def test_settings_that_disagree_are_all_named() -> None:
+    """The table holds contradictions and settings without effect of every section; each names all keys of it."""
+    found = [problem for bad in EVERY_BAD for problem in refusal(bad.base.replace(bad.old, bad.new)).problems[:1]]
+    pairs = [problem for problem in found if len(problem.keys) > 1]
+    assert len(pairs) >= 100, len(pairs)
+    for problem in pairs:
+        assert all(key in str(problem) for key in problem.keys), str(problem)
+    sections = {key.split(".")[0] for problem in pairs for key in problem.keys}
+    assert sections >= RLConfig.model_fields.keys()
 
 
 def test_the_models_with_experts_have_rules_of_their_own() -> None:

@@ -73,6 +73,25 @@ def test_tokenizer_corrections_are_said(task: Path, tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "nowhere")
 
 
+def test_another_eos_token_by_name(task: Path) -> None:
+    tokenizer = load_tokenizer(task / "model_init", eos_token="=")
+    assert tokenizer.eos_id == tokenizer.encode_plain(["="])[0][0]
+    assert tokenizer.notes == ["the EOS token is '=' (model.eos_token), the tokenizer has '<eos>'"]
+    assert load_tokenizer(task / "model_init", eos_token="<eos>").notes == []
+    with pytest.raises(TokenizerError, match="model.eos_token '<end>' is no token of the vocabulary"):
+        load_tokenizer(task / "model_init", eos_token="<end>")
+
+
+def test_a_chat_template_that_ends_turns_otherwise_is_said(task: Path) -> None:
+    tokenizer = load_tokenizer(task / "model_init")
+    tokenizer.hf.chat_template = "{% for m in messages %}{{ m.content }}<pad>{% endfor %}"
+    [note] = tokenizer.turn_notes()
+    assert "ends the assistant's turns with '<pad>', the EOS token is '<eos>'; model.eos_token: '<pad>'" in note
+    for template in ("{{ messages[1].content }}<eos>", "{{ messages[1].content }}=", "{{ raise_exception('no') }}"):
+        tokenizer.hf.chat_template = template
+        assert tokenizer.turn_notes() == []
+
+
 def test_a_trailing_eos_of_the_tokenizer_is_left_out_of_prompts(task: Path) -> None:
     from tokenizers import processors
 
@@ -103,8 +122,8 @@ def test_prompts_for_step_is_a_pure_permutation_of_every_epoch(task: Path, token
 def test_too_long_prompts_are_dropped_and_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "1=", "id": 0}, {"prompt": "12345="}, {"prompt": "22=", "id": 2})
     data = PromptDataset(path, config(max_prompt_tokens=3), tokenizer)
-    assert data.dropped == 1
-    assert [(p.index, p.row["id"], len(p.token_ids)) for p in data.prompts] == [(0, 0, 2), (2, 2, 3)]
+    assert data.sources[0].dropped == 1
+    assert [(p.index, p.row["id"], len(p.token_ids)) for p in data.first(9)] == [(0, 0, 2), (2, 2, 3)]
     with pytest.raises(DataError, match="all 3 prompts have more than data.max_prompt_tokens=1 tokens"):
         PromptDataset(path, config(max_prompt_tokens=1), tokenizer)
 
@@ -114,7 +133,7 @@ def test_every_bad_row_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(DataError) as error:
         PromptDataset(path, config(), tokenizer)
     assert f"{path}:3: not valid JSON" in str(error.value)
-    assert f"{path}:4: a row must be a JSON object, this is a list" in str(error.value)
+    assert f"{path}:4: a row must be a JSON object, not list" in str(error.value)
 
     path = write(tmp_path / "keys.jsonl", {"prompt": "1="}, "", {"question": "1"}, {"prompt": 3}, {"prompt": [{}]})
     with pytest.raises(DataError) as error:
@@ -167,8 +186,8 @@ def test_chat_template(task: Path, tmp_path: Path) -> None:
         "{% if add_generation_prompt %}={% endif %}"
     )
     data = PromptDataset(path, config(chat_template=True), tokenizer)
-    assert [tokenizer.decode(p.token_ids) for p in data.prompts] == ["+12-3=", "+45="]
-    assert [p.text for p in data.prompts] == ["+12-3=", "+45="]
+    assert [tokenizer.decode(p.token_ids) for p in data.first(9)] == ["+12-3=", "+45="]
+    assert [p.text for p in data.first(9)] == ["+12-3=", "+45="]
     bad = write(tmp_path / "bad.jsonl", {"prompt": [{"role": "user"}]})
     with pytest.raises(DataError, match="list of messages with 'role' and 'content'"):
         PromptDataset(bad, config(chat_template=True), tokenizer)

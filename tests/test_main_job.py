@@ -42,6 +42,7 @@ PPO: dict[str, Any] = {
 }
 EVERY_STEP = {
     "actor/clipfrac", "actor/entropy", "actor/grad_norm", "actor/loss", "actor/lr", "actor/pg_loss", "actor/ppo_kl",
+    "actor/approxkl", "actor/clipfrac_lower", "actor/ratio", "mismatch/ess", "mismatch/k3_kl",
     "actor/skipped", "critic/skipped", "reward/failed", "rollout/engine_restarts",
     "critic/clipfrac", "critic/explained_variance", "critic/grad_norm", "critic/loss", "critic/value_mean",
     "kl/coef", "kl/ref", "mismatch/kl", "mismatch/max_abs", "mismatch/mean_abs", "perf/tokens_per_s",

@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mrl.reward import RewardError
-from mrl.reward.functions import arithmetic, exact_match, sorted_digits
+from mrl.config.schema import FormatConfig
+from mrl.reward import RewardError, shaping
+from mrl.reward.calls import Call, Outcome
+from mrl.reward.functions import arithmetic, exact_match, multiple_choice, sorted_digits
 from mrl.reward.loading import check_result, load
 from mrl.reward.math_answer import math
 
@@ -70,6 +72,60 @@ def test_arithmetic_refuses_an_answer_without_a_number() -> None:
 @pytest.mark.parametrize(
     ("response", "answer", "score"),
     [
+        ("B", "B", 1),
+        ("(b).", "B", 1),
+        ("**B**", "(B) Paris", 1),
+        ("A, B and C are wrong. The answer is D.", "D", 1),
+        ("The answer is A. No, the answer is: (C)", "C", 1),
+        ("Answer: $B$", "b", 1),
+        ("<answer>B</answer>", "B", 1),
+        ("the answer is A, that is \\boxed{C}", "C", 1),
+        ("\\boxed{\\text{B}}", "B", 1),
+        ("the answer is A", "B", 0),
+        ("The answer is Berlin", "B", 0),
+        ("The answer is a city", "A", 0),
+        ("A good question, to which I have none", "A", 0),
+        ("", "A", 0),
+    ],
+)
+def test_multiple_choice(response: str, answer: str, score: float) -> None:
+    assert multiple_choice(response, answer) == score
+
+
+def test_multiple_choice_refuses_an_answer_without_a_letter() -> None:
+    with pytest.raises(ValueError, match="'Paris' begins with no letter"):
+        multiple_choice("B", "Paris")
+
+
+THINK = FormatConfig().pattern
+
+
+@pytest.mark.parametrize(
+    ("response", "pattern", "score"),
+    [
+        ("<think>a\nb</think>\n<answer>c</answer>\n", THINK, 1),
+        ("<think></think><answer></answer>", THINK, 1),
+        ("Well, <think>a</think><answer>b</answer>", THINK, 0),
+        ("<think>a</think><answer>b</answer> and more", THINK, 0),
+        ("<think>a<think>b</think><answer>c</answer>", THINK, 0),
+        ("<think>a</think><answer>b", THINK, 0),
+        ("12", r"\d+", 1),
+        ("12 x", r"\d+", 0),
+    ],
+)
+def test_format(response: str, pattern: str, score: float) -> None:
+    assert shaping.format(response, 0, pattern=pattern) == score
+
+
+@pytest.mark.parametrize(("tokens", "short", "long"), [(0, 1, 0), (10, 1, 0), (15, 0.75, 0.25), (30, 0, 1), (99, 0, 1)])
+def test_length(tokens: int, short: float, long: float) -> None:
+    assert shaping.length("", tokens, full_tokens=10, zero_tokens=30) == short
+    assert shaping.length("", tokens, full_tokens=30, zero_tokens=10) == long
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
         ("We get \\boxed{\\frac{2}{4}}.", "1/2", 1),
         ("We get \\boxed{\\frac{2}{4}}.", "$\\frac{1}{2}$", 1),
         ("First 3, then 4, so it is 0.5", "\\boxed{\\frac12}", 1),
@@ -89,9 +145,9 @@ def test_math_refuses_an_answer_that_it_cannot_parse() -> None:
 
 
 def test_builtins_compare_with_the_configured_key_of_the_row() -> None:
-    assert load("exact_match", "target")("p", "7", {"target": 7}) == 1.0
+    assert load("exact_match", "target")(Call("p", "7", {"target": 7})) == 1.0
     with pytest.raises(KeyError, match="no 'answer' .*did you mean 'answers'"):
-        load("exact_match")("p", "7", {"answers": "7"})
+        load("exact_match")(Call("p", "7", {"answers": "7"}))
 
 
 @pytest.fixture
@@ -111,7 +167,7 @@ def test_load_a_users_function_and_its_neighbours(module: Callable[[str], Path],
         def score(prompt, response, row):
             return len(prompt) + len(response) + row["x"] + BONUS
         """)
-    assert load(f"{path}:score")("ab", "c", {"x": 10}) == 18
+    assert load(f"{path}:score")(Call("ab", "c", {"x": 10})) == 18
 
 
 @pytest.mark.parametrize(
@@ -119,7 +175,7 @@ def test_load_a_users_function_and_its_neighbours(module: Callable[[str], Path],
     [
         (
             "exact_mach",
-            "is no built-in; did you mean 'exact_match'.*known: arithmetic, exact_match, math, sorted_digits",
+            "is no built-in; did you mean 'exact_match'.*known: arithmetic, code, exact_match, format, length",
         ),
         ("{dir}/my_rewards.py:score", "there is no file .*my_rewards.py; did you mean 'my_reward.py'"),
         ("{dir}/nowhere/x.py:score", "there is no file .*nowhere/x.py"),
@@ -152,11 +208,11 @@ def test_a_file_that_fails_to_import_shows_its_line(module: Callable[[str], Path
 
 @pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1)])
 def test_numbers_are_scores(value: object) -> None:
-    assert check_result(value) == (1.0, {})
+    assert check_result(value) == Outcome(1.0)
 
 
 def test_a_dict_is_a_score_and_its_parts() -> None:
-    assert check_result({"score": 1, "length": 0.5}) == (1.0, {"length": 0.5})
+    assert check_result({"score": 1, "length": 0.5}) == Outcome(1.0, {"length": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -170,6 +226,7 @@ def test_a_dict_is_a_score_and_its_parts() -> None:
         ({"reward": 1.0}, r"dict without 'score', only \['reward'\]"),
         ({"score": 1.0, "part": float("-inf")}, "'part' must be finite, got -inf"),
         ({"score": 1.0, "part": "a"}, "'part' must be a float, got str"),
+        ({"score": 1.0, "mean": 1.0}, "a part named 'mean' would hide the metric"),
     ],
 )
 def test_other_results_are_refused(value: object, message: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from mrl.config.schema import RewardConfig
 from mrl.core import Prompt, Request, Sample
-from mrl.reward import RewardError, RewardPool
+from mrl.reward import RewardError, RewardManager
 
 USER_FILE = """
 import ctypes, os, re, subprocess, sys, time
@@ -60,8 +60,8 @@ def function(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{path}:score"
 
 
-def open_pool(function: str, **kwargs: object) -> RewardPool:
-    return RewardPool(RewardConfig.model_validate({"function": function, "timeout_s": 20.0, **kwargs}))
+def open_pool(function: str, **kwargs: object) -> RewardManager:
+    return RewardManager(RewardConfig.model_validate({"function": function, "timeout_s": 20.0, **kwargs}))
 
 
 def gone(pid: int, within_s: float = 10.0) -> bool:
@@ -261,7 +261,7 @@ def test_math_that_would_run_for_ever_is_bounded_inside_the_worker() -> None:
 def test_prompt_text_and_keys(function: str) -> None:
     cfg = RewardConfig(function=function.replace(":score", ":length"))
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "four"}]
-    with RewardPool(cfg, prompt_key="question") as pool:
+    with RewardManager(cfg, prompt_key="question") as pool:
         samples = [sample(0, row={"question": "seventy"}), sample(1, row={"question": chat})]
         pool.collect(samples)
         assert [s.score for s in samples] == [7, 4]
@@ -269,7 +269,7 @@ def test_prompt_text_and_keys(function: str) -> None:
             pool.submit(sample(2))
         with pytest.raises(RewardError, match="sample 3 .* cannot be sent to a reward worker"):
             pool.submit(sample(3, row={"question": "q", "callback": lambda: None}))
-    with RewardPool(RewardConfig(function="exact_match"), answer_key="target") as pool:
+    with RewardManager(RewardConfig(function="exact_match"), answer_key="target") as pool:
         one = sample(0, "x", {"target": "x"})
         pool.collect([one])
         assert one.score == 1.0

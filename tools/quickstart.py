@@ -1,6 +1,7 @@
 """The first run: a tiny model learns to sort five digits. SFT from scratch to a start, then RL to a high reward.
 
-Usage: python tools/quickstart.py [ppo|grpo]. Everything goes to runs/quickstart; a new call starts afresh.
+Usage: python tools/quickstart.py [ALGORITHM], one of yaml_configs/quickstart_ALGORITHM.yaml, ppo if none is named.
+Everything goes to runs/quickstart*; a new call starts afresh.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def run(what: str, *command: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("algorithm", nargs="?", choices=("ppo", "grpo"), default="ppo")
+    names = sorted(file.stem.removeprefix("quickstart_") for file in (ROOT / "yaml_configs").glob("quickstart_*.yaml"))
+    parser.add_argument("algorithm", nargs="?", choices=[name for name in names if name != "sft"], default="ppo")
     algorithm = parser.parse_args().algorithm
     for name in (TASK, Path("runs/quickstart_sft"), Path(f"runs/quickstart_{algorithm}")):
         shutil.rmtree(ROOT / name, ignore_errors=True)

@@ -1,15 +1,37 @@
 """Algorithms as pure tensor functions, each kind in a registry by name. Knows tensors only: no mesh, no config."""
 
-from mrl.algo import advantages, aggregate, group_advantages, kl, policy_loss, token_rewards, value_loss
+from mrl.algo import (
+    advantages,
+    aggregate,
+    group_advantages,
+    kl,
+    policy_loss,
+    policy_loss_covariance,
+    policy_loss_sequence,
+    policy_loss_token,
+    rollout_correction,
+    token_baseline,
+    token_choice,
+    token_rewards,
+    value_loss,
+)
+from mrl.algo.sequences import Sequences
 from mrl.algo.stats import explained_variance, whiten
 
 __all__ = [
+    "Sequences",
     "advantages",
     "aggregate",
     "explained_variance",
     "group_advantages",
     "kl",
     "policy_loss",
+    "policy_loss_covariance",
+    "policy_loss_sequence",
+    "policy_loss_token",
+    "rollout_correction",
+    "token_baseline",
+    "token_choice",
     "token_rewards",
     "value_loss",
     "whiten",

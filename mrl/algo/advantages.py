@@ -27,9 +27,19 @@ class AdvantageInputs:
     values: Tensor | None
     mask: Tensor
     group: Tensor
+    greedy_scores: Tensor | None
+    score_parts: Tensor | None
+    part_weights: tuple[float, ...] | None
+    log_probs: Tensor | None
+    sum_pi_squared: Tensor | None
     gamma: float
     lam: float
     norm_adv_by_std_in_grpo: bool
+    whiten: bool
+
+    def whitened(self, advantages: Tensor) -> Tensor:
+        """Whitened over the mask, where that is not switched off."""
+        return whiten(advantages, self.mask) if self.whiten else advantages
 
 
 Estimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
@@ -43,9 +53,15 @@ def compute(
     response_mask: Tensor,
     group: Tensor,
     values: Tensor | None = None,
+    greedy_scores: Tensor | None = None,
+    score_parts: Tensor | None = None,
+    part_weights: tuple[float, ...] | None = None,
+    log_probs: Tensor | None = None,
+    sum_pi_squared: Tensor | None = None,
     gamma: float = 1.0,
     lam: float = 1.0,
     norm_adv_by_std_in_grpo: bool = True,
+    whiten: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(advantages [B, T], returns [B, T]) by the estimator called `name`.
 
@@ -53,17 +69,40 @@ def compute(
     response_mask [B, T] bool or 0/1
     group [B] int64: responses to one prompt share a number (any numbers, in any order)
     values [B, T]: the critic's, for gae
-    No gradient flows into the results. Raises ValueError for an unknown name, shapes that do not fit, missing values.
+    greedy_scores [B]: the score of the greedy response to each one's prompt, for remax
+    score_parts [B, K], part_weights (K numbers; all 1 when None): the reward's components, for gdpo
+    log_probs, sum_pi_squared [B, T]: the policy's log-prob of each token, and the sum of its squared probabilities over
+    the vocabulary there, for optimal_token_baseline and tir_optimal_token_baseline
+    gamma, lam: of gae; gamma also of reinforce_plus_plus
+    norm_adv_by_std_in_grpo: of grpo, grpo_passk and gdpo
+    whiten: of gae, reinforce_plus_plus, reinforce_plus_plus_baseline and gdpo: whether they whiten their advantages
+    No gradient flows into the results. Raises ValueError for an unknown name, shapes that do not fit, missing inputs.
     """
     estimator = ESTIMATORS.get(name)
     check_same_shape(token_rewards=token_rewards, response_mask=response_mask)
     if token_rewards.dim() != 2 or group.shape != token_rewards.shape[:1]:
         raise ValueError(f"token_rewards is {list(token_rewards.shape)} and group {list(group.shape)}: not [B, T], [B]")
-    if values is not None:
-        check_same_shape(token_rewards=token_rewards, values=values)
+    dense = {"values": values, "log_probs": log_probs, "sum_pi_squared": sum_pi_squared}
+    check_same_shape(token_rewards=token_rewards, **{key: x for key, x in dense.items() if x is not None})
+    if greedy_scores is not None:
+        check_same_shape(group=group, greedy_scores=greedy_scores)
     with torch.no_grad():
         return estimator(
-            AdvantageInputs(token_rewards, values, response_mask.bool(), group, gamma, lam, norm_adv_by_std_in_grpo)
+            AdvantageInputs(
+                token_rewards,
+                values,
+                response_mask.bool(),
+                group,
+                greedy_scores,
+                score_parts,
+                part_weights,
+                log_probs,
+                sum_pi_squared,
+                gamma,
+                lam,
+                norm_adv_by_std_in_grpo,
+                whiten,
+            )
         )
 
 
@@ -74,7 +113,7 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     delta_t = r_t + gamma * V(next) - V_t and A_t = delta_t + gamma * lam * A(next), where "next" is the next token
     *inside the mask*: masked tokens carry V and the sum through and do not reset them (verl's convention). Their own
     rewards and values are not used. returns = A + V from before the whitening. verl always whitens; slime and
-    Megatron-LM have a flag; OpenRLHF uses the biased variance.
+    Megatron-LM have a flag, as here; OpenRLHF uses the biased variance.
     """
     if inputs.values is None:
         raise ValueError("advantage estimator 'gae' needs values: configure a critic, or use a group estimator")
@@ -82,7 +121,7 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     rewards = inputs.token_rewards.masked_fill(outside, 0)
     values = inputs.values.masked_fill(outside, 0)
     advantages = _advantages(rewards, values, mask, inputs.gamma, inputs.lam)
-    return whiten(advantages, mask), advantages + values
+    return inputs.whitened(advantages), advantages + values
 
 
 def _advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
@@ -122,4 +161,23 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     outside = ~inputs.mask
     rewards = inputs.token_rewards.masked_fill(outside, 0)
     returns = _advantages(rewards, torch.zeros_like(rewards), inputs.mask, inputs.gamma, lam=1.0)
-    return whiten(returns, inputs.mask), returns
+    return inputs.whitened(returns), returns
+
+
+@ESTIMATORS.register("remax")
+def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """ReMax (arXiv 2310.10505): the reward-to-go minus the score of the greedy response to the same prompt.
+
+    Neither discounted nor whitened. As in verl, the baseline has no KL term, also where the token rewards do.
+    """
+    if inputs.greedy_scores is None:
+        raise ValueError("advantage estimator 'remax' needs greedy_scores, the score of each prompt's greedy response")
+    returns = reward_to_go(inputs)
+    baseline = inputs.greedy_scores.to(returns.dtype)[:, None]
+    return (returns - baseline).masked_fill(~inputs.mask, 0), returns
+
+
+def reward_to_go(inputs: AdvantageInputs) -> Tensor:
+    """[B, T]: the sum of the rewards from each token on, 0 outside the mask."""
+    outside = ~inputs.mask
+    return discounted_suffix_sum(inputs.token_rewards.masked_fill(outside, 0), 1.0).masked_fill(outside, 0)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from mrl.algo.advantages import ESTIMATORS, AdvantageInputs
-from mrl.algo.stats import whiten
 
 GROUP_STD_EPS = 1e-6
 
@@ -25,9 +24,28 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
     Peers: TRL adds 1e-4, OpenRLHF 1e-9, NeMo-RL takes leave-one-out statistics, Megatron-LM ddof 0 and 1e-4.
     """
-    group = _Groups(inputs)
-    advantage = group.scores - group.mean
-    return _on_tokens(advantage / (group.std + GROUP_STD_EPS) if inputs.norm_adv_by_std_in_grpo else advantage, inputs)
+    return _on_tokens(_Groups(inputs).normalised(inputs.norm_adv_by_std_in_grpo), inputs)
+
+
+@ESTIMATORS.register("gdpo")
+def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """GDPO (arXiv 2601.05242): grpo's advantage of each component of the reward by itself, their weighted sum, whitened
+    over the mask. A component of small scale counts as much as one of large scale.
+
+    The token rewards are not read (as in verl), so a KL term in them would be lost. Raises ValueError without
+    components, or for a wrong number of weights.
+    """
+    parts, weights = inputs.score_parts, inputs.part_weights
+    if parts is None or parts.dim() != 2 or parts.shape[0] != inputs.group.numel() or parts.shape[1] == 0:
+        shape = None if parts is None else list(parts.shape)
+        raise ValueError(f"advantage estimator 'gdpo' needs score_parts [B, K] with K > 0, got {shape}")
+    weights = (1.0,) * parts.shape[1] if weights is None else weights
+    if len(weights) != parts.shape[1]:
+        raise ValueError(f"gdpo got {len(weights)} part_weights for {parts.shape[1]} score_parts")
+    each = [_Groups(inputs, part).normalised(inputs.norm_adv_by_std_in_grpo) for part in parts.unbind(1)]
+    total = parts.new_tensor(weights, dtype=torch.float64) @ torch.stack(each)
+    advantages = inputs.whitened(_on_tokens(total, inputs)[0])
+    return advantages, advantages.clone()
 
 
 @ESTIMATORS.register("grpo_passk")
@@ -72,7 +90,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
     """REINFORCE++ with a group baseline (arXiv 2501.03262): R - mean_G on every token, then whitened over the mask."""
     group = _Groups(inputs)
     advantages, _ = _on_tokens(group.scores - group.mean, inputs)
-    advantages = whiten(advantages, inputs.mask)
+    advantages = inputs.whitened(advantages)
     return advantages, advantages.clone()
 
 
@@ -88,10 +106,13 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 class _Groups:
-    """scores, mean, std (ddof 1), count: each [B] float64, of every response's own group. member [B]: its number."""
+    """scores, mean, std (ddof 1), count: each [B] float64, of every response's own group. member [B]: its number.
 
-    def __init__(self, inputs: AdvantageInputs) -> None:
-        self.scores = inputs.token_rewards.sum(1).double()
+    scores [B]: the sums of the token rewards when None
+    """
+
+    def __init__(self, inputs: AdvantageInputs, scores: Tensor | None = None) -> None:
+        self.scores = (inputs.token_rewards.sum(1) if scores is None else scores).double()
         numbers, self.member = inputs.group.unique(return_inverse=True)
         self._zeros = self.scores.new_zeros(numbers.numel())
         self.count = self.sum(torch.ones_like(self.scores))
@@ -100,6 +121,11 @@ class _Groups:
         square = self.sum((self.scores - mean).square())
         self.mean = mean.masked_fill(single, 0)
         self.std = (square / (self.count - 1).clamp(min=1)).sqrt().masked_fill(single, 1)
+
+    def normalised(self, by_std: bool) -> Tensor:
+        """grpo's advantage of every response, [B]."""
+        centred = self.scores - self.mean
+        return centred / (self.std + GROUP_STD_EPS) if by_std else centred
 
     def sum(self, values: Tensor) -> Tensor:
         """[B] -> each response's sum over its group, [B]."""

@@ -2,7 +2,7 @@
 
 from mrl.checkpoint.agreement import CheckpointError
 from mrl.checkpoint.directory import latest, read, reading, step_of
-from mrl.checkpoint.run import load
+from mrl.checkpoint.run import Part, load, load_kept
 from mrl.checkpoint.saver import Saver, Written
 
-__all__ = ["CheckpointError", "Saver", "Written", "latest", "load", "read", "reading", "step_of"]
+__all__ = ["CheckpointError", "Part", "Saver", "Written", "latest", "load", "load_kept", "read", "reading", "step_of"]

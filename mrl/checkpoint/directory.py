@@ -20,6 +20,7 @@ from typing import Any
 MARKER = "complete"
 STATE = "state.json"
 RANDOM = "random"  # folder of each rank's random state
+KEPT = "kept.pt"  # what rank 0 alone keeps, if anything
 VERSION = 2
 
 _NAME = re.compile(r"step_(\d+)")

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from mrl import platform
-from mrl.checkpoint.optimizer_shards import optimizer_shards, parts
+from mrl.checkpoint.optimizer_shards import optimizer_shards, parts, weight_shards
 from mrl.learner import Learner
+from mrl.learner.policy_copy import PolicyCopy
 
 ADAM_UPDATES = "adam_updates"
 SCHEDULE_UPDATES = "schedule_updates"
@@ -59,6 +60,13 @@ class StateToLoad:
         platform.unshare_steps(optimizer)
         self.learner.schedule.num_steps = loaded[SCHEDULE_UPDATES]
         self.learner.schedule.step(0)
+
+
+def copy_shards(copy: PolicyCopy) -> dict[str, Any]:
+    """What this rank keeps of the copy, where it lies: to be written, or to be read into. Call it inside its learner's
+    mesh."""
+    models = _models(copy.learner, _metadata(copy.learner))
+    return {"weights": weight_shards(copy.learner.optimizer, models, copy.kept)}
 
 
 def _metadata(learner: Learner) -> dict[str, Any]:

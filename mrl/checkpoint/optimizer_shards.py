@@ -1,14 +1,15 @@
-"""The optimizer's state where it lies, as boxes of the parameters that it belongs to.
+"""What is cut as the optimizer's state is, where it lies, as boxes of the parameters that it belongs to.
 
-Each data-parallel rank holds a range of every flattened parameter. Megatron's form for checkpoints that load under any
-layout ("fully_reshardable") gathers the whole state on every rank before it writes; here a rank describes its own range
-as rectangular pieces of the tensors that the same form has, so nothing is gathered and it loads as Megatron's own.
+Each data-parallel rank holds a range of every flattened parameter: of main weights, moments and copies. Megatron's
+form for checkpoints that load under any layout ("fully_reshardable") gathers the whole state on every rank before it
+writes; here a rank describes its own range as rectangular pieces of the tensors that the same form has, so nothing is
+gathered and it loads as Megatron's own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -28,13 +29,29 @@ def optimizer_shards(optimizer: Any, models: dict[str, Any]) -> list[ShardedTens
 
     models: the model chunks' sharded state, before its factories are applied
     """
+
+    def state(part: Any, parameter: Tensor) -> dict[str, Tensor]:
+        found = part._get_main_param_and_optimizer_states(parameter)
+        return {f"optimizer.state.{kind}.": found[kind].detach().view(-1) for kind in KINDS}
+
+    return _shards(optimizer, models, state)
+
+
+def weight_shards(optimizer: Any, models: dict[str, Any], weights: dict[Tensor, Tensor]) -> list[ShardedTensor]:
+    """Other weights of the model, under its own names. weights: by parameter, the range of it that this rank updates"""
+    return _shards(optimizer, models, lambda _, parameter: {"": weights[parameter].view(-1)})
+
+
+def _shards(
+    optimizer: Any, models: dict[str, Any], read: Callable[[Any, Tensor], dict[str, Tensor]]
+) -> list[ShardedTensor]:
+    """read(part of the optimizer, parameter): its flat tensors of this rank's range, by the prefix of their names"""
     bases = [v for v in nested_values(models) if isinstance(v, ShardedTensor | ShardedTensorFactory)]
     by_parameter = {id(base.data): base for base in bases}
     shards: list[ShardedTensor] = []
     for part in parts(optimizer):
         for parameter, start, end in _ranges(part):
-            state = part._get_main_param_and_optimizer_states(parameter)
-            flat = {kind: state[kind].detach().view(-1) for kind in KINDS}
+            flat = read(part, parameter)
             for tensor in _tensors(by_parameter[id(parameter)]):
                 shards += _pieces(tensor, _start_in(tensor, parameter), start, end, flat)
     return shards
@@ -97,10 +114,10 @@ def _pieces(tensor: ShardedTensor, at: int, start: int, end: int, flat: dict[str
     for offset, size in boxes(tuple(tensor.local_shape), low - at, high - at):
         count = math.prod(size)
         corner = [a + b for a, b in zip(tensor.global_offset[outer:], offset, strict=True)]
-        for kind in KINDS:
-            data = flat[kind][low - start : low - start + count].view((1,) * outer + size)
+        for prefix, values in flat.items():
+            data = values[low - start : low - start + count].view((1,) * outer + size)
             yield ShardedTensor(
-                key=f"optimizer.state.{kind}.{tensor.key}",
+                key=f"{prefix}{tensor.key}",
                 data=data,
                 dtype=data.dtype,
                 local_shape=tuple(data.shape),

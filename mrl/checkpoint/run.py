@@ -1,4 +1,5 @@
-"""All that a run needs to go on, on disk and back: its trained models, random states, and what the loop keeps.
+"""All that a run needs to go on, on disk and back: its trained models, copies of them, random states, and what the loop
+keeps.
 
 Saving has two halves. `stage` is collective and leaves a checkpoint that no longer changes with the training; `Staged.
 write` then needs nothing of the training, and may run in a thread beside it over a process group of its own.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mrl import platform
 from mrl.checkpoint import directory, torch_dist, turns
 from mrl.checkpoint.agreement import CheckpointError, gather, gather_on_main, on_main, together
-from mrl.checkpoint.learner_state import StateToLoad, tied_copies_are_equal, to_write
+from mrl.checkpoint.learner_state import StateToLoad, copy_shards, tied_copies_are_equal, to_write
 from mrl.checkpoint.torch_dist import Shards
 from mrl.checkpoint.turns import Writers
 from mrl.learner import Learner
+from mrl.learner.policy_copy import PolicyCopy
 from mrl.parallel import rank, world_size
+
+Part = Learner | PolicyCopy  # a trained model, or other weights of one
 
 SHAPE_FREE = ("max_positions", "initializer_range", "eos_token_ids")  # may differ from the checkpoint's
 
@@ -45,6 +50,7 @@ class Staged:
     _kinds: dict[str, Any]
     _state: dict[str, Any]
     _random: dict[str, Any]
+    _kept: Any
     _free: int
     _turns: list[int]
 
@@ -61,6 +67,7 @@ class Staged:
         try:
             written = [self._write_in_turns(part, group) for part in self._parts]
             together(f"writing {self.tmp / directory.RANDOM}", self._write_random, group)
+            on_main(f"writing {self.tmp / directory.KEPT}", self._write_kept, group)
             everyone = gather_on_main(written, group)
             on_main(f"completing {self.final}", lambda: self._complete(everyone), group)
         except BaseException:
@@ -82,6 +89,11 @@ class Staged:
         torch.save(self._random, file)
         directory.sync(file)
 
+    def _write_kept(self) -> None:
+        if self._kept is not None:
+            torch.save(self._kept, self.tmp / directory.KEPT)
+            directory.sync(self.tmp / directory.KEPT)
+
     def _complete(self, everyone: list[Any]) -> None:
         for part, results in zip(self._parts, zip(*everyone, strict=True), strict=True):
             part.complete(list(results))
@@ -99,12 +111,20 @@ def discard(tmp: Path) -> None:
 
 
 def stage(
-    run_dir: Path, step: int, learners: dict[str, Learner], state: dict[str, Any], writers: Writers, *, copy: bool
+    run_dir: Path,
+    step: int,
+    learners: Mapping[str, Part],
+    state: dict[str, Any],
+    kept: Any,
+    writers: Writers,
+    *,
+    copy: bool,
 ) -> Staged:
     """Plans RUN_DIR/checkpoints/step_N and, with `copy`, puts all that it will hold into host memory. Collective.
 
-    learners: trainable ones, by a name that `load` finds them under
+    learners: trainable ones, and copies, by a name that `load` finds them under
     state: anything that JSON can hold; rank 0's is written
+    kept: tensors and plain values that nobody changes; rank 0's are written, for `load_kept`
     writers: who writes at once; the others take turns
     copy: training may go on before `write`; without it the learners must not change until then
 
@@ -117,7 +137,7 @@ def stage(
         on_main(f"making {tmp}", lambda: directory.begin(tmp))
         together(f"finding {tmp}", lambda: _require(tmp))
         began = time.monotonic()
-        parts = [_stage_learner(learner, tmp / name, copy) for name, learner in learners.items()]
+        parts = [_stage_part(part, tmp / name, copy) for name, part in learners.items()]
         copy_s = time.monotonic() - began
         nbytes = sum(gather(sum(part.nbytes for part in parts)))
         free = on_main(f"looking for space in {tmp}", lambda: _space_for(nbytes, tmp))
@@ -125,10 +145,11 @@ def stage(
         discard(tmp)
         raise
     kinds = {name: _kind(learner) for name, learner in learners.items()}
-    return Staged(final, nbytes, copy_s, parts, kinds, state, platform.random_state(), free, turns.of_ranks(writers))
+    order = turns.of_ranks(writers)
+    return Staged(final, nbytes, copy_s, parts, kinds, state, platform.random_state(), kept, free, order)
 
 
-def load(path: Path, learners: dict[str, Learner]) -> dict[str, Any]:
+def load(path: Path, learners: Mapping[str, Part]) -> dict[str, Any]:
     """Puts the checkpoint's weights, optimizer states and schedules into `learners`; returns `state`. Collective.
 
     The learners may have another layout or dtype than those that were saved. Learning rates and the like stay those of
@@ -142,22 +163,37 @@ def load(path: Path, learners: dict[str, Learner]) -> dict[str, Any]:
         together(f"opening {path}", lambda: stack.enter_context(directory.reading(path)))
         manifest, state = on_main(f"opening {path}", lambda: directory.read(path))
         together(f"comparing the run with {path}", lambda: _compare(manifest["learners"], learners))
-        for name, learner in learners.items():
-            _load_learner(learner, path / name)
+        for name, part in learners.items():
+            if isinstance(part, Learner):
+                _load_learner(part, path / name)
+            else:
+                _load_copy(part, path / name)
         together(f"restoring random states of {path}", lambda: _load_random(path / directory.RANDOM))
     return state
 
 
-def _require_trainable(learners: dict[str, Learner]) -> None:
-    frozen = [name for name, learner in learners.items() if not learner.trainable]
+def load_kept(path: Path) -> Any:
+    """What rank 0 gave to `stage` as `kept`; for rank 0 alone, after `load`."""
+    if not (path / directory.KEPT).is_file():
+        raise CheckpointError(f"there is no {directory.KEPT} in {path}, the samples of a replay buffer")
+    return torch.load(path / directory.KEPT, weights_only=True)
+
+
+def _require_trainable(learners: Mapping[str, Part]) -> None:
+    frozen = [name for name, part in learners.items() if isinstance(part, Learner) and not part.trainable]
     if frozen:
         raise ValueError(f"{', '.join(frozen)}: not trained, so there is nothing to save or load")
 
 
-def _stage_learner(learner: Learner, path: Path, copy: bool) -> Shards:
-    with learner.mesh.active():
-        state, counters = together(f"collecting the state for {path}", lambda: to_write(learner))
-        return torch_dist.plan(state, counters, path, learner.mesh.dp_cp_group, copy=copy)
+def _stage_part(part: Part, path: Path, copy: bool) -> Shards:
+    mesh = part.mesh if isinstance(part, Learner) else part.learner.mesh
+
+    def collect() -> tuple[dict[str, Any], dict[str, int]]:
+        return to_write(part) if isinstance(part, Learner) else (copy_shards(part), {})
+
+    with mesh.active():
+        state, counters = together(f"collecting the state for {path}", collect)
+        return torch_dist.plan(state, counters, path, mesh.dp_cp_group, copy=copy)
 
 
 def _load_learner(learner: Learner, path: Path) -> None:
@@ -165,6 +201,11 @@ def _load_learner(learner: Learner, path: Path) -> None:
         state = together(f"making room for {path}", lambda: StateToLoad(learner))
         loaded = torch_dist.read(state.sharded(), path)
         together(f"restoring {path}", lambda: _restore(state, loaded))
+
+
+def _load_copy(copy: PolicyCopy, path: Path) -> None:
+    with copy.learner.mesh.active():
+        torch_dist.read(together(f"making room for {path}", lambda: copy_shards(copy)), path)
 
 
 def _load_random(folder: Path) -> None:
@@ -178,11 +219,12 @@ def _restore(learner_state: StateToLoad, loaded: dict[str, Any]) -> None:
         raise CheckpointError("the first stage's embedding and the last stage's copy of it differ")
 
 
-def _kind(learner: Learner) -> dict[str, Any]:
-    return {"role": learner.role, "arch": {k: v for k, v in asdict(learner.arch).items() if k not in SHAPE_FREE}}
+def _kind(part: Part) -> dict[str, Any]:
+    role, learner = (part.role, part) if isinstance(part, Learner) else ("copy", part.learner)
+    return {"role": role, "arch": {k: v for k, v in asdict(learner.arch).items() if k not in SHAPE_FREE}}
 
 
-def _compare(stored: dict[str, Any], learners: dict[str, Learner]) -> None:
+def _compare(stored: dict[str, Any], learners: Mapping[str, Part]) -> None:
     problems = []
     for name, learner in learners.items():
         if name not in stored:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from mrl.checkpoint import directory
 from mrl.checkpoint.agreement import CheckpointError, describe, gather, on_main
-from mrl.checkpoint.run import Staged, stage
+from mrl.checkpoint.run import Part, Staged, stage
 from mrl.config.schema import CheckpointConfig
-from mrl.learner import Learner
 
 
 @dataclass(frozen=True)
@@ -48,17 +47,16 @@ class Saver:
         self._group = self._new_group()
         self._writing: _Writing | None = None
 
-    def save(self, step: int, learners: dict[str, Learner], state: dict[str, Any]) -> None:
+    def save(self, step: int, learners: Mapping[str, Part], state: dict[str, Any], kept: Any = None) -> None:
         """Returns when all is copied into host memory, with the files still to be written; with `asynchronous: false`
         nothing is copied, and they are there on return.
 
-        learners: trainable ones, by a name that `load` finds them under
-        state: anything that JSON can hold; rank 0's is written
+        learners, state, kept: as `stage` takes them
 
         Waits for the one before; what went wrong with that is raised before anything is done.
         """
         self.wait()
-        staged = stage(self.run_dir, step, learners, state, self.cfg.writers, copy=self.cfg.asynchronous)
+        staged = stage(self.run_dir, step, learners, state, kept, self.cfg.writers, copy=self.cfg.asynchronous)
         self._writing = _Writing(staged, self._group, self.cfg)
         if not self.cfg.asynchronous:
             self.wait()

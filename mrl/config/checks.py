@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config import layout_checks, resilience_checks, resume_checks, rl_checks
+from mrl.config import (
+    layout_checks,
+    policy_checks,
+    resilience_checks,
+    resume_checks,
+    reuse_checks,
+    reward_checks,
+    rl_checks,
+    sampling_checks,
+)
 from mrl.config.derived import Machine
 from mrl.config.file_checks import check_files, read_archs
 from mrl.config.layout_checks import Archs
@@ -25,14 +34,21 @@ def check(cfg: RLConfig | SFTConfig, archs: Archs, machine: Machine) -> list[Pro
     problems = list(layout_checks.check(cfg, archs, machine))
     problems += _common(cfg)
     problems += resilience_checks.check(cfg)
-    problems += rl_checks.check(cfg, archs, machine) if isinstance(cfg, RLConfig) else _sft(cfg, archs, machine)
+    if isinstance(cfg, SFTConfig):
+        return problems + list(_sft(cfg, archs, machine))
+    problems += rl_checks.check(cfg, archs, machine)
+    problems += policy_checks.check(cfg)
+    problems += sampling_checks.check(cfg)
+    problems += reward_checks.check(cfg)
+    problems += reuse_checks.check(cfg, archs, machine)
     return problems
 
 
 def _common(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
     if cfg.run.name in ("", ".", "..") or "/" in cfg.run.name:
         yield Problem(("run.name",), f"{cfg.run.name!r} must be one plain directory name (run.root holds the path)")
-    if cfg.model.from_scratch and cfg.model.allow_pickle:
+    paths = (cfg.critic.path if cfg.critic is not None else None, cfg.ref.path) if isinstance(cfg, RLConfig) else ()
+    if cfg.model.from_scratch and cfg.model.allow_pickle and not any(paths):
         yield Problem(("model.allow_pickle", "model.from_scratch"), "has no effect: from_scratch reads no weights")
     yield from _checkpoint(cfg)
     yield from _optimizer("actor.optimizer", cfg.actor.optimizer)

@@ -47,6 +47,8 @@ def layouts(cfg: RLConfig | SFTConfig) -> dict[str, ParallelConfig]:
             found["critic.parallel"] = cfg.critic.parallel
         if needs_ref(cfg) and cfg.ref.parallel is not None:
             found["ref.parallel"] = cfg.ref.parallel
+        if cfg.reward.model is not None:
+            found["reward.model.parallel"] = cfg.reward.model.parallel or cfg.actor.parallel
     return found
 
 
@@ -67,12 +69,36 @@ def samples_per_step(cfg: RLConfig) -> int:
     return cfg.batch.prompts_per_step * cfg.batch.samples_per_prompt
 
 
+def prompts_per_round(cfg: RLConfig) -> int:
+    """Prompts that are sampled at once."""
+    return cfg.algorithm.filter_groups.prompts_per_round or cfg.batch.prompts_per_step
+
+
+def most_samples_per_step(cfg: RLConfig) -> int:
+    """Responses that a step may draw: every round of dynamic sampling, and the greedy ones."""
+    groups = cfg.algorithm.filter_groups
+    drawn = prompts_per_round(cfg) * groups.max_num_gen_batches if groups.is_on else cfg.batch.prompts_per_step
+    greedy = cfg.batch.prompts_per_step if cfg.algorithm.adv_estimator == "remax" else 0
+    return drawn * cfg.batch.samples_per_prompt + greedy
+
+
 def samples_per_minibatch(cfg: RLConfig) -> int:
     return cfg.batch.samples_per_minibatch or samples_per_step(cfg)
 
 
 def updates_per_step(cfg: RLConfig) -> int:
     return cfg.batch.epochs_per_step * (samples_per_step(cfg) // samples_per_minibatch(cfg))
+
+
+def reused_samples_per_step(cfg: RLConfig) -> int:
+    """Of earlier steps, once the replay buffer has enough."""
+    return cfg.replay.prompts_per_step * cfg.batch.samples_per_prompt if cfg.replay is not None else 0
+
+
+def most_updates_per_step(cfg: RLConfig) -> int:
+    """With re-used samples among those of the step."""
+    total = samples_per_step(cfg) + reused_samples_per_step(cfg)
+    return cfg.batch.epochs_per_step * (total // (cfg.batch.samples_per_minibatch or total))
 
 
 def summary(cfg: RLConfig | SFTConfig, world_size: int) -> list[tuple[str, str]]:
@@ -84,10 +110,17 @@ def summary(cfg: RLConfig | SFTConfig, world_size: int) -> list[tuple[str, str]]
     ]
     if isinstance(cfg, SFTConfig):
         return [*rows, ("step", f"{cfg.batch.samples_per_step} samples, 1 update")]
-    batch, total, minibatch = cfg.batch, samples_per_step(cfg), samples_per_minibatch(cfg)
-    updates = f"{batch.epochs_per_step} x {total // minibatch} mini-batches of {minibatch} samples"
-    rows.append(("step", f"{batch.prompts_per_step} prompts x {batch.samples_per_prompt} = {total} samples"))
-    rows.append(("updates", f"{updates_per_step(cfg)} a step: {updates}"))
+    batch, new, reused = cfg.batch, samples_per_step(cfg), reused_samples_per_step(cfg)
+    minibatch = batch.samples_per_minibatch or new + reused
+    updates = f"{batch.epochs_per_step} x {(new + reused) // minibatch} mini-batches of {minibatch} samples"
+    rows.append(("step", f"{batch.prompts_per_step} prompts x {batch.samples_per_prompt} = {new} samples"))
+    if (groups := cfg.algorithm.filter_groups).is_on:
+        bound = f"at most {groups.max_num_gen_batches} rounds of {prompts_per_round(cfg)} prompts a step"
+        rows.append(("dynamic sampling", bound))
+    if cfg.replay is not None:
+        kept = f"at most {cfg.replay.buffer_prompts} prompts are kept"
+        rows.append(("replay", f"{reused} samples of earlier steps beside them; {kept}"))
+    rows.append(("updates", f"{most_updates_per_step(cfg)} a step: {updates}"))
     engine = f"{cfg.rollout.servers} x tensor {cfg.rollout.tensor}" if not cfg.rollout.urls else "at given addresses"
     rows.append(("engine", f"{cfg.rollout.engine}, {engine}"))
     return rows

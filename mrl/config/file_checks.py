@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from mrl.config.data_checks import check_sources
 from mrl.config.layout_checks import Archs
 from mrl.config.model_dirs import is_converted, read_converted
 from mrl.config.problems import Problem, reason
-from mrl.config.schema import DataConfig, RLConfig, SFTConfig
-from mrl.models.arch import ModelArch, UnsupportedModel, load_arch
-
-BUILTIN_REWARDS = ("exact_match", "sorted_digits", "arithmetic", "math")
+from mrl.config.reward_checks import check_function, check_functions
+from mrl.config.schema import RLConfig, SFTConfig
+from mrl.models.arch import ModelArch, UnsupportedModel, is_reward_model, load_arch
 
 
 def read_archs(cfg: RLConfig | SFTConfig, problems: list[Problem]) -> Archs:
@@ -26,6 +23,8 @@ def read_archs(cfg: RLConfig | SFTConfig, problems: list[Problem]) -> Archs:
     if not isinstance(cfg, RLConfig):
         return Archs(actor, None, None)
     others = {"critic.path": cfg.critic.path if cfg.critic else None, "ref.path": cfg.ref.path}
+    if cfg.reward.model is not None:
+        others["reward.model.path"] = cfg.reward.model.path
     found: dict[str, ModelArch | None] = dict.fromkeys(others, actor)
     for key, path in others.items():
         if path is not None:
@@ -35,7 +34,9 @@ def read_archs(cfg: RLConfig | SFTConfig, problems: list[Problem]) -> Archs:
             if arch is not None and actor is not None and arch.vocab_size != actor.vocab_size:
                 message = f"vocabulary of {arch.vocab_size} tokens, the actor's has {actor.vocab_size}"
                 problems.append(Problem((key, "model.path"), message))
-    return Archs(actor, found["critic.path"], found["ref.path"])
+    if found.get("reward.model.path") is not None and not is_reward_model(others["reward.model.path"] or ""):
+        problems.append(Problem(("reward.model.path",), "has no score head: expected a ...ForSequenceClassification"))
+    return Archs(actor, found["critic.path"], found["ref.path"], found.get("reward.model.path"))
 
 
 def _arch(key: str, path: str, problems: list[Problem]) -> ModelArch | None:
@@ -68,67 +69,14 @@ def _weights(key: str, path: str, allow_pickle: bool) -> Iterator[Problem]:
             (key, "model.allow_pickle"), f"{path} has only pickled weights, which allow_pickle: true would read"
         )
     elif not pickled:
-        yield Problem(
-            (key, "model.from_scratch"), f"{path} has no safetensors; from_scratch: true would start at random"
-        )
+        may_be_random = key == "model.path"
+        hint = "; from_scratch: true would start at random" if may_be_random else ""
+        yield Problem((key, *["model.from_scratch"] * may_be_random), f"{path} has no safetensors{hint}")
 
 
 def check_files(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
-    yield from _rows("data.train", cfg.data.train, cfg)
-    if cfg.data.validation is not None:
-        yield from _rows("data.validation", cfg.data.validation, cfg)
+    yield from check_sources(cfg)
     if isinstance(cfg, RLConfig):
-        yield from _reward(cfg.reward.function)
-
-
-def _rows(key: str, path: str, cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
-    """The first row stands for all: the data room checks each as it reads it."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            first = file.readline()
-    except (OSError, UnicodeDecodeError) as error:
-        yield Problem((key,), f"cannot read {path}: {reason(error)}")
-        return
-    try:
-        row = json.loads(first)
-    except ValueError:
-        row = None
-    if not isinstance(row, dict):
-        yield Problem((key,), f"the first line of {path} is not a JSON object: expected one row a line")
-        return
-    yield from _columns(key, row, cfg.data, needs_answer=isinstance(cfg, SFTConfig))
-
-
-def _columns(key: str, row: dict[str, object], data: DataConfig, needs_answer: bool) -> Iterator[Problem]:
-    has = ", ".join(row) or "no keys"
-    if needs_answer and data.answer_key not in row:
-        yield Problem(("data.answer_key", key), f"the first row has no {data.answer_key!r}; it has {has}")
-    if data.prompt_key not in row:
-        yield Problem(("data.prompt_key", key), f"the first row has no {data.prompt_key!r}; it has {has}")
-    elif data.chat_template != isinstance(row[data.prompt_key], list):
-        kind, wanted = ("text", "a list of messages") if data.chat_template else ("a list", "text")
-        message = f"{str(data.chat_template).lower()} wants {wanted}, the first row's {data.prompt_key!r} is {kind}"
-        yield Problem(("data.chat_template", key), message)
-
-
-def _reward(function: str) -> Iterator[Problem]:
-    """A built-in name, or a file that defines the function (read, not run)."""
-    key = ("reward.function",)
-    path, separator, name = function.rpartition(":")
-    if not separator:
-        if function not in BUILTIN_REWARDS:
-            close = difflib.get_close_matches(function, BUILTIN_REWARDS, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            known = f"{', '.join(BUILTIN_REWARDS)}, or path/to/file.py:name"
-            yield Problem(key, f"unknown function {function!r}{hint} (known: {known})")
-        return
-    try:
-        tree = ast.parse(Path(path).read_text(), path)
-    except (OSError, SyntaxError, ValueError) as error:
-        yield Problem(key, f"cannot read {path}: {reason(error)}")
-        return
-    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    names |= {alias.asname or alias.name for n in tree.body if isinstance(n, ast.ImportFrom) for alias in n.names}
-    names |= {t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
-    if name not in names:
-        yield Problem(key, f"{path} does not define {name!r}; it has {', '.join(sorted(names)) or 'nothing'}")
+        yield from check_functions(cfg.reward)
+        if cfg.algorithm.filter_groups.function is not None:
+            yield from check_function("algorithm.filter_groups.function", cfg.algorithm.filter_groups.function)

@@ -18,10 +18,12 @@ class Archs:
     actor: ModelArch | None
     critic: ModelArch | None
     ref: ModelArch | None
+    reward: ModelArch | None = None
 
 
 def check(cfg: RLConfig | SFTConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     models = {"actor.parallel": archs.actor, "critic.parallel": archs.critic, "ref.parallel": archs.ref}
+    models["reward.model.parallel"] = archs.reward
     for key, layout in layouts(cfg).items():
         path_key = _path_key(cfg, key)
         yield from _world(key, layout, machine)
@@ -41,6 +43,8 @@ def _path_key(cfg: RLConfig | SFTConfig, key: str) -> str:
             return "critic.path"
         if key.startswith("ref") and cfg.ref.path is not None:
             return "ref.path"
+        if key.startswith("reward"):
+            return "reward.model.path"
     return "model.path"
 
 

@@ -110,7 +110,9 @@ def _problem(schema: type[BaseModel], tree: Node, error: dict[str, Any]) -> Prob
         choices = [choice.strip("' ") for choice in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         message = f"must be one of {', '.join(choices)}, got {describe(value)}{_nearest(str(value), choices)}"
     else:
-        expected = _EXPECTED.get(kind) or error["msg"].replace("Input should be", "must be")
+        expected = _EXPECTED.get(kind) or error["msg"].removeprefix("Value error, ").replace(
+            "Input should be", "must be"
+        )
         of_a_list = "every item " if len(path) < len(error["loc"]) else ""
         message = f"{of_a_list}{expected}, got {describe(value)}"
     return Problem((".".join(path),), message, (tree.find(path)[0].place,))
@@ -136,11 +138,12 @@ def _nearest_key(schema: type[BaseModel], path: Sequence[str]) -> str:
 
 
 def _section_class(section: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The class of a key that holds a section, also of one that may be null."""
-    annotation = section.model_fields[name].annotation if name in section.model_fields else None
-    for option in (annotation, *get_args(annotation)):
+    """The class of a key that holds a section or a list of them, also of one that may be null."""
+    annotations: list[Any] = [section.model_fields[name].annotation] if name in section.model_fields else []
+    for option in annotations:
         if isinstance(option, type) and issubclass(option, BaseModel):
             return option
+        annotations += get_args(option)
     return None
 
 

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from mrl.config.data_checks import data_sections
 from mrl.config.schema import Config
 
 # Where, how long and how fast; what is written down and when. The longest entry that covers a key decides, and a key
@@ -24,8 +25,13 @@ MAY_CHANGE = (
     "reward.workers",
     "reward.timeout_s",
     "reward.on_error",
+    "reward.servers",
+    "reward.model.parallel",
+    "reward.model.max_tokens_per_microbatch",
     "data.validation",
     "model.allow_pickle",
+    "ema.offload",
+    "ema.in_validation",
     *(f"{model}.parallel" for model in ("actor", "critic", "ref")),
     *(f"{model}.max_tokens_per_microbatch" for model in ("actor", "critic", "ref")),
     *(f"{model}.recompute" for model in ("actor", "critic")),
@@ -51,8 +57,17 @@ class Change:
 
 
 def snapshot(cfg: Config) -> Tree:
-    """What a checkpoint keeps of the configuration, for JSON. Reads the size of the training data."""
-    return {"config": cfg.model_dump(mode="json"), "data_bytes": Path(cfg.data.train).stat().st_size}
+    """What a checkpoint keeps of the configuration, for JSON. Reads the sizes of the training data."""
+    sizes = {
+        f"{key}.train": sum(_bytes(Path(source.path)) for source in data.train)
+        for key, data in data_sections(cfg).items()
+    }
+    return {"config": cfg.model_dump(mode="json"), "data_bytes": sizes}
+
+
+def _bytes(path: Path) -> int:
+    files = (file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
 
 
 def check_resume(stored: Tree, cfg: Config, checkpoint: Path) -> list[Change]:
@@ -77,9 +92,10 @@ def check_resume(stored: Tree, cfg: Config, checkpoint: Path) -> list[Change]:
 def compare(stored: Tree, cfg: Config) -> list[Change]:
     """Every key that differs. A key that the stored configuration does not know yet had its default."""
     changes = list(_differences(stored["config"], cfg, cfg.model_dump(mode="json"), ""))
-    now = snapshot(cfg)["data_bytes"]
-    if stored["data_bytes"] != now and not any(change.key == "data.train" for change in changes):
-        changes.append(Change("data.train", f"a file of {stored['data_bytes']} bytes", f"one of {now} bytes"))
+    for key, now in snapshot(cfg)["data_bytes"].items():
+        before = stored["data_bytes"].get(key, now)
+        if before != now and not any(change.key == key for change in changes):
+            changes.append(Change(key, f"{before} bytes of data", f"{now} bytes"))
     return changes
 
 

@@ -10,28 +10,14 @@ from pydantic import BaseModel
 from mrl.config.derived import Machine, needs_ref, samples_per_minibatch, samples_per_step
 from mrl.config.layout_checks import Archs, dp_sizes
 from mrl.config.problems import Problem
-from mrl.config.schema import POLICY_LOSS_OPTIONS, RefConfig, RLConfig, ValidationConfig, ValueLossConfig
+from mrl.config.schema import RefConfig, RLConfig, ValidationConfig
 from mrl.models.arch import ModelArch
-
-ESTIMATOR_OPTIONS: dict[str, tuple[str, ...]] = {
-    "gae": ("gamma", "lam"),
-    "reinforce_plus_plus": ("gamma",),
-    "grpo": ("norm_adv_by_std_in_grpo",),
-    "grpo_passk": ("norm_adv_by_std_in_grpo",),
-    "rloo": (),
-    "opo": (),
-    "reinforce_plus_plus_baseline": (),
-    "gpg": (),
-}
-ALL_ESTIMATOR_OPTIONS = ("gamma", "lam", "norm_adv_by_std_in_grpo")
 
 
 def check(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from _batch(cfg, machine)
-    yield from _estimator(cfg)
     yield from _critic(cfg)
     yield from _kl(cfg)
-    yield from _policy_loss(cfg)
     yield from _lengths(cfg, archs.actor)
     yield from _engine(cfg, archs.actor, machine)
     yield from _sync(cfg, machine)
@@ -65,25 +51,6 @@ def _batch(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
                 ("batch.samples_per_minibatch" if explicit else "batch.prompts_per_step", key),
                 f"{minibatch} samples an update are fewer than the {dp} data-parallel replicas that share them",
             )
-
-
-def _estimator(cfg: RLConfig) -> Iterator[Problem]:
-    algorithm, name = cfg.algorithm, cfg.algorithm.adv_estimator
-    where, because = "algorithm.adv_estimator", f"the estimator is {name}"
-    uses = ESTIMATOR_OPTIONS[name]
-    yield from inert(algorithm, "algorithm", [key for key in ALL_ESTIMATOR_OPTIONS if key not in uses], because, where)
-    if name == "gae":
-        if cfg.critic is None:
-            message = "gae needs a critic: add a `critic:` section (`critic: {}` for its defaults)"
-            yield Problem((where, "critic"), message)
-        return
-    if cfg.critic is not None:
-        yield Problem(("critic", where), f"has no effect: {because}, which uses no values")
-    if algorithm.value_loss != ValueLossConfig():
-        yield Problem(("algorithm.value_loss", where), f"has no effect: {because}, which has no value loss")
-    if cfg.batch.samples_per_prompt == 1 and name != "reinforce_plus_plus":
-        message = f"1 sample a prompt has nothing to be compared with: {name} needs at least 2"
-        yield Problem(("batch.samples_per_prompt", where), message)
 
 
 def _critic(cfg: RLConfig) -> Iterator[Problem]:
@@ -123,25 +90,6 @@ def _kl(cfg: RLConfig) -> Iterator[Problem]:
     if kl.use_in_loss:
         message = "adaptive steers the penalty in the reward: use_in_loss takes a fixed coefficient"
         yield Problem((f"{key}.controller", f"{key}.use_in_loss"), message)
-
-
-def _policy_loss(cfg: RLConfig) -> Iterator[Problem]:
-    loss, key = cfg.algorithm.policy_loss, "algorithm.policy_loss"
-    used = POLICY_LOSS_OPTIONS[loss.loss_mode]
-    unused = sorted({option for options in POLICY_LOSS_OPTIONS.values() for option in options}.difference(used))
-    yield from inert(loss, key, unused, f"the loss is {loss.loss_mode}", f"{key}.loss_mode")
-    if loss.clip_ratio_c <= 1:
-        yield Problem((f"{key}.clip_ratio_c",), f"must be greater than 1 (dual clip), got {loss.clip_ratio_c}")
-    if loss.clip_ratio_low >= 1:
-        yield Problem(
-            (f"{key}.clip_ratio_low",), f"must be below 1, else the ratio is never clipped; got {loss.clip_ratio_low}"
-        )
-    if loss.loss_mode == "sapo" and loss.aggregation != "seq-mean-token-mean":
-        message = f"sapo is a mean over responses of their token means: {loss.aggregation} would change the loss"
-        yield Problem((f"{key}.loss_agg_mode", f"{key}.loss_mode"), message)
-    if loss.aggregation != "seq-mean-token-sum-norm":
-        because = f"the aggregate is {loss.aggregation}"
-        yield from inert(loss, key, ["loss_scale_factor"], because, f"{key}.loss_agg_mode")
 
 
 def _lengths(cfg: RLConfig, arch: ModelArch | None) -> Iterator[Problem]:

@@ -2,7 +2,8 @@
 
 from mrl.data.balance import plan_micro_batches
 from mrl.data.collate import collate
-from mrl.data.dataset import DataError, PromptDataset, data_notes
+from mrl.data.dataset import PromptDataset, data_notes
+from mrl.data.errors import DataError
 from mrl.data.packing import pack, sequence_align
 from mrl.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 

@@ -35,4 +35,5 @@ def collate(step: int, samples: list[Sample]) -> Rollout:
         group=torch.tensor([s.request.group for s in ordered]),
         scores=torch.tensor([s.score for s in ordered], dtype=torch.float32),
         rollout_log_probs=torch.tensor([x for s in ordered for x in s.log_probs], dtype=torch.float32),
+        rows=torch.tensor([s.request.prompt.index for s in ordered]),
     )

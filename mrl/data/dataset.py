@@ -1,67 +1,83 @@
-"""Prompts from a JSONL file. Which prompts a step gets depends on (seed, step) alone: no state to save."""
+"""Prompts of one or several sources. Which ones a step gets depends on (seed, step) alone: no state to save."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from mrl.config.schema import DataConfig
+from mrl.config.schema import DataConfig, SourceConfig
 from mrl.core import Prompt, Rollout
+from mrl.data.encoder import Encoder
+from mrl.data.errors import DataError, raise_for
+from mrl.data.mixture import Mixture
+from mrl.data.source import PromptSource
 from mrl.data.tokenizer import Tokenizer
-
-MAX_REPORTED = 10
-Item = TypeVar("Item")
-
-
-class DataError(ValueError):
-    """Rows that cannot be used; one line a row, with file and line number."""
 
 
 class PromptDataset:
-    """The rows of one JSONL file, tokenised.
+    """The rows of all sources, tokenised.
 
-    Rows whose prompt has more than `cfg.max_prompt_tokens` tokens are left out; `dropped` counts them. `Prompt.index`
-    is the row's number in the file (from 0, blank lines not counted), with or without drops.
+    Prompts with more than `cfg.max_prompt_tokens` tokens are left out or cut, as `cfg.truncation` says; each source
+    counts them. `Prompt.index` is the row's number over all sources, one after the other (from 0, blank lines not
+    counted), with or without those left out.
 
-    Raises DataError for malformed rows, missing keys, empty prompts, and if nothing is left; with `require_answer`
-    also for rows without a text under `cfg.answer_key`.
+    sources: those of a configuration, or the path of the only one
+
+    Raises DataError for malformed rows, missing keys, empty prompts, and if nothing is left of a source; with
+    `require_answer` also for rows without a text under `cfg.answer_key`.
     """
 
-    def __init__(self, path: str | Path, cfg: DataConfig, tokenizer: Tokenizer, require_answer: bool = False) -> None:
-        self.path = Path(path)
+    def __init__(
+        self,
+        sources: Sequence[SourceConfig] | str | Path,
+        cfg: DataConfig,
+        tokenizer: Tokenizer,
+        require_answer: bool = False,
+    ) -> None:
+        if isinstance(sources, str | Path):
+            sources = (SourceConfig(path=str(sources)),)
         self.cfg = cfg
         self.tokenizer = tokenizer
-        self._lines, rows = _read_jsonl(self.path)
-        if require_answer:
-            self._check(rows, lambda row: _answer_problem(row, cfg.answer_key))
-        texts, ids = self._encode(rows)
-        self._check(ids, lambda x: None if x else "the prompt has no tokens")
-        kept = [i for i, x in enumerate(ids) if len(x) <= cfg.max_prompt_tokens]
-        self.dropped = len(ids) - len(kept)
-        self.prompts = [Prompt(i, tuple(ids[i]), rows[i], texts[i]) for i in kept]
-        if not self.prompts:
-            why = f"all {self.dropped} prompts have more than data.max_prompt_tokens={cfg.max_prompt_tokens} tokens"
-            raise DataError(f"{self.path}: {why if self.dropped else 'no rows'}")
+        self._encoder = Encoder(cfg, tokenizer)
+        self.sources: list[PromptSource] = []
+        for source in sources:
+            first = sum(len(found.rows) for found in self.sources)
+            self.sources.append(PromptSource(source, self._encoder, first, require_answer))
+            if not self.sources[-1]:
+                limit = f"data.max_prompt_tokens={cfg.max_prompt_tokens}"
+                raise DataError(f"{source.path}: all {self.sources[-1].dropped} prompts have more than {limit} tokens")
+        weights = [source.weight for source in sources if source.weight is not None]
+        self.mixture = Mixture([len(source) for source in self.sources], weights or None)
 
     def __len__(self) -> int:
-        return len(self.prompts)
+        return sum(map(len, self.sources))
 
     def prompts_for_step(self, step: int, n: int, seed: int) -> list[Prompt]:
-        """The n prompts of step `step` (from 0): places step*n ... of an endless row of epochs, each a permutation."""
+        """The n prompts of step `step` (from 0): places step*n ... of an endless row, in which each source goes through
+        epochs, each a permutation of its prompts. Without weights an epoch of all sources has each prompt once."""
         if step < 0:
             raise ValueError(f"step {step} is negative")
-        places = range(step * n, (step + 1) * n)
-        epochs = {e: self._epoch(e, seed) for e in {p // len(self) for p in places}}
-        return [self.prompts[epochs[p // len(self)][p % len(self)]] for p in places]
+        return self._at(range(step * n, (step + 1) * n), seed if self.cfg.shuffle else None)
 
     def first(self, n: int) -> list[Prompt]:
-        """The first n prompts of the file (all of them if there are fewer): the same ones at every validation."""
-        return self.prompts[:n]
+        """The first n prompts in the order of the rows (all of them if there are fewer), of several sources in turn:
+        the same ones at every validation."""
+        return self._at(range(min(n, len(self))), None)
+
+    def where(self, prompt: Prompt) -> str:
+        """File and row, for messages."""
+        source = next(s for s in reversed(self.sources) if s.first_index <= prompt.index)
+        return source.where(prompt.index)
+
+    def answers(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The tokens of each answer, EOS at the end. Raises DataError for rows without one."""
+        problems = [(self.where(p), what) for p in prompts if (what := self._encoder.answer_problem(p.row))]
+        raise_for(problems)
+        plain = self.tokenizer.encode_plain([p.row[self.cfg.answer_key] for p in prompts])
+        return [[*ids, self.tokenizer.eos_id] for ids in plain]
 
     def sft_rollout(self, step: int, n: int, seed: int) -> Rollout:
         """A step of supervised fine-tuning: n prompts, each with its answer + EOS as the response.
@@ -69,9 +85,8 @@ class PromptDataset:
         Prompt and answer are tokenised apart, as they are in sampling. Scores and log-probs are zeros.
         """
         prompts = self.prompts_for_step(step, n, seed)
-        self._check_prompts(prompts)
-        answers = self.tokenizer.encode_plain([p.row[self.cfg.answer_key] for p in prompts])
-        sequences = [[*p.token_ids, *answer, self.tokenizer.eos_id] for p, answer in zip(prompts, answers, strict=True)]
+        answers = self.answers(prompts)
+        sequences = [[*p.token_ids, *answer] for p, answer in zip(prompts, answers, strict=True)]
         seq_lens = torch.tensor([len(s) for s in sequences])
         prompt_lens = torch.tensor([len(p.token_ids) for p in prompts])
         return Rollout(
@@ -82,104 +97,34 @@ class PromptDataset:
             group=torch.arange(n),
             scores=torch.zeros(n),
             rollout_log_probs=torch.zeros(int((seq_lens - prompt_lens).sum())),
+            rows=torch.tensor([p.index for p in prompts]),
         )
 
-    def _epoch(self, epoch: int, seed: int) -> np.ndarray:
-        if not self.cfg.shuffle:
-            return np.arange(len(self))
-        return np.random.default_rng([seed, epoch]).permutation(len(self))
+    def _at(self, places: range, seed: int | None) -> list[Prompt]:
+        """The prompts at these places of the run; in the order of the rows without a seed."""
+        source, epoch, at = self.mixture.draws(np.arange(places.start, places.stop))
+        order = {key: self._order(*key, seed) for key in set(zip(source.tolist(), epoch.tolist(), strict=True))}
+        return [self.sources[s].prompt(int(order[s, e][a])) for s, e, a in zip(source, epoch, at, strict=True)]
 
-    def _encode(self, rows: list[dict[str, Any]]) -> tuple[list[str], list[list[int]]]:
-        key, chat = self.cfg.prompt_key, self.cfg.chat_template
-        self._check(rows, lambda row: _prompt_problem(row, key, chat))
-        values = [row[key] for row in rows]
-        if not chat:
-            return values, self.tokenizer.encode_prompts(values)
-        if not self.tokenizer.has_chat_template:
-            raise DataError("data.chat_template is true but the tokenizer has no chat template; set it to false")
-        conversations = [[{"role": "user", "content": v}] if isinstance(v, str) else v for v in values]
-        texts = [self.tokenizer.dress(c) for c in conversations]
-        return texts, self.tokenizer.encode_plain(texts)
-
-    def _check(self, items: list[Item], problem: Callable[[Item], str | None]) -> None:
-        found = [(line, what) for line, item in zip(self._lines, items, strict=True) if (what := problem(item))]
-        _raise_for(self.path, found)
-
-    def _check_prompts(self, prompts: list[Prompt]) -> None:
-        found = [(self._lines[p.index], what) for p in prompts if (what := _answer_problem(p.row, self.cfg.answer_key))]
-        _raise_for(self.path, found)
+    def _order(self, source: int, epoch: int, seed: int | None) -> np.ndarray:
+        size = len(self.sources[source])
+        return np.arange(size) if seed is None else np.random.default_rng([seed, epoch, source]).permutation(size)
 
 
 def data_notes(tokenizer: Tokenizer, sets: Mapping[str, PromptDataset]) -> list[str]:
-    """What was corrected or left out, one sentence each. `sets`: by the key that names the file."""
-    return [
-        *tokenizer.notes,
-        *(
-            f"{key}: {data.dropped} prompts over {data.cfg.max_prompt_tokens} tokens left out"
-            for key, data in sets.items()
-            if data.dropped
-        ),
-    ]
+    """What was corrected, left out or cut, one sentence each. `sets`: by the key that names the sources."""
+    notes = [*tokenizer.notes]
+    if any(data.cfg.chat_template for data in sets.values()):
+        notes += tokenizer.turn_notes()
+    return [*notes, *(note for key, data in sets.items() for note in _length_notes(key, data))]
 
 
-def _read_jsonl(path: Path) -> tuple[list[int], list[dict[str, Any]]]:
-    """(line numbers from 1, rows); blank lines are skipped."""
-    if not path.is_file():
-        raise DataError(f"{path} does not exist; data.train and data.validation name JSONL files")
-    lines: list[int] = []
-    rows: list[dict[str, Any]] = []
-    problems: list[tuple[int, str]] = []
-    for number, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not raw.strip():
-            continue
-        try:
-            row = json.loads(raw)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            problems.append((number, f"not valid JSON: {error}"))
-            continue
-        if not isinstance(row, dict):
-            problems.append((number, f"a row must be a JSON object, this is a {type(row).__name__}"))
-            continue
-        lines.append(number)
-        rows.append(row)
-    _raise_for(path, problems)
-    return lines, rows
-
-
-def _raise_for(path: Path, problems: list[tuple[int, str]]) -> None:
-    if not problems:
-        return
-    shown = [f"{path}:{line}: {what}" for line, what in problems[:MAX_REPORTED]]
-    if len(problems) > MAX_REPORTED:
-        shown.append(f"... and {len(problems) - MAX_REPORTED} more rows")
-    raise DataError("\n".join(shown))
-
-
-def _missing(row: dict[str, Any], key: str, setting: str) -> str:
-    return f"no key {key!r} ({setting}); the row has: {', '.join(map(repr, row)) or 'nothing'}"
-
-
-def _prompt_problem(row: dict[str, Any], key: str, chat: bool) -> str | None:
-    if key not in row:
-        return _missing(row, key, "data.prompt_key")
-    value = row[key]
-    if isinstance(value, str):
-        return None
-    if not chat:
-        hint = "; chat messages need data.chat_template: true" if isinstance(value, list) else ""
-        return f"{key!r} must be text, not {type(value).__name__}{hint}"
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
-    ):
-        return None
-    return f"{key!r} must be text or a list of messages with 'role' and 'content'"
-
-
-def _answer_problem(row: dict[str, Any], key: str) -> str | None:
-    if key not in row:
-        return _missing(row, key, "data.answer_key")
-    if not isinstance(row[key], str):
-        return f"{key!r} must be text, not {type(row[key]).__name__}"
-    return None
+def _length_notes(key: str, data: PromptDataset) -> Iterator[str]:
+    limit = data.cfg.max_prompt_tokens
+    for source in data.sources:
+        place = key if len(data.sources) == 1 else f"{key}, {source.source.path}"
+        if source.dropped:
+            yield f"{place}: {source.dropped} prompts over {limit} tokens left out"
+        if source.cut:
+            ends = {"left": "at their beginning", "middle": "in the middle", "right": "at their end"}
+            yield f"{place}: {source.cut} prompts cut to {limit} tokens, {ends[data.cfg.truncation]}"

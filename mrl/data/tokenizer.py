@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_MARK = "ANSWER"
 
 
 class TokenizerError(ValueError):
@@ -38,9 +42,9 @@ class Tokenizer:
         """Text -> ids without any special token: answers, and text that a chat template has already dressed."""
         return self._ids(texts, special=False)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text without special tokens."""
-        text: str = self.hf.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """The text, without special tokens unless asked for."""
+        text: str = self.hf.decode(list(ids), skip_special_tokens=not special)
         return text
 
     @property
@@ -52,16 +56,33 @@ class Tokenizer:
         text: str = self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return text
 
+    def turn_notes(self) -> list[str]:
+        """What to know where the chat template ends the assistant's turns with another special token than EOS."""
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
+        try:
+            text: str = self.hf.apply_chat_template(messages, tokenize=False)
+        except (TemplateError, TypeError):  # its own rules of what a conversation is
+            return []
+        [ids] = self.encode_plain([text.rpartition(_MARK)[2].strip()])
+        if not ids or ids[0] == self.eos_id or ids[0] not in self.hf.all_special_ids:
+            return []
+        end = self.hf.convert_ids_to_tokens(ids[0])
+        return [
+            f"the chat template ends the assistant's turns with {end!r}, the EOS token is {self.hf.eos_token!r}; "
+            f"model.eos_token: {end!r} would make it the one"
+        ]
+
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
         ids: list[list[int]] = self.hf(texts, add_special_tokens=special)["input_ids"] if texts else []
         return ids
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
     """Load from local files only, and make sure that there is an EOS and a PAD token.
 
-    A missing EOS is taken from the model's config.json, a missing PAD becomes the EOS; both corrections are in
-    `Tokenizer.notes`. Raises TokenizerError if there are no tokenizer files or no EOS anywhere.
+    `eos_token`, if given, takes the place of the tokenizer's own. A missing EOS is taken from the model's config.json,
+    a missing PAD becomes the EOS. Every correction is in `Tokenizer.notes`. Raises TokenizerError if there are no
+    tokenizer files, no EOS anywhere, or if `eos_token` is no token of the vocabulary.
     """
     from transformers import AutoTokenizer
 
@@ -72,6 +93,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"{path}: no tokenizer could be loaded; expected tokenizer.json or the model's own files ({error})"
         ) from error
     notes: list[str] = []
+    if eos_token is not None and eos_token != hf.eos_token:
+        if eos_token not in hf.get_vocab():
+            raise TokenizerError(f"{path}: model.eos_token {eos_token!r} is no token of the vocabulary")
+        notes.append(f"the EOS token is {eos_token!r} (model.eos_token), the tokenizer has {hf.eos_token!r}")
+        hf.eos_token = eos_token
     if hf.eos_token_id is None:
         hf.eos_token = _eos_of_config(Path(path), hf)
         notes.append(f"the tokenizer names no EOS token; using {hf.eos_token!r} from config.json")

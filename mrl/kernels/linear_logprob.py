@@ -4,7 +4,7 @@ Rows are worked through in chunks; the backward pass recomputes a chunk's logits
 memory beyond inputs and gradients is one [chunk, vocab / tp] block. Vocabulary-parallel: each rank holds the weight
 rows `vocab_start ... vocab_start + V/tp`; columns at or beyond `vocab_size` are padding and take no probability.
 
-With logits x / T, p = softmax: log_prob = x_y - lse, entropy H = lse - sum(p x);
+With logits x / T, p = softmax: log_prob = x_y - lse, entropy H = lse - sum(p x), sum p^2 = sum(e^2x) / sum(e^x)^2;
 d log_prob / dx = onehot(y) - p, dH / dx = -p (log p + H).
 """
 
@@ -37,11 +37,34 @@ def linear_log_prob(
     The gradient of `hidden` holds only this rank's vocabulary part: the caller sums it over the tensor-parallel group.
     chunk: rows worked through at once; by the size of the vocabulary when None.
     """
-    chunk = chunk or max(_CHUNK_ROWS, _CHUNK_ELEMENTS // weight.size(0))
-    group = tp_group if tp_group is not None and tp_group.size() > 1 else None
+    chunk = chunk or _chunk_rows(weight)
     out: tuple[Tensor, Tensor] = _LinearLogProb.apply(
-        hidden, weight, labels, temperature, vocab_start, vocab_size, group, chunk
+        hidden, weight, labels, temperature, vocab_start, vocab_size, _if_parallel(tp_group), chunk
     )
+    return out
+
+
+@torch.no_grad()
+def linear_distribution(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    vocab_start: int,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """float32 [3, n]: the log-probs and entropies of `linear_log_prob`, and the sums over the vocabulary of the squared
+    probabilities. No gradient."""
+    valid = max(0, min(weight.size(0), vocab_size - vocab_start))
+    chunk, group = chunk or _chunk_rows(weight), _if_parallel(tp_group)
+    out = torch.empty(3, hidden.size(0), dtype=torch.float32, device=hidden.device)
+    for s in range(0, hidden.size(0), chunk):
+        rows = slice(s, s + chunk)
+        x = _logits(hidden[rows], weight, temperature, valid)
+        picked, lse, entropy, squares = _row_statistics(x, labels[rows] - vocab_start, valid, group, squares=True)
+        out[:, rows] = torch.stack([picked - lse, entropy, squares])
     return out
 
 
@@ -72,7 +95,7 @@ class _LinearLogProb(torch.autograd.Function):
         for s in range(0, n, chunk):
             rows = slice(s, s + chunk)
             x = _logits(hidden[rows], weight, temperature, valid)
-            picked, lse[rows], entropy[rows] = _row_statistics(x, labels[rows] - vocab_start, valid, group)
+            picked, lse[rows], entropy[rows], _ = _row_statistics(x, labels[rows] - vocab_start, valid, group)
             log_probs[rows] = picked - lse[rows]
         ctx.save_for_backward(hidden, weight, labels, lse, entropy)
         ctx.set_materialize_grads(False)
@@ -90,9 +113,7 @@ class _LinearLogProb(torch.autograd.Function):
         for s in range(0, hidden.size(0), chunk):
             rows = slice(s, s + chunk)
             log_p = _logits(hidden[rows], weight, temperature, valid).sub_(lse[rows, None])
-            dx = _d_logits(
-                log_p, entropy[rows], d_log_probs[rows], None if d_entropy is None else d_entropy[rows]
-            )
+            dx = _d_logits(log_p, entropy[rows], d_log_probs[rows], None if d_entropy is None else d_entropy[rows])
             _add_at_label(dx, labels[rows] - vocab_start, valid, d_log_probs[rows])
             dx = dx.div_(temperature).to(hidden.dtype)
             d_hidden[rows] = dx @ weight
@@ -107,6 +128,14 @@ class _LinearLogProb(torch.autograd.Function):
         return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None, None
 
 
+def _chunk_rows(weight: Tensor) -> int:
+    return max(_CHUNK_ROWS, _CHUNK_ELEMENTS // weight.size(0))
+
+
+def _if_parallel(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    return group if group is not None and group.size() > 1 else None
+
+
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, valid: int) -> Tensor:
     x = (hidden @ weight.T).float()
     if temperature != 1.0:
@@ -117,20 +146,22 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float, valid: int) -> T
 
 
 def _row_statistics(
-    x: Tensor, local_labels: Tensor, valid: int, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(logit of the label, log-sum-exp, entropy), each [rows], over the whole vocabulary."""
+    x: Tensor, local_labels: Tensor, valid: int, group: dist.ProcessGroup | None, squares: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logit of the label, log-sum-exp, entropy, sum of squared probabilities), each [rows], over the whole vocabulary;
+    the last one is 0 unless asked for."""
     top = x.amax(-1)
     if group is not None:
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
     exp = (x - top[:, None]).exp_()
     mine = (local_labels >= 0) & (local_labels < valid)
     picked = x.gather(1, local_labels.clamp(0, x.size(1) - 1)[:, None])[:, 0]
-    sums = torch.stack([exp.sum(-1), (exp * x).sum(-1), torch.where(mine, picked, 0.0)])
+    square = exp.square().sum(-1) if squares else torch.zeros_like(picked)
+    sums = torch.stack([exp.sum(-1), (exp * x).sum(-1), torch.where(mine, picked, 0.0), square])
     if group is not None:
         dist.all_reduce(sums, group=group)
     lse = top + sums[0].log()
-    return sums[2], lse, lse - sums[1] / sums[0]
+    return sums[2], lse, lse - sums[1] / sums[0], sums[3] / sums[0].square()
 
 
 def _d_logits(log_p: Tensor, entropy: Tensor, d_log_probs: Tensor, d_entropy: Tensor | None) -> Tensor:

@@ -4,6 +4,6 @@ from mrl import platform
 
 platform.install()  # before anything below imports megatron.core
 
-from mrl.learner.learner import Learner, Loss, LossParts  # noqa: E402
+from mrl.learner.learner import Learner, Loss, LossParts, Term  # noqa: E402
 
-__all__ = ["Learner", "Loss", "LossParts"]
+__all__ = ["Learner", "Loss", "LossParts", "Term"]

@@ -6,7 +6,7 @@ Per-token results come back as flat [k, R] tensors that are the same on every ra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -30,16 +30,15 @@ from mrl.weights.export import Exporter
 from mrl.weights.load import load_pretrained
 
 Role = Literal["policy", "critic"]
-Output = Literal["log_probs", "values"]
+Output = Literal["log_probs", "distribution", "values"]
 
 
 @dataclass(frozen=True)
 class LossParts:
-    """What a loss gives for one micro-batch: its local sum, metrics to add up, metrics to take the maximum of."""
+    """What a loss gives for one micro-batch: its local sum, and metrics to add up."""
 
     loss: Tensor
     sums: list[Tensor]
-    maxima: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,25 @@ class Loss:
 
     compute: Callable[[Tensor, Tensor], LossParts]
     sums: tuple[str, ...]
-    maxima: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Term:
+    """A loss over some samples of a rollout, whose log-probs are those at `temperature`. An update may sum several."""
+
+    rollout: Rollout
+    sample_ids: range | list[int]
+    loss: Loss
+    temperature: float
+    entropy_grad: bool = False  # whether the entropies take part in the loss
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    packed: PackedBatch
+    temperature: float
+    entropy_grad: bool = False
+    term: int = 0
 
 
 class Learner:
@@ -90,25 +107,34 @@ class Learner:
         self._outputs: list[tuple[Tensor, Tensor]] = []  # of the last backward: the model's at some tokens, their dest
         self._finite = True  # its loss and every rank's gradients
 
-    def log_probs(self, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs of the response tokens under softmax(logits / temperature), and the entropies: [R], [R]."""
-        out = self._forward(rollout, "log_probs", 2, temperature)
+    def log_probs(self, rollout: Rollout, temperature: float, sample_ids: range | None = None) -> tuple[Tensor, Tensor]:
+        """Log-probs of the response tokens under softmax(logits / temperature), and the entropies: [R], [R].
+        sample_ids: of these samples only, 0 elsewhere."""
+        out = self._forward(rollout, "log_probs", 2, temperature, sample_ids)
         return out[0], out[1]
+
+    def distribution(self, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """`log_probs`, and the sums over the vocabulary of the squared probabilities: [R], [R], [R]."""
+        out = self._forward(rollout, "distribution", 3, temperature)
+        return out[0], out[1], out[2]
 
     def values(self, rollout: Rollout) -> Tensor:
         """The critic's value before each response token: [R]."""
         return self._forward(rollout, "values", 1, 1.0)[0]
 
     @torch.no_grad()
-    def _forward(self, rollout: Rollout, output: Output, channels: int, temperature: float) -> Tensor:
-        batches = self._micro_batches(rollout, range(rollout.num_samples))
+    def _forward(
+        self, rollout: Rollout, output: Output, channels: int, temperature: float, sample_ids: range | None = None
+    ) -> Tensor:
+        packed = self._micro_batches(rollout, range(rollout.num_samples) if sample_ids is None else sample_ids)
+        batches = [_MicroBatch(batch, temperature) for batch in packed]
         result = torch.zeros(channels, rollout.num_response_tokens, device=platform.device())
 
-        def collect(values: Tensor, batch: PackedBatch, non_loss_data: bool = True) -> None:
+        def collect(values: Tensor, batch: _MicroBatch, non_loss_data: bool = True) -> None:
             if self.mesh.tp_rank == 0:
-                result[:, batch.dest] = values
+                result[:, batch.packed.dest] = values
 
-        self._schedule(batches, output, temperature, collect, forward_only=True, collect_non_loss_data=True)
+        self._schedule(batches, output, collect, forward_only=True, collect_non_loss_data=True)
         dist.all_reduce(result)
         return result.cpu()
 
@@ -121,23 +147,33 @@ class Learner:
         *,
         entropy_grad: bool = False,
         full_gradients: bool = False,
+        also: Sequence[Term] = (),
     ) -> dict[str, float]:
         """Gradients of the summed loss over `sample_ids`, and its metrics (plus "loss"), the same on every rank.
+
+        also: further losses of the same update, whose metrics have other names; "loss" is the sum of all
 
         The per-token weights inside `loss` hold the one global denominator, so the gradient does not depend on the
         split over micro-batches, DP, CP or PP. Megatron multiplies by CP, divides by the number of micro-batches, and
         its DDP divides by DP x CP: the factor below undoes that. `full_gradients` leaves the whole reduced gradient on
         every data-parallel rank instead of its shard.
         """
-        batches = self._micro_batches(rollout, sample_ids)
+        terms = (Term(rollout, sample_ids, loss, temperature, entropy_grad), *also)
+        batches = [
+            _MicroBatch(packed, term.temperature, term.entropy_grad, number)
+            for number, term in enumerate(terms)
+            for packed in self._micro_batches(term.rollout, term.sample_ids)
+        ]
         scale = len(batches) * self.mesh.dp
-        parts: list[LossParts] = []
+        parts: list[list[LossParts]] = [[] for _ in terms]
         self._outputs = []
 
-        def compute(values: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            self._outputs.append((values.detach(), batch.dest))
-            part = loss.compute(values, batch.dest.to(values.device))
-            parts.append(LossParts(part.loss.detach().clone(), part.sums, part.maxima))
+        def compute(values: Tensor, batch: _MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            dest = batch.packed.dest
+            if batch.term == 0:
+                self._outputs.append((values.detach(), dest))
+            part = terms[batch.term].loss.compute(values, dest.to(values.device))
+            parts[batch.term].append(LossParts(part.loss.detach().clone(), part.sums))
             return part.loss * scale, {}
 
         for chunk in self.chunks:
@@ -147,13 +183,11 @@ class Learner:
         self._schedule(
             batches,
             output,
-            temperature,
             compute,
-            entropy_grad=entropy_grad,
             forward_only=False,
             force_all_reduce=full_gradients,
         )
-        return self._reduce_metrics(parts, loss)
+        return self._reduce_metrics([(term.loss, made) for term, made in zip(terms, parts, strict=True)])
 
     def step(self) -> dict[str, float]:
         """One optimizer update from the accumulated gradients; returns grad_norm, lr and skipped (0 or 1).
@@ -169,6 +203,27 @@ class Learner:
                 apply_update(self.optimizer, norm)
         lr = float(self.optimizer.param_groups[0]["lr"])
         return {"grad_norm": norm, "lr": lr, "skipped": float(not good)}
+
+    def zero_gradients(self) -> None:
+        """Those of the last `backward`, as if its loss had been multiplied by 0; one that is not finite stays so."""
+        for chunk in self.chunks:
+            chunk.scale_gradients(0.0)
+
+    def last_log_probs(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """(log-probs [R] that the last `backward` computed, 0 elsewhere; where [R] bool). Collective."""
+        found = torch.zeros(2, rollout.num_response_tokens, device=platform.device())
+        if self.mesh.tp_rank == 0:
+            for values, dest in self._outputs:
+                found[0, dest], found[1, dest] = values[0], 1.0
+        dist.all_reduce(found)
+        log_probs, seen = found.cpu()
+        return log_probs, seen.bool()
+
+    def total_over_context(self, partial: Tensor) -> Tensor:
+        """The sum of a tensor over the context-parallel ranks, which hold parts of the same sequences; in place."""
+        if self.mesh.cp > 1:
+            dist.all_reduce(partial, group=self.mesh.cp_group)
+        return partial
 
     def nonfinite_samples(self, rollout: Rollout) -> list[int]:
         """Samples of the last `backward` at one of whose tokens the model's output was not finite. Collective."""
@@ -195,18 +250,16 @@ class Learner:
 
     def _schedule(
         self,
-        batches: list[PackedBatch],
+        batches: list[_MicroBatch],
         output: Output,
-        temperature: float,
         on_output: Callable[..., Any],
-        *,
-        entropy_grad: bool = False,
         **megatron_args: Any,
     ) -> None:
-        def forward_step(it: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        def forward_step(it: Iterator[_MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(it)
-            made = ModelBatch.make(batch, self.mesh, temperature, output, entropy_grad)
-            tokens, positions = batch.tokens.to(platform.device()), batch.position_ids.to(platform.device())
+            made = ModelBatch.make(batch.packed, self.mesh, batch.temperature, output, batch.entropy_grad)
+            tokens = batch.packed.tokens.to(platform.device())
+            positions = batch.packed.position_ids.to(platform.device())
             return model(tokens, positions, None, packed_seq_params=made), partial(on_output, batch=batch)
 
         with self.mesh.active():
@@ -220,19 +273,21 @@ class Learner:
                 **megatron_args,
             )
 
-    def _reduce_metrics(self, parts: list[LossParts], loss: Loss) -> dict[str, float]:
+    def _reduce_metrics(self, terms: list[tuple[Loss, list[LossParts]]]) -> dict[str, float]:
         """Metrics of the whole mini-batch: every token is counted by exactly one rank. Notes whether all is finite."""
-        sums = torch.zeros(2 + len(loss.sums), dtype=torch.float64, device=platform.device())
-        maxima = torch.zeros(len(loss.maxima), dtype=torch.float64, device=platform.device())
+        names = ["loss", *(name for loss, _ in terms for name in loss.sums)]
+        sums = torch.zeros(1 + len(names), dtype=torch.float64, device=platform.device())
         sums[0] = ~has_finite_gradients(self.chunks)
         if self.mesh.tp_rank == 0:
-            for part in parts:
-                sums[1:] += torch.stack([part.loss, *part.sums]).double()
-                if loss.maxima:
-                    maxima = torch.maximum(maxima, torch.stack(part.maxima).double())
+            first = 2
+            for loss, parts in terms:
+                end = first + len(loss.sums)
+                for part in parts:
+                    sums[1] += part.loss
+                    sums[first:end] += torch.stack(part.sums).double()
+                first = end
         dist.all_reduce(sums)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        broken_ranks, *values = torch.cat([sums, maxima]).tolist()
-        metrics = dict(zip(("loss", *loss.sums, *loss.maxima), values, strict=True))
+        broken_ranks, *values = sums.tolist()
+        metrics = dict(zip(names, values, strict=True))
         self._finite = broken_ranks == 0 and math.isfinite(metrics["loss"])
         return metrics

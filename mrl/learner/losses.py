@@ -11,55 +11,71 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrl.algo import kl, policy_loss, value_loss
+from mrl import platform
+from mrl.algo import Sequences, kl, policy_loss, value_loss
 from mrl.config.schema import KLConfig, PolicyLossConfig, ValueLossConfig
 from mrl.learner.learner import Loss, LossParts
 
 
 @dataclass(frozen=True)
 class PolicyTargets:
-    """Flat [R] vectors of a step. `old_log_probs` None: the update is the step's first and only one, the ratio is 1.
+    """Flat [R] vectors of a step. `old_log_probs` None: the update is of the old policy itself, the ratio is 1.
 
-    trainer_log_probs: the trainer's own, of the policy that sampled; None: the update is the first one, so these are
-    the ones it computes anyway. `weights` sum a token loss to the configured aggregate, `mean_weights` to the mean over
-    the mini-batch's tokens.
+    weights: sum a token loss to the configured aggregate; mean_weights: to the mean over the mini-batch's tokens
+    policy_weights: `weights` times what the policy loss alone is multiplied by (importance weights, a choice of tokens)
+    sequences: which response each token is of; chosen: bool, the tokens that the loss treats differently
     """
 
     advantages: Tensor
+    policy_weights: Tensor
     weights: Tensor
     mean_weights: Tensor
-    rollout_log_probs: Tensor
-    old_log_probs: Tensor | None
-    trainer_log_probs: Tensor | None
-    ref_log_probs: Tensor | None
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    sequences: Sequences | None = None
+    chosen: Tensor | None = None
+
+    def to(self, device: torch.device) -> PolicyTargets:
+        return PolicyTargets(
+            advantages=self.advantages.to(device),
+            policy_weights=self.policy_weights.to(device),
+            weights=self.weights.to(device),
+            mean_weights=self.mean_weights.to(device),
+            old_log_probs=None if self.old_log_probs is None else self.old_log_probs.to(device),
+            ref_log_probs=None if self.ref_log_probs is None else self.ref_log_probs.to(device),
+            sequences=None if self.sequences is None else self.sequences.to(device),
+            chosen=None if self.chosen is None else self.chosen.to(device),
+        )
 
 
 POLICY_SUMS = (
     "actor/pg_loss",
     "actor/entropy",
+    "actor/ref_kl",
     "actor/clipfrac",
     "actor/ppo_kl",
     "actor/clipfrac_lower",
-    "actor/ref_kl",
-    "mismatch/mean_abs",
-    "mismatch/kl",
+    "actor/approxkl",
+    "actor/ratio",
 )
 
 
-def policy(cfg: PolicyLossConfig, kl_cfg: KLConfig, kl_coef: float, t: PolicyTargets) -> Loss:
+def policy(cfg: PolicyLossConfig, kl_cfg: KLConfig, kl_coef: float, targets: PolicyTargets) -> Loss:
     """The policy loss - entropy_coef * entropy + kl_coef * KL(actor, ref)."""
+    t = targets.to(platform.device())
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
         log_probs, entropy = output[0], output[1]
         weights, mean = t.weights[dest], t.mean_weights[dest]
-        old = log_probs.detach() if t.old_log_probs is None else t.old_log_probs[dest]
         loss, metrics = policy_loss.compute(
             cfg.loss_mode,
             log_probs=log_probs,
-            old_log_probs=old,
+            old_log_probs=log_probs.detach() if t.old_log_probs is None else t.old_log_probs[dest],
             advantages=t.advantages[dest],
-            weights=weights,
+            weights=t.policy_weights[dest],
             metric_weights=mean,
+            sequences=None if t.sequences is None else t.sequences.at(dest),
+            chosen=None if t.chosen is None else t.chosen[dest],
             **cfg.options,
         )
         pg_loss = loss.detach()
@@ -71,22 +87,10 @@ def policy(cfg: PolicyLossConfig, kl_cfg: KLConfig, kl_coef: float, t: PolicyTar
             ref_kl = (mean * penalty.detach()).sum()
             if kl_cfg.use_in_loss:
                 loss = loss + kl_coef * (weights * penalty).sum()
-        trainers = log_probs.detach() if t.trainer_log_probs is None else t.trainer_log_probs[dest]
-        gap = trainers - t.rollout_log_probs[dest]
-        sums = [
-            pg_loss,
-            (mean * entropy.detach()).sum(),
-            metrics["clipfrac"],
-            metrics["ppo_kl"],
-            metrics["clipfrac_lower"],
-            ref_kl,
-            (mean * gap.abs()).sum(),
-            (mean * -gap).sum(),
-        ]
-        biggest = gap.abs().max() if gap.numel() else torch.zeros((), device=loss.device)
-        return LossParts(loss, sums, [biggest])
+        of_loss = [metrics[name.removeprefix("actor/")] for name in POLICY_SUMS[3:]]
+        return LossParts(loss, [pg_loss, (mean * entropy.detach()).sum(), ref_kl, *of_loss])
 
-    return Loss(compute, POLICY_SUMS, ("mismatch/max_abs",))
+    return Loss(compute, POLICY_SUMS)
 
 
 def value(cfg: ValueLossConfig, old_values: Tensor, returns: Tensor, weights: Tensor, mean_weights: Tensor) -> Loss:
@@ -102,9 +106,20 @@ def value(cfg: ValueLossConfig, old_values: Tensor, returns: Tensor, weights: Te
             cliprange_value=cfg.cliprange_value,
         )
         mean_value = (mean_weights[dest] * output[0].detach()).sum()
-        return LossParts(loss, [metrics["vf_clipfrac"], mean_value], [])
+        return LossParts(loss, [metrics["vf_clipfrac"], mean_value])
 
     return Loss(compute, ("critic/clipfrac", "critic/value_mean"))
+
+
+def ptx(weights: Tensor, coef: float) -> Loss:
+    """coef * the negative log-likelihood of the response tokens, beside another loss (InstructGPT's PPO-ptx, arXiv
+    2203.02155). The metric is without the coefficient."""
+
+    def compute(output: Tensor, dest: Tensor) -> LossParts:
+        loss = -(weights[dest] * output[0]).sum()
+        return LossParts(coef * loss, [loss.detach()])
+
+    return Loss(compute, ("ptx/loss",))
 
 
 def cross_entropy(weights: Tensor) -> Loss:
@@ -112,6 +127,6 @@ def cross_entropy(weights: Tensor) -> Loss:
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
         w = weights[dest]
-        return LossParts(-(w * output[0]).sum(), [(w * output[1].detach()).sum()], [])
+        return LossParts(-(w * output[0]).sum(), [(w * output[1].detach()).sum()])
 
     return Loss(compute, ("actor/entropy",))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
@@ -79,6 +81,22 @@ def apply_update(optimizer: ChainedOptimizer, norm: float) -> None:
         if parameters := part.get_parameters():
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
     optimizer.step_with_ready_grads()
+
+
+def main_parameters(optimizer: ChainedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """(parameter of the model, float32 main weights of the range of it that this data-parallel rank updates)."""
+    for part in optimizer.chained_optimizers:
+        groups = part.optimizer.param_groups
+        for parameter, (group, place) in part.model_param_group_index_map.items():
+            yield parameter, groups[group]["params"][place].detach()
+
+
+def publish_main_parameters(optimizer: ChainedOptimizer, chunks: list[DistributedDataParallel]) -> None:
+    """After the main weights were changed: gives the model, on every data-parallel rank, what they are."""
+    for part in optimizer.chained_optimizers:
+        part._copy_main_params_to_model_params()
+    for chunk in chunks:
+        chunk.start_param_sync()
 
 
 def has_finite_gradients(chunks: list[DistributedDataParallel]) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mrl.models.arch import ModelArch, UnsupportedModel, load_arch, read_hf_config
+from mrl.models.arch import ModelArch, UnsupportedModel, is_reward_model, load_arch, read_hf_config
 
 if TYPE_CHECKING:
     from mrl.models.batch import ModelBatch
@@ -31,6 +31,7 @@ __all__ = [
     "UnsupportedModel",
     "build_model",
     "global_name",
+    "is_reward_model",
     "load_arch",
     "padded_vocab_size",
     "read_hf_config",

@@ -65,6 +65,11 @@ def load_arch(path: str | Path) -> ModelArch:
     return arch_from_dict(read_hf_config(path), where=f"{path}/config.json")
 
 
+def is_reward_model(path: str | Path) -> bool:
+    """Whether a Hugging Face directory says of itself that it has a score head in place of an output layer."""
+    return architecture_of(read_hf_config(path)).endswith(VALUE_HEAD_SUFFIX)
+
+
 def architecture_of(config: dict[str, Any]) -> str:
     """The first name under `architectures`."""
     return (config.get("architectures") or ["(none)"])[0]

@@ -14,7 +14,7 @@ from mrl.models.attention import AttentionPlan
 from mrl.models.mcore import PackedSeqParams
 from mrl.parallel import Mesh
 
-Output = Literal["log_probs", "logits", "values"]
+Output = Literal["log_probs", "distribution", "logits", "values"]
 
 
 def _none() -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mrl.kernels.linear_logprob import linear_log_prob
+from mrl.kernels.linear_logprob import linear_distribution, linear_log_prob
 from mrl.models.batch import ModelBatch
 from mrl.models.gpt import PackedGPT
 
@@ -13,23 +13,19 @@ from mrl.models.gpt import PackedGPT
 class Policy(PackedGPT):
     def head(self, hidden: Tensor, batch: ModelBatch) -> Tensor:
         """ "log_probs": float32 [2, n], of batch.labels under softmax(logits / temperature), and the entropies;
+        "distribution": [3, n], these and the sums of the squared probabilities, without gradients;
         "logits": float32 [n, padded vocabulary / tp], neither scaled nor masked."""
         rows = self.response_rows(hidden, batch, partial_grad=True)
         weight = self.output_weight()
         if batch.output == "logits":
             return (rows @ weight.T).float()
-        if batch.output != "log_probs":
-            raise ValueError(f"a policy has no output {batch.output!r}; it has log_probs and logits")
         group = self.pg_collection.tp
-        log_probs, entropy = linear_log_prob(
-            rows,
-            weight,
-            batch.labels,
-            batch.temperature,
-            group.rank() * weight.size(0),
-            self.arch.vocab_size,
-            group,
-        )
+        place = (batch.temperature, group.rank() * weight.size(0), self.arch.vocab_size, group)
+        if batch.output == "distribution":
+            return linear_distribution(rows, weight, batch.labels, *place)
+        if batch.output != "log_probs":
+            raise ValueError(f"a policy has no output {batch.output!r}; it has log_probs, distribution and logits")
+        log_probs, entropy = linear_log_prob(rows, weight, batch.labels, *place)
         return torch.stack([log_probs, entropy if batch.entropy_grad else entropy.detach()])
 
     def output_weight(self) -> Tensor:

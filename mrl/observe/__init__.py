@@ -7,7 +7,7 @@ from mrl.observe.recorder import Recorder, SilentRecorder
 from mrl.observe.report import write_report
 from mrl.observe.rewind import rewind
 from mrl.observe.run_dir import RunDir
-from mrl.observe.samples import before_after_table, save_samples
+from mrl.observe.samples import before_after_table, sample_row, save_samples
 
 __all__ = [
     "Recorder",
@@ -18,6 +18,7 @@ __all__ = [
     "before_after_table",
     "read_metrics",
     "rewind",
+    "sample_row",
     "save_samples",
     "write_report",
 ]

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-_SAMPLES = re.compile(r"(validation_)?step_(\d+)\.jsonl")
+_SAMPLES = re.compile(r"(validation_|validation_ema_)?step_(\d+)\.jsonl")
 
 
 def rewind(run_dir: Path, step: int) -> str:

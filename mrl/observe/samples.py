@@ -19,11 +19,12 @@ from mrl.observe.files import read_jsonl, write_jsonl
 def save_samples(run_dir: Path, name: str, samples: list[Sample]) -> Path:
     """RUN_DIR/rollouts/NAME.jsonl, a line a sample in the order of the list; returns the file."""
     file = run_dir / "rollouts" / f"{name}.jsonl"
-    write_jsonl(file, (_row(sample) for sample in samples))
+    write_jsonl(file, (sample_row(sample) for sample in samples))
     return file
 
 
-def _row(sample: Sample) -> dict[str, Any]:
+def sample_row(sample: Sample) -> dict[str, Any]:
+    """What a line of the file says of one sample."""
     prompt = sample.request.prompt
     return {
         "sample_id": sample.request.sample_id,

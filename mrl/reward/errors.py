@@ -1,7 +1,11 @@
-"""The one error of this room."""
+"""The errors of this room."""
 
 from __future__ import annotations
 
 
 class RewardError(RuntimeError):
-    """A reward function could not be loaded, or failed on a sample that the message names."""
+    """Rewards cannot be had: a function does not load, a configuration or row does not fit, a pool has ended."""
+
+
+class SampleError(RewardError):
+    """A component failed on a sample, which the message names; others may be scored."""

@@ -1,4 +1,4 @@
-"""From `reward.function` to a callable, with the errors a user can act on. No torch here: workers start quickly."""
+"""From a function's name to a callable, with the errors a user can act on. No torch here: workers start quickly."""
 
 from __future__ import annotations
 
@@ -9,34 +9,56 @@ import inspect
 import numbers
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
+from mrl.reward.calls import Call, Outcome
 from mrl.reward.errors import RewardError
 
-RewardFunction = Callable[[str, str, dict[str, Any]], Any]
+RewardFunction = Callable[[Call], Any]
+Settings = Mapping[str, Mapping[str, Any]]  # of the built-ins that have a section, by their names
 
-BUILTINS = {
+COMPARISONS = {  # f(response, answer)
     "exact_match": "mrl.reward.functions",
     "sorted_digits": "mrl.reward.functions",
     "arithmetic": "mrl.reward.functions",
+    "multiple_choice": "mrl.reward.functions",
     "math": "mrl.reward.math_answer",
 }
+SHAPES = dict.fromkeys(("format", "length", "overlong"), "mrl.reward.shaping")  # f(response, tokens, **settings)
+RESERVED = frozenset(("mean", "failed"))  # metrics beside the parts
+BUILTINS = (*COMPARISONS, "code", *SHAPES)
 
 
-def load(spec: str, answer_key: str = "answer") -> RewardFunction:
-    """The function f(prompt, response, row) that `spec` names: a built-in or `path/to/file.py:name`.
+def load(
+    spec: str, answer_key: str = "answer", where: str = "function", settings: Settings = MappingProxyType({})
+) -> RewardFunction:
+    """What `spec`, the value of reward.`where`, names: a built-in or `path/to/file.py:name`, as a function of a Call.
 
-    Built-ins compare with `str(row[answer_key])`. A file's folder is put on sys.path, so that it can import its
-    neighbours. Raises RewardError that says what is missing and what comes near.
+    A user's function gets (prompt, response, row). Raises RewardError that says what is missing and what comes near.
     """
     if ":" not in spec:
-        return _load_builtin(spec, answer_key)
+        return _load_builtin(spec, answer_key, f"reward.{where} {spec!r}", settings)
+    function = load_file(spec, where, ("prompt", "response", {}), "(prompt, response, row)")
+    return lambda call: function(call.prompt, call.response, call.row)
+
+
+def load_batch(spec: str, where: str = "function") -> Callable[[Sequence[Call]], Any]:
+    """The same for a user's function of (prompts, responses, rows), three lists of one length."""
+    function = load_file(spec, where, ([], [], []), "(prompts, responses, rows)")
+    return lambda calls: function([c.prompt for c in calls], [c.response for c in calls], [c.row for c in calls])
+
+
+def load_file(spec: str, where: str, arguments: tuple[Any, ...], signature: str) -> Callable[..., Any]:
+    """The function of `path/to/file.py:name`, which must take `arguments`.
+
+    The file's folder is put on sys.path, so that it can import its neighbours.
+    """
     path_text, _, name = spec.rpartition(":")
-    where = f"reward.function {spec!r}"
+    where = f"reward.{where} {spec!r}"
     path = Path(path_text).expanduser()
     if not path.is_file():
         near = _near(path.name, (p.name for p in path.parent.glob("*.py"))) if path.parent.is_dir() else ""
@@ -46,25 +68,31 @@ def load(spec: str, answer_key: str = "answer") -> RewardFunction:
     if function is None:
         near = _near(name, (key for key, value in vars(module).items() if callable(value) and key[0] != "_"))
         raise RewardError(f"{where}: {path} defines no {name!r}{near}")
-    _check_signature(function, where)
-    checked: RewardFunction = function
+    _check_signature(function, where, arguments, signature)
+    checked: Callable[..., Any] = function
     return checked
 
 
-def _load_builtin(spec: str, answer_key: str) -> RewardFunction:
-    if spec not in BUILTINS:
-        raise RewardError(
-            f"reward.function {spec!r} is no built-in{_near(spec, BUILTINS)}; "
-            f"known: {', '.join(sorted(BUILTINS))}, or path/to/file.py:name"
-        )
-    compare = vars(importlib.import_module(BUILTINS[spec]))[spec]
+def _load_builtin(spec: str, answer_key: str, where: str, settings: Settings) -> RewardFunction:
+    if spec in SHAPES:
+        shape = vars(importlib.import_module(SHAPES[spec]))[spec]
+        return lambda call: shape(call.response, call.response_tokens, **settings[spec])
+    if spec == "code":
+        from mrl.reward.code_tests import make
 
-    def against_answer(prompt: str, response: str, row: dict[str, Any]) -> Any:
-        if answer_key not in row:
-            raise KeyError(f"the row has no {answer_key!r} (data.answer_key){_near(answer_key, map(str, row))}")
-        return compare(response, str(row[answer_key]))
+        reward = make(**settings[spec])
+        return lambda call: reward(call.response, _answer(call, answer_key))
+    if spec in COMPARISONS:
+        compare = vars(importlib.import_module(COMPARISONS[spec]))[spec]
+        return lambda call: compare(call.response, str(_answer(call, answer_key)))
+    known = f"{', '.join(sorted(BUILTINS))}, or path/to/file.py:name"
+    raise RewardError(f"{where} is no built-in{_near(spec, BUILTINS)}; known: {known}")
 
-    return against_answer
+
+def _answer(call: Call, key: str) -> Any:
+    if key not in call.row:
+        raise KeyError(f"the row has no {key!r} (data.answer_key){_near(key, map(str, call.row))}")
+    return call.row[key]
 
 
 def _near(name: str, candidates: Iterable[str]) -> str:
@@ -90,33 +118,47 @@ def _import_file(path: Path, where: str) -> ModuleType:
     return module
 
 
-def _check_signature(function: object, where: str) -> None:
+def _check_signature(function: object, where: str, arguments: tuple[Any, ...], signature: str) -> None:
     if not callable(function):
         raise RewardError(f"{where} is a {type(function).__name__}, not a function")
     if inspect.iscoroutinefunction(function):
         raise RewardError(f"{where} is an async function; write a plain one")
     try:
-        inspect.signature(function).bind("prompt", "response", {})
+        inspect.signature(function).bind(*arguments)
     except TypeError as error:
-        raise RewardError(f"{where} must take (prompt, response, row): {error}") from error
+        raise RewardError(f"{where} must take {signature}: {error}") from error
     except ValueError:
         return  # a C function that does not tell its signature
 
 
-def check_result(result: object) -> tuple[float, dict[str, float]]:
-    """(score, the other parts) of what a reward function returned; ValueError or TypeError that says what is wrong."""
+def check_result(result: object) -> Outcome:
+    """What a reward function returned for one sample; ValueError or TypeError that says what is wrong with it."""
     if not isinstance(result, dict):
-        return _number("the score", result), {}
+        return Outcome(_number("the score", result))
     if "score" not in result:
         raise ValueError(f"returned a dict without 'score', only {sorted(map(str, result))}")
     parts = {str(key): _number(f"{key!r}", value) for key, value in result.items()}
-    return parts.pop("score"), parts
+    if not RESERVED.isdisjoint(parts):
+        raise ValueError(f"a part named {min(RESERVED.intersection(parts))!r} would hide the metric of that name")
+    return Outcome(parts.pop("score"), parts)
+
+
+def check_results(results: object, count: int) -> list[Any]:
+    """What a batch function returned, one item a sample (each still to be checked)."""
+    if isinstance(results, (str, bytes, dict)) or not hasattr(results, "__len__") or not hasattr(results, "__iter__"):
+        raise TypeError(f"must return a list of {count} scores, got {type(results).__name__} {str(results)[:80]!r}")
+    if len(results) != count:
+        raise ValueError(f"returned {len(results)} scores for {count} samples")
+    return list(results)
 
 
 def _number(what: str, value: object) -> float:
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{what} must be a float, got {type(value).__name__} {str(value)[:80]!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{what} does not fit into a float") from None
     if not isfinite(number):
         raise ValueError(f"{what} must be finite, got {number}")
     return number

@@ -11,10 +11,15 @@ import subprocess
 import sys
 import time
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from mrl.reward.calls import Outcome, settle
+from mrl.reward.errors import SampleError
+from mrl.reward.plan import Component
 
 STARTUP_TIMEOUT_S = 120.0
 SOCKET_TIMEOUT_S = 10  # for a message under way; only a stopped process takes so long
@@ -23,13 +28,24 @@ _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 @dataclass
 class Job:
-    """One call of the reward function. `result` or `error` is set once, before `done`."""
+    """One call of a component's function: with one sample, or as a batch with all of `futures`."""
 
-    label: str  # "sample 3 (prompt '31542=')"
+    component: Component
+    labels: list[str]  # "sample 3 (row 103, prompt '31542=')"
     payload: bytes
-    result: dict[str, Any] | None = None
-    error: str | None = None
-    done: bool = False
+    futures: list[Future[Outcome]]
+
+    def fail(self, reason: str, place: int | None = None) -> None:
+        """For the whole job, or for the sample at `place` of it."""
+        places = range(len(self.futures)) if place is None else [place]
+        for i in places:
+            what = f"reward function {self.component.spec!r} on {self._who(place)} {reason}"
+            settle(self.futures[i], SampleError(what))
+
+    def _who(self, place: int | None) -> str:
+        if place is not None or len(self.labels) == 1:
+            return self.labels[place or 0]
+        return f"a batch of {len(self.labels)} samples, the first of them {self.labels[0]},"
 
 
 @dataclass
@@ -43,8 +59,9 @@ class Worker:
     since: float = field(default_factory=time.monotonic)  # when the present job (or the start) began
 
     @staticmethod
-    def start(function: str, answer_key: str) -> Worker:
-        """Start a worker in a session of its own (Ctrl-C is the trainer's business); it reports ready by itself.
+    def start(setup: dict[str, Any]) -> Worker:
+        """Start a worker with `setup` (see `mrl.reward.worker`), in a session of its own: Ctrl-C is the trainer's
+        business. It reports ready by itself.
 
         The calling thread must live as long as the worker: the kernel ties the child's life to it.
         """
@@ -61,7 +78,7 @@ class Worker:
                 start_new_session=True,
             )
         worker = Worker(process, Connection(ours.detach()))
-        worker._send({"sys_path": sys.path, "function": function, "answer_key": answer_key})
+        worker._send({"sys_path": sys.path, **setup})
         return worker
 
     def give(self, jobs: list[Job]) -> bool:

@@ -1,8 +1,9 @@
 """A reward worker: `python -m mrl.reward.worker FD PARENT_PID`, started by `mrl.reward.process`.
 
-On the socket FD it gets a pickled setup (sys.path, function, answer key), says {"ready": true} or {"load_error": text},
-then takes lists of pickled (prompt, response, row) and answers each of them at once with one JSON object, in order. It
-ends when the other side closes, and the kernel kills it when the thread that started it ends.
+On the socket FD it gets a pickled setup (sys_path, components, answer_key, settings), says {"ready": true} or
+{"load_error": text}, then takes lists of jobs, each a pickled (component's name, calls), and answers each at once with
+one JSON object, in order: {"results": [{"score", "parts"} or {"error"}, one a call]} or {"error": text}. It ends when
+the other side closes, and the kernel kills it when the thread that started it ends.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import pickle
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from mrl.reward.calls import Call
 from mrl.reward.errors import RewardError
-from mrl.reward.loading import RewardFunction, check_result, load
+from mrl.reward.loading import Settings, check_result, check_results, load, load_batch
+from mrl.reward.plan import Component
 
+BatchFunction = Callable[[list[Call]], list[Any]]
 PR_SET_PDEATHSIG = 1
 MAX_TRACEBACK_CHARS = 8000
 
@@ -32,14 +37,14 @@ def main() -> None:
         setup = connection.recv()
         sys.path[:] = setup["sys_path"]
         try:
-            function = load(setup["function"], setup["answer_key"])
+            functions = {c.name: _load(c, setup["answer_key"], setup["settings"]) for c in setup["components"]}
         except RewardError as error:
             _send(connection, {"load_error": str(error)})
             return
         _send(connection, {"ready": True})
         while True:
             for payload in connection.recv():
-                _send(connection, _score(function, payload))
+                _send(connection, _score(functions, payload))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the pool is gone
 
@@ -52,13 +57,30 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _score(function: RewardFunction, payload: bytes) -> dict[str, Any]:
+def _load(component: Component, answer_key: str, settings: Settings) -> BatchFunction:
+    """Every function as one of a list of calls."""
+    if component.kind == "batch":
+        batch = load_batch(component.spec, component.where)
+        return lambda calls: check_results(batch(calls), len(calls))
+    single = load(component.spec, answer_key, component.where, settings)
+    return lambda calls: [single(call) for call in calls]
+
+
+def _score(functions: dict[str, BatchFunction], payload: bytes) -> dict[str, Any]:
     try:
-        prompt, response, row = pickle.loads(payload)
-        score, parts = check_result(function(prompt, response, row))
+        name, calls = pickle.loads(payload)
+        results = functions[name](calls)
     except BaseException as error:  # noqa: BLE001 - a user's sys.exit() must not end the worker; it is reported
         return {"error": _describe(error)}
-    return {"score": score, "parts": parts}
+    return {"results": [_checked(result) for result in results]}
+
+
+def _checked(result: object) -> dict[str, Any]:
+    try:
+        outcome = check_result(result)
+    except (TypeError, ValueError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"score": outcome.score, "parts": outcome.parts}
 
 
 def _describe(error: BaseException) -> str:

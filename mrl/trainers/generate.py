@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from mrl.config.derived import prompts_per_round
 from mrl.config.schema import RLConfig
 from mrl.core import Prompt, Request, Rollout, Sample, SamplingParams
 from mrl.data import PromptDataset, Tokenizer, collate, data_notes
 from mrl.observe import save_samples
 from mrl.resilience.sections import section
-from mrl.reward import RewardPool
+from mrl.reward import RewardManager
 from mrl.rollout import Engine, sample_seed
+from mrl.trainers.dynamic_sampling import Group, GroupFilter, in_order, sample_groups, value_of
 
 VALIDATION_STREAM = 1 << 40  # keeps validation seeds apart from every training step's
+ROUND_STREAM = 1 << 41  # of the orders of the data in further rounds of dynamic sampling
+
+OnSample = Callable[[Sample], None]
 
 
 @dataclass
@@ -24,51 +32,77 @@ class Generator:
     cfg: RLConfig
     run_dir: Path
     engine: Engine
-    rewards: RewardPool
+    rewards: RewardManager
     note: Callable[[str], None]
     tokenizer: Tokenizer
     train: PromptDataset
     validation: PromptDataset | None
+
+    def __post_init__(self) -> None:
+        groups = self.cfg.algorithm.filter_groups
+        self._filter = GroupFilter(groups) if groups.is_on else None
 
     def notes(self) -> list[str]:
         """What was corrected or left out of the data, for the user to see before the first step."""
         sets = {"data.train": self.train} | ({"data.validation": self.validation} if self.validation else {})
         return data_notes(self.tokenizer, sets)
 
-    def rollout(self, step: int, on_sample: Callable[[Sample], None]) -> tuple[Rollout, dict[str, float]]:
-        batch, sampling = self.cfg.batch, self.cfg.rollout.sampling
-        prompts = self.train.prompts_for_step(step, batch.prompts_per_step, self.cfg.run.seed)
-        params = SamplingParams(
-            sampling.temperature,
-            sampling.top_p,
-            sampling.top_k,
-            sampling.max_new_tokens,
-            sampling.stop,
-            sampling.stop_token_ids,
-        )
-        samples = self._samples(prompts, batch.samples_per_prompt, step, params, on_sample)
-        self._write_down(samples, f"step_{step}")
-        return collate(step, samples), sample_metrics(samples)
+    def rollout(self, step: int, on_sample: OnSample) -> tuple[Rollout, dict[str, float]]:
+        """The step's samples, as its rollout and as metrics. Raises SamplingError."""
+        algorithm = self.cfg.algorithm
+        groups, metrics = self._groups(step, on_sample)
+        samples = in_order(groups)
+        rollout = collate(step, samples)
+        if algorithm.adv_estimator == "gdpo":
+            rollout = replace(rollout, score_parts=_parts(samples, algorithm.gdpo_reward_keys))
+        greedy = self._greedy(groups, step, on_sample) if algorithm.adv_estimator == "remax" else []
+        if greedy:
+            by_group = torch.tensor([sample.score for sample in greedy], dtype=torch.float32)
+            rollout = replace(rollout, greedy_scores=by_group[rollout.group])
+            metrics["sampling/greedy_reward_mean"] = float(by_group.mean())
+        self._write_down([*samples, *greedy], f"step_{step}")
+        return rollout, sample_metrics(samples) | metrics
 
-    def data_rows(self, step: int) -> list[int]:
-        """The row in data.train behind each sample of a training step."""
-        prompts = self.train.prompts_for_step(step, self.cfg.batch.prompts_per_step, self.cfg.run.seed)
-        return [prompt.index for prompt in prompts for _ in range(self.cfg.batch.samples_per_prompt)]
+    def _groups(self, step: int, on_sample: OnSample) -> tuple[list[Group], dict[str, float]]:
+        """The responses to each prompt of the step, and metrics of how they were found."""
+        cfg, n = self.cfg, self.cfg.batch.samples_per_prompt
 
-    def validate(self, step: int, on_sample: Callable[[Sample], None]) -> dict[str, float]:
-        """Mean scores of the first `validation.prompts` held-out rows, one sample each."""
+        def sample_round(number: int) -> list[Group]:
+            """A further round takes the step's prompts of another order of the data."""
+            seed = cfg.run.seed if number == 0 else sample_seed(cfg.run.seed, ROUND_STREAM, number)
+            prompts = self.train.prompts_for_step(step, prompts_per_round(cfg), seed)
+            before = number * len(prompts) * n
+            samples = self._samples(prompts, n, step, self._params(), on_sample, before)
+            return [samples[i : i + n] for i in range(0, len(samples), n)]
+
+        if self._filter is None:
+            return sample_round(0), {}
+        return sample_groups(cfg.batch.prompts_per_step, cfg.algorithm.filter_groups, self._filter, sample_round)
+
+    def _greedy(self, groups: list[Group], step: int, on_sample: OnSample) -> list[Sample]:
+        """One greedy response to each group's prompt. In a call of its own: a greedy row among others makes SGLang draw
+        those in another way, so that their tokens would depend on what is in the batch."""
+        prompts, before = [group[0].request.prompt for group in groups], sum(map(len, groups))
+        return self._samples(prompts, 1, step, self._unfiltered(0.0), on_sample, before)
+
+    def validate(self, step: int, on_sample: OnSample, name: str) -> dict[str, float]:
+        """Mean scores of the first `validation.prompts` held-out rows, one sample each; named NAME/..."""
         assert self.validation is not None
-        cfg, sampling = self.cfg.validation, self.cfg.rollout.sampling
-        params = SamplingParams(
-            temperature=cfg.temperature,
-            max_new_tokens=sampling.max_new_tokens,
-            stop=sampling.stop,
-            stop_token_ids=sampling.stop_token_ids,
-        )
-        samples = self._samples(self.validation.first(cfg.prompts), 1, step + VALIDATION_STREAM, params, on_sample)
-        self._write_down(samples, f"validation_step_{step}")
+        cfg = self.cfg.validation
+        prompts, params = self.validation.first(cfg.prompts), self._unfiltered(cfg.temperature)
+        samples = self._samples(prompts, 1, step + VALIDATION_STREAM, params, on_sample)
+        self._write_down(samples, f"{name}_step_{step}")
         metrics = sample_metrics(samples)
-        return {f"validation/{name.removeprefix('reward/')}": value for name, value in metrics.items()}
+        return {f"{name}/{metric.removeprefix('reward/')}": value for metric, value in metrics.items()}
+
+    def _params(self) -> SamplingParams:
+        """Samples end at the tokenizer's EOS too: the model's own configuration may name another one."""
+        cfg = self.cfg.rollout.sampling
+        stop_ids = (*cfg.stop_token_ids, self.tokenizer.eos_id)
+        return SamplingParams(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens, cfg.stop, stop_ids)
+
+    def _unfiltered(self, temperature: float) -> SamplingParams:
+        return replace(self._params(), temperature=temperature, top_p=1.0, top_k=-1)
 
     def _samples(
         self,
@@ -76,13 +110,13 @@ class Generator:
         per_prompt: int,
         stream: int,
         params: SamplingParams,
-        on_sample: Callable[[Sample], None],
+        on_sample: OnSample,
+        before: int = 0,
     ) -> list[Sample]:
-        requests = [
-            Request(g * per_prompt + k, g, prompt, sample_seed(self.cfg.run.seed, stream, g * per_prompt + k))
-            for g, prompt in enumerate(prompts)
-            for k in range(per_prompt)
-        ]
+        """before: how many samples of this stream there are already; numbers and seeds go on from there."""
+        asked = [(before + i, prompts[i // per_prompt]) for i in range(len(prompts) * per_prompt)]
+        seed = self.cfg.run.seed
+        requests = [Request(i, i // per_prompt, prompt, sample_seed(seed, stream, i)) for i, prompt in asked]
 
         def finished(sample: Sample) -> None:
             sample.response_text = self.tokenizer.decode(sample.response_ids)
@@ -103,9 +137,14 @@ class Generator:
             self.note(f"{len(failed)} of {len(samples)} samples score 0, the reward failed on them ({file}): {first}")
 
 
+def _parts(samples: list[Sample], names: Sequence[str]) -> Tensor:
+    rows = [[value_of(sample, name, "algorithm.gdpo_reward_keys") for name in names] for sample in samples]
+    return torch.tensor(rows, dtype=torch.float32)
+
+
 def sample_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Means over the samples: the score, its parts, length in tokens, share cut off by max_new_tokens, share that
-    scored 0 because the reward function failed."""
+    """Means over the samples: the score, length in tokens, share cut off by max_new_tokens, share that scored 0 because
+    a reward failed on it; and of each part of the score over the samples that have it."""
     n = len(samples)
     metrics = {
         "reward/mean": sum(s.score for s in samples) / n,
@@ -114,5 +153,6 @@ def sample_metrics(samples: list[Sample]) -> dict[str, float]:
         "reward/failed": sum(bool(s.reward_error) for s in samples) / n,
     }
     for name in sorted({part for s in samples for part in s.score_parts} - {"score"}):
-        metrics[f"reward/{name}"] = sum(s.score_parts.get(name, 0.0) for s in samples) / n
+        values = [s.score_parts[name] for s in samples if name in s.score_parts]
+        metrics[f"reward/{name}"] = sum(values) / len(values)
     return metrics

@@ -5,7 +5,7 @@ All ranks see the same losses and gradient norms, so each comes to the same verd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,21 +29,15 @@ class Updates:
     role, loss, grad_norm: the last two as text where JSON has no number for them
     by: what told the samples: "outputs" (the model's output at their tokens was not finite), "targets" (what it was
     held against was not), or "mini-batch" (neither: these are all of the update's samples)
-    sample_ids, rows: those of the step's samples, and their rows in data.train
+    sample_ids, rows: places among the samples that the step learns from, and their rows in data.train
 
     limit: steps in a row with a skipped update that end the run
-    data_rows: step (from 0) -> the data row of each of its samples; None on the ranks that write nothing
+    writes: on one rank only
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        limit: int,
-        recorder: Recorder | SilentRecorder,
-        data_rows: Callable[[int], Sequence[int]] | None,
-    ) -> None:
+    def __init__(self, run_dir: Path, limit: int, recorder: Recorder | SilentRecorder, *, writes: bool) -> None:
         self.file, self._limit = run_dir / FILE, limit
-        self._recorder, self._data_rows = recorder, data_rows
+        self._recorder, self._writes = recorder, writes
         self._made: dict[str, int] = {}  # updates of this step, by role
         self._skipped = 0
         self.in_a_row = 0  # steps with a skipped update, up to the last one: part of the run's state
@@ -86,9 +80,9 @@ class Updates:
     def _write_down(
         self, role: str, metrics: dict[str, float], rollout: Rollout, by: str, sample_ids: Sequence[int]
     ) -> None:
-        if self._data_rows is None:
+        if not self._writes:
             return
-        rows = self._data_rows(rollout.step)
+        rows = rollout.rows.tolist() if rollout.rows is not None else [None] * rollout.num_samples
         line = {"step": rollout.step + 1, "update": self._made[role], "role": role}
         values = {name: metrics[name] for name in ("loss", "grad_norm")}
         samples = {"by": by, "sample_ids": list(sample_ids), "rows": [rows[sample] for sample in sample_ids]}

@@ -10,9 +10,11 @@ import time
 
 from mrl.algo import explained_variance
 from mrl.config.schema import RLConfig
-from mrl.core import StepStats
+from mrl.core import Rollout, StepStats
 from mrl.learner import losses
-from mrl.trainers.experience import Experience, make_experience, minibatch_weights
+from mrl.trainers.experience import Experience, make_experience, minibatch_weights, mismatch
+from mrl.trainers.models import RefreshedReference
+from mrl.trainers.policy_update import update_actor
 from mrl.trainers.setup import RLRun, open_rl_run
 
 
@@ -38,21 +40,15 @@ def train_step(run: RLRun, step: int) -> None:
     stats.metrics |= metrics
 
     with phase("experience", stats):
-        experience = make_experience(
-            cfg.algorithm,
-            cfg.rollout.sampling.temperature,
-            rollout,
-            run.actor,
-            run.critic,
-            run.ref,
-            run.kl_controller.value,
-            single_update=run.updates_per_step == 1,
-        )
+        experience, metrics = experience_of(run, rollout)
+    stats.metrics |= metrics
 
     trains_actor = cfg.critic is None or step >= cfg.critic.warmup_steps
     with phase("update", stats):
         stats.metrics |= update(run, experience, trains_actor)
         run.updates.end_of_step(step + 1)
+        if isinstance(run.ref, RefreshedReference):
+            run.ref.after_step(step + 1)
     stats.metrics |= adapt_kl(run, experience, stats.metrics)
 
     if trains_actor:
@@ -67,20 +63,48 @@ def train_step(run: RLRun, step: int) -> None:
     run.recorder.log(stats)
 
 
+def experience_of(run: RLRun, rollout: Rollout) -> tuple[Experience, dict[str, float]]:
+    """What the step learns from: its new samples and, with a replay buffer, older ones."""
+    cfg, reused = run.cfg, None
+    metrics: dict[str, float] = {}
+    if run.replay is not None:
+        rollout, reused, metrics = run.replay.mix(rollout)
+    experience = make_experience(
+        cfg.algorithm,
+        cfg.rollout.sampling.temperature,
+        rollout,
+        run.actor,
+        run.critic,
+        run.ref,
+        run.kl_controller.value,
+        single_update=run.updates_per_step == 1 and run.replay is None,
+        reused=reused,
+    )
+    if run.replay is not None:
+        assert experience.old_log_probs is not None
+        run.replay.keep(rollout, reused, experience.old_log_probs)
+    return experience, metrics
+
+
 def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
     """All epochs and mini-batches of one step; metrics as `over_updates` puts them together."""
     made: dict[str, list[dict[str, float]]] = {"critic": [], "actor": []}
+    minibatches, metrics = run.minibatches(exp.rollout), exp.metrics
     for _ in range(run.cfg.batch.epochs_per_step):
-        for sample_ids in run.minibatches(exp.rollout):
+        for sample_ids in minibatches:
             if run.critic is not None and run.critic.trainable:
                 made["critic"].append(update_critic(run, exp, sample_ids))
             if trains_actor:
-                made["actor"].append(update_actor(run, exp, sample_ids))
-    metrics: dict[str, float] = {}
+                made["actor"].append(update_actor(run, exp, sample_ids, len(made["actor"])))
+            if exp.trainer_log_probs is None and len(made["actor"]) == 1:  # the policy that sampled is this one's
+                log_probs, seen = run.actor.last_log_probs(exp.rollout)
+                metrics |= mismatch(exp.rollout, log_probs, seen & exp.is_new)
+        if is_far_enough(run.cfg.algorithm.target_kl, made["actor"]):
+            break
+    if run.cfg.algorithm.target_kl is not None:
+        metrics["actor/epochs"] = len(made["actor"]) / len(minibatches)
     for role, rows in made.items():
         metrics |= named(role, over_updates(rows)) if rows else {}
-    if exp.trainer_log_probs is None and trains_actor:  # later updates are of another policy than the one that sampled
-        metrics |= {name: value for name, value in made["actor"][0].items() if name.startswith("mismatch/")}
     if exp.values is not None:
         rollout = exp.rollout
         metrics["critic/explained_variance"] = float(
@@ -89,40 +113,20 @@ def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
     return metrics
 
 
+def is_far_enough(target_kl: float | None, updates: list[dict[str, float]]) -> bool:
+    """TRL's early stop: looks at the last update of an epoch."""
+    return target_kl is not None and bool(updates) and updates[-1]["actor/ppo_kl"] > 1.5 * target_kl
+
+
 def over_updates(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the updates that were applied (over all if none was), but the maximum of what is a maximum already,
-    and how many were skipped."""
-    rows_of_means = [row for row in rows if not row["skipped"]] or rows
-    columns = {name: [row[name] for row in rows_of_means] for name in rows[0]}
-    metrics = {n: max(column) if n.endswith("max_abs") else sum(column) / len(column) for n, column in columns.items()}
-    return metrics | {"skipped": sum(row["skipped"] for row in rows)}
+    """Means over the updates that were applied (over all if none was), and how many were skipped."""
+    applied = [row for row in rows if not row["skipped"]] or rows
+    means = {name: sum(row[name] for row in applied) / len(applied) for name in rows[0]}
+    return means | {"skipped": sum(row["skipped"] for row in rows)}
 
 
 def named(model: str, metrics: dict[str, float]) -> dict[str, float]:
     return {name if "/" in name else f"{model}/{name}": value for name, value in metrics.items()}
-
-
-def update_actor(run: RLRun, exp: Experience, sample_ids: range) -> dict[str, float]:
-    cfg, sampling = run.cfg.algorithm, run.cfg.rollout.sampling
-    scale = cfg.policy_loss.loss_scale_factor or sampling.max_new_tokens
-    targets = losses.PolicyTargets(
-        advantages=exp.advantages,
-        weights=minibatch_weights(exp.rollout, sample_ids, cfg.policy_loss.aggregation, scale),
-        mean_weights=minibatch_weights(exp.rollout, sample_ids, "token-mean"),
-        rollout_log_probs=exp.rollout.rollout_log_probs,
-        old_log_probs=exp.old_log_probs,
-        trainer_log_probs=exp.trainer_log_probs,
-        ref_log_probs=exp.ref_log_probs,
-    )
-    loss = losses.policy(cfg.policy_loss, cfg.kl, run.kl_controller.value, targets)
-    metrics = run.actor.backward(
-        exp.rollout,
-        sample_ids,
-        loss,
-        sampling.temperature,
-        entropy_grad=cfg.policy_loss.entropy_coef > 0,
-    )
-    return run.updates.make("actor", run.actor, exp.rollout, sample_ids, metrics, exp.targets())
 
 
 def update_critic(run: RLRun, exp: Experience, sample_ids: range) -> dict[str, float]:
@@ -141,7 +145,7 @@ def adapt_kl(run: RLRun, exp: Experience, metrics: dict[str, float]) -> dict[str
     mean_kl = exp.mean_ref_kl if exp.mean_ref_kl is not None else metrics.get("actor/ref_kl", 0.0)
     used = run.kl_controller.value
     if math.isfinite(mean_kl):
-        run.kl_controller.update(mean_kl, exp.rollout.num_samples)
+        run.kl_controller.update(mean_kl, exp.num_new_samples)
     return {"kl/ref": mean_kl, "kl/coef": used}
 
 
@@ -153,5 +157,7 @@ def validate(run: RLRun, step: int, stats: StepStats | None = None) -> None:
     stats = stats or StepStats(step)
     with run.phase("validation", stats):
         stats.metrics |= run.validate(step)
+        if not alone and run.cfg.ema is not None and run.cfg.ema.in_validation:
+            stats.metrics |= run.validate_average(step)
     if alone:
         run.recorder.log(stats)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mrl import checkpoint
-from mrl.checkpoint import CheckpointError, Saver, Written
+from mrl.checkpoint import CheckpointError, Part, Saver, Written
 from mrl.config import resume_checks
 from mrl.config.schema import Config
 from mrl.core import StepStats
 from mrl.learner import Learner
+from mrl.learner.policy_copy import PolicyCopy
 from mrl.observe import Recorder, RunDir, rewind
 from mrl.resilience import preemption
 from mrl.trainers.phases import Phases
@@ -21,6 +22,13 @@ from mrl.weights.errors import WeightError
 from mrl.weights.export import save_hf
 
 MIB = 1 << 20
+
+
+class Kept(Protocol):
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values that nobody changes in place."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def open_run_dir(cfg: Config, run_dir: Path, stack: ExitStack) -> Recorder:
@@ -44,15 +52,21 @@ def open_run_dir(cfg: Config, run_dir: Path, stack: ExitStack) -> Recorder:
 class Saving:
     """The checkpoints of one run. Construction and all methods but `close` are collective.
 
-    learners: the trained ones by name, "actor" among them
+    parts: the trained models and copies of their weights by name, "actor" among them
     loop_state: what the loop keeps from step to step, for JSON
+    kept: what rank 0 alone keeps
     """
 
     def __init__(
-        self, cfg: Config, phase: Phases, learners: dict[str, Learner], loop_state: Callable[[], dict[str, Any]]
+        self,
+        cfg: Config,
+        phase: Phases,
+        parts: Mapping[str, Part],
+        loop_state: Callable[[], dict[str, Any]],
+        kept: Kept | None = None,
     ) -> None:
         self._cfg, self._phase, self._recorder, self._run_dir = cfg, phase, phase.recorder, phase.run_dir
-        self._learners, self._loop_state = learners, loop_state
+        self._parts, self._loop_state, self._kept = parts, loop_state, kept
         self._saver = Saver(self._run_dir, cfg.checkpoint, self._note_written)
         self._config = self._from_main("reading data.train", lambda: resume_checks.snapshot(cfg))
         self._since_row = StepStats(0)
@@ -64,7 +78,10 @@ class Saving:
         What the run has written down after it (metrics, samples) is dropped: those steps are made again.
         """
         path = self._from_main("looking for a checkpoint", lambda: checkpoint.latest(self._run_dir))
-        state = checkpoint.load(path, self._learners) if path is not None else None
+        state = checkpoint.load(path, self._parts) if path is not None else None
+        if path is not None and self._kept is not None:
+            kept = self._kept
+            self._from_main(f"restoring {path}", lambda: kept.load_state_dict(checkpoint.load_kept(path)))
         self._step = state["step"] if state is not None else 0
         dropped = self._from_main("dropping what is to be made again", lambda: rewind(self._run_dir, self._step))
         after = f"; dropped of what was written down after it: {dropped}" if dropped else ""
@@ -110,21 +127,27 @@ class Saving:
         return newest
 
     def finish(self) -> None:
-        """Waits until the last checkpoint is complete; then writes RUN_DIR/hf if asked for."""
+        """Waits until the last checkpoint is complete; then writes RUN_DIR/hf, and hf_ema, if asked for."""
         with self._phase("checkpoint", self._since_row):
             self._attempt(self._saver.wait)
             if self._cfg.checkpoint.export_hf:
                 self._save_hf("hf")
+                if isinstance(average := self._parts.get("ema"), PolicyCopy):
+                    with average.in_place():
+                        self._save_hf("hf_ema")
 
     def close(self) -> None:
         """After a failure too: what is being written is given time to get whole."""
         self._saver.close()
 
     def _save(self) -> None:
-        self._saver.save(self._step, self._learners, {"step": self._step, **self._loop_state(), **self._config})
+        state = {"step": self._step, **self._loop_state(), **self._config}
+        self._saver.save(self._step, self._parts, state, self._kept.state_dict() if self._kept is not None else None)
 
     def _save_hf(self, name: str) -> None:
-        save_hf(self._learners["actor"].exporter, self._cfg.model.path, self._run_dir / name, overwrite=True)
+        actor = self._parts["actor"]
+        assert isinstance(actor, Learner)
+        save_hf(actor.exporter, self._cfg.model.path, self._run_dir / name, overwrite=True)
 
     def _newest(self) -> int:
         path = self._from_main("looking for a checkpoint", lambda: checkpoint.latest(self._run_dir))

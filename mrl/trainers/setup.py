@@ -9,27 +9,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mrl import failure, platform
 from mrl.algo import kl
-from mrl.config.schema import RLConfig, TrainConfig
+from mrl.config.derived import most_samples_per_step
+from mrl.config.schema import RLConfig
 from mrl.core import Rollout, Sample
 from mrl.data import PromptDataset, load_tokenizer
 from mrl.learner import Learner
-from mrl.models import load_arch
+from mrl.learner.policy_copy import PolicyCopy
 from mrl.observe import Recorder, SilentRecorder
 from mrl.resilience import sections
-from mrl.reward import RewardPool
+from mrl.reward import RewardManager, longest_wait_s
 from mrl.rollout import Engine, start_engine
+from mrl.trainers.demonstrations import Demonstrations
 from mrl.trainers.generate import Generator
+from mrl.trainers.models import Models, MovingAverage, build_models
+from mrl.trainers.models import notes as model_notes
 from mrl.trainers.nonfinite import Updates
 from mrl.trainers.phases import Phases
+from mrl.trainers.replay import Replay
+from mrl.trainers.reward_model import ToScore, score
 from mrl.trainers.saving import Saving, open_run_dir
+from mrl.trainers.scores import ScoreControl
 from mrl.trainers.world import World
 from mrl.weights.sync import SyncError, SyncReport, WeightSync
-
-Learners = tuple[Learner, Learner | None, Learner | None]  # actor, critic, reference
 
 
 @dataclass
@@ -40,9 +43,14 @@ class RLRun:
     recorder: Recorder | SilentRecorder
     actor: Learner
     critic: Learner | None
-    ref: Learner | None
+    ref: Learner | PolicyCopy | None
+    reward_model: Learner | None
+    ema: MovingAverage | None
     kl_controller: kl.Controller
+    scores: ScoreControl
     generator: Generator | None  # rank 0 only
+    replay: Replay | None
+    demonstrations: Demonstrations | None
     sync: WeightSync
     start_step: int
     updates: Updates
@@ -63,22 +71,40 @@ class RLRun:
         return [range(i, i + size) for i in range(0, rollout.num_samples, size)]
 
     def generate(self, step: int) -> tuple[Rollout, dict[str, float]]:
-        """The step's samples, the same on every rank."""
-        return self.world.from_main(
+        """The step's samples with their controlled scores, the same on every rank."""
+        rollout, metrics = self.world.from_main(
             "rollout",
             lambda: self._generator.rollout(step, self._ticker(self.samples_per_step)),
-            together=self.sync.restore,
+            together=self._together,
         )
+        rollout, controlled = self.scores(rollout)
+        return rollout, metrics | controlled
 
-    def validate(self, step: int) -> dict[str, float]:
+    def validate(self, step: int, name: str = "validation") -> dict[str, float]:
         prompts = self.cfg.validation.prompts
         return self.world.from_main(
             "validation",
-            lambda: self._generator.validate(step, self._ticker(prompts)),
-            together=self.sync.restore,
+            lambda: self._generator.validate(step, self._ticker(prompts), name),
+            together=self._together,
         )
 
-    def push_weights(self, version: int, *, verify: bool = False) -> SyncReport:
+    def validate_average(self, step: int) -> dict[str, float]:
+        """As `validate`, of the moving average of the actor's weights; the engines then get the actor's again."""
+        assert self.ema is not None
+        with self.ema.in_place():
+            self.push_weights(f"{step}-ema")
+            metrics = self.validate(step, "validation_ema")
+        self.push_weights(step)
+        return metrics
+
+    def _together(self, argument: ToScore | str) -> object:
+        """What rank 0 may ask of all ranks while it samples: a reward model's scores, or the weights for an engine."""
+        if isinstance(argument, ToScore):
+            assert self.reward_model is not None
+            return score(self.reward_model, argument.sequences)
+        return self.sync.restore(argument)
+
+    def push_weights(self, version: int | str, *, verify: bool = False) -> SyncReport:
         """Gives the actor's weights to every engine; `version` comes back with every sample. If an engine of ours dies
         in it, that one is started again, and all get the weights once more, verified."""
         while True:
@@ -106,6 +132,7 @@ class RLRun:
         state = self.saving.resume()
         if state is not None:
             self.kl_controller.load_state_dict(state["kl_controller"])
+            self.scores.moments.load_state_dict(state["score_moments"])
             self.updates.in_a_row = state["nonfinite_in_a_row"]
             self.start_step = state["step"]
 
@@ -128,7 +155,7 @@ class MainParts:
     stack: contextlib.ExitStack
     recorder: Recorder | SilentRecorder = field(default_factory=SilentRecorder)
     engine: Engine | None = None
-    rewards: RewardPool | None = None
+    rewards: RewardManager | None = None
     generator: Generator | None = None
 
     def start(self) -> None:
@@ -136,8 +163,14 @@ class MainParts:
         cfg, enter = self.cfg, self.stack.enter_context
         gpu = platform.device().type == "cuda"
         self.recorder = open_run_dir(cfg, self.run_dir, self.stack)
-        pool = RewardPool(cfg.reward, prompt_key=cfg.data.prompt_key, answer_key=cfg.data.answer_key)
-        self.rewards = enter(contextlib.closing(pool))
+        rewards = RewardManager(
+            cfg.reward,
+            prompt_key=cfg.data.prompt_key,
+            answer_key=cfg.data.answer_key,
+            data_source_key=cfg.data.data_source_key,
+            max_response_tokens=cfg.rollout.sampling.max_new_tokens,
+        )
+        self.rewards = enter(contextlib.closing(rewards))
         logs, model = self.run_dir / "logs", cfg.model
         engine = start_engine(cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, gpu=gpu)
         self.engine = enter(contextlib.closing(engine))
@@ -148,7 +181,7 @@ class MainParts:
         self.recorder.note("waiting for the engine")
         self.engine.wait_ready()
         self.generator = make_generator(self.cfg, self.run_dir, self.engine, self.rewards, self.recorder)
-        for note in (*self.engine.notes, *self.generator.notes()):
+        for note in (*self.engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
             self.recorder.note(note)
         return self.engine.urls
 
@@ -163,90 +196,73 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         is_set_up = stack.enter_context(sections.watched(cfg.resilience.timeouts_s, run_dir))
         main = MainParts(cfg, run_dir, stack)
         world.from_main("starting the run", main.start)
-        learners = build_learners(cfg, world)
+        models = build_models(cfg, world)
+        demonstrations = Demonstrations(cfg) if cfg.ptx is not None else None
         urls = world.from_main("starting the engine", main.ready)
-        run = build_run(main, world, learners, urls)
+        run = build_run(main, world, models, demonstrations, urls)
         stack.callback(run.saving.close)
         stack.callback(run.sync.close)
         if main.engine is not None:
             main.engine.restarts.allow(main.recorder.note, world.together)
+        if main.rewards is not None:
+            main.rewards.use_model(lambda sequences: world.together(ToScore(tuple(sequences))))
         run.resume()
         pushed = run.push_weights(run.start_step, verify=cfg.run.launcher == "ft")
         if pushed.verified:
             main.recorder.note(f"the engine has the weights of step {run.start_step}, all {pushed.verified} tensors")
+        for note in demonstrations.notes if demonstrations is not None else []:
+            main.recorder.note(note)
         is_set_up()
         yield run
 
 
-def build_run(main: MainParts, world: World, learners: Learners, urls: tuple[str, ...]) -> RLRun:
-    cfg, (actor, critic, ref) = main.cfg, learners
-    kl_cfg = cfg.algorithm.kl
+def build_run(
+    main: MainParts, world: World, models: Models, demonstrations: Demonstrations | None, urls: tuple[str, ...]
+) -> RLRun:
+    cfg, kl_cfg = main.cfg, main.cfg.algorithm.kl
     controller = kl.make_controller(
         kl_cfg.controller, coef=kl_cfg.coef, target=kl_cfg.target, horizon_samples=kl_cfg.horizon_samples
     )
-    trained = {"actor": actor} | ({"critic": critic} if critic is not None and critic.trainable else {})
-    phase = Phases.of(cfg.resilience, world, main.run_dir, main.recorder, peers=actor.mesh.pp_rank)
-    data_rows = main.generator.data_rows if main.generator else None
-    updates = Updates(main.run_dir, cfg.run.max_nonfinite_steps, main.recorder, data_rows)
+    phase = Phases.of(cfg.resilience, world, main.run_dir, main.recorder, peers=models.actor.mesh.pp_rank)
+    updates = Updates(main.run_dir, cfg.run.max_nonfinite_steps, main.recorder, writes=world.is_main)
+
+    scores = ScoreControl(cfg.algorithm)
+    replay = Replay(cfg.replay, cfg.run.seed, world) if cfg.replay is not None else None
 
     def loop_state() -> dict[str, Any]:
-        return {"kl_controller": controller.state_dict(), "nonfinite_in_a_row": updates.in_a_row}
+        return {
+            "kl_controller": controller.state_dict(),
+            "score_moments": scores.moments.state_dict(),
+            "nonfinite_in_a_row": updates.in_a_row,
+        }
 
     return RLRun(
         cfg=cfg,
         world=world,
         run_dir=main.run_dir,
         recorder=main.recorder,
-        actor=actor,
-        critic=critic,
-        ref=ref,
+        actor=models.actor,
+        critic=models.critic,
+        ref=models.ref,
+        reward_model=models.reward,
+        ema=models.ema,
         kl_controller=controller,
+        scores=scores,
         generator=main.generator,
-        sync=WeightSync(actor.exporter, urls, cfg.sync, cfg.rollout.tensor),
+        replay=replay,
+        demonstrations=demonstrations,
+        sync=WeightSync(models.actor.exporter, urls, cfg.sync, cfg.rollout.tensor),
         start_step=0,
         updates=updates,
         phase=phase,
-        saving=Saving(cfg, phase, trained, loop_state),
+        saving=Saving(cfg, phase, models.saved, loop_state, kept=replay.buffer if replay is not None else None),
     )
 
 
-def build_learners(cfg: RLConfig, world: World) -> Learners:
-    """Actor; critic if there is one; reference if a KL term asks for it."""
-    model, kl_cfg = cfg.model, cfg.algorithm.kl
-
-    def build(role: str, path: str, train: TrainConfig, trainable: bool) -> Learner:
-        return Learner(
-            "critic" if role == "critic" else "policy",
-            load_arch(path),
-            path,
-            train,
-            world.meshes.get(train.parallel),
-            dtype=getattr(torch, model.dtype),
-            seed=cfg.run.seed,
-            from_scratch=model.from_scratch,
-            allow_pickle=model.allow_pickle,
-            trainable=trainable,
-        )
-
-    actor = build("actor", model.path, cfg.actor, True)
-    critic = ref = None
-    if cfg.critic is not None:
-        critic = build("critic", cfg.critic.path or model.path, cfg.critic, not cfg.critic.frozen)
-    if kl_cfg.use_in_loss or kl_cfg.use_in_reward:
-        layout = cfg.actor.model_copy(
-            update={
-                "parallel": cfg.ref.parallel or cfg.actor.parallel,
-                "max_tokens_per_microbatch": cfg.ref.max_tokens_per_microbatch or cfg.actor.max_tokens_per_microbatch,
-            }
-        )
-        ref = build("ref", cfg.ref.path or model.path, layout, False)
-    return actor, critic, ref
-
-
 def make_generator(
-    cfg: RLConfig, run_dir: Path, engine: Engine, rewards: RewardPool, recorder: Recorder | SilentRecorder
+    cfg: RLConfig, run_dir: Path, engine: Engine, rewards: RewardManager, recorder: Recorder | SilentRecorder
 ) -> Generator:
-    tokenizer = load_tokenizer(cfg.model.path)
+    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
     train = PromptDataset(cfg.data.train, cfg.data, tokenizer)
     validation = PromptDataset(cfg.data.validation, cfg.data, tokenizer) if cfg.data.validation else None
     return Generator(cfg, run_dir, engine, rewards, recorder.note, tokenizer, train, validation)
@@ -255,12 +271,12 @@ def make_generator(
 def _longest_wait(cfg: RLConfig) -> float:
     """Seconds the other ranks wait for rank 0's sampling: every request in turn, each up to its own time-out, and
     all restarts of engines."""
-    samples = max(cfg.batch.prompts_per_step * cfg.batch.samples_per_prompt, cfg.validation.prompts)
+    samples = max(most_samples_per_step(cfg), cfg.validation.prompts)
     rounds = math.ceil(samples / cfg.rollout.concurrent_requests)
     return (
         cfg.run.timeout_s
         + cfg.rollout.startup_timeout_s
         + rounds * cfg.rollout.request_timeout_s
         + cfg.rollout.max_restarts * (cfg.rollout.startup_timeout_s + cfg.rollout.request_timeout_s)
-        + cfg.reward.timeout_s * math.ceil(samples / cfg.reward.workers)
+        + longest_wait_s(cfg.reward, samples)
     )

@@ -90,16 +90,13 @@ def open_sft_run(cfg: SFTConfig) -> Iterator[SFTRun]:
 
 
 def build_run(cfg: SFTConfig, world: World, run_dir: Path, recorder: Recorder | SilentRecorder) -> SFTRun:
-    actor, tokenizer = build_actor(cfg, world), load_tokenizer(cfg.model.path)
+    actor, tokenizer = build_actor(cfg, world), load_tokenizer(cfg.model.path, cfg.model.eos_token)
     data = PromptDataset(cfg.data.train, cfg.data, tokenizer, require_answer=True)
     for note in data_notes(tokenizer, {"data.train": data}):
         recorder.note(note)
 
-    def data_rows(step: int) -> list[int]:
-        return [prompt.index for prompt in data.prompts_for_step(step, cfg.batch.samples_per_step, cfg.run.seed)]
-
     phase = Phases.of(cfg.resilience, world, run_dir, recorder, peers=actor.mesh.pp_rank)
-    updates = Updates(run_dir, cfg.run.max_nonfinite_steps, recorder, data_rows if world.is_main else None)
+    updates = Updates(run_dir, cfg.run.max_nonfinite_steps, recorder, writes=world.is_main)
     saving = Saving(cfg, phase, {"actor": actor}, lambda: {"nonfinite_in_a_row": updates.in_a_row})
     return SFTRun(cfg, actor, data, recorder, phase, saving, updates, start_step=0)
 

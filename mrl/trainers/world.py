@@ -40,7 +40,7 @@ class World:
         """Runs `make` on rank 0 and gives its result to every rank; if it fails, every rank raises.
 
         While `make` runs, rank 0 may call `self.together(argument)`: `together(argument)`, which may be collective,
-        then runs on every rank.
+        then runs on every rank, and rank 0 has its own result.
         """
         self._together = together
         if not self.is_main:
@@ -55,11 +55,11 @@ class World:
             raise RankZeroError(f"{what} failed: {problem}") from cause
         return value  # type: ignore[return-value]
 
-    def together(self, argument: object) -> None:
+    def together(self, argument: object) -> Any:
         """Rank 0, inside `from_main`."""
         assert self.is_main and self._together is not None
         self._tell(_Summons(argument))
-        self._together(argument)
+        return self._together(argument)
 
     def _follow(self, what: str) -> Any:
         mine: Exception | None = None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mrl import platform
 from mrl.config.model_dirs import is_converted
-from mrl.models.arch import ModelArch
+from mrl.models.arch import ModelArch, is_reward_model
 from mrl.parallel import Mesh
 from mrl.weights.errors import WeightError, raise_together
 from mrl.weights.kinds import Row, Sliceable, to_megatron
@@ -22,7 +22,7 @@ from mrl.weights.megatron_dirs import converted
 from mrl.weights.megatron_source import MegatronCheckpoint
 from mrl.weights.names import named_parameters
 from mrl.weights.safetensors_io import HFCheckpoint
-from mrl.weights.table import EMBEDDING, HF_OUTPUT, OUTPUT, Role, weight_table
+from mrl.weights.table import EMBEDDING, HF_OUTPUT, HF_VALUE_HEAD, OUTPUT, Role, weight_table
 
 BUFFERS = ("rotary_emb.inv_freq",)  # old checkpoints hold them; they follow from config.json
 
@@ -94,12 +94,20 @@ def load_hf(
     before has to take its main parameters from the model again.
 
     role "critic": an lm_head in the checkpoint is ignored (the critic may be started from a policy, tied or not) and
-    the value head stays as built unless the checkpoint has `score.weight`.
+    the value head stays as built unless the checkpoint has `score.weight`, as a reward model must.
 
     Raises WeightError on every rank, listing everything that is wrong: tensors that the checkpoint lacks, tensors and
     parameters that nothing uses, wrong shapes, unreadable files.
     """
-    _load(chunks, arch, path, mesh, role, lambda: HFCheckpoint(path, allow_pickle))
+    _load(chunks, arch, path, mesh, role, lambda: _open_hf(path, role, allow_pickle))
+
+
+def _open_hf(path: str | Path, role: Role, allow_pickle: bool) -> HFCheckpoint:
+    checkpoint = HFCheckpoint(path, allow_pickle)
+    if role == "critic" and is_reward_model(path) and HF_VALUE_HEAD not in checkpoint:
+        checkpoint.close()
+        raise WeightError(f"{path}/config.json names a reward model, but there is no {HF_VALUE_HEAD} to start from")
+    return checkpoint
 
 
 def _load(

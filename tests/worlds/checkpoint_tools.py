@@ -6,7 +6,7 @@ import contextlib
 import json
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from gradients import make_rollout, parse  # noqa: E402
 from megatron.core import dist_checkpointing  # noqa: E402
 
 from mrl import checkpoint  # noqa: E402
-from mrl.checkpoint import Saver, torch_dist  # noqa: E402
+from mrl.checkpoint import Part, Saver, torch_dist  # noqa: E402
 from mrl.config.schema import CheckpointConfig, OptimizerConfig, TrainConfig, ValueLossConfig  # noqa: E402
 from mrl.learner import Learner, losses  # noqa: E402
 from mrl.models import load_arch  # noqa: E402
@@ -65,10 +65,12 @@ def train(learners: dict[str, Learner], updates: range) -> None:
             learner.step()
 
 
-def save(run: Path, step: int, learners: dict[str, Learner], state: dict[str, Any], keep_last: int) -> Path:
+def save(
+    run: Path, step: int, learners: Mapping[str, Part], state: dict[str, Any], keep_last: int, kept: Any = None
+) -> Path:
     """Waited for."""
     saver = Saver(run, CheckpointConfig(keep_last=keep_last, timeout_s=120), lambda written: None)
-    saver.save(step, learners, state)
+    saver.save(step, learners, state, kept)
     saver.wait()
     return run / "checkpoints" / f"step_{step}"
 

@@ -19,7 +19,7 @@ from mrl import platform
 
 platform.install()
 
-from mrl.algo import aggregate  # noqa: E402
+from mrl.algo import Sequences, aggregate  # noqa: E402
 from mrl.config.schema import (  # noqa: E402
     KLConfig,
     OptimizerConfig,
@@ -45,6 +45,13 @@ KEYS = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert", "vpp"
 SEQ = [(3, 9), (5, 2), (7, 30), (4, 1), (6, 17), (2, 5), (11, 12), (3, 3), (8, 21), (5, 7)]  # prompt, response tokens
 
 
+POLICY_CASES = (
+    ("ppo", PolicyLossConfig(entropy_coef=0.01), KLConfig()),
+    ("grpo", PolicyLossConfig(loss_agg_mode="seq-mean-token-mean"), KLConfig(use_in_loss=True, penalty="k3", coef=0.1)),
+    ("gspo", PolicyLossConfig(loss_mode="gspo"), KLConfig()),
+    ("geo_mean", PolicyLossConfig(loss_mode="geo_mean"), KLConfig()),
+)
+SEQUENCE_CASES = ("gspo", "geo_mean")
 TEN_STEPS = {
     "trainer": "rl",
     "run": {"name": "ten"},
@@ -85,23 +92,22 @@ def cases(rollout: Rollout, actor: Learner) -> dict[str, tuple[str, Loss, bool]]
     g = torch.Generator().manual_seed(1)
     n = rollout.num_response_tokens
     noise = torch.randn(4, n, generator=g)
+    keep = torch.rand(n, generator=g) < 0.9  # of whole responses too: the one-token one
     log_probs, _ = actor.log_probs(rollout, 0.7)
     out: dict[str, tuple[str, Loss, bool]] = {}
-    for name, mode, kl in (
-        ("ppo", "token-mean", KLConfig()),
-        ("grpo", "seq-mean-token-mean", KLConfig(use_in_loss=True, penalty="k3", coef=0.1)),
-    ):
+    for name, cfg, kl in POLICY_CASES:
         mask = rollout.response_mask
+        counted = rollout.dense(keep) if name in SEQUENCE_CASES else mask
+        weights = rollout.flat(aggregate.token_weights(cfg.aggregation, counted))
         targets = losses.PolicyTargets(
             advantages=noise[0],
-            weights=rollout.flat(aggregate.token_weights(mode, mask)),
+            policy_weights=weights * (noise[3].exp() if name in SEQUENCE_CASES else 1),
+            weights=weights,
             mean_weights=rollout.flat(aggregate.token_weights("token-mean", mask)),
-            rollout_log_probs=rollout.rollout_log_probs,
             old_log_probs=log_probs + 0.2 * noise[1],
-            trainer_log_probs=None,
             ref_log_probs=log_probs + 0.3 * noise[2] if kl.use_in_loss else None,
+            sequences=Sequences.of_mask(mask, counted, actor.total_over_context),
         )
-        cfg = PolicyLossConfig(loss_agg_mode=mode, entropy_coef=0.01 if name == "ppo" else 0.0)
         out[name] = ("policy", losses.policy(cfg, kl, kl.coef, targets), cfg.entropy_coef > 0)
     weights = rollout.flat(aggregate.token_weights("token-mean", rollout.response_mask))
     old = 0.1 * noise[3]

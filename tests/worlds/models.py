@@ -113,10 +113,14 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def same_for_every_layout(path: str, layouts: dict[str, ParallelConfig], meshes: Meshes) -> dict[str, float]:
-    reference = Model(path, meshes.get(ONE))("log_probs", 2)
-    return {
-        name: difference(Model(path, meshes.get(layout))("log_probs", 2), reference) for name, layout in layouts.items()
-    }
+    """Log-probs and entropies, with and without gradients, and sums of squared probabilities."""
+
+    def outputs(layout: ParallelConfig) -> torch.Tensor:
+        model = Model(path, meshes.get(layout))
+        return torch.cat([model("log_probs", 2), model("distribution", 3)])
+
+    reference = outputs(ONE)
+    return {name: difference(outputs(layout), reference) for name, layout in layouts.items()}
 
 
 def critic(path: str, meshes: Meshes) -> dict[str, float]:
@@ -137,6 +141,7 @@ def against_logits(path: str, meshes: Meshes) -> dict[str, float]:
     mesh = meshes.get(ONE)
     model = Model(path, mesh)
     log_probs, entropy = model("log_probs", 2)
+    distribution = model("distribution", 3)
     alone = model("log_probs", 2, [[i] for i in range(len(LENGTHS))])
     batch = model.batch(list(range(len(LENGTHS))))
     with mesh.active(), torch.no_grad():
@@ -146,6 +151,8 @@ def against_logits(path: str, meshes: Meshes) -> dict[str, float]:
     return {
         "log-probs": difference(log_probs[batch.dest], wanted.gather(1, batch.labels[:, None])[:, 0]),
         "entropy": difference(entropy[batch.dest], -(wanted.exp() * wanted).sum(-1)),
+        "squares": difference(distribution[2][batch.dest], wanted.exp().square().sum(-1)),
+        "without gradients": difference(distribution[:2], torch.stack([log_probs, entropy])),
         "one by one": difference(torch.stack([log_probs, entropy]), alone),
     }
 

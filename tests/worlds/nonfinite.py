@@ -66,7 +66,7 @@ def make_loss(role: str, rollout: Rollout, bad_target: bool = False) -> Loss:
     weights = rollout.flat(aggregate.token_weights("token-mean", rollout.response_mask))
     if role == "critic":
         return losses.value(ValueLossConfig(), torch.zeros_like(targets), targets, weights, weights)
-    flat = losses.PolicyTargets(targets, weights, weights, rollout.rollout_log_probs, None, None, None)
+    flat = losses.PolicyTargets(targets, weights, weights, weights)
     return losses.policy(PolicyLossConfig(), KLConfig(), 0.0, flat)
 
 

@@ -1,0 +1,34 @@
+"""Policy losses that treat a few tokens differently: those where log-prob and advantage are high together, because
+raising these is what uses up the policy's entropy (arXiv 2505.22617). `mrl.algo.token_choice` picks the tokens, from
+the whole mini-batch (verl picks from each micro-batch).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mrl.algo.policy_loss import LOSSES, PolicyInputs, TokenLoss
+from mrl.algo.policy_loss_token import clipped_surrogate
+
+
+@LOSSES.register("clip_cov")
+def clip_cov(t: PolicyInputs, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> TokenLoss:
+    """Clip-Cov: PPO's clipped surrogate, 0 at the chosen tokens. clipfrac: these (not those that PPO clips, as in
+    verl)."""
+    chosen = _chosen("clip_cov", t)
+    surrogate, _ = clipped_surrogate(t.log_ratio.exp(), t.advantages, clip_ratio_low, clip_ratio_high)
+    return TokenLoss(surrogate.masked_fill(chosen, 0), chosen)
+
+
+@LOSSES.register("kl_cov")
+def kl_cov(t: PolicyInputs, ppo_kl_coef: float = 1.0) -> TokenLoss:
+    """KL-Cov: -A * ratio, nothing clipped, plus ppo_kl_coef * |log-ratio| at the chosen tokens. clipfrac: these."""
+    chosen = _chosen("kl_cov", t)
+    log_ratio = t.log_ratio
+    return TokenLoss(-t.advantages * log_ratio.exp() + ppo_kl_coef * chosen * log_ratio.abs(), chosen)
+
+
+def _chosen(name: str, t: PolicyInputs) -> Tensor:
+    if t.chosen is None:
+        raise ValueError(f"policy loss {name!r} needs `chosen`: see mrl.algo.token_choice")
+    return t.chosen

@@ -1,0 +1,174 @@
+"""The engine that sampled and the trainer are not quite the same policy: weights and rejections that correct for it.
+
+With lr = the trainer's log-prob of a token, by the policy at the start of the step, - the engine's: importance weights
+exp(lr) multiply the policy loss, and tokens or responses with too large a |lr| can be rejected. Nothing of it carries a
+gradient. Names and conventions are verl's. Where old log-probs are the trainer's, the token weights make a clipped loss
+the decoupled one (AReaL, arXiv 2505.24298): clipping around the proximal policy, weighted by proximal / behaviour.
+
+Weights leave the loss's denominators as they are. Rejected tokens are out of them, as if the policy had not chosen
+them: pass `keep` as the response mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, expm1
+
+from mrl.algo.stats import check_same_shape
+
+LOG_RATIO_BOUND = 20.0
+LEVELS = ("token", "sequence")
+CRITERIA = (
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One reason to reject: the statistic `name` is above `upper`, or, for k1, outside [log lower, log upper].
+
+    token_*: of each token, which alone is rejected; seq_sum_*, seq_mean_*, seq_max_*: over a response, rejected whole.
+    k1 = -lr (so the bounds of a k1 are of engine / trainer, as in verl), k2 = lr^2 / 2, k3 = exp(lr) - 1 - lr.
+    """
+
+    name: str
+    lower: float
+    upper: float
+
+    def __post_init__(self) -> None:
+        if self.name not in CRITERIA:
+            raise ValueError(f"unknown rejection criterion {self.name!r} (known: {', '.join(CRITERIA)})")
+
+    def holds(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """Which tokens it keeps, [B, T]."""
+        level, kind = self.name.rsplit("_", 1)
+        values = _over(level, _statistic(kind, log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)), mask)
+        if kind == "k1":
+            return (values >= math.log(self.lower)) & (values <= math.log(self.upper))
+        return values <= self.upper
+
+
+def _statistic(kind: str, log_ratio: Tensor) -> Tensor:
+    if kind == "k1":
+        return -log_ratio
+    return 0.5 * log_ratio.square() if kind == "k2" else expm1(log_ratio) - log_ratio
+
+
+def _over(level: str, values: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] -> [B, T] for "token", the value of the whole response at each of its tokens for the others."""
+    if level == "token":
+        return values
+    if level == "seq_max":
+        whole = values.masked_fill(~mask, -torch.inf).amax(1, keepdim=True)
+    else:
+        whole = values.masked_fill(~mask, 0).sum(1, keepdim=True)
+        whole = whole / mask.sum(1, keepdim=True).clamp(min=1) if level == "seq_mean" else whole
+    return whole.expand_as(values)
+
+
+def reject(log_ratio: Tensor, mask: Tensor, criteria: Sequence[Criterion]) -> tuple[Tensor, dict[str, float]]:
+    """(which of the mask's tokens all criteria keep, [B, T] bool; metrics). log_ratio, mask [B, T].
+
+    rollout_rs_masked_fraction: rejected tokens of all; rollout_rs_seq_masked_fraction: responses with a rejected token
+    of all responses with tokens; rollout_rs_NAME_masked_fraction: tokens that this criterion rejects, of all.
+    """
+    mask = mask.bool()
+    check_same_shape(log_ratio=log_ratio, mask=mask)
+    keep, metrics = mask.clone(), {}
+    for criterion in criteria:
+        kept = criterion.holds(log_ratio, mask)
+        metrics[f"rollout_rs_{criterion.name}_masked_fraction"] = _mean(mask & ~kept, mask)
+        keep &= kept
+    responses = mask.any(1)
+    metrics["rollout_rs_masked_fraction"] = _mean(mask & ~keep, mask)
+    metrics["rollout_rs_seq_masked_fraction"] = _mean((mask & ~keep).any(1), responses)
+    return keep, metrics
+
+
+def importance_weights(
+    log_ratio: Tensor, mask: Tensor, *, level: str, lower: float | None, upper: float, batch_normalize: bool = False
+) -> tuple[Tensor, dict[str, float]]:
+    """(weights [B, T], 0 outside the mask; metrics). log_ratio, mask [B, T].
+
+    level: "token": exp(lr) of each token; "sequence": exp(sum of lr) of its response, on all its tokens. The exponent
+    is clamped to +-20.
+    lower None: weights above `upper` become `upper` (truncated importance sampling, TIS); else weights outside
+    [lower, upper] become 0 (IcePop). upper=inf cuts nothing.
+    batch_normalize: divided by their mean after that, over tokens or over responses.
+
+    Metrics: rollout_is_mean, _min, _max, of the weights before they were cut; rollout_is_eff_sample_size, mean(w)^2 /
+    mean(w^2) of those after, between 0 and 1; rollout_is_ratio_fraction_high, _low: tokens whose weight was cut.
+    """
+    mask = mask.bool()
+    check_same_shape(log_ratio=log_ratio, mask=mask)
+    if level not in LEVELS:
+        raise ValueError(f"unknown level {level!r} of importance weights (known: {', '.join(LEVELS)})")
+    exponent = _over("token" if level == "token" else "seq_sum", log_ratio, mask)
+    raw = exponent.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().masked_fill(~mask, 0)
+    high = mask & (raw > upper)
+    low = mask & (raw < lower) if lower is not None else torch.zeros_like(mask)
+    weights = raw.clamp(max=upper) if lower is None else raw.masked_fill(high | low, 0)
+    metrics = _weight_metrics(raw, weights, mask) | {
+        "rollout_is_ratio_fraction_high": _mean(high, mask),
+        "rollout_is_ratio_fraction_low": _mean(low, mask),
+    }
+    if batch_normalize:
+        share = mask.to(raw.dtype)
+        share = share if level == "token" else share / share.sum(1, keepdim=True).clamp(min=1)
+        mean = (weights * share).sum() / share.sum().clamp(min=1e-8)
+        weights = torch.where(mean > 0, weights / mean, weights)
+        metrics["rollout_is_batch_norm_factor"] = float(mean)
+    return weights, metrics
+
+
+def _weight_metrics(raw: Tensor, weights: Tensor, mask: Tensor) -> dict[str, float]:
+    inside = raw[mask] if bool(mask.any()) else raw.new_zeros(1)
+    return {
+        "rollout_is_mean": _mean(raw, mask),
+        "rollout_is_max": float(inside.max()),
+        "rollout_is_min": float(inside.min()),
+        "rollout_is_eff_sample_size": effective_sample_size(weights, mask),
+    }
+
+
+def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
+    """Kish's, as a fraction of the mask's tokens: mean(w)^2 / mean(w^2); 1 for equal weights, 0 where all are 0."""
+    square = _mean(weights.double().square(), mask)
+    return _mean(weights.double(), mask) ** 2 / square if square > 0 else 0.0
+
+
+def mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
+    """How far the trainer's log-probs are from the engine's, over the mask. All of one shape, any shape.
+
+    mean_abs, max_abs: of the difference; kl: mean of engine - trainer, the k1 estimate of KL(engine || trainer), and
+    k3_kl, the k3 estimate; ess: effective sample size of the token weights trainer / engine, between 0 and 1.
+    """
+    check_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
+    log_ratio = (log_probs.double() - rollout_log_probs.double()).masked_fill(~mask, 0)
+    bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return {
+        "mean_abs": _mean(log_ratio.abs(), mask),
+        "max_abs": float(log_ratio.abs().max()) if log_ratio.numel() else 0.0,
+        "kl": _mean(-log_ratio, mask),
+        "k3_kl": _mean(_statistic("k3", bounded), mask),
+        "ess": effective_sample_size(bounded.exp(), mask),
+    }
+
+
+def _mean(values: Tensor, mask: Tensor) -> float:
+    """Over the mask; 0 where it is empty."""
+    return float(values.double().masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1))

@@ -1,0 +1,105 @@
+"""Rewards: what scores a response, and how long it may take."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mrl.config.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from mrl.config.sections.models import ParallelConfig
+
+
+class FormatConfig(Section):
+    """The built-in `format`: 1 where `pattern` matches the whole response, white space at its ends apart, else 0."""
+
+    pattern: str = r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>"  # "." is any character
+
+
+class LengthConfig(Section):
+    """The built-in `length`: 1 at `full_tokens` response tokens, 0 at `zero_tokens`, a straight line between them and
+    the same beyond. `zero_tokens` above `full_tokens` asks for short responses, below it for long ones."""
+
+    full_tokens: NonNegativeInt
+    zero_tokens: NonNegativeInt
+
+
+class OverlongConfig(Section):
+    """The built-in `overlong` (DAPO, arXiv 2503.14476): 0 up to `buffer_tokens` before the limit, then a straight line
+    down to -`penalty_factor` at the limit, which is rollout.sampling.max_new_tokens."""
+
+    buffer_tokens: PositiveInt
+    penalty_factor: PositiveFloat = 1.0
+
+
+class CodeConfig(Section):
+    """The built-in `code`: limits of a response's program over all of its tests, and how it is shut in.
+
+    A program's processes and files hold at most processes x memory_mib + disk_mib. `isolation: none` gives the model's
+    programs everything that this user may do.
+    """
+
+    isolation: Literal["bubblewrap", "none"] = "bubblewrap"
+    partial_credit: bool = False  # the share of the tests that pass, instead of all or nothing
+    wall_s: PositiveFloat = 10.0
+    memory_mib: Annotated[int, Field(ge=64)] = 512  # address space of each process
+    disk_mib: PositiveInt = 16
+    processes: PositiveInt = 1  # threads count
+    output_kib: PositiveInt = 64
+
+
+class ServerConfig(Section):
+    """A scorer behind HTTP. `api: mrl` is POST `url` {"samples": [{"prompt", "response", "row"}, ...]} -> {"scores": [a
+    number or {"score": number, other parts}, ...]}; `api: sglang` a reward model that SGLang serves (--is-embedding):
+    POST `url`/classify with the sample's own token ids, so the model must have the actor's tokenizer.
+
+    SGLang 0.5.23 gives the score heads of Qwen2 and Qwen3 a random bias that no checkpoint has: all their scores are
+    off by one constant, another one after each start of the server. Group estimators do not see it; gae does.
+    """
+
+    url: str
+    api: Literal["mrl", "sglang"] = "mrl"
+    batch_size: PositiveInt = 32  # samples a call, at most
+    connections: PositiveInt = 8
+    timeout_s: PositiveFloat = 60.0  # of one call, from the first byte sent to the last one received
+    retries: NonNegativeInt = 3  # after a time-out, a lost connection, or status 408, 429 or 5xx
+    backoff_s: NonNegativeFloat = 0.5  # before the first retry; twice as long before each further one
+    max_answer_mib: PositiveInt = 16
+
+
+class RewardModelConfig(Section):
+    """A reward model that Megatron runs on the actor's ranks: a Hugging Face directory of a sequence classifier with
+    one label, whose score of the response's last token counts. It must have the actor's tokenizer."""
+
+    path: str
+    parallel: ParallelConfig | None = None  # the actor's where null
+    max_tokens_per_microbatch: PositiveInt | None = None  # the actor's where null
+
+
+class RewardConfig(Section):
+    """What scores a response. A function is a built-in's name (exact_match, sorted_digits, arithmetic, math,
+    multiple_choice, code, format, length, overlong) or `path/to/file.py:name`.
+
+    manager
+      naive: `function`, or the one that `functions` has for the row's data_source
+      dapo: the same, plus the built-in `overlong`
+      batch: `function` is called once with all samples: f(prompts, responses, rows), one score each
+      remote: the one server of `servers`
+      model: `model`, or the one server of `servers` with a reward model (api sglang)
+      recipe: `recipe` has for each data_source ("*": for any other) its components and their weights: functions, names
+        of `servers`, `model`, and `batch` for `function` called once; the score is the weighted sum
+    """
+
+    manager: Literal["naive", "dapo", "batch", "remote", "model", "recipe"] = "naive"
+    function: str | None = None
+    functions: dict[str, str] = {}
+    recipe: dict[str, dict[str, float]] = {}
+    servers: dict[str, ServerConfig] = {}
+    model: RewardModelConfig | None = None
+    format: FormatConfig = FormatConfig()
+    length: LengthConfig | None = None
+    overlong: OverlongConfig | None = None
+    code: CodeConfig = CodeConfig()
+    workers: PositiveInt = 2
+    timeout_s: PositiveFloat = 30.0  # of one call of a function
+    on_error: Literal["stop", "zero"] = "stop"  # a time-out or exception: end the run, or score 0 and count it

@@ -1,0 +1,92 @@
+"""What a run would be fed with, for `mrl data`: its sources, lengths, and its first prompts after templating."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from mrl.config.schema import Config, RLConfig
+from mrl.core import Prompt
+from mrl.data.dataset import PromptDataset, data_notes
+from mrl.data.tokenizer import load_tokenizer
+
+BARS, BAR_WIDTH = 10, 40
+SHOWN_CHARS = 2000
+BATCH_PROMPTS = 1024
+
+
+def preview(cfg: Config, samples: int) -> Iterator[str]:
+    """Lines of text. Reads and tokenises everything, as the run would; raises what the run would raise."""
+    is_rl = isinstance(cfg, RLConfig)
+    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
+    sets = {"data.train": PromptDataset(cfg.data.train, cfg.data, tokenizer, require_answer=not is_rl)}
+    if cfg.data.validation is not None:
+        sets["data.validation"] = PromptDataset(cfg.data.validation, cfg.data, tokenizer)
+    yield from data_notes(tokenizer, sets)
+    drawn = cfg.run.steps * (cfg.batch.prompts_per_step if isinstance(cfg, RLConfig) else cfg.batch.samples_per_step)
+    for key, data in sets.items():
+        yield f"\n{key}: {len(data)} prompts"
+        yield from _sources(data, drawn if key == "data.train" else None)
+        yield from histogram(_lengths(data, with_answers=not is_rl), "prompt" if is_rl else "prompt, answer and EOS")
+    train = sets["data.train"]
+    shown = train.prompts_for_step(0, samples, cfg.run.seed)
+    yield f"\nthe run's first {len(shown)} prompts"
+    for prompt in shown:
+        yield from _sample(prompt, train, with_answer=not is_rl)
+
+
+def _sources(data: PromptDataset, drawn: int | None) -> Iterator[str]:
+    """A line each. `drawn`: prompts that the run takes; None: of no use here."""
+    epochs = f"{'epochs':>8}" if drawn is not None else ""
+    yield f"  {'share':>6} {'rows':>9} {'left out':>9} {'cut':>9} {'longest':>9} {epochs}  source"
+    for source, share in zip(data.sources, data.mixture.shares.tolist(), strict=True):
+        counts = f"{share:6.1%} {len(source.rows):9} {source.dropped:9} {source.cut:9} {source.longest:9}"
+        epochs = f"{drawn * share / len(source):8.2f}" if drawn is not None else ""
+        yield f"  {counts} {epochs}  {source.name}"
+
+
+def _lengths(data: PromptDataset, with_answers: bool) -> np.ndarray:
+    """[P] tokens of each prompt, or of what supervised fine-tuning makes of its row."""
+    prompts = np.concatenate([source.token_counts for source in data.sources])
+    if not with_answers:
+        return prompts
+    answers: list[int] = []
+    for source in data.sources:
+        for start in range(0, len(source), BATCH_PROMPTS):
+            batch = [source.prompt(i) for i in range(start, min(start + BATCH_PROMPTS, len(source)))]
+            answers += map(len, data.answers(batch))
+    return prompts + np.asarray(answers)
+
+
+def histogram(lengths: np.ndarray, what: str) -> Iterator[str]:
+    """At most ten bars of equal width over the lengths, each with its number of rows."""
+    low, high = int(lengths.min()), int(lengths.max())
+    width = math.ceil((high - low + 1) / BARS)
+    counts = np.bincount((lengths - low) // width)
+    yield f"  tokens of {what}: {low} to {high}, mean {lengths.mean():.1f}"
+    digits = len(str(low + width * len(counts)))
+    for i, count in enumerate(counts.tolist()):
+        first = low + i * width
+        bar = "#" * math.ceil(BAR_WIDTH * count / int(counts.max()))
+        yield f"  {first:{digits}} - {first + width - 1:{digits}} {bar:{BAR_WIDTH}} {count}"
+
+
+def _sample(prompt: Prompt, data: PromptDataset, with_answer: bool) -> Iterator[str]:
+    name = prompt.row.get(data.cfg.data_source_key)
+    source = f", {data.cfg.data_source_key} {name}" if name is not None else ""
+    yield f"\n--- {data.where(prompt)}: {len(prompt.token_ids)} tokens{source}"
+    yield _short(prompt.text)
+    answer = prompt.row.get(data.cfg.answer_key)
+    if with_answer:
+        [ids] = data.answers([prompt])
+        yield f"--> {len(ids)} tokens, EOS included"
+        yield _short(str(answer))
+    elif answer is not None:
+        yield f"--> {data.cfg.answer_key}: {_short(str(answer))}"
+
+
+def _short(text: str) -> str:
+    more = len(text) - SHOWN_CHARS
+    return f"{text[:SHOWN_CHARS]} ... and {more} characters more" if more > 0 else text

@@ -1,0 +1,116 @@
+"""The usable rows of one source, tokenised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mrl.config.schema import SourceConfig
+from mrl.core import Prompt
+from mrl.data.encoder import Encoder
+from mrl.data.errors import DataError, raise_for
+from mrl.data.sources import open_rows
+
+BATCH_ROWS = 1024  # tokenised at once
+
+
+class PromptSource:
+    """Token ids are kept in one array; rows stay where they are and are read again for the prompts of a step.
+
+    first_index: of its row 0 in the data set
+    dropped, cut: prompts over `data.max_prompt_tokens` that were left out, or cut
+    longest: tokens of the longest prompt, before that
+
+    Raises DataError that names every malformed row.
+    """
+
+    def __init__(self, source: SourceConfig, encoder: Encoder, first_index: int, require_answer: bool) -> None:
+        self.source, self.first_index = source, first_index
+        self.rows = open_rows(source)
+        self.dropped = self.longest = 0
+        self._cut_rows: set[int] = set()
+        self._encoder, self._require_answer = encoder, require_answer
+        self._problems: list[tuple[str, str]] = []
+        kept: list[int] = []
+        tokens: list[np.ndarray] = []
+        for i, ids in self._encoded():
+            kept.append(i)
+            tokens.append(np.asarray(ids, dtype=np.int32))
+        raise_for(self._problems)
+        if not len(self.rows):
+            raise DataError(f"{source.path}: no rows")
+        self._kept = np.asarray(kept, dtype=np.int64)
+        self._tokens = np.concatenate([np.empty(0, dtype=np.int32), *tokens])
+        self._ends = np.cumsum([len(ids) for ids in tokens], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def name(self) -> str:
+        """Path and split, for messages."""
+        return self.source.path if self.source.split is None else f"{self.source.path}[{self.source.split}]"
+
+    @property
+    def cut(self) -> int:
+        return len(self._cut_rows)
+
+    @property
+    def token_counts(self) -> np.ndarray:
+        """[P] of the usable prompts."""
+        return np.diff(self._ends, prepend=0)
+
+    def prompt(self, place: int) -> Prompt:
+        """The usable prompt at `place`, with its row read again."""
+        i, end = int(self._kept[place]), int(self._ends[place])
+        ids = self._tokens[self._ends[place - 1] if place else 0 : end].tolist()
+        row = self._encoder.complete(self.rows[i], self.source.name)
+        text = self._encoder.text(row)
+        if i in self._cut_rows:
+            text = self._encoder.tokenizer.decode(ids, special=True)
+        return Prompt(self.first_index + i, tuple(ids), row, text)
+
+    def where(self, index: int) -> str:
+        """File and row of a prompt's index in the data set."""
+        return self.rows.where(index - self.first_index)
+
+    def _encoded(self) -> Iterator[tuple[int, list[int]]]:
+        """(row, ids) of the usable rows; what is wrong with others goes to `_problems`."""
+        for start in range(0, len(self.rows), BATCH_ROWS):
+            texts = dict(self._texts(range(start, min(start + BATCH_ROWS, len(self.rows)))))
+            for i, ids in zip(texts, self._encoder.ids(list(texts.values())), strict=True):
+                fitting = self._fit(i, ids)
+                if fitting is not None:
+                    yield i, fitting
+
+    def _texts(self, rows: range) -> Iterator[tuple[int, str]]:
+        for i in rows:
+            try:
+                row = self._encoder.complete(self.rows[i], self.source.name)
+                problem = self._encoder.problem(row, self._require_answer)
+                if problem is None:
+                    yield i, self._encoder.text(row)
+                    continue
+            except ValueError as error:
+                problem = str(error)
+            self._problems.append((self.rows.where(i), problem))
+
+    def _fit(self, i: int, ids: list[int]) -> list[int] | None:
+        """The ids within `data.max_prompt_tokens`; None for a prompt that is left out."""
+        cfg, problem = self._encoder.cfg, None
+        self.longest = max(self.longest, len(ids))
+        if not ids:
+            problem = "the prompt has no tokens"
+        elif len(ids) > cfg.max_prompt_tokens and cfg.truncation == "error":
+            problem = f"{len(ids)} tokens, more than data.max_prompt_tokens={cfg.max_prompt_tokens} (data.truncation)"
+        if problem:
+            self._problems.append((self.rows.where(i), problem))
+            return None
+        if len(ids) <= cfg.max_prompt_tokens:
+            return ids
+        if cfg.truncation == "drop":
+            self.dropped += 1
+            return None
+        self._cut_rows.add(i)
+        return self._encoder.cut(ids)

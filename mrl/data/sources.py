@@ -1,0 +1,141 @@
+"""Rows where they lie: JSON lines, a JSON list, parquet, a directory of the `datasets` library.
+
+JSON is read without that library: its tables give every row the keys and types of all rows, and its errors name no
+line. Here a row reaches the reward function as it was written. Parquet and directories are tables already; the library
+maps them into memory (parquet through a copy in its cache, HF_DATASETS_CACHE).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from mrl.config.schema import SourceConfig
+from mrl.data.errors import DataError
+
+
+class Rows(Protocol):
+    """`rows[i]` raises ValueError, which says why, for what is no row."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int) -> dict[str, Any]: ...
+
+    def where(self, i: int) -> str:
+        """File and row, for messages."""
+        ...
+
+
+def open_rows(source: SourceConfig) -> Rows:
+    """Raises DataError for a path that holds no data of a known kind."""
+    path = Path(source.path)
+    if path.is_dir():
+        return Table(source.path if source.split is None else f"{path}[{source.split}]", _load_directory(source))
+    if not path.is_file():
+        raise DataError(f"{path} does not exist")
+    if path.suffix == ".parquet":
+        return Table(source.path, _load_dataset("parquet", data_files=source.path)["train"])
+    if path.suffix == ".jsonl" or (path.suffix == ".json" and not _is_list(path)):
+        return JsonLines(path)
+    if path.suffix == ".json":
+        return Table(source.path, _read_list(path))
+    raise DataError(f"{path}: expected .jsonl, .json, .parquet or a directory")
+
+
+class JsonLines:
+    """One object a line, kept as text: parsed rows take several times the memory. Blank lines are no rows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        raw = enumerate(path.read_bytes().split(b"\n"), start=1)
+        self._lines = [(number, line) for number, line in raw if line.strip()]
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        try:
+            row = json.loads(self._lines[i][1])
+        except ValueError as error:
+            raise ValueError(f"not valid JSON: {error}") from error
+        return _object(row)
+
+    def where(self, i: int) -> str:
+        return f"{self._path}:{self._lines[i][0]}"
+
+
+class Table:
+    """The rows of a list, or of a `datasets.Dataset`; counted from 0."""
+
+    def __init__(self, name: str, rows: Sequence[Any]) -> None:
+        self._name, self._rows = name, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return _object(self._rows[i])
+
+    def where(self, i: int) -> str:
+        return f"{self._name}, row {i}"
+
+
+def _object(row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ValueError(f"a row must be a JSON object, not {type(row).__name__}")
+    return row
+
+
+def _is_list(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4096).lstrip().startswith(b"[")
+
+
+def _read_list(path: Path) -> list[Any]:
+    try:
+        rows: list[Any] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from error
+    return rows
+
+
+def _load_directory(source: SourceConfig) -> Sequence[Any]:
+    path, split = Path(source.path), source.split
+    saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    found = _load_from_disk(source.path) if saved else _load_dataset(source.path)
+    if not isinstance(found, dict):
+        if split is not None:
+            raise DataError(f"{path}: split {split!r} of a data set without splits")
+        return found
+    if split is None and len(found) == 1:
+        return next(iter(found.values()))
+    if split not in found:
+        wanted = "which split?" if split is None else f"no split {split!r};"
+        raise DataError(f"{path}: {wanted} it has {', '.join(found)}")
+    return found[split]
+
+
+def _load_from_disk(path: str) -> Any:
+    import datasets
+
+    return _quietly(datasets.load_from_disk, path)
+
+
+def _load_dataset(kind_or_path: str, **options: Any) -> Any:
+    import datasets
+
+    return _quietly(datasets.load_dataset, kind_or_path, **options)
+
+
+def _quietly(load: Any, path: str, **options: Any) -> Any:
+    """The library's own errors under the name of what was to be read; no progress bars."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        return load(path, **options)
+    except Exception as error:
+        cause = error.__cause__ or error  # the library says only "an error occurred" and chains what it was
+        raise DataError(f"{options.get('data_files', path)}: the datasets library cannot read it: {cause}") from error

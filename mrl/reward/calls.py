@@ -1,0 +1,67 @@
+"""What is scored, and what comes of it: plain values, which travel to worker processes and over HTTP."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """One response. `prompt` is text: of a list of chat messages the last one's content (the row holds them all)."""
+
+    prompt: str
+    response: str
+    row: dict[str, Any]
+    response_tokens: int = 0
+    token_ids: tuple[int, ...] = ()  # prompt and response
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A component's score, and what else its function returned."""
+
+    score: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+def settle(future: Future[Outcome], result: Outcome | Exception) -> None:
+    """Unless it is settled already: the pool may be closed while an answer arrives."""
+    with suppress(InvalidStateError):
+        if isinstance(result, Outcome):
+            future.set_result(result)
+        else:
+            future.set_exception(result)
+
+
+class Unsettled:
+    """The futures of what is still to be scored. After `end` there are no new ones, and all raise its error."""
+
+    def __init__(self) -> None:
+        self.ended: Exception | None = None
+        self._lock = Lock()
+        self._futures: dict[int, Future[Outcome]] = {}
+
+    def new(self) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        with self._lock:
+            if self.ended is not None:
+                raise self.ended
+            self._futures[id(future)] = future
+        future.add_done_callback(self._forget)
+        return future
+
+    def end(self, error: Exception) -> None:
+        """The first error stays."""
+        with self._lock:
+            self.ended = self.ended or error
+            futures = list(self._futures.values())
+        for future in futures:
+            settle(future, error)
+
+    def _forget(self, future: Future[Outcome]) -> None:
+        with self._lock:
+            self._futures.pop(id(future), None)

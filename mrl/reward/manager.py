@@ -1,0 +1,194 @@
+"""Scores samples as `reward` says: each component on its own, then their weighted sum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mrl.reward.calls import Call, Outcome
+from mrl.reward.errors import RewardError, SampleError
+from mrl.reward.model import ModelSource, ScoreTokens
+from mrl.reward.plan import ANY, MODEL, Component, Plan, make_plan
+from mrl.reward.pool import FunctionPool, PoolSetup
+from mrl.reward.server import ServerClient
+
+if TYPE_CHECKING:
+    from mrl.config.schema import RewardConfig
+    from mrl.core import Sample
+
+PROMPT_HEAD_CHARS = 80
+
+
+class Source(Protocol):
+    """What scores the samples of some components. `flush`: all samples that it waits for have been submitted."""
+
+    def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]: ...
+
+    def flush(self, component: Component) -> None: ...
+
+
+class RewardManager:
+    """Scores samples while others are still generated: `submit` each as it is finished, then `collect` them all.
+
+    `score` is the weighted sum of the components' scores. Where the configuration has several components,
+    `score_parts` holds each one's score by its name and its further parts as "name/part"; of a single one, its parts.
+
+    Where a component fails on a sample, `on_error` "stop" makes `collect` raise RewardError; with "zero" the sample
+    scores 0, its `reward_error` holds the reason and `failures` counts it. The keys are those of `data`;
+    `max_response_tokens` is what `overlong` measures by. The constructor returns when all components are ready.
+    """
+
+    def __init__(
+        self,
+        cfg: RewardConfig,
+        *,
+        prompt_key: str = "prompt",
+        answer_key: str = "answer",
+        data_source_key: str = "data_source",
+        max_response_tokens: int = 0,
+    ) -> None:
+        self.cfg = cfg
+        self.plan = make_plan(cfg)
+        self.prompt_key, self.data_source_key = prompt_key, data_source_key
+        self.failures = 0
+        self._running: dict[int, dict[str, Future[Outcome]]] = {}  # by id(sample): samples are not hashable
+        with ExitStack() as stack:
+            self._sources: dict[str, Source] = _open_sources(cfg, self.plan, answer_key, max_response_tokens, stack)
+            self._open = stack.pop_all()
+
+    def submit(self, sample: Sample) -> None:
+        """Start scoring `sample` (its response_text must be set). RewardError if its row does not say by what."""
+        call, label = self._call(sample)
+        self._running[id(sample)] = {
+            name: self._sources[name].submit(self.plan.components[name], call, label)
+            for name in self._mix(sample, label)
+        }
+
+    def collect(self, samples: Sequence[Sample]) -> None:
+        """Wait for `samples` and fill score, score_parts and reward_error; those not submitted yet are submitted now.
+
+        Bounded: every call has its time-out. Where `on_error` is "stop", raises RewardError at the first failure; the
+        other samples' results are then dropped.
+        """
+        for sample in samples:
+            if id(sample) not in self._running:
+                self.submit(sample)
+        for component in sorted(self.plan.components.values(), key=lambda c: c.kind == "model"):  # which blocks: last
+            self._sources[component.name].flush(component)
+        try:
+            futures = [future for sample in samples for future in self._running[id(sample)].values()]
+            if self.cfg.on_error == "stop":
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in futures:
+                    if future in done:
+                        future.result()
+            for sample in samples:
+                self._fill(sample, self._running[id(sample)])
+        finally:
+            for sample in samples:
+                self._running.pop(id(sample), None)
+
+    def use_model(self, score: ScoreTokens) -> None:
+        """What runs the reward model, if the configuration has one; before the first `collect`."""
+        for source in self._sources.values():
+            if isinstance(source, ModelSource):
+                source.score = score
+
+    def close(self) -> None:
+        """End workers and connections; safe to call twice. Whoever still waits in `collect` gets a RewardError."""
+        self._open.close()
+
+    def __enter__(self) -> RewardManager:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _fill(self, sample: Sample, futures: Mapping[str, Future[Outcome]]) -> None:
+        sample.score, sample.score_parts, sample.reward_error = 0.0, {}, ""
+        weights = self._mix(sample, "")
+        for name, future in futures.items():
+            try:
+                outcome = future.result()
+            except SampleError as error:
+                sample.reward_error = sample.reward_error or str(error)
+                continue
+            sample.score += weights[name] * outcome.score
+            sample.score_parts |= _parts(name, outcome) if len(self.plan.components) > 1 else outcome.parts
+        if sample.reward_error:
+            sample.score = 0.0
+            self.failures += 1
+
+    def _mix(self, sample: Sample, label: str) -> Mapping[str, float]:
+        if set(self.plan.mixes) == {ANY}:
+            return self.plan.mixes[ANY]
+        data_source = sample.request.prompt.row.get(self.data_source_key)
+        try:
+            return self.plan.mix(None if data_source is None else str(data_source))
+        except RewardError as error:
+            raise RewardError(f"{label}: its row {error} (data.data_source_key: {self.data_source_key})") from None
+
+    def _call(self, sample: Sample) -> tuple[Call, str]:
+        request = sample.request
+        row = request.prompt.row
+        label = f"sample {request.sample_id} (row {request.prompt.index})"
+        if self.prompt_key not in row:
+            raise RewardError(f"{label}: the row has no {self.prompt_key!r} (data.prompt_key), only {sorted(row)}")
+        prompt = _text(row[self.prompt_key])
+        label = f"sample {request.sample_id} (row {request.prompt.index}, prompt {prompt[:PROMPT_HEAD_CHARS]!r})"
+        tokens = (*request.prompt.token_ids, *sample.response_ids)
+        return Call(prompt, sample.response_text, row, len(sample.response_ids), tokens), label
+
+
+def longest_wait_s(cfg: RewardConfig, samples: int) -> float:
+    """Seconds until `samples` are scored or have failed: all calls in turn, each up to its own time-out."""
+    functions = cfg.timeout_s * math.ceil(samples / cfg.workers)
+    servers = sum(
+        math.ceil(samples / server.connections) * (server.timeout_s + server.backoff_s * 2**retry)
+        for server in cfg.servers.values()
+        for retry in range(server.retries + 1)
+    )
+    return functions + servers
+
+
+def _open_sources(
+    cfg: RewardConfig, plan: Plan, answer_key: str, max_response_tokens: int, stack: ExitStack
+) -> dict[str, Source]:
+    """By the components' names: one pool for all functions, a client for each server."""
+    sources: dict[str, Source] = {}
+    functions = tuple(c for c in plan.components.values() if c.kind in ("function", "batch"))
+    if functions:
+        setup = PoolSetup(functions, _settings(cfg, max_response_tokens), answer_key, cfg.workers, cfg.timeout_s)
+        pool = FunctionPool(setup)
+        stack.callback(pool.close)
+        sources |= {component.name: pool for component in functions}
+    for name in (component.spec for component in plan.components.values() if component.kind == "server"):
+        sources[name] = client = ServerClient(name, cfg.servers[name])
+        stack.callback(client.close)
+    if MODEL in plan.components:
+        sources[MODEL] = ModelSource()
+    return sources
+
+
+def _settings(cfg: RewardConfig, max_response_tokens: int) -> dict[str, dict[str, Any]]:
+    """Of the built-ins that have a section. Plain values: a worker imports no pydantic."""
+    found = {"format": cfg.format.model_dump(), "code": cfg.code.model_dump()}
+    if cfg.length is not None:
+        found["length"] = cfg.length.model_dump()
+    if cfg.overlong is not None:
+        found["overlong"] = {**cfg.overlong.model_dump(), "max_tokens": max_response_tokens}
+    return found
+
+
+def _parts(name: str, outcome: Outcome) -> dict[str, float]:
+    return {name: outcome.score, **{f"{name}/{part}": value for part, value in outcome.parts.items()}}
+
+
+def _text(prompt: object) -> str:
+    """A prompt as one string; of a list of chat messages the last one's content (the row holds them all)."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
+        return str(prompt[-1].get("content", ""))
+    return str(prompt)

@@ -1,0 +1,40 @@
+"""Scores of a reward model that runs on the trainer's own ranks: all samples at once, when the last one is there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from mrl.reward.calls import Call, Outcome, settle
+from mrl.reward.errors import RewardError, SampleError
+from mrl.reward.plan import Component
+
+ScoreTokens = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]  # prompt + response of each sample -> its score
+
+
+class ModelSource:
+    """Keeps samples until `flush` has the model score them, in the thread that calls it."""
+
+    def __init__(self) -> None:
+        self.score: ScoreTokens | None = None
+        self._waiting: list[tuple[Call, str, Future[Outcome]]] = []
+
+    def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        self._waiting.append((call, label, future))
+        return future
+
+    def flush(self, component: Component) -> None:
+        """Raises what the model raises."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        if self.score is None:
+            raise RewardError("the reward model is not there yet")
+        scores = self.score([call.token_ids for call, _, _ in waiting])
+        for (_, label, future), score in zip(waiting, scores, strict=True):
+            if math.isfinite(score):
+                settle(future, Outcome(score))
+            else:
+                settle(future, SampleError(f"reward model on {label}: the score must be finite, got {score}"))

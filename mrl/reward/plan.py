@@ -1,0 +1,81 @@
+"""Which components score which sample, with which weights: every manager is such a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from mrl.reward.errors import RewardError
+
+if TYPE_CHECKING:
+    from mrl.config.schema import RewardConfig
+
+ANY = "*"
+BATCH = "batch"
+MODEL = "model"
+Mix = Mapping[str, float]  # component name -> weight
+
+
+@dataclass(frozen=True)
+class Component:
+    """`name` is what its score is logged by; `spec` a function's, or a server's name."""
+
+    name: str
+    spec: str
+    kind: Literal["function", "batch", "server", "model"]
+    where: str  # the key of the configuration
+
+
+@dataclass(frozen=True)
+class Plan:
+    components: dict[str, Component]
+    mixes: dict[str, Mix]  # by the row's data_source, `ANY` for those that are not named
+
+    def mix(self, data_source: str | None) -> Mix:
+        """Raises RewardError for a data source that nothing scores."""
+        found = self.mixes.get(data_source or ANY, self.mixes.get(ANY))
+        if found is None:
+            what = "has no data_source" if data_source is None else f"has the data_source {data_source!r}"
+            raise RewardError(f"{what}, rewards are set for {', '.join(map(repr, self.mixes))}")
+        return found
+
+
+def make_plan(cfg: RewardConfig) -> Plan:
+    """Of a checked configuration."""
+    if cfg.manager == "recipe":
+        mixes = cfg.recipe.items()
+        made = {label: [(_component(key, cfg), weight) for key, weight in mix.items()] for label, mix in mixes}
+    elif cfg.manager in ("remote", "model"):
+        (scorer,) = cfg.servers or (MODEL,)
+        made = {ANY: [(_component(scorer, cfg), 1.0)]}
+    elif cfg.manager == "batch":
+        made = {ANY: [(_component(BATCH, cfg), 1.0)]}
+    else:
+        also = [(_component("overlong", cfg), 1.0)] if cfg.manager == "dapo" else []
+        made = {label: [(_function(f"functions.{label}", spec), 1.0), *also] for label, spec in cfg.functions.items()}
+        if cfg.function is not None:
+            made[ANY] = [(_function("function", cfg.function), 1.0), *also]
+    components = {component.name: component for mix in made.values() for component, _ in mix}
+    return Plan(components, {label: {c.name: weight for c, weight in mix} for label, mix in made.items()})
+
+
+def component_name(spec: str) -> str:
+    """Of a built-in or server its name, of `path/to/file.py:name` the last part."""
+    return spec.rpartition(":")[2]
+
+
+def _component(key: str, cfg: RewardConfig) -> Component:
+    """What a recipe names."""
+    if key in cfg.servers:
+        return Component(key, key, "server", f"servers.{key}")
+    if key == MODEL:
+        return Component(MODEL, MODEL, "model", "model")
+    if key == BATCH:
+        assert cfg.function is not None
+        return Component(component_name(cfg.function), cfg.function, "batch", "function")
+    return _function("recipe", key)
+
+
+def _function(where: str, spec: str) -> Component:
+    return Component(component_name(spec), spec, "function", where)

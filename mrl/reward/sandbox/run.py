@@ -1,0 +1,158 @@
+"""One untrusted Python program, shut in, from its start to the end of everything it started.
+
+With isolation "bubblewrap" a program has: no network, no file but the system's and Python's own (read-only), nothing
+writable but /tmp of `disk_mib` that is gone afterwards, no other process to see or signal, no environment, no system
+call of `seccomp`'s list, and `Limits`. With "none" it has the limits alone: it can read, write, send and kill
+whatever the trainer's user can, and start more processes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mrl.reward.sandbox import isolate
+from mrl.reward.sandbox.isolate import SandboxError
+from mrl.reward.sandbox.watch import watch
+
+Isolation = Literal["bubblewrap", "none"]
+START_S = 10.0  # for the sandbox itself, before the program's own clock starts
+ENTER = Path(__file__).with_name("enter.py").read_text()
+PROGRAM_OPTIONS = ("-s", "-P", "-B", "-X", "utf8")
+OPEN_FILES = 64
+STACK_MIB = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`memory_mib` is each process's address space: all of them and the files in /tmp hold at most
+    processes x memory_mib + disk_mib."""
+
+    wall_s: float = 10.0
+    memory_mib: int = 512
+    disk_mib: int = 16
+    processes: int = 1  # threads count
+    output_kib: int = 64  # of stdout and stderr together
+
+
+@dataclass(frozen=True)
+class Ended:
+    """`how`: "exit code 0", "signal SIGKILL", "time out", "too much output"."""
+
+    how: str
+    stdout: str
+    stderr: str
+
+    @property
+    def ok(self) -> bool:
+        return self.how == "exit code 0"
+
+
+def run_python(program: str, stdin: str = "", *, limits: Limits, isolation: Isolation = "bubblewrap") -> Ended:
+    """Runs the source text `program` with the interpreter that mrl's environment was made from, without its packages.
+
+    Nothing of it is left when this returns. Raises SandboxError if the sandbox could not be had; whatever the program
+    does is no error.
+    """
+    with ExitStack() as stack:
+        ready_read, ready_write = os.pipe()
+        stack.callback(os.close, ready_read)
+        with os.fdopen(ready_write, "wb"):
+            process = stack.enter_context(_started(program, stdin, limits, isolation, ready_write))
+        found = watch(process, ready_read, START_S, limits.wall_s, limits.output_kib << 10)
+        stdout, stderr = (text.decode(errors="replace") for text in (found.stdout, found.stderr))
+        if found.ready != b"1":
+            why = found.ready[1:].decode(errors="replace") or stderr.strip() or found.how
+            raise SandboxError(_cannot(isolation, why))
+        return Ended(found.how, stdout, stderr)
+
+
+def check_isolation(isolation: Isolation) -> None:
+    """Raises SandboxError where programs cannot be shut in, and says what to do about it."""
+    if isolation == "none":
+        return
+    ended = run_python("print(6 * 7)", limits=Limits())
+    if ended.stdout != "42\n":
+        raise SandboxError(_cannot(isolation, f"a first program ended with {ended.how}: {ended.stderr.strip()}"))
+
+
+def _cannot(isolation: Isolation, why: str) -> str:
+    if isolation == "none":
+        return f"cannot start a program: {why}"
+    return (
+        f"cannot shut in untrusted programs: {why}. Install bubblewrap (the command bwrap, 0.8 or later) and allow it "
+        "namespaces (a container needs that from its runtime), or set reward.code.isolation: none, which gives the "
+        "model's programs everything that this user may do"
+    )
+
+
+@contextmanager
+def _started(
+    program: str, stdin: str, limits: Limits, isolation: Isolation, ready_fd: int
+) -> Iterator[subprocess.Popen[bytes]]:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mrl_code_"))
+        source, given = Path(folder, "program.py"), Path(folder, "stdin")
+        source.write_text(program, errors="surrogatepass")
+        given.write_text(stdin, errors="surrogatepass")
+        resources = _resources(limits)
+        if isolation == "bubblewrap":
+            bwrap = isolate.find_bwrap()
+            if bwrap is None:
+                raise SandboxError(_cannot(isolation, "there is no bwrap on the PATH"))
+            filter_fd = stack.enter_context(isolate.filter_file())
+            uid = isolate.own_uid()
+            resources["RLIMIT_NPROC"] = limits.processes + (uid is None)  # its namespace counts bwrap's own process
+            command = isolate.bwrap_command(bwrap, source, limits.disk_mib, filter_fd, unprivileged=uid is None)
+            python, inside, pass_fds = isolate.python_inside(), "/program.py", [ready_fd, filter_fd]
+        else:
+            uid, command, python, inside, pass_fds = None, [], isolate.PYTHON_OUTSIDE, str(source), [ready_fd]
+        argv = [python, *PROGRAM_OPTIONS, inside]
+        plan = {"uid": uid, "limits": resources, "ready_fd": ready_fd, "argv": argv}
+        with given.open("rb") as file:
+            process = subprocess.Popen(
+                [*command, python, "-I", "-S", "-c", ENTER, json.dumps(plan)],
+                stdin=file,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=isolate.ENVIRONMENT,
+                cwd=folder,
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+        stack.callback(_end, process)
+        yield process
+
+
+def _resources(limits: Limits) -> dict[str, int]:
+    return {
+        "RLIMIT_AS": limits.memory_mib << 20,
+        "RLIMIT_STACK": min(STACK_MIB, limits.memory_mib) << 20,
+        "RLIMIT_CPU": math.ceil(limits.wall_s),
+        "RLIMIT_FSIZE": limits.disk_mib << 20,
+        "RLIMIT_NOFILE": OPEN_FILES,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_MEMLOCK": 0,
+        "RLIMIT_MSGQUEUE": 0,
+    }
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """bwrap's death is that of all inside; without it the session's, less what has left it."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()

@@ -1,0 +1,164 @@
+"""Samples scored by a server over HTTP, in batches, while others are still generated."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import httpx
+
+from mrl.reward.calls import Call, Outcome, Unsettled, settle
+from mrl.reward.errors import RewardError, SampleError
+from mrl.reward.plan import Component
+from mrl.reward.server_api import APIS, BadAnswer, head, read_answer
+
+if TYPE_CHECKING:
+    from mrl.config.schema import ServerConfig
+
+RETRIED = (408, 429, *range(500, 600))
+MAX_ERROR_BYTES = 2000
+
+
+class _Again(Exception):
+    """Failed in a way that another attempt may mend."""
+
+
+@dataclass(frozen=True)
+class _Item:
+    text: str
+    label: str
+    future: Future[Outcome]
+
+
+class ServerClient:
+    """Asks one server. A call carries up to `batch_size` of the samples that wait; `connections` are under way at once.
+
+    A call has `timeout_s` in all. Time-outs, lost connections and the statuses `RETRIED` are tried again. Redirects are
+    not followed, compressed answers not unpacked, and longer ones than `max_answer_mib` not read. What remains fails
+    each sample of the call with a SampleError; a score that is no finite number fails its own sample alone.
+    """
+
+    def __init__(self, name: str, cfg: ServerConfig) -> None:
+        self.cfg, self.api = cfg, APIS[cfg.api]
+        self.url = cfg.url.rstrip("/") + self.api.path if self.api.path else cfg.url
+        parts = urlsplit(self.url)
+        shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()  # no password in messages
+        self._who = f"reward server {name!r} ({shown})"
+        self._unsettled = Unsettled()
+        self._loop = asyncio.new_event_loop()
+        self._queue: asyncio.Queue[_Item] = asyncio.Queue()
+        self._main = self._loop.create_task(self._serve())
+        self._thread = threading.Thread(target=self._run, name=f"reward-server-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]:
+        """RewardError if JSON cannot hold the sample."""
+        try:
+            text = self.api.item(call)
+        except (TypeError, ValueError) as error:
+            raise RewardError(f"{label}: its row cannot be sent to a reward server: {error}") from error
+        future = self._unsettled.new()
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, _Item(text, label, future))
+        return future
+
+    def flush(self, component: Component) -> None:
+        """Nothing waits for a batch to be full."""
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self._unsettled.ended is None:
+            self._unsettled.end(RewardError("the reward client is closed"))
+            self._loop.call_soon_threadsafe(self._main.cancel)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._main)
+        except asyncio.CancelledError:
+            pass  # closed
+        except Exception as error:
+            self._unsettled.end(RewardError(f"{self._who} failed: {type(error).__name__}: {error}"))
+            raise
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        # trust_env=False: a proxy set for the internet must not see the samples
+        async with (
+            httpx.AsyncClient(timeout=None, follow_redirects=False, trust_env=False) as self._http,
+            asyncio.TaskGroup() as tasks,
+        ):
+            for _ in range(self.cfg.connections):
+                tasks.create_task(self._connection())
+
+    async def _connection(self) -> None:
+        while True:
+            items = [await self._queue.get()]
+            while len(items) < self.cfg.batch_size and not self._queue.empty():
+                items.append(self._queue.get_nowait())
+            await self._score(items)
+
+    async def _score(self, items: Sequence[_Item]) -> None:
+        """Settles every item."""
+        for item, result in zip(items, await self._results(items), strict=True):
+            if isinstance(result, str):
+                settle(item.future, SampleError(f"{self._who} on {item.label}: {result}"))
+            else:
+                settle(item.future, result)
+
+    async def _results(self, items: Sequence[_Item]) -> list[Outcome | str]:
+        """For each item its outcome, or why it has none."""
+        body, attempt = self.api.body([item.text for item in items]), 0
+        while True:
+            attempt += 1
+            try:
+                async with asyncio.timeout(self.cfg.timeout_s):
+                    return read_answer(self.api, await self._post(body), len(items))
+            except BadAnswer as error:
+                return [str(error)] * len(items)
+            except _Again as error:
+                problem = str(error)
+            except TimeoutError:
+                problem = f"no answer within {self.cfg.timeout_s:g} s (timeout_s)"
+            if attempt > self.cfg.retries:
+                return [f"{problem}; attempts: {attempt}"] * len(items)
+            await asyncio.sleep(self.cfg.backoff_s * 2 ** (attempt - 1))
+
+    async def _post(self, body: str) -> bytes:
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        try:
+            async with self._http.stream("POST", self.url, content=body.encode(), headers=headers) as reply:
+                if reply.status_code == 200:
+                    return await self._read(reply)
+                text = await _beginning(reply)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise _Again(f"{type(error).__name__}: {error}") from error
+        if reply.is_redirect:
+            raise BadAnswer(f"HTTP {reply.status_code} to {reply.headers['location']!r}: redirects are not followed")
+        problem = f"HTTP {reply.status_code}: {head(text)}"
+        raise _Again(problem) if reply.status_code in RETRIED else BadAnswer(problem)
+
+    async def _read(self, reply: httpx.Response) -> bytes:
+        """The whole answer, within its limits."""
+        if reply.headers.get("content-encoding", "identity") != "identity":
+            raise BadAnswer(f"the answer is compressed ({reply.headers['content-encoding']}), which was not asked for")
+        limit, data = self.cfg.max_answer_mib << 20, bytearray()
+        async for chunk in reply.aiter_raw():
+            data += chunk
+            if len(data) > limit:
+                raise BadAnswer(f"the answer is longer than {self.cfg.max_answer_mib} MiB (max_answer_mib)")
+        return bytes(data)
+
+
+async def _beginning(reply: httpx.Response) -> bytes:
+    data = b""
+    async for chunk in reply.aiter_raw():
+        data += chunk
+        if len(data) > MAX_ERROR_BYTES:
+            break
+    return data[:MAX_ERROR_BYTES]

@@ -1,0 +1,87 @@
+"""What a reward server is asked, and what it may answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.reward.calls import Call, Outcome
+from mrl.reward.loading import check_result
+
+
+class BadAnswer(ValueError):
+    """The server answered 200 with something that is not what was asked for."""
+
+
+@dataclass(frozen=True)
+class Api:
+    """path: below the server's address
+    item: one sample as JSON text; raises ValueError or TypeError for what JSON cannot hold
+    body: the items of a call
+    results: what the answer, read from JSON, holds for each of the items. BadAnswer if it has another form
+    """
+
+    path: str
+    item: Callable[[Call], str]
+    body: Callable[[Sequence[str]], str]
+    results: Callable[[Any], list[Any]]
+
+
+def read_answer(api: Api, data: bytes, count: int) -> list[Outcome | str]:
+    """For each sample its outcome, or what is wrong with it. Raises BadAnswer if there is not one result a sample."""
+    try:
+        answer = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise BadAnswer(f"the answer is not JSON ({reason}): {head(data)}") from None
+    results = api.results(answer)
+    if len(results) != count:
+        raise BadAnswer(f"{len(results)} scores for {count} samples")
+    return [_outcome(result) for result in results]
+
+
+def head(data: bytes) -> str:
+    """The beginning of an answer, for messages."""
+    return repr(data[:200].decode(errors="replace"))
+
+
+def _outcome(result: Any) -> Outcome | str:
+    try:
+        return check_result(result)
+    except (TypeError, ValueError) as error:
+        return str(error)
+
+
+def _sample(call: Call) -> str:
+    return json.dumps({"prompt": call.prompt, "response": call.response, "row": call.row}, allow_nan=False)
+
+
+def _scores(answer: Any) -> list[Any]:
+    if not isinstance(answer, dict) or not isinstance(answer.get("scores"), list):
+        raise BadAnswer(f'expected {{"scores": [...]}}, got {head(json.dumps(answer).encode())}')
+    scores: list[Any] = answer["scores"]
+    return scores
+
+
+def _embeddings(answer: Any) -> list[Any]:
+    """A reward model's score is an "embedding" of length 1."""
+    if not isinstance(answer, list) or not all(isinstance(item, dict) for item in answer):
+        raise BadAnswer(f'expected [{{"embedding": [score]}}, ...], got {head(json.dumps(answer).encode())}')
+    found = [item.get("embedding") for item in answer]
+    for numbers in found:
+        if not isinstance(numbers, list) or len(numbers) != 1:
+            what = f"{len(numbers)} numbers" if isinstance(numbers, list) else repr(numbers)
+            raise BadAnswer(f"expected one score a sample, got {what}: is the model a reward model?")
+    return [numbers[0] for numbers in found if numbers is not None]
+
+
+MRL = Api("", _sample, lambda items: f'{{"samples": [{", ".join(items)}]}}', _scores)
+SGLANG = Api(
+    "/classify",
+    lambda call: json.dumps(call.token_ids),
+    lambda items: f'{{"input_ids": [{", ".join(items)}]}}',
+    _embeddings,
+)
+APIS = {"mrl": MRL, "sglang": SGLANG}

@@ -1,0 +1,94 @@
+"""One update of the actor: the targets of its mini-batch, the loss, and what holds the update back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mrl.algo import Sequences, token_choice
+from mrl.learner import losses
+from mrl.rollout.seeds import sample_seed
+from mrl.trainers.experience import Experience, minibatch_mask, minibatch_weights
+from mrl.trainers.setup import RLRun
+
+TOKEN_STREAM = 1 << 43  # keeps the choice of tokens apart from every step's samples
+
+
+def update_actor(run: RLRun, exp: Experience, sample_ids: range, number: int) -> dict[str, float]:
+    """`number`: how many updates of the step came before."""
+    cfg = run.cfg.algorithm
+    targets = policy_targets(run, exp, sample_ids, number)
+    metrics = run.actor.backward(
+        exp.rollout,
+        sample_ids,
+        losses.policy(cfg.policy_loss, cfg.kl, run.kl_controller.value, targets),
+        run.cfg.rollout.sampling.temperature,
+        entropy_grad=cfg.policy_loss.entropy_coef > 0,
+        also=[run.demonstrations.term(exp.rollout.step, number)] if run.demonstrations is not None else [],
+    )
+    metrics |= drop_if_far(run, metrics)
+    metrics = run.updates.make("actor", run.actor, exp.rollout, sample_ids, metrics, exp.targets())
+    if run.ema is not None and not metrics["skipped"]:
+        run.ema.after_update()
+    return metrics
+
+
+def policy_targets(run: RLRun, exp: Experience, sample_ids: range, number: int) -> losses.PolicyTargets:
+    """The step's first update is of the old policy itself: its ratio is 1 then, not what rounding makes of 1, which
+    would give a loss of |log-ratio| a gradient."""
+    cfg, rollout = run.cfg.algorithm.policy_loss, exp.rollout
+    is_old_policy = number == 0 and exp.old_log_probs is exp.trainer_log_probs
+    keep = exp.correction.keep if exp.correction is not None else None
+    scale = cfg.loss_scale_factor or run.cfg.rollout.sampling.max_new_tokens
+    weights = minibatch_weights(rollout, sample_ids, cfg.aggregation, scale, keep)
+    mask = minibatch_mask(rollout, sample_ids, keep)
+    policy_weights = weights
+    if exp.correction is not None and exp.correction.weights is not None:
+        policy_weights = policy_weights * exp.correction.weights
+    if exp.entropies is not None and cfg.high_entropy_token_ratio < 1:
+        policy_weights = policy_weights * token_choice.high_entropy(exp.entropies, mask, cfg.high_entropy_token_ratio)
+    return losses.PolicyTargets(
+        advantages=exp.advantages,
+        policy_weights=policy_weights,
+        weights=weights,
+        mean_weights=minibatch_weights(rollout, sample_ids, "token-mean", keep=keep),
+        old_log_probs=None if is_old_policy else exp.old_log_probs,
+        ref_log_probs=exp.ref_log_probs,
+        sequences=Sequences.of_mask(
+            rollout.response_mask, None if keep is None else rollout.dense(keep), run.actor.total_over_context
+        ),
+        chosen=choose_tokens(run, exp, sample_ids, mask, number),
+    )
+
+
+def choose_tokens(run: RLRun, exp: Experience, sample_ids: range, mask: Tensor, number: int) -> Tensor | None:
+    """Of the mini-batch's tokens `mask`, for a loss that treats some tokens differently: it needs the log-probs of all
+    of them before the update, which the step's first one has already. The same on every rank."""
+    options = run.cfg.algorithm.policy_loss.choice_options
+    if options is None:
+        return None
+    log_probs = exp.trainer_log_probs if number == 0 else None
+    if log_probs is None:
+        log_probs, _ = run.actor.log_probs(exp.rollout, run.cfg.rollout.sampling.temperature, sample_ids)
+    return token_choice.choose(
+        run.cfg.algorithm.policy_loss.loss_mode,
+        log_probs=log_probs,
+        old_log_probs=log_probs if exp.old_log_probs is None else exp.old_log_probs,
+        advantages=exp.advantages,
+        mask=mask,
+        generator=torch.Generator().manual_seed(sample_seed(run.cfg.run.seed, TOKEN_STREAM + exp.rollout.step, number)),
+        **options,
+    )
+
+
+def drop_if_far(run: RLRun, metrics: dict[str, float]) -> dict[str, float]:
+    """TRL's ratio_threshold: the actor's whole loss on a mini-batch that the policy has moved too far from counts 0
+    times. The optimizer still makes its step, by momentum and weight decay alone. (TRL's model is the critic too, and
+    its loss is dropped as well; here the critic learns.)"""
+    threshold = run.cfg.algorithm.ratio_threshold
+    if threshold is None:
+        return {}
+    is_far = metrics["actor/ratio"] > threshold
+    if is_far:
+        run.actor.zero_gradients()
+    return {"actor/loss_zeroed": float(is_far)}

@@ -1,0 +1,145 @@
+"""One mistake in the settings of estimators, score controls or dynamic sampling, and what it gives."""
+
+from __future__ import annotations
+
+from bad_configs import GAE, PPO, Bad
+
+GRPO = (
+    PPO.replace("critic:\n  warmup_steps: 2\n", "")
+    .replace("  prompts_per_step: 16", "  prompts_per_step: 8\n  samples_per_prompt: 2")
+    .replace(GAE, "  adv_estimator: grpo\n")
+)
+GROUPS, ESTIMATOR = "  adv_estimator: grpo\n  filter_groups: ", "  adv_estimator: grpo\n"
+GDPO = "  adv_estimator: gdpo\n  gdpo_reward_keys: [score, length]\n"
+
+BAD_SAMPLING = [
+    Bad(
+        "gdpo without components",
+        ESTIMATOR,
+        "  adv_estimator: gdpo\n",
+        "algorithm.gdpo_reward_keys",
+        ("required by gdpo", "algorithm.adv_estimator"),
+        "algorithm:",
+        base=GRPO,
+    ),
+    Bad(
+        "gdpo's weights",
+        ESTIMATOR,
+        GDPO + "  gdpo_reward_weights: [1.0]\n",
+        "algorithm.gdpo_reward_weights",
+        ("1 weights for 2 components", "algorithm.gdpo_reward_keys"),
+        base=GRPO,
+    ),
+    Bad(
+        "gdpo weighs nothing",
+        ESTIMATOR,
+        GDPO + "  gdpo_reward_weights: [0.0, 0.0]\n",
+        "algorithm.gdpo_reward_weights",
+        ("all are 0",),
+        base=GRPO,
+    ),
+    Bad(
+        "a component twice",
+        ESTIMATOR,
+        "  adv_estimator: gdpo\n  gdpo_reward_keys: [score, score]\n",
+        "algorithm.gdpo_reward_keys",
+        ("named twice",),
+        base=GRPO,
+    ),
+    Bad(
+        "components without gdpo",
+        ESTIMATOR,
+        ESTIMATOR + "  gdpo_reward_keys: [score]\n",
+        "algorithm.gdpo_reward_keys",
+        ("no effect", "grpo", "algorithm.adv_estimator"),
+        base=GRPO,
+    ),
+    Bad(
+        "KL in a reward that gdpo does not read",
+        ESTIMATOR,
+        GDPO + "  kl: {coef: 0.1, use_in_reward: true}\n",
+        "algorithm.kl.use_in_reward",
+        ("no effect", "components alone", "algorithm.adv_estimator"),
+        base=GRPO,
+    ),
+    Bad(
+        "a clipped score that gdpo does not read",
+        ESTIMATOR,
+        GDPO + "  score_clip: 1.0\n",
+        "algorithm.score_clip",
+        ("no effect", "not the score", "algorithm.adv_estimator"),
+        base=GRPO,
+    ),
+    Bad(
+        "whitening where nothing is whitened",
+        ESTIMATOR,
+        ESTIMATOR + "  whiten_advantages: false\n",
+        "algorithm.whiten_advantages",
+        ("no effect", "grpo", "algorithm.adv_estimator"),
+        base=GRPO,
+    ),
+    Bad(
+        "centred without being scaled",
+        ESTIMATOR,
+        ESTIMATOR + "  use_score_norm: true\n",
+        "algorithm.use_score_norm",
+        ("no effect", "algorithm.use_score_scaling (default)"),
+        base=GRPO,
+    ),
+    Bad(
+        "scaled twice",
+        ESTIMATOR,
+        ESTIMATOR + "  use_score_scaling: true\n",
+        "algorithm.use_score_scaling",
+        ("no effect", "each group's own standard deviation", "algorithm.norm_adv_by_std_in_grpo (default)"),
+        base=GRPO,
+    ),
+    Bad(
+        "a metric that nobody looks at",
+        ESTIMATOR,
+        GROUPS + "{metric: acc}\n",
+        "algorithm.filter_groups.metric",
+        ("no effect", "algorithm.filter_groups.enable (default)"),
+        base=GRPO,
+    ),
+    Bad(
+        "rounds of no dynamic sampling",
+        ESTIMATOR,
+        GROUPS + "{max_num_gen_batches: 3}\n",
+        "algorithm.filter_groups.max_num_gen_batches",
+        ("no effect", "no groups are filtered", "algorithm.filter_groups.enable (default)"),
+        base=GRPO,
+    ),
+    Bad(
+        "groups of one are all equal",
+        GAE,
+        GAE + "  filter_groups: {enable: true}\n",
+        "batch.samples_per_prompt",
+        ("every group would be dropped", "algorithm.filter_groups.enable"),
+        "batch:",
+    ),
+    Bad(
+        "rounds too small",
+        ESTIMATOR,
+        GROUPS + "{enable: true, prompts_per_round: 2, max_num_gen_batches: 3}\n",
+        "algorithm.filter_groups.prompts_per_round",
+        ("2 prompts x 3 rounds = 6", "the 8 groups", "batch.prompts_per_step"),
+        base=GRPO,
+    ),
+    Bad(
+        "further rounds of data in order",
+        "  max_prompt_tokens: 8\n",
+        "  max_prompt_tokens: 8\n  shuffle: false\n",
+        "data.shuffle",
+        ("the same prompts again", "algorithm.filter_groups.enable"),
+        base=GRPO.replace(ESTIMATOR, GROUPS + "{enable: true}\n"),
+    ),
+    Bad(
+        "no filter there",
+        ESTIMATOR,
+        GROUPS + "{function: 'gone.py:keep'}\n",
+        "algorithm.filter_groups.function",
+        ("cannot read gone.py",),
+        base=GRPO,
+    ),
+]

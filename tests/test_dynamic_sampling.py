@@ -1,0 +1,223 @@
+"""Which groups a step learns from, greedy baselines and components of rewards; with an engine that is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mrl.config.schema import FilterGroupsConfig, RLConfig
+from mrl.core import Prompt, Request, Sample, SamplingParams
+from mrl.observe.files import read_jsonl
+from mrl.reward import RewardError
+from mrl.trainers.dynamic_sampling import GroupFilter, SamplingError, in_order, sample_groups
+from mrl.trainers.generate import Generator
+
+FILTER = """
+def at_least_one_right(group):
+    return any(sample["score"] == 1 for sample in group)
+
+def confused(group):
+    return len(group)
+
+def broken(group):
+    return group[0]["row"]["nothing"]
+"""
+
+
+def sample(row: int, score: float, number: int = 0, **parts: float) -> Sample:
+    prompt = Prompt(row, (3, 4), {"prompt": f"p{row}"}, f"p{row}")
+    return Sample(Request(number, 0, prompt, 0), [5], [-1.0], "stop", "0", f"r{number}", score, parts)
+
+
+def groups_of(*scores: tuple[float, ...]) -> list[list[Sample]]:
+    return [[sample(row, score, k) for k, score in enumerate(group)] for row, group in enumerate(scores)]
+
+
+def rounds_of(*rounds: list[list[Sample]]) -> Callable[[int], list[list[Sample]]]:
+    return lambda number: rounds[number]
+
+
+def filtered(**settings: Any) -> tuple[FilterGroupsConfig, GroupFilter]:
+    cfg = FilterGroupsConfig(**{"enable": True, **settings})
+    return cfg, GroupFilter(cfg)
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> str:
+    (tmp_path / "filters.py").write_text(FILTER)
+    return str(tmp_path / "filters.py")
+
+
+def test_groups_of_equal_scores_are_replaced_by_those_of_further_rounds() -> None:
+    first, second = groups_of((0, 0), (0, 1), (1, 1)), groups_of((1, 0), (0.5, 0.5), (0, 1))
+    found, metrics = sample_groups(3, *filtered(), rounds_of(first, second))
+    assert found == [first[1], second[0], second[2]]
+    assert metrics == {
+        "sampling/rounds": 2, "sampling/prompts": 6, "sampling/dropped_equal": 3, "sampling/dropped_refused": 0,
+        "sampling/surplus": 0, "sampling/filled": 0, "sampling/reward_mean": 6 / 12,
+    }  # fmt: skip
+
+
+def test_one_round_is_enough_where_it_gives_enough_and_the_surplus_is_counted() -> None:
+    only = groups_of((0, 1), (1, 1), (0, 2), (3, 4))
+    found, metrics = sample_groups(2, *filtered(), rounds_of(only))
+    assert found == [only[0], only[2]]
+    assert (metrics["sampling/rounds"], metrics["sampling/surplus"]) == (1, 1)
+
+
+def test_too_few_groups_end_the_run_with_the_numbers() -> None:
+    rounds = rounds_of(groups_of((0, 0), (0, 1)), groups_of((1, 1), (1, 1)))
+    says = r"2 rounds .*gave 1 of the 2 groups of a step: of 4, 3 had the same score .*on_shortage: fill"
+    with pytest.raises(SamplingError, match=says):
+        sample_groups(2, *filtered(max_num_gen_batches=2), rounds)
+
+
+def test_or_dropped_groups_fill_the_step() -> None:
+    first, second = groups_of((0, 0), (0, 1)), groups_of((1, 1), (1, 1))
+    settings = filtered(max_num_gen_batches=2, on_shortage="fill")
+    found, metrics = sample_groups(3, *settings, rounds_of(first, second))
+    assert found == [first[1], first[0], second[0]]
+    assert metrics["sampling/filled"] == 2
+
+
+def test_a_component_of_the_reward_may_decide() -> None:
+    group = [sample(0, 1.0, 0, acc=0.0), sample(0, 0.5, 1, acc=0.0)]
+    assert filtered(metric="acc")[1](group) == "equal"
+    assert filtered()[1](group) == "kept"
+    with pytest.raises(ValueError, match=r"sample 0 \(row 0\).*no component 'form' .*filter_groups.metric.*score, acc"):
+        filtered(metric="form")[1](group)
+
+
+def test_a_users_function_may_refuse_groups(functions: str) -> None:
+    judge = filtered(function=f"{functions}:at_least_one_right")[1]
+    assert [judge(group) for group in groups_of((0, 0.5), (0, 1), (1, 1))] == ["refused", "kept", "equal"]
+    alone = filtered(enable=False, function=f"{functions}:at_least_one_right")[1]
+    assert alone(groups_of((1, 1))[0]) == "kept"
+
+
+@pytest.mark.parametrize(("name", "says"), [("confused", "must return True or False, got 2"), ("broken", "KeyError")])
+def test_a_filter_that_fails_is_named_with_the_group(functions: str, name: str, says: str) -> None:
+    with pytest.raises(SamplingError, match=rf"filter_groups.function .*{name}.*row 0 \(prompt 'p0'\).*{says}"):
+        filtered(function=f"{functions}:{name}")[1](groups_of((0, 1))[0])
+
+
+def test_a_filter_that_is_not_there_is_named(functions: str) -> None:
+    with pytest.raises(RewardError, match=r"algorithm\.filter_groups\.function .*defines no 'keep'"):
+        filtered(function=f"{functions}:keep")
+
+
+def test_samples_are_numbered_anew() -> None:
+    samples = in_order(groups_of((0, 1), (2, 3)))
+    assert [(s.request.sample_id, s.request.group, s.score) for s in samples] == [
+        (0, 0, 0), (1, 0, 1), (2, 1, 2), (3, 1, 3)
+    ]  # fmt: skip
+
+
+@dataclass
+class MadeUp:
+    """Engine, rewards, tokenizer and data in one. The score of a response is its seed's lowest bit; half of the prompts
+    give equal ones."""
+
+    asked: list[tuple[Sequence[Request], SamplingParams]] = field(default_factory=list)
+    eos_id: int = 2
+
+    def generate(
+        self, requests: Sequence[Request], params: SamplingParams, on_sample: Callable[[Sample], None]
+    ) -> list[Sample]:
+        self.asked.append((requests, params))
+        samples = [Sample(r, [5, 2], [-1.0, -2.0], "stop", "0") for r in requests]
+        for each in reversed(samples):
+            on_sample(each)
+        return samples
+
+    def decode(self, ids: list[int]) -> str:
+        return str(ids)
+
+    def submit(self, sample: Sample) -> None:
+        request = sample.request
+        sample.score = float(request.prompt.index) if request.prompt.index % 2 else request.seed % 2 + 0.5
+        sample.score_parts = {"acc": sample.score * 2}
+
+    def collect(self, samples: list[Sample]) -> None:
+        assert all(s.score_parts for s in samples)
+
+    def prompts_for_step(self, step: int, n: int, seed: int) -> list[Prompt]:
+        g = torch.Generator().manual_seed(seed % (1 << 60) + step)
+        return [Prompt(int(row), (3, 4), {}, f"p{row}") for row in torch.randint(100, (n,), generator=g)]
+
+
+def make(folder: Path, algorithm: dict[str, Any], **batch: int) -> tuple[Generator, MadeUp]:
+    cfg = RLConfig.model_validate({
+        "trainer": "rl", "run": {"name": "r"}, "model": {"path": "-"}, "data": {"train": "-"},
+        "reward": {"function": "exact_match"}, "rollout": {"sampling": {"top_k": 7, "top_p": 0.9}},
+        "batch": {"prompts_per_step": 6, "samples_per_prompt": 3, **batch}, "algorithm": algorithm,
+    })  # fmt: skip
+    (folder / "rollouts").mkdir(exist_ok=True)
+    all_in_one = MadeUp()
+    parts: Any = all_in_one
+    return Generator(cfg, folder, parts, parts, print, parts, parts, None), all_in_one
+
+
+DAPO: dict[str, Any] = {"adv_estimator": "grpo", "filter_groups": {"enable": True, "max_num_gen_batches": 50}}
+
+
+def test_a_step_of_dynamic_sampling_depends_on_seed_and_step_alone(tmp_path: Path) -> None:
+    generator, made_up = make(tmp_path, DAPO)
+    rollout, metrics = generator.rollout(3, lambda sample: None)
+    assert metrics["sampling/rounds"] == len(made_up.asked) > 1
+    assert rollout.group.tolist() == [g for g in range(6) for _ in range(3)]
+    spread = rollout.scores.view(6, 3)
+    assert bool((spread.amax(1) > spread.amin(1)).all())
+    assert rollout.rows is not None and not bool((rollout.rows % 2).any())
+
+    seeds = [request.seed for requests, _ in made_up.asked for request in requests]
+    assert len(set(seeds)) == len(seeds), "two samples of a step draw the same random numbers"
+    rounds = [[request.prompt.index for request in requests] for requests, _ in made_up.asked]
+    assert len(set(map(tuple, rounds))) == len(rounds), "a further round asks for the same prompts"
+    generator.rollout(4, lambda sample: None)
+    again, _ = make(tmp_path, DAPO)[0].rollout(3, lambda sample: None)
+    assert torch.equal(again.scores, rollout.scores) and torch.equal(again.rows, rollout.rows)  # type: ignore[arg-type]
+
+
+def test_without_filters_a_step_is_one_round(tmp_path: Path) -> None:
+    generator, made_up = make(tmp_path, {"adv_estimator": "grpo"})
+    rollout, metrics = generator.rollout(0, lambda sample: None)
+    assert len(made_up.asked) == 1 and rollout.num_samples == 18
+    assert not any(name.startswith("sampling/") for name in metrics)
+
+
+def test_rounds_may_be_larger_than_a_step(tmp_path: Path) -> None:
+    groups = DAPO["filter_groups"] | {"prompts_per_round": 40}
+    generator, made_up = make(tmp_path, DAPO | {"filter_groups": groups})
+    _, metrics = generator.rollout(0, lambda sample: None)
+    assert [len(requests) for requests, _ in made_up.asked] == [120]
+    assert metrics["sampling/surplus"] > 0
+
+
+def test_remax_samples_one_greedy_response_a_prompt_that_is_kept(tmp_path: Path) -> None:
+    generator, made_up = make(tmp_path, {"adv_estimator": "remax"}, samples_per_prompt=2)
+    rollout, metrics = generator.rollout(0, lambda sample: None)
+    (sampled, usual), (greedy, params) = made_up.asked
+    assert (params.temperature, params.top_k, params.top_p) == (0, -1, 1)
+    assert usual.temperature == 1
+    assert [request.prompt for request in greedy] == [request.prompt for request in sampled[::2]]
+    by_id = {row["sample_id"]: row for row in read_jsonl(tmp_path / "rollouts/step_0.jsonl")}
+    wanted = [by_id[12 + group]["score"] for group in rollout.group.tolist()]
+    assert rollout.greedy_scores is not None and rollout.greedy_scores.tolist() == wanted
+    assert metrics["sampling/greedy_reward_mean"] == pytest.approx(sum(wanted) / 12)
+    assert rollout.num_samples == 12, "greedy responses are trained on"
+
+
+def test_gdpo_takes_the_components_that_are_asked_for(tmp_path: Path) -> None:
+    algorithm = {"adv_estimator": "gdpo", "gdpo_reward_keys": ("acc", "score")}
+    rollout, _ = make(tmp_path, algorithm)[0].rollout(0, lambda sample: None)
+    assert rollout.score_parts is not None
+    assert torch.equal(rollout.score_parts, torch.stack([2 * rollout.scores, rollout.scores], 1))
+    generator, _ = make(tmp_path, algorithm | {"gdpo_reward_keys": ("form",)})
+    with pytest.raises(ValueError, match=r"sample 0 .*no component 'form' \(algorithm.gdpo_reward_keys\)"):
+        generator.rollout(0, lambda sample: None)
