@@ -22,6 +22,7 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several workers (`-n 2 --dist loadgroup`) a file's tests share one, and so do all files that use the SGLang
     server of the session: there is one."""
