@@ -9,9 +9,8 @@ PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install 
 quickstart: .venv/.mrl-run  ## train a tiny model by SFT and PPO, TP2 x PP2, with SGLang, on this machine
 	@$(BIN)/python tools/quickstart.py
 
-# Two at a time: many tests wait for processes that start or hang. Those of a file stay together (tests/conftest.py).
 test: lint
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 lint: .venv/.mrl-dev
 	@$(BIN)/ruff check .

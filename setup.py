@@ -55,7 +55,6 @@ EXTRAS = {
     "trackers": ["wandb>=0.19", "mlflow>=2.20"],
     "dev": [
         "pytest>=8",
-        "pytest-xdist>=3.6",
         "hypothesis>=6.100",
         "ruff>=0.12",
         "mypy>=1.15",

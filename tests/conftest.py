@@ -22,16 +22,6 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers (`-n 2 --dist loadgroup`) a file's tests share one, and so do all files that use the SGLang
-    server of the session: there is one."""
-    shared = {item.path for item in items if "sglang_engine" in item.fixturenames}  # type: ignore[attr-defined]
-    for item in items:
-        name = "sglang_engine" if item.path in shared else item.path.name
-        item.add_marker(pytest.mark.xdist_group(name))
-
-
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     """tiny_models(family, tied=False, seed=0, weights=True, **config overrides) -> Hugging Face directory.
