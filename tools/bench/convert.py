@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 BUFFER_BYTES = 64 << 20
 SHARD_BYTES = 500_000_000
 HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 2048, 8192, 16, 8, 32_000
-MEMORY_LIMIT = 1_000_000_000  # of a conversion: what torch and Megatron need, and some buckets
+MEMORY_LIMIT = 1_500_000_000  # of a conversion: what torch and Megatron need, and some buckets
 TIMEOUT_S = 200
 
 
