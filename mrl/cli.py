@@ -145,6 +145,7 @@ def _joined() -> Machine:
 def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
     from mrl.config.derived import Machine
     from mrl.launcher import Elastic, LaunchError, launch, launch_elastic
+    from mrl.ports import NoFreePort
     from mrl.resilience import ft_config
 
     arguments = ["mrl", "train", str(config), *overrides]
@@ -165,7 +166,7 @@ def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
             ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
         )
         return launch_elastic(job, run_dir)
-    except LaunchError as error:
+    except (LaunchError, NoFreePort) as error:
         print(error, file=sys.stderr)
         return 1
 

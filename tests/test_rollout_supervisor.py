@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.rollout.process import EngineProcess, EngineStartError, free_port
+from mrl.ports import free_port
+from mrl.rollout.process import EngineProcess, EngineStartError
 
 # An "engine" with a child that ignores SIGTERM and has left the session, and a grandchild orphaned to nobody.
 STUBBORN = """

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mrl.files import lock_for_reading, sync
+
 MARKER = "complete"
 STATE = "state.json"
 RANDOM = "random"  # folder of each rank's random state
@@ -109,7 +111,7 @@ def reading(path: Path) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path} is not a complete checkpoint: it has no file {MARKER!r}") from None
     with marker:
-        fcntl.flock(marker, fcntl.LOCK_SH)
+        lock_for_reading(marker)
         if not _is_still(path / MARKER, marker.fileno()):
             raise ValueError(f"{path} was removed while it was being opened")
         yield
@@ -153,12 +155,3 @@ def _problem(path: Path, size: int) -> str | None:
         return f"{path.name} is missing in {path.parent}"
     found = path.stat().st_size
     return None if found == size else f"{path} has {found} bytes, {size} were written"
-
-
-def sync(path: Path) -> None:
-    """Of a file or a folder: it survives a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

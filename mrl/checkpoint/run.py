@@ -25,6 +25,7 @@ from mrl.checkpoint.agreement import CheckpointError, gather, gather_on_main, on
 from mrl.checkpoint.learner_state import StateToLoad, copy_shards, tied_copies_are_equal, to_write
 from mrl.checkpoint.torch_dist import Shards
 from mrl.checkpoint.turns import Writers
+from mrl.files import sync
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.parallel import rank, world_size
@@ -87,12 +88,12 @@ class Staged:
     def _write_random(self) -> None:
         file = self.tmp / directory.RANDOM / f"rank_{rank()}.pt"
         torch.save(self._random, file)
-        directory.sync(file)
+        sync(file)
 
     def _write_kept(self) -> None:
         if self._kept is not None:
             torch.save(self._kept, self.tmp / directory.KEPT)
-            directory.sync(self.tmp / directory.KEPT)
+            sync(self.tmp / directory.KEPT)
 
     def _complete(self, everyone: list[Any]) -> None:
         for part, results in zip(self._parts, zip(*everyone, strict=True), strict=True):

@@ -21,8 +21,8 @@ from typing import Literal
 
 from mrl.launcher import signals
 from mrl.launcher.logs import LEFT, LaunchError, Log, cause, open_logs, owned, report, take_failures
-from mrl.launcher.ports import free_port
 from mrl.launcher.restarts import Restarts
+from mrl.ports import free_port
 from mrl.resilience.protocol import EXIT_PREEMPTED, LOG_DIR_VARIABLE, MARKER, PORT_VARIABLE
 from mrl.terminal import Terminal
 

@@ -20,7 +20,7 @@ from mrl import failure
 from mrl.failure import Failure
 from mrl.launcher import signals
 from mrl.launcher.logs import LEFT, LaunchError, Log, cause, open_logs, owned, report, take_failures
-from mrl.launcher.ports import free_port
+from mrl.ports import free_port
 from mrl.resilience.protocol import EXIT_PREEMPTED
 from mrl.terminal import Terminal
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,24 +20,11 @@ GRACE_S = 3.0  # between SIGTERM and SIGKILL: an engine has nothing to save
 POLL_S = 0.1
 LOG_TAIL_LINES = 40
 LAST_WORDS_LINES = 5  # at least, of an engine that wrote less than that since it was ready
-PORTS = range(20000, 32000)  # below the range from which outgoing connections are numbered
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
 class EngineStartError(RuntimeError):
     """An engine did not come up; the message holds the end of its log."""
-
-
-def free_port() -> int:
-    """Not one from which outgoing connections are made: an engine that is started again must find its port free."""
-    for port in random.SystemRandom().sample(PORTS, 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise EngineStartError(f"no free port between {PORTS.start} and {PORTS.stop} for an engine")
 
 
 class EngineProcess:

@@ -7,9 +7,10 @@ import logging
 from pathlib import Path
 
 from mrl.config.schema import RolloutConfig
+from mrl.ports import free_port
 from mrl.rollout.client import EngineClient, EngineError, ModelInfo
 from mrl.rollout.engine import Engine
-from mrl.rollout.process import EngineProcess, free_port
+from mrl.rollout.process import EngineProcess
 from mrl.rollout.sglang.command import Launch, read_config, sglang_launch
 from mrl.rollout.transformers_engine.command import transformers_launch
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import yaml
 
 from mrl.config.model_dirs import FORMAT, MANIFEST, RELEASE, TRACKER, read_converted, read_manifest
+from mrl.files import lock_for_reading
 from mrl.models import ModelArch, load_arch
 from mrl.weights.errors import WeightError
 from mrl.weights.model_files import role_of
@@ -51,7 +51,7 @@ def open_megatron(
         try:
             marker = path / MANIFEST
             if marker.is_file():
-                fcntl.flock(stack.enter_context(marker.open("rb")), fcntl.LOCK_SH)
+                lock_for_reading(stack.enter_context(marker.open("rb")))
             yield _find(path, part, model_files, role)
         except ValueError as error:
             raise WeightError(str(error)) from error

@@ -18,6 +18,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
 from mrl.config.model_dirs import FORMAT, MANIFEST, RELEASE, TRACKER, VERSION
+from mrl.files import sync
 from mrl.models import ModelArch, load_arch
 from mrl.parallel import Meshes
 from mrl.weights.conversion.blocks import Block, Share, cut
@@ -30,7 +31,7 @@ from mrl.weights.conversion.convert_plan import (
 )
 from mrl.weights.conversion.crew import Crew
 from mrl.weights.conversion.hf_rows import parameter_rows
-from mrl.weights.conversion.staging import Staging, sync
+from mrl.weights.conversion.staging import Staging
 from mrl.weights.errors import WeightError, raise_together
 from mrl.weights.export import write_index
 from mrl.weights.load import unused_tensors

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from types import TracebackType
 
+from mrl.files import sync
 from mrl.weights.errors import WeightError
 
 SPARE_BYTES = 16 << 20  # for everything small: descriptions, tokenizer, the file system's own
@@ -72,14 +73,6 @@ def require_space(target: Path, needed_bytes: int) -> None:
     needed, free = needed_bytes + SPARE_BYTES, shutil.disk_usage(target.parent).free
     if free < needed:
         raise WeightError(f"no room for {target}: {size(needed)} needed, {size(free)} free on its disk")
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def size(count: float) -> str:

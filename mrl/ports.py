@@ -1,16 +1,19 @@
-"""Where the ranks of a world meet."""
+"""Addresses on this machine for what this program starts: ranks that meet, engines."""
 
 from __future__ import annotations
 
 import random
 import socket
 
-from mrl.launcher.logs import LaunchError
-
 PORTS = range(20000, 32000)  # below the range from which outgoing connections are numbered
 
 
+class NoFreePort(RuntimeError):
+    """Nothing can be started here."""
+
+
 def free_port() -> int:
+    """Not one from which outgoing connections are made: an engine that is started again must find its port free."""
     for port in random.SystemRandom().sample(PORTS, 100):
         with socket.socket() as probe:
             try:
@@ -18,4 +21,4 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise LaunchError(f"no free port between {PORTS.start} and {PORTS.stop} for the ranks to meet at")
+    raise NoFreePort(f"no free port on 127.0.0.1 among 100 tried between {PORTS.start} and {PORTS.stop}")
