@@ -123,9 +123,13 @@ def report(run_dir: Path) -> int:
 def doctor() -> int:
     from rich.console import Console
 
-    from mrl.platform import doctor_table
+    from mrl.platform import Feature, doctor_table
+    from mrl.reward import sandbox
 
-    Console().print(doctor_table())
+    version, problem = sandbox.found()
+    without = "such rewards are refused, unless reward.code.isolation is none"
+    row = Feature("bubblewrap", version, "reward code: shuts in the programs that a model wrote", without, problem)
+    Console().print(doctor_table([row]))
     return 0
 
 

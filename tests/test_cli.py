@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -321,6 +322,7 @@ def test_doctor_prints_its_table(tmp_path: Path) -> None:
     done = mrl("doctor", cwd=tmp_path, COLUMNS="160")
     assert done.returncode == 0, done.stderr
     assert "megatron" in done.stdout.lower() and "transformer" in done.stdout.lower()
+    assert re.search(r"bubblewrap +│ (absent|\d)", done.stdout)
 
 
 NOTED = """

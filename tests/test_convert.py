@@ -28,17 +28,16 @@ from mrl.weights.table import weight_table
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 120
 SLOW = """
-import sys, time
+import itertools, sys, time
 from mrl.weights.conversion import blocks
-read, count = blocks._read, 0
-def slow(block, buffer):
-    global count
-    count += 1
-    if count == 9:
-        print("half", flush=True)
+read, count = blocks._Bucket.read, itertools.count(1)
+def slow(bucket, block):
+    if (number := next(count)) >= 9:
+        if number == 9:
+            print("half", flush=True)
         time.sleep(600)
-    return read(block, buffer)
-blocks._read = slow
+    return read(bucket, block)
+blocks._Bucket.read = slow
 from mrl.cli import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -65,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """By the command, with worker processes; it has verified itself."""
+    """By the command, with two workers; it has verified itself."""
     target = tmp_path_factory.mktemp("converted") / "llama"
     code, out, err = mrl("convert", "hf-to-megatron", model, target, "--workers", "2", "--verify")
     assert code == 0, err

@@ -30,6 +30,7 @@ from mrl.resilience import EXIT_PREEMPTED  # noqa: E402
 from mrl.resilience.protocol import MARKER, read_places  # noqa: E402
 from tests.tiny import make_tiny  # noqa: E402
 from tests.train_tools import write_config  # noqa: E402
+from tools.bench import record  # noqa: E402
 
 RANKS = 2
 NO_END = 1_000_000
@@ -61,7 +62,7 @@ def main() -> int:
     }
     print(json.dumps(results, indent=1))
     if args.results:
-        args.results.write_text(json.dumps(results, indent=1) + "\n")
+        record.write(args.results, results)
     return 0 if equal else 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -92,12 +93,12 @@ def _problem(module: str) -> str | None:
     return None
 
 
-def doctor_table() -> Table:
-    """`features()` as a table to print with rich."""
+def doctor_table(more: Sequence[Feature] = ()) -> Table:
+    """`features()` and `more` as a table to print with rich."""
     table = Table(title="mrl doctor", title_justify="left")
     for column in ("part", "version", "used for", "without it"):
         table.add_column(column, overflow="fold")
-    for f in features():
+    for f in (*features(), *more):
         version = f.version or "[dim]absent[/dim]"
         if f.problem:
             version = f"[yellow]{f.version}, unusable[/yellow] ({f.problem})"

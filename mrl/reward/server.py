@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -20,8 +21,11 @@ from mrl.reward.server_api import APIS, BadAnswer, head, read_answer
 if TYPE_CHECKING:
     from mrl.config.schema import ServerConfig
 
+log = logging.getLogger(__name__)
+
 RETRIED = (408, 429, *range(500, 600))
 MAX_ERROR_BYTES = 2000
+CLOSE_TIMEOUT_S = 10.0
 
 
 class _Again(Exception):
@@ -74,7 +78,9 @@ class ServerClient:
         if self._unsettled.ended is None:
             self._unsettled.end(RewardError("the reward client is closed"))
             self._loop.call_soon_threadsafe(self._main.cancel)
-            self._thread.join()
+            self._thread.join(CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                log.warning("%s: calls under way did not end within %.0f s", self._who, CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         try:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from mrl.weights.errors import WeightError
 
+CAST_BYTES = 1 << 20  # read at a time where they have to be cast: they stay in the processor's cache
+
 
 class Rows(Protocol):
     """Picklable: worker processes open the files themselves."""
@@ -41,10 +43,14 @@ class FileRows:
     dtype: torch.dtype
 
     def read(self, start: int, out: Tensor) -> None:
-        raw = out if out.dtype == self.dtype else torch.empty(out.shape, dtype=self.dtype)
-        read_at(self.file, self.offset + start * self.shape[1] * self.dtype.itemsize, raw)
-        if raw is not out:
-            out.copy_(raw)
+        row_bytes = self.shape[1] * self.dtype.itemsize
+        if out.dtype == self.dtype:
+            read_at(self.file, self.offset + start * row_bytes, out)
+            return
+        for first, rows in row_blocks((out.shape[0], self.shape[1]), self.dtype.itemsize, CAST_BYTES):
+            raw = torch.empty(rows, self.shape[1], dtype=self.dtype)
+            read_at(self.file, self.offset + (start + first) * row_bytes, raw)
+            out[first : first + rows] = raw
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pickle
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -133,8 +134,9 @@ class ArchiveRows:
     shape: tuple[int, int]
 
     def read(self, start: int, out: Tensor) -> None:
-        FileRows(self.directory / self.item.file, self._data(), self.shape, self.dtype).read(start, out)
+        FileRows(self.directory / self.item.file, self._data, self.shape, self.dtype).read(start, out)
 
+    @cached_property
     def _data(self) -> int:
         """Where the tensor's bytes begin. Raises WeightError unless the archive holds just this tensor, contiguous."""
         file = self.directory / self.item.file

@@ -32,7 +32,7 @@ from mrl.weights.conversion.convert import Options, hf_to_megatron, megatron_to_
 from mrl.weights.conversion.verdict import judge  # noqa: E402
 from mrl.weights.errors import WeightError  # noqa: E402
 
-SMALL = Options(bucket_bytes=5_000, max_file_bytes=100_000)
+SMALL = Options(workers=1, bucket_bytes=5_000, max_file_bytes=100_000)
 SHARDED = "release/__0_0.distcp"
 
 
@@ -255,7 +255,7 @@ def verdicts(faults: Faults) -> None:
 
 
 def forms(faults: Faults, fused: Path, moe: Path) -> None:
-    """Experts in transformers' own form; several worker processes."""
+    """Experts in transformers' own form; several workers."""
     result = faults.to_megatron(fused)
     report("fused", **result, verdict=faults.verdict(moe, Path(result["target"]), skip_logits=True))
     several = replace(SMALL, workers=3)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform as machine
 import resource
 import shutil
 import subprocess
@@ -25,6 +24,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
+
+from tools.bench import record  # noqa: E402
 
 BUFFER_BYTES = 64 << 20
 SHARD_BYTES = 500_000_000
@@ -174,7 +175,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("/tmp"))
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--out", type=Path, default=ROOT / "tools/bench/results/convert.json")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "convert.json")
     args = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(dir=args.folder, prefix="bench_convert_") as work,
@@ -188,10 +189,9 @@ def main() -> None:
             print(json.dumps(rounds[-1], indent=1), flush=True)
     result = {
         "model_gb": nbytes / 1e9, "shard_gb": SHARD_BYTES / 1e9, "bucket_mb": BUFFER_BYTES / 1e6,
-        "memory_limit_gb": MEMORY_LIMIT / 1e9, "workers": args.workers, "cores": os.cpu_count(),
-        "load": os.getloadavg()[0], "python": machine.python_version(), "best": summary(rounds), "rounds": rounds,
+        "memory_limit_gb": MEMORY_LIMIT / 1e9, "workers": args.workers, "best": summary(rounds), "rounds": rounds,
     }  # fmt: skip
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    record.write(args.out, result)
     print(json.dumps(result["best"], indent=1))
 
 

@@ -13,20 +13,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import workload
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.bench import record  # noqa: E402
+
 CORES = 2
 WARM_STEPS = 4
 RUN_TIMEOUT_S = 600
@@ -157,16 +159,9 @@ def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
     return {"minimum": of(min), "median": of(statistics.median)}
 
 
-def machine() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return {"cpu": model, "cores": os.cpu_count(), "system": platform.platform(), "load_average": os.getloadavg()}
-
-
 def result(
     contenders: list[Contender], parameters: int, versions: dict[str, str], rounds: int, steps: int
 ) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=30).stdout
     figures = {c.name: {"what": c.what, "steps": len(c.rows), **summary(c.rows)} for c in contenders}
     ratios = {
         c.name: {
@@ -178,12 +173,7 @@ def result(
         if not c.is_trl and "trl" in figures
     }  # fmt: skip
     return {
-        "commit": commit.strip(),
-        "machine": machine(),
-        "versions": {
-            "mrl_side": {p: version(p) for p in ("torch", "megatron-core", "sglang", "transformers")},
-            "trl_side": versions,
-        },
+        "versions_of_trl": versions,
         "workload": {
             "parameters": parameters,
             "model": workload.MODEL,
@@ -201,13 +191,6 @@ def result(
     }
 
 
-def write(report: dict[str, Any], output: Path) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    draft = output.with_suffix(".tmp")
-    draft.write_text(json.dumps(report, indent=1) + "\n")
-    draft.rename(output)
-
-
 def main() -> None:
     names = [c.name for c in CONTENDERS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -215,7 +198,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--only", nargs="*", choices=names, default=names)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "grpo_vs_trl.json")
+    parser.add_argument("--output", type=Path, default=record.RESULTS / "grpo_vs_trl.json")
     args = parser.parse_args()
     contenders = [c for c in CONTENDERS if c.name in args.only]
     versions: dict[str, str] = {}
@@ -230,7 +213,7 @@ def main() -> None:
                     run_mrl(contender, directory, args.steps, number)
                 print(f"round {number} {contender.name:22}", json.dumps(summary(contender.rows)["minimum"]), flush=True)
             report = result(contenders, parameters, versions, number + 1, args.steps)
-            write(report, args.output)
+            record.write(args.output, report)
     print(json.dumps(report["times_faster_than_trl"], indent=1))
 
 

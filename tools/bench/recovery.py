@@ -14,13 +14,10 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +27,7 @@ from mrl.config.schema import RolloutConfig  # noqa: E402
 from mrl.rollout import start_engine  # noqa: E402
 from tests.tiny import make_tiny  # noqa: E402
 from tests.train_tools import write_config  # noqa: E402
+from tools.bench import record  # noqa: E402
 
 KINDS = ("kill", "exception", "hang")
 SECTION = "update"
@@ -41,15 +39,9 @@ RUN_TIMEOUT_S = 1800
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results/recovery.json")
+    parser.add_argument("--results", type=Path, default=record.RESULTS / "recovery.json")
     args = parser.parse_args()
-    results = {
-        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "load_at_start": os.getloadavg()[0]},
-        "versions": {name: version(name) for name in ("torch", "megatron-core", "nvidia-resiliency-ext")},
-        "rounds": args.rounds,
-        "hang_limit_s": HANG_LIMIT_S,
-        "date": time.strftime("%F"),
-    }
+    results = {"rounds": args.rounds, "hang_limit_s": HANG_LIMIT_S}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_tiny(folder / "model", "llama")
@@ -57,8 +49,8 @@ def main() -> None:
             engine.wait_ready()
             results["engine_kept"] = measure(folder, model, args.rounds, [f"rollout.urls=['{engine.urls[0]}']"])
         results["engine_of_rank_0"] = measure(folder, model, args.rounds, ["rollout.engine=transformers"])
-    args.results.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results, indent=1))
+    record.write(args.results, results)
 
 
 def measure(folder: Path, model: Path, rounds: int, overrides: list[str]) -> dict[str, dict[str, dict[str, float]]]:

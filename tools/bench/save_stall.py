@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform as machine
 import shutil
 import statistics
 import subprocess
@@ -21,12 +20,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.bench import record  # noqa: E402
+
 MODEL = {
     "vocab_size": 4096,
     "hidden_size": 512,
@@ -165,11 +166,7 @@ def summary(values: list[float]) -> dict[str, float]:
 
 
 def report(results: dict[str, Any], rounds: int) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
-        "commit": commit,
-        "machine": {"cores": os.cpu_count(), "system": machine.platform(), "load_average": os.getloadavg()},
-        "versions": {name: version(name) for name in ("torch", "megatron-core")},
         "model": MODEL,
         "dtype": "float32",
         "rounds": rounds,
@@ -193,9 +190,8 @@ def main() -> None:
             "one process": measure(1, args.rounds, Path(folder)),
             "two data-parallel": measure(2, args.rounds, Path(folder)),
         }
-    file = HERE / "results" / "save_stall.json"
-    file.write_text(json.dumps(report(results, args.rounds), indent=1) + "\n")
-    print(file.read_text())
+    print(json.dumps(results, indent=1))
+    record.write(record.RESULTS / "save_stall.json", report(results, args.rounds))
 
 
 if __name__ == "__main__":

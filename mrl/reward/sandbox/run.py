@@ -85,6 +85,20 @@ def check_isolation(isolation: Isolation) -> None:
         raise SandboxError(_cannot(isolation, f"a first program ended with {ended.how}: {ended.stderr.strip()}"))
 
 
+def found() -> tuple[str | None, str | None]:
+    """(version of bubblewrap, None if there is none; why it cannot shut programs in, None if it can)."""
+    bwrap = isolate.find_bwrap()
+    if bwrap is None:
+        return None, None
+    done = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=START_S)
+    version = done.stdout.strip().removeprefix("bubblewrap ") or "unknown"
+    try:
+        check_isolation("bubblewrap")
+    except SandboxError as error:
+        return version, str(error)
+    return version, None
+
+
 def _cannot(isolation: Isolation, why: str) -> str:
     if isolation == "none":
         return f"cannot start a program: {why}"

@@ -1,27 +1,24 @@
-"""The moving of bytes: blocks of rows are read from one place and written to another, one ahead of the other.
+"""The moving of bytes: blocks of rows are read from one place and written to another.
 
-A process holds two buckets, whatever the model's size: while one is written, the next is read by a thread. All of it
-runs in worker processes too, so it needs torch alone.
+A worker is a thread with one bucket, whatever the model's size. What takes time (reading, casting, writing, waiting for
+the disk) runs outside of the interpreter's lock, so that while one worker reads, another writes.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.serialization import get_crc32_options, set_crc32_options
 
 from mrl.weights.errors import WeightError
 from mrl.weights.rows import Rows, memory
 from mrl.weights.torch_dist_files import Item
+
+FLUSH_BYTES = 32 << 20  # the disk is not left idle until the kernel thinks it time to write
 
 
 @dataclass(frozen=True)
@@ -65,11 +62,14 @@ class Share:
     objects: tuple[tuple[str, bytes], ...] = ()
 
 
-def move(share: Share) -> list[Item]:
-    """Does a share, durably; where the blocks with a Place lie now. Raises WeightError, naming the file."""
+def move(share: Share, stopped: Callable[[], bool]) -> list[Item]:
+    """Does a share, durably; where the blocks with a Place lie now. Ends between two blocks once it is `stopped`.
+
+    Raises WeightError, naming the file.
+    """
     where = str(share.archive or "the weight files")
     try:
-        return _write_archive(share, share.archive) if share.archive else _write_spans(share)
+        return _write_archive(share, share.archive, stopped) if share.archive else _write_spans(share, stopped)
     except (OSError, RuntimeError) as error:
         if isinstance(error, WeightError):
             raise
@@ -87,59 +87,57 @@ def cut(blocks: Sequence[Block], shares: int) -> list[tuple[Block, ...]]:
     return [tuple(part) for part in parts]
 
 
-def read_ahead(blocks: Sequence[Block]) -> Iterator[tuple[Block, Tensor]]:
-    """(block, its rows [rows, columns]) in order; a tensor is good until the next one is asked for."""
-    largest = max((block.nbytes for block in blocks), default=0)
-    buffers = [bytearray(largest), bytearray(largest if len(blocks) > 1 else 0)]
-    with ThreadPoolExecutor(1, thread_name_prefix="read") as reader:
-        ahead: tuple[Block, Future[Tensor]] | None = None
-        for number, block in enumerate(blocks):
-            coming = block, reader.submit(_read, block, buffers[number % 2])
-            if ahead is not None:
-                yield ahead[0], ahead[1].result()
-            ahead = coming
-        if ahead is not None:
-            yield ahead[0], ahead[1].result()
+class _Bucket:
+    """Memory for one block at a time."""
+
+    def __init__(self, share: Share) -> None:
+        self._memory = torch.empty(max((block.nbytes for block in share.blocks), default=0), dtype=torch.uint8)
+
+    def read(self, block: Block) -> Tensor:
+        """Its rows [rows, columns], in a storage of just their size; good until the next call."""
+        columns = block.source.shape[1]
+        out = torch.frombuffer(memory(self._memory), dtype=block.dtype, count=block.rows * columns)
+        block.source.read(block.start, out.view(block.rows, columns))
+        return out.view(block.rows, columns)
 
 
-def _read(block: Block, buffer: bytearray) -> Tensor:
-    columns = block.source.shape[1]
-    out = torch.frombuffer(buffer, dtype=block.dtype, count=block.rows * columns).view(block.rows, columns)
-    block.source.read(block.start, out)
-    return out
-
-
-def _write_archive(share: Share, file: Path) -> list[Item]:
-    """torch.save of a tensor costs as much time for its checksum as for its bytes, and no reader of torch's asks."""
-    items = []
-    checksums = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        with file.open("xb") as out:
-            for key, content in share.objects:
-                items.append(Item(key, (), None, file.name, out.tell(), len(content)))
-                out.write(content)
-            for block, tensor in read_ahead(share.blocks):
-                assert isinstance(block.target, Place)
-                offset = out.tell()
-                torch.save(tensor.view(block.target.sizes), out)
-                place = block.target
-                items.append(Item(place.key, place.offsets, place.sizes, file.name, offset, out.tell() - offset))
-            out.flush()
-            os.fsync(out.fileno())
-    finally:
-        set_crc32_options(checksums)
+def _write_archive(share: Share, file: Path, stopped: Callable[[], bool]) -> list[Item]:
+    items, bucket, flushed = [], _Bucket(share), 0
+    with file.open("xb") as out:
+        for key, content in share.objects:
+            items.append(Item(key, (), None, file.name, out.tell(), len(content)))
+            out.write(content)
+        for block in share.blocks:
+            if stopped():
+                break
+            assert isinstance(block.target, Place)
+            offset, place = out.tell(), block.target
+            torch.save(bucket.read(block).view(place.sizes), out)
+            items.append(Item(place.key, place.offsets, place.sizes, file.name, offset, out.tell() - offset))
+            if out.tell() - flushed >= FLUSH_BYTES:
+                flushed = out.tell()
+                os.fdatasync(out.fileno())
+        out.flush()
+        os.fsync(out.fileno())
     return items
 
 
-def _write_spans(share: Share) -> list[Item]:
+def _write_spans(share: Share, stopped: Callable[[], bool]) -> list[Item]:
     files: dict[Path, int] = {}
+    bucket, pending = _Bucket(share), 0
     try:
-        for block, tensor in read_ahead(share.blocks):
+        for block in share.blocks:
+            if stopped():
+                break
             assert isinstance(block.target, Span)
             if block.target.file not in files:
                 files[block.target.file] = os.open(block.target.file, os.O_WRONLY)
-            write_at(files[block.target.file], block.target.offset, tensor)
+            descriptor = files[block.target.file]
+            write_at(descriptor, block.target.offset, bucket.read(block))
+            pending += block.nbytes
+            if pending >= FLUSH_BYTES:
+                pending = 0
+                os.fdatasync(descriptor)
         for descriptor in files.values():
             os.fsync(descriptor)
     finally:
@@ -152,13 +150,3 @@ def write_at(descriptor: int, offset: int, tensor: Tensor) -> None:
     view, done = memory(tensor), 0
     while done < len(view):
         done += os.pwrite(descriptor, view[done:], offset + done)
-
-
-def begin_worker(parent: int) -> None:
-    """The parent deals with Ctrl-C; a parent that is gone takes its workers along (Linux)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -27,7 +27,7 @@ def add_parsers(commands: Any) -> None:
     convert.add_argument("target", type=Path, metavar="DST", help="a directory that does not exist, or is empty")
     convert.add_argument("--dtype", choices=DTYPES, help="of everything that is written (as it is stored)")
     convert.add_argument(
-        "--workers", type=_positive, default=1, metavar="N", help="processes (1); under torchrun, a rank"
+        "--workers", type=_positive, default=4, metavar="N", help="threads (4); under torchrun, of each rank"
     )
     convert.add_argument("--verify", action="store_true", help="compare the two directories when it is done")
     convert.add_argument("--shard-gb", type=float, default=5.0, help="largest safetensors file (5)")

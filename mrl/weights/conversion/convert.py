@@ -43,18 +43,19 @@ from mrl.weights.stored_names import stored_names
 from mrl.weights.table import Role, weight_table
 from mrl.weights.torch_dist_files import Item, write_metadata
 
-BUCKET_BYTES = 64 << 20
+BUCKET_BYTES = 32 << 20
+WORKERS = 4  # a process: one reads, one casts, one writes, one waits for the disk
 
 
 @dataclass(frozen=True)
 class Options:
-    """dtype: of everything that is written, as it is stored where None. bucket_bytes: a worker holds two buckets.
+    """dtype: of everything that is written, as it is stored where None. bucket_bytes: a worker holds one bucket.
 
     part: which model of a run's checkpoint; model_files: where config.json is, if the Megatron side does not tell.
     """
 
     dtype: torch.dtype | None = None
-    workers: int = 1
+    workers: int = WORKERS
     allow_pickle: bool = False
     role: Role | None = None
     part: str | None = None

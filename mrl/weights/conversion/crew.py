@@ -1,24 +1,28 @@
-"""Who does the shares of a conversion: this process, worker processes of its own, or the ranks of a world."""
+"""Who does the shares of a conversion: threads of this process, and of every rank of the world."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from mrl.parallel import rank, world_size
-from mrl.weights.conversion.blocks import Share, begin_worker, move
+from mrl.weights.conversion.blocks import Share, move
 from mrl.weights.errors import WeightError, raise_together
 from mrl.weights.torch_dist_files import Item
 
+END_TIMEOUT_S = 30.0  # for workers that were told to stop, before what they have written is removed
+
 
 class Crew:
-    """`workers` processes a rank of the world. Every method is collective over the world.
+    """`workers` threads a rank of the world. Every method is collective over the world.
 
     timeout_s: longest wait for the slowest worker.
     """
@@ -47,7 +51,7 @@ class Crew:
         items: list[Item] = []
         problems: list[str] = []
         try:
-            items = self._processes(mine) if len(mine) > 1 else [item for share in mine for item in move(share)]
+            items = self._move_at_once(mine)
         except WeightError as error:
             problems.append(str(error))
         raise_together(problems, "the conversion failed")
@@ -56,15 +60,49 @@ class Crew:
             dist.all_gather_object(everyone, items)
         return [item for some in everyone for item in some]
 
-    def _processes(self, shares: Sequence[Share]) -> list[Item]:
-        context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(len(shares), context, initializer=begin_worker, initargs=(os.getpid(),))
-        try:
-            waiting = [pool.submit(move, share) for share in shares]
-            return [item for done in as_completed(waiting, self.timeout_s) for item in done.result()]
-        except BrokenProcessPool as error:
-            raise WeightError("a worker process was killed: often by the kernel, when memory runs out") from error
-        except TimeoutError:
-            raise WeightError(f"waited {self.timeout_s:.0f} s for {len(shares)} worker processes") from None
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    def _move_at_once(self, shares: Sequence[Share]) -> list[Item]:
+        done: queue.SimpleQueue[list[Item] | Exception] = queue.SimpleQueue()
+        stop = threading.Event()
+
+        def work(share: Share) -> None:
+            torch.set_num_threads(1)
+            try:
+                done.put(move(share, stop.is_set))
+            except Exception as error:  # noqa: BLE001 (raised again by who waits)
+                done.put(error)
+
+        workers = [threading.Thread(target=work, args=(share,), daemon=True) for share in shares]
+        end = time.monotonic() + self.timeout_s
+        items: list[Item] = []
+        with _settings_of_saving():
+            try:
+                for worker in workers:
+                    worker.start()
+                for _ in workers:
+                    found = done.get(timeout=max(0.0, end - time.monotonic()))
+                    if isinstance(found, Exception):
+                        raise found
+                    items += found
+            except queue.Empty:
+                raise WeightError(
+                    f"waited {self.timeout_s:g} s for {len(shares)} worker(s) that move the weights"
+                ) from None
+            finally:
+                stop.set()
+                ended = time.monotonic() + END_TIMEOUT_S
+                for worker in workers:
+                    worker.join(max(0.0, ended - time.monotonic()))
+        return items
+
+
+@contextlib.contextmanager
+def _settings_of_saving() -> Iterator[None]:
+    """torch.save of a tensor costs as much time for its checksum as for its bytes, and no reader of torch's asks.
+    A worker computes with one thread, a setting that outlives it."""
+    checksums, threads = get_crc32_options(), torch.get_num_threads()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(checksums)
+        torch.set_num_threads(threads)

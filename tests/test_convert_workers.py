@@ -1,0 +1,78 @@
+"""The threads that move a conversion's blocks: one that fails or hangs ends all of them, with a message."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mrl.weights.conversion import crew
+from mrl.weights.conversion.blocks import Block, Share, Span
+from mrl.weights.conversion.crew import Crew
+from mrl.weights.errors import WeightError
+from mrl.weights.rows import FileRows
+
+ROWS = 4
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Rows that are read one block a turn, each after `turn` is set."""
+
+    turn: threading.Event
+    read_so_far: list[int]
+    shape: tuple[int, int] = (ROWS, 1)
+    dtype: torch.dtype = torch.uint8
+
+    def read(self, start: int, out: Tensor) -> None:
+        assert self.turn.wait(20)
+        self.read_so_far.append(start)
+        out.zero_()
+
+
+def share(source: FileRows | Waiting, target: Path) -> Share:
+    return Share(tuple(Block(source, row, 1, torch.uint8, Span(target, row)) for row in range(ROWS)))
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    (tmp_path / "target").write_bytes(bytes(ROWS))
+    return tmp_path / "target"
+
+
+def test_what_is_cast_is_read_in_pieces(tmp_path: Path, target: Path) -> None:
+    numbers = torch.randn(3_000, 300, dtype=torch.float64)
+    (tmp_path / "source").write_bytes(numbers.numpy().tobytes())
+    out = torch.empty(2_000, 300, dtype=torch.bfloat16)
+    FileRows(tmp_path / "source", 0, (3_000, 300), torch.float64).read(500, out)
+    assert torch.equal(out, numbers[500:2_500].bfloat16())
+
+
+def test_one_that_fails_stops_the_others(tmp_path: Path, target: Path) -> None:
+    turn, read = threading.Event(), list[int]()
+    missing = share(FileRows(tmp_path / "gone", 0, (ROWS, 1), torch.uint8), target)
+    stop = threading.Timer(0.3, turn.set)
+    stop.start()
+    with pytest.raises(WeightError, match=r"No such file or directory: '.*gone'"):
+        Crew(2, 20.0).move([missing, share(Waiting(turn, read), target)])
+    assert len(read) < 2, "it went on although the conversion had failed"
+
+
+def test_one_that_hangs_is_not_waited_for(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "END_TIMEOUT_S", 0.1)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(WeightError, match=r"waited 0\.5 s for 1 worker"):
+        Crew(1, 0.5).move([share(FileRows(tmp_path / "pipe", 0, (ROWS, 1), torch.uint8), target)])
+
+
+def test_settings_of_torch_are_as_they_were(target: Path) -> None:
+    turn = threading.Event()
+    turn.set()
+    before = torch.get_num_threads()
+    Crew(2, 20.0).move([share(Waiting(turn, []), target), share(Waiting(turn, []), target)])
+    assert torch.get_num_threads() == before and torch.serialization.get_crc32_options()

@@ -1,0 +1,60 @@
+"""What every benchmark writes beside its figures: of which commit, when, where, with which versions."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "megatron-core", "safetensors", "sglang", "transformers", "nvidia-resiliency-ext")
+
+
+def write(file: Path, figures: Mapping[str, Any]) -> None:
+    """`figures` under a header that says what they were measured on; the load is that at the end. By rename."""
+    header = {"commit": _commit(), "date": time.strftime("%F"), "machine": _machine(), "versions": _versions()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(".tmp")
+    draft.write_text(json.dumps({**header, **figures}, indent=1) + "\n")
+    draft.rename(file)
+    print(f"written to {file}")
+
+
+def _commit() -> str:
+    """With a + where files differ from it."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    return done.stdout.strip() or "not a git checkout"
+
+
+def _machine() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "load_average": os.getloadavg(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
