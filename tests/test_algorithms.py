@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from mrl.config.sampling_checks import ESTIMATOR_OPTIONS
 from mrl.config.schema import POLICY_LOSS_OPTIONS
 from tests.tiny import make_tiny
+from tests.world import run_world
 
-ROOT = Path(__file__).parent.parent
 RECIPES = (
     "dapo", "dr_grpo", "kl_cov from the old policy on", "high entropy tokens", "truncated importance weights",
     "rejected responses",
@@ -29,16 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     # llama: Adam turns the near-zero gradients of key biases into noise of the size of the learning rate
     model = make_tiny(root / "llama", "llama", tied=True, weights=False, vocab_size=313)
     for processes, layout in ((1, "one"), (4, "tp2.pp2")):
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
-             "tests/worlds/algorithms.py", str(model), str(root / "reference.pt"), str(root / "result.json"), layout],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+        run_world(processes, "algorithms.py", model, root / "reference.pt", root / "result.json", layout)
     return json.loads((root / "result.json").read_text())  # type: ignore[no-any-return]
 
 

@@ -6,7 +6,6 @@ import fcntl
 import itertools
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,8 +18,8 @@ import torch
 from mrl.checkpoint import directory, latest
 from mrl.checkpoint.optimizer_shards import boxes
 from mrl.checkpoint.turns import in_order
+from tests.world import run_world
 
-WORLD = Path(__file__).parent / "worlds" / "checkpoints.py"
 PAIR = ("tp2.pp2", "dp4", "pp4", "tp4", "pp2.vpp2")  # the first is the layout that was saved
 MOE = ("ep2", "ep1", "ep4", "tp2.ep2.pp2")
 TIED = ("dp4", "pp2", "pp2.vpp2")  # one copy of the embedding when saved, two when loaded
@@ -45,16 +44,8 @@ def world(tiny_models: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         tiny_models("qwen3_moe", moe_intermediate_size=32, **(SHAPE | {"head_dim": 16})),
         tiny_models("llama", tied=True, num_hidden_layers=2, **(SHAPE | {"hidden_size": 64})),
     ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(WORLD)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORLD.parents[2])}
-    out, log = work / "out.txt", work / "log.txt"
-    with out.open("w") as stdout, log.open("w") as stderr:
-        arguments = [str(work), *map(str, models)]
-        code = subprocess.run(
-            command + arguments, env=environment, stdout=stdout, stderr=stderr, timeout=500
-        ).returncode
-    assert code == 0, out.read_text()[-2000:] + log.read_text()[-6000:]
-    return {case.pop("case"): case for case in map(json.loads, out.read_text().splitlines())}
+    output = run_world(4, "checkpoints.py", work, *models)
+    return {case.pop("case"): case for case in map(json.loads, output.splitlines())}
 
 
 @pytest.mark.parametrize("case", ["pair tp2.pp2", "moe ep2", "tied dp4", "bfloat16 started", "bfloat16 unstarted"])

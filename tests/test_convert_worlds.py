@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,8 @@ import pytest
 from test_weights_worlds import EP2PP2, MODELS, MOE, TP2PP2, VPP2, check_parity, key, layout_of, write_reference
 from tiny import make_tiny
 
-WORLD = Path(__file__).parent / "worlds" / "convert.py"
+from tests.world import run_world
+
 TP1: dict[str, int] = {}  # four data-parallel replicas of the whole model
 EP2 = {"expert": 2}
 LAYOUTS = [(model, layout) for model in MODELS for layout in (TP1, TP2PP2)]
@@ -62,12 +60,7 @@ def world(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         for check, model, layout in jobs
     ]
     (out / "jobs.json").write_text(json.dumps(specs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
-               str(WORLD), str(out / "jobs.json"), str(out / "results.json")]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORLD.parents[2])}
-    with (out / "log.txt").open("w") as log:
-        code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=400).returncode
-    assert code == 0, (out / "log.txt").read_text()[-6000:]
+    run_world(4, "convert.py", out / "jobs.json", out / "results.json")
     results = json.loads((out / "results.json").read_text())
     return World({key(*job): result for job, result in zip(jobs, results, strict=True)}, out)
 

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.tiny import make_tiny
+from tests.world import start_world
 
-ROOT = Path(__file__).parent.parent
 SEEDS = (1, 2, 3)
 Results = dict[str, dict[str, list[float]]]  # mode -> metric -> value at every step
-
-
-def start(seed: int, model: Path, result: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
-         "tests/worlds/critic.py", str(model), str(result), str(seed), "critic", "zero", "minibatches"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +19,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Results]:
     size = {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     model = make_tiny(root / "model", "llama", weights=False, initializer_range=0.05, **size)
     files = {seed: root / f"{seed}.json" for seed in SEEDS}
-    worlds = [start(seed, model, file) for seed, file in files.items()]
+    modes = ("critic", "zero", "minibatches")
+    worlds = [start_world(1, "critic.py", model, file, str(seed), *modes) for seed, file in files.items()]
     try:
         for world in worlds:
-            output, _ = world.communicate(timeout=600)
-            assert world.returncode == 0, output[-6000:]
+            output, errors = world.communicate(timeout=600)
+            assert world.returncode == 0, output[-2000:] + errors[-6000:]
     finally:
         for world in worlds:
-            world.terminate()  # torchrun ends its workers; nothing to do for a finished world
+            world.kill()  # its ranks die with it
     return {seed: json.loads(file.read_text()) for seed, file in files.items()}
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.tiny import make_tiny
+from tests.world import run_world
 
-ROOT = Path(__file__).parent.parent
 DENSE_ON_4 = (
     "tp2", "tp4", "pp2", "pp4", "pp2.vpp2", "cp2", "cp4", "dp4", "tp2.pp2", "tp2.cp2", "pp2.dp2", "pp2.first1",
     "tp2.sequence0", "tp2.pp2/full", "cp2/selective",
@@ -25,16 +22,7 @@ Results = dict[str, dict[str, tuple[float, float, str]]]
 
 
 def world(processes: int, model: Path, reference: Path, result: Path, *layouts: str) -> Results:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
-         "tests/worlds/gradients.py", str(model), str(reference), str(result), *layouts],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    run_world(processes, "gradients.py", model, reference, result, *layouts)
     return json.loads(result.read_text())  # type: ignore[no-any-return]
 
 

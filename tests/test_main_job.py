@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.config.schema import RolloutConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
@@ -164,6 +165,39 @@ def test_a_step_samples_the_same_tokens_under_another_layout(
         EngineClient(url).update_weights_from_disk(str(model), weight_version="default")
     assert found[0] == found[1]
     assert len({row["response"] for row in found[0]}) > 12
+
+
+EVEN_ROWS = """
+def even(group):
+    return group[0]["index"] % 2 == 0
+"""
+
+
+def test_remax_and_a_users_filter(tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path) -> None:
+    """What the filter refuses is replaced, and each prompt that stays has one response more: the greedy one."""
+    model, url = tiny_models("llama"), sglang_engine.urls[0]
+    (tmp_path / "filters.py").write_text(EVEN_ROWS)
+    config = write_config(
+        tmp_path,
+        model,
+        algorithm={"adv_estimator": "remax", "filter_groups": {"function": f"{tmp_path / 'filters.py'}:even"}},
+        rollout={"urls": [url]},
+    )
+    try:
+        train(tmp_path, config)
+    finally:
+        EngineClient(url).update_weights_from_disk(str(model), weight_version="default")
+    rows, metrics = rows_of(tmp_path / "runs/run/rollouts/step_0.jsonl"), read_metrics(tmp_path / "runs/run")[-1]
+    drawn, greedy = rows[:8], rows[8:]
+    assert [row["index"] % 2 for row in rows] == [0] * 12
+    assert [row["index"] for row in greedy] == [row["index"] for row in drawn[::2]]
+    assert metrics["sampling/dropped_refused"] > 0
+    assert metrics["sampling/greedy_reward_mean"] == pytest.approx(sum(row["score"] for row in greedy) / 4)
+    tokenizer, reference = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    for row in greedy:
+        ids = torch.tensor([tokenizer(row["prompt"]).input_ids])
+        found = reference.generate(ids, do_sample=False, max_new_tokens=16)[0, ids.shape[1] :]
+        assert row["response"] == tokenizer.decode(found)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +17,8 @@ from mrl.models.attention import AttentionPlan, packed_attention, same_length_gr
 from mrl.models.initialise import _fill
 from mrl.models.rope import inverse_frequencies
 from tests.tiny import make_tiny
+from tests.world import run_world
 
-WORLD = Path(__file__).parent / "worlds" / "models.py"
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 
@@ -31,16 +30,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
     dense = make_tiny(root / "dense", "qwen2", tied=True, weights=False, num_hidden_layers=4, vocab_size=323)
     moe = make_tiny(root / "moe", "qwen3_moe", weights=False, vocab_size=323)
     result = root / "result.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(WORLD)]
-    done = subprocess.run(
-        [*command, str(dense), str(moe), str(result)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    run_world(4, "models.py", dense, moe, result)
     return json.loads(result.read_text())
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from mrl.observe import read_metrics
 from tests.test_trainer_faults import fake_engine, the_error
 from tests.tiny import make_tiny, tiny_tokenizer
-from tests.train_tools import ROOT, Train, write_config
+from tests.train_tools import Train, write_config
+from tests.world import run_world
 
 POISON, BAD_SAMPLE = 77, 5  # as in worlds/nonfinite.py
 LETTER = "Z"  # of the tiny tokenizer; where it stands in a prompt the poisoned model's output is not a number
@@ -51,16 +49,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for name, job in JOBS.items()
     ]  # fmt: skip
     (root / "jobs.json").write_text(json.dumps(jobs))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
-         "tests/worlds/nonfinite.py", str(root / "jobs.json"), str(root / "results.json")],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    run_world(4, "nonfinite.py", root / "jobs.json", root / "results.json")
     return json.loads((root / "results.json").read_text())  # type: ignore[no-any-return]
 
 

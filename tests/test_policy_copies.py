@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.conftest import TinyModels
 from tests.tiny import make_tiny
+from tests.world import run_world
 
-WORLD = Path(__file__).parent / "worlds" / "policy_copies.py"
 AVERAGES = ("TP2 x PP2", "EP2 x DP2", "DP4, bfloat16")
 SAVED = ("dense tp2.pp2", "moe ep2", "bfloat16 dp4")
 LOADED_ELSEWHERE = ("dense dp4", "moe tp2.ep2")
@@ -52,16 +49,8 @@ def world(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> 
     work = tmp_path_factory.mktemp("copies")
     dense = tiny_models("llama", tied=True, num_hidden_layers=4, **SHAPE)
     moe = tiny_models("qwen3_moe", moe_intermediate_size=32, **(SHAPE | {"head_dim": 16}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(WORLD)]
-    done = subprocess.run(
-        [*command, str(work), str(dense), str(moe), *map(str, reward_models(work))],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORLD.parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return {case.pop("case"): case for case in map(json.loads, done.stdout.splitlines())}
+    output = run_world(4, "policy_copies.py", work, dense, moe, *reward_models(work))
+    return {case.pop("case"): case for case in map(json.loads, output.splitlines())}
 
 
 @pytest.mark.parametrize("case", AVERAGES)

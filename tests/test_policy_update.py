@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.tiny import make_tiny
+from tests.world import run_world
 
-ROOT = Path(__file__).parent.parent
 Results = dict[str, dict[str, float]]
 
 
@@ -21,16 +17,7 @@ Results = dict[str, dict[str, float]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("policy_update")
     model = make_tiny(root / "model", "llama", tied=True, weights=False)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         "tests/worlds/policy_update.py", str(model), str(root / "result.json"), "cp2"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    run_world(2, "policy_update.py", model, root / "result.json", "cp2")
     return json.loads((root / "result.json").read_text())
 
 

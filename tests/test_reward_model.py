@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from mrl.config.schema import RewardConfig
 from mrl.reward import RewardManager
+from tests.world import run_world
 
-ROOT = Path(__file__).parents[1]
 LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {"context": 2}, {}]
 
 
@@ -36,12 +34,7 @@ def test_scores_are_those_of_transformers_under_every_layout(reward_model: Path,
     sequences = [[draw.randrange(3, 250) for _ in range(length)] for length in (2, 40, 7, 8, 63, 5, 30)]
     asked, result = tmp_path / "sequences.json", tmp_path / "result.json"
     asked.write_text(json.dumps(sequences))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "tests/worlds/reward_model.py"), str(reward_model), str(asked), str(result)]
-    done = subprocess.run(
-        [*command, json.dumps(LAYOUTS)], cwd=ROOT, timeout=240, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_world(2, "reward_model.py", reward_model, asked, result, json.dumps(LAYOUTS))
     theirs = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32).eval()
     wanted = torch.tensor([theirs(torch.tensor([ids])).logits.item() for ids in sequences])
     assert wanted.std() > 0.01

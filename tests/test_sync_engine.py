@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -24,11 +21,11 @@ from mrl.weights.payload import Bucket
 from mrl.weights.sync import WeightSync
 from mrl.weights.transports.shared_memory import SharedMemory
 from tests.sync_tools import FileExporter
+from tests.world import run_world
 
 pytestmark = pytest.mark.engine
 
 TRANSPORTS = ("shared_memory", "http", "distributed", "disk")
-WORLD = Path(__file__).parent / "worlds" / "sync.py"
 # family -> (model settings, tensor parallelism of the engine)
 FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
     "qwen2": ({"tied": True, "vocab_size": 301}, 2),
@@ -155,12 +152,7 @@ def world(served: Served, layouts: list[dict[str, int]], transports: tuple[str, 
     """Real Megatron models in a world of two, one push a (layout, transport)."""
     jobs = [{"layout": layout, "transport": transport} for layout in layouts for transport in transports]
     (out / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(WORLD)]
-    command += [str(served.new), str(served.old), served.engine.urls[0], str(out / "jobs.json"), str(out / "results")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORLD.parents[2])}
-    with (out / "log.txt").open("w") as log:
-        code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=300).returncode
-    assert code == 0, (out / "log.txt").read_text()[-6000:]
+    run_world(2, "sync.py", served.new, served.old, served.engine.urls[0], out / "jobs.json", out / "results")
     return list(zip(jobs, json.loads((out / "results").read_text()), strict=True))
 
 

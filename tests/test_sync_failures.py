@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
+
+from tests.world import run_world
 
 WORLDS = Path(__file__).parent / "worlds"
 TIMEOUT_S = 4.0
@@ -72,13 +73,7 @@ def outcomes(engines: dict[str, str], tiny_models: Any, tmp_path_factory: pytest
         for name, case in (FAILURES | GOOD).items()
     ]
     (out / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               str(WORLDS / "sync_failures.py"), str(out / "jobs.json"), str(out / "results.json"),
-               str(tiny_models("llama"))]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORLDS.parents[1])}
-    with (out / "log.txt").open("w") as log:
-        code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=200).returncode
-    assert code == 0, (out / "log.txt").read_text()[-6000:]
+    run_world(2, "sync_failures.py", out / "jobs.json", out / "results.json", tiny_models("llama"), timeout_s=200)
     return json.loads((out / "results.json").read_text())
 
 

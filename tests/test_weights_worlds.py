@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,8 @@ import pytest
 import torch
 from tiny import make_tiny
 
-WORLD = Path(__file__).parent / "worlds" / "weights.py"
+from tests.world import run_world
+
 LENGTHS = (37, 2, 64, 1, 24)  # packed sequences; the sum is a multiple of every alignment in use
 LLAMA3 = {
     "rope_type": "llama3",
@@ -95,7 +93,7 @@ def write_reference(path: Path, fused: bool) -> None:
         model.save_pretrained(path / "fused", save_original_format=False)
 
 
-def run_world(size: int, jobs: list[tuple[str, str, dict[str, int]]], models: dict[str, Path], out: Path) -> World:
+def checked(size: int, jobs: list[tuple[str, str, dict[str, int]]], models: dict[str, Path], out: Path) -> World:
     specs = [
         {
             "check": check,
@@ -107,12 +105,7 @@ def run_world(size: int, jobs: list[tuple[str, str, dict[str, int]]], models: di
         for check, model, layout in jobs
     ]
     (out / "jobs.json").write_text(json.dumps(specs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size),
-               str(WORLD), str(out / "jobs.json"), str(out / "results.json")]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORLD.parents[2])}
-    with (out / "log.txt").open("w") as log:
-        code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=400).returncode
-    assert code == 0, (out / "log.txt").read_text()[-6000:]
+    run_world(size, "weights.py", out / "jobs.json", out / "results.json")
     results = json.loads((out / "results.json").read_text())
     return World({key(*job): result for job, result in zip(jobs, results, strict=True)}, out)
 
@@ -121,7 +114,7 @@ def run_world(size: int, jobs: list[tuple[str, str, dict[str, int]]], models: di
 def one(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> World:
     jobs = [(check, model, ONE) for model in MODELS for check in ("round_trip", "logits")]
     jobs += [("critic", "llama_tied", ONE), ("padding_is_zero", "llama_tied", ONE)]
-    return run_world(1, jobs, models, tmp_path_factory.mktemp("one"))
+    return checked(1, jobs, models, tmp_path_factory.mktemp("one"))
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +129,7 @@ def four(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> W
     jobs += [("padding_is_zero", model, TP2PP2) for model in ("llama_tied", "qwen2")]
     jobs += [("attributes", model, x) for model, x in (("llama_tied", TP2PP2), ("qwen3_moe", ETP2EP2))]
     jobs += [(check, "qwen2_tied", TP2PP2) for check in ("load_errors", "tied_copy_forgotten", "save_errors")]
-    return run_world(4, jobs, models, tmp_path_factory.mktemp("four"))
+    return checked(4, jobs, models, tmp_path_factory.mktemp("four"))
 
 
 def check_parity(result: dict[str, float]) -> None:

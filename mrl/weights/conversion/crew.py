@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.serialization import set_crc32_options
 
 from mrl.parallel import rank, world_size
 from mrl.weights.conversion.blocks import Share, move
@@ -66,6 +65,7 @@ class Crew:
 
         def work(share: Share) -> None:
             torch.set_num_threads(1)
+            set_crc32_options(False)  # of this thread: it would take as long as the writing, and no reader asks for it
             try:
                 done.put(move(share, stop.is_set))
             except Exception as error:  # noqa: BLE001 (raised again by who waits)
@@ -74,35 +74,23 @@ class Crew:
         workers = [threading.Thread(target=work, args=(share,), daemon=True) for share in shares]
         end = time.monotonic() + self.timeout_s
         items: list[Item] = []
-        with _settings_of_saving():
-            try:
-                for worker in workers:
-                    worker.start()
-                for _ in workers:
-                    found = done.get(timeout=max(0.0, end - time.monotonic()))
-                    if isinstance(found, Exception):
-                        raise found
-                    items += found
-            except queue.Empty:
-                raise WeightError(
-                    f"waited {self.timeout_s:g} s for {len(shares)} worker(s) that move the weights"
-                ) from None
-            finally:
-                stop.set()
-                ended = time.monotonic() + END_TIMEOUT_S
-                for worker in workers:
-                    worker.join(max(0.0, ended - time.monotonic()))
+        threads = torch.get_num_threads()  # MKL keeps one number for all threads
+        try:
+            for worker in workers:
+                worker.start()
+            for _ in workers:
+                found = done.get(timeout=max(0.0, end - time.monotonic()))
+                if isinstance(found, Exception):
+                    raise found
+                items += found
+        except queue.Empty:
+            raise WeightError(
+                f"waited {self.timeout_s:g} s for {len(shares)} worker(s) that move the weights"
+            ) from None
+        finally:
+            stop.set()
+            ended = time.monotonic() + END_TIMEOUT_S
+            for worker in workers:
+                worker.join(max(0.0, ended - time.monotonic()))
+            torch.set_num_threads(threads)
         return items
-
-
-@contextlib.contextmanager
-def _settings_of_saving() -> Iterator[None]:
-    """torch.save of a tensor costs as much time for its checksum as for its bytes, and no reader of torch's asks.
-    A worker computes with one thread, a setting that outlives it."""
-    checksums, threads = get_crc32_options(), torch.get_num_threads()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(checksums)
-        torch.set_num_threads(threads)

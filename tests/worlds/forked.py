@@ -1,0 +1,54 @@
+"""The ranks of a world: python forked.py NUMBER SCRIPT ARGUMENTS...
+
+They are forked from one process that has imported what all of them need, which takes each of them seconds otherwise.
+If one ends with an error, the others are killed.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+
+from mrl import platform
+
+platform.install()
+
+import torch._dynamo  # noqa: E402, F401 (torch's optimizers would)
+import transformers.modeling_rope_utils  # noqa: E402, F401
+
+import mrl.checkpoint  # noqa: E402, F401
+import mrl.trainers.rl  # noqa: E402, F401
+from mrl.ports import free_port  # noqa: E402
+from mrl.resilience.rank import die_with_parent  # noqa: E402
+
+
+def main() -> None:
+    number, script, *arguments = sys.argv[1:]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": number}
+    ranks: dict[int, int] = {}
+    for rank in range(int(number)):
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent()
+            os.environ |= address | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": number}
+            sys.argv = [script, *arguments]
+            runpy.run_path(script, run_name="__main__")
+            return
+        ranks[pid] = rank
+    wait(ranks)
+
+
+def wait(ranks: dict[int, int]) -> None:
+    while ranks:
+        pid, status = os.wait()
+        rank = ranks.pop(pid)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"rank {rank} ended with {os.waitstatus_to_exitcode(status)}")
+
+
+if __name__ == "__main__":
+    main()
