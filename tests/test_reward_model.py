@@ -1,7 +1,9 @@
-"""A reward model that Megatron runs gives transformers' scores, under every layout."""
+"""A reward model gives transformers' scores: run by Megatron under every layout, and served by SGLang."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import random
 from pathlib import Path
@@ -9,10 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import make_tiny
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from mrl.config.schema import RewardConfig
+from mrl.config.schema import RewardConfig, RolloutConfig
+from mrl.core import Prompt, Request, Sample
+from mrl.ports import free_port
 from mrl.reward import RewardManager
+from mrl.rollout.process import EngineProcess
+from mrl.rollout.sglang.command import sglang_launch
 from tests.world import run_world
 
 LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {"context": 2}, {}]
@@ -28,19 +35,55 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "reward"
 
 
-@torch.no_grad()
-def test_scores_are_those_of_transformers_under_every_layout(reward_model: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def sequences() -> list[list[int]]:
     draw = random.Random(1)
-    sequences = [[draw.randrange(3, 250) for _ in range(length)] for length in (2, 40, 7, 8, 63, 5, 30)]
+    return [[draw.randrange(3, 250) for _ in range(length)] for length in (2, 40, 7, 8, 63, 5, 30)]
+
+
+@pytest.fixture(scope="module")
+@torch.no_grad()
+def wanted(reward_model: Path, sequences: list[list[int]]) -> Tensor:
+    theirs = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32).eval()
+    scores = torch.tensor([theirs(torch.tensor([ids])).logits.item() for ids in sequences])
+    assert scores.std() > 0.01
+    return scores
+
+
+def gap(scores: list[float], wanted: Tensor) -> float:
+    return float((torch.tensor(scores) - wanted).abs().max() / wanted.abs().max())
+
+
+def test_megatron_gives_the_scores_of_transformers_under_every_layout(
+    reward_model: Path, sequences: list[list[int]], wanted: Tensor, tmp_path: Path
+) -> None:
     asked, result = tmp_path / "sequences.json", tmp_path / "result.json"
     asked.write_text(json.dumps(sequences))
     run_world(2, "reward_model.py", reward_model, asked, result, json.dumps(LAYOUTS))
-    theirs = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32).eval()
-    wanted = torch.tensor([theirs(torch.tensor([ids])).logits.item() for ids in sequences])
-    assert wanted.std() > 0.01
     for layout, scores in zip(LAYOUTS, json.loads(result.read_text()), strict=True):
-        gap = float((torch.tensor(scores) - wanted).abs().max() / wanted.abs().max())
-        assert gap < 1e-4, (layout, scores, wanted)
+        assert gap(scores, wanted) < 1e-4, (layout, scores, wanted)
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="the engine tests need sglang")
+def test_a_real_server_gives_the_scores_of_transformers_less_a_constant_that_is_told(
+    reward_model: Path, sequences: list[list[int]], wanted: Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang as a user starts it for a reward model, with --is-embedding."""
+    cfg, port = RolloutConfig(server_args=("--is-embedding",)), free_port()
+    launch = sglang_launch(cfg, str(reward_model), "float32", port, 0, 0, gpu=False)
+    with contextlib.closing(EngineProcess("rm", launch.command, launch.env, port, tmp_path / "log")) as server:
+        server.wait_ready(300)
+        reward = {"manager": "model", "servers": {"rm": {"url": server.url, "api": "sglang", "timeout_s": 60.0}}}
+        samples = [
+            Sample(Request(i, i, Prompt(i, tuple(ids[:1]), {"prompt": "-"}), i), ids[1:], [], "stop", "0", "-")
+            for i, ids in enumerate(sequences)
+        ]
+        with RewardManager(RewardConfig.model_validate(reward)) as manager:
+            manager.collect(samples)
+    found = torch.tensor([sample.score for sample in samples])
+    assert gap((found - found.mean() + wanted.mean()).tolist(), wanted) < 1e-4, (found, wanted)
+    assert "serves a Qwen2ForSequenceClassification, whose score head has a bias in SGLang" in caplog.text
 
 
 def test_a_model_in_a_recipe_and_a_score_that_is_none() -> None:

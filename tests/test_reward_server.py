@@ -40,6 +40,8 @@ class Answer(socketserver.StreamRequestHandler):
             if not line:
                 return
             head += line
+        if head.startswith(b"GET"):  # of what it serves, which it does not say
+            return
         length = int(re.search(rb"(?i)content-length: (\d+)", head)[1])  # type: ignore[index]
         self.body = json.loads(self.rfile.read(length))
         fake.bodies.append(self.body)

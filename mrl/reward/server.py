@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import httpx
 from mrl.reward.calls import Call, Outcome, Unsettled, settle
 from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.plan import Component
-from mrl.reward.server_api import APIS, BadAnswer, head, read_answer
+from mrl.reward.server_api import APIS, BadAnswer, doubt, head, read_answer
 
 if TYPE_CHECKING:
     from mrl.config.schema import ServerConfig
@@ -101,6 +102,19 @@ class ServerClient:
         ):
             for _ in range(self.cfg.connections):
                 tasks.create_task(self._connection())
+            if self.cfg.api == "sglang":
+                await self._look_at_the_model()
+
+    async def _look_at_the_model(self) -> None:
+        """Warns of scores that cannot be right. A server that does not say what it serves is taken as it is."""
+        url = self.cfg.url.rstrip("/") + "/model_info"
+        try:
+            async with asyncio.timeout(self.cfg.timeout_s), self._http.stream("GET", url) as reply:
+                problem = doubt(json.loads(await self._read(reply)))
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError, TimeoutError):
+            return
+        if problem:
+            log.warning("%s %s", self._who, problem)
 
     async def _connection(self) -> None:
         while True:

@@ -10,6 +10,8 @@ from typing import Any
 from mrl.reward.calls import Call, Outcome
 from mrl.reward.loading import check_result
 
+BIASED_IN_SGLANG = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
+
 
 class BadAnswer(ValueError):
     """The server answered 200 with something that is not what was asked for."""
@@ -75,6 +77,19 @@ def _embeddings(answer: Any) -> list[Any]:
             what = f"{len(numbers)} numbers" if isinstance(numbers, list) else repr(numbers)
             raise BadAnswer(f"expected one score a sample, got {what}: is the model a reward model?")
     return [numbers[0] for numbers in found if numbers is not None]
+
+
+def doubt(about: Any) -> str:
+    """What is known to be wrong with the model of this /model_info; empty if nothing is."""
+    found = about.get("architectures") if isinstance(about, dict) else None
+    names = sorted(set(BIASED_IN_SGLANG) & set(found)) if isinstance(found, list) else []
+    if not names:
+        return ""
+    return (
+        f"serves a {names[0]}, whose score head has a bias in SGLang (0.5.23) and none in transformers: unless the "
+        "checkpoint has score.bias, every score is off by a constant that changes with each start of the server. "
+        "reward.model.path has the model run by Megatron instead"
+    )
 
 
 MRL = Api("", _sample, lambda items: f'{{"samples": [{", ".join(items)}]}}', _scores)
