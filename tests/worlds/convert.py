@@ -6,9 +6,7 @@ whose models and references these are; rank 0 writes the list of results.
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from mrl import platform
 platform.install()
 
 from megatron.core import dist_checkpointing  # noqa: E402
-from weights import Job, error_of, everywhere, logits  # noqa: E402
+from weights import Job, error_of, everywhere, logits, run_checks  # noqa: E402
 
 from mrl import checkpoint  # noqa: E402
 from mrl.config.schema import CheckpointConfig, TrainConfig  # noqa: E402
@@ -172,20 +170,5 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def main() -> None:
-    job_file, result_file = map(Path, sys.argv[1:])
-    platform.init_process_group(60)
-    meshes = Meshes(60)
-    results = []
-    for spec in json.loads(job_file.read_text()):
-        if rank() == 0:
-            print(spec, flush=True)
-        results.append(CHECKS[spec["check"]](ConvertedJob(spec, meshes)))
-    if rank() == 0:
-        result_file.write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_checks(CHECKS, ConvertedJob)

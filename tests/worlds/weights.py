@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -293,7 +293,8 @@ CHECKS: dict[str, Callable[[Job], Any]] = {
 }
 
 
-def main() -> None:
+def run_checks(checks: Mapping[str, Callable[[Any], Any]], make: Callable[[dict[str, Any], Meshes], Any]) -> None:
+    """`check` of each job in the file argv[1], on what `make` makes of it; the results go to argv[2]."""
     job_file, result_file = map(Path, sys.argv[1:])
     platform.init_process_group(60)
     meshes = Meshes(60)
@@ -301,7 +302,7 @@ def main() -> None:
     for spec in json.loads(job_file.read_text()):
         if rank() == 0:
             print(spec, flush=True)
-        results.append(CHECKS[spec["check"]](Job(spec, meshes)))
+        results.append(checks[spec["check"]](make(spec, meshes)))
     if rank() == 0:
         result_file.write_text(json.dumps(results))
     dist.barrier()
@@ -309,4 +310,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_checks(CHECKS, Job)
