@@ -29,7 +29,8 @@ ROOT = Path(__file__).parent.parent
 LIMIT_S = 120
 SLOW = """
 import itertools, sys, time
-from mrl.weights.conversion import blocks
+from mrl.weights.conversion import blocks, crew
+crew.END_TIMEOUT_S = 0.1
 read, count = blocks._Bucket.read, itertools.count(1)
 def slow(bucket, block):
     if (number := next(count)) >= 9:
@@ -126,6 +127,15 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(
     assert not (partial / "config.json").exists()
     with pytest.raises(ValueError, match="is not complete"):
         read_converted(partial)
+
+
+def test_ctrl_c_clears_away_what_was_written(model: Path, tmp_path: Path) -> None:
+    process = start("-c", SLOW, "convert", "hf-to-megatron", str(model), str(tmp_path / "target"))
+    assert process.stdout is not None and process.stdout.readline() == "half\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, err) == (130, "mrl: stopped by Ctrl-C\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_configuration_may_name_a_converted_model(converted: Path, tmp_path: Path) -> None:

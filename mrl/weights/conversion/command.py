@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,9 @@ def _in_a_world(action: Callable[[Meshes], bool]) -> int:
         if dist.get_rank() == 0:
             print(f"mrl: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("mrl: stopped by Ctrl-C", file=sys.stderr)
+        return 128 + signal.SIGINT
     finally:
         dist.destroy_process_group()
 

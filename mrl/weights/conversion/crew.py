@@ -90,7 +90,7 @@ class Crew:
         finally:
             stop.set()
             ended = time.monotonic() + END_TIMEOUT_S
-            for worker in workers:
+            for worker in filter(threading.Thread.is_alive, workers):
                 worker.join(max(0.0, ended - time.monotonic()))
             torch.set_num_threads(threads)
         return items
