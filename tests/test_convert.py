@@ -199,6 +199,7 @@ def test_leftovers_on_either_side_are_listed(faults: Cases) -> None:
         ("no room to hf", "MB needed, 1 KB free"),
         ("disk fills to megatron", "__0_0.distcp failed: [Errno 27] File too large"),
         ("disk fills to hf", "[Errno 27] File too large"),
+        ("disk fills in a large block", "__0_0.distcp failed: [Errno 27] File too large"),
         ("disk fills in workers", "[Errno 27] File too large"),
         ("mixed", "decoder.layers.mlp.linear_fc1.weight (torch.bfloat16, torch.float32)"),
     ],

@@ -198,6 +198,7 @@ def disk(faults: Faults) -> None:
     with file_limit(60_000):
         report("disk fills to megatron", **faults.to_megatron(faults.model))
         report("disk fills to hf", **faults.to_hf(whole))
+        report("disk fills in a large block", **faults.to_megatron(faults.model, replace(SMALL, bucket_bytes=1 << 20)))
         report("disk fills in workers", **faults.to_megatron(faults.model, replace(SMALL, workers=2)))
 
 

@@ -73,7 +73,15 @@ def move(share: Share, stopped: Callable[[], bool]) -> list[Item]:
     except (OSError, RuntimeError) as error:
         if isinstance(error, WeightError):
             raise
-        raise WeightError(f"writing {where} failed: {error}") from error
+        raise WeightError(f"writing {where} failed: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> BaseException:
+    """On a full disk torch.save complains of its own archive, while the file's error is being handled."""
+    below: BaseException | None = error
+    while below is not None and not isinstance(below, OSError):
+        below = below.__context__
+    return below or error
 
 
 def cut(blocks: Sequence[Block], shares: int) -> list[tuple[Block, ...]]:
