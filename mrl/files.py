@@ -34,3 +34,12 @@ def lock_for_reading(file: IO[Any], timeout_s: float = LOCK_TIMEOUT_S) -> None:
             if time.monotonic() >= end:
                 raise ValueError(f"{file.name} has been locked by another process for {timeout_s:.0f} s") from None
             time.sleep(_POLL_S)
+
+
+def file_error(error: BaseException) -> BaseException:
+    """`error`, or the OSError that torch.save hides: on a full disk it complains of its own archive, with a plain
+    RuntimeError, while the file's error is being handled."""
+    below = error.__context__ if type(error) is RuntimeError else None
+    while below is not None and not isinstance(below, OSError):
+        below = below.__context__
+    return below or error

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mrl.files import file_error
 from mrl.parallel import rank, world_size
 
 T = TypeVar("T")
@@ -67,7 +68,8 @@ def describe(error: BaseException) -> str:
         return str(error)
     if isinstance(error, pickle.UnpicklingError):  # its own text advises to load without safety
         return "a file does not hold what was written"
-    return f"{type(error).__name__}: {error}"
+    found = file_error(error)
+    return f"{type(found).__name__}: {found}"
 
 
 def _gather(

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mrl.files import file_error
 from mrl.weights.errors import WeightError
 from mrl.weights.rows import Rows, memory
 from mrl.weights.torch_dist_files import Item
@@ -73,15 +74,7 @@ def move(share: Share, stopped: Callable[[], bool]) -> list[Item]:
     except (OSError, RuntimeError) as error:
         if isinstance(error, WeightError):
             raise
-        raise WeightError(f"writing {where} failed: {_reason(error)}") from error
-
-
-def _reason(error: BaseException) -> BaseException:
-    """On a full disk torch.save complains of its own archive, while the file's error is being handled."""
-    below: BaseException | None = error
-    while below is not None and not isinstance(below, OSError):
-        below = below.__context__
-    return below or error
+        raise WeightError(f"writing {where} failed: {file_error(error)}") from error
 
 
 def cut(blocks: Sequence[Block], shares: int) -> list[tuple[Block, ...]]:
