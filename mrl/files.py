@@ -32,7 +32,7 @@ def lock_for_reading(file: IO[Any], timeout_s: float = LOCK_TIMEOUT_S) -> None:
             return fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= end:
-                raise ValueError(f"{file.name} has been locked by another process for {timeout_s:.0f} s") from None
+                raise ValueError(f"{file.name} has been locked by another process for {timeout_s:g} s") from None
             time.sleep(_POLL_S)
 
 

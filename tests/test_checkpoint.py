@@ -18,6 +18,7 @@ import torch
 from mrl.checkpoint import directory, latest
 from mrl.checkpoint.optimizer_shards import boxes
 from mrl.checkpoint.turns import in_order
+from mrl.files import lock_for_reading
 from tests.world import run_world
 
 PAIR = ("tp2.pp2", "dp4", "pp4", "tp4", "pp2.vpp2")  # the first is the layout that was saved
@@ -263,6 +264,16 @@ def test_one_that_is_removed_while_it_is_opened_is_no_checkpoint(tmp_path: Path,
     monkeypatch.setattr(fcntl, "flock", removed_first)
     with pytest.raises(ValueError, match="step_1 was removed while it was being opened"), directory.reading(first):
         raise AssertionError("not reached")
+
+
+def test_a_lock_that_somebody_keeps_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    first = write(tmp_path, 1)
+    with (first / directory.MARKER).open() as owner, (first / directory.MARKER).open() as reader:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"step_1/complete has been locked by another process for 0\.2 s"):
+            lock_for_reading(reader, timeout_s=0.2)
+        fcntl.flock(owner, fcntl.LOCK_UN)
+        lock_for_reading(reader, timeout_s=0.2)
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (1, 4), (4, 1), (2, 3, 4), (3, 1, 2)])
