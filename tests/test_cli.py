@@ -325,6 +325,14 @@ def test_doctor_prints_its_table(tmp_path: Path) -> None:
     assert re.search(r"bubblewrap +│ (absent|\d)", done.stdout)
 
 
+def test_doctor_survives_a_sandbox_that_does_not_work(tmp_path: Path) -> None:
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho no namespaces >&2\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    done = mrl("doctor", cwd=tmp_path, COLUMNS="400", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"bubblewrap +│ unknown, unusable \(cannot shut in untrusted programs: no namespaces", done.stdout)
+
+
 NOTED = """
 sys.path.insert(0, os.environ["PYTHONPATH"])
 from mrl import failure

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.weights.conversion import crew
+from mrl.weights.conversion import crew, hf_rows
 from mrl.weights.conversion.blocks import Block, Share, Span
 from mrl.weights.conversion.crew import Crew
+from mrl.weights.conversion.hf_rows import IndexedRows
 from mrl.weights.errors import WeightError
 from mrl.weights.rows import FileRows
+from mrl.weights.safetensors_io import HFCheckpoint
 
 ROWS = 4
 
@@ -45,7 +49,7 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "target"
 
 
-def test_what_is_cast_is_read_in_pieces(tmp_path: Path, target: Path) -> None:
+def test_what_is_cast_is_read_in_pieces(tmp_path: Path) -> None:
     numbers = torch.randn(3_000, 300, dtype=torch.float64)
     (tmp_path / "source").write_bytes(numbers.numpy().tobytes())
     out = torch.empty(2_000, 300, dtype=torch.bfloat16)
@@ -70,9 +74,19 @@ def test_one_that_hangs_is_not_waited_for(tmp_path: Path, target: Path, monkeypa
         Crew(1, 0.5).move([share(FileRows(tmp_path / "pipe", 0, (ROWS, 1), torch.uint8), target)])
 
 
-def test_settings_of_torch_are_as_they_were(target: Path) -> None:
-    turn = threading.Event()
-    turn.set()
-    before = torch.get_num_threads()
-    Crew(2, 20.0).move([share(Waiting(turn, []), target), share(Waiting(turn, []), target)])
-    assert torch.get_num_threads() == before and torch.serialization.get_crc32_options()
+def test_a_file_is_opened_once_for_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pickled one comes into memory whole."""
+    torch.save({"a": torch.arange(12.0).view(4, 3)}, tmp_path / "pytorch_model.bin")
+    opened = []
+
+    def slow(path: Path, allow_pickle: bool) -> HFCheckpoint:
+        opened.append(path)
+        time.sleep(0.2)
+        return HFCheckpoint(path, allow_pickle)
+
+    monkeypatch.setattr(hf_rows, "HFCheckpoint", slow)
+    rows = IndexedRows(tmp_path, True, "a", (4, 3), torch.float32, None)
+    found = [torch.empty(4, 3) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda out: rows.read(0, out), found))
+    assert len(opened) == 1 and all(torch.equal(out, torch.arange(12.0).view(4, 3)) for out in found)

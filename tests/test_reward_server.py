@@ -17,6 +17,7 @@ from test_reward_pool import sample
 
 from mrl.config.schema import RewardConfig
 from mrl.reward import RewardError, RewardManager
+from mrl.reward.server_api import doubt
 
 TIMEOUT_S = 1.0
 Speak = Callable[["Answer"], None]
@@ -277,3 +278,11 @@ def test_an_embedding_model_is_no_reward_model(fake: FakeServer) -> None:
     with open_manager(fake.url, manager="model", api="sglang", on_error="stop") as manager:
         with pytest.raises(RewardError, match="got 2 numbers: is the model a reward model?"):
             manager.collect([sample(0)])
+
+
+@pytest.mark.parametrize(
+    "about", [None, [], {"architectures": None}, {"architectures": [{}, ["LlamaForSequenceClassification"]]}]
+)
+def test_only_a_model_that_is_known_to_be_off_is_doubted(about: Any) -> None:
+    assert doubt(about) == ""
+    assert "serves a Qwen3ForSequence" in doubt({"architectures": [[], "Qwen3ForSequenceClassification"]})

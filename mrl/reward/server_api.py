@@ -82,7 +82,7 @@ def _embeddings(answer: Any) -> list[Any]:
 def doubt(about: Any) -> str:
     """What is known to be wrong with the model of this /model_info; empty if nothing is."""
     found = about.get("architectures") if isinstance(about, dict) else None
-    names = sorted(set(BIASED_IN_SGLANG) & set(found)) if isinstance(found, list) else []
+    names = [name for name in BIASED_IN_SGLANG if isinstance(found, list) and name in found]
     if not names:
         return ""
     return (

@@ -21,7 +21,7 @@ CAST_BYTES = 1 << 20  # read at a time where they have to be cast: they stay in 
 
 
 class Rows(Protocol):
-    """Picklable: worker processes open the files themselves."""
+    """Several threads may read at once."""
 
     @property
     def shape(self) -> tuple[int, int]: ...

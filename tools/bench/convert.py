@@ -92,8 +92,7 @@ def plain_read(path: Path) -> float:
 
 
 def plain_write(folder: Path, nbytes: int) -> float:
-    """GB/s of writing a file of that size from one buffer, until it is on the disk; flushed buffer by buffer, which is
-    faster than at the end."""
+    """GB/s of writing a file of that size from one buffer, until it is on the disk; flushed buffer by buffer."""
     file, buffer = folder / "plain", bytes(os.urandom(1 << 20)) * (BUFFER_BYTES >> 20)
     started = time.monotonic()
     with file.open("wb", buffering=0) as out:
@@ -207,7 +206,7 @@ def main() -> None:
             rounds.append(one_round(Path(work), Path(ram), nbytes, args.workers))
             print(json.dumps(rounds[-1], indent=1), flush=True)
     result = {
-        "model_gb": nbytes / 1e9, "shard_gb": SHARD_BYTES / 1e9, "bucket_mb": BUFFER_BYTES / 1e6,
+        "model_gb": nbytes / 1e9, "shard_gb": SHARD_BYTES / 1e9, "buffer_mb": BUFFER_BYTES / 1e6,
         "memory_limit_gb": MEMORY_LIMIT / 1e9, "workers": args.workers, "best": summary(rounds), "rounds": rounds,
     }  # fmt: skip
     record.write(args.out, result)

@@ -90,11 +90,12 @@ def found() -> tuple[str | None, str | None]:
     bwrap = isolate.find_bwrap()
     if bwrap is None:
         return None, None
-    done = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=START_S)
-    version = done.stdout.strip().removeprefix("bubblewrap ") or "unknown"
+    version = "unknown"
     try:
+        done = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=START_S)
+        version = done.stdout.strip().removeprefix("bubblewrap ") or version
         check_isolation("bubblewrap")
-    except SandboxError as error:
+    except (SandboxError, OSError, subprocess.TimeoutExpired) as error:
         return version, str(error)
     return version, None
 

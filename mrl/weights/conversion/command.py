@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mrl.weights.conversion import WORKERS
+
 if TYPE_CHECKING:
     from mrl.parallel import Meshes
     from mrl.weights.conversion.convert import Options, Report
@@ -28,7 +30,11 @@ def add_parsers(commands: Any) -> None:
     convert.add_argument("target", type=Path, metavar="DST", help="a directory that does not exist, or is empty")
     convert.add_argument("--dtype", choices=DTYPES, help="of everything that is written (as it is stored)")
     convert.add_argument(
-        "--workers", type=_positive, default=4, metavar="N", help="threads (4); under torchrun, of each rank"
+        "--workers",
+        type=_positive,
+        default=WORKERS,
+        metavar="N",
+        help=f"threads ({WORKERS}); under torchrun, of each rank",
     )
     convert.add_argument("--verify", action="store_true", help="compare the two directories when it is done")
     convert.add_argument("--shard-gb", type=float, default=5.0, help="largest safetensors file (5)")

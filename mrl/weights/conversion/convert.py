@@ -21,6 +21,7 @@ from mrl.config.model_dirs import FORMAT, MANIFEST, RELEASE, TRACKER, VERSION
 from mrl.files import sync
 from mrl.models import ModelArch, load_arch
 from mrl.parallel import Meshes
+from mrl.weights.conversion import WORKERS
 from mrl.weights.conversion.blocks import Block, Share, cut
 from mrl.weights.conversion.convert_plan import (
     Source,
@@ -44,7 +45,6 @@ from mrl.weights.table import Role, weight_table
 from mrl.weights.torch_dist_files import Item, write_metadata
 
 BUCKET_BYTES = 32 << 20
-WORKERS = 4  # a process: one reads, one casts, one writes, one waits for the disk
 
 
 @dataclass(frozen=True)

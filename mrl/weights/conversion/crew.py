@@ -64,8 +64,8 @@ class Crew:
         stop = threading.Event()
 
         def work(share: Share) -> None:
-            torch.set_num_threads(1)
-            set_crc32_options(False)  # of this thread: it would take as long as the writing, and no reader asks for it
+            torch.set_num_threads(1)  # of this thread, both: they end with it
+            set_crc32_options(False)  # a checksum would take as long as the writing, and no reader asks for it
             try:
                 done.put(move(share, stop.is_set))
             except Exception as error:  # noqa: BLE001 (raised again by who waits)
@@ -74,7 +74,6 @@ class Crew:
         workers = [threading.Thread(target=work, args=(share,), daemon=True) for share in shares]
         end = time.monotonic() + self.timeout_s
         items: list[Item] = []
-        threads = torch.get_num_threads()  # MKL keeps one number for all threads
         try:
             for worker in workers:
                 worker.start()
@@ -92,5 +91,4 @@ class Crew:
             ended = time.monotonic() + END_TIMEOUT_S
             for worker in filter(threading.Thread.is_alive, workers):
                 worker.join(max(0.0, ended - time.monotonic()))
-            torch.set_num_threads(threads)
         return items

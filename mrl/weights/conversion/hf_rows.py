@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -27,11 +28,15 @@ class IndexedRows:
     alias: Alias | None
 
     def read(self, start: int, out: Tensor) -> None:
-        source = _opened(self.path, self.allow_pickle).source(self.name)
+        with _OPENING:
+            source = _opened(self.path, self.allow_pickle).source(self.name)
         if self.alias is None:
             out.copy_(source[start : start + out.shape[0]].reshape(out.shape))
         else:
             out.copy_(source.narrow(self.alias.ranges, 2)[start : start + out.shape[0]])
+
+
+_OPENING = threading.Lock()  # of a file once, not by each of several threads: a pickled one comes into memory whole
 
 
 @lru_cache(maxsize=2)
