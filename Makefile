@@ -9,8 +9,9 @@ PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install 
 quickstart: .venv/.mrl-run  ## train a tiny model by SFT and PPO, TP2 x PP2, with SGLang, on this machine
 	@$(BIN)/python tools/quickstart.py
 
+# Two files of tests at a time: many wait for processes that start or hang.
 test: lint
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/.mrl-dev
 	@$(BIN)/ruff check .

@@ -52,9 +52,9 @@ EXTRAS = {
     ],
     # ft_launcher, for run.launcher: ft. Later versions need a newer C library than Debian 12 has.
     "resilience": ["nvidia-resiliency-ext>=0.4.1,<0.5"],
-    "trackers": ["wandb>=0.19", "mlflow>=2.20"],
     "dev": [
         "pytest>=8",
+        "pytest-xdist>=3.6",
         "hypothesis>=6.100",
         "ruff>=0.12",
         "mypy>=1.15",

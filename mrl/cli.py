@@ -4,28 +4,47 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl import __version__, failure
-from mrl.weights.conversion import command
+from mrl.weights import command
 
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
     from mrl.config.schema import Config
 
 CONFIG_ERROR = 2
+# Of ranks and engines. Torch's own place is in /tmp, by a name that anybody can take first; what is there is run.
+COMPILED = ("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/mrl/torchinductor"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns the exit code."""
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        print("mrl: stopped by Ctrl-C", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _run(argv: Sequence[str]) -> int:
+    for word in argv:
+        if re.search("[\ud800-\udfff]", word):
+            print(f"mrl: an argument is not UTF-8: {os.fsencode(word)!r}", file=sys.stderr)
+            return CONFIG_ERROR
     args = _parser().parse_args(argv)
     if args.command == "train":
         return train(args.config, args.overrides)
     if args.command == "data":
         return data(args.config, args.overrides, args.samples)
+    if args.command == "config":
+        return config_manual(args.key, args.markdown)
     if args.command == "report":
         return report(args.run_dir)
     if args.command in ("convert", "verify"):
@@ -57,6 +76,11 @@ def _parser() -> argparse.ArgumentParser:
         "and the run's first prompts after the chat template."
     )
 
+    config_parser = commands.add_parser("config", help="show what a configuration can hold, with defaults and meaning")
+    what = config_parser.add_mutually_exclusive_group()
+    what.add_argument("key", nargs="?", metavar="SECTION|KEY", help="such as rollout or actor.optimizer.lr")
+    what.add_argument("--markdown", action="store_true", help="all sections and keys, as docs/configuration.md")
+
     report_parser = commands.add_parser("report", help="write a run's report: one HTML page and the reward curve")
     report_parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
 
@@ -67,11 +91,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def train(config: Path, overrides: Sequence[str]) -> int:
     """Loads and checks the configuration, then is a rank of the world around it, or starts one."""
+    os.environ.setdefault(*COMPILED)
     in_a_world = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if in_a_world:
         from mrl.resilience import preemption, rank
 
-        preemption.end_at_once()
+        preemption.die_at_once()
         rank.adopt()
     from mrl.config.loader import ConfigError, load
 
@@ -81,11 +106,17 @@ def train(config: Path, overrides: Sequence[str]) -> int:
         else:
             load(config, overrides)  # most mistakes are found here, before torch has been imported to count GPUs
             cfg = load(config, overrides, gpus=_gpus())
+        _check_temporary_files()
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(error, file=sys.stderr)
         return CONFIG_ERROR
-    return _be_a_rank(cfg) if in_a_world else _start_world(cfg, config, overrides)
+    except OSError as error:
+        print(f"mrl: {error}", file=sys.stderr)
+        return 1
+    if in_a_world:
+        return _be_a_rank(cfg)
+    return 1 if _is_refused(cfg) else _start_world(cfg, config, overrides)
 
 
 def data(config: Path, overrides: Sequence[str], samples: int) -> int:
@@ -93,27 +124,63 @@ def data(config: Path, overrides: Sequence[str], samples: int) -> int:
     from mrl.config.loader import ConfigError, load
     from mrl.data import DataError, TokenizerError
     from mrl.data.preview import preview
+    from mrl.preflight import check_of_sampled
 
     try:
-        for line in preview(load(config, overrides), samples):
-            print(line)
+        cfg = load(config, overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return CONFIG_ERROR
+    if _is_refused(cfg):
+        return 1
+    try:
+        for line in preview(cfg, samples, check_of_sampled(cfg)):
+            print(line)
     except (DataError, TokenizerError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
-def report(run_dir: Path) -> int:
-    if not run_dir.is_dir():
-        print(f"{run_dir} is no directory: expected a run directory, such as runs/NAME", file=sys.stderr)
-        return 1
-    from mrl.observe import before_after_table, write_report
+def _is_refused(cfg: Config) -> bool:
+    """Says what is wrong with the data and the rewards, as far as it shows without a world."""
+    from mrl import preflight
+    from mrl.data import DataError, TokenizerError
+    from mrl.reward import RewardError
 
-    page = write_report(run_dir)
-    before_after_table(run_dir)
+    try:
+        preflight.check(cfg)
+    except (DataError, TokenizerError, RewardError) as error:
+        print(error, file=sys.stderr)
+        return True
+    return False
+
+
+def config_manual(key: str | None, as_markdown: bool) -> int:
+    """Shows what a section or key is; of none, which sections there are."""
+    from mrl.config import manual
+
+    try:
+        print(manual.markdown() if as_markdown else manual.text(key), end="" if as_markdown else "\n")
+    except manual.UnknownKey as error:
+        print(f"mrl: {error}", file=sys.stderr)
+        return CONFIG_ERROR
+    return 0
+
+
+def report(run_dir: Path) -> int:
+    if not run_dir.is_dir() or not any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl")):
+        what = "holds no run" if run_dir.is_dir() else "is no directory"
+        print(f"{run_dir} {what}: expected a run directory, such as runs/NAME", file=sys.stderr)
+        return 1
+    from mrl.observe import Unreadable, before_after_table, write_report
+
+    try:
+        page = write_report(run_dir)
+        before_after_table(run_dir)
+    except (Unreadable, OSError) as error:
+        print(f"mrl: {error}", file=sys.stderr)
+        return 1
     print(f"run      {run_dir}")
     print(f"report   {page}")
     print(f"picture  {run_dir / 'reward_curve.png'}")
@@ -126,11 +193,20 @@ def doctor() -> int:
     from mrl.platform import Feature, doctor_table
     from mrl.reward import sandbox
 
-    version, problem = sandbox.found()
+    (version, problem), unbound = sandbox.found(), sandbox.groups.problem()
     without = "such rewards are refused, unless reward.code.isolation is none"
     row = Feature("bubblewrap", version, "reward code: shuts in the programs that a model wrote", without, problem)
-    Console().print(doctor_table([row]))
+    bound = "reward code: the kernel's own bound on a program's memory and processes"
+    group = Feature("control groups", "found", bound, "limits of each process, not of the kernel's buffers", unbound)
+    Console().print(doctor_table([row, group]))
     return 0
+
+
+def _check_temporary_files() -> None:
+    """Raises OSError where none can be made: engines, torch and the sandbox make some."""
+    wanted = os.environ.get("TMPDIR") or tempfile.gettempdir()
+    if not os.path.isdir(wanted) or not os.access(wanted, os.W_OK | os.X_OK):
+        raise OSError(f"TMPDIR is {wanted!r}, where no files can be made: name a directory that is there and writable")
 
 
 def _gpus() -> int:
@@ -149,7 +225,8 @@ def _joined() -> Machine:
 def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
     from mrl.config.derived import Machine
     from mrl.launcher import Elastic, LaunchError, launch, launch_elastic
-    from mrl.ports import NoFreePort
+    from mrl.observe import RunExists, refuse_existing
+    from mrl.ports import GLOO, LOOPBACK
     from mrl.resilience import ft_config
 
     arguments = ["mrl", "train", str(config), *overrides]
@@ -157,6 +234,9 @@ def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
     save_s = cfg.resilience.save_deadline_s if cfg.checkpoint.every_steps else None
     timeouts = cfg.resilience.timeouts_s
     try:
+        os.environ.update(LOOPBACK if _is_on_this_machine(cfg) else {GLOO: LOOPBACK[GLOO]})
+        if not (run_dir / "lock").exists():  # else rank 0 looks, who knows whether the run there is going on
+            refuse_existing(cfg)
         if cfg.run.launcher == "mrl":
             return launch([sys.executable, "-m", *arguments], nproc, run_dir / "logs", save_s=save_s)
         is_ft = cfg.run.launcher == "ft"
@@ -170,9 +250,20 @@ def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
             ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
         )
         return launch_elastic(job, run_dir)
-    except (LaunchError, NoFreePort) as error:
-        print(error, file=sys.stderr)
+    except (LaunchError, RunExists, OSError) as error:
+        print(f"mrl: {error}", file=sys.stderr)
         return 1
+
+
+def _is_on_this_machine(cfg: Config) -> bool:
+    """With all engines: the ranks that are started here may have to reach given ones elsewhere, by nccl. (By gloo they
+    do it over an address of their own choice; see mrl.weights.sync.transports.distributed.)"""
+    from urllib.parse import urlsplit
+
+    from mrl.config.schema import RLConfig
+
+    urls = cfg.rollout.urls if isinstance(cfg, RLConfig) else ()
+    return all(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in urls)
 
 
 def _be_a_rank(cfg: Config) -> int:
@@ -191,10 +282,12 @@ def _be_a_rank(cfg: Config) -> int:
         if isinstance(cfg, RLConfig):
             from mrl.trainers import rl
 
+            preemption.close_first()
             rl.main(cfg)
         else:
             from mrl.trainers import sft
 
+            preemption.close_first()
             sft.main(cfg)
     except Exception as error:
         if not failure.note(error):

@@ -10,14 +10,18 @@ import contextlib
 import json
 import os
 import re
+import sys
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mrl.files import write_atomically
+from mrl.redaction import redact
+
 FILE_VARIABLE = "MRL_FAILURE_FILE"  # set by the launcher, for each rank its own
-_LOST_CONTACT = re.compile(r"connection (closed|reset|refused)|gloo|nccl|tcpstore|broken pipe", re.I)
+_LOST_CONTACT = re.compile(r"connection (closed|reset|refused)|gloo|nccl|tcpstore|broken pipe|monitoredbarrier", re.I)
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,19 @@ def note(error: Exception) -> bool:
         return False
     file = Path(name)
     if not file.exists():
-        text = "".join(traceback.format_exception(error))
-        failure = Failure(time.time(), describe(error), text, _is_lost_contact(error))
-        partial = file.with_name(f"{file.name}.partial")
-        partial.write_text(json.dumps(asdict(failure)))
-        partial.rename(file)
+        text = redact("".join(traceback.format_exception(error)))
+        failure = Failure(time.time(), redact(describe(error)), text, _is_lost_contact(error))
+        try:
+            reserve(file).unlink(missing_ok=True)
+            write_atomically(file, json.dumps(asdict(failure)))
+        except OSError as problem:  # the directory is gone
+            print(f"{failure.message} (and {file}: {problem.strerror})", file=sys.stderr, flush=True)
     return True
+
+
+def reserve(file: Path) -> Path:
+    """A file beside it that holds the room which `note` needs: the disk may be full by then."""
+    return file.with_name(f"{file.name}.reserve")
 
 
 def read(file: Path) -> Failure | None:

@@ -1,4 +1,7 @@
-"""Files that other processes rely on: made durable, and held while they are read."""
+"""Files that other processes rely on: whole or not there, made durable, and held while they are read.
+
+The standard library only, and none of its slow parts: the launcher reads it before torch is there.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,34 @@ LOCK_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 
 
+def make_private(directory: Path) -> None:
+    """The directory is there; if it is new, its owner's alone (mode 0700). Its parents are as the umask has them."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(0o700, exist_ok=True)
+
+
+def write_atomically(file: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Writes a hidden neighbour, then renames it: a reader finds the old content or the new one, never a part.
+
+    If that fails (disk full) or is broken off by a signal, the old content stays and nothing is left of the new one. A
+    killed process can leave the neighbour, .NAME.PID.tmp. Its mode is as the umask has it. Processes may write the same
+    file: the last one wins.
+
+    durable: it survives a power cut from then on
+    """
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        if durable:
+            sync(temporary)
+            rename_durably(temporary, file)
+        else:
+            temporary.rename(file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def sync(path: Path) -> None:
     """Of a file or a folder: it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -19,6 +50,24 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_folders(directory: Path) -> None:
+    """Of a tree: the names in it survive a power cut. What the files hold is for who writes them."""
+    for folder in [*(path for path in directory.rglob("*") if path.is_dir()), directory]:
+        sync(folder)
+
+
+def rename_durably(path: Path, final: Path) -> None:
+    """A file or a folder, within its folder; it has the new name after a power cut, too."""
+    os.rename(path, final)
+    sync(final.parent)
+
+
+def sizes(directory: Path) -> dict[str, int]:
+    """Path within `directory` -> bytes, of all files in the tree: for a manifest, which is written after them."""
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(directory)): path.stat().st_size for path in files}
 
 
 def lock_for_reading(file: IO[Any], timeout_s: float = LOCK_TIMEOUT_S) -> None:

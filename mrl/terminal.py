@@ -37,7 +37,7 @@ class Terminal:
         else:
             self._source, self.for_rank = os.pipe()
         os.set_blocking(self._source, False)
-        self._log_path = log
+        self._log_path, self._log_is_whole = log, True
         self._rank_side_open = True
 
     def __enter__(self) -> Terminal:
@@ -56,7 +56,8 @@ class Terminal:
         self.rank_started()
         self._selector.close()
         os.close(self._source)
-        self._log.close()
+        with contextlib.suppress(OSError):  # of a log that could not be written any more
+            self._log.close()
 
     def rank_started(self) -> None:
         """Closes this process's copy of the rank's side: only then does the end of the rank end the stream."""
@@ -84,7 +85,16 @@ class Terminal:
 
     def log(self, text: str) -> None:
         """Lines for the log alone."""
-        self._log.write(text.encode())
+        self._write(text.encode())
+
+    def _write(self, data: bytes) -> None:
+        """To the log, as long as that can be written: the run does not depend on it."""
+        if self._log_is_whole:
+            try:
+                self._log.write(data)
+            except OSError as error:
+                self._log_is_whole = False
+                self.say(f"{self._log_path} ends here, the terminal goes on: {error.strerror}")
 
     def _copy(self) -> bool:
         try:
@@ -96,7 +106,7 @@ class Terminal:
         if not data:
             self._selector.unregister(self._source)
             return False
-        self._log.write(data)
+        self._write(data)
         with contextlib.suppress(OSError):  # nobody is there to read: the log still gets it
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()

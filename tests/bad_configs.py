@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+DENSE = {  # the config.json of a model that they name
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 16,
+    "hidden_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 64,
+}
+
 PPO = """\
 trainer: rl
 run:
@@ -140,7 +152,7 @@ BAD = [
         TENSOR,
         "    tensor: 4\n",
         "actor.parallel.tensor",
-        ("4 does not divide", "2 key-value heads", "model.path (c.yaml:7)"),
+        ("4 does not divide", "2 key-value heads: 1 or 2 would", "model.path (c.yaml:7)"),
         base=PPO.replace("nproc: 4", "nproc: 8"),
     ),
     Bad(
@@ -148,7 +160,7 @@ BAD = [
         "    pipeline: 2",
         "    pipeline: 16",
         "actor.parallel.pipeline",
-        ("16 stages for 8 layers",),
+        ("16 stages for 8 layers", "1, 2, 4 or 8 would do"),
         base=PPO.replace("nproc: 4", "nproc: 32")
         .replace("minibatch: 8", "minibatch: 32")
         .replace("prompts_per_step: 16", "prompts_per_step: 32"),
@@ -158,7 +170,7 @@ BAD = [
         "    pipeline: 2",
         "    pipeline: 3",
         "actor.parallel.pipeline",
-        ("8 layers do not divide over 3 stages", "first_stage_layers"),
+        ("8 layers do not divide over 3 stages: 1, 2, 4 or 8 would", "first_stage_layers"),
         base=PPO.replace("nproc: 4", "nproc: 6"),
     ),
     Bad(
@@ -173,21 +185,21 @@ BAD = [
         "    pipeline: 2",
         "    pipeline: 2\n    virtual_pipeline: 3",
         "actor.parallel.virtual_pipeline",
-        ("3 chunks a stage", "each stage (4)"),
+        ("3 chunks a stage", "each stage (4): 2 or 4 would"),
     ),
     Bad(
         "first stage takes all",
         "    pipeline: 2",
         "    pipeline: 2\n    first_stage_layers: 8",
         "actor.parallel.first_stage_layers",
-        ("leave 0 layers for 1 other stages",),
+        ("leave 0 layers for 1 other stages", "first_stage_layers 1, 2, 3, 4, 5, 6 or 7 would do"),
     ),
     Bad(
         "middle stages",
         "    pipeline: 2",
         "    pipeline: 4\n    last_stage_layers: 1",
         "actor.parallel.last_stage_layers",
-        ("leave 7 layers for 3",),
+        ("leave 7 layers for 3", "last_stage_layers 2 or 5 would do"),
         base=PPO.replace("nproc: 4", "nproc: 8"),
     ),
     Bad(
@@ -202,7 +214,7 @@ BAD = [
         NPROC,
         "  nproc: 6\n",
         "actor.parallel.tensor",
-        ("tensor 2 x pipeline 2 x context 1 = 4", "world", "6 ranks", "run.nproc (c.yaml:5)"),
+        ("tensor 2 x pipeline 2 x context 1 = 4", "world", "6 ranks: tensor 1 would", "run.nproc (c.yaml:5)"),
         "    tensor: 2",
     ),
     Bad(
@@ -210,7 +222,21 @@ BAD = [
         "critic:\n",
         "critic:\n  parallel: {context: 3}\n",
         "critic.parallel.context",
-        ("= 3 ranks do not divide",),
+        ("= 3 ranks do not divide", "4 ranks: context 1, 2 or 4 would"),
+    ),
+    Bad(
+        "engine's tensor and heads",
+        "rollout:\n",
+        "rollout:\n  tensor: 3\n",
+        "rollout.tensor",
+        ("3 does not divide", "2 key-value heads: 1, 2 or 4 would"),
+    ),
+    Bad(
+        "a model's own code in the engine",
+        "rollout:\n",
+        "rollout:\n  server_args: [--log-requests, --trust-remote]\n",
+        "rollout.server_args",
+        ("--trust-remote-code would run code",),
     ),
     Bad(
         "mini-batches",
@@ -316,9 +342,9 @@ BAD = [
         ("above 6.0 and below 5.0", "algorithm.policy_loss.clip_cov_ub"),
     ),
     Bad(
-        "gspo by tokens",
+        "geo_mean by tokens",
         GAE,
-        GAE + "  policy_loss: {loss_mode: gspo, loss_agg_mode: token-mean}\n",
+        GAE + "  policy_loss: {loss_mode: geo_mean, loss_agg_mode: token-mean}\n",
         "algorithm.policy_loss.loss_agg_mode",
         ("token-mean would change the loss", "algorithm.policy_loss.loss_mode"),
     ),
@@ -345,11 +371,60 @@ BAD = [
         ("twice", "algorithm.old_log_probs"),
     ),
     Bad(
-        "weights of tokens for a loss of responses",
+        "weights beside a ratio of whole responses",
         GAE,
-        GAE + "  policy_loss: {loss_mode: geo_mean}\n  rollout_correction: {rollout_is: token}\n",
+        GAE + "  policy_loss: {loss_mode: vespo}\n  rollout_correction: {rollout_is: sequence}\n",
         "algorithm.rollout_correction.rollout_is",
-        ("one ratio for a whole response", "algorithm.policy_loss.loss_mode"),
+        ("old_log_probs: engine", "algorithm.policy_loss.loss_mode"),
+    ),
+    Bad(
+        "kernel of another loss",
+        GAE,
+        GAE + "  policy_loss: {vespo_k_pos: 1.0}\n",
+        "algorithm.policy_loss.vespo_k_pos",
+        ("no effect", "vanilla"),
+    ),
+    Bad(
+        "distance that nothing has",
+        GAE,
+        GAE + "  policy_loss: {loss_mode: dppo_tv, clip_ratio_low: 1.0}\n",
+        "algorithm.policy_loss.clip_ratio_low",
+        ("never further apart", "dppo_tv"),
+    ),
+    Bad(
+        "scale of another mean of values",
+        GAE,
+        GAE + "  value_loss: {loss_scale_factor: 100.0}\n",
+        "algorithm.value_loss.loss_scale_factor",
+        ("no effect", "token-mean", "algorithm.value_loss.loss_agg_mode (default)"),
+    ),
+    Bad(
+        "correction of a penalty that is a number",
+        GAE,
+        KL_ON + "    bias_correction: true\n",
+        "algorithm.kl.bias_correction",
+        ("no effect", "algorithm.kl.use_in_loss (default)"),
+    ),
+    Bad(
+        "two corrections of one gradient",
+        GAE,
+        GAE + "  kl: {use_in_loss: true, coef: 0.1, penalty: k3+, bias_correction: true}\n",
+        "algorithm.kl.bias_correction",
+        ("unbiased gradient already", "take k3", "algorithm.kl.penalty"),
+    ),
+    Bad(
+        "power of a method that has none",
+        GAE,
+        GAE + "  pf_ppo: {reweight_method: max_min, weight_pow: 3.0}\n",
+        "algorithm.pf_ppo.weight_pow",
+        ("no effect", "max_min"),
+    ),
+    Bad(
+        "mean of what is not whitened",
+        GAE,
+        GAE + "  whiten_advantages: false\n  whiten_shift_mean: false\n",
+        "algorithm.whiten_shift_mean",
+        ("no effect", "algorithm.whiten_advantages"),
     ),
     Bad(
         "weights cut below 1",
@@ -601,6 +676,48 @@ BAD = [
         "rollout:\n  urls: [http://a:1]\n  max_restarts: 1",
         "rollout.max_restarts",
         ("no effect", "rollout.urls"),
+    ),
+    Bad(
+        "a key for engines of our own",
+        "rollout:",
+        "rollout:\n  api_key_file: key",
+        "rollout.api_key_file",
+        ("no effect", "rollout.urls"),
+    ),
+    Bad(
+        "a key that is not there",
+        "rollout:",
+        "rollout:\n  urls: [http://a:1]\n  api_key_file: key",
+        "rollout.api_key_file",
+        ("cannot read key: No such file",),
+    ),
+    Bad(
+        "a key for all to see",
+        "rollout:",
+        "rollout:\n  urls: [http://a:1]\n  api_key_file: plain.txt",
+        "rollout.api_key_file",
+        ("chmod 600",),
+    ),
+    Bad(
+        "a password in an address",
+        "rollout:",
+        "rollout:\n  urls: ['http://me:sesame@a:1']",
+        "rollout.urls",
+        ("the address of a holds a password", "use api_key_file"),
+    ),
+    Bad(
+        "a key on the command line",
+        "rollout:",
+        "rollout:\n  server_args: [--api-key=sesame]",
+        "rollout.server_args",
+        ("--api-key is mrl's to set",),
+    ),
+    Bad(
+        "a warning that never comes",
+        "rollout:",
+        "rollout:\n  mismatch: {warn: 2.0}",
+        "rollout.mismatch.warn",
+        ("2 is above 1", "rollout.mismatch.stop"),
     ),
     Bad(
         "one engine twice",

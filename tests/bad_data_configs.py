@@ -10,7 +10,7 @@ BAD_DATA = [
         "  train: train.jsonl",
         "  train: nowhere.jsonl",
         "data.train",
-        ("cannot read nowhere.jsonl", "No such file"),
+        ("'nowhere.jsonl' is not on this machine",),
     ),
     Bad("unknown format", "  train: train.jsonl", "  train: plain.txt", "data.train", ("no format", "FILE.parquet")),
     Bad("data is not JSON", "  train: train.jsonl", "  train: plain.jsonl", "data.train", ("not a JSON object",)),

@@ -55,6 +55,22 @@ BAD_SAMPLING = [
         base=GRPO,
     ),
     Bad(
+        "a divisor of another estimator",
+        ESTIMATOR,
+        ESTIMATOR + "  gpg_f_norm: 2.0\n",
+        "algorithm.gpg_f_norm",
+        ("no effect", "grpo", "algorithm.adv_estimator"),
+        base=GRPO,
+    ),
+    Bad(
+        "tails of another estimator",
+        ESTIMATOR,
+        ESTIMATOR + "  zero_tail: true\n",
+        "algorithm.zero_tail",
+        ("no effect", "grpo", "algorithm.adv_estimator"),
+        base=GRPO,
+    ),
+    Bad(
         "KL in a reward that gdpo does not read",
         ESTIMATOR,
         GDPO + "  kl: {coef: 0.1, use_in_reward: true}\n",

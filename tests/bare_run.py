@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from mrl.algo.kl import FixedController
-from mrl.config.schema import RLConfig
+from mrl.config.schema import MismatchConfig, RLConfig
 from mrl.learner import Learner
 from mrl.observe import SilentRecorder
+from mrl.trainers.mismatch import MismatchLimits
 from mrl.trainers.nonfinite import Updates
 from mrl.trainers.setup import RLRun
+
+NO_LIMITS = MismatchConfig(warn=None, stop=None, warn_sample=None, stop_sample=None)  # samples are made up here
 
 
 def bare_run(cfg: RLConfig, actor: Learner, critic: Learner | None) -> RLRun:
@@ -23,7 +26,8 @@ def bare_run(cfg: RLConfig, actor: Learner, critic: Learner | None) -> RLRun:
             "recorder": recorder,
             "actor": actor,
             "critic": critic,
-            "kl_controller": FixedController(0.0),
+            "kl_controller": FixedController(cfg.algorithm.kl.coef),
             "updates": Updates(Path(), 3, recorder, writes=False),
+            "mismatch": MismatchLimits(NO_LIMITS, recorder.note),
         }
     )

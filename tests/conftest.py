@@ -15,11 +15,20 @@ from mrl.rollout import Engine, start_engine
 from tests.tiny import make_tiny
 
 TinyModels = Callable[..., Path]
+LONG = (  # these files first, so that of several workers none ends alone with one
+    "survival", "trainer_faults", "resume", "gradients", "engine_families", "engine_restart", "main_job", "critic",
+    "algorithms", "checkpoint", "nonfinite", "ranks", "convert", "sync_engine",
+)  # fmt: skip
 
 
 def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and what they start inherits that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"test_{name}": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
 
 
 @pytest.fixture(scope="session")

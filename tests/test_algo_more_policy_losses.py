@@ -11,11 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mrl.algo import Sequences, aggregate, policy_loss, token_choice
+from mrl.algo import FlatBatch, Sequences, aggregate, policy_loss, token_choice
 
 LOW, HIGH, COEF = 0.15, 0.3, 0.7
-NAMES = ["gspo", "geo_mean", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"]
-OPTIONS = dict.fromkeys(NAMES, {"clip_ratio_low": LOW, "clip_ratio_high": HIGH}) | {"kl_cov": {"ppo_kl_coef": COEF}}
+NAMES = ["gspo", "geo_mean", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "vespo"]
+VESPO = {"vespo_k_pos": 1.3, "vespo_lambda_pos": 2.7, "vespo_k_neg": 3.1, "vespo_lambda_neg": 1.9}
+OPTIONS = dict.fromkeys(NAMES, {"clip_ratio_low": LOW, "clip_ratio_high": HIGH}) | {
+    "kl_cov": {"ppo_kl_coef": COEF},
+    "vespo": VESPO,
+}
 
 
 class Batch:
@@ -54,7 +58,7 @@ class Batch:
         return [(self.sequences.member == row).nonzero()[:, 0].tolist() for row in range(self.mask.shape[0])]
 
     def seq_mean_token_mean(self) -> Tensor:
-        return aggregate.token_weights("seq-mean-token-mean", self.mask)[self.mask].double()
+        return aggregate.token_weights("seq-mean-token-mean", self.mask, dtype=torch.float64)[self.mask]
 
 
 def clip(x: float, low: float, high: float) -> float:
@@ -85,7 +89,9 @@ def test_token_losses(name: str, spread: float) -> None:
     lists = (x.tolist() for x in (b.log_probs, b.old, b.advantages, b.chosen))
     want = [token_reference(name, *row) for row in zip(*lists, strict=True)]
     got, metrics = b.loss(name, b.log_probs)
-    assert float(got) == pytest.approx(sum(w * x for w, (x, _) in zip(b.weights.tolist(), want, strict=True)), rel=1e-7)
+    rel = 1e-7 if name == "dppo_kl" else 1e-13  # of which only the first has an epsilon of its own
+    total = sum(w * x for w, (x, _) in zip(b.weights.tolist(), want, strict=True))
+    assert float(got) == pytest.approx(total, rel=rel)
     clipfrac = sum(w for w, (_, clipped) in zip(b.weights.tolist(), want, strict=True) if clipped)
     assert float(metrics["clipfrac"]) == pytest.approx(clipfrac)
     if spread > 1:
@@ -122,7 +128,7 @@ def test_binary_kl_stays_finite_where_a_probability_is_1() -> None:
 
 
 def sequence_reference(name: str, b: Batch) -> float:
-    """Means over responses, from the papers: GSPO eq. 5, GMPO eq. 4."""
+    """Means over responses, from the papers: GSPO eq. 5, GMPO eq. 4, VESPO with the kernel W^k exp(l (1 - W))."""
     losses = []
     for places in b.rows():
         if not places:
@@ -130,7 +136,12 @@ def sequence_reference(name: str, b: Batch) -> float:
         lr = [float(b.log_probs[i] - b.old[i]) for i in places]
         adv = [float(b.advantages[i]) for i in places]
         mean_adv = sum(adv) / len(adv)
-        if name == "gspo":
+        if name == "vespo":
+            w = math.exp(clip(sum(clip(x, -20, 20) for x in lr), math.log(1e-8), 20))
+            phi = [w ** VESPO[f"vespo_k_{s}"] * math.exp(VESPO[f"vespo_lambda_{s}"] * (1 - w)) for s in ("pos", "neg")]
+            tokens = zip(adv, (float(b.log_probs[i]) for i in places), strict=True)
+            losses.append(sum(-phi[a < 0] * a * lp for a, lp in tokens) / len(adv))
+        elif name == "gspo":
             s = math.exp(min(sum(lr) / len(lr), 10.0))
             losses.append(sum(max(-a * s, -a * clip(s, 1 - LOW, 1 + HIGH)) for a in adv) / len(adv))
         else:
@@ -141,11 +152,11 @@ def sequence_reference(name: str, b: Batch) -> float:
 
 
 @pytest.mark.parametrize("spread", [0.02, 0.5, 8.0])
-@pytest.mark.parametrize("name", ["gspo", "geo_mean"])
+@pytest.mark.parametrize("name", ["gspo", "geo_mean", "vespo"])
 def test_sequence_losses(name: str, spread: float) -> None:
     b = Batch([7, 1, 0, 24, 3, 1], spread, seed=6)
     got, _ = b.loss(name, b.log_probs, b.seq_mean_token_mean())
-    assert float(got) == pytest.approx(sequence_reference(name, b), rel=1e-6)
+    assert float(got) == pytest.approx(sequence_reference(name, b), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["gspo", "geo_mean"])
@@ -182,6 +193,34 @@ def test_the_log_ratio_of_gspo_is_at_most_10() -> None:
     (grad,) = torch.autograd.grad(loss, log_probs)
     assert float(loss.detach()) == pytest.approx(2 * math.exp(8.5) + 2 * math.exp(10))
     assert grad.tolist() == pytest.approx([math.exp(8.5), 0, math.exp(8.5), 0])
+
+
+def test_a_token_that_geo_mean_does_not_clip_keeps_its_whole_log_ratio() -> None:
+    """One of 100 tokens has moved by -24 against its advantage of 1: exp(-24 / 100), a hundredth of it each token's."""
+    log_probs = torch.zeros(100, dtype=torch.float64).index_fill(0, torch.tensor([7]), -24.0).requires_grad_()
+    batch = FlatBatch.of_mask(torch.ones(1, 100), "seq-mean-token-mean", dtype=torch.float64)
+    same = torch.zeros(100, dtype=torch.float64)
+    loss, _ = policy_loss.compute(
+        "geo_mean", log_probs=log_probs, old_log_probs=same, advantages=same + 1, **batch.inputs
+    )
+    (grad,) = torch.autograd.grad(loss, log_probs)
+    assert float(loss.detach()) == pytest.approx(-math.exp(-0.24), rel=1e-12)
+    assert float(grad[7]) == pytest.approx(-math.exp(-0.24) / 100, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "slope"),
+    [("clip_cov", math.exp(25), math.exp(25)), ("kl_cov", math.exp(25) + 25 * COEF, math.exp(25) + COEF)],
+)
+def test_covariance_losses_do_not_clamp_the_log_ratio(name: str, value: float, slope: float) -> None:
+    log_probs = torch.tensor([0.0], dtype=torch.float64, requires_grad=True)
+    one = torch.ones(1, dtype=torch.float64)
+    chosen = torch.tensor([name == "kl_cov"])
+    loss, _ = policy_loss.compute(
+        name, log_probs=log_probs, old_log_probs=-25 * one, advantages=-one, weights=one, chosen=chosen, **OPTIONS[name]
+    )
+    (grad,) = torch.autograd.grad(loss, log_probs)
+    assert (float(loss.detach()), float(grad)) == (pytest.approx(value, rel=1e-14), pytest.approx(slope, rel=1e-14))
 
 
 def test_geo_mean_says_what_it_clips() -> None:
@@ -289,7 +328,13 @@ def test_the_gradient_at_ratio_1(name: str) -> None:
 
 def test_what_is_missing_is_named() -> None:
     b = Batch([3], 0.1, seed=0)
-    for name, says in (("gspo", "sequences"), ("geo_mean", "sequences"), ("clip_cov", "chosen"), ("kl_cov", "chosen")):
+    for name, says in (
+        ("gspo", "sequences"),
+        ("geo_mean", "sequences"),
+        ("vespo", "sequences"),
+        ("clip_cov", "chosen"),
+        ("kl_cov", "chosen"),
+    ):
         with pytest.raises(ValueError, match=f"{name}.*`{says}`"):
             policy_loss.compute(
                 name, log_probs=b.log_probs, old_log_probs=b.old, advantages=b.advantages, weights=b.weights

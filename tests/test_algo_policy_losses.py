@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mrl.algo import aggregate, kl, policy_loss, rollout_correction, token_choice
 from mrl.algo.advantages import ESTIMATORS
-from mrl.config import sampling_checks, schema
+from mrl.config import schema
+from mrl.config.checks import algorithm as sampling_checks
 from mrl.config.sections.policy import Criterion
 
 

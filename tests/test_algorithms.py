@@ -6,14 +6,15 @@ import json
 
 import pytest
 
-from mrl.config.sampling_checks import ESTIMATOR_OPTIONS
+from mrl.config.checks.algorithm import ESTIMATOR_OPTIONS
 from mrl.config.schema import POLICY_LOSS_OPTIONS
 from tests.tiny import make_tiny
 from tests.world import run_world
 
 RECIPES = (
     "dapo", "dr_grpo", "kl_cov from the old policy on", "high entropy tokens", "truncated importance weights",
-    "rejected responses",
+    "rejected responses", "off-policy sequence mask", "bias-corrected KL", "resampled, whitened in scale only",
+    "token baseline of weighted samples", "gspo by tokens", "geo_mean with weights of tokens",
 )  # fmt: skip
 ALGORITHMS = (*ESTIMATOR_OPTIONS, *(f"loss {mode}" for mode in POLICY_LOSS_OPTIONS), *RECIPES)
 Results = dict[str, tuple[float, str, float, bool]]

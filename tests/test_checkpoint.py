@@ -151,6 +151,13 @@ def test_a_load_that_cannot_work_says_why(world: Cases, case: str, parts: tuple[
     assert all(part in message for part in parts), message
 
 
+@pytest.mark.parametrize("kind", ["metadata", "format", "common", "tensor", "object", "random", "kept"])
+def test_code_in_a_file_of_a_checkpoint_never_runs_and_the_file_is_named(world: Cases, kind: str) -> None:
+    result = world[f"poisoned: {kind}"]
+    assert not result["ran"]
+    assert result["file"] in result["message"] and "\n" not in result["message"], result
+
+
 def test_tied_copies_that_differ_are_noticed(world: Cases) -> None:
     assert all(world["tied copies"]["equal"])
     assert not all(world["tied copies"]["after_change"])

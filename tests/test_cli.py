@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl import cli
 from mrl.terminal import TidyLog
 
 ROOT = Path(__file__).parent.parent
@@ -114,8 +115,9 @@ def gone(pid: int) -> bool:
 def test_every_rank_gets_its_place_and_its_log(start: type[Launched]) -> None:
     launched = start(
         """
-names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS".split()
-print(json.dumps({name: os.environ[name] for name in names}))
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MRL_MEETING OMP_NUM_THREADS".split()
+mode = os.stat(os.environ["MRL_MEETING"]).st_mode & 0o777
+print(json.dumps({"mode": oct(mode), **{name: os.environ[name] for name in names}}))
 print("a warning of", rank, file=sys.stderr)
 """,
         3,
@@ -124,7 +126,8 @@ print("a warning of", rank, file=sys.stderr)
     places = [json.loads(launched.log(rank).splitlines()[1]) for rank in range(3)]
     assert [place["RANK"] for place in places] == [place["LOCAL_RANK"] for place in places] == ["0", "1", "2"]
     assert {place["WORLD_SIZE"] for place in places} == {place["LOCAL_WORLD_SIZE"] for place in places} == {"3"}
-    assert len({(place["MASTER_ADDR"], place["MASTER_PORT"]) for place in places}) == 1
+    (meeting,) = {place["MRL_MEETING"] for place in places}
+    assert {place["mode"] for place in places} == {"0o700"} and not Path(meeting).exists()
     assert {place["OMP_NUM_THREADS"] for place in places} == {"1"}
     assert "a warning of 2" in launched.log(2)
     assert json.loads(launched.out().splitlines()[0])["RANK"] == "0"
@@ -312,6 +315,13 @@ def test_train_refuses_a_bad_configuration_before_it_starts_anything(tmp_path: P
     assert not (tmp_path / "runs").exists()
 
 
+def test_what_torch_compiles_lies_in_no_folder_of_everybody_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    assert cli.main(["train", str(tmp_path / "none.yaml")]) == 2
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(Path.home())
+
+
 def test_report_names_a_missing_directory(tmp_path: Path) -> None:
     done = mrl("report", "runs/none", cwd=tmp_path)
     assert done.returncode == 1
@@ -386,3 +396,29 @@ fail(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
     assert launched.wait() == 137
     assert "error: rank 1 failed first (killed by SIGKILL" in launched.err()
     assert "Connection closed" not in launched.err() and "Connection closed" in launched.log(0)
+
+
+def test_who_waits_in_vain_for_a_stopped_rank_is_not_the_cause(start: type[Launched]) -> None:
+    """The stopped one is named, and hears that it is to end."""
+    launched = start(
+        NOTED
+        + """
+if rank == 1:
+    ready()
+    try:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)
+    except KeyboardInterrupt:
+        print("closing", flush=True)
+        sys.exit(1)
+while not pathlib.Path("ready_1").exists():
+    time.sleep(0.01)
+time.sleep(0.5)
+fail(RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 30000ms for recv operation to complete"))
+""",
+        2,
+    )
+    assert launched.wait() == 1
+    assert "error: rank 1 had been stopped (by a SIGSTOP or a debugger), and the others waited" in launched.err()
+    assert "Timed out" not in launched.err() and "Timed out" in launched.log(0)
+    assert "closing" in launched.log(1)

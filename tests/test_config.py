@@ -6,31 +6,22 @@ import json
 from pathlib import Path
 
 import pytest
-from bad_configs import BAD, EXPERT_MODEL, GAE, KL_ON, PPO, SFT, Bad
+from bad_configs import BAD, DENSE, EXPERT_MODEL, GAE, KL_ON, PPO, SFT, Bad
 from bad_data_configs import BAD_DATA
 from bad_reuse_configs import BAD_REUSE
 from bad_reward_configs import BAD_REWARDS
 from bad_sampling_configs import BAD_SAMPLING
 
+from mrl.config.checks.reward import BUILTIN_REWARDS
 from mrl.config.derived import Machine, smallest_world, updates_per_step
 from mrl.config.loader import dump_resolved, load
 from mrl.config.problems import ConfigError
-from mrl.config.reward_checks import BUILTIN_REWARDS
 from mrl.config.schema import Config, ParallelConfig, RLConfig, SFTConfig
 
-DENSE = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 16,
-    "hidden_size": 64,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 128,
-    "max_position_embeddings": 64,
-}
 EXPERTS = {
     **DENSE,
     "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 6,
@@ -108,13 +99,15 @@ def test_settings_that_disagree_are_all_named() -> None:
 def test_the_models_with_experts_have_rules_of_their_own() -> None:
     text = PPO.replace("path: dense", "path: experts").replace("critic:\n  warmup_steps: 2", "critic: {}")
     assert isinstance(loaded(text, "actor.parallel.expert=2", "critic.parallel={expert: 4}"), RLConfig)
-    assert "3 does not divide the model's 4 experts" in str(refusal(text, "actor.parallel.expert=3", "run.nproc=12"))
+    assert "3 does not divide the model's 4 experts: 1, 2 or 4 would" in str(
+        refusal(text, "actor.parallel.expert=3", "run.nproc=12")
+    )
     assert "= 16 ranks do not divide the world" in str(
         refusal(text, "actor.parallel.expert=4", "actor.parallel.expert_tensor=2")
     )
     assert "1 with expert 1 must equal tensor (2)" in str(refusal(text, "actor.parallel.expert_tensor=1"))
     assert "sequence" in str(refusal(text, "actor.parallel.sequence=false"))
-    assert "does not divide the experts' feed-forward width 6" in str(
+    assert "does not divide the experts' feed-forward width 6: 1, 2, 3 or 6 would" in str(
         refusal(text, "actor.parallel.expert_tensor=4", "actor.parallel.expert=2", "run.nproc=16")
     )
 
@@ -282,6 +275,22 @@ def test_layouts_that_megatron_accepts_are_accepted() -> None:
         value = json.dumps(layout.model_dump(exclude_defaults=True))
         text = PPO.replace(EXPERT_MODEL, "actor:\n")
         assert loaded(text, f"actor.parallel={value}", f"run.nproc={world}").actor.parallel == layout
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *(
+            f"algorithm.policy_loss={{loss_mode: {mode}, clip_ratio_low: 1.5}}"
+            for mode in ("cispo", "geo_mean", "dppo_kl")
+        ),
+        *(f"algorithm.value_loss.loss_agg_mode={mode}" for mode in ("token-sum", "seq-mean-token-sum-norm")),
+        "algorithm.policy_loss={loss_mode: gspo, loss_agg_mode: token-mean}",
+        "algorithm={adv_estimator: gae, policy_loss: {loss_mode: geo_mean}, rollout_correction: {rollout_is: token}}",
+    ],
+)
+def test_settings_that_are_unusual_and_right_are_accepted(setting: str) -> None:
+    assert loaded(PPO, setting)
 
 
 def test_the_named_rewards_are_the_built_in_ones() -> None:

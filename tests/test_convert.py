@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 LIMIT_S = 120
 SLOW = """
 import itertools, sys, time
-from mrl.weights.conversion import blocks, crew
+from mrl.weights.convert import blocks, crew
 crew.END_TIMEOUT_S = 0.1
 read, count = blocks._Bucket.read, itertools.count(1)
 def slow(bucket, block):
@@ -179,6 +179,23 @@ def test_leftovers_on_either_side_are_listed(faults: Cases) -> None:
     assert "no tensor decoder.layers.mlp.linear_fc2.weight, which holds model.layers.0.mlp" in back["error"]
     assert "parts of decoder.layers.self_attention.linear_qkv.weight at [1] are missing" in back["error"]
     assert there["left"] == back["left"] == []
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("nan", "model.safetensors: model.layers.1.self_attn.k_proj.weight holds NaN or infinity"),
+        ("inf", "model.safetensors: model.layers.1.self_attn.k_proj.weight holds NaN or infinity"),
+        ("untied", "model.safetensors: lm_head.weight differs from model.embed_tokens.weight"),
+    ],
+)
+def test_what_would_be_wrong_in_silence_is_not_converted(faults: Cases, case: str, said: str) -> None:
+    assert said in faults[f"{case} to megatron"]["error"] and faults[f"{case} to megatron"]["left"] == []
+
+
+def test_a_cast_that_makes_values_infinite_is_refused(faults: Cases) -> None:
+    said = "model.norm.weight holds values that torch.float16 cannot: they would become infinite"
+    assert said in faults["too large for float16"]["error"]
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.weights.conversion import crew, hf_rows
-from mrl.weights.conversion.blocks import Block, Share, Span
-from mrl.weights.conversion.crew import Crew
-from mrl.weights.conversion.hf_rows import IndexedRows
+from mrl.weights.convert import crew
+from mrl.weights.convert.blocks import Block, Share, Span
+from mrl.weights.convert.crew import Crew
+from mrl.weights.disk import hf_rows
+from mrl.weights.disk.hf_rows import IndexedRows
+from mrl.weights.disk.rows import FileRows
+from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.errors import WeightError
-from mrl.weights.rows import FileRows
-from mrl.weights.safetensors_io import HFCheckpoint
 
 ROWS = 4
 

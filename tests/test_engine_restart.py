@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from mrl.config.schema import RolloutConfig
 from mrl.core import Sample, SamplingParams
 from mrl.observe import read_metrics
-from mrl.rollout import Engine, EngineClient, RolloutError, start_engine
+from mrl.rollout import Engine, RolloutError, start_engine
 from tests.conftest import TinyModels
 from tests.test_rollout_engines import requests
 from tests.test_rollout_failures import descendants
@@ -41,7 +41,7 @@ class Trainer:
         if self.deaths:
             self.deaths -= 1
             kill(self.engine, url)
-        EngineClient(url).update_weights_from_disk(str(self.model), weight_version="pushed")
+        self.engine.client(url).update_weights_from_disk(str(self.model), weight_version="pushed")
 
 
 def kill(engine: Engine, url: str, number: signal.Signals = signal.SIGKILL) -> None:
@@ -63,7 +63,7 @@ def two(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> It
     with start_engine(CONFIG, str(tiny_models("llama")), "float32", logs) as engine:
         engine.wait_ready()
         for url in engine.urls:
-            EngineClient(url).update_weights_from_disk(str(pushed), weight_version="pushed")
+            engine.client(url).update_weights_from_disk(str(pushed), weight_version="pushed")
         yield engine, tokens(engine.generate(ASKED, SAMPLING))
 
 

@@ -51,6 +51,12 @@ def test_log_probs_are_those_of_the_logits_and_packing_changes_nothing(world: di
     assert max(world["logits"].values()) < 5e-5, world["logits"]
 
 
+def test_large_logits_cost_no_digits_under_tensor_parallelism(world: dict[str, dict[str, float]]) -> None:
+    found = world["large logits"]
+    assert found["log-probs"] < 1e-6 and found["entropies"] < 2e-6, found
+    assert found["highest"] <= 0
+
+
 def test_recomputation_gives_the_same_gradients(world: dict[str, dict[str, float]]) -> None:
     assert max(world["recompute"].values()) < 1e-6, world["recompute"]
 
@@ -121,6 +127,14 @@ def test_padding_of_attention_is_bounded() -> None:
 def test_rope_that_would_be_wrong_is_refused(tmp_path: Path, parameters: dict[str, Any], key: str) -> None:
     path = make_tiny(tmp_path / "model", "llama", weights=False, rope_parameters=parameters)
     with pytest.raises(UnsupportedModel, match=f"config.json.*{key}"):
+        inverse_frequencies(str(path), load_arch(path))
+
+
+def test_a_config_that_transformers_cannot_read_is_one_line(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path / "model", "llama", weights=False)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"use_cache": "maybe"}))
+    with pytest.raises(UnsupportedModel, match=r"config\.json: transformers cannot read it: [^\n]*use_cache[^\n]*$"):
         inverse_frequencies(str(path), load_arch(path))
 
 

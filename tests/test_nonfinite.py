@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from mrl.observe import read_metrics
+from mrl.observe import SilentRecorder, read_metrics
+from mrl.trainers.nonfinite import NonFiniteError, Updates
 from tests.test_trainer_faults import fake_engine, the_error
 from tests.tiny import make_tiny, tiny_tokenizer
-from tests.train_tools import Train, write_config
+from tests.train_tools import MADE_UP, Train, write_config
 from tests.world import run_world
 
 POISON, BAD_SAMPLE = 77, 5  # as in worlds/nonfinite.py
@@ -30,9 +32,18 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def poisoned(model: Path, token: int) -> Path:
+    """All weights are finite, as loading asks for. The first channel is zero everywhere but at `token`, where the first
+    norm makes it infinite. Nothing else writes into it or reads from it, so it learns nothing and stays so."""
     file = model / "model.safetensors"
     weights = load_file(file)
-    weights["model.embed_tokens.weight"][token] = float("nan")
+    for name, tensor in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "layernorm.weight", "model.norm.weight")):
+            tensor[0] = 0.0
+        elif name.endswith(("embed_tokens.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            tensor[:, 0] = 0.0
+    embedding = weights["model.embed_tokens.weight"]
+    embedding[token] = torch.eye(1, embedding.shape[1])[0]
+    weights["model.layers.0.input_layernorm.weight"][0] = 3e38
     save_file(weights, file, metadata={"format": "pt"})
     return model
 
@@ -56,6 +67,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", JOBS)
 def test_the_update_is_skipped_on_every_rank_and_leaves_no_trace(name: str, results: dict[str, Any]) -> None:
     cases = dict(results[name])
+    cases.pop("unknown ids")
     assert cases.pop("afterwards") == [True] * 4, "the next good update is that of a learner that met no bad one"
     assert set(cases) == {"output", "target", "gradient"} | ({"copy"} if "without" in name else set())
     for case, found in cases.items():
@@ -63,6 +75,14 @@ def test_the_update_is_skipped_on_every_rank_and_leaves_no_trace(name: str, resu
         assert found["unchanged"] == [True] * 4, (case, found)
         assert found["samples"] == ([BAD_SAMPLE] if case == "output" else []), (case, found)
         assert found["finite loss"] == (case in ("gradient", "copy")), (case, found)
+
+
+def test_a_token_without_an_embedding_is_refused_in_the_same_words_under_every_layout(results: dict[str, Any]) -> None:
+    """Megatron's embedding gives zeros for it where tensor parallelism cuts the vocabulary."""
+    said = {text for found in results.values() for rank in found["unknown ids"] for text in rank}
+    assert said == {
+        f"step 0: token 1 of sample 2 is {token}, the model's vocabulary has the ids 0 to 319" for token in (320, -1)
+    }
 
 
 def letter_model(folder: Path) -> Path:
@@ -128,7 +148,7 @@ def test_ppo_skips_the_mini_batch_with_the_poisoned_sample(tmp_path: Path) -> No
             letter_model(tmp_path),
             critic={},
             batch={"prompts_per_step": 4, "samples_per_prompt": 1, "samples_per_minibatch": 2},
-            rollout={"urls": [url], "sampling": {"max_new_tokens": 4}},
+            rollout={"urls": [url], "sampling": {"max_new_tokens": 4}, "mismatch": MADE_UP},
             algorithm={"adv_estimator": "gae"},
             reward={"function": f"{tmp_path / 'mine.py'}:odd", "on_error": "zero"},
         )
@@ -151,3 +171,35 @@ def test_ppo_skips_the_mini_batch_with_the_poisoned_sample(tmp_path: Path) -> No
     told = [line for line in run.terminal.splitlines() if "score 0" in line]
     assert len(told) == 1 and told[0].startswith("1 of 4 samples score 0, the reward failed on them ("), run.terminal
     assert "on sample 3 (row 3, prompt '3 =') raised: ValueError: no such number" in told[0]
+
+
+class Steps:
+    """A learner whose updates are skipped as told."""
+
+    def __init__(self, *skipped: float) -> None:
+        self.skipped = list(skipped)
+
+    def step(self) -> dict[str, float]:
+        return {"skipped": self.skipped.pop(0), "loss": math.nan, "grad_norm": math.nan}
+
+    def nonfinite_samples(self, rollout: Any) -> list[int]:
+        return [0]
+
+
+def make_steps(tmp_path: Path, *steps: list[float], limit: int = 3) -> Updates:
+    """Each step's updates of the actor, 1 where one is skipped; the critic's are all applied."""
+    updates = Updates(tmp_path, limit, SilentRecorder(), writes=False)
+    for number, skipped in enumerate(steps):
+        actor, critic = Steps(*skipped), Steps(0)
+        for _ in skipped:
+            updates.make("actor", actor, None, range(1), {})  # type: ignore[arg-type]
+        updates.make("critic", critic, None, range(1), {})  # type: ignore[arg-type]
+        updates.end_of_step(number + 1)
+    return updates
+
+
+def test_a_run_whose_last_step_learned_nothing_is_no_success(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match="last step applied no update of the actor: .*nonfinite.jsonl names"):
+        make_steps(tmp_path, [0, 0], [1, 1]).end_of_run()
+    make_steps(tmp_path, [0, 0], [1, 1], [0, 1]).end_of_run()  # it went on
+    make_steps(tmp_path, [1], [0]).end_of_run()

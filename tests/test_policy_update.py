@@ -28,6 +28,19 @@ def test_importance_weights_multiply_the_loss_and_its_gradient(results: Results,
     assert results[case]["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(float(factor == 2))
 
 
+def test_a_loss_of_whole_responses_takes_the_geometric_means_of_token_weights(results: Results) -> None:
+    for name in ("actor/pg_loss", "grad_norm"):
+        assert results["geo_mean, weights 1.5"][name] == pytest.approx(1.5 * results["geo_mean"][name], rel=1e-4)
+
+
+def test_a_bad_response_that_the_policy_has_left_behind_teaches_nothing(results: Results) -> None:
+    got, want = results["left behind"], results["left behind by hand"]
+    assert 0 < want["actor/off_policy_masked"] < 1
+    for name, value in want.items():
+        assert got[name] == pytest.approx(value, rel=1e-4), name
+    assert "actor/off_policy_masked" not in results["plain"]
+
+
 @pytest.mark.parametrize("loss", ["vanilla", "gspo"])
 def test_a_rejected_response_is_as_if_it_had_never_been_drawn(results: Results, loss: str) -> None:
     rejects, without = results[f"{loss} rejects"], results[f"{loss} without"]
@@ -51,7 +64,8 @@ def test_only_the_tokens_of_highest_entropy_learn_and_the_denominator_counts_all
 
 def test_the_mismatch_is_the_same_whether_a_pass_of_its_own_or_the_first_update_finds_it(results: Results) -> None:
     first, own = (results[f"mismatch {single}"] for single in (True, False))
-    names = {"mismatch/mean_abs", "mismatch/max_abs", "mismatch/kl", "mismatch/k3_kl", "mismatch/ess"}
+    names = {"mismatch/mean_abs", "mismatch/max_abs", "mismatch/max_sample"}
+    names |= {"mismatch/kl", "mismatch/k3_kl", "mismatch/ess"}
     assert {name for name in own if name.startswith("mismatch/")} == names
     for name in names:
         assert first[name] == pytest.approx(own[name], rel=1e-4)

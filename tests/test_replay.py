@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mrl.config.schema import AlgorithmConfig, ReplayConfig
+from mrl.config.schema import AlgorithmConfig, MismatchConfig, ReplayConfig
 from mrl.core import Rollout
 from mrl.trainers.experience import make_experience
+from mrl.trainers.mismatch import MismatchLimits
 from mrl.trainers.replay import Replay, ReplayBuffer, Reused
 
 PER_PROMPT = 2
@@ -163,7 +164,8 @@ def test_the_ratio_of_an_old_sample_is_to_the_policy_that_drew_it(importance: st
         assert made.correction is not None and made.correction.weights is not None
         assert torch.equal(made.old_log_probs, present)
         assert torch.allclose(made.correction.weights, torch.where(reused.tokens, math.exp(0.5), 1.0))
-    assert made.metrics["mismatch/max_abs"] == 0, "of engine and trainer, not of old and new policies"
+    gap = MismatchLimits(MismatchConfig(), print).check(mixed, made.trainer_log_probs, made.is_new)
+    assert gap["mismatch/max_abs"] == 0, "of engine and trainer, not of old and new policies"
     assert made.num_new_samples == 3 * PER_PROMPT
 
 

@@ -21,12 +21,12 @@ import yaml
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM
 
-from mrl.config.resume_checks import ConfigChanged, check_resume, may_change, snapshot
+from mrl.config.resume import ConfigChanged, check_resume, may_change, snapshot, unknown
 from mrl.config.schema import RLConfig
 from mrl.observe import rewind
-from mrl.rollout import Engine, EngineClient
+from mrl.rollout import Engine
 from tests.conftest import TinyModels
-from tests.train_tools import ROOT, Train, write_config
+from tests.train_tools import ROOT, Train, given, write_config
 
 RUN_S = 300.0
 VOCAB = 320
@@ -258,14 +258,14 @@ def test_grpo_killed_and_started_again_is_the_same_run(
         run={"nproc": 2, "seed": 3},
         batch={"samples_per_minibatch": 4},
         algorithm={"adv_estimator": "grpo", "kl": {"use_in_loss": True, "coef": 0.01}},
-        rollout={"urls": [url]},
+        rollout=given(sglang_engine, tmp_path),
         sync={"transport": "http", "verify": "checksum"},
         checkpoint={"every_steps": 2},
     )
     try:
         runs = Runs(tmp_path, config)
     finally:
-        EngineClient(url).update_weights_from_disk(str(model), weight_version="default")
+        sglang_engine.client(url).update_weights_from_disk(str(model), weight_version="default")
     assert_the_same(runs)
 
 
@@ -304,8 +304,38 @@ def test_changes_are_found_named_and_accepted_by_name(tmp_path: Path) -> None:
     check_resume(stored, made(critic={}, checkpoint={"accept_changes": ("critic",)}), tmp_path)
     with (tmp_path / "train.jsonl").open("a") as data:
         data.write("{}\n")
-    with pytest.raises(ConfigChanged, match=r"data.train: .\d+ bytes of data. -> .\d+ bytes."):
+    with pytest.raises(ConfigChanged, match=r"data.train: .*train.jsonl of \d+ bytes.* -> .edited: \d+ bytes"):
         check_resume(stored, before, tmp_path)
+
+
+def test_data_edited_without_a_change_of_its_size_is_noticed(tmp_path: Path) -> None:
+    def made(*accepted: str, **changes: Any) -> RLConfig:
+        text = yaml.safe_load(file.read_text()) | {"checkpoint": {"accept_changes": accepted}} | changes
+        return RLConfig.model_validate(text)
+
+    file, data = write_config(tmp_path, tmp_path), tmp_path / "train.jsonl"
+    (tmp_path / "table").mkdir()
+    (tmp_path / "table/part.parquet").write_text("rows")
+    both = {"train": [str(data), str(tmp_path / "table")], "max_prompt_tokens": 16}
+    stored, one = snapshot(made(data=both)), snapshot(made())
+    rows = data.read_bytes()
+    data.write_bytes(rows.replace(b"1", b"2", 1))
+    assert len(data.read_bytes()) == len(rows)
+    with pytest.raises(ConfigChanged, match=rf"data.train: .{data} of (\d+) bytes, digest \w+. -> .edited: \1 bytes"):
+        check_resume(one, made(), tmp_path)
+    [change] = check_resume(one, made("data.train"), tmp_path)
+    assert str(change).startswith("data.train: ")
+    older = {"config": one["config"], "data_bytes": {"data.train": len(rows)}}
+    assert check_resume(older, made(), tmp_path) == []
+    [note] = unknown(older, made())
+    assert "older than digests of data" in note and unknown(one, made()) == []
+
+    data.write_bytes(rows)
+    (tmp_path / "table/.lock").write_text("")
+    assert check_resume(stored, made(data=both), tmp_path) == []
+    (tmp_path / "table/part.parquet").write_text("cows")
+    with pytest.raises(ConfigChanged, match=r"table of 4 bytes, digest \w+. -> .edited: 4 bytes"):
+        check_resume(stored, made(data=both), tmp_path)
 
 
 def test_what_was_written_down_after_the_checkpoint_is_dropped(tmp_path: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import textwrap
+from pathlib import Path
 
 import pytest
 from test_reward_pool import sample
 from test_reward_sandbox import needs_bubblewrap
 
-from mrl.config.schema import RewardConfig
+from mrl.config.schema import DataConfig, RewardConfig
 from mrl.reward import RewardError, RewardManager
+from mrl.reward.assertions import split
+from mrl.reward.check import check_hidden, row_check
 from mrl.reward.code_tests import CodeReward, extract_program, read_tests
 from mrl.reward.sandbox import Limits, isolate
 
@@ -36,12 +40,13 @@ def test_the_program_of_a_response(response: str, program: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "tests"),
     [
-        ("assert f(1) == 2", ["assert f(1) == 2"]),
-        (ASSERTIONS, ASSERTIONS),
-        (json.dumps(ASSERTIONS), ASSERTIONS),
-        ({"inputs": ["1", "2"], "outputs": ["2", "4"]}, [("1", "2"), ("2", "4")]),
-        ('{"inputs": ["1"], "outputs": ["2"]}', [("1", "2")]),
-        ("[x] = f()\nassert x", ["[x] = f()\nassert x"]),
+        ("assert f(1) == 2", (["assert f(1) == 2"], [])),
+        (ASSERTIONS, (ASSERTIONS, [])),
+        (json.dumps(ASSERTIONS), (ASSERTIONS, [])),
+        ({"inputs": ["1", "2"], "outputs": ["2", "4"]}, ([], [("1", "2"), ("2", "4")])),
+        ('{"inputs": ["1"], "outputs": ["2"]}', ([], [("1", "2")])),
+        ('[{"input": "1", "output": "2", "testtype": "stdin"}]', ([], [("1", "2")])),
+        ("[x] = f()\nassert x", (["[x] = f()\nassert x"], [])),
     ],
 )
 def test_the_tests_of_an_answer(answer: object, tests: object) -> None:
@@ -53,6 +58,11 @@ def test_the_tests_of_an_answer(answer: object, tests: object) -> None:
     [
         ({"inputs": ["1"], "outputs": []}, "1 inputs, 0 outputs"),
         ({"inputs": [1], "outputs": ["2"]}, "expected one text of each"),
+        (
+            {"fn_name": "f", "inputs": [[1]], "outputs": [[2]]},
+            r"calls of a function .*as Python text: assert f\(1\) == 2",
+        ),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], "holds no tests"),
         ({"input": "1"}, "holds no tests"),
         ([], "holds no tests"),
         ("", "holds no tests"),
@@ -70,9 +80,176 @@ def test_assertions() -> None:
         "score": 0,
         "tests_passed": pytest.approx(2 / 3),
     }
-    assert UNISOLATED(DOUBLE, "def check(f):\n    assert f(0) == 0\ncheck(double)")["score"] == 1
     partial = CodeReward(LIMITS, "none", partial_credit=True)
-    assert partial(DOUBLE, [*ASSERTIONS, "raise SystemExit(0)", "assert False"])["score"] == 0.5
+    assert partial(DOUBLE, [*ASSERTIONS, "assert double('a') == 1 / 1", "assert no_such() == 1"])["score"] == 0.5
+    assert partial("import sys\ndef double(x): sys.exit(0) if x == 2 else None\n    ", ASSERTIONS)["score"] == 0
+
+
+SOLVED = {  # a program, and tests that it passes
+    "plain values": (
+        "def f(x): return x",
+        """
+        assert f(3) == 3 and f(-1) == -1 and f(2.5) == 2.5 and f(2**100) == 2**100 and f(1j) == 1j
+        assert f("é\\ud800") == "é\\ud800" and f(b"x") == b"x" and f(None) is None and f(True) is True
+        assert f([1, (2, {3: {4}})]) == [1, (2, {3: {4}})] and f(frozenset([1])) == {1}
+        assert f(float("inf")) == float("inf")
+        assert not f(0) and f([]) != [0] and 1 <= f(2) < 3 and f(1) in (1, 2) and 3 not in f([1])
+        """,
+    ),
+    "wrappers": (
+        "def f(x): yield from x",
+        """
+        import math
+        assert sorted(f([2, 1]), reverse=True) == [2, 1] and len(list(f("ab"))) == 2 and set(f([1, 1])) == set([1])
+        assert abs(sum(f([0.1, 0.2])) - 0.3) < 1e-9 and math.isclose(sum(f([1.0])), 1.0, rel_tol=1e-3)
+        assert all(f([1, 1])) and isinstance(list(f([])), list) and tuple(f([1]))[0] == 1 and max(f([1, 3])) == 3
+        """,
+    ),
+    "HumanEval": (
+        DOUBLE,
+        """
+        METADATA = {"author": "x"}
+        def check(candidate):
+            assert candidate(1) == 2, "one"
+            assert True, "this prints if this assertion fails"
+            for x, y in [(1, 2), (3, 6)]:
+                assert candidate(x) == y
+            for x, y in zip([0], [0]):
+                assert candidate(x) == y
+        check(double)
+        """,
+    ),
+    "changed in place": (
+        "def f(x): x.sort()",
+        """
+        x = [2, 1]
+        f(x)
+        assert x == [1, 2]
+        for given, wanted in [([3, 1], [1, 3]), ([2], [2])]:
+            f(given)
+            assert given == wanted
+        """,
+    ),
+    "an object": (
+        "class Stack(list):\n    def push(self, x): self.append(x)\n    def empty(self): return not self",
+        """
+        stack = Stack()
+        stack.push([1])
+        assert stack.pop() == [1]
+        assert stack.empty()
+        assert Stack().empty() is True
+        """,
+    ),
+    "a helper": (
+        "from collections import Counter\ndef f(x, key): return {tuple(sorted(x, key=key)): Counter(x)}",
+        """
+        def last(x): return -x
+        wanted = {(2, 1): {1: 1, 2: 1}}
+        def keys(x): return list(x)
+        assert f([1, 2], last) == wanted
+        assert f([1, 2], lambda x: -x) == wanted
+        assert keys(f([1, 2], last)) == [(2, 1)]
+        assert [f([x], abs) for x in range(2)] == [{(0,): {0: 1}}, {(1,): {1: 1}}]
+        """,
+    ),
+    "the name of a built-in": ("def sum(a, b): return 6", "assert sum(10, 15) == 6"),
+    "filter of its own": ("def f(g): return [i for i in range(4) if g(i)]", "assert f(lambda i: i > 1) == [2, 3]"),
+    "filtered by the test": ("def f(x): return -x", "k = 1\nassert [f(i) for i in range(3) if i != k] == [0, -2]"),
+    "pytest": (
+        "def f(x): return x > 0",
+        "from solution import f\ndef test_one():\n    assert f(1) == True\ndef test_two():\n    assert f(-1) is False",
+    ),
+    "joined text": ("def f(x): return x.split()", "assert ' '.join(f('a b')) == 'a b' and f('a b')[0].upper() == 'A'"),
+}
+
+
+@pytest.mark.parametrize("case", SOLVED)
+def test_what_is_solved_passes(case: str) -> None:
+    program, tests = SOLVED[case]
+    tests = textwrap.dedent(tests)
+    assert UNISOLATED(program, tests) == {"score": 1, "tests_passed": 1}
+    assert UNISOLATED("", tests) == {"score": 0, "tests_passed": 0}
+
+
+UNSPLIT = {  # a test that a program could pass without solving it, and why
+    "f(3)": "nothing is asserted",
+    "assert True": "nothing is asserted",
+    "assert f(1) == 2 - ": "is no Python",
+    "assert f(1) == f(2)": "both for the program to tell",
+    "assert abs(f(1) - g(1)) < 1": "both for the program to tell",
+    "from fractions import Fraction\nassert f(1) == Fraction(1, 2)": "both for the program to tell",
+    "def same(a, b): return a == b\nassert same(f(3), [1])": "decided inside",
+    "import numpy as np\nassert np.allclose(f(1), [1])": "decided inside",
+    "assert f(1).startswith('a')": "decided inside",
+    "assert eval('f(1) == 2')": "decided inside",
+    "assert all(a == b for a, b in zip(f(1), [1]))": "decided inside",
+    "ok = f(3) == 5\nassert ok": "decided inside",
+    "a = b = f(3) == 5\nassert a": "decided inside",
+    "ok = f(2) == 3\nassert str(ok) == 'True'": "decided inside",
+    "n = 0\nfor i in [1, 2]:\n    n += f(i) == i\nassert n == 2": "decided inside",
+    "x = [i for i in range(3) if f(i) == i]\nassert x == [0, 1, 2]": "decided inside",
+    "assert [str(i) for i in range(3) if f(i) == i * i] == ['0', '1', '2']": "decided inside",
+    "assert '{}'.format(f(2) == 3) == 'True'": "decided inside",
+    "def g(x): return 'ok' if x else 'no'\nassert g(3 in f(2)) == 'ok'": "decided inside",
+    "def test(a): assert f(a) == 2": "has other arguments",
+    "assert (lambda: f(1) == 3)()": "decided inside",
+    "assert isinstance(f(1), Fraction)": "a type that is not plain",
+    "assert f'{f(1)}' == '1'": "is a JoinedStr",
+    "assert sorted(f(1), key=len) == [1]": "keywords that are not plain",
+    "try:\n    f(-1)\nexcept ValueError:\n    pass\nelse:\n    assert False": "try statement",
+    "with raises(ValueError):\n    f(1)": "with statement",
+    "for x in g():\n    assert f(x) == 1": "goes over what is not plain",
+    "def check(f):\n    assert f(1) == 2": "nothing calls it",
+    "class Test(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), 2)": "nothing is asserted",
+    "assert f(1) == 2 and 1 > 2 ** 10 ** 10": "has no plain value|both for the program",
+    "assert f(1) == [0] * 10 ** 9": "has no plain value|both for the program",
+    "assert f(1) == '%999999999d' % 1": "has no plain value|both for the program",
+    f"assert {'-' * 3000}1 == f(1)": "recursion",
+    f"assert f(1) == {'(' * 300}1{')' * 300}": "nested parentheses",
+    "for x in range(9999):\n    assert f(x) == x": "more than 2000 statements",
+}
+
+
+@pytest.mark.parametrize("test", UNSPLIT)
+def test_what_a_program_could_decide_is_refused(test: str) -> None:
+    with pytest.raises(ValueError, match=UNSPLIT[test]):
+        split([test])
+
+
+def test_refused_tests_are_found_before_a_run() -> None:
+    data = DataConfig.model_validate({"train": "x.jsonl"})
+
+    def problem(answer: object, **code: str) -> str | None:
+        cfg = RewardConfig.model_validate({"function": "code", "code": code})
+        return row_check(cfg, data)({"prompt": "x", "answer": answer})
+
+    loop = "while f(1) == 2:\n    break"
+    assert problem(ASSERTIONS) is None and problem(loop, unsplit="trust") is None
+    assert "test 1: 'while f(1) == 2: break' is a while statement" in (problem(loop) or "")
+
+
+def test_what_programs_could_read_is_refused(tmp_path: Path) -> None:
+    cfg = RewardConfig.model_validate({"function": "code"})
+    check_hidden(cfg, {"run.root": str(tmp_path), "data": "/usr/local/src/x"})
+    with pytest.raises(RewardError, match="^run.root: .* could read /usr/lib/runs, as all of /(usr/)?lib: keep"):
+        check_hidden(cfg, {"run.root": "/usr/lib/runs"})
+    (tmp_path / "link").symlink_to("/usr/bin")
+    with pytest.raises(RewardError, match="^data: "):
+        check_hidden(cfg, {"data": str(tmp_path / "link" / "x.jsonl")})
+
+
+def test_the_refused_test_is_named() -> None:
+    with pytest.raises(ValueError, match="^test 2: 'f\\(1\\)' and what"):
+        UNISOLATED(DOUBLE, [ASSERTIONS[0], "assert f(1) == f(2)"])
+
+
+def test_what_cannot_be_split_may_be_trusted() -> None:
+    trusting = CodeReward(LIMITS, "none", partial_credit=True, unsplit="trust")
+    whole = "for x in random_numbers:\n    if x > 2: continue\n    assert double(x) == x + x"
+    setup = "import random\nrandom_numbers = [random.random() for _ in range(3)]"
+    check = "def check(f):\n    while f(1) == 2:\n        return\n    assert False\ncheck(double)"
+    assert trusting(DOUBLE, [ASSERTIONS[0], setup, whole, check])["score"] == 1
+    assert trusting("def double(x): return 3", [ASSERTIONS[0], setup, whole, check])["score"] == 0
 
 
 def test_inputs_and_outputs() -> None:
@@ -94,12 +271,62 @@ FORGED = {
     "writes to every file": "import os\nfor n in range(64):\n    try: os.write(n, b'x 0')\n    except OSError: pass",
     "no Python": "def double(x) return",
     "nothing": "",
+    "breaks exec": "import builtins; builtins.exec = lambda *a: None",
+    "breaks all built-ins": "import builtins\nfor n in ('exec', 'eval', 'compile', 'isinstance'): "
+    "setattr(builtins, n, lambda *a: True)",
+    "breaks its own built-ins": "__builtins__['exec'] = __builtins__['compile'] = lambda *a: None",
+    "is equal to everything": "class Equal:\n    def __eq__(self, other): return True\n"
+    "    __hash__ = None\ndef double(x): return Equal()",
+    "is equal as a number": "class Equal(int):\n    def __eq__(self, other): return True\n"
+    "    __index__ = __int__ = __hash__ = lambda self: 0\ndef double(x): return Equal(5)",
+    "answers by itself": 'import os\nfor n in range(64):\n    try: os.write(n, b\'[]\\n[["int", "0x1"]]\\n\' * 9)\n'
+    "    except OSError: pass",
+    "answers later": "import os, threading\ndef go():\n    while True:\n        for n in range(64):\n"
+    "            try: os.write(n, b'[true]\\n')\n            except OSError: pass\n"
+    "threading.Thread(target=go, daemon=True).start()",
+    "answers with nonsense": "import os\nfor n in range(64):\n"
+    "    try: os.write(n, b'[' * 10**6 + b'\\n{}\\n[[]]\\n[1e999]\\n\\xff\\n[[\"set\",[[\"list\",[]]]]]\\n')\n"
+    "    except OSError: pass",
 }
+# What a program finds in its own process: the sources, the frames and all objects, at import and in each call.
+LOOKS = """
+import gc, os, sys
+hits = []
+def see(thing):
+    text, number = repr(thing), int("4711") * 10**4 + 815
+    hits.append(any(word in text for word in (str(number), hex(number), "".join(["qz", "later"]))))
+def look():
+    frame = sys._getframe(1)
+    while frame:
+        see((frame.f_locals, frame.f_code.co_consts))
+        frame = frame.f_back
+    for thing in gc.get_objects():
+        if type(thing) in (list, tuple, dict): see(thing)
+    for n in range(64):
+        try: os.set_blocking(n, False); see(os.read(n, 10**6))
+        except (OSError, ValueError): pass
+        try: os.set_blocking(n, True)
+        except OSError: pass
+def double(x):
+    hits.clear()
+    look()
+    return any(hits)
+look()
+"""
 
 
 @pytest.mark.parametrize("way", FORGED)
 def test_a_program_that_does_not_solve_it_does_not_pass(way: str) -> None:
     assert UNISOLATED(FORGED[way], ASSERTIONS) == {"score": 0, "tests_passed": 0}
+
+
+def test_neither_what_is_expected_nor_the_next_test_is_in_the_program_s_process() -> None:
+    """Its answer is whether it has found either."""
+    hidden = ["assert double(1) == False", "assert double(2) == 47110815", "assert double('qzlater') == 47110815"]
+    partial = CodeReward(LIMITS, "none", partial_credit=True)
+    assert partial(LOOKS, hidden)["score"] == pytest.approx(1 / 3)
+    told = ["x = [47110815]", "assert double(x) == True"]
+    assert partial(LOOKS, told)["score"] == 1, "or it would not find what it is told"
 
 
 def test_all_tests_share_the_time() -> None:

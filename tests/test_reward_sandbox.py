@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mrl.reward.sandbox import Ended, Limits, SandboxError, isolate, run_python
+from mrl.reward.sandbox import Ended, Limits, SandboxError, groups, isolate, run_python
 from mrl.reward.sandbox.run import check_isolation
 
 LIMITS = Limits(wall_s=30.0, memory_mib=256, disk_mib=4, output_kib=16)
@@ -88,10 +89,23 @@ ESCAPES = {
     "memory without address space": "import ctypes; print('out' if ctypes.CDLL(None).shmget(0, 1, 0o1600) >= 0 else 0)",
     "memory as a file": "import os; os.memfd_create('x'); print('out')",
     "keys of the kernel": "import ctypes; print('out' if ctypes.CDLL(None).syscall(250, 0, -3, 0, 0, 0) > 0 else 0)",
+    "attributes without a size": "import os; open('x', 'w'); os.setxattr('x', 'user.x', bytes(60_000)); print('out')",
+    "pages in a pipe": "import os; print('out' if VMSPLICE(os.pipe()[1], 0, 0, 0) == 0 else 0)",
+    "larger buffers": "import socket; socket.socketpair()[0].setsockopt(1, 7, 1 << 30); print('out')",
+    "marks in the kernel": "import ctypes; print('out' if ctypes.CDLL(None).inotify_init() >= 0 else 0)",
+    "limits of the first process": "import resource; resource.prlimit(1, resource.RLIMIT_NOFILE); print('out')",
+    "stdin as a file": "import os, stat; print(0 if stat.S_ISFIFO(os.fstat(0).st_mode) else 'out')",
+    "data beside the system": "import os; print([d for d in ('/usr/local', '/usr/src', '/usr/share/doc', '/opt')"
+    " if os.path.exists(d)] and 'out')",
+    "installed packages": "import sys, os; print([d for d in sys.path if 'packages' in d and os.path.exists(d)"
+    " and os.listdir(d)] and 'out')",
     "inherited files": "print('out' if any(FD(n) for n in range(3, 64)) else 0)",
 }
 HELP = """
 import os as _os
+def VMSPLICE(*arguments):
+    import ctypes
+    return ctypes.CDLL(None).vmsplice(*arguments)
 def FD(n):
     try:
         _os.fstat(n)
@@ -165,6 +179,7 @@ BOMBS = {  # how it ends, or what it says
         "File too large|No space left|SIGXFSZ",
     ),
     "many files": ("for i in range(10**9): open(str(i), 'wb').write(bytes(1 << 20))", "No space left"),
+    "many long names": ("import os\nfor i in range(10**9): os.mknod('x' * 240 + str(i))", "No space left"),
     "deleted files": (
         "import os\nf = []\nwhile True:\n f.append(open('x', 'wb', 0)); f[-1].write(bytes(1 << 19)); os.remove('x')",
         "No space left",
@@ -223,6 +238,69 @@ def test_two_at_once_do_not_share_a_limit() -> None:
 
 
 @needs_bubblewrap
+def test_each_run_has_a_user_of_its_own() -> None:
+    """A process's number is no such user: in another namespace another process has it too."""
+    if os.geteuid() != 0:
+        pytest.skip("without root the kernel counts by user namespace")
+    assert len({run("import os; print(os.getuid())").stdout for _ in range(3)}) == 3
+
+
+@pytest.mark.skipif(groups.problem() is not None, reason=f"no control group: {groups.problem()}")
+def test_a_control_group_bounds_memory_and_is_gone_afterwards() -> None:
+    hold = [sys.executable, "-I", "-c", "x = bytearray(200 << 20); print('out')"]
+    with groups.group(20, 1) as joined:
+        ended = subprocess.run([*joined, *hold], capture_output=True, text=True)
+        made = [folder for folder in joined if groups.PREFIX in folder]
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "")
+    assert made and not any(map(os.path.exists, made))
+
+
+@needs_bubblewrap
+@pytest.mark.skipif(groups.problem() is not None, reason=f"no control group: {groups.problem()}")
+def test_a_program_is_in_a_control_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen by a limit below the program's own."""
+    monkeypatch.setattr(groups, "OF_SANDBOX_MIB", -200)
+    hold = "x = bytearray(200 << 20); print('out')"
+    assert run(hold).how == "signal SIGKILL"
+
+
+@pytest.mark.skipif(groups.problem() is not None, reason=f"no control group: {groups.problem()}")
+def test_groups_that_killed_trainers_left_are_cleared_away() -> None:
+    left = groups._parents()[0] / f"{groups.PREFIX}0_left"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    assert groups.problem.__wrapped__() is None
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "mounted", "hands_on", "expected"),
+    [
+        ("4:memory:/job\n8:pids:/", "memory pids", {}, ["memory/job", "pids"]),
+        ("0::/a/b", "", {"a/b": "", "a": "cpu memory pids"}, ["unified/a"]),
+        ("0::/", "", {"": "memory pids"}, ["unified"]),
+        ("0::/a/b", "", {"a/b": "", "a": "cpu"}, "hands memory and pids to groups"),
+        ("", "", {}, "no control groups"),
+    ],
+)
+def test_where_control_groups_are_made(
+    cgroup: str, mounted: str, hands_on: dict[str, str], expected: list[str] | str, tmp_path: Path
+) -> None:
+    mounts = [f"1 2 0:3 / {tmp_path}/{name} rw - cgroup cgroup rw,{name}" for name in mounted.split()]
+    mounts.append(f"1 2 0:3 / {tmp_path}/unified rw - cgroup2 cgroup2 rw")
+    (tmp_path / "mountinfo").write_text("\n".join(mounts))
+    (tmp_path / "cgroup").write_text(cgroup)
+    for path, controllers in hands_on.items():
+        (tmp_path / "unified" / path).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "unified" / path / "cgroup.subtree_control").write_text(controllers)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            groups._parents(tmp_path)
+    else:
+        assert groups._parents(tmp_path) == [tmp_path / name for name in expected]
+
+
+@needs_bubblewrap
 def test_it_dies_with_who_started_it(tmp_path: Path) -> None:
     marker = f"{time.time_ns()}"
     code = (
@@ -241,6 +319,9 @@ def test_it_dies_with_who_started_it(tmp_path: Path) -> None:
     starter.wait()
     _, alive = psutil.wait_procs(started, timeout=10)
     assert started and not alive
+    for above in groups._parents() if groups.problem() is None else []:  # what a later start would clear away
+        for left in above.glob(f"{groups.PREFIX}{starter.pid}_*"):
+            groups._remove(left)
 
 
 def test_without_bubblewrap_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

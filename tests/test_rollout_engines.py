@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import RolloutConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
-from mrl.rollout import Engine, EngineClient, EngineError, RolloutError, sample_seed, start_engine
+from mrl.rollout import Engine, EngineError, RolloutError, sample_seed, start_engine
 from tests.conftest import TinyModels
 from tests.tiny import EOS
+from tests.train_tools import given
 
 PROMPTS = [(5, 17, 99, 200, 42), (8, 9), tuple(range(20, 57)), (300,)]
 ENGINES = [pytest.param("sglang_engine", marks=pytest.mark.engine, id="sglang"), "transformers_engine"]
@@ -173,13 +174,13 @@ def test_samples_come_ordered_and_are_reported_as_they_finish(engine: Engine) ->
     )
     assert [s.request for s in samples] == asked
     assert sorted(seen) == [(i, threading.get_ident()) for i in range(100)]
-    assert {s.weight_version for s in samples} == {EngineClient(engine.urls[0]).model_info().weight_version}
+    assert {s.weight_version for s in samples} == {engine.client(engine.urls[0]).model_info().weight_version}
 
 
 def test_weights_from_disk_change_the_tokens_and_the_version(
     engine: Engine, model: torch.nn.Module, tiny_models: TinyModels
 ) -> None:
-    client = EngineClient(engine.urls[0], timeout_s=60)
+    client = engine.client(engine.urls[0], 60)
     params = SamplingParams(temperature=0, max_new_tokens=8)
     before = client.weights_checksum()[0].checksums
     other = tiny_models("llama", seed=1)
@@ -196,7 +197,7 @@ def test_weights_from_disk_change_the_tokens_and_the_version(
 
 
 def test_a_refused_update_is_an_error_in_the_engines_words(engine: Engine) -> None:
-    client = EngineClient(engine.urls[0], timeout_s=60)
+    client = engine.client(engine.urls[0], 60)
     with pytest.raises(EngineError, match="begin_weight_update") as caught:
         client.update_weights_from_tensor(["gASVAgAAAAAAAABdlC4="], weight_version="x")  # an empty list
     assert (caught.value.status, caught.value.endpoint) == (400, "update_weights_from_tensor")
@@ -206,17 +207,18 @@ def test_a_refused_update_is_an_error_in_the_engines_words(engine: Engine) -> No
 
 @pytest.mark.engine
 def test_both_engines_report_the_same_checksums(sglang_engine: Engine, transformers_engine: Engine) -> None:
-    ours, theirs = (EngineClient(e.urls[0]).weights_checksum() for e in (transformers_engine, sglang_engine))
+    ours, theirs = (e.client(e.urls[0]).weights_checksum() for e in (transformers_engine, sglang_engine))
     assert ours == theirs
 
 
 def test_a_url_that_serves_another_model_is_refused(engine: Engine, tiny_models: TinyModels, tmp_path: Path) -> None:
-    with start_engine(RolloutConfig(urls=engine.urls), str(tiny_models("qwen2")), "float32", tmp_path) as wrong:
+    cfg = RolloutConfig.model_validate(given(engine, tmp_path) | {"urls": engine.urls})
+    with start_engine(cfg, str(tiny_models("qwen2")), "float32", tmp_path) as wrong:
         with pytest.raises(EngineError, match="a llama model; the trainer has .* a qwen2 model"):
             wrong.wait_ready()
-    with start_engine(RolloutConfig(urls=engine.urls), str(tiny_models("llama")), "float32", tmp_path) as right:
+    with start_engine(cfg, str(tiny_models("llama")), "float32", tmp_path) as right:
         assert len(right.generate(requests(PROMPTS), SamplingParams(max_new_tokens=3))) == len(PROMPTS)
-    assert EngineClient(engine.urls[0]).is_healthy(), "closing must leave given URLs alone"
+    assert engine.client(engine.urls[0]).model_info().model_type == "llama", "closing must leave given URLs alone"
 
 
 @pytest.mark.engine

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import RolloutConfig, SamplingConfig
 from mrl.core import Prompt, Request, SamplingParams
-from mrl.rollout import Engine, EngineClient, EngineStartError, RolloutError, start_engine
+from mrl.rollout import Engine, EngineStartError, RolloutError, start_engine
 from mrl.rollout.flight import REQUESTS_A_CALL
 from tests.conftest import TinyModels
 from tests.test_rollout_engines import greedy, requests
@@ -75,7 +75,7 @@ def test_a_scratch_moe_sglang_with_stop_strings_then_killed(tiny_models: TinyMod
     weights = tiny_models("mixtral", seed=3)
     with start_engine(cfg, str(tiny_models("mixtral", weights=False)), "float32", tmp_path) as engine:
         engine.wait_ready()
-        EngineClient(engine.urls[0]).update_weights_from_disk(str(weights), weight_version="pushed")
+        engine.client(engine.urls[0]).update_weights_from_disk(str(weights), weight_version="pushed")
         model = AutoModelForCausalLM.from_pretrained(weights).float().eval()
         free = engine.generate(requests([(5, 6, 7)]), SamplingParams(temperature=0, max_new_tokens=30))[0]
         assert free.response_ids == greedy(model, (5, 6, 7), 30)
@@ -179,7 +179,9 @@ def test_a_time_out_names_the_sample(stub_engine: Callable[..., tuple[Stub, Engi
 def test_an_answer_that_does_not_fit_the_request_is_refused(stub_engine: Callable[..., tuple[Stub, Engine]]) -> None:
     meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 4, None]], "weight_version": "0"}
     _, engine = stub_engine(lambda h: answer(h, 200, [{"output_ids": [4, 5], "meta_info": meta}]))
-    with pytest.raises(RolloutError, match="sample 0: 2 tokens came with log-probs of 1 tokens"):
+    with pytest.raises(
+        RolloutError, match="engine http.*sample 0: 2 tokens came with output_token_logprobs of 1 tokens"
+    ):
         engine.generate(requests([(1, 2)]), LONG)
 
 
@@ -220,7 +222,7 @@ def test_requests_are_spread_over_servers(tiny_models: TinyModels, tmp_path: Pat
         asked = requests([(3 + i, 4) for i in range(64)])
         together = engine.generate(asked, SamplingParams(max_new_tokens=6))
         for index, url in enumerate(engine.urls):
-            EngineClient(url).update_weights_from_disk(str(tiny_models("llama")), weight_version=str(index))
+            engine.client(url).update_weights_from_disk(str(tiny_models("llama")), weight_version=str(index))
         assert {s.weight_version for s in engine.generate(asked, SamplingParams(max_new_tokens=6))} == {"0", "1"}
         one = engine.generate(asked[:1], SamplingParams(max_new_tokens=6))
         assert one[0].response_ids == together[0].response_ids

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mrl.ports import free_port
-from mrl.rollout.process import EngineProcess, EngineStartError
+from mrl.rollout.process import EngineProcess, EngineStartError, Launch
 
 # An "engine" with a child that ignores SIGTERM and has left the session, and a grandchild orphaned to nobody.
 STUBBORN = """
@@ -56,9 +56,13 @@ def pids_of(file: Path) -> list[int]:
     return [int(pid) for pid in file.read_text().split()]
 
 
+def launching(command: list[str]) -> Callable[[Path], Launch]:
+    return lambda folder: Launch(command, dict(os.environ))
+
+
 def start(tmp_path: Path, how: str) -> tuple[EngineProcess, list[int]]:
     command = [sys.executable, "-S", "-c", STUBBORN, str(tmp_path / "pids"), how]
-    process = EngineProcess("engine 0", command, os.environ, free_port(), tmp_path / "engine_0.log")
+    process = EngineProcess("engine 0", launching(command), free_port(), tmp_path / "engine_0.log")
     return process, pids_of(tmp_path / "pids")
 
 
@@ -83,9 +87,10 @@ def test_a_crashed_engine_leaves_no_children_and_its_exit_code(tmp_path: Path) -
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_the_tree_dies_with_the_trainer(tmp_path: Path, signum: signal.Signals) -> None:
     trainer = (
-        "import os, sys, time; from pathlib import Path; from mrl.rollout.process import EngineProcess\n"
-        f"p = EngineProcess('engine 0', {[sys.executable, '-S', '-c', STUBBORN, str(tmp_path / 'pids'), 'stay']!r},\n"
-        f"    os.environ, 1, Path({str(tmp_path / 'log')!r}))\n"
+        "import os, sys, time; from pathlib import Path; from mrl.rollout.process import EngineProcess, Launch\n"
+        f"command = {[sys.executable, '-S', '-c', STUBBORN, str(tmp_path / 'pids'), 'stay']!r}\n"
+        "launch = Launch(command, dict(os.environ))\n"
+        f"p = EngineProcess('engine 0', lambda folder: launch, 1, Path({str(tmp_path / 'log')!r}))\n"
         "time.sleep(600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", trainer], cwd=Path(__file__).parents[1])
@@ -100,14 +105,14 @@ def test_the_tree_dies_with_the_trainer(tmp_path: Path, signum: signal.Signals) 
 
 def test_an_engine_that_ends_at_once_is_reported_with_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", "print('no such model'); raise SystemExit(3)"]
-    process = EngineProcess("engine 0", command, os.environ, free_port(), tmp_path / "engine_0.log")
+    process = EngineProcess("engine 0", launching(command), free_port(), tmp_path / "engine_0.log")
     with pytest.raises(EngineStartError, match=r"(?s)exit code 3.*no such model"):
         process.wait_ready(30)
 
 
 def test_an_engine_that_never_answers_is_ended_at_the_time_out(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", "import time; print('loading', flush=True); time.sleep(600)"]
-    process = EngineProcess("engine 0", command, os.environ, free_port(), tmp_path / "engine_0.log")
+    process = EngineProcess("engine 0", launching(command), free_port(), tmp_path / "engine_0.log")
     with pytest.raises(EngineStartError, match=r"(?s)startup_timeout_s = 2 s.*loading"):
         process.wait_ready(2)
     assert process.exit_code() is not None

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,24 +172,29 @@ def test_payloads_cannot_run_code(value: Any) -> None:
         read_payload(encode([("a", value)]), None)
 
 
-def test_the_command_line_of_a_server(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_of_a_server(tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("MASTER_PORT", "29500")
     path = str(tiny_models("llama"))
-    cpu = sglang_launch(RolloutConfig(server_args=("--foo", "1")), path, "float32", 8000, 0, 5, gpu=False)
+    start = partial(sglang_launch, folder=tmp_path)
+    cfg = RolloutConfig(server_args=("--foo", "1"))
+    cpu = start(cfg, path, "float32", 8000, 0, 5, gpu=False, api_key="sesame")
     assert cpu.command[-2:] == ["--foo", "1"]
+    assert "sesame" not in str(cpu) and cpu.command[-4:-2] == ["--config", str(tmp_path / "key.yaml")]
+    assert (tmp_path / "key.yaml").read_text() == 'api-key: "sesame"\n'
+    assert (tmp_path / "key.yaml").stat().st_mode & 0o777 == 0o600
     assert "--skip-tokenizer-init" in cpu.command and "--enable-deterministic-inference" in cpu.command
     assert cpu.env["PYTHONPATH"].split(os.pathsep)[0] == str(SHIM)
     assert "RANK" not in cpu.env and "MASTER_PORT" not in cpu.env
     cfg = RolloutConfig(tensor=2, memory_fraction=0.5, deterministic=False, sampling=SamplingConfig(stop=("x",)))
-    gpu = sglang_launch(cfg, path, "bfloat16", 8000, 1, 5, gpu=True)
+    gpu = start(cfg, path, "bfloat16", 8000, 1, 5, gpu=True)
     flags = dict(zip(gpu.command, gpu.command[1:]))
     assert (flags["--base-gpu-id"], flags["--mem-fraction-static"], flags["--tp-size"]) == ("2", "0.5", "2")
     assert flags["--random-seed"] == "6" and str(SHIM) not in gpu.env.get("PYTHONPATH", "")
     assert not {"--skip-tokenizer-init", "--enable-deterministic-inference", "--device", "--load-format"} & set(
         gpu.command
     )
-    scratch = sglang_launch(RolloutConfig(), str(tiny_models("llama", weights=False)), "float32", 1, 0, 0, gpu=False)
+    scratch = start(RolloutConfig(), str(tiny_models("llama", weights=False)), "float32", 1, 0, 0, gpu=False)
     assert dict(zip(scratch.command, scratch.command[1:]))["--load-format"] == "dummy"
 
 
@@ -203,6 +209,6 @@ def test_the_shim_stays_out_of_the_way_of_the_real_packages(tmp_path: Path, tiny
     sys.path.insert(0, str(tmp_path))
     try:
         with pytest.raises(EngineUnavailable, match="no GPU is visible, and triton is installed"):
-            sglang_launch(RolloutConfig(), str(tiny_models("llama")), "float32", 8000, 0, 0, gpu=False)
+            sglang_launch(RolloutConfig(), str(tiny_models("llama")), "float32", 8000, 0, 0, gpu=False, folder=tmp_path)
     finally:
         sys.path.remove(str(tmp_path))

@@ -19,13 +19,13 @@ from mrl.resilience import EXIT_PREEMPTED
 from mrl.rollout import start_engine
 from tests.conftest import TinyModels
 from tests.test_trainer_faults import fake_engine
-from tests.train_tools import ROOT, Train, write_config
+from tests.train_tools import ROOT, Train, given, write_config
 
 STARTING_S = 240.0
 RUN_S = 600.0
 STEPS = 12
 FAULTS = str(ROOT / "tests/worlds/faults")
-LIMITS = {"setup": 20.0, "rollout": 7.0, "reward": 5.0, "update": 5.0, "sync": 5.0, "checkpoint": 5.0}
+LIMITS = {"setup": 25.0, "rollout": 9.0, "reward": 9.0, "update": 9.0, "sync": 9.0, "checkpoint": 9.0}
 SECTIONS = tuple(LIMITS)
 KINDS = {"kill": "died", "exception": "failed", "hang": "hung"}
 OCCURRENCE = {"kill": 2, "exception": 1, "hang": 1}  # of a section in an attempt: after a first step, or in it
@@ -46,11 +46,11 @@ class Folder:
 
     path: Path
     config: Path
-    engine: str
+    engine: dict[str, Any]
 
     @property
-    def url(self) -> str:
-        return f"rollout.urls=[{self.engine!r}]"
+    def given(self) -> list[str]:
+        return [f"rollout.{key}={value}" for key, value in self.engine.items()]
 
     def train(self, name: str, *overrides: str, faults: list[Any] | None = None, slow: str | None = None) -> Train:
         environment = {"PYTHONPATH": f"{FAULTS}:{ROOT}"}
@@ -82,12 +82,12 @@ def folder(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
     )
     with start_engine(RolloutConfig(engine="transformers"), str(model), "float32", path) as engine:
         engine.wait_ready()
-        yield Folder(path, config, engine.urls[0])
+        yield Folder(path, config, given(engine, path))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Folder) -> dict[str, bytes | list[int]]:
-    with folder.train("undisturbed", folder.url) as run:
+    with folder.train("undisturbed", *folder.given) as run:
         assert run.wait(RUN_S) == 0, run.terminal
     return folder.result("undisturbed")
 
@@ -95,9 +95,9 @@ def undisturbed(folder: Folder) -> dict[str, bytes | list[int]]:
 @pytest.fixture(scope="module")
 def disturbed(folder: Folder) -> Train:
     """Every fault of the matrix, one after the other; the last one is one too many."""
-    limits = json.dumps({**LIMITS, "out_of_section": 20.0})
+    limits = json.dumps({**LIMITS, "out_of_section": 25.0})
     more = [f"run.max_restarts={len(MATRIX) - 1}", "run.launcher=ft", f"resilience.timeouts_s={limits}"]
-    with folder.train("disturbed", folder.url, *more, faults=MATRIX) as run:
+    with folder.train("disturbed", *folder.given, *more, faults=MATRIX) as run:
         assert run.wait(RUN_S) == 1, run.terminal
         assert run.left_running() == {}
     return run
@@ -116,7 +116,7 @@ def test_a_restart_is_one_line_and_the_end_one_error(disturbed: Train) -> None:
     assert len(restarts) == len(MATRIX) - 1
     assert restarts[3].startswith("mrl: restart 4 of 17: rank 1 died in rollout; "), restarts[3]
     assert "rank 1 failed in setup: sitecustomize.Injected: an injected error" in restarts[1]
-    assert "hung in update (resilience.timeouts_s.update = 5" in restarts[11]
+    assert "hung in update (resilience.timeouts_s.update = 9" in restarts[11]
     errors = [line for line in lines if line.startswith("mrl: error")]
     assert len(errors) == 1 and "hung in checkpoint" in errors[0], errors
     assert "Traceback" not in disturbed.terminal
@@ -157,7 +157,7 @@ def left_after(run: Train, mark: str, number: signal.Signals, rank: int | None =
 
 def test_signals_save_and_leave(folder: Folder, undisturbed: dict[str, bytes | list[int]]) -> None:
     """Under each launcher in turn, each going on where the last one left. One rank is slow, and is named."""
-    more = [folder.url, SAVED_BY_SIGNALS_ONLY]
+    more = [*folder.given, SAVED_BY_SIGNALS_ONLY]
     marker = folder.path / "runs/signals/preempted"
     with folder.train("signals", *more) as run:
         left_after(run, "step 1/", signal.SIGTERM)

@@ -12,13 +12,14 @@ import pytest
 import torch
 from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig, RankMonitorServer
 
+from mrl import failure
 from mrl.config.schema import SectionTimeouts
 from mrl.resilience import ft_config, sections
 from mrl.resilience.stragglers import DEVICE, TIMED, Report
 from mrl.rollout import process
-from mrl.rollout.process import EngineProcess, EngineStartError
+from mrl.rollout.process import EngineProcess, EngineStartError, Launch
 
-SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+SLEEP = Launch([sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ))
 
 
 def report(update: list[float], device: list[float], peers: list[int] | None = None) -> Report:
@@ -87,10 +88,10 @@ class TestSections:
 class TestFormerEngine:
     def test_an_engine_waits_until_the_former_one_is_gone(self, tmp_path: Path) -> None:
         log = tmp_path / "engine_0.log"
-        former = EngineProcess("engine 0", SLEEP, os.environ, 1, log)
+        former = EngineProcess("engine 0", lambda folder: SLEEP, 1, log)
         time.sleep(1)
         os.kill(former.pid, 15)  # its supervisor's SIGTERM: it still has to end the tree
-        second = EngineProcess("engine 0", SLEEP, os.environ, 1, log)
+        second = EngineProcess("engine 0", lambda folder: SLEEP, 1, log)
         try:
             assert former.exit_code() is not None
         finally:
@@ -99,9 +100,17 @@ class TestFormerEngine:
     def test_one_that_does_not_go_is_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(process, "FORMER_ENGINE_S", 0.3)
         log = tmp_path / "engine_0.log"
-        former = EngineProcess("engine 0", SLEEP, os.environ, 1, log)
+        former = EngineProcess("engine 0", lambda folder: SLEEP, 1, log)
         try:
             with pytest.raises(EngineStartError, match="engine 0 did not start: an engine .* still runs after 0.3 s"):
-                EngineProcess("engine 0", SLEEP, os.environ, 1, log)
+                EngineProcess("engine 0", lambda folder: SLEEP, 1, log)
         finally:
             former.close()
+
+
+def test_a_barrier_that_another_rank_has_left_is_a_consequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch's words: the rank that is gone is the cause."""
+    monkeypatch.setenv(failure.FILE_VARIABLE, str(tmp_path / "rank_0.failure"))
+    failure.note(RuntimeError("[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 84000 ms"))
+    found = failure.read(tmp_path / "rank_0.failure")
+    assert found is not None and found.lost_contact

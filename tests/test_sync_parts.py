@@ -14,12 +14,12 @@ from torch import Tensor
 
 from mrl.models.arch import load_arch
 from mrl.rollout.checksum import tensor_checksum
-from mrl.weights.checksum import ParamHash, Sha256Hash, StreamHasher, TileHash
 from mrl.weights.errors import WeightError
-from mrl.weights.layout import EngineParam, EngineShape, Part, engine_layout
-from mrl.weights.payload import SharedBuffer, pickle_by_value, plan_buckets
-from mrl.weights.transports import resolve
-from mrl.weights.verify import Verifier
+from mrl.weights.sync.checksum import ParamHash, Sha256Hash, StreamHasher, TileHash
+from mrl.weights.sync.engine_params import EngineParam, EngineShape, Part, engine_params
+from mrl.weights.sync.payload import SharedBuffer, pickle_by_value, plan_buckets
+from mrl.weights.sync.transports import resolve
+from mrl.weights.sync.verify import Verifier
 from tests.sync_tools import FileExporter, Meta
 
 
@@ -73,15 +73,19 @@ def test_payloads_arrive_in_another_process(way: str) -> None:
     assert done.stdout.splitlines() == expected, done.stderr
 
 
+def shared_files() -> set[str]:
+    """This process's own, by torch's way of naming them."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")}
+
+
 def test_shared_buffers_leave_nothing_behind() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_files()
     buffer = SharedBuffer(1 << 12)
     (bucket,) = plan_buckets([meta("a", 4)], limit=1 << 12)
     buffer.pickle(bucket, readers=0)
-    assert len(set(os.listdir("/dev/shm")) - before) >= 1
-    name = next(iter(n for n in set(os.listdir("/dev/shm")) - before if n.startswith("torch_")))
+    assert len(shared_files() - before) == 1
     del buffer
-    assert name not in os.listdir("/dev/shm")
+    assert shared_files() == before
 
 
 def slow_gpu_hash(raw: bytes) -> str:
@@ -157,7 +161,7 @@ def test_layout_replicates_kv_heads_when_the_engine_has_more_ranks(tiny_models) 
     name = "model.layers.0.self_attn.qkv_proj.weight"
     starts = []
     for rank in range(4):
-        params, unknown = engine_layout(EngineShape((name,), 4), rank, exporter.metas(), exporter.arch)
+        params, unknown = engine_params(EngineShape((name,), 4), rank, exporter.metas(), exporter.arch)
         q, k, v = params[name].parts
         assert (q.start, q.size) == (16 * rank, 16) and (v.start, v.size) == (k.start, k.size) and not unknown
         starts.append((k.start, k.size))
@@ -168,7 +172,7 @@ def test_layout_pads_the_vocabulary_of_the_last_ranks(tiny_models) -> None:
     arch = replace(load_arch(tiny_models("llama")), vocab_size=130)
     shape = EngineShape(("model.embed_tokens.weight", "model.layers.0.self_attn.qkv_proj.weight"), 4)
     metas = [meta("model.embed_tokens.weight", 130, 8)]
-    params = [engine_layout(shape, rank, metas, arch)[0]["model.embed_tokens.weight"] for rank in range(4)]
+    params = [engine_params(shape, rank, metas, arch)[0]["model.embed_tokens.weight"] for rank in range(4)]
     assert [(p.parts[0].start, p.parts[0].size, p.padding) for p in params] == [
         (0, 48, 0),
         (48, 48, 0),

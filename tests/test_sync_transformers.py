@@ -10,9 +10,8 @@ import pytest
 
 from mrl.config.schema import RolloutConfig, SyncConfig
 from mrl.rollout import Engine, start_engine
-from mrl.rollout.client import EngineClient
 from mrl.weights.errors import SyncError
-from mrl.weights.sync import WeightSync
+from mrl.weights.sync.push import WeightSync
 from tests.sync_tools import FileExporter
 
 SETTINGS: dict[str, dict[str, Any]] = {"qwen2": {"tied": True, "vocab_size": 301}, "mixtral": {}}
@@ -29,12 +28,12 @@ def served(request: pytest.FixtureRequest, tiny_models: Any, tmp_path_factory: p
 
 def make(engine: Engine, exporter: FileExporter, transport: str) -> WeightSync:
     cfg = SyncConfig(transport=transport, verify="checksum", timeout_s=60.0, bucket_mib=1)  # type: ignore[arg-type]
-    return WeightSync(exporter, engine.urls, cfg)
+    return WeightSync(exporter, engine.urls, cfg, access=engine.access)
 
 
 def test_every_transport_of_this_engine(served: Any) -> None:
     engine, old, exporter = served
-    client = EngineClient(engine.urls[0])
+    client = engine.client(engine.urls[0])
     for transport in ("shared_memory", "http", "disk"):
         client.update_weights_from_disk(str(old), weight_version="old")
         before = client.weights_checksum()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import TinyModels
-from tests.train_tools import Train, write_config
+from tests.train_tools import MADE_UP, Train, write_config
 
 FAKE_ENGINE = Path(__file__).parent / "worlds" / "fake_engine.py"
 STARTING_S = 240.0  # importing torch and Megatron in two processes, on a busy machine
@@ -64,10 +64,6 @@ def details(error: str) -> str:
 REWARDS = {
     "raises": ("def reward(prompt, response, row):\n    return 1 / 0\n", r"on sample \d+ .*raised:\n.*ZeroDivision"),
     "hangs": ("import time\ndef reward(prompt, response, row):\n    time.sleep(600)\n", r"on sample \d+ .*within 2 s"),
-    "cannot be imported": (
-        "raise OSError('no licence')\ndef reward(p, r, row): ...\n",
-        "importing .*OSError: no licence",
-    ),
 }
 # name -> (what the fake engine does, what the error says)
 ENGINES = {
@@ -81,8 +77,9 @@ ENGINES = {
 
 def run_to_its_error(folder: Path, model: Path, behaviour: str, **sections: Any) -> Train:
     with fake_engine(folder, behaviour) as url:
-        rollout = {"urls": [url], "sampling": {"max_new_tokens": 4}, "request_timeout_s": 4.0}
-        config = write_config(folder, model, actor=TWO_RANKS, **{"rollout": rollout} | sections)
+        rollout = {"urls": [url], "sampling": {"max_new_tokens": 4}, "request_timeout_s": 4.0, "mismatch": MADE_UP}
+        rollout |= sections.pop("rollout", {})
+        config = write_config(folder, model, actor=TWO_RANKS, rollout=rollout, **sections)
         with Train(folder, config, "run.steps=3") as run:
             assert run.wait(STARTING_S + ENDING_S) == 1, run.terminal
             assert run.left_running() == {}
@@ -97,6 +94,13 @@ def test_an_engine_that_fails(name: str, tiny_models: TinyModels, tmp_path: Path
     assert re.match(r"(weight sync to )?" + message, error, re.DOTALL), error
     assert "Traceback" not in error, error
     assert "Traceback" in details(error)
+
+
+def test_an_engine_that_makes_up_its_samples_teaches_nothing(tiny_models: TinyModels, tmp_path: Path) -> None:
+    rollout = {"sampling": {"max_new_tokens": 4}, "mismatch": {}}
+    run = run_to_its_error(tmp_path, tiny_models("llama"), "ok", rollout=rollout)
+    assert re.search(r"step 1: engine and trainer disagree .*sample \d+ \(data row \d+\)", the_error(run)), run.terminal
+    assert (tmp_path / "runs/run/metrics.jsonl").read_text() == ""
 
 
 @pytest.mark.parametrize("name", REWARDS)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mrl.weights.errors import MAX_LISTED, WeightError, raise_together
-from mrl.weights.export import TensorMeta, plan_files
-from mrl.weights.safetensors_io import HFCheckpoint
+from mrl.weights.agreement import MAX_LISTED, raise_together
+from mrl.weights.disk.safetensors_io import HFCheckpoint
+from mrl.weights.errors import WeightError
+from mrl.weights.model.export import TensorMeta, plan_files
 
 A, B = torch.arange(24.0).view(2, 3, 4), torch.arange(6.0)
 

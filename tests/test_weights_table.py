@@ -14,8 +14,8 @@ from torch import nn
 
 from mrl.models.arch import ModelArch, load_arch
 from mrl.models.naming import global_name
+from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.kinds import Row, to_hf, to_megatron
-from mrl.weights.safetensors_io import HFCheckpoint
 from mrl.weights.table import weight_table
 
 PADDED_VOCAB = 352  # 320 in the files; at TP4 the last shard is part padding

@@ -219,6 +219,19 @@ def test_leftovers_on_either_side_are_one_error(four: World) -> None:
     assert "nowhere is not a directory" in errors["missing"]
 
 
+def test_an_output_layer_beside_tied_embeddings_must_equal_them(four: World) -> None:
+    errors = four("load_errors", "qwen2_tied", TP2PP2)
+    assert errors["tied_twice"] == errors["inv_freq"] == "no error"
+    assert "model.safetensors: lm_head.weight differs from model.embed_tokens.weight" in errors["untied"]
+    assert "config.json says tie_word_embeddings: true" in errors["untied"]
+
+
+@pytest.mark.parametrize(("case", "name"), [("nan", "layers.1.self_attn.k_proj"), ("infinity", "embed_tokens")])
+def test_a_weight_that_is_no_number_is_named(four: World, case: str, name: str) -> None:
+    error = four("load_errors", "qwen2_tied", TP2PP2)[case]
+    assert f"{case}/model.safetensors: model.{name}.weight holds NaN or infinity" in error
+
+
 def test_a_forgotten_tied_copy_is_an_error(four: World) -> None:
     text = four("tied_copy_forgotten", "qwen2_tied", TP2PP2)
     assert "tied embeddings of the first and the last pipeline stage differ" in text

@@ -14,11 +14,16 @@ from typing import Any
 
 import yaml
 
+from mrl.rollout import Engine
+
 ROOT = Path(__file__).parent.parent
 REWARD = """
 def lower_case(prompt, response, row):
     return {"score": sum(c.islower() for c in response) / 16, "length": len(response)}
 """
+
+
+MADE_UP = dict.fromkeys(("warn", "stop", "warn_sample", "stop_sample"))  # rollout.mismatch, for a fake engine's samples
 
 
 def write_config(folder: Path, model: Path, **sections: dict[str, Any] | None) -> Path:
@@ -45,6 +50,14 @@ def write_config(folder: Path, model: Path, **sections: dict[str, Any] | None) -
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     return file
+
+
+def given(engine: Engine, folder: Path) -> dict[str, Any]:
+    """The keys of `rollout` by which a run takes a running engine."""
+    file = folder / "engine.key"
+    file.touch(0o600)
+    file.write_text(engine.access.api_key or "")
+    return {"urls": list(engine.urls), "api_key_file": str(file)}
 
 
 class Train:

@@ -5,30 +5,38 @@ from mrl.algo import (
     aggregate,
     group_advantages,
     kl,
+    log_probs,
+    off_policy_mask,
     policy_loss,
     policy_loss_covariance,
     policy_loss_sequence,
     policy_loss_token,
+    resampling,
     rollout_correction,
     token_baseline,
     token_choice,
     token_rewards,
     value_loss,
 )
+from mrl.algo.flat import FlatBatch
 from mrl.algo.sequences import Sequences
 from mrl.algo.stats import explained_variance, whiten
 
 __all__ = [
+    "FlatBatch",
     "Sequences",
     "advantages",
     "aggregate",
     "explained_variance",
     "group_advantages",
     "kl",
+    "log_probs",
+    "off_policy_mask",
     "policy_loss",
     "policy_loss_covariance",
     "policy_loss_sequence",
     "policy_loss_token",
+    "resampling",
     "rollout_correction",
     "token_baseline",
     "token_choice",

@@ -32,14 +32,18 @@ class AdvantageInputs:
     part_weights: tuple[float, ...] | None
     log_probs: Tensor | None
     sum_pi_squared: Tensor | None
+    importance_weights: Tensor | None
     gamma: float
     lam: float
     norm_adv_by_std_in_grpo: bool
     whiten: bool
+    shift_mean: bool
+    f_norm: float
+    zero_tail: bool | None
 
     def whitened(self, advantages: Tensor) -> Tensor:
         """Whitened over the mask, where that is not switched off."""
-        return whiten(advantages, self.mask) if self.whiten else advantages
+        return whiten(advantages, self.mask, self.shift_mean) if self.whiten else advantages
 
 
 Estimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
@@ -58,10 +62,14 @@ def compute(
     part_weights: tuple[float, ...] | None = None,
     log_probs: Tensor | None = None,
     sum_pi_squared: Tensor | None = None,
+    importance_weights: Tensor | None = None,
     gamma: float = 1.0,
     lam: float = 1.0,
     norm_adv_by_std_in_grpo: bool = True,
     whiten: bool = True,
+    shift_mean: bool = True,
+    f_norm: float = 1.0,
+    zero_tail: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(advantages [B, T], returns [B, T]) by the estimator called `name`.
 
@@ -73,9 +81,12 @@ def compute(
     score_parts [B, K], part_weights (K numbers; all 1 when None): the reward's components, for gdpo
     log_probs, sum_pi_squared [B, T]: the policy's log-prob of each token, and the sum of its squared probabilities over
     the vocabulary there, for optimal_token_baseline and tir_optimal_token_baseline
+    importance_weights [B, T]: of the two as well, see there; all 1 when None
     gamma, lam: of gae; gamma also of reinforce_plus_plus
     norm_adv_by_std_in_grpo: of grpo, grpo_passk and gdpo
-    whiten: of gae, reinforce_plus_plus, reinforce_plus_plus_baseline and gdpo: whether they whiten their advantages
+    whiten: of gae, reinforce_plus_plus, reinforce_plus_plus_baseline and gdpo: whether they whiten their advantages;
+    shift_mean: and whether that takes the mean off
+    f_norm: of gpg; zero_tail: of the two token baselines
     No gradient flows into the results. Raises ValueError for an unknown name, shapes that do not fit, missing inputs.
     """
     estimator = ESTIMATORS.get(name)
@@ -83,6 +94,7 @@ def compute(
     if token_rewards.dim() != 2 or group.shape != token_rewards.shape[:1]:
         raise ValueError(f"token_rewards is {list(token_rewards.shape)} and group {list(group.shape)}: not [B, T], [B]")
     dense = {"values": values, "log_probs": log_probs, "sum_pi_squared": sum_pi_squared}
+    dense["importance_weights"] = importance_weights
     check_same_shape(token_rewards=token_rewards, **{key: x for key, x in dense.items() if x is not None})
     if greedy_scores is not None:
         check_same_shape(group=group, greedy_scores=greedy_scores)
@@ -98,10 +110,14 @@ def compute(
                 part_weights,
                 log_probs,
                 sum_pi_squared,
+                importance_weights,
                 gamma,
                 lam,
                 norm_adv_by_std_in_grpo,
                 whiten,
+                shift_mean,
+                f_norm,
+                zero_tail,
             )
         )
 

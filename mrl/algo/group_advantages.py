@@ -96,13 +96,17 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
 
 @ESTIMATORS.register("gpg")
 def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Group policy gradient (arXiv 2504.02546): alpha * (R - mean_G), alpha = responses / responses with R != 0.
+    """Group policy gradient (arXiv 2504.02546): alpha * (R - mean_G) / f_norm with alpha = responses / responses whose
+    R is not 0.
 
-    The paper's further divisor f_norm is 1, as in verl.
+    f_norm is a number, as in verl, where it is 1 unless the function is called by hand; the paper's may also be the
+    group's standard deviation. Raises ValueError if it is not positive.
     """
+    if inputs.f_norm <= 0:
+        raise ValueError(f"gpg needs f_norm > 0, got {inputs.f_norm}")
     group = _Groups(inputs)
     alpha = group.scores.numel() / group.scores.count_nonzero().clamp(min=1).double()
-    return _on_tokens(alpha * (group.scores - group.mean), inputs)
+    return _on_tokens(alpha * (group.scores - group.mean) / inputs.f_norm, inputs)
 
 
 class _Groups:

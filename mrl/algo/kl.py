@@ -22,14 +22,22 @@ Penalty = Callable[[Tensor, Tensor], Tensor]
 PENALTIES: Registry[Penalty] = Registry("KL penalty")
 
 
-def penalty(name: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+def penalty(name: str, log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor | None = None) -> Tensor:
     """The per-token penalty called `name`, of the shape of the arguments; gradient through `log_probs` only.
+
+    old_log_probs: of the policy that drew the tokens. The penalty is then multiplied by exp(log_probs - old_log_probs),
+    which makes k3's value and gradient those of the present policy's KL divergence (DeepSeek-V3.2, arXiv 2512.02556;
+    TRL's `use_bias_correction_kl`). Gradient flows through the ratio too, which is not clamped, and is each token's own
+    for every loss (TRL takes the response's where the loss does).
 
     k1 (kl), abs, k2 (mse), k3 (low_var_kl); with a "+" behind the name the value is that estimator's and the gradient
     k2's, which is the unbiased one (straight-through, as in verl). Raises ValueError for an unknown name or shapes that
     differ.
     """
     check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs)
+    if old_log_probs is not None:
+        check_same_shape(log_probs=log_probs, old_log_probs=old_log_probs)
+        return (log_probs - old_log_probs.detach()).exp() * penalty(name, log_probs, ref_log_probs)
     value = PENALTIES.get(name.removesuffix("+"))(log_probs, ref_log_probs.detach())
     if not name.endswith("+"):
         return value
@@ -98,8 +106,8 @@ class AdaptiveController:
     """Steers the measured KL towards `target` (arXiv 1909.08593, section 2.2).
 
     update: value *= 1 + clip(kl / target - 1, +-0.2) * n_samples / horizon_samples. The KL is a mean over responses of
-    whatever the caller penalises (verl: the mean of per-response token means); n_samples is the number of responses it
-    was measured on.
+    whatever the caller penalises: the trainer gives the mean of each response's token mean, as verl does; n_samples is
+    the number of responses it was measured on.
     """
 
     def __init__(self, coef: float, target: float, horizon_samples: int) -> None:

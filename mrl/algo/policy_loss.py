@@ -31,9 +31,13 @@ class PolicyInputs:
 
     @property
     def log_ratio(self) -> Tensor:
-        """log_probs - old_log_probs, clamped to +-20 (verl, OpenRLHF; TRL, slime, NeMo-RL do not): a token beyond that
-        has no gradient."""
-        return (self.log_probs - self.old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        return self.log_probs - self.old_log_probs
+
+    @property
+    def bounded_log_ratio(self) -> Tensor:
+        """`log_ratio` clamped to +-20: a token beyond that has no gradient. verl does so in vanilla, cispo, sapo and
+        the dppo losses, OpenRLHF in PPO's; TRL, slime, NeMo-RL and the papers do not."""
+        return self.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def compute(
     """(loss 0-d = sum(weights * token loss), metrics 0-d and detached) by the loss called `name`.
 
     All tensors have one shape, any shape (flat [R] in training); gradient flows through `log_probs` only.
-    sequences: which response each token is of; gspo and geo_mean need it, and flat [n] tensors
+    sequences: which response each token is of; gspo, geo_mean and vespo need it, and flat [n] tensors
     chosen: bool, the tokens that `mrl.algo.token_choice` picked; clip_cov and kl_cov need it
     options: the loss's own, see its docstring
 
@@ -74,6 +78,7 @@ def compute(
     clipfrac, clipfrac_lower: tokens that the loss clips, see each loss
     ppo_kl: old - new log-prob, the k1 estimate of the KL divergence (TRL's policykl); approxkl: half its square (TRL)
     ratio: exp(new - old log-prob)
+    The last three are of log-ratios clamped to +-20, whatever the loss does.
 
     Raises ValueError for an unknown name, shapes that differ, or missing sequences or chosen.
     """
@@ -89,7 +94,7 @@ def compute(
     )
     inputs = PolicyInputs(log_probs, old_log_probs.detach(), advantages.detach(), sequences, chosen)
     tokens = loss(inputs, **options)
-    return (weights * tokens.value).sum(), _metrics(inputs.log_ratio.detach(), tokens, metric_weights)
+    return (weights * tokens.value).sum(), _metrics(inputs.bounded_log_ratio.detach(), tokens, metric_weights)
 
 
 def _metrics(log_ratio: Tensor, tokens: TokenLoss, weights: Tensor) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Policy losses that treat a few tokens differently: those where log-prob and advantage are high together, because
 raising these is what uses up the policy's entropy (arXiv 2505.22617). `mrl.algo.token_choice` picks the tokens, from
-the whole mini-batch (verl picks from each micro-batch).
+the whole mini-batch (verl picks from each micro-batch). As in verl and the paper, the log-ratio is not clamped: a ratio
+beyond float32 makes the loss infinite, and the update is skipped.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def clip_cov(t: PolicyInputs, clip_ratio_low: float = 0.2, clip_ratio_high: floa
 def kl_cov(t: PolicyInputs, ppo_kl_coef: float = 1.0) -> TokenLoss:
     """KL-Cov: -A * ratio, nothing clipped, plus ppo_kl_coef * |log-ratio| at the chosen tokens. clipfrac: these."""
     chosen = _chosen("kl_cov", t)
-    log_ratio = t.log_ratio
-    return TokenLoss(-t.advantages * log_ratio.exp() + ppo_kl_coef * chosen * log_ratio.abs(), chosen)
+    pull = (ppo_kl_coef * t.log_ratio.abs()).masked_fill(~chosen, 0)
+    return TokenLoss(-t.advantages * t.log_ratio.exp() + pull, chosen)
 
 
 def _chosen(name: str, t: PolicyInputs) -> Tensor:

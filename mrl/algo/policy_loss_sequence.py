@@ -1,18 +1,21 @@
 """Policy losses of a whole response's ratio, spread over its tokens.
 
-Both are meant for the seq-mean-token-mean aggregate: each token then has its share of its response's value and
-gradient. What they need of the whole response carries no gradient, so tokens may lie in any split.
+gspo and geo_mean are meant for the seq-mean-token-mean aggregate: each token then has its share of its response's value
+and gradient. What they need of the whole response carries no gradient, so tokens may lie in any split.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from mrl.algo.policy_loss import LOSSES, PolicyInputs, TokenLoss
+from mrl.algo.policy_loss import LOG_RATIO_BOUND, LOSSES, PolicyInputs, TokenLoss
 from mrl.algo.policy_loss_token import clipped_surrogate
 from mrl.algo.sequences import Sequences
 
 GSPO_LOG_RATIO_MAX = 10.0
+VESPO_LOG_RATIO_MIN = math.log(1e-8)
 
 
 @LOSSES.register("gspo")
@@ -24,6 +27,9 @@ def gspo(t: PolicyInputs, clip_ratio_low: float = 0.2, clip_ratio_high: float = 
     of a response have the same ratio, and each its own gradient and advantage (verl; in OpenRLHF and slime gradient
     flows through the mean, which is the same where the advantage is one a response). No dual clip. The paper's bounds
     are 3e-4 and 4e-4. clipfrac: the clipped term is the larger one.
+
+    The paper and verl aggregate by seq-mean-token-mean; any other aggregate has to be asked for (TRL's usual one is the
+    mean over tokens).
     """
     mean = _sequences("gspo", t).mean((t.log_probs - t.old_log_probs)[None])[0]
     log_ratio = t.log_probs - t.log_probs.detach() + mean
@@ -36,8 +42,9 @@ def geo_mean(t: PolicyInputs, clip_ratio_low: float = 0.2, clip_ratio_high: floa
     """Geometric-mean policy optimisation (GMPO, arXiv 2507.20673): -A * exp(mean of the clipped log-ratios), A the
     response's mean advantage.
 
-    A token's log-ratio is clipped to [-low, high], and only where it has moved in the direction of its advantage. The
-    paper's bounds are 0.4 and 0.4. clipfrac: log-ratios outside the bounds where A > 0; clipfrac_lower: where A < 0.
+    A token's log-ratio is clipped to [-low, high], and only where it has moved in the direction of its advantage; one
+    that has moved against it is not bounded, as in the paper and in verl. The paper's bounds are 0.4 and 0.4.
+    clipfrac: log-ratios outside the bounds where A > 0; clipfrac_lower: where A < 0.
     """
     log_ratio = t.log_ratio
     bounded = log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
@@ -47,6 +54,35 @@ def geo_mean(t: PolicyInputs, clip_ratio_low: float = 0.2, clip_ratio_high: floa
     outside = log_ratio != bounded
     value = -advantage * mean.exp() * (1 + clipped - clipped.detach())
     return TokenLoss(value, outside & (t.advantages > 0), outside & (t.advantages < 0))
+
+
+@LOSSES.register("vespo")
+def vespo(
+    t: PolicyInputs,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+) -> TokenLoss:
+    """Variational sequence-level soft policy optimisation (VESPO, arXiv 2602.10693): -stop_gradient(phi(W)) * A *
+    log_prob with W = exp(sum of the response's log-ratios), not normalised by its length, and
+    phi(W) = W^k * exp(lambda * (1 - W)): 1 at W = 1, falling softly to 0 on either side. k_pos and lambda_pos are taken
+    where A >= 0, the others elsewhere.
+
+    As in TRL a token's log-ratio is clamped to +-20 and log W to [log 1e-8, 20], and the mean over all tokens
+    (token-mean) is the usual aggregate. Nothing is clipped. TRL multiplies the engine's importance weight into W; here
+    W is the ratio to the engine's policy where old log-probs are the engine's. Raises ValueError for a k or lambda that
+    is not positive.
+    """
+    if min(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg) <= 0:
+        raise ValueError("vespo needs k and lambda > 0")
+    log_w = _sequences("vespo", t).sum(t.bounded_log_ratio.detach()[None])[0]
+    log_w = log_w.clamp(VESPO_LOG_RATIO_MIN, LOG_RATIO_BOUND)
+    rises = t.advantages >= 0
+    k = torch.full_like(log_w, vespo_k_neg).masked_fill_(rises, vespo_k_pos)
+    scale = torch.full_like(log_w, vespo_lambda_neg).masked_fill_(rises, vespo_lambda_pos)
+    phi = (k * log_w - scale * torch.expm1(log_w)).exp()
+    return TokenLoss(-phi * t.advantages * t.log_probs)
 
 
 def _sequences(name: str, t: PolicyInputs) -> Sequences:

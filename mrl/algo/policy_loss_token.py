@@ -27,7 +27,7 @@ def vanilla(
     """
     if clip_ratio_c <= 1:
         raise ValueError(f"clip_ratio_c must be > 1 (dual clip), got {clip_ratio_c}")
-    surrogate, clipped = clipped_surrogate(t.log_ratio.exp(), t.advantages, clip_ratio_low, clip_ratio_high)
+    surrogate, clipped = clipped_surrogate(t.bounded_log_ratio.exp(), t.advantages, clip_ratio_low, clip_ratio_high)
     ceiling = -t.advantages * clip_ratio_c
     at_ceiling = (t.advantages < 0) & (surrogate > ceiling)
     return TokenLoss(torch.where(at_ceiling, ceiling, surrogate), clipped, at_ceiling)
@@ -49,8 +49,10 @@ def gpg(t: PolicyInputs) -> TokenLoss:
 @LOSSES.register("cispo")
 def cispo(t: PolicyInputs, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> TokenLoss:
     """Clipped importance weights (CISPO, arXiv 2506.13585): -stop_gradient(clip(ratio, 1 - low, 1 + high)) * A *
-    log_prob. Unlike PPO's, a clipped token keeps its gradient. clipfrac: the ratio is outside the bounds."""
-    ratio = t.log_ratio.detach().exp()
+    log_prob. Unlike PPO's, a clipped token keeps its gradient. The paper has no lower bound: a low of 1 or more, as
+    ratios are positive; nor has TRL, whose epsilon_high is the upper bound itself, 1 + high. clipfrac: the ratio is
+    outside the bounds."""
+    ratio = t.bounded_log_ratio.detach().exp()
     factor = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     return TokenLoss(-factor * t.advantages * t.log_probs, factor != ratio)
 
@@ -65,7 +67,7 @@ def sapo(t: PolicyInputs, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenL
     if min(tau_pos, tau_neg) <= 0:
         raise ValueError(f"tau_pos ({tau_pos}) and tau_neg ({tau_neg}) must be > 0")
     tau = torch.full_like(t.advantages, tau_neg).masked_fill_(t.advantages > 0, tau_pos)
-    gate = torch.sigmoid(tau * (t.log_ratio.exp() - 1)) * 4 / tau
+    gate = torch.sigmoid(tau * (t.bounded_log_ratio.exp() - 1)) * 4 / tau
     return TokenLoss(-t.advantages * gate)
 
 
@@ -75,8 +77,7 @@ def dro(t: PolicyInputs, dro_beta: float = 0.1) -> TokenLoss:
     in place of clipping. Raises ValueError if dro_beta is not positive."""
     if dro_beta <= 0:
         raise ValueError(f"dro_beta must be > 0, got {dro_beta}")
-    difference = t.log_probs - t.old_log_probs
-    return TokenLoss(-(t.advantages * t.log_probs - 0.5 * dro_beta * difference.square()))
+    return TokenLoss(-(t.advantages * t.log_probs - 0.5 * dro_beta * t.log_ratio.square()))
 
 
 @LOSSES.register("dppo_tv")
@@ -104,11 +105,11 @@ def dppo_kl(
     other_new, other_old = -expm1(new) + DPPO_EPS, -expm1(old) + DPPO_EPS
     divergence = old.exp() * (old - new) + -expm1(old) * (other_old / other_new).log()
     against = torch.where(t.advantages > 0, new <= old, new >= old)
-    bound = torch.where(t.advantages > 0, clip_ratio_high, clip_ratio_low)
-    return _trust_region(t, against | (divergence <= bound), dppo_ratio_cap)
+    near = torch.where(t.advantages > 0, divergence <= clip_ratio_high, divergence <= clip_ratio_low)
+    return _trust_region(t, against | near, dppo_ratio_cap)
 
 
 def _trust_region(t: PolicyInputs, kept: Tensor, cap: float) -> TokenLoss:
-    ratio = t.log_ratio.detach().exp()
+    ratio = t.bounded_log_ratio.detach().exp()
     value = -t.advantages * ratio.clamp(max=cap) * t.log_probs
     return TokenLoss(torch.where(kept, value, 0), ~kept, kept & (ratio > cap))

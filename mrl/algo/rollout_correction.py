@@ -18,10 +18,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, expm1
 
+from mrl.algo.sequences import Sequences
 from mrl.algo.stats import check_same_shape
 
 LOG_RATIO_BOUND = 20.0
+GEOMETRIC_EPS = 1e-10
 LEVELS = ("token", "sequence")
+GAP_METRICS = (
+    "training_ppl",
+    "training_log_ppl",
+    "rollout_ppl",
+    "rollout_log_ppl",
+    "log_ppl_diff",
+    "log_ppl_abs_diff",
+    "log_ppl_diff_max",
+    "log_ppl_diff_min",
+    "ppl_ratio",
+    "chi2_token",
+    "chi2_seq",
+)
 CRITERIA = (
     "token_k1",
     "token_k2",
@@ -35,6 +50,19 @@ CRITERIA = (
     "seq_max_k2",
     "seq_max_k3",
 )
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What corrects a step's policy loss; its tensors have the shape of what it was made from.
+
+    weights: factors of the loss, None: all 1; keep bool: False for rejected tokens; metrics: how much was cut, and how
+    far the policies are from each other
+    """
+
+    weights: Tensor | None
+    keep: Tensor
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -80,6 +108,33 @@ def _over(level: str, values: Tensor, mask: Tensor) -> Tensor:
     return whole.expand_as(values)
 
 
+def correct(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    level: str | None = None,
+    lower: float | None = None,
+    upper: float = 2.0,
+    batch_normalize: bool = False,
+    criteria: Sequence[Criterion] = (),
+) -> Correction:
+    """`importance_weights` where a level is given, `reject` where criteria are, and the metrics of both and of `gap`.
+
+    log_probs: the trainer's at the start of the step, rollout_log_probs: the engine's; all [B, T].
+    """
+    mask, weights = mask.bool(), None
+    log_ratio, metrics = log_probs - rollout_log_probs, gap(log_probs, rollout_log_probs, mask)
+    keep, rejected = reject(log_ratio, mask, criteria) if criteria else (mask, {})
+    metrics |= rejected
+    if level is not None:
+        weights, cut = importance_weights(
+            log_ratio, mask, level=level, lower=lower, upper=upper, batch_normalize=batch_normalize
+        )
+        metrics |= cut
+    return Correction(weights, keep, metrics)
+
+
 def reject(log_ratio: Tensor, mask: Tensor, criteria: Sequence[Criterion]) -> tuple[Tensor, dict[str, float]]:
     """(which of the mask's tokens all criteria keep, [B, T] bool; metrics). log_ratio, mask [B, T].
 
@@ -111,7 +166,8 @@ def importance_weights(
     batch_normalize: divided by their mean after that, over tokens or over responses.
 
     Metrics: rollout_is_mean, _min, _max, of the weights before they were cut; rollout_is_eff_sample_size, mean(w)^2 /
-    mean(w^2) of those after, between 0 and 1; rollout_is_ratio_fraction_high, _low: tokens whose weight was cut.
+    mean(w^2) of those after, between 0 and 1; rollout_is_ratio_fraction_high, _low: tokens whose weight was cut;
+    rollout_is_seq_mean, _std, _min, _max, _max_deviation (from 1): of the responses' mean weights before the cut.
     """
     mask = mask.bool()
     check_same_shape(log_ratio=log_ratio, mask=mask)
@@ -135,6 +191,12 @@ def importance_weights(
     return weights, metrics
 
 
+def geometric_means(weights: Tensor, sequences: Sequences) -> Tensor:
+    """[n] -> [n]: at each token the geometric mean of its whole response's weights, for a loss that has one ratio a
+    response. As in verl's geo_mean a weight of 0 counts as 1e-10, so that one token does not silence the others."""
+    return sequences.mean((weights + GEOMETRIC_EPS).log()[None])[0].exp()
+
+
 def _weight_metrics(raw: Tensor, weights: Tensor, mask: Tensor) -> dict[str, float]:
     inside = raw[mask] if bool(mask.any()) else raw.new_zeros(1)
     return {
@@ -142,6 +204,20 @@ def _weight_metrics(raw: Tensor, weights: Tensor, mask: Tensor) -> dict[str, flo
         "rollout_is_max": float(inside.max()),
         "rollout_is_min": float(inside.min()),
         "rollout_is_eff_sample_size": effective_sample_size(weights, mask),
+        **_of_responses(raw, mask),
+    }
+
+
+def _of_responses(weights: Tensor, mask: Tensor) -> dict[str, float]:
+    """Of each response's mean weight; 1 where there is none."""
+    means = _over("seq_mean", weights.double(), mask)[:, 0][mask.any(1)]
+    means = means if means.numel() else means.new_ones(1)
+    return {
+        "rollout_is_seq_mean": float(means.mean()),
+        "rollout_is_seq_std": float(means.std()) if means.numel() > 1 else 0.0,
+        "rollout_is_seq_min": float(means.min()),
+        "rollout_is_seq_max": float(means.max()),
+        "rollout_is_seq_max_deviation": float((means - 1).abs().max()),
     }
 
 
@@ -167,6 +243,41 @@ def mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict
         "k3_kl": _mean(_statistic("k3", bounded), mask),
         "ess": effective_sample_size(bounded.exp(), mask),
     }
+
+
+def gap(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
+    """verl's measures of how far the trainer's policy is from the engine's, all [B, T]; responses without tokens are
+    left out, and 0 everywhere if there is no other.
+
+    training_ppl, rollout_ppl: means over responses of exp(-mean log-prob), the perplexity; *_log_ppl: of its logarithm
+    log_ppl_diff, _abs_diff, _max, _min: of log(training / rollout perplexity) of each response; ppl_ratio: mean of that
+    ratio; chi2_token, chi2_seq: mean(w^2) - 1, w the importance weight of a token, of a response; the exponents are
+    clamped to +-20
+    """
+    check_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
+    mask = mask.bool()
+    some = mask.any(1)
+    if not bool(some.any()):
+        return dict.fromkeys(GAP_METRICS, 0.0)
+    training, rollout = (_over("seq_mean", x.double(), mask)[some, 0] for x in (log_probs, rollout_log_probs))
+    difference = rollout - training
+    log_ratio = (log_probs.double() - rollout_log_probs.double()).masked_fill(~mask, 0)
+    token = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    whole = log_ratio.sum(1)[some].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    values = (
+        (-training).exp().mean(),
+        (-training).mean(),
+        (-rollout).exp().mean(),
+        (-rollout).mean(),
+        difference.mean(),
+        difference.abs().mean(),
+        difference.max(),
+        difference.min(),
+        difference.exp().mean(),
+        (2 * token).exp()[mask].mean() - 1,
+        (2 * whole).exp().mean() - 1,
+    )
+    return dict(zip(GAP_METRICS, torch.stack(values).tolist(), strict=True))
 
 
 def _mean(values: Tensor, mask: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Means over whole responses of tokens that lie in any order, in several micro-batches' parts or on several ranks."""
+"""Sums and means over whole responses of tokens that lie in any order, in several parts or on several ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sequences:
     counted [n] bool: False for tokens that take no part, such as rejected ones
     lengths [B] int64: tokens that count of each whole response, wherever they lie
     total: adds up a tensor over all places that hold parts of the same responses (the context-parallel ranks); every
-    place calls `mean` equally often
+    place calls `sum` and `mean` equally often
     """
 
     member: Tensor
@@ -49,6 +49,14 @@ class Sequences:
     @torch.no_grad()
     def mean(self, values: Tensor) -> Tensor:
         """[k, n] -> [k, n]: at each token the mean over its whole response (0 where none counts); no gradient."""
+        return (self._sums(values) / self.lengths.clamp(min=1))[:, self.member].to(values.dtype)
+
+    @torch.no_grad()
+    def sum(self, values: Tensor) -> Tensor:
+        """[k, n] -> [k, n]: at each token the sum over its whole response; no gradient."""
+        return self._sums(values)[:, self.member].to(values.dtype)
+
+    def _sums(self, values: Tensor) -> Tensor:
+        """[k, n] -> [k, B] float64."""
         inside = values.double().masked_fill(~self.counted, 0)
-        sums = inside.new_zeros(values.shape[0], self.lengths.numel()).index_add_(1, self.member, inside)
-        return (self.total(sums) / self.lengths.clamp(min=1))[:, self.member].to(values.dtype)
+        return self.total(inside.new_zeros(values.shape[0], self.lengths.numel()).index_add_(1, self.member, inside))

@@ -31,8 +31,10 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(count > 1, biased * count / (count - 1).clamp(min=1), torch.zeros_like(biased))
 
 
-def whiten(values: Tensor, mask: Tensor) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """(values - mean) * rsqrt(var + 1e-8) over the mask, 0 outside it; the shape of `values`.
+
+    shift_mean False: the mean is added again afterwards, so that only the scale changes (verl, and TRL for rewards).
 
     The variance is Bessel-corrected like verl's and TRL's; OpenRLHF uses the biased one. The statistics are those of
     the tensor given: pass the whole global batch (TRL's classic trainer whitens each rank's part by itself).
@@ -41,10 +43,12 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     outside = ~mask.bool()
     inside = values.masked_fill(outside, 0)
     count = mask.sum().to(values.dtype)
-    centred = inside.sub_(inside.sum() / (count + EPS)).masked_fill_(outside, 0)
+    mean = inside.sum() / (count + EPS)
+    centred = inside.sub_(mean).masked_fill_(outside, 0)
     square = torch.linalg.vector_norm(centred, dim=-1).square().sum()  # by rows: one long float32 sum drifts
     var = torch.where(count > 1, square / (count + EPS) * count / (count - 1).clamp(min=1), 0)
-    return centred.mul_(torch.rsqrt(var + EPS))
+    white = centred.mul_(torch.rsqrt(var + EPS))
+    return white if shift_mean else white.add_(mean).masked_fill_(outside, 0)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 Both weigh a response's reward-to-go at its t-th token by W_t, the sum up to there of 1 - 2 pi + sum pi^2: the squared
 norm of the gradient of a token's log-prob with respect to the logits. The baseline that makes the variance of the
-gradient smallest is then B_t = sum_G(G_t W_t) / sum_G(W_t) (arXiv 2602.07078).
+gradient smallest is then B_t = sum_G(G_t W_t) / sum_G(W_t) (arXiv 2602.07078). Where the policy loss is multiplied by
+importance weights, each token's term of W_t is multiplied by its weight squared, as in verl.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """The reward-to-go minus the group's B_t at the same column t. returns: the reward-to-go.
 
     Neither discounted nor whitened; a group of one has no baseline. Where only one response of a group is left, its
-    baseline is its own return and the advantage 0. As verl's, but for weights that rounding has made negative, which
-    are 0 here, and for verl's optional factor of squared rollout importance weights, which is not there.
+    baseline is its own return and the advantage 0; with `zero_tail` the baseline is 0 there and the advantage the
+    return (verl's handle_zero_tail, off unless asked for). As verl's, but for weights that rounding has made negative,
+    which are 0 here.
     """
     returns, weights = reward_to_go(inputs).double(), _realised_energy(inputs)
-    return _minus_baseline(inputs, returns, weights, inputs.mask)
+    return _minus_baseline(inputs, returns, weights, inputs.mask, zero_tail=bool(inputs.zero_tail))
 
 
 @ESTIMATORS.register("tir_optimal_token_baseline")
 def tir_optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """optimal_token_baseline for responses with observations in them: t counts the response's own tokens only.
 
-    As in verl, the part of a group's longest response that no other one reaches has no baseline: it keeps its return.
+    As in verl, the part of a group's longest response that no other one reaches has no baseline unless `zero_tail` is
+    False: it keeps its return.
     """
     mask, length = inputs.mask, inputs.mask.sum(1, keepdim=True)
     closed = torch.arange(mask.shape[1], device=mask.device) < length
@@ -40,20 +43,22 @@ def tir_optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]
         return torch.zeros_like(values).masked_scatter_(closed, values[mask])
 
     returns = reward_to_go(inputs).double()
-    alone = closed & (_group_sum(inputs, closed.double()) == 1)
-    advantages, _ = _minus_baseline(inputs, close(returns), close(_realised_energy(inputs)), closed, alone)
+    zero_tail = inputs.zero_tail is not False
+    advantages, _ = _minus_baseline(inputs, close(returns), close(_realised_energy(inputs)), closed, zero_tail)
     opened = torch.zeros_like(advantages).masked_scatter_(mask, advantages[closed])
     return opened, returns.to(inputs.token_rewards.dtype)
 
 
 def _minus_baseline(
-    inputs: AdvantageInputs, returns: Tensor, weights: Tensor, mask: Tensor, without: Tensor | None = None
+    inputs: AdvantageInputs, returns: Tensor, weights: Tensor, mask: Tensor, zero_tail: bool
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) of the rewards' type. without: where the baseline is 0, besides groups of one."""
+    """(advantages, returns) of the rewards' type. zero_tail: no baseline where one response of a group is left."""
     weights = weights.masked_fill(~mask, 0)
     baseline = _group_sum(inputs, returns * weights) / (_group_sum(inputs, weights) + WEIGHT_EPS)
-    single = _group_sum(inputs, torch.ones_like(returns[:, :1])) == 1
-    baseline = baseline.masked_fill(single if without is None else single | without, 0)
+    without = _group_sum(inputs, torch.ones_like(returns[:, :1])) == 1
+    if zero_tail:
+        without = without | (_group_sum(inputs, mask.double()) == 1)
+    baseline = baseline.masked_fill(without, 0)
     dtype = inputs.token_rewards.dtype
     return (returns - baseline).masked_fill(~mask, 0).to(dtype), returns.to(dtype)
 
@@ -63,6 +68,8 @@ def _realised_energy(inputs: AdvantageInputs) -> Tensor:
     if inputs.log_probs is None or inputs.sum_pi_squared is None:
         raise ValueError("the optimal token baselines need log_probs and sum_pi_squared of the policy")
     energy = 1 - 2 * inputs.log_probs.double().exp() + inputs.sum_pi_squared.double()
+    if inputs.importance_weights is not None:
+        energy = energy * inputs.importance_weights.double().square()
     return energy.clamp(min=0).masked_fill(~inputs.mask, 0).cumsum(1)
 
 

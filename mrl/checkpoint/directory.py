@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mrl.files import lock_for_reading, sync
+from mrl.files import lock_for_reading, rename_durably, sizes, sync_folders, write_atomically
+from mrl.foreign import read_json
 
 MARKER = "complete"
 STATE = "state.json"
@@ -63,15 +64,13 @@ def begin(tmp: Path) -> None:
 
 def finish(tmp: Path, final: Path, learners: dict[str, Any], state: dict[str, Any]) -> None:
     """Writes `state` and the manifest, makes everything durable and gives `tmp` its final name."""
-    write_json(tmp / STATE, state)
-    files = {str(path.relative_to(tmp)): path.stat().st_size for path in sorted(tmp.rglob("*")) if path.is_file()}
-    for directory in [*(path for path in tmp.rglob("*") if path.is_dir()), tmp]:
-        sync(directory)
-    write_json(tmp / MARKER, {"version": VERSION, "step": step_of(final), "learners": learners, "files": files})
+    _write_json(tmp / STATE, state)
+    files = sizes(tmp)
+    sync_folders(tmp)
+    _write_json(tmp / MARKER, {"version": VERSION, "step": step_of(final), "learners": learners, "files": files})
     if final.exists() and not remove(final):  # the same step once more, or something without a marker
         raise ValueError(f"{final} is there already, and somebody is reading it")
-    os.rename(tmp, final)
-    sync(final.parent)
+    rename_durably(tmp, final)
 
 
 def prune(directory: Path, keep_last: int, keep_every_steps: int | None, newest: Path) -> None:
@@ -122,24 +121,24 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     marker = path / MARKER
     if not marker.is_file():
         raise ValueError(f"{path} is not a complete checkpoint: it has no file {MARKER!r}")
-    manifest = json.loads(marker.read_text())
-    if manifest["version"] != VERSION:
-        raise ValueError(f"{path} has format {manifest['version']}; this version of mrl reads format {VERSION}")
-    wrong = [problem for name, size in manifest["files"].items() if (problem := _problem(path / name, size))]
+    manifest = read_json(marker)
+    if not isinstance(manifest, dict) or manifest.get("version") != VERSION:
+        found = manifest.get("version") if isinstance(manifest, dict) else None
+        raise ValueError(f"{path} has format {found}; this version of mrl reads format {VERSION}")
+    files, learners = manifest.get("files"), manifest.get("learners")
+    if not isinstance(files, dict) or not isinstance(learners, dict):
+        raise ValueError(f"{marker} does not list the checkpoint's files and models")
+    wrong = [problem for name, size in files.items() if (problem := _problem(path / name, size))]
     if wrong:
         raise ValueError(f"{path} is damaged: {'; '.join(wrong)}; remove it to go on from an older one")
-    return manifest, json.loads((path / STATE).read_text())
+    state = read_json(path / STATE)
+    if not isinstance(state, dict):
+        raise ValueError(f"{path / STATE} is not the state of a run")
+    return manifest, state
 
 
-def write_json(path: Path, content: Any) -> None:
-    text = json.dumps(content, indent=1)
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(partial, path)
-    sync(path.parent)
+def _write_json(path: Path, content: Any) -> None:
+    write_atomically(path, json.dumps(content, indent=1), durable=True)
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

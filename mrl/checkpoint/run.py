@@ -16,19 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mrl import platform
 from mrl.checkpoint import directory, torch_dist, turns
-from mrl.checkpoint.agreement import CheckpointError, gather, gather_on_main, on_main, together
+from mrl.checkpoint.agreement import RANKS, CheckpointAgreement, CheckpointError, describe
 from mrl.checkpoint.learner_state import StateToLoad, copy_shards, tied_copies_are_equal, to_write
 from mrl.checkpoint.torch_dist import Shards
 from mrl.checkpoint.turns import Writers
 from mrl.files import sync
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
-from mrl.parallel import rank, world_size
+from mrl.parallel import gather, rank, world_size
+from mrl.weights.disk.torch_dist_files import read_plain
+from mrl.weights.errors import WeightError
 
 Part = Learner | PolicyCopy  # a trained model, or other weights of one
 
@@ -59,27 +60,28 @@ class Staged:
     def tmp(self) -> Path:
         return tmp_of(self.final)
 
-    def write(self, group: dist.ProcessGroup) -> None:
-        """Writes the files and gives them their name once all are there. Collective over `group`, in any thread.
+    def write(self, ranks: CheckpointAgreement) -> None:
+        """Writes the files and gives them their name once all are there. Collective over `ranks`, in any thread.
 
         Raises CheckpointError on every rank if any rank fails (disk full, no permission, ...); there is no step_N then
         and older checkpoints are as they were.
         """
         try:
-            written = [self._write_in_turns(part, group) for part in self._parts]
-            together(f"writing {self.tmp / directory.RANDOM}", self._write_random, group)
-            on_main(f"writing {self.tmp / directory.KEPT}", self._write_kept, group)
-            everyone = gather_on_main(written, group)
-            on_main(f"completing {self.final}", lambda: self._complete(everyone), group)
+            written = [self._write_in_turns(part, ranks) for part in self._parts]
+            ranks.together(f"writing {self.tmp / directory.RANDOM}", self._write_random)
+            ranks.on_main(f"writing {self.tmp / directory.KEPT}", self._write_kept)
+            completing = f"completing {self.final}"
+            everyone = ranks.collect(completing, written)
+            ranks.on_main(completing, lambda: self._complete(everyone))
         except BaseException:
             discard(self.tmp)
             raise
 
-    def _write_in_turns(self, part: Shards, group: dist.ProcessGroup) -> list[WriteResult]:
+    def _write_in_turns(self, part: Shards, ranks: CheckpointAgreement) -> list[WriteResult]:
         mine: list[WriteResult] = []
         for turn in range(max(self._turns) + 1):
             is_mine = self._turns[rank()] == turn
-            mine += together(self._what(part), part.write if is_mine else list, group)
+            mine += ranks.together(self._what(part), part.write if is_mine else list)
         return mine
 
     def _what(self, part: Shards) -> str:
@@ -135,13 +137,13 @@ def stage(
     final = directory.root(run_dir) / f"step_{step}"
     tmp = tmp_of(final)
     try:
-        on_main(f"making {tmp}", lambda: directory.begin(tmp))
-        together(f"finding {tmp}", lambda: _require(tmp))
+        RANKS.on_main(f"making {tmp}", lambda: directory.begin(tmp))
+        RANKS.together(f"finding {tmp}", lambda: _require(tmp))
         began = time.monotonic()
         parts = [_stage_part(part, tmp / name, copy) for name, part in learners.items()]
         copy_s = time.monotonic() - began
         nbytes = sum(gather(sum(part.nbytes for part in parts)))
-        free = on_main(f"looking for space in {tmp}", lambda: _space_for(nbytes, tmp))
+        free = RANKS.on_main(f"looking for space in {tmp}", lambda: _space_for(nbytes, tmp))
     except BaseException:
         discard(tmp)
         raise
@@ -161,23 +163,27 @@ def load(path: Path, learners: Mapping[str, Part]) -> dict[str, Any]:
     """
     _require_trainable(learners)
     with contextlib.ExitStack() as stack:
-        together(f"opening {path}", lambda: stack.enter_context(directory.reading(path)))
-        manifest, state = on_main(f"opening {path}", lambda: directory.read(path))
-        together(f"comparing the run with {path}", lambda: _compare(manifest["learners"], learners))
+        RANKS.together(f"opening {path}", lambda: stack.enter_context(directory.reading(path)))
+        manifest, state = RANKS.on_main(f"opening {path}", lambda: directory.read(path))
+        RANKS.together(f"comparing the run with {path}", lambda: _compare(manifest["learners"], learners))
         for name, part in learners.items():
             if isinstance(part, Learner):
                 _load_learner(part, path / name)
             else:
                 _load_copy(part, path / name)
-        together(f"restoring random states of {path}", lambda: _load_random(path / directory.RANDOM))
+        RANKS.together(f"restoring random states of {path}", lambda: _load_random(path / directory.RANDOM))
     return state
 
 
 def load_kept(path: Path) -> Any:
     """What rank 0 gave to `stage` as `kept`; for rank 0 alone, after `load`."""
-    if not (path / directory.KEPT).is_file():
+    file = path / directory.KEPT
+    if not file.is_file():
         raise CheckpointError(f"there is no {directory.KEPT} in {path}, the samples of a replay buffer")
-    return torch.load(path / directory.KEPT, weights_only=True)
+    try:
+        return read_plain(file, file)
+    except WeightError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _require_trainable(learners: Mapping[str, Part]) -> None:
@@ -193,25 +199,31 @@ def _stage_part(part: Part, path: Path, copy: bool) -> Shards:
         return to_write(part) if isinstance(part, Learner) else (copy_shards(part), {})
 
     with mesh.active():
-        state, counters = together(f"collecting the state for {path}", collect)
+        state, counters = RANKS.together(f"collecting the state for {path}", collect)
         return torch_dist.plan(state, counters, path, mesh.dp_cp_group, copy=copy)
 
 
 def _load_learner(learner: Learner, path: Path) -> None:
     with learner.mesh.active():
-        state = together(f"making room for {path}", lambda: StateToLoad(learner))
+        state = RANKS.together(f"making room for {path}", lambda: StateToLoad(learner))
         loaded = torch_dist.read(state.sharded(), path)
-        together(f"restoring {path}", lambda: _restore(state, loaded))
+        RANKS.together(f"restoring {path}", lambda: _restore(state, loaded))
 
 
 def _load_copy(copy: PolicyCopy, path: Path) -> None:
     with copy.learner.mesh.active():
-        torch_dist.read(together(f"making room for {path}", lambda: copy_shards(copy)), path)
+        torch_dist.read(RANKS.together(f"making room for {path}", lambda: copy_shards(copy)), path)
 
 
 def _load_random(folder: Path) -> None:
-    if len(list(folder.iterdir())) == world_size():
-        platform.restore_random_state(torch.load(folder / f"rank_{rank()}.pt", weights_only=True))
+    if len(list(folder.iterdir())) != world_size():
+        return
+    file = folder / f"rank_{rank()}.pt"
+    state = read_plain(file, file)
+    try:
+        platform.restore_random_state(state)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{file} holds no random states ({describe(error)})") from error
 
 
 def _restore(learner_state: StateToLoad, loaded: dict[str, Any]) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import torch.distributed as dist
 
 from mrl.checkpoint import directory
-from mrl.checkpoint.agreement import CheckpointError, describe, gather, on_main
+from mrl.checkpoint.agreement import CheckpointAgreement, CheckpointError, describe
 from mrl.checkpoint.run import Part, Staged, stage
 from mrl.config.schema import CheckpointConfig
+from mrl.parallel import gather
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,10 @@ class _Writing:
 
     def _run(self, group: dist.ProcessGroup) -> None:
         began = time.monotonic()
-        final = self.staged.final
+        final, ranks = self.staged.final, CheckpointAgreement(group)
         try:
-            self.staged.write(group)
-            on_main(f"removing old checkpoints beside {final}", lambda: self._prune(final), group)
+            self.staged.write(ranks)
+            ranks.on_main(f"removing old checkpoints beside {final}", lambda: self._prune(final))
         except Exception as error:
             self._problem = describe(error)
         self.seconds = time.monotonic() - began

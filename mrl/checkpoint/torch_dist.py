@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from mrl import platform
-from mrl.checkpoint.agreement import CheckpointError, gather, together
-from mrl.parallel import rank
+from mrl.checkpoint.agreement import RANKS, CheckpointError
+from mrl.parallel import gather, rank
+from mrl.weights.disk.torch_dist_files import load_metadata
+from mrl.weights.disk.torch_dist_load import load
 
 platform.install()
-from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
 from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution  # noqa: E402
@@ -93,11 +94,11 @@ def plan(
     Tensors that data-parallel ranks share are divided among them. With `copy`, what a rank is to write is copied into
     host memory; else it is written from where it is. Raises CheckpointError on every rank.
     """
-    sharded, _ = together(f"checking the shards for {directory}", lambda: save_preprocess(state))
-    together(f"dividing the shards for {directory}", lambda: _divide(sharded, dp_cp_group))
+    sharded, _ = RANKS.together(f"checking the shards for {directory}", lambda: save_preprocess(state))
+    RANKS.together(f"dividing the shards for {directory}", lambda: _divide(sharded, dp_cp_group))
     nbytes = sum(t.data.numel() * t.data.element_size() for t in _mine(sharded))
     if copy:
-        together(f"copying the shards for {directory}", lambda: _copy(sharded))
+        RANKS.together(f"copying the shards for {directory}", lambda: _copy(sharded))
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     tensors = mcore_to_pyt_state_dict(by_key)
     planner = MCoreSavePlanner(flatten_state_dict=False, can_run_decentralized_global_plan=False)
@@ -116,7 +117,7 @@ def plan(
 
     with _no_advice():
         exchange = _DistWrapper(None, True, 0)
-        mine = together(f"planning {directory}", lambda: exchange.reduce_scatter("plan", of_this_rank, of_all))
+        mine = RANKS.together(f"planning {directory}", lambda: exchange.reduce_scatter("plan", of_this_rank, of_all))
     return Shards(directory, nbytes, common, writer, planner, planner.finish_plan(mine), metadata)
 
 
@@ -146,18 +147,16 @@ def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     wanted, _ = extract_sharded_base(load_preprocess(state)[0])
     tensors = {t.key: t for t in nested_values(wanted) if isinstance(t, ShardedTensor)}
     asked_for = set().union(*gather(set(tensors)))
-    together(f"comparing the model with {directory}", lambda: _compare(tensors, asked_for, directory))
+    metadata = RANKS.together(f"comparing the model with {directory}", lambda: _compare(tensors, asked_for, directory))
     with _no_advice():
-        return together(
-            f"reading {directory}",
-            lambda: dist_checkpointing.load(state, str(directory), validate_access_integrity=False),
-        )
+        return RANKS.together(f"reading {directory}", lambda: load(state, directory, metadata))
 
 
-def _compare(tensors: dict[str, ShardedTensor], asked_for: set[str], directory: Path) -> None:
+def _compare(tensors: dict[str, ShardedTensor], asked_for: set[str], directory: Path) -> Metadata:
+    metadata = load_metadata(directory)
     stored = {
         key: tuple(entry.size)
-        for key, entry in dcp.FileSystemReader(directory).read_metadata().state_dict_metadata.items()
+        for key, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, dcp.metadata.TensorStorageMetadata)
     }
     problems = [f"{key} is not in the checkpoint" for key in sorted(tensors.keys() - stored.keys())]
@@ -169,11 +168,12 @@ def _compare(tensors: dict[str, ShardedTensor], asked_for: set[str], directory: 
     if problems:
         more = [f"and {len(problems) - LISTED} more"] if len(problems) > LISTED else []
         raise CheckpointError("; ".join(problems[:LISTED] + more))
+    return metadata
 
 
 @contextlib.contextmanager
 def _no_advice() -> Iterator[None]:
-    """Megatron still uses torch's ShardedTensor, which warns at every use."""
+    """Megatron still uses torch's ShardedTensor and load_state_dict, which warn at every use."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Please use DTensor")
+        warnings.filterwarnings("ignore", message="Please use DTensor|`load_state_dict` is deprecated")
         yield

@@ -5,8 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Literal
 
-from mrl.checkpoint.agreement import gather
-from mrl.parallel import rank
+from mrl.parallel import gather, rank
 
 Writers = Literal["every_rank", "one_node", "one_rank"]
 

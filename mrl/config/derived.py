@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mrl.config.schema import ParallelConfig, RLConfig, SFTConfig
+from mrl.config.schema import DataConfig, ParallelConfig, RLConfig, SFTConfig
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,14 @@ def layouts(cfg: RLConfig | SFTConfig) -> dict[str, ParallelConfig]:
         if cfg.reward.model is not None:
             found["reward.model.parallel"] = cfg.reward.model.parallel or cfg.actor.parallel
     return found
+
+
+def data_sections(cfg: RLConfig | SFTConfig) -> dict[str, DataConfig]:
+    """By its key, each section that says where rows come from."""
+    sections = {"data": cfg.data}
+    if isinstance(cfg, RLConfig) and cfg.ptx is not None:
+        sections["ptx.data"] = cfg.ptx.data
+    return sections
 
 
 def smallest_world(cfg: RLConfig | SFTConfig) -> int:

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from mrl.config import checks
+from mrl.config.checks.all import check_all
 from mrl.config.derived import Machine
+from mrl.config.dialect import Dumper
+from mrl.config.keys import keys_of, nearest_keys
 from mrl.config.problems import ConfigError, Problem
-from mrl.config.schema import Config, RLConfig, SFTConfig
-from mrl.config.tree import Dumper, Node, describe, read
+from mrl.config.schema import SCHEMAS, Config, Schema
+from mrl.config.tree import Node, describe, read
+from mrl.redaction import redact_tree
 
-Schema = type[RLConfig] | type[SFTConfig]
-SCHEMAS: Mapping[str, Schema] = {"rl": RLConfig, "sft": SFTConfig}
+MAX_ERRORS = 200  # looked at; a file with more is none of ours
 
 _EXPECTED = {
     "int_type": "must be an integer",
     "int_from_float": "must be an integer",
+    "int_parsing_size": "must be an integer of less than 64 bits",
     "float_type": "must be a number",
     "string_type": "must be a string",
     "bool_type": "must be true or false",
     "tuple_type": "must be a list",
     "model_type": "must be a section (keys below it)",
+    "finite_number": "must be a finite number",
 }
 
 
@@ -43,13 +47,13 @@ def load(
         raise ConfigError(str(path), problems)
     schema = _schema(tree, path, problems)
     cfg, errors = _validate(schema, tree)
-    problems += [_problem(schema, tree, error) for error in errors]
+    problems += [_problem(schema, tree, error) for error in errors[:MAX_ERRORS]]
     if cfg is None:
         for error in errors:
             tree.drop(_path(error))
         cfg, _ = _validate(schema, tree)
     if cfg is not None:
-        found = checks.check_all(cfg, joined or Machine.starting(cfg, gpus))
+        found = check_all(cfg, joined or Machine.starting(cfg, gpus))
         problems += [_placed(tree, p) for p in found if not any(_tainted(key, e) for key in p.keys for e in errors)]
     if problems or cfg is None:
         raise ConfigError(str(path), problems)
@@ -57,8 +61,9 @@ def load(
 
 
 def dump_resolved(cfg: Config) -> str:
-    """YAML with every key written out, which loads back to the same configuration."""
-    return yaml.dump(cfg.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    """YAML with every key written out, which loads back to the same configuration but for its passwords (***)."""
+    values = redact_tree(cfg.model_dump(mode="json"))
+    return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _schema(tree: Node, path: str | Path, problems: list[Problem]) -> Schema:
@@ -100,10 +105,10 @@ def _tainted(key: str, error: dict[str, Any]) -> bool:
     return beside or f"{key}.".startswith(f"{wrong}.")
 
 
-def _problem(schema: type[BaseModel], tree: Node, error: dict[str, Any]) -> Problem:
+def _problem(schema: Schema, tree: Node, error: dict[str, Any]) -> Problem:
     path, kind, value = _path(error), error["type"], error["input"]
     if kind == "extra_forbidden":
-        message = f"unknown key{_nearest_key(schema, path)}"
+        message = f"unknown key{_meant_key(schema, path)}"
     elif kind == "missing":
         message = "required key is missing"
     elif kind == "literal_error":
@@ -123,36 +128,11 @@ def _nearest(word: str, choices: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _nearest_key(schema: type[BaseModel], path: Sequence[str]) -> str:
-    """The closest key of the same section, else the same name in another section, else what the section has."""
-    section = schema
-    for part in path[:-1]:
-        section = _section_class(section, part) or section
-    near = _nearest(path[-1], list(section.model_fields))
-    if near:
-        return near
-    elsewhere = [key for key in _all_keys(schema) if key.rpartition(".")[2] == path[-1]]
-    if elsewhere:
-        return f"; did you mean {' or '.join(elsewhere[:3])}?"
-    return f"; this section has {', '.join(section.model_fields)}"
-
-
-def _section_class(section: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The class of a key that holds a section or a list of them, also of one that may be null."""
-    annotations: list[Any] = [section.model_fields[name].annotation] if name in section.model_fields else []
-    for option in annotations:
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            return option
-        annotations += get_args(option)
-    return None
-
-
-def _all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name in section.model_fields:
-        yield prefix + name
-        inner = _section_class(section, name)
-        if inner is not None:
-            yield from _all_keys(inner, f"{prefix}{name}.")
+def _meant_key(schema: Schema, path: Sequence[str]) -> str:
+    beside, meant = nearest_keys(keys_of(schema), path)
+    if not meant:
+        return f"; this section has {', '.join(key.name for key in beside)}"
+    return f"; did you mean {' or '.join(key.name if key in beside else key.path for key in meant[:3])}?"
 
 
 def _placed(tree: Node, problem: Problem) -> Problem:

@@ -7,9 +7,10 @@ every other file with its size. The standard library only: config checks read it
 
 from __future__ import annotations
 
-import json
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from mrl.foreign import own_file, read_json
 
 MANIFEST = "complete"
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
@@ -27,7 +28,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     if not marker.is_file():
         raise ValueError(f"{path} is not complete: it has no file {MANIFEST!r}; convert it again")
     try:
-        manifest: dict[str, Any] = json.loads(marker.read_text())
+        manifest: dict[str, Any] = read_json(marker)
         files = {str(name): int(size) for name, size in manifest["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{marker} is not a list of files ({error!r})") from error
@@ -43,6 +44,10 @@ def read_converted(path: str | Path) -> dict[str, Any]:
     found = (manifest.get("format"), manifest.get("version"))
     if found != (FORMAT, VERSION):
         raise ValueError(f"{path} has format {found[0]} {found[1]}; this version of mrl reads {FORMAT} {VERSION}")
+    keys = manifest.get("keys")
+    named = isinstance(keys, dict) and all(isinstance(key, str) for key in keys.values())
+    if not named or manifest.get("role") not in ("policy", "critic"):
+        raise ValueError(f"{Path(path) / MANIFEST} does not say the model's role and what its tensors are called")
     return manifest
 
 
@@ -52,5 +57,9 @@ def _problem(root: Path, name: str, size: int) -> str | None:
         return f"{MANIFEST} names {name!r}, outside of the directory"
     if not (root / name).is_file():
         return f"{name} is missing"
+    try:
+        own_file(root, name)
+    except ValueError as error:
+        return str(error)
     found = (root / name).stat().st_size
     return None if found == size else f"{name} has {found} bytes, {size} were written"

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import stat
 from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.redaction import redact
+
+MAX_SHOWN = 50
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,7 @@ class Problem:
             label if key in self.unwritten else f"{label} ({place})"
             for key, label, place in zip(self.keys[1:], others, self.places[1:])
         ]
-        return f"{text} [with {', '.join(with_places)}]" if with_places else text
+        return printable(f"{text} [with {', '.join(with_places)}]" if with_places else text)
 
 
 class ConfigError(Exception):
@@ -36,9 +44,28 @@ class ConfigError(Exception):
         self.source = source
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("\n".join([f"{count} in {source}:", *(f"  {problem}" for problem in problems)]))
+        lines = [f"  {problem}" for problem in problems[:MAX_SHOWN]]
+        lines += [f"  ... and {len(problems) - MAX_SHOWN} more"] if len(problems) > MAX_SHOWN else []
+        super().__init__(redact("\n".join([f"{count} in {printable(source)}:", *lines])))
 
 
 def reason(error: Exception) -> str:
     """An operating system's error without number and file name, any other as it is."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def no_file(path: Path) -> str | None:
+    """What this is instead of a file; links are followed. OSError if there is nothing, ValueError for no path."""
+    mode = path.stat().st_mode
+    if stat.S_ISREG(mode):
+        return None
+    return "it is a directory" if stat.S_ISDIR(mode) else "it is no file but a device, a pipe or a socket"
+
+
+def printable(text: str) -> str:
+    """On one line, whatever it holds: control characters and bytes that are not UTF-8 as escapes."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def shortened(text: str, most: int = 100) -> str:
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"

@@ -6,9 +6,10 @@ cross-field rules live in `mrl.config.checks`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
-from mrl.config.sections.algorithm import AlgorithmConfig, FilterGroupsConfig, KLConfig, ValueLossConfig
+from mrl.config.sections.algorithm import AlgorithmConfig, FilterGroupsConfig, KLConfig, PFPPOConfig, ValueLossConfig
 from mrl.config.sections.base import Section
 from mrl.config.sections.data import BatchConfig, DataConfig, SFTBatchConfig, SourceConfig, Sources
 from mrl.config.sections.models import (
@@ -20,6 +21,7 @@ from mrl.config.sections.models import (
     TrainConfig,
 )
 from mrl.config.sections.policy import (
+    FIXED_AGGREGATION,
     POLICY_LOSS_OPTIONS,
     SEQUENCE_LOSSES,
     TOKEN_CHOICE_OPTIONS,
@@ -37,7 +39,7 @@ from mrl.config.sections.reward import (
     RewardModelConfig,
     ServerConfig,
 )
-from mrl.config.sections.rollout import RolloutConfig, SamplingConfig, SyncConfig, ValidationConfig
+from mrl.config.sections.rollout import MismatchConfig, RolloutConfig, SamplingConfig, SyncConfig, ValidationConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig, SectionTimeouts
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "EMAConfig",
+    "FIXED_AGGREGATION",
     "FilterGroupsConfig",
     "FormatConfig",
     "KLConfig",
@@ -57,6 +60,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "OverlongConfig",
+    "PFPPOConfig",
     "POLICY_LOSS_OPTIONS",
     "PTXConfig",
     "ParallelConfig",
@@ -67,13 +71,16 @@ __all__ = [
     "ResilienceConfig",
     "RewardConfig",
     "RewardModelConfig",
+    "MismatchConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "RunConfig",
+    "SCHEMAS",
     "SEQUENCE_LOSSES",
     "SFTBatchConfig",
     "SFTConfig",
     "SamplingConfig",
+    "Schema",
     "Section",
     "SectionTimeouts",
     "ServerConfig",
@@ -90,10 +97,10 @@ __all__ = [
 class RLConfig(Section):
     """`trainer: rl`: PPO, GRPO and their kin."""
 
-    trainer: Literal["rl"]
+    trainer: Literal["rl"]  # PPO, GRPO and their kin
     run: RunConfig
     model: ModelConfig
-    actor: TrainConfig = TrainConfig()
+    actor: TrainConfig = TrainConfig()  # The model that is trained: its layout and optimizer
     critic: CriticConfig | None = None
     ref: RefConfig = RefConfig()
     ema: EMAConfig | None = None
@@ -113,10 +120,10 @@ class RLConfig(Section):
 class SFTConfig(Section):
     """`trainer: sft`: supervised fine-tuning on prompt + answer; the loss is the mean over answer tokens."""
 
-    trainer: Literal["sft"]
+    trainer: Literal["sft"]  # supervised fine-tuning
     run: RunConfig
     model: ModelConfig
-    actor: TrainConfig = TrainConfig()
+    actor: TrainConfig = TrainConfig()  # The model that is trained: its layout and optimizer
     data: DataConfig
     batch: SFTBatchConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -124,3 +131,5 @@ class SFTConfig(Section):
 
 
 Config = RLConfig | SFTConfig
+Schema = type[RLConfig] | type[SFTConfig]
+SCHEMAS: Mapping[str, Schema] = {"rl": RLConfig, "sft": SFTConfig}  # by `trainer`

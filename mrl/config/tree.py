@@ -1,7 +1,6 @@
 """YAML as a tree whose every key remembers where it was written, with `base:` files and overrides merged in.
 
-The dialect is YAML's core schema: true and false are the only booleans, 1e-6 is a number, dates and sexagesimal numbers
-do not exist, and a key written twice is a mistake.
+A key written twice is a mistake. `<<: *name` takes over the keys of another section, below those written beside it.
 """
 
 from __future__ import annotations
@@ -13,34 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
-from mrl.config.problems import Problem, reason
+from mrl.config.dialect import MAX_BYTES, MERGE, Loader
+from mrl.config.problems import Problem, no_file, printable, reason, shortened
 
-_SCALARS = (
-    ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]*)", [*"-+0123456789"]),
-    ("float", r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)", [*"-+.0123456789"]),
-)
-_OVERRIDE = re.compile(r"(\w+(?:\.\w+)*)=(.*)", re.DOTALL)
-
-
-class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-
-
-class Dumper(yaml.SafeDumper):
-    """Quotes whatever `_Loader` would not read back as the same string."""
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-for _name, _pattern, _first in _SCALARS:
-    for _dialect in (_Loader, Dumper):
-        _dialect.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_pattern})$"), _first)
+_OVERRIDE = re.compile(r"(\w{1,200}(?:\.\w{1,200})*)=(.*)", re.DOTALL)
+_KEY = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,200}")
+_NO_TEXT = re.compile(r"[\x00\ud800-\udfff]")
+MAX_BASES = 20
 
 
 @dataclass
@@ -84,13 +64,14 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Node | None, 
 def _read_file(path: Path, children: tuple[Path, ...], place: str, problems: list[Problem]) -> Node | None:
     """`children`: the files whose `base:` led here; `place`: where this file was named."""
     key = "base" if children else ""
-    if path.resolve() in children:
-        chain = " -> ".join(str(p) for p in (*children, path.resolve()))
-        problems.append(Problem((key,), f"files are based on each other: {chain}", (place,)))
-        return None
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        if path.resolve() in children or len(children) > MAX_BASES:
+            chain = " -> ".join(str(p) for p in (*children, path.resolve())[: MAX_BASES // 4])
+            what = "are based on each other" if path.resolve() in children else f"based on more than {MAX_BASES} others"
+            problems.append(Problem((key,), f"files {what}: {chain}", (place,)))
+            return None
+        text = _read_text(path)
+    except (OSError, ValueError) as error:
         problems.append(Problem((key,), f"cannot read {path}: {reason(error)}", (place,)))
         return None
     tree = _parse(text, str(path), problems)
@@ -98,6 +79,17 @@ def _read_file(path: Path, children: tuple[Path, ...], place: str, problems: lis
         return tree and _on_its_base(tree, path, children, problems)
     problems.append(Problem(("",), f"expected a mapping of keys, got {describe(tree.value)}", (tree.place,)))
     return None
+
+
+def _read_text(path: Path) -> str:
+    """Raises OSError or ValueError, which says why it is no text that could be a configuration."""
+    if str(path) != printable(str(path)):
+        raise ValueError("its name holds a control character or bytes that are not UTF-8")
+    if problem := no_file(path):
+        raise ValueError(problem)
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{path.stat().st_size} bytes are more than a configuration has ({MAX_BYTES})")
+    return path.read_text(encoding="utf-8-sig")
 
 
 def _on_its_base(tree: Node, path: Path, children: tuple[Path, ...], problems: list[Problem]) -> Node | None:
@@ -112,7 +104,7 @@ def _on_its_base(tree: Node, path: Path, children: tuple[Path, ...], problems: l
 
 
 def _read_override(text: str, problems: list[Problem]) -> Node | None:
-    place = f"override {text}"
+    place = f"override {shortened(printable(text))}"
     match = _OVERRIDE.fullmatch(text)
     if match is None:
         problems.append(Problem(("",), "expected KEY=VALUE, such as actor.optimizer.lr=1e-6", (place,)))
@@ -125,40 +117,99 @@ def _read_override(text: str, problems: list[Problem]) -> Node | None:
 
 def _parse(text: str, source: str, problems: list[Problem], numbered: bool = True) -> Node | None:
     """None when the text is no YAML (the problem is noted). `numbered`: places carry line numbers."""
-    loader = _Loader(text)
 
-    def place(mark: yaml.Mark | None) -> str:
-        return f"{source}:{mark.line + 1}" if numbered and mark is not None else source
-
-    def convert(node: yaml.Node, path: str) -> Any:
-        if isinstance(node, yaml.MappingNode):
-            return mapping(node, path)
-        if isinstance(node, yaml.SequenceNode):
-            items = (convert(item, f"{path}.{i}") for i, item in enumerate(node.value))
-            return tuple(Node("", item).plain() for item in items)
-        return loader.construct_object(node)
-
-    def mapping(node: yaml.MappingNode, path: str) -> dict[str, Node]:
-        found: dict[str, Node] = {}
-        for key_node, value_node in node.value:
-            here, key = place(key_node.start_mark), str(key_node.value)
-            full = f"{path}.{key}".removeprefix(".")
-            if key in found:
-                problems.append(Problem((full,), f"written twice, first at {found[key].place}", (here,)))
-            found[key] = Node(here, convert(value_node, full))
-        return found
+    def note(message: str, line: int | None) -> None:
+        place = f"{source}:{line + 1}" if numbered and line is not None else source
+        problems.append(Problem(("",), f"not valid YAML: {printable(message)}", (place,)))
 
     try:
-        root = loader.get_single_node()
-        return Node(place(root.start_mark if root else None), convert(root, "") if root else None)
+        loader = Loader(text)
+        try:
+            return _Conversion(loader, source, numbered, problems).root()
+        finally:
+            loader.dispose()
+    except ReaderError as error:
+        what = f"the character U+{ord(text[error.position]):04X} is not allowed"
+        note(what, text.count("\n", 0, error.position))
     except yaml.MarkedYAMLError as error:
         message = " ".join(part for part in (error.context, error.problem) if part)
-        problems.append(Problem(("",), f"not valid YAML: {message}", (place(error.problem_mark),)))
-    except (yaml.YAMLError, ValueError) as error:
-        problems.append(Problem(("",), f"not valid YAML: {error}", (source,)))
-    finally:
-        loader.dispose()
+        note(message, error.problem_mark.line if error.problem_mark is not None else None)
+    except _NoValue as error:
+        problems.append(error.problem)
     return None
+
+
+class _NoValue(Exception):
+    """A value that no key could have."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+
+class _Conversion:
+    """Of YAML's nodes into ours; what is wrong with single values is noted."""
+
+    def __init__(self, loader: Loader, source: str, numbered: bool, problems: list[Problem]) -> None:
+        self.loader, self.source, self.numbered, self.problems = loader, source, numbered, problems
+
+    def root(self) -> Node:
+        root = self.loader.get_single_node()
+        return Node(self._place(root), self._value(root, "")) if root else Node(self.source, None)
+
+    def _place(self, node: yaml.Node) -> str:
+        return f"{self.source}:{node.start_mark.line + 1}" if self.numbered else self.source
+
+    def _problem(self, node: yaml.Node, path: str, message: str) -> Problem:
+        return Problem((path,), message, (self._place(node),))
+
+    def _note(self, node: yaml.Node, path: str, message: str) -> None:
+        problem = self._problem(node, path, message)
+        if problem not in self.problems:  # an alias is converted wherever it stands
+            self.problems.append(problem)
+
+    def _value(self, node: yaml.Node, path: str) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            items = (self._value(item, f"{path}.{i}") for i, item in enumerate(node.value))
+            return tuple(Node("", item).plain() for item in items)
+        try:
+            value = self.loader.construct_object(node)
+        except ValueError:
+            raise _NoValue(self._problem(node, path, f"a number of {len(node.value)} digits")) from None
+        if isinstance(value, str) and (found := _NO_TEXT.search(value)):
+            what = f"{describe(value)} holds the character U+{ord(found[0]):04X}, which is no text"
+            raise _NoValue(self._problem(node, path, what))
+        return value
+
+    def _mapping(self, node: yaml.MappingNode, path: str) -> dict[str, Node]:
+        found: dict[str, Node] = {}
+        merged: dict[str, Node] | None = None
+        for key_node, value_node in node.value:
+            here, key = self._place(key_node), str(key_node.value)
+            full = f"{path}.{key}".removeprefix(".")
+            if not isinstance(key_node, yaml.ScalarNode) or not _KEY.fullmatch(key):
+                what = describe(key) if isinstance(key_node, yaml.ScalarNode) else "a list or a section"
+                self._note(key_node, path, f"a key must be a name, got {what}")
+            elif key == MERGE and key_node.style is None:
+                if merged is not None:
+                    self._note(key_node, full, f"written twice: one {MERGE} takes a list of sections")
+                merged = self._merged(value_node, path)
+            else:
+                if key in found:
+                    self._note(key_node, full, f"written twice, first at {found[key].place}")
+                found[key] = Node(here, self._value(value_node, full))
+        return (merged or {}) | found
+
+    def _merged(self, node: yaml.Node, path: str) -> dict[str, Node]:
+        """The keys of the section, or of a list of them, of which the first that has a key counts."""
+        found: dict[str, Node] = {}
+        for section in reversed(node.value) if isinstance(node, yaml.SequenceNode) else [node]:
+            if isinstance(section, yaml.MappingNode):
+                found |= self._mapping(section, path)
+            else:
+                self._note(node, path, f"{MERGE} takes a section or a list of them, such as {MERGE}: *name")
+        return found
 
 
 def _merge(base: Node, over: Node, keep_place: bool = False) -> Node:
@@ -181,7 +232,7 @@ def describe(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return f"{value!r} (a string)"
+        return f"{shortened(value)!r} (a string)"
     if isinstance(value, (int, float)):
-        return f"{value} (a number)"
+        return f"{shortened(str(value))} (a number)"
     return "a list" if isinstance(value, (tuple, list)) else "a section"

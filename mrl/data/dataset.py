@@ -13,6 +13,7 @@ from mrl.core import Prompt, Rollout
 from mrl.data.encoder import Encoder
 from mrl.data.errors import DataError, raise_for
 from mrl.data.mixture import Mixture
+from mrl.data.rows import RowCheck, RowReader
 from mrl.data.source import PromptSource
 from mrl.data.tokenizer import Tokenizer
 
@@ -27,7 +28,7 @@ class PromptDataset:
     sources: those of a configuration, or the path of the only one
 
     Raises DataError for malformed rows, missing keys, empty prompts, and if nothing is left of a source; with
-    `require_answer` also for rows without a text under `cfg.answer_key`.
+    `require_answer` also for rows without a text under `cfg.answer_key`; with `check` for those that it refuses.
     """
 
     def __init__(
@@ -36,16 +37,18 @@ class PromptDataset:
         cfg: DataConfig,
         tokenizer: Tokenizer,
         require_answer: bool = False,
+        check: RowCheck | None = None,
     ) -> None:
         if isinstance(sources, str | Path):
             sources = (SourceConfig(path=str(sources)),)
         self.cfg = cfg
         self.tokenizer = tokenizer
         self._encoder = Encoder(cfg, tokenizer)
+        self._reader = RowReader(cfg, require_answer, check)
         self.sources: list[PromptSource] = []
         for source in sources:
             first = sum(len(found.rows) for found in self.sources)
-            self.sources.append(PromptSource(source, self._encoder, first, require_answer))
+            self.sources.append(PromptSource(source, self._encoder, self._reader, first))
             if not self.sources[-1]:
                 limit = f"data.max_prompt_tokens={cfg.max_prompt_tokens}"
                 raise DataError(f"{source.path}: all {self.sources[-1].dropped} prompts have more than {limit} tokens")
@@ -74,9 +77,9 @@ class PromptDataset:
 
     def answers(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The tokens of each answer, EOS at the end. Raises DataError for rows without one."""
-        problems = [(self.where(p), what) for p in prompts if (what := self._encoder.answer_problem(p.row))]
+        problems = [(self.where(p), what) for p in prompts if (what := self._reader.answer_problem(p.row))]
         raise_for(problems)
-        plain = self.tokenizer.encode_plain([p.row[self.cfg.answer_key] for p in prompts])
+        plain = self._encoder.answers([p.row[self.cfg.answer_key] for p in prompts])
         return [[*ids, self.tokenizer.eos_id] for ids in plain]
 
     def sft_rollout(self, step: int, n: int, seed: int) -> Rollout:
@@ -116,10 +119,10 @@ def data_notes(tokenizer: Tokenizer, sets: Mapping[str, PromptDataset]) -> list[
     notes = [*tokenizer.notes]
     if any(data.cfg.chat_template for data in sets.values()):
         notes += tokenizer.turn_notes()
-    return [*notes, *(note for key, data in sets.items() for note in _length_notes(key, data))]
+    return [*notes, *(note for key, data in sets.items() for note in _notes(key, data))]
 
 
-def _length_notes(key: str, data: PromptDataset) -> Iterator[str]:
+def _notes(key: str, data: PromptDataset) -> Iterator[str]:
     limit = data.cfg.max_prompt_tokens
     for source in data.sources:
         place = key if len(data.sources) == 1 else f"{key}, {source.source.path}"
@@ -128,3 +131,12 @@ def _length_notes(key: str, data: PromptDataset) -> Iterator[str]:
         if source.cut:
             ends = {"left": "at their beginning", "middle": "in the middle", "right": "at their end"}
             yield f"{place}: {source.cut} prompts cut to {limit} tokens, {ends[data.cfg.truncation]}"
+        if source.as_text:
+            yield f"{place}: {_hold(source.as_text)}: text to the model, no control tokens"
+        if source.as_control:
+            because = "not told from the template's own" if data.cfg.chat_template else "the row is the whole prompt"
+            yield f"{place}: {_hold(source.as_control)}: control to the model ({because})"
+
+
+def _hold(names: list[str]) -> str:
+    return f"{len(names)} rows hold {' or '.join(sorted({*names})[:3])}"

@@ -1,63 +1,87 @@
-"""A row -> the tokens of its prompt, or what is wrong with it."""
+"""A row -> the tokens of its prompt."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
-
-from jinja2 import TemplateError
 
 from mrl.config.schema import DataConfig
 from mrl.data.errors import DataError
+from mrl.data.rows import Row
 from mrl.data.tokenizer import Tokenizer
+
+_MARK = "\uf8ff"  # a character of no meaning
+MIN_TURN_CHARS = 3
+
+
+@dataclass(frozen=True)
+class Dressed:
+    """A prompt as it is tokenised.
+
+    ids: where they are known already. as_text, as_control: a control token's name in the row, and what became of it
+    """
+
+    text: str
+    ids: list[int] | None = None
+    as_text: str | None = None
+    as_control: str | None = None
 
 
 class Encoder:
-    """What the data section says about rows. Raises DataError where a chat template is asked for and there is none."""
+    """What the data section says about prompts. Raises DataError where a chat template is asked for and there is
+    none."""
 
     def __init__(self, cfg: DataConfig, tokenizer: Tokenizer) -> None:
         if cfg.chat_template and not tokenizer.has_chat_template:
             raise DataError("data.chat_template is true but the tokenizer has no chat template; set it to false")
         self.cfg, self.tokenizer = cfg, tokenizer
 
-    def complete(self, row: dict[str, Any], source_name: str | None) -> dict[str, Any]:
-        """The row with what it holds elsewhere: values that a key with dots reaches, the name of its source."""
-        cfg, found = self.cfg, dict(row)
-        for key in (cfg.prompt_key, cfg.answer_key, cfg.data_source_key):
-            value: Any = row
-            for part in key.split("."):
-                value = value.get(part) if isinstance(value, dict) else None
-            if value is not None and key not in found:
-                found[key] = value
-        if source_name is not None and found.get(cfg.data_source_key) is None:
-            found[cfg.data_source_key] = source_name
-        return found
-
-    def problem(self, row: dict[str, Any], require_answer: bool) -> str | None:
-        """Why a completed row cannot be used."""
-        found = _prompt_problem(row, self.cfg.prompt_key, self.cfg.chat_template)
-        return found or (self.answer_problem(row) if require_answer else None)
-
-    def answer_problem(self, row: dict[str, Any]) -> str | None:
-        key = self.cfg.answer_key
-        if key not in row:
-            return _missing(row, key, "data.answer_key")
-        return None if isinstance(row[key], str) else f"{key!r} must be text, not {type(row[key]).__name__}"
-
-    def text(self, row: dict[str, Any]) -> str:
+    def text(self, row: Row) -> str:
         """What is tokenised. Raises ValueError for a conversation that the chat template refuses."""
         value = row[self.cfg.prompt_key]
-        if not self.cfg.chat_template:
-            text: str = value
-            return text
-        messages = [{"role": "user", "content": value}] if isinstance(value, str) else [_message(m) for m in value]
-        try:
-            return self.tokenizer.dress(messages)
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template refuses it: {error}") from error
+        return self.tokenizer.dress(_messages(value)) if self.cfg.chat_template else value
 
-    def ids(self, texts: list[str]) -> list[list[int]]:
+    def dressed(self, row: Row, with_answer: bool = False) -> Dressed:
+        """The prompt; of a conversation, control tokens in its messages are text, where the tokenizer can do that.
+
+        with_answer: the answer's control tokens are named too
+        """
+        prompt = self._dressed(row)
+        name = self.tokenizer.control.first_in(row[self.cfg.answer_key]) if with_answer else None
+        if name is None:
+            return prompt
+        return replace(prompt, as_text=name) if self.cfg.chat_template else replace(prompt, as_control=name)
+
+    def _dressed(self, row: Row) -> Dressed:
+        text, control = self.text(row), self.tokenizer.control
+        if not self.cfg.chat_template:
+            return Dressed(text, as_control=control.first_in(text))
+        messages = _messages(row[self.cfg.prompt_key])
+        name = control.first_in(messages)
+        if name is None:
+            return Dressed(text, as_control=self._turn if self._turn and _holds(messages, self._turn) else None)
+        try:
+            hidden = self.tokenizer.dress(control.hidden(messages))
+        except ValueError:  # a template that looks for the names
+            return Dressed(text, as_control=name)
+        ids = control.encode(hidden) if control.shown(hidden) == text else None
+        return Dressed(text, as_control=name) if ids is None else Dressed(text, ids, as_text=name)
+
+    def ids(self, prompts: list[Dressed]) -> list[list[int]]:
         """Whole prompts, of any length."""
-        return self.tokenizer.encode_plain(texts) if self.cfg.chat_template else self.tokenizer.encode_prompts(texts)
+        encode = self.tokenizer.encode_plain if self.cfg.chat_template else self.tokenizer.encode_prompts
+        encoded = encode([prompt.text for prompt in prompts])
+        return [ids if prompt.ids is None else prompt.ids for prompt, ids in zip(prompts, encoded, strict=True)]
+
+    def answers(self, texts: list[str]) -> list[list[int]]:
+        """Ids without EOS; under a chat template, control tokens in them are text too."""
+        encoded, control = self.tokenizer.encode_plain(texts), self.tokenizer.control
+        if self.cfg.chat_template:
+            for place, text in enumerate(texts):
+                if control.first_in(text):
+                    encoded[place] = control.encode(control.hidden(text)) or encoded[place]
+        return encoded
 
     def cut(self, ids: list[int]) -> list[int]:
         """data.max_prompt_tokens of more ids, special ones not spared: "left" keeps the end, "right" the beginning,
@@ -66,26 +90,23 @@ class Encoder:
         head = {"left": 0, "middle": limit // 2, "right": limit}[self.cfg.truncation]
         return [*ids[:head], *ids[len(ids) - limit + head :]]
 
+    @cached_property
+    def _turn(self) -> str | None:
+        """What ends a user's turn, of a chat template that ends it with plain words; None if it has a control token."""
+        try:
+            end = self.tokenizer.dress([{"role": "user", "content": _MARK}]).rpartition(_MARK)[2].strip()
+        except ValueError:
+            return None
+        return end if len(end) >= MIN_TURN_CHARS and self.tokenizer.control.first_in(end) is None else None
 
-def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Tables give every message the keys of all, as nulls, which chat templates would take for values."""
-    return {key: value for key, value in message.items() if value is not None or key == "content"}
 
-
-def _missing(row: dict[str, Any], key: str, setting: str) -> str:
-    return f"no key {key!r} ({setting}); the row has: {', '.join(map(repr, row)) or 'nothing'}"
-
-
-def _prompt_problem(row: dict[str, Any], key: str, chat: bool) -> str | None:
-    if key not in row:
-        return _missing(row, key, "data.prompt_key")
-    value = row[key]
+def _messages(value: Any) -> list[Row]:
+    """Of text or of messages. Tables give every message the keys of all, as nulls, which chat templates would take for
+    values."""
     if isinstance(value, str):
-        return None
-    if not chat:
-        hint = "; chat messages need data.chat_template: true" if isinstance(value, list) else ""
-        return f"{key!r} must be text, not {type(value).__name__}{hint}"
-    messages = isinstance(value, list) and value and all(isinstance(m, dict) for m in value)
-    if messages and all({"role", "content"} <= message.keys() for message in value):
-        return None
-    return f"{key!r} must be text or a list of messages with 'role' and 'content'"
+        return [{"role": "user", "content": value}]
+    return [{key: part for key, part in m.items() if part is not None or key == "content"} for m in value]
+
+
+def _holds(messages: list[Row], words: str) -> bool:
+    return any(isinstance(text := message["content"], str) and words in text for message in messages)

@@ -9,11 +9,27 @@ import torch
 from torch import Tensor
 
 from mrl.core import PackedBatch, Rollout
+from mrl.data.errors import DataError
 
 
 def sequence_align(cp: int) -> int:
     """Tokens that every packed sequence is padded to a multiple of: 2 * cp chunks of equal size, 1 without a cut."""
     return 2 * cp if cp > 1 else 1
+
+
+def require_ids(rollout: Rollout, vocab_size: int) -> None:
+    """Raises DataError, naming sample and place, for a token without an embedding. Embeddings that are cut by tensor
+    parallelism would take a zero for it and say nothing."""
+    wrong = (rollout.tokens < 0) | (rollout.tokens >= vocab_size)
+    if not bool(wrong.any()):
+        return
+    at = int(wrong.nonzero()[0])
+    sample = int((rollout.seq_lens.cumsum(0) <= at).sum())
+    place = at - int(rollout.seq_lens[:sample].sum())
+    raise DataError(
+        f"step {rollout.step}: token {place} of sample {sample} is {int(rollout.tokens[at])}, the model's vocabulary "
+        f"has the ids 0 to {vocab_size - 1}"
+    )
 
 
 def pack(rollout: Rollout, sample_ids: Sequence[int], cp: int, cp_rank: int, align_total: int) -> PackedBatch:

@@ -10,6 +10,7 @@ import numpy as np
 from mrl.config.schema import Config, RLConfig
 from mrl.core import Prompt
 from mrl.data.dataset import PromptDataset, data_notes
+from mrl.data.rows import RowCheck
 from mrl.data.tokenizer import load_tokenizer
 
 BARS, BAR_WIDTH = 10, 40
@@ -17,13 +18,16 @@ SHOWN_CHARS = 2000
 BATCH_PROMPTS = 1024
 
 
-def preview(cfg: Config, samples: int) -> Iterator[str]:
-    """Lines of text. Reads and tokenises everything, as the run would; raises what the run would raise."""
+def preview(cfg: Config, samples: int, check: RowCheck | None = None) -> Iterator[str]:
+    """Lines of text. Reads and tokenises everything, as the run would; raises what the run would raise.
+
+    check: what the reward demands of a row
+    """
     is_rl = isinstance(cfg, RLConfig)
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
-    sets = {"data.train": PromptDataset(cfg.data.train, cfg.data, tokenizer, require_answer=not is_rl)}
+    sets = {"data.train": PromptDataset(cfg.data.train, cfg.data, tokenizer, not is_rl, check)}
     if cfg.data.validation is not None:
-        sets["data.validation"] = PromptDataset(cfg.data.validation, cfg.data, tokenizer)
+        sets["data.validation"] = PromptDataset(cfg.data.validation, cfg.data, tokenizer, check=check)
     yield from data_notes(tokenizer, sets)
     drawn = cfg.run.steps * (cfg.batch.prompts_per_step if isinstance(cfg, RLConfig) else cfg.batch.samples_per_step)
     for key, data in sets.items():

@@ -8,9 +8,11 @@ import numpy as np
 
 from mrl.config.schema import SourceConfig
 from mrl.core import Prompt
-from mrl.data.encoder import Encoder
+from mrl.data.encoder import Dressed, Encoder
 from mrl.data.errors import DataError, raise_for
+from mrl.data.rows import RowReader
 from mrl.data.sources import open_rows
+from mrl.data.tokenizer import TokenizerError
 
 BATCH_ROWS = 1024  # tokenised at once
 
@@ -21,16 +23,19 @@ class PromptSource:
     first_index: of its row 0 in the data set
     dropped, cut: prompts over `data.max_prompt_tokens` that were left out, or cut
     longest: tokens of the longest prompt, before that
+    as_text, as_control: for each row with control tokens, the first one's name; see `Encoder.dressed`
 
     Raises DataError that names every malformed row.
     """
 
-    def __init__(self, source: SourceConfig, encoder: Encoder, first_index: int, require_answer: bool) -> None:
+    def __init__(self, source: SourceConfig, encoder: Encoder, reader: RowReader, first_index: int) -> None:
         self.source, self.first_index = source, first_index
         self.rows = open_rows(source)
         self.dropped = self.longest = 0
         self._cut_rows: set[int] = set()
-        self._encoder, self._require_answer = encoder, require_answer
+        self.as_text: list[str] = []
+        self.as_control: list[str] = []
+        self._encoder, self._reader = encoder, reader
         self._problems: list[tuple[str, str]] = []
         kept: list[int] = []
         tokens: list[np.ndarray] = []
@@ -65,7 +70,7 @@ class PromptSource:
         """The usable prompt at `place`, with its row read again."""
         i, end = int(self._kept[place]), int(self._ends[place])
         ids = self._tokens[self._ends[place - 1] if place else 0 : end].tolist()
-        row = self._encoder.complete(self.rows[i], self.source.name)
+        row = self._reader.complete(self.rows[i], self.source.name)
         text = self._encoder.text(row)
         if i in self._cut_rows:
             text = self._encoder.tokenizer.decode(ids, special=True)
@@ -78,23 +83,23 @@ class PromptSource:
     def _encoded(self) -> Iterator[tuple[int, list[int]]]:
         """(row, ids) of the usable rows; what is wrong with others goes to `_problems`."""
         for start in range(0, len(self.rows), BATCH_ROWS):
-            texts = dict(self._texts(range(start, min(start + BATCH_ROWS, len(self.rows)))))
-            for i, ids in zip(texts, self._encoder.ids(list(texts.values())), strict=True):
+            prompts = dict(self._prompts(range(start, min(start + BATCH_ROWS, len(self.rows)))))
+            for i, ids in zip(prompts, self._encoder.ids(list(prompts.values())), strict=True):
                 fitting = self._fit(i, ids)
                 if fitting is not None:
+                    self.as_text += filter(None, [prompts[i].as_text])
+                    self.as_control += filter(None, [prompts[i].as_control])
                     yield i, fitting
 
-    def _texts(self, rows: range) -> Iterator[tuple[int, str]]:
+    def _prompts(self, rows: range) -> Iterator[tuple[int, Dressed]]:
         for i in rows:
             try:
-                row = self._encoder.complete(self.rows[i], self.source.name)
-                problem = self._encoder.problem(row, self._require_answer)
-                if problem is None:
-                    yield i, self._encoder.text(row)
-                    continue
+                row = self._reader.read(self.rows, i, self.source.name)
+                yield i, self._encoder.dressed(row, self._reader.require_answer)
+            except TokenizerError as error:  # so would every other row
+                raise TokenizerError(f"{self.rows.where(i)}: {error}") from None
             except ValueError as error:
-                problem = str(error)
-            self._problems.append((self.rows.where(i), problem))
+                self._problems.append((self.rows.where(i), str(error)))
 
     def _fit(self, i: int, ids: list[int]) -> list[int] | None:
         """The ids within `data.max_prompt_tokens`; None for a prompt that is left out."""

@@ -7,11 +7,11 @@ maps them into memory (parquet through a copy in its cache, HF_DATASETS_CACHE).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from mrl.config.json_rows import BOM, as_row, parse, parse_row
 from mrl.config.schema import SourceConfig
 from mrl.data.errors import DataError
 
@@ -28,39 +28,43 @@ class Rows(Protocol):
         ...
 
 
-def open_rows(source: SourceConfig) -> Rows:
-    """Raises DataError for a path that holds no data of a known kind."""
+def open_rows(source: SourceConfig, most_bytes: int | None = None) -> Rows:
+    """With `most_bytes` no more of a JSON file than that: its first rows, or none of a list in a longer file.
+
+    Raises DataError for a path that holds no data of a known kind.
+    """
     path = Path(source.path)
     if path.is_dir():
         return Table(source.path if source.split is None else f"{path}[{source.split}]", _load_directory(source))
     if not path.is_file():
-        raise DataError(f"{path} does not exist")
+        raise DataError(f"{path} {'is no file with rows' if path.exists() else 'does not exist'}")
     if path.suffix == ".parquet":
         return Table(source.path, _load_dataset("parquet", data_files=source.path)["train"])
     if path.suffix == ".jsonl" or (path.suffix == ".json" and not _is_list(path)):
-        return JsonLines(path)
+        return JsonLines(path, most_bytes)
     if path.suffix == ".json":
-        return Table(source.path, _read_list(path))
+        is_read = most_bytes is None or path.stat().st_size <= most_bytes
+        return Table(source.path, _read_list(path) if is_read else [])
     raise DataError(f"{path}: expected .jsonl, .json, .parquet or a directory")
 
 
 class JsonLines:
     """One object a line, kept as text: parsed rows take several times the memory. Blank lines are no rows."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
         self._path = path
-        raw = enumerate(path.read_bytes().split(b"\n"), start=1)
-        self._lines = [(number, line) for number, line in raw if line.strip()]
+        with path.open("rb") as file:
+            raw = file.read(-1 if most_bytes is None else most_bytes)
+            if file.read(1):
+                raw = raw[: raw.rfind(b"\n") + 1]
+        lines = enumerate(raw.removeprefix(BOM).split(b"\n"), start=1)
+        self._lines = [(number, line) for number, line in lines if line.strip()]
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        try:
-            row = json.loads(self._lines[i][1])
-        except ValueError as error:
-            raise ValueError(f"not valid JSON: {error}") from error
-        return _object(row)
+        return parse_row(self._lines[i][1])
 
     def where(self, i: int) -> str:
         return f"{self._path}:{self._lines[i][0]}"
@@ -76,28 +80,22 @@ class Table:
         return len(self._rows)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return _object(self._rows[i])
+        return as_row(self._rows[i])
 
     def where(self, i: int) -> str:
         return f"{self._name}, row {i}"
 
 
-def _object(row: Any) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise ValueError(f"a row must be a JSON object, not {type(row).__name__}")
-    return row
-
-
 def _is_list(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(4096).lstrip().startswith(b"[")
+        return file.read(4096).removeprefix(BOM).lstrip().startswith(b"[")
 
 
 def _read_list(path: Path) -> list[Any]:
     try:
-        rows: list[Any] = json.loads(path.read_bytes())
+        rows: list[Any] = parse(path.read_bytes().removeprefix(BOM))
     except ValueError as error:
-        raise DataError(f"{path}: not valid JSON: {error}") from error
+        raise DataError(f"{path}: {error}") from error
     return rows
 
 
@@ -138,4 +136,5 @@ def _quietly(load: Any, path: str, **options: Any) -> Any:
         return load(path, **options)
     except Exception as error:
         cause = error.__cause__ or error  # the library says only "an error occurred" and chains what it was
-        raise DataError(f"{options.get('data_files', path)}: the datasets library cannot read it: {cause}") from error
+        what = str(cause).strip().partition("\n")[0] or type(cause).__name__
+        raise DataError(f"{options.get('data_files', path)}: the datasets library cannot read it: {what}") from error

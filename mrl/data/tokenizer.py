@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from mrl.config import tokenizer_files
+from mrl.config.problems import printable, shortened
+from mrl.data.control_tokens import ControlTokens
+from mrl.data.limits import bounded
+from mrl.foreign import check_links, read_json
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARK = "ANSWER"
+TEMPLATE_S = 5.0  # of processor time, for one conversation
+TEMPLATE_BYTES = 1 << 30  # of memory, for one conversation
+MAX_TEXT_BYTES = 64 << 20
 
 
 class TokenizerError(ValueError):
@@ -27,6 +35,7 @@ class Tokenizer:
         self.notes = notes
         self.eos_id: int = hf.eos_token_id
         self.pad_id: int = hf.pad_token_id
+        self.control = ControlTokens(hf)
 
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
         """Raw text -> ids, with the tokenizer's own leading special tokens (BOS) but never a trailing EOS."""
@@ -52,16 +61,18 @@ class Tokenizer:
         return bool(self.hf.chat_template)
 
     def dress(self, messages: list[dict[str, Any]]) -> str:
-        """A conversation through the chat template, up to where the assistant's next answer begins."""
-        text: str = self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return text
+        """A conversation through the chat template, up to where the assistant's next answer begins.
+
+        Raises ValueError for a conversation that it refuses or cannot compute, TokenizerError if it does not end.
+        """
+        return self._dress(messages, add_generation_prompt=True)
 
     def turn_notes(self) -> list[str]:
         """What to know where the chat template ends the assistant's turns with another special token than EOS."""
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
         try:
-            text: str = self.hf.apply_chat_template(messages, tokenize=False)
-        except (TemplateError, TypeError):  # its own rules of what a conversation is
+            text = self._dress(messages)
+        except ValueError:  # its own rules of what a conversation is
             return []
         [ids] = self.encode_plain([text.rpartition(_MARK)[2].strip()])
         if not ids or ids[0] == self.eos_id or ids[0] not in self.hf.all_special_ids:
@@ -72,8 +83,32 @@ class Tokenizer:
             f"model.eos_token: {end!r} would make it the one"
         ]
 
+    def _dress(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        try:
+            with bounded(TEMPLATE_S, TEMPLATE_BYTES):
+                text: str = self.hf.apply_chat_template(messages, tokenize=False, **options)
+                size = len(text.encode())
+        except TimeoutError:
+            where = f"the chat template of {self.hf.name_or_path}"
+            raise TokenizerError(f"{where} has not ended after {TEMPLATE_S:g} s of one conversation") from None
+        except Exception as error:  # a program from outside: whatever it likes
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            what = printable(shortened(f"{kind}{error}", most=300))
+            raise ValueError(f"the chat template refuses it: {what}") from error
+        if size > MAX_TEXT_BYTES:
+            raise ValueError(f"the chat template makes {size} bytes of it, at most {MAX_TEXT_BYTES} can be read")
+        if any(not isinstance(m["content"], str) and str(m["content"]) in text for m in messages if m.get("content")):
+            raise ValueError(
+                "the chat template knows content that is text only, and would show the model Python's form"
+            )
+        return text
+
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
-        ids: list[list[int]] = self.hf(texts, add_special_tokens=special)["input_ids"] if texts else []
+        try:
+            ids: list[list[int]] = self.hf(texts, add_special_tokens=special)["input_ids"] if texts else []
+        except Exception as error:  # of a foreign file
+            reason = printable(shortened(str(error), most=300))
+            raise TokenizerError(f"the tokenizer of {self.hf.name_or_path} cannot encode text: {reason}") from error
         return ids
 
 
@@ -82,16 +117,24 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
 
     `eos_token`, if given, takes the place of the tokenizer's own. A missing EOS is taken from the model's config.json,
     a missing PAD becomes the EOS. Every correction is in `Tokenizer.notes`. Raises TokenizerError if there are no
-    tokenizer files, no EOS anywhere, or if `eos_token` is no token of the vocabulary.
+    tokenizer files, no EOS anywhere, if `eos_token` is no token of the vocabulary, or if the model (config.json) has
+    no embedding for some tokens. Code that comes with a tokenizer is never run.
     """
     from transformers import AutoTokenizer
 
+    vocab_size = _vocab_size_of_config(Path(path))
+    for _, problem in tokenizer_files.problems(path, vocab_size, eos_token):
+        raise TokenizerError(problem)
     try:
-        hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the libraries read foreign files, and raise whatever comes of it
+        reason = " ".join(str(error).split())[:300]
         raise TokenizerError(
-            f"{path}: no tokenizer could be loaded; expected tokenizer.json or the model's own files ({error})"
+            f"{path}: no tokenizer could be loaded; expected tokenizer.json or the model's own files ({reason})"
         ) from error
+    tokens = max(hf.get_vocab().values(), default=0) + 1
+    if vocab_size is not None and tokens > vocab_size:
+        raise TokenizerError(tokenizer_files.too_large(path, tokens, vocab_size))
     notes: list[str] = []
     if eos_token is not None and eos_token != hf.eos_token:
         if eos_token not in hf.get_vocab():
@@ -107,9 +150,25 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
     return Tokenizer(hf, notes)
 
 
+def _config(path: Path) -> dict[str, Any]:
+    """The model's config.json; empty if there is none."""
+    try:
+        check_links(path)
+        content = read_json(path / "config.json")
+    except OSError:
+        return {}
+    except ValueError as error:
+        raise TokenizerError(str(error)) from error
+    return content if isinstance(content, dict) else {}
+
+
+def _vocab_size_of_config(path: Path) -> int | None:
+    size = _config(path).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
 def _eos_of_config(path: Path, hf: PreTrainedTokenizerBase) -> str:
-    file = path / "config.json"
-    eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    eos = _config(path).get("eos_token_id")
     first = eos[0] if isinstance(eos, list) and eos else eos
     token = hf.convert_ids_to_tokens(first) if isinstance(first, int) else None
     if not isinstance(token, str):

@@ -4,8 +4,9 @@ Rows are worked through in chunks; the backward pass recomputes a chunk's logits
 memory beyond inputs and gradients is one [chunk, vocab / tp] block. Vocabulary-parallel: each rank holds the weight
 rows `vocab_start ... vocab_start + V/tp`; columns at or beyond `vocab_size` are padding and take no probability.
 
-With logits x / T, p = softmax: log_prob = x_y - lse, entropy H = lse - sum(p x), sum p^2 = sum(e^2x) / sum(e^x)^2;
-d log_prob / dx = onehot(y) - p, dH / dx = -p (log p + H).
+With z = logits / T - their maximum and p = softmax: log_prob = z_y - log sum(e^z), entropy H = log sum(e^z) - sum(p z),
+sum p^2 = sum(e^2z) / sum(e^z)^2; d log_prob / dz = onehot(y) - p, dH / dz = -p (log p + H). The maximum is taken off
+first, and its own 1 is left out of the sum for log1p: neither large logits nor a log-prob near 0 cost digits.
 """
 
 from __future__ import annotations
@@ -63,17 +64,9 @@ def linear_distribution(
     for s in range(0, hidden.size(0), chunk):
         rows = slice(s, s + chunk)
         x = _logits(hidden[rows], weight, temperature, valid)
-        picked, lse, entropy, squares = _row_statistics(x, labels[rows] - vocab_start, valid, group, squares=True)
-        out[:, rows] = torch.stack([picked - lse, entropy, squares])
+        log_probs, _, entropy, squares = _row_statistics(x, labels[rows] - vocab_start, valid, group, squares=True)
+        out[:, rows] = torch.stack([log_probs, entropy, squares])
     return out
-
-
-def reference_linear_log_prob(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, vocab_size: int
-) -> tuple[Tensor, Tensor]:
-    """The plain form of `linear_log_prob` on one process, for tests: materialises the logits."""
-    log_p = torch.log_softmax((hidden @ weight[:vocab_size].T).float() / temperature, -1)
-    return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -95,8 +88,7 @@ class _LinearLogProb(torch.autograd.Function):
         for s in range(0, n, chunk):
             rows = slice(s, s + chunk)
             x = _logits(hidden[rows], weight, temperature, valid)
-            picked, lse[rows], entropy[rows], _ = _row_statistics(x, labels[rows] - vocab_start, valid, group)
-            log_probs[rows] = picked - lse[rows]
+            log_probs[rows], lse[rows], entropy[rows], _ = _row_statistics(x, labels[rows] - vocab_start, valid, group)
         ctx.save_for_backward(hidden, weight, labels, lse, entropy)
         ctx.set_materialize_grads(False)
         ctx.args = (temperature, vocab_start, valid, chunk)
@@ -148,20 +140,25 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float, valid: int) -> T
 def _row_statistics(
     x: Tensor, local_labels: Tensor, valid: int, group: dist.ProcessGroup | None, squares: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(logit of the label, log-sum-exp, entropy, sum of squared probabilities), each [rows], over the whole vocabulary;
-    the last one is 0 unless asked for."""
-    top = x.amax(-1)
+    """(log-prob of the label, log-sum-exp, entropy, sum of squared probabilities), each [rows], over the whole
+    vocabulary; the last one is 0 unless asked for. Overwrites `x`."""
+    here, place = x.max(-1, keepdim=True)
+    top = here.clone()
     if group is not None:
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    exp = (x - top[:, None]).exp_()
+    z = x.sub_(top)
+    is_top = (here == top).float()  # on more than one rank where they are equal
     mine = (local_labels >= 0) & (local_labels < valid)
-    picked = x.gather(1, local_labels.clamp(0, x.size(1) - 1)[:, None])[:, 0]
-    square = exp.square().sum(-1) if squares else torch.zeros_like(picked)
-    sums = torch.stack([exp.sum(-1), (exp * x).sum(-1), torch.where(mine, picked, 0.0), square])
+    picked = torch.where(mine, z.gather(1, local_labels.clamp(0, x.size(1) - 1)[:, None])[:, 0], 0.0)
+    others = z.exp().scatter_add_(1, place, -is_top)  # the top's own 1 less
+    square = others.square().sum(-1) if squares else torch.zeros_like(picked)
+    sums = torch.stack([others.sum(-1), z.mul_(others).sum(-1), picked, square, is_top[:, 0]])
     if group is not None:
         dist.all_reduce(sums, group=group)
-    lse = top + sums[0].log()
-    return sums[2], lse, lse - sums[1] / sums[0], sums[3] / sums[0].square()
+    rest, weighted, label, square, tops = sums
+    log_sum, total = (rest + (tops - 1)).log1p(), rest + tops
+    squared = (square + tops) / total.square() if squares else square
+    return label - log_sum, top[:, 0] + log_sum, log_sum - weighted / total, squared
 
 
 def _d_logits(log_p: Tensor, entropy: Tensor, d_log_probs: Tensor, d_entropy: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from typing import Literal
 from mrl.launcher import signals
 from mrl.launcher.logs import LEFT, LaunchError, Log, cause, open_logs, owned, report, take_failures
 from mrl.launcher.restarts import Restarts
-from mrl.ports import free_port
-from mrl.resilience.protocol import EXIT_PREEMPTED, LOG_DIR_VARIABLE, MARKER, PORT_VARIABLE
+from mrl.ports import MEETING_VARIABLE
+from mrl.resilience.protocol import EXIT_PREEMPTED, LOG_DIR_VARIABLE, MARKER
 from mrl.terminal import Terminal
 
 _POLL_S = 0.1
@@ -57,9 +58,9 @@ def launch_elastic(job: Elastic, run_dir: Path, grace_s: float = 30.0) -> int:
     log_dir = run_dir / "logs"
     with owned(log_dir), signals.collected() as received:
         logs = open_logs(log_dir, job.nproc, job.arguments)
-        with Terminal(logs[0].path) as terminal:
+        with Terminal(logs[0].path) as terminal, tempfile.TemporaryDirectory(prefix="mrl-world-") as meeting:
             restarts = Restarts(logs, job.limits, job.max_restarts, log_dir / "restarts.jsonl", terminal)
-            process = _start(job, log_dir, grace_s, terminal)
+            process = _start(job, log_dir, meeting, grace_s, terminal)
             return _Watch(job, process, logs, restarts, run_dir, grace_s, terminal).wait(received)
 
 
@@ -147,17 +148,22 @@ class _Watch:
             self.terminal.say(f"error: {log.stem} ended with exit code {self.process.returncode}; its log: {log}")
 
 
-def _start(job: Elastic, log_dir: Path, grace_s: float, terminal: Terminal) -> subprocess.Popen[bytes]:
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, LOG_DIR_VARIABLE: str(log_dir.absolute())}
+def _start(job: Elastic, log_dir: Path, meeting: str, grace_s: float, terminal: Terminal) -> subprocess.Popen[bytes]:
+    """meeting: a folder that is this account's alone, for whatever the launcher below and the ranks meet over."""
+    environment = {
+        **{"OMP_NUM_THREADS": "1", **os.environ},
+        **{LOG_DIR_VARIABLE: str(log_dir.absolute()), MEETING_VARIABLE: meeting},
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else torchrun opens one for the ranks, to everybody
+    }
     longest = math.ceil((job.save_s or 0.0) + grace_s)
-    common = ["--nnodes=1", f"--nproc-per-node={job.nproc}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    own = ["-m", "mrl.launcher.agent", job.kind, "--nnodes=1", f"--nproc-per-node={job.nproc}"]
+    own += ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1"]
     if job.kind == "torchrun":
-        own = ["-m", "torch.distributed.run", *common, "--max-restarts=0", f"--shutdown-timeout={longest}"]
+        own += ["--max-restarts=0", f"--shutdown-timeout={longest}"]
     else:
-        own = ["-m", "mrl.launcher.ft_agent", *common, f"--max-restarts={job.max_restarts}"]
-        own += [f"--term-timeout={longest}", f"--workers-stop-timeout={_STOP_S}", "--monitor-interval=0.1"]
+        own += [f"--max-restarts={job.max_restarts}", f"--term-timeout={longest}"]
+        own += [f"--workers-stop-timeout={_STOP_S}", "--monitor-interval=0.1"]
         own += ["--ft-enable-nic-monitor=false", f"--ft-cfg-path={job.ft_config}"]
-        environment[PORT_VARIABLE] = str(free_port())
     with _log(job, log_dir).open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, *own, "-m", *job.arguments],

@@ -15,10 +15,13 @@ from typing import BinaryIO
 
 from mrl import failure
 from mrl.failure import Failure
+from mrl.files import make_private
+from mrl.redaction import redact
 from mrl.resilience.protocol import EXIT_PREEMPTED
 from mrl.terminal import Terminal
 
 TAIL_LINES = 30
+RESERVED = 1 << 16  # bytes, for a rank's error with its traceback
 LEFT = f"left before its end (exit code {EXIT_PREEMPTED}): the same command goes on from the last checkpoint"
 
 
@@ -34,9 +37,16 @@ class Log:
     start: int
 
     def tail(self) -> str:
-        with self.path.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(max(self.start, self.path.stat().st_size - 200 * TAIL_LINES))
             return "\n".join(file.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
+        return ""
+
+    def last_written(self) -> float:
+        """Unix time; 0 where somebody has removed the log."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.path.stat().st_mtime
+        return 0.0
 
     @property
     def failure_file(self) -> Path:
@@ -50,9 +60,11 @@ def open_logs(log_dir: Path, nproc: int, command: Sequence[str]) -> list[Log]:
 
 def _open_log(log_dir: Path, number: int, nproc: int, command: Sequence[str]) -> Log:
     path = log_dir / f"rank_{number}.log"
-    path.with_suffix(".failure").unlink(missing_ok=True)
+    failure_file = path.with_suffix(".failure")
+    failure_file.unlink(missing_ok=True)
+    failure.reserve(failure_file).write_bytes(bytes(RESERVED))
     with path.open("ab") as file:
-        file.write(f"--- {time.strftime('%F %T')} rank {number} of {nproc}: {shlex.join(command)}\n".encode())
+        file.write(f"--- {time.strftime('%F %T')} rank {number} of {nproc}: {redact(shlex.join(command))}\n".encode())
         return Log(path, file.tell())
 
 
@@ -67,7 +79,7 @@ def take_failures(logs: Sequence[Log], terminal: Terminal) -> dict[int, Failure]
         if number == 0:
             terminal.log(error.traceback)
         else:
-            with log.path.open("a") as file:
+            with contextlib.suppress(OSError), log.path.open("a") as file:  # a full disk
                 file.write(error.traceback)
         log.failure_file.unlink()
     return found
@@ -93,7 +105,8 @@ def report(found: tuple[int, Failure], log: Log, terminal: Terminal) -> None:
 @contextlib.contextmanager
 def owned(log_dir: Path) -> Iterator[BinaryIO]:
     """One launcher a directory. Raises LaunchError if another one writes there."""
-    log_dir.mkdir(parents=True, exist_ok=True)
+    make_private(log_dir.parent)
+    log_dir.mkdir(exist_ok=True)
     with (log_dir / ".launcher.lock").open("a+b") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,4 +118,8 @@ def owned(log_dir: Path) -> Iterator[BinaryIO]:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         lock.flush()
-        yield lock
+        try:
+            yield lock
+        finally:
+            for unused in log_dir.glob("*.reserve"):
+                unused.unlink(missing_ok=True)

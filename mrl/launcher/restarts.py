@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -100,7 +101,7 @@ class Restarts:
         what = fault.text.splitlines()[0]
         self._terminal.say(f"restart {self._attempt} of {self._allowed}: {what}; {end}")
         row = {"restart": self._attempt, **asdict(fault), "recovered_s": recovered_s}
-        with self._record.open("a") as file:
+        with contextlib.suppress(OSError), self._record.open("a") as file:  # a full disk: the terminal has it
             file.write(json.dumps(row) + "\n")
 
 

@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from mrl import failure
 from mrl.failure import Failure
 from mrl.launcher import signals
 from mrl.launcher.logs import LEFT, LaunchError, Log, cause, open_logs, owned, report, take_failures
-from mrl.ports import free_port
+from mrl.ports import MEETING_VARIABLE
 from mrl.resilience.protocol import EXIT_PREEMPTED
 from mrl.terminal import Terminal
 
@@ -44,8 +45,16 @@ class Rank:
         return self.code is not None
 
     def signal(self, number: signal.Signals) -> None:
+        """A stopped process goes on to hear it."""
         if self.code is None:
             os.kill(self.process.pid, number)
+            os.kill(self.process.pid, signal.SIGCONT)
+
+    def is_stopped(self) -> bool:
+        """By SIGSTOP, SIGTSTP or a debugger (Linux)."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
+        return False
 
     def kill_group(self) -> None:
         if self.code is None:
@@ -73,8 +82,9 @@ def launch(
     """
     with owned(log_dir), signals.collected() as received:
         logs = open_logs(log_dir, nproc, command)
-        with Terminal(logs[0].path) as terminal:
-            ranks = _start(command, logs, os.environ if env is None else env, terminal)
+        with Terminal(logs[0].path) as terminal, tempfile.TemporaryDirectory(prefix="mrl-world-") as meeting:
+            shared = {**(os.environ if env is None else env), MEETING_VARIABLE: meeting}
+            ranks = _start(command, logs, shared, terminal)
             return _World(ranks, grace_s, settle_s, save_s, terminal).wait(received)
 
 
@@ -86,6 +96,7 @@ class _World:
     ) -> None:
         self.ranks, self.grace_s, self.settle_s, self.save_s, self.terminal = ranks, grace_s, settle_s, save_s, terminal
         self.failed: Rank | None = None
+        self.stopped: list[Rank] = []  # when the first one failed
         self.end_at = self.kill_at = math.inf
         self.sent: signal.Signals | None = None
 
@@ -124,7 +135,8 @@ class _World:
         """Of ranks that are found failed together: one that was killed, or the one that stopped writing first."""
         failed = [rank for rank in self.ranks if rank.code]
         if failed and self.failed is None:
-            self.failed = min(failed, key=lambda rank: ((rank.code or 0) > 0, rank.log.path.stat().st_mtime_ns))
+            self.failed = min(failed, key=lambda rank: ((rank.code or 0) > 0, rank.log.last_written()))
+            self.stopped = [rank for rank in self.ranks if rank.is_stopped()]
             self.end_at = time.monotonic() + self.settle_s
 
     def _stop_if_due(self, received: Sequence[int]) -> None:
@@ -144,7 +156,11 @@ class _World:
             rank.kill_group()
 
     def _report(self, first: Rank, found: tuple[int, Failure] | None) -> None:
-        if found is None:
+        if self.stopped and (found is None or found[1].lost_contact):
+            names = " and ".join(f"rank {rank.number}" for rank in self.stopped)
+            self.terminal.say(f"error: {names} had been stopped (by a SIGSTOP or a debugger), and the others waited")
+            self.terminal.say(f"details: {first.log.path}")
+        elif found is None:
             self._report_silent(first)
         else:
             report(found, self.ranks[found[0]].log, self.terminal)
@@ -163,7 +179,6 @@ def _start(command: Sequence[str], logs: Sequence[Log], env: Mapping[str, str], 
     shared = {
         **{"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env},
         **{"WORLD_SIZE": str(len(logs)), "LOCAL_WORLD_SIZE": str(len(logs))},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
     }
     prepare = signals.as_child()
     ranks: list[Rank] = []

@@ -22,12 +22,12 @@ from mrl import platform
 from mrl.config.schema import TrainConfig
 from mrl.core import PackedBatch, Rollout
 from mrl.data.balance import plan_micro_batches
-from mrl.data.packing import pack, sequence_align
+from mrl.data.packing import pack, require_ids, sequence_align
 from mrl.learner.optimizer import apply_update, build_optimizer, grad_norm, has_finite_gradients, wrap_ddp
 from mrl.models import ModelArch, ModelBatch, build_model
 from mrl.parallel import Mesh
-from mrl.weights.export import Exporter
-from mrl.weights.load import load_pretrained
+from mrl.weights.model.export import Exporter
+from mrl.weights.model.load import load_pretrained
 
 Role = Literal["policy", "critic"]
 Output = Literal["log_probs", "distribution", "values"]
@@ -235,6 +235,7 @@ class Learner:
 
     def _micro_batches(self, rollout: Rollout, sample_ids: range | list[int]) -> list[PackedBatch]:
         """This rank's micro-batches; their number is the same on every rank."""
+        require_ids(rollout, self.arch.vocab_size)
         mesh, ids = self.mesh, list(sample_ids)
         plan = plan_micro_batches(
             rollout.seq_lens[ids],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl import platform
-from mrl.algo import Sequences, kl, policy_loss, value_loss
+from mrl.algo import Sequences, kl, off_policy_mask, policy_loss, value_loss
 from mrl.config.schema import KLConfig, PolicyLossConfig, ValueLossConfig
 from mrl.learner.learner import Loss, LossParts
 
@@ -23,6 +23,7 @@ class PolicyTargets:
 
     weights: sum a token loss to the configured aggregate; mean_weights: to the mean over the mini-batch's tokens
     policy_weights: `weights` times what the policy loss alone is multiplied by (importance weights, a choice of tokens)
+    sampling_log_probs: the engine's, where responses that the policy has left behind are masked
     sequences: which response each token is of; chosen: bool, the tokens that the loss treats differently
     """
 
@@ -32,6 +33,7 @@ class PolicyTargets:
     mean_weights: Tensor
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    sampling_log_probs: Tensor | None = None
     sequences: Sequences | None = None
     chosen: Tensor | None = None
 
@@ -43,6 +45,7 @@ class PolicyTargets:
             mean_weights=self.mean_weights.to(device),
             old_log_probs=None if self.old_log_probs is None else self.old_log_probs.to(device),
             ref_log_probs=None if self.ref_log_probs is None else self.ref_log_probs.to(device),
+            sampling_log_probs=None if self.sampling_log_probs is None else self.sampling_log_probs.to(device),
             sequences=None if self.sequences is None else self.sequences.to(device),
             chosen=None if self.chosen is None else self.chosen.to(device),
         )
@@ -58,21 +61,25 @@ POLICY_SUMS = (
     "actor/approxkl",
     "actor/ratio",
 )
+OFF_POLICY_MASKED = "actor/off_policy_masked"  # share of the tokens
 
 
 def policy(cfg: PolicyLossConfig, kl_cfg: KLConfig, kl_coef: float, targets: PolicyTargets) -> Loss:
     """The policy loss - entropy_coef * entropy + kl_coef * KL(actor, ref)."""
     t = targets.to(platform.device())
+    masks = t.sampling_log_probs is not None
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
         log_probs, entropy = output[0], output[1]
         weights, mean = t.weights[dest], t.mean_weights[dest]
+        old_log_probs = log_probs.detach() if t.old_log_probs is None else t.old_log_probs[dest]
+        kept = _kept(cfg.off_policy_mask_threshold, t, log_probs, dest)
         loss, metrics = policy_loss.compute(
             cfg.loss_mode,
             log_probs=log_probs,
-            old_log_probs=log_probs.detach() if t.old_log_probs is None else t.old_log_probs[dest],
+            old_log_probs=old_log_probs,
             advantages=t.advantages[dest],
-            weights=t.policy_weights[dest],
+            weights=t.policy_weights[dest] * kept,
             metric_weights=mean,
             sequences=None if t.sequences is None else t.sequences.at(dest),
             chosen=None if t.chosen is None else t.chosen[dest],
@@ -83,14 +90,29 @@ def policy(cfg: PolicyLossConfig, kl_cfg: KLConfig, kl_coef: float, targets: Pol
             loss = loss - cfg.entropy_coef * (weights * entropy).sum()
         ref_kl = torch.zeros((), device=loss.device)
         if t.ref_log_probs is not None:
-            penalty = kl.penalty(kl_cfg.penalty, log_probs, t.ref_log_probs[dest])
+            drawn_by = old_log_probs if kl_cfg.bias_correction else None
+            penalty = kl.penalty(kl_cfg.penalty, log_probs, t.ref_log_probs[dest], drawn_by)
             ref_kl = (mean * penalty.detach()).sum()
             if kl_cfg.use_in_loss:
                 loss = loss + kl_coef * (weights * penalty).sum()
         of_loss = [metrics[name.removeprefix("actor/")] for name in POLICY_SUMS[3:]]
-        return LossParts(loss, [pg_loss, (mean * entropy.detach()).sum(), ref_kl, *of_loss])
+        masked = [(mean * ~kept).sum()] if masks else []
+        return LossParts(loss, [pg_loss, (mean * entropy.detach()).sum(), ref_kl, *of_loss, *masked])
 
-    return Loss(compute, POLICY_SUMS)
+    return Loss(compute, (*POLICY_SUMS, OFF_POLICY_MASKED) if masks else POLICY_SUMS)
+
+
+def _kept(threshold: float | None, t: PolicyTargets, log_probs: Tensor, dest: Tensor) -> Tensor:
+    """[n] bool: the tokens that the off-policy mask leaves to the policy loss."""
+    if threshold is None or t.sampling_log_probs is None or t.sequences is None:
+        return torch.ones_like(dest, dtype=torch.bool)
+    return off_policy_mask.keep(
+        log_probs=log_probs.detach(),
+        sampling_log_probs=t.sampling_log_probs[dest],
+        advantages=t.advantages[dest],
+        sequences=t.sequences.at(dest),
+        threshold=threshold,
+    )
 
 
 def value(cfg: ValueLossConfig, old_values: Tensor, returns: Tensor, weights: Tensor, mean_weights: Tensor) -> Loss:

@@ -5,36 +5,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mrl.config.problems import shortened
 from mrl.models.arch import ModelArch, UnsupportedModel
-
-ROPE_TYPES = ("default", "linear", "llama3")
 
 
 def inverse_frequencies(hf_path: str, arch: ModelArch) -> Tensor:
     """[head_dim / 2] float32, equal to the buffer of transformers' rotary module.
 
-    Raises UnsupportedModel, naming the key, for types that scale attention or change with the sequence length (yarn,
-    longrope, dynamic, ...) and for a partial rotation.
+    Raises UnsupportedModel for a config.json that transformers cannot read and for a type that scales attention;
+    `load_arch` has refused those that change with the sequence length (yarn, longrope, dynamic, ...) and a partial
+    rotation.
     """
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = AutoConfig.from_pretrained(hf_path)
+    try:
+        config = AutoConfig.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # a library reads a foreign file, and raises whatever comes of it
+        reason = shortened(" ".join(str(error).split()), most=300)
+        raise UnsupportedModel(f"{hf_path}/config.json: transformers cannot read it: {reason}") from error
     parameters = config.rope_parameters
     kind = parameters.get("rope_type", "default")
-    where = f"{hf_path}/config.json"
-    if kind not in ROPE_TYPES:
-        raise UnsupportedModel(f"{where}: rope_parameters.rope_type={kind}; supported: {', '.join(ROPE_TYPES)}")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel(f"{where}: partial_rotary_factor={parameters['partial_rotary_factor']}; supported: 1")
     if kind == "default":
         exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).float() / arch.head_dim
         return 1.0 / (parameters["rope_theta"] ** exponents)
     inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     if attention_scaling != 1.0 or inv_freq.numel() * 2 != arch.head_dim:
         raise UnsupportedModel(
-            f"{where}: rope_type={kind} scales attention by {attention_scaling} and rotates {inv_freq.numel() * 2} of "
-            f"{arch.head_dim} channels; supported: 1 and all"
+            f"{hf_path}/config.json: rope_type={kind} scales attention by {attention_scaling} and rotates "
+            f"{inv_freq.numel() * 2} of {arch.head_dim} channels; supported: 1 and all"
         )
     return inv_freq.float()
 

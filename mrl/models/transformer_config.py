@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.config.schema import TrainConfig
-from mrl.models.arch import ModelArch, UnsupportedModel
+from mrl.models.arch import ModelArch
 from mrl.models.mcore import TransformerConfig
 from mrl.parallel import Mesh
 
@@ -24,7 +24,6 @@ def padded_vocab_size(arch: ModelArch, tp: int) -> int:
 
 
 def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
-    """Raises UnsupportedModel for a MoE model that routes to one expert with normalised weights."""
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -120,8 +119,6 @@ def _experts(arch: ModelArch, mesh: Mesh) -> dict[str, Any]:
     """Softmax over the chosen experts equals softmax over all, renormalised; without renormalisation it comes first."""
     if arch.num_experts is None:
         return {}
-    if arch.experts_per_token == 1 and arch.normalize_topk:
-        raise UnsupportedModel("num_experts_per_tok=1 with normalised router weights: every weight would be 1")
     return {
         "num_moe_experts": arch.num_experts,
         "moe_router_topk": arch.experts_per_token,

@@ -1,24 +1,33 @@
 """What a run leaves behind and shows: run directory, metrics, samples, progress display, report."""
 
-from mrl.observe.files import append_jsonl
+from mrl.observe.files import NotWritten, Unreadable, append_jsonl, write_down
 from mrl.observe.lock import RunLocked
 from mrl.observe.metrics import read_metrics
 from mrl.observe.recorder import Recorder, SilentRecorder
 from mrl.observe.report import write_report
 from mrl.observe.rewind import rewind
-from mrl.observe.run_dir import RunDir
+from mrl.observe.run_dir import RunDir, RunExists, is_of_this_launch, move_aside, note_launch, refuse_existing, written
 from mrl.observe.samples import before_after_table, sample_row, save_samples
 
 __all__ = [
+    "NotWritten",
     "Recorder",
     "RunDir",
+    "RunExists",
     "RunLocked",
     "SilentRecorder",
+    "Unreadable",
     "append_jsonl",
     "before_after_table",
+    "is_of_this_launch",
+    "move_aside",
+    "note_launch",
     "read_metrics",
+    "refuse_existing",
     "rewind",
     "sample_row",
     "save_samples",
+    "write_down",
     "write_report",
+    "written",
 ]

@@ -1,21 +1,37 @@
-"""Files that are whole or not there."""
+"""The files of a run directory: lines of JSON, and the configuration."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import yaml
 
-def write_atomically(file: Path, content: str | bytes) -> None:
-    """Writes a temporary neighbour, then renames it."""
-    data = content.encode() if isinstance(content, str) else content
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(data)
-    temporary.rename(file)
+from mrl.files import write_atomically
+
+_SECTIONS = ("run", "model", "data", "algorithm")  # those that are read here
+
+
+class NotWritten(OSError):
+    """Something that the run was to write down; nothing half-written is left of it."""
+
+
+class Unreadable(ValueError):
+    """A file of a run directory that is not as a run writes it."""
+
+
+def write_down(what: str, write: Callable[[], object], on_error: str, note: Callable[[str], None]) -> None:
+    """Calls `write`. Where it fails (disk full): raises NotWritten, or with checkpoint.on_error: warn says so."""
+    try:
+        write()
+    except OSError as error:
+        text = f"{what} cannot be written: {error.strerror or error}"
+        if on_error == "stop":
+            raise NotWritten(f"{text} (checkpoint.on_error: warn would go on without)") from error
+        note(f"{text}; training goes on (checkpoint.on_error: warn)")
 
 
 def write_jsonl(file: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -26,8 +42,19 @@ def append_jsonl(file: Path, row: dict[str, Any]) -> None:
     """One more line; half a line of a killed process is removed first. Not-a-number and infinities become text."""
     drop_torn_line(file)
     values = {name: str(v) if isinstance(v, float) and not math.isfinite(v) else v for name, v in row.items()}
-    with file.open("a") as handle:
-        handle.write(json.dumps(values, allow_nan=False) + "\n")
+    append(file, json.dumps(values, allow_nan=False) + "\n")
+
+
+def append(file: Path, content: str | bytes) -> None:
+    """All of it or, if that fails (disk full), nothing."""
+    with file.open("ab", buffering=0) as handle:
+        end, data = handle.tell(), content.encode() if isinstance(content, str) else content
+        try:
+            while data:
+                data = data[handle.write(data) or 0 :]
+        except OSError:
+            handle.truncate(end)
+            raise
 
 
 def drop_torn_line(file: Path) -> None:
@@ -41,8 +68,30 @@ def drop_torn_line(file: Path) -> None:
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """All rows; a last line that is still being written is left out. No file: no rows."""
+    """All rows; a last line that is still being written is left out. No file: no rows. Raises Unreadable."""
     if not file.is_file():
         return []
-    lines = file.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    rows = []
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            rows.append(json.loads(line or b"{}"))
+        except ValueError as error:
+            raise Unreadable(f"{file}:{number}: not JSON: {error}") from None
+        if not isinstance(rows[-1], dict):
+            raise Unreadable(f"{file}:{number}: expected a JSON object")
+    return [row for row in rows if row]
+
+
+def read_config(run_dir: Path) -> tuple[str, dict[str, Any]]:
+    """RUN_DIR/config.yaml as text and as what it holds; both empty if there is none. Raises Unreadable."""
+    file = run_dir / "config.yaml"
+    if not file.is_file():
+        return "", {}
+    try:
+        text = file.read_bytes().decode()
+        config = yaml.safe_load(text) or {}
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise Unreadable(f"{file}: not the YAML that a run writes: {' '.join(str(error).split())}") from None
+    if not isinstance(config, dict) or not all(isinstance(config.get(name, {}), dict) for name in _SECTIONS):
+        raise Unreadable(f"{file}: expected a mapping of sections such as {', '.join(_SECTIONS)}")
+    return text, config

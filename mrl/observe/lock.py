@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mrl.files import write_atomically
+
 HEARTBEAT_S = 5.0
 SILENCE_S = 20.0  # an owner on another host that lets this pass without a heart-beat is taken for dead
 
@@ -28,8 +30,11 @@ class Owner:
     born: str  # the process's start time: a reused pid is another process
 
     @classmethod
-    def me(cls) -> Owner:
-        return cls(socket.gethostname(), os.getpid(), _born(os.getpid()))
+    def of(cls, pid: int) -> Owner:
+        return cls(socket.gethostname(), pid, _born(pid))
+
+    def write(self, file: Path) -> None:
+        write_atomically(file, json.dumps(asdict(self)) + "\n")
 
 
 class Lock:
@@ -41,17 +46,15 @@ class Lock:
 
     def __init__(self, file: Path, silence_s: float = SILENCE_S, heartbeat_s: float = HEARTBEAT_S) -> None:
         self.file = file
-        self._me = Owner.me()
+        self._me = Owner.of(os.getpid())
         with _alone(file.parent):
-            owner = _read(file)
+            owner = read_owner(file)
             if owner is not None and _alive(owner, file, silence_s):
                 raise RunLocked(
                     f"{file.parent} is in use by process {owner.pid} on {owner.host}: stop that run, or choose another "
                     f"run.name (if you are sure that it is gone, delete {file})"
                 )
-            temporary = file.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(json.dumps(asdict(self._me)) + "\n")
-            temporary.rename(file)
+            self._me.write(file)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, args=(heartbeat_s,), daemon=True, name="run-lock")
         self._thread.start()
@@ -60,12 +63,12 @@ class Lock:
         """Ends the heart-beat and removes the file, unless somebody else owns it by now."""
         self._stop.set()
         self._thread.join()
-        if _read(self.file) == self._me:
+        if read_owner(self.file) == self._me:
             self.file.unlink()
 
     def _beat(self, every_s: float) -> None:
         while not self._stop.wait(every_s):
-            if _read(self.file) == self._me:
+            if read_owner(self.file) == self._me:
                 os.utime(self.file)
 
 
@@ -80,7 +83,7 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _read(file: Path) -> Owner | None:
+def read_owner(file: Path) -> Owner | None:
     try:
         return Owner(**json.loads(file.read_text()))
     except FileNotFoundError:

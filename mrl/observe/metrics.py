@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mrl.core import StepStats
-from mrl.observe.files import drop_torn_line, read_jsonl
+from mrl.observe.files import Unreadable, append, drop_torn_line, read_jsonl
 
 Row = dict[str, float]
 
@@ -17,24 +21,22 @@ Row = dict[str, float]
 class MetricsFile:
     """Appends `{"step", "unix_time", metric: value, ..., "time/<phase>": seconds}` a line.
 
-    Not-a-number and infinities become null (JSON has neither); `write` returns their names.
+    Not-a-number and infinities become null (JSON has neither); `write` returns their names. A row is
+    written whole or not at all (OSError).
     """
 
     def __init__(self, file: Path) -> None:
         drop_torn_line(file)
-        self._handle = file.open("a")
+        self._file = file
+        append(file, "")
 
     def write(self, stats: StepStats) -> list[str]:
         values = flatten(stats)
         bad = [name for name, value in values.items() if not math.isfinite(value)]
         row: dict[str, Any] = {"step": stats.step, "unix_time": round(time.time(), 3)}
         row |= {name: None if name in bad else value for name, value in values.items()}
-        self._handle.write(json.dumps(row, allow_nan=False) + "\n")
-        self._handle.flush()
+        append(self._file, json.dumps(row, allow_nan=False) + "\n")
         return bad
-
-    def close(self) -> None:
-        self._handle.close()
 
 
 def flatten(stats: StepStats) -> Row:
@@ -46,34 +48,49 @@ def read_metrics(run_dir: Path) -> list[Row]:
     """The run's rows by rising step. Nulls are left out of a row.
 
     A run that went on from a checkpoint repeats the steps after it; what the abandoned attempt wrote is left out.
+    Raises Unreadable.
     """
     rows: list[Row] = []
-    for raw in read_jsonl(run_dir / "metrics.jsonl"):
+    file = run_dir / "metrics.jsonl"
+    for raw in read_jsonl(file):
+        if raw.get("step") is None or not all(map(_is_number, raw.values())):
+            raise Unreadable(f"{file}: a row is no step with numbers: {json.dumps(raw)[:200]}")
         while rows and rows[-1]["step"] >= raw["step"]:
             rows.pop()
         rows.append({name: value for name, value in raw.items() if value is not None})
     return rows
 
 
+def _is_number(value: Any) -> bool:
+    """Or the null that stands for one that was not finite."""
+    return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
+
+
 class TensorboardWriter:
-    """Scalars in RUN_DIR/tensorboard."""
+    """Scalars in RUN_DIR/tensorboard. A step is written whole or not at all (OSError), at once, in this thread:
+    tensorboard's own writer has one of its own, which ends for good, with a traceback, when a disk is full."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._folder = run_dir / "tensorboard"
-        self._writer: Any = None
+        self._file = run_dir / "tensorboard" / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}"
 
     def write(self, stats: StepStats) -> None:
-        self._writer = self._writer or self._open(stats.step)
-        for name, value in flatten(stats).items():
-            self._writer.add_scalar(name, value, stats.step)
-        self._writer.flush()
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        now, step = time.time(), stats.step
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in flatten(stats).items()]
+        events = [Event(wall_time=now, step=step, summary=Summary(value=values))]
+        if not self._file.exists() or not self._file.stat().st_size:  # an earlier attempt at these steps is not shown
+            start = Event(wall_time=now, step=step, session_log=SessionLog(status=SessionLog.START))
+            events = [Event(wall_time=now, file_version="brain.Event:2"), start, *events]
+        self._append(events)
 
-    def _open(self, first_step: int) -> Any:
-        """Of an earlier attempt at these steps nothing is shown."""
-        from torch.utils.tensorboard import SummaryWriter
+    def _append(self, events: Sequence[Any]) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        return SummaryWriter(str(self._folder), purge_step=first_step)
+        content = io.BytesIO()
+        records = RecordWriter(content)
+        for event in events:
+            records.write(event.SerializeToString())
+        self._file.parent.mkdir(exist_ok=True)
+        append(self._file, content.getvalue())

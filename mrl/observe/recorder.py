@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
 from mrl.core import StepStats
+from mrl.observe.files import write_down
 from mrl.observe.metrics import MetricsFile, TensorboardWriter
 from mrl.observe.progress import Display, LiveDisplay, PlainDisplay, Progress
+from mrl.redaction import redact
 
 
 class SilentRecorder:
@@ -40,14 +43,26 @@ class SilentRecorder:
     def log(self, stats: StepStats) -> None:
         pass
 
+    def write_down(self, what: str, write: Callable[[], object]) -> None:
+        write()
+
 
 class Recorder(SilentRecorder):
     """Rank 0's recorder: metrics.jsonl, tensorboard if wanted, and a display. Use as a context manager or `close()`.
 
     live: redraw a panel (True), print a line a step (False), or by whether stdout is a terminal (None).
+    on_error: as checkpoint.on_error, "stop" or "warn"
     """
 
-    def __init__(self, run_dir: Path, total_steps: int, tensorboard: bool = False, live: bool | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        total_steps: int,
+        tensorboard: bool = False,
+        live: bool | None = None,
+        on_error: str = "stop",
+    ) -> None:
+        self._on_error = on_error
         self._file = MetricsFile(run_dir / "metrics.jsonl")
         self._progress = Progress(total_steps)
         self._count = threading.Lock()  # samples finish in the engine client's threads
@@ -84,26 +99,28 @@ class Recorder(SilentRecorder):
 
     def note(self, text: str) -> None:
         """One line for the user."""
-        self._display.note(text)
+        self._display.note(redact(text))
 
     def log(self, stats: StepStats) -> None:
         """The end of a step: writes its metrics and shows them; says which of them are not finite."""
-        bad = self._file.write(stats)
+        bad: list[str] = []
+        self.write_down("the step's metrics", lambda: bad.extend(self._file.write(stats)))
         if self._tensorboard is not None:
-            self._tensorboard.write(stats)
+            self.write_down("the step's tensorboard file", partial(self._tensorboard.write, stats))
         self._progress.step_done(stats)
         self._display.step_done()
         if bad:
             self.note(f"step {stats.step}: not finite, null in metrics.jsonl: {', '.join(bad)}")
+
+    def write_down(self, what: str, write: Callable[[], object]) -> None:
+        """Calls `write`; what it means if that fails is the configuration's to say. Raises NotWritten."""
+        write_down(what, write, self._on_error, self.note)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         self._display.close()
-        self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
 
     def __enter__(self) -> Recorder:
         return self

@@ -8,10 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from mrl.files import write_atomically
 from mrl.observe.curves import CURVES, draw, draw_phases, to_bytes
-from mrl.observe.files import write_atomically
+from mrl.observe.files import read_config
 from mrl.observe.metrics import Row, read_metrics
 from mrl.observe.progress import clock
 from mrl.observe.samples import BeforeAfter, before_after
@@ -61,8 +60,8 @@ class Run:
 
     @property
     def total_steps(self) -> int | None:
-        steps: int | None = self.config.get("run", {}).get("steps")
-        return steps
+        steps = self.config.get("run", {}).get("steps")
+        return steps if isinstance(steps, int) else None
 
     @property
     def last_step(self) -> int:
@@ -72,7 +71,8 @@ class Run:
 def write_report(run_dir: str | Path) -> Path:
     """Writes RUN_DIR/report.html and, once there are rewards or losses, RUN_DIR/reward_curve.png; returns the page.
 
-    Works on a run in progress and on one that has logged nothing. Raises FileNotFoundError for a missing directory.
+    Works on a run in progress and on one that has logged nothing. Raises FileNotFoundError for a missing directory,
+    Unreadable for a file in it that no run has written so.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -90,9 +90,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def load_run(run_dir: Path) -> Run:
-    file = run_dir / "config.yaml"
-    text = file.read_text() if file.is_file() else ""
-    config = yaml.safe_load(text) or {}
+    text, config = read_config(run_dir)
     return Run(run_dir.resolve().name, read_metrics(run_dir), config, text, before_after(run_dir))
 
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from mrl.core import Sample
-from mrl.observe.files import read_jsonl, write_jsonl
+from mrl.observe.files import Unreadable, read_config, read_jsonl, write_jsonl
 
 
 def save_samples(run_dir: Path, name: str, samples: list[Sample]) -> Path:
@@ -39,6 +38,9 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "row": prompt.row,
         **({"reward_error": sample.reward_error} if sample.reward_error else {}),
     }
+
+
+_COMPARED = {"index": int, "prompt": str, "response": str, "score": int | float, "row": dict}
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def before_after(run_dir: Path, limit: int = 12) -> BeforeAfter | None:
     if not files:
         return None
     (first_step, first), (last_step, last) = files[0], files[-1]
-    before, after = read_jsonl(first), read_jsonl(last)
+    before, after = _samples(first), _samples(last)
     answer_key = _answer_key(run_dir)
     later = {(row["index"], row["prompt"]): row for row in after}
     pairs = [(row, later[key]) for row in before if (key := (row["index"], row["prompt"])) in later]
@@ -79,10 +81,17 @@ def before_after(run_dir: Path, limit: int = 12) -> BeforeAfter | None:
     return BeforeAfter(first_step, last_step, _mean_score(before), _mean_score(after), rows)
 
 
+def _samples(file: Path) -> list[dict[str, Any]]:
+    rows = read_jsonl(file)
+    for number, row in enumerate(rows, 1):
+        lacking = [name for name, kind in _COMPARED.items() if not isinstance(row.get(name), kind)]
+        if lacking:
+            raise Unreadable(f"{file}: sample {number} has no {' and no '.join(lacking)} as a run writes it")
+    return rows
+
+
 def _answer_key(run_dir: Path) -> str:
-    file = run_dir / "config.yaml"
-    config = yaml.safe_load(file.read_text()) if file.is_file() else {}
-    key: str = config.get("data", {}).get("answer_key", "answer")
+    key: str = read_config(run_dir)[1].get("data", {}).get("answer_key", "answer")
     return key
 
 

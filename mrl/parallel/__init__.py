@@ -1,5 +1,6 @@
-"""Process groups: one layout a Mesh, several Meshes a process."""
+"""Process groups: one layout a Mesh, several Meshes a process; and how all ranks come to one outcome."""
 
+from mrl.parallel.agreement import Agreement, gather
 from mrl.parallel.mesh import Mesh, Meshes, rank, world_size
 
-__all__ = ["Mesh", "Meshes", "rank", "world_size"]
+__all__ = ["Agreement", "Mesh", "Meshes", "gather", "rank", "world_size"]

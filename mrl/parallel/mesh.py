@@ -8,7 +8,6 @@ each have their own layout over the same ranks.
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -51,7 +50,7 @@ class Mesh:
                 context_parallel_size=cfg.context,
                 expert_model_parallel_size=cfg.expert,
                 expert_tensor_parallel_size=cfg.expert_tensor_size,
-                distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
+                distributed_timeout_minutes=timeout_s / 60,
             )
             tp_random.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
             self._read()

@@ -7,7 +7,15 @@ from mrl.platform.adaptations import REGISTRY, Adaptation, applied, install
 from mrl.platform.features import Feature, apex_usable, doctor_table, features, transformer_engine_usable
 from mrl.platform.memory import peak_memory_bytes, release_cached_memory, reset_peak_memory
 from mrl.platform.optimizer_state import prime_adam, unshare_steps
-from mrl.platform.process import backend, device, device_uuid, gpu_count, init_process_group, synchronize
+from mrl.platform.process import (
+    WorldError,
+    backend,
+    device,
+    device_uuid,
+    gpu_count,
+    init_process_group,
+    synchronize,
+)
 from mrl.platform.random_state import random_state, restore_random_state
 from mrl.platform.speed import busy_seconds, probe_seconds
 
@@ -15,6 +23,7 @@ __all__ = [
     "REGISTRY",
     "Adaptation",
     "Feature",
+    "WorldError",
     "apex_usable",
     "applied",
     "backend",

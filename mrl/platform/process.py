@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from datetime import timedelta
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+
+from mrl.ports import MEETING_VARIABLE, listen
+
+_POLL_S = 0.01
 
 
 def device() -> torch.device:
@@ -21,22 +27,66 @@ def backend() -> Literal["gloo", "nccl"]:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def init_process_group(timeout_s: float) -> None:
-    """Join the world that torchrun describes in the environment; a collective that waits longer than this fails.
+class WorldError(RuntimeError):
+    """The world did not form; raised on every rank that is there, and names those that are not."""
 
-    On a GPU the process is bound to its device first. A world of one needs no environment. Does nothing if there
-    already is a process group.
+
+def init_process_group(timeout_s: float, kind: Literal["gloo", "nccl"] | None = None) -> None:
+    """Join the world that the environment describes as torchrun does; a collective that waits longer than this fails.
+
+    Ranks that `mrl train` has started meet in a file, which nobody else can open. Elsewhere rank 0's store listens on
+    MASTER_ADDR alone; torchrun's own, where that has one, listens where torchrun wants. A world of one needs no
+    environment. Does nothing if there already is a process group.
+
+    kind: of the backend, by the device where None; on a GPU the process is bound to its device first
+    Raises WorldError if a rank does not come within `timeout_s`.
     """
     if dist.is_initialized():
         return
-    limit = timedelta(seconds=timeout_s)
-    bound = device() if torch.cuda.is_available() else None
+    gc.freeze()  # full collections, one in each of Megatron's saves, need not walk over all that was imported
+    limit, kind = timedelta(seconds=timeout_s), kind or backend()
+    bound = device() if kind == "nccl" else None
     if bound is not None:
         torch.cuda.set_device(bound)
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend(), timeout=limit, device_id=bound)
-    else:
-        dist.init_process_group(backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=limit, device_id=bound)
+    rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    store = _meet(rank, size, limit) if "WORLD_SIZE" in os.environ else dist.HashStore()
+    dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=limit, device_id=bound)
+
+
+def _meet(rank: int, size: int, limit: timedelta) -> dist.Store:
+    """The store of the world, once all its ranks have come to it."""
+    attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    folder = os.environ.get(MEETING_VARIABLE)
+    store = _listening_store(rank, limit) if folder is None else dist.FileStore(f"{folder}/{attempt}", size)
+    store.set_timeout(limit)
+    here, end = dist.PrefixStore(attempt, store), time.monotonic() + limit.total_seconds()
+    here.set(f"rank {rank}", "here")
+    names = [f"rank {number}" for number in range(size)]
+    while missing := [name for name in names if not here.check([name])]:
+        if time.monotonic() > end:
+            within = f"within run.timeout_s = {limit.total_seconds():g} s"
+            raise WorldError(f"the world of {size} did not form {within}: {', '.join(missing)} did not come")
+        time.sleep(_POLL_S)
+    return store
+
+
+def _listening_store(rank: int, limit: timedelta) -> dist.Store:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    seconds = f"run.timeout_s = {limit.total_seconds():g} s"
+    try:
+        if rank == 0 and not torchrun_serves:
+            descriptor = listen(host, port).detach()
+            return dist.TCPStore(
+                host, port, is_master=True, timeout=limit, multi_tenant=True, master_listen_fd=descriptor
+            )
+        return dist.TCPStore(host, port, timeout=limit)
+    except OSError as error:
+        text = f"rank 0 cannot listen on MASTER_ADDR {host}, port {port}: {error.strerror or error}"
+        raise WorldError(text) from error
+    except dist.DistError as error:
+        who = "torchrun's store" if torchrun_serves else "rank 0"
+        raise WorldError(f"{who} ({host}:{port}) was not there within {seconds}: {error}") from error
 
 
 def synchronize() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from mrl.config.schema import SectionTimeouts
+from mrl.files import make_private, write_atomically
 from mrl.resilience.protocol import SECTIONS
 
 NAME = "ft.yaml"
@@ -25,9 +26,7 @@ def write(run_dir: Path, timeouts: SectionTimeouts) -> Path:
             "rank_termination_signal": "SIGKILL",
         }
     }
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_private(run_dir)
     file = run_dir / NAME
-    partial = file.with_name(f"{NAME}.partial")
-    partial.write_text(yaml.safe_dump(content, sort_keys=False))
-    partial.rename(file)
+    write_atomically(file, yaml.safe_dump(content, sort_keys=False))
     return file

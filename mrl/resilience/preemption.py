@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from mrl.files import write_atomically
 from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, started_by_torchelastic
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
@@ -21,10 +22,18 @@ WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
 _due: float | None = None  # time.monotonic() by which the rank must have left
 
 
-def end_at_once() -> None:
-    """Every stopping signal becomes SystemExit, so that all that is open gets closed; a second one is ignored."""
+def die_at_once() -> None:
+    """While nothing is open yet: a stopping signal ends the process without a word, in the midst of an import too."""
     for number in (signal.SIGINT, *WARNINGS):
-        signal.signal(number, _end)
+        signal.signal(number, signal.SIG_DFL)
+
+
+def close_first() -> None:
+    """A stopping signal that would kill becomes SystemExit, so that all that is open gets closed; a second one is
+    ignored."""
+    for number in (signal.SIGINT, *WARNINGS):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, _end)
 
 
 def save_first(deadline_s: float) -> None:
@@ -62,9 +71,8 @@ def leave(run_dir: Path, step: int) -> NoReturn:
     """
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     if os.environ.get("RANK", "0") == "0":
-        partial = run_dir / f"{MARKER}.partial"
-        partial.write_text(json.dumps({"step": step, "unix_time": round(time.time(), 3)}) + "\n")
-        partial.rename(run_dir / MARKER)
+        content = json.dumps({"step": step, "unix_time": round(time.time(), 3)}) + "\n"
+        write_atomically(run_dir / MARKER, content)
     raise SystemExit(_code())
 
 

@@ -11,9 +11,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mrl.files import write_atomically
+
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: saved and left after a signal; the same command goes on
 LOG_DIR_VARIABLE = "MRL_LOG_DIR"  # set by the launcher for ranks that torchrun or ft_launcher starts for it
-PORT_VARIABLE = "MRL_MASTER_PORT"  # where they meet, set by it for ft_launcher, whose own choice may be taken by then
 MARKER = "preempted"  # in the run directory; gone again when the run goes on
 
 SECTIONS = ("setup", "rollout", "reward", "update", "sync", "checkpoint")
@@ -32,14 +33,10 @@ class Place:
 
     @classmethod
     def mine(cls, section: str | None, ended: bool = False) -> Place:
-        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        return cls(int(os.environ["RANK"]), os.getpid(), attempt, section, time.time(), ended)
+        return cls(int(os.environ["RANK"]), os.getpid(), attempt(), section, time.time(), ended)
 
     def write(self, log_dir: Path) -> None:
-        file = place_file(log_dir, self.rank)
-        partial = file.with_name(f"{file.name}.partial")
-        partial.write_text(json.dumps(asdict(self)))
-        partial.rename(file)
+        write_atomically(place_file(log_dir, self.rank), json.dumps(asdict(self)))
 
 
 def place_file(log_dir: Path, rank: int) -> Path:
@@ -50,6 +47,11 @@ def read_places(log_dir: Path, ranks: int) -> list[Place]:
     """Of the ranks that have written one."""
     files = [place_file(log_dir, rank) for rank in range(ranks)]
     return [Place(**json.loads(file.read_text())) for file in files if file.exists()]
+
+
+def attempt() -> int:
+    """How often torchrun or ft_launcher has started this launch's ranks anew."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def started_by_torchelastic() -> bool:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from mrl import failure
-from mrl.resilience.protocol import LOG_DIR_VARIABLE, PORT_VARIABLE, Place, started_by_torchelastic
+from mrl.resilience.protocol import LOG_DIR_VARIABLE, Place, started_by_torchelastic
 
 SET_DEATH_SIGNAL = 1
 
@@ -35,8 +35,6 @@ def adopt() -> None:
         with (directory / f"rank_{rank}.log").open("ab") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-    if PORT_VARIABLE in os.environ:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ[PORT_VARIABLE]}
     failure_file = directory / f"rank_{rank}.failure"
     failure_file.unlink(missing_ok=True)
     os.environ[failure.FILE_VARIABLE] = str(failure_file)

@@ -1,50 +1,32 @@
 """Built-in reward "code": the response's program against the row's tests, each run in the sandbox.
 
-Tests with inputs and outputs cannot be cheated: what is expected never enters the sandbox. Assertions share an
-interpreter with the program that they test. One that ends early or prints what it likes passes none of them, but one
-that looks for the tests in its own process, or returns an object equal to everything, can still pass.
+What is expected never enters the sandbox: a program prints or returns something, and that is compared out here. It can
+say what it likes, but it is not told what would pass.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from mrl.reward.assertions import Test, split
+from mrl.reward.claims import Run, Step
 from mrl.reward.errors import RewardError
-from mrl.reward.sandbox import Limits, SandboxError, run_python
-from mrl.reward.sandbox.run import Isolation, check_isolation
+from mrl.reward.plain_values import decode, evaluate
+from mrl.reward.sandbox import Limits, SandboxError, run_python, talk_to_python
+from mrl.reward.sandbox.run import START_S, Isolation, check_isolation
+from mrl.reward.sandbox.watch import Talk
 
 _LANGUAGES = ("", "py", "python", "python3")
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 
-# What reports the tests is taken before the program runs, which sees neither stdin nor the report's file.
-_ASSERTIONS = """\
-def main():
-    import json, os, sys
-    dup, dup2, write, opened, devnull, rdonly = os.dup, os.dup2, os.write, os.open, os.devnull, os.O_RDONLY
-    job, report = json.load(sys.stdin), dup(1)
-    dup2(opened(devnull, os.O_WRONLY), 1)
-    dup2(opened(devnull, rdonly), 0)
-    names = {"__name__": "solution"}
-    try:
-        exec(compile(job["program"], "solution.py", "exec"), names)
-    except BaseException as error:
-        print(repr(error)[:500], file=sys.stderr)
-        return
-    for number, test in enumerate(job["tests"]):
-        try:
-            exec(compile(test, f"test {number}", "exec"), names)
-        except BaseException as error:
-            print(f"test {number}: {error!r}"[:500], file=sys.stderr)
-        else:
-            write(report, f"{job['secret']} {number}\\n".encode())
-main()
-"""
+ANSWER_CALLS = Path(__file__).with_name("answer_calls.py").read_text()
+VALUES_KIB = 4096  # of all that a program's calls return, beside output_kib
 
 
 @dataclass(frozen=True)
@@ -52,14 +34,17 @@ class CodeReward:
     """f(response, answer): 1.0 if the program passes every test; with `partial_credit` the share that it passes.
 
     The program is the last fenced block of Python (or of no named language) in the response; without any block the
-    whole response. `answer` (or JSON text of it) is {"inputs": [...], "outputs": [...]}: what the program reads from
-    stdin and has to print, compared line by line without the white space at their ends; or Python text, or a list of
-    it, run after the program: each passes if it raises nothing. All tests of a response together have `limits.wall_s`.
+    whole response. `answer` (or JSON text of it) is {"inputs": [...], "outputs": [...]}, or a list of {"input": ...,
+    "output": ...}: what the program reads from stdin and has to print, compared line by line without the white space at
+    their ends; or Python text that asserts, or a list of it: see `assertions`, also for the tests that are refused
+    unless `unsplit` is "trust". All tests of a response together have `limits.wall_s`, and those with assertions one
+    process.
     """
 
     limits: Limits
     isolation: Isolation = "bubblewrap"
     partial_credit: bool = False
+    unsplit: Literal["refuse", "trust"] = "refuse"
 
     def __post_init__(self) -> None:
         try:
@@ -68,16 +53,15 @@ class CodeReward:
             raise RewardError(f"built-in reward 'code': {error}") from error
 
     def __call__(self, response: str, answer: Any) -> dict[str, float]:
-        tests = read_tests(answer)
+        texts, pairs = read_tests(answer)
+        asserted = split(texts, trust=self.unsplit == "trust") if texts else []
         program = extract_program(response)
-        passed = sum(self._run(program, tests)) / len(tests)
-        return {"score": passed if self.partial_credit else float(passed == 1), "tests_passed": passed}
+        passed = self._assertions(program, asserted) if texts else list(self._outputs(program, pairs))
+        share = sum(passed) / len(asserted or pairs)
+        return {"score": share if self.partial_credit else float(share == 1), "tests_passed": share}
 
-    def _run(self, program: str, tests: list[str] | list[tuple[str, str]]) -> Iterator[bool]:
+    def _outputs(self, program: str, tests: list[tuple[str, str]]) -> Iterator[bool]:
         deadline = time.monotonic() + self.limits.wall_s
-        if isinstance(tests[0], str):
-            yield from self._assertions(program, tests)
-            return
         for given, wanted in tests:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -85,17 +69,56 @@ class CodeReward:
             ended = run_python(program, given, limits=replace(self.limits, wall_s=left), isolation=self.isolation)
             yield ended.ok and _lines(ended.stdout) == _lines(wanted)
 
-    def _assertions(self, program: str, tests: list[Any]) -> Iterator[bool]:
-        """A line with a secret for each test that passed: the program cannot guess it."""
-        secret = secrets.token_hex(16)
-        job = json.dumps({"program": program, "tests": tests, "secret": secret})
-        lines = run_python(_ASSERTIONS, job, limits=self.limits, isolation=self.isolation).stdout.splitlines()
-        return (f"{secret} {number}" in lines for number in range(len(tests)))
+    def _assertions(self, program: str, tests: list[Test]) -> list[bool]:
+        passed: list[bool] = []
+        limits = replace(self.limits, output_kib=self.limits.output_kib + VALUES_KIB)
+        talk = _talk(program, tests, passed, time.monotonic() + START_S + limits.wall_s)
+        talk_to_python(ANSWER_CALLS, talk, limits=limits, isolation=self.isolation)
+        return passed
 
 
-def make(isolation: Isolation, partial_credit: bool, **limits: Any) -> CodeReward:
+def _talk(program: str, tests: list[Test], passed: list[bool], deadline: float) -> Talk:
+    """Asks for one step after the other. After a test has failed only its statements are run: later tests may need
+    them."""
+    if (yield _request(Run(program))) == b"null":
+        return
+    for test in tests:
+        passes = True
+        for step in test:
+            if passes or isinstance(step, Run):
+                answer = yield _request(step)
+                passes = _holds(step, answer) and passes
+        if time.monotonic() > deadline:
+            return
+        passed.append(passes)
+
+
+def _request(step: Step) -> bytes:
+    request = {"run": step.source} if isinstance(step, Run) else {"values": step.claims}
+    return json.dumps(request).encode() + b"\n"
+
+
+def _holds(step: Step, answer: bytes) -> bool:
+    """`answer` is the program's word."""
+    try:
+        values = decode(answer)
+        if values is None or isinstance(step, Run):
+            return values == []
+        return len(values) == len(step.claims) and bool(evaluate(step.expression, values))
+    except Exception:  # as in an assertion, whatever these values raise
+        return False
+
+
+def make(isolation: Isolation, partial_credit: bool, unsplit: Literal["refuse", "trust"], **limits: Any) -> CodeReward:
     """Of the keys of reward.code."""
-    return CodeReward(Limits(**limits), isolation, partial_credit)
+    return CodeReward(Limits(**limits), isolation, partial_credit, unsplit)
+
+
+def check_answer(answer: Any, unsplit: Literal["refuse", "trust"]) -> None:
+    """ValueError that says why no program can be judged by it, and what to do."""
+    texts, _ = read_tests(answer)
+    if texts:
+        split(texts, trust=unsplit == "trust")
 
 
 def extract_program(response: str) -> str:
@@ -103,8 +126,8 @@ def extract_program(response: str) -> str:
     return blocks[-1] if blocks else response
 
 
-def read_tests(answer: Any) -> list[str] | list[tuple[str, str]]:
-    """The answer's tests; ValueError that says what it should have been."""
+def read_tests(answer: Any) -> tuple[list[str], list[tuple[str, str]]]:
+    """The answer's texts that assert, or its inputs and outputs; ValueError that says what it should have been."""
     if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "["):
         try:
             answer = json.loads(answer)
@@ -112,17 +135,26 @@ def read_tests(answer: Any) -> list[str] | list[tuple[str, str]]:
             pass  # Python that begins with a list
     if isinstance(answer, str):
         answer = [answer]
+    if isinstance(answer, list) and answer and all(map(_is_pair, answer)):
+        answer = {"inputs": [test["input"] for test in answer], "outputs": [test["output"] for test in answer]}
     if isinstance(answer, dict) and isinstance(answer.get("inputs"), list) and isinstance(answer.get("outputs"), list):
         inputs, outputs = answer["inputs"], answer["outputs"]
         if inputs and len(inputs) == len(outputs) and all(isinstance(text, str) for text in (*inputs, *outputs)):
-            return list(zip(inputs, outputs, strict=True))
-        raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs: expected one text of each for every test")
+            return [], list(zip(inputs, outputs, strict=True))
+        what = "calls of a function (fn_name) are written as Python text: assert f(1) == 2"
+        what = what if answer.get("fn_name") else "expected one text of each for every test"
+        raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs: {what}")
     if isinstance(answer, list) and answer and all(isinstance(test, str) and test.strip() for test in answer):
-        return answer
+        return answer, []
     raise ValueError(
         f"the answer {str(answer)[:80]!r} holds no tests: expected Python text, a list of it, or "
         '{"inputs": [...], "outputs": [...]}'
     )
+
+
+def _is_pair(test: Any) -> bool:
+    """{"input", "output"} of one test, as some data sets have them in a list."""
+    return isinstance(test, dict) and {"input", "output"} <= test.keys() and test.get("testtype", "stdin") == "stdin"
 
 
 def _lines(text: str) -> list[str]:

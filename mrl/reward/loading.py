@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from mrl.reward.calls import Call, Outcome
 from mrl.reward.errors import RewardError
@@ -81,18 +81,46 @@ def _load_builtin(spec: str, answer_key: str, where: str, settings: Settings) ->
         from mrl.reward.code_tests import make
 
         reward = make(**settings[spec])
-        return lambda call: reward(call.response, _answer(call, answer_key))
+        return lambda call: reward(call.response, _answer(call.row, answer_key))
     if spec in COMPARISONS:
         compare = vars(importlib.import_module(COMPARISONS[spec]))[spec]
-        return lambda call: compare(call.response, str(_answer(call, answer_key)))
+        return lambda call: compare(call.response, _plain_answer(call.row, answer_key))
     known = f"{', '.join(sorted(BUILTINS))}, or path/to/file.py:name"
     raise RewardError(f"{where} is no built-in{_near(spec, BUILTINS)}; known: {known}")
 
 
-def _answer(call: Call, key: str) -> Any:
-    if key not in call.row:
-        raise KeyError(f"the row has no {key!r} (data.answer_key){_near(key, map(str, call.row))}")
-    return call.row[key]
+def answer_problem(
+    spec: str, row: Mapping[str, Any], key: str, unsplit: Literal["refuse", "trust"] = "refuse"
+) -> str | None:
+    """Why the built-in `spec` could not score a response to this row; None if it can, or needs no answer.
+
+    `unsplit` is reward.code's. Whether `math` can read an answer only shows when it does.
+    """
+    try:
+        if spec == "code":
+            from mrl.reward.code_tests import check_answer
+
+            check_answer(_answer(row, key), unsplit)
+        elif spec in COMPARISONS:
+            answer = _plain_answer(row, key)
+            if spec != "math":
+                vars(importlib.import_module(COMPARISONS[spec]))[spec]("", answer)
+    except (ValueError, KeyError) as error:
+        return f"{error.args[0]}, which the built-in {spec} needs" if isinstance(error, KeyError) else str(error)
+    return None
+
+
+def _answer(row: Mapping[str, Any], key: str) -> Any:
+    if row.get(key) is None:
+        raise KeyError(f"the row has no {key!r} (data.answer_key){_near(key, map(str, row))}")
+    return row[key]
+
+
+def _plain_answer(row: Mapping[str, Any], key: str) -> str:
+    answer = _answer(row, key)
+    if not isinstance(answer, str | numbers.Real):
+        raise ValueError(f"{key!r} (data.answer_key) must be text or a number, not {type(answer).__name__}")
+    return str(answer)
 
 
 def _near(name: str, candidates: Iterable[str]) -> str:
@@ -114,15 +142,23 @@ def _import_file(path: Path, where: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise RewardError(f"{where}: importing {path} failed:\n{traceback.format_exc()}") from error
+        raise RewardError(f"{where}: importing {path} failed: {_import_error(error, path)}") from error
     return module
+
+
+def _import_error(error: BaseException, path: Path) -> str:
+    """The error, and the line of the file itself that led to it."""
+    what = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    return f"{what} (line {line})" if line is not None else what
 
 
 def _check_signature(function: object, where: str, arguments: tuple[Any, ...], signature: str) -> None:
     if not callable(function):
         raise RewardError(f"{where} is a {type(function).__name__}, not a function")
     if inspect.iscoroutinefunction(function):
-        raise RewardError(f"{where} is an async function; write a plain one")
+        raise RewardError(f"{where} is an async function (async def), which nothing here awaits: write a plain one")
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mrl.reward.calls import Call, Outcome
 from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.model import ModelSource, ScoreTokens
-from mrl.reward.plan import ANY, MODEL, Component, Plan, make_plan
+from mrl.reward.plan import MODEL, Component, Plan, make_plan
 from mrl.reward.pool import FunctionPool, PoolSetup
 from mrl.reward.server import ServerClient
 
@@ -123,13 +123,10 @@ class RewardManager:
             self.failures += 1
 
     def _mix(self, sample: Sample, label: str) -> Mapping[str, float]:
-        if set(self.plan.mixes) == {ANY}:
-            return self.plan.mixes[ANY]
-        data_source = sample.request.prompt.row.get(self.data_source_key)
         try:
-            return self.plan.mix(None if data_source is None else str(data_source))
+            return self.plan.mix_of(sample.request.prompt.row, self.data_source_key)
         except RewardError as error:
-            raise RewardError(f"{label}: its row {error} (data.data_source_key: {self.data_source_key})") from None
+            raise RewardError(f"{label}: its row {error}") from None
 
     def _call(self, sample: Sample) -> tuple[Call, str]:
         request = sample.request
@@ -159,18 +156,27 @@ def _open_sources(
 ) -> dict[str, Source]:
     """By the components' names: one pool for all functions, a client for each server."""
     sources: dict[str, Source] = {}
-    functions = tuple(c for c in plan.components.values() if c.kind in ("function", "batch"))
-    if functions:
-        setup = PoolSetup(functions, _settings(cfg, max_response_tokens), answer_key, cfg.workers, cfg.timeout_s)
+    setup = pool_setup(cfg, plan, answer_key, max_response_tokens)
+    if setup is not None:
         pool = FunctionPool(setup)
         stack.callback(pool.close)
-        sources |= {component.name: pool for component in functions}
+        sources |= {component.name: pool for component in setup.components}
     for name in (component.spec for component in plan.components.values() if component.kind == "server"):
         sources[name] = client = ServerClient(name, cfg.servers[name])
         stack.callback(client.close)
     if MODEL in plan.components:
         sources[MODEL] = ModelSource()
     return sources
+
+
+def pool_setup(
+    cfg: RewardConfig, plan: Plan, answer_key: str = "answer", max_response_tokens: int = 0
+) -> PoolSetup | None:
+    """Of the plan's functions; None if it has none."""
+    functions = tuple(c for c in plan.components.values() if c.kind in ("function", "batch"))
+    if not functions:
+        return None
+    return PoolSetup(functions, _settings(cfg, max_response_tokens), answer_key, cfg.workers, cfg.timeout_s)
 
 
 def _settings(cfg: RewardConfig, max_response_tokens: int) -> dict[str, dict[str, Any]]:

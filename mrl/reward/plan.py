@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mrl.reward.errors import RewardError
 
@@ -32,12 +32,14 @@ class Plan:
     components: dict[str, Component]
     mixes: dict[str, Mix]  # by the row's data_source, `ANY` for those that are not named
 
-    def mix(self, data_source: str | None) -> Mix:
-        """Raises RewardError for a data source that nothing scores."""
-        found = self.mixes.get(data_source or ANY, self.mixes.get(ANY))
+    def mix_of(self, row: Mapping[str, Any], key: str) -> Mix:
+        """Of the row's data source, which it has under `key`. Raises RewardError for one that nothing scores."""
+        data_source = row.get(key)
+        found = self.mixes.get("" if data_source is None else str(data_source), self.mixes.get(ANY))
         if found is None:
-            what = "has no data_source" if data_source is None else f"has the data_source {data_source!r}"
-            raise RewardError(f"{what}, rewards are set for {', '.join(map(repr, self.mixes))}")
+            what = "has no data_source" if data_source is None else f"has the data_source {str(data_source)!r}"
+            labels = ", ".join(map(repr, self.mixes))
+            raise RewardError(f"{what}, rewards are set for {labels} (data.data_source_key: {key})")
         return found
 
 

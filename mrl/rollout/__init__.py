@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from mrl.rollout.client import EngineClient, EngineError
+from mrl.rollout.client import Access, EngineClient, EngineError
 from mrl.rollout.engine import Engine
 from mrl.rollout.errors import RolloutError
 from mrl.rollout.process import EngineStartError
 from mrl.rollout.seeds import sample_seed
 from mrl.rollout.start import start_engine
 
-__all__ = ["Engine", "EngineClient", "EngineError", "EngineStartError", "RolloutError", "sample_seed", "start_engine"]
+__all__ = [
+    "Access",
+    "Engine",
+    "EngineClient",
+    "EngineError",
+    "EngineStartError",
+    "RolloutError",
+    "sample_seed",
+    "start_engine",
+]

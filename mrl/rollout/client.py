@@ -7,13 +7,33 @@ which endpoint and what the engine answered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 
+from mrl.rollout.answers import (
+    MOST_TEXT,
+    BadAnswer,
+    ModelInfo,
+    RankChecksums,
+    error_message,
+    from_json,
+    read_checksums,
+    read_model_info,
+    typed,
+)
+from mrl.rollout.listener import listeners
+
 CONNECT_TIMEOUT_S = 10.0
+DENIED = (401, 403)
+T = TypeVar("T")
 PauseMode = Literal["in_place", "retract", "abort"]
 LoadFormat = Literal["flattened_bucket"]
 
@@ -34,21 +54,31 @@ class EngineError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class ModelInfo:
-    """What an engine says it serves."""
+class Access:
+    """What opens the engines of a run, the same for all of them.
 
-    model_path: str
-    model_type: str
-    weight_version: str
+    api_key: sent with every request; None: they want none
+    ours: mrl started them on this machine, so that what listens there without being this account's is a stranger
+    """
+
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    ours: bool = False
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+
+    def check(self, url: str, endpoint: str) -> None:
+        """Before anything is sent: raises EngineError if a stranger has taken the engine's port."""
+        if not self.ours:
+            return
+        for listener in listeners(urlsplit(url).port or 0):
+            if listener.user != os.geteuid():
+                text = f"not asked: a process of user {listener.user} listens there, it is no engine of this run"
+                raise EngineError(url, endpoint, None, text)
 
 
-@dataclass(frozen=True)
-class RankChecksums:
-    """One engine process: its tensor-parallel rank and the hash of each of its own (fused, sharded) parameters."""
-
-    tp_rank: int
-    tp_size: int
-    checksums: dict[str, str]
+OPEN = Access()
 
 
 class EngineClient:
@@ -58,13 +88,15 @@ class EngineClient:
     on a time-out, a refused or broken connection, a status other than 200 or an answer of `success: false`.
     """
 
-    def __init__(self, url: str, timeout_s: float = 300.0) -> None:
+    def __init__(self, url: str, timeout_s: float = 300.0, access: Access = OPEN) -> None:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
+        self._access = access
         # trust_env=False: a proxy set for the internet must not see engine traffic
         self._http = httpx.Client(
             base_url=self.url,
             timeout=self._timeout(timeout_s),
+            headers=access.headers,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,
         )
@@ -76,7 +108,7 @@ class EngineClient:
 
     def generate(self, body: dict[str, Any], timeout_s: float | None = None) -> Any:
         """The raw /generate answer: a dict, or a list of dicts when `body["input_ids"]` is a list of lists."""
-        return self._call("POST", "generate", body, timeout_s).json()
+        return self._call("POST", "generate", body, timeout_s)
 
     def abort_all(self) -> None:
         self._call("POST", "abort_request", {"rid": "", "abort_all": True})
@@ -93,26 +125,22 @@ class EngineClient:
 
     # ---- state
 
-    def is_healthy(self, timeout_s: float = 5.0) -> bool:
-        """True if the whole engine, not only its HTTP front, answers within `timeout_s`."""
-        try:
-            self._call("GET", "health", None, timeout_s)
-        except EngineError:
-            return False
-        return True
-
     def model_info(self) -> ModelInfo:
-        info = self._call("GET", "model_info").json()
-        return ModelInfo(
-            model_path=str(info["model_path"]),
-            model_type=str(info.get("model_type")),
-            weight_version=str(info.get("weight_version")),
-        )
+        return self._call("GET", "model_info", read=read_model_info)
 
     def server_info(self) -> dict[str, Any]:
         """The engine's resolved settings, as it reports them."""
-        info: dict[str, Any] = self._call("GET", "server_info").json()
-        return info
+        return self._call("GET", "server_info", read=lambda info: typed(info, "the answer", dict))
+
+    def is_let_in(self, host: str) -> bool:
+        """False if the engine refuses one who has not its key, if there is one, and asks under this host name."""
+        try:
+            self._call("GET", "model_info", headers={"Host": host})
+        except EngineError as error:
+            if error.status in (*DENIED, 400):
+                return False
+            raise
+        return True
 
     # ---- weights
 
@@ -208,54 +236,59 @@ class EngineClient:
         On CPU a hash is the first 8 bytes of SHA-256 over the parameter's contiguous bytes, as 16 hex digits
         (`mrl.rollout.checksum.tensor_checksum`). Names are the engine's own fused ones (qkv_proj, gate_up_proj).
         """
-        ranks = self._call("POST", "weights_checker", {"action": "checksum"}).json()["ranks"]
-        found = []
-        for rank in ranks:
-            info = rank["parallelism_info"]
-            place = info[0] if isinstance(info, list) else info
-            found.append(RankChecksums(int(place["tp_rank"]), int(place["tp_size"]), dict(rank["checksums"])))
-        return sorted(found, key=lambda r: r.tp_rank)
+        return self._call("POST", "weights_checker", {"action": "checksum"}, read=read_checksums)
 
     # ---- the wire
 
     def _call(
-        self, method: str, endpoint: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
-    ) -> httpx.Response:
+        self,
+        method: str,
+        endpoint: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float | None = None,
+        *,
+        read: Callable[[Any], T] = lambda answer: answer,
+        headers: Mapping[str, str] | None = None,
+    ) -> T:
+        """What `read` makes of the answer; it raises BadAnswer if it is not what it should be."""
         limit = self.timeout_s if timeout_s is None else timeout_s
+        reply = self._send(method, endpoint, body, limit, headers)
+        if reply.status_code != 200:
+            raise EngineError(self.url, endpoint, reply.status_code, error_message(reply.content))
+        if not reply.headers.get("content-type", "").startswith("application/json"):
+            return read(None)
         try:
-            reply = self._http.request(method, f"/{endpoint}", json=body, timeout=self._timeout(limit))
+            answer = from_json(reply.content)
+            if isinstance(answer, dict) and answer.get("success") is False:
+                raise EngineError(self.url, endpoint, reply.status_code, str(answer.get("message", answer))[:MOST_TEXT])
+            return read(answer)
+        except BadAnswer as error:
+            raise EngineError(self.url, endpoint, reply.status_code, str(error)) from error
+
+    def _send(
+        self, method: str, endpoint: str, body: Any, limit: float, headers: Mapping[str, str] | None
+    ) -> httpx.Response:
+        """The whole answer, which must be there after `limit` seconds."""
+        self._access.check(self.url, endpoint)
+        end = time.monotonic() + limit
+        request = self._http.build_request(
+            method, f"/{endpoint}", json=body, headers=headers, timeout=self._timeout(limit)
+        )
+        try:
+            reply = self._http.send(request, stream=True)
+            with contextlib.closing(reply):
+                parts = []
+                for part in reply.iter_bytes():
+                    parts.append(part)
+                    if time.monotonic() > end:
+                        raise httpx.ReadTimeout("it answers byte by byte")
         except httpx.TimeoutException as error:
             raise EngineError(self.url, endpoint, None, f"{type(error).__name__} after {limit:g} s") from error
-        except httpx.TransportError as error:
+        except httpx.HTTPError as error:
             raise EngineError(self.url, endpoint, None, f"{type(error).__name__}: {error}") from error
-        if reply.status_code != 200:
-            raise EngineError(self.url, endpoint, reply.status_code, error_message(reply))
-        _check_success(self.url, endpoint, reply)
-        return reply
+        kind = {"Content-Type": reply.headers.get("content-type", "")}
+        return httpx.Response(reply.status_code, headers=kind, content=b"".join(parts))
 
     @staticmethod
     def _timeout(limit: float) -> httpx.Timeout:
         return httpx.Timeout(limit, connect=min(CONNECT_TIMEOUT_S, limit))
-
-
-def _check_success(url: str, endpoint: str, reply: httpx.Response) -> None:
-    if not reply.headers.get("content-type", "").startswith("application/json"):
-        return
-    answer = reply.json()
-    if isinstance(answer, dict) and answer.get("success") is False:
-        raise EngineError(url, endpoint, reply.status_code, str(answer.get("message", answer)))
-
-
-def error_message(reply: httpx.Response) -> str:
-    """The engine's own words, out of its JSON forms where it used one."""
-    try:
-        answer = reply.json()
-    except ValueError:
-        return reply.text[:2000]
-    if isinstance(answer, dict):
-        error = answer.get("error")
-        if isinstance(error, dict) and "message" in error:
-            return str(error["message"])
-        if "message" in answer:
-            return str(answer["message"])
-    return str(answer)[:2000]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from mrl.core import Request, Sample, SamplingParams
+from mrl.rollout.client import Access, EngineClient
 from mrl.rollout.errors import RolloutError
 from mrl.rollout.flight import DEATH_WAIT_S, Flight, OnSample
 from mrl.rollout.process import EngineProcess
@@ -20,6 +21,9 @@ class Engine:
     """The rollout engines of a run.
 
     urls: base URLs, one a server
+    access: what opens them
+    vocab_size: tokens of the model; a sample with any other one is refused
+    weight_version: the name of the weights that the run gave them last, once it did; a sample of others is refused
     notes: what the user should know about these engines before the run starts, one sentence each
     restarts: who may start a lost server again; nobody, until `restarts.allow` is called
     """
@@ -29,6 +33,8 @@ class Engine:
         urls: Sequence[str],
         processes: Sequence[EngineProcess],
         *,
+        access: Access,
+        vocab_size: int,
         concurrent_requests: int,
         request_timeout_s: float,
         check: Callable[[Engine, str], None],
@@ -36,6 +42,8 @@ class Engine:
         max_restarts: int,
     ) -> None:
         self.urls = tuple(url.rstrip("/") for url in urls)
+        self.access, self.vocab_size = access, vocab_size
+        self.weight_version: str | None = None
         self.notes: list[str] = []
         self.accepts_stop_strings = True
         self._processes = {process.url: process for process in processes}
@@ -91,6 +99,10 @@ class Engine:
             return []
         samples = asyncio.run(Flight(self, sampling, on_sample).run(requests))
         return sorted(samples, key=lambda sample: sample.request.sample_id)
+
+    def client(self, url: str, timeout_s: float = 300.0) -> EngineClient:
+        """Of the server at `url`, one of `urls`."""
+        return EngineClient(url, timeout_s, self.access)
 
     @property
     def concurrent_requests(self) -> int:

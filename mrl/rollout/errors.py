@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mrl.rollout.wire import BadAnswer
+from mrl.rollout.answers import BadAnswer
 
 
 class RolloutError(RuntimeError):

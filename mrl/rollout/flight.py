@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 import httpx
 
 from mrl.core import Request, Sample, SamplingParams
-from mrl.rollout.client import CONNECT_TIMEOUT_S, EngineClient, EngineError, error_message
+from mrl.rollout.answers import BadAnswer, error_message, from_json
+from mrl.rollout.client import CONNECT_TIMEOUT_S, EngineError
 from mrl.rollout.errors import Refused, RolloutError
-from mrl.rollout.process import EngineProcess
-from mrl.rollout.wire import BadAnswer, generate_body, read_samples
+from mrl.rollout.process import EngineProcess, PortTaken
+from mrl.rollout.wire import Expected, generate_body, read_samples
 
 if TYPE_CHECKING:
     from mrl.rollout.engine import Engine
@@ -57,6 +58,7 @@ class Flight:
 
     def __init__(self, engine: Engine, sampling: SamplingParams, on_sample: OnSample | None) -> None:
         self._engine, self._sampling, self._on_sample = engine, sampling, on_sample
+        self._expected = Expected(engine.vocab_size, sampling.max_new_tokens, engine.weight_version)
         self._servers = [Server(url, engine.process_of(url)) for url in engine.urls]
         self._restarting: set[asyncio.Task[None]] = set()
         self._samples: list[Sample] = []
@@ -71,7 +73,13 @@ class Flight:
         limits = httpx.Limits(max_connections=None)
         try:
             async with (
-                httpx.AsyncClient(timeout=limit, limits=limits, trust_env=False, verify=_tls()) as self._http,
+                httpx.AsyncClient(
+                    timeout=limit,
+                    limits=limits,
+                    headers=self._engine.access.headers,
+                    trust_env=False,
+                    verify=_tls(),
+                ) as self._http,
                 asyncio.TaskGroup() as self._tasks,
             ):
                 self._watcher = self._tasks.create_task(self._watch())
@@ -109,20 +117,30 @@ class Flight:
         server = await self._least_loaded()
         life = server.life
         body = generate_body(requests, self._sampling)
+        self._engine.access.check(server.url, "generate")
         post = asyncio.ensure_future(self._http.post(f"{server.url}/generate", json=body))
         post.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more
         server.posts.add(post)
         server.load += len(requests)
         try:
-            await asyncio.wait([post])
-            return None if post.cancelled() else _read(requests, post.result())
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            limit = self._engine.request_timeout_s
+            done, _ = await asyncio.wait([post], timeout=limit)
+            if not done:  # it answers, byte by byte
+                raise httpx.ReadTimeout(f"no whole answer in {limit:g} s")
+            return None if post.cancelled() else self._read(requests, post.result())
+        except (httpx.HTTPError, BadAnswer) as error:
             await self._judge(server, life, requests, error)
             return None
         finally:
             post.cancel()
             server.posts.discard(post)
             server.load -= len(requests)
+
+    def _read(self, requests: Sequence[Request], reply: httpx.Response) -> list[Sample]:
+        if reply.status_code != 200:
+            kind = Refused if 400 <= reply.status_code < 500 else BadAnswer
+            raise kind(f"HTTP {reply.status_code}: {error_message(reply.content)}")
+        return read_samples(requests, from_json(reply.content), self._expected)
 
     async def _least_loaded(self) -> Server:
         while not (up := [server for server in self._servers if server.up]):
@@ -189,8 +207,8 @@ class Flight:
                 await self._engine.start_again(process)
                 self._engine.restarts.give_weights(server.url)
                 break
-            except Exception:
-                if not await self._ends_soon(server):
+            except Exception as error:
+                if isinstance(error, PortTaken) or not await self._ends_soon(server):
                     raise
                 again = f"engine died again before it had its weights: {process.obituary()}"
                 self._engine.restarts.take(process, RolloutError(again))
@@ -200,17 +218,10 @@ class Flight:
     def _abort_running(self) -> None:
         for server in self._servers:
             if server.up and not server.has_ended:
-                client = EngineClient(server.url, timeout_s=5.0)
+                client = self._engine.client(server.url, timeout_s=5.0)
                 with suppress(EngineError):  # the error that brought us here is the one to report
                     client.abort_all()
                 client.close()
-
-
-def _read(requests: Sequence[Request], reply: httpx.Response) -> list[Sample]:
-    if reply.status_code != 200:
-        kind = Refused if 400 <= reply.status_code < 500 else BadAnswer
-        raise kind(f"HTTP {reply.status_code}: {error_message(reply)}")
-    return read_samples(requests, reply.json())
 
 
 @cache

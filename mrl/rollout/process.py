@@ -5,15 +5,21 @@ from __future__ import annotations
 import atexit
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import httpx
+
+from mrl.rollout.client import OPEN, Access
+from mrl.rollout.listener import listeners
 
 FORMER_ENGINE_S = 30.0  # its supervisor needs GRACE_S and a little more to end it
 GRACE_S = 3.0  # between SIGTERM and SIGKILL: an engine has nothing to save
@@ -27,33 +33,56 @@ class EngineStartError(RuntimeError):
     """An engine did not come up; the message holds the end of its log."""
 
 
+class PortTaken(EngineStartError):
+    """Another process listens where the engine was to be; nothing was sent to it."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How an engine is started."""
+
+    command: list[str]
+    env: dict[str, str]
+
+
 class EngineProcess:
     """One engine server on this machine, in a process group of its own. Constructing it starts it and returns at once.
 
     Its whole tree ends with `close`, with this process's normal exit, and within a second of this process's death by
     any signal (see supervisor.py).
+
+    launch: asked at every start, with a new folder that is this account's alone: the engine's temporary files go there,
+    and it ends with the engine
     """
 
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], port: int, log: Path) -> None:
+    def __init__(
+        self, name: str, launch: Callable[[Path], Launch], port: int, log: Path, access: Access = OPEN
+    ) -> None:
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        self._command, self._env = list(command), dict(env)
+        self._launch, self._port, self._access = launch, port, access
         self._start()
 
     def _start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        supervised = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(GRACE_S), *self._command]
         with self.log.open("ab") as out:
             self._hold(out)
-            self._process = subprocess.Popen(
-                supervised,
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self._folder = Path(tempfile.mkdtemp(prefix="mrl-engine-"))
+            supervisor = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(GRACE_S)]
+            try:
+                launch = self._launch(self._folder)
+                self._process = subprocess.Popen(
+                    [*supervisor, str(self._folder), *launch.command],
+                    env=launch.env | {"TMPDIR": str(self._folder)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except BaseException:
+                shutil.rmtree(self._folder)
+                raise
         self._started = time.monotonic()
         self._lines_when_ready: int | None = None
         atexit.register(self.close)
@@ -108,16 +137,13 @@ class EngineProcess:
             time.sleep(POLL_S)
 
     def is_ready(self, timeout_s: float) -> bool:
-        """Whether the HTTP server answers. Raises EngineStartError if the process has ended, or is not ready within
-        `timeout_s` of its start, and then ends it."""
+        """Whether the HTTP server answers. Raises EngineStartError if the process has ended, is not ready within
+        `timeout_s` of its start, or if another process has its port; then ends it."""
         if self.exit_code() is not None:
             raise EngineStartError(f"engine did not start: {self.obituary()}")
-        try:
-            if httpx.get(f"{self.url}/model_info", timeout=5.0, trust_env=False).status_code == 200:
-                self._lines_when_ready = len(self._log_lines())
-                return True
-        except httpx.TransportError:
-            pass  # not listening yet
+        if self._listens() and self._answers():
+            self._lines_when_ready = len(self._log_lines())
+            return True
         if time.monotonic() - self._started > timeout_s:
             self.close()
             raise EngineStartError(
@@ -125,17 +151,36 @@ class EngineProcess:
             )
         return False
 
+    def _listens(self) -> bool:
+        """Whether the engine itself has the port: asked before a request goes there, with the run's secret in it."""
+        found = listeners(self._port)
+        strangers = [one for one in found if not one.is_held_by(self.pid)]
+        if not strangers or strangers[0] not in listeners(self._port):  # none, or an engine that has just ended
+            return bool(found) and not strangers
+        self.close()
+        raise PortTaken(
+            f"{self.name} ({self.url}) did not start: a process of user {strangers[0].user} that mrl did not start "
+            "listens there. Nothing was sent to it; end it, or start the run again to get another port"
+        )
+
+    def _answers(self) -> bool:
+        try:
+            url, headers = f"{self.url}/model_info", self._access.headers
+            return httpx.get(url, headers=headers, timeout=5.0, trust_env=False).status_code == 200
+        except httpx.TransportError:
+            return False
+
     def close(self) -> None:
         """End the engine and everything it started. Safe to call twice and from an exit handler."""
         atexit.unregister(self.close)
-        if self._process.poll() is not None:
-            return
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(GRACE_S + 10.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # the engine's main process dies with its supervisor
-            self._process.wait(10.0)
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(GRACE_S + 10.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()  # the engine's main process dies with its supervisor
+                self._process.wait(10.0)
+        shutil.rmtree(self._folder, ignore_errors=True)  # where the supervisor was killed
 
 
 def describe_exit(code: int) -> str:

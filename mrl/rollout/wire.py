@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mrl.core import Request, Sample, SamplingParams
+from mrl.rollout.answers import BadAnswer, field, shown
+
+ABOVE_ZERO = 1e-3  # what rounding may make of a log-prob of 0
+LARGEST = sys.float_info.max
+FINISH_REASONS = ("stop", "length")
 
 
 def generate_body(requests: Sequence[Request], sampling: SamplingParams) -> dict[str, Any]:
@@ -29,35 +36,69 @@ def generate_body(requests: Sequence[Request], sampling: SamplingParams) -> dict
     }
 
 
-class BadAnswer(ValueError):
-    """The engine answered 200 with something that is not what was asked for."""
+@dataclass(frozen=True)
+class Expected:
+    """What every sample must keep to. weight_version: of the weights that the run gave the engines; None: none yet."""
+
+    vocab_size: int
+    max_new_tokens: int
+    weight_version: str | None = None
 
 
-def read_samples(requests: Sequence[Request], answer: Any) -> list[Sample]:
-    """One Sample a request. Raises BadAnswer if tokens, log-probs and requests do not match up."""
+def read_samples(requests: Sequence[Request], answer: Any, expected: Expected) -> list[Sample]:
+    """One Sample a request. Raises BadAnswer, which names sample and field, if anything is not as `expected`."""
     answers = answer if isinstance(answer, list) else [answer]
     if len(answers) != len(requests):
         raise BadAnswer(f"{len(requests)} requests, {len(answers)} answers")
-    return [_read(request, one) for request, one in zip(requests, answers)]
+    return [_read(request, one, expected) for request, one in zip(requests, answers)]
 
 
-def _read(request: Request, answer: dict[str, Any]) -> Sample:
-    meta = answer["meta_info"]
-    ids = [int(token) for token in answer["output_ids"]]
-    pairs = meta.get("output_token_logprobs") or []
+def _read(request: Request, answer: Any, expected: Expected) -> Sample:
+    try:
+        meta = field(answer, "meta_info", dict)
+        reason = _finish_reason(meta)
+        ids = field(answer, "output_ids", list)
+        _check_ids(ids, expected)
+        version = field(meta, "weight_version", str)
+        if expected.weight_version not in (None, version):
+            raise BadAnswer(
+                f"weight_version is {shown(version)}, but the run gave the engine {expected.weight_version!r}: "
+                "somebody else changes its weights"
+            )
+        return Sample(request, ids, _log_probs(meta, ids), reason, version)
+    except BadAnswer as error:
+        raise BadAnswer(f"sample {request.sample_id}: {error}") from error
+
+
+def _finish_reason(meta: dict[str, Any]) -> str:
+    reason = field(meta, "finish_reason", dict)
+    kind = field(reason, "type", str)
+    if kind == "abort":
+        raise BadAnswer(f"aborted by the engine: {shown(reason.get('message', 'no reason given'))}")
+    if kind not in FINISH_REASONS:
+        raise BadAnswer(f"finish_reason is {shown(kind)}, expected one of {', '.join(FINISH_REASONS)}")
+    return kind
+
+
+def _check_ids(ids: list[Any], expected: Expected) -> None:
+    if not set(map(type, ids)) <= {int}:
+        raise BadAnswer(f"output_ids is {shown(ids)}, expected whole numbers")
+    if len(ids) > expected.max_new_tokens:
+        raise BadAnswer(f"output_ids has {len(ids)} tokens, max_new_tokens is {expected.max_new_tokens}")
+    if ids and not 0 <= min(ids) <= max(ids) < expected.vocab_size:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise BadAnswer(f"output_ids has token {shown(wrong)}, the vocabulary has {expected.vocab_size}")
+
+
+def _log_probs(meta: dict[str, Any], ids: list[int]) -> list[float]:
+    pairs = meta.get("output_token_logprobs") or []  # SGLang leaves it out where there are no tokens
+    if type(pairs) is not list or not set(map(type, pairs)) <= {list} or min(map(len, pairs), default=2) < 2:
+        raise BadAnswer(f"output_token_logprobs is {shown(pairs)}, expected a list of [log-prob, token, ...]")
     if [pair[1] for pair in pairs] != ids:
-        raise BadAnswer(
-            f"sample {request.sample_id}: {len(ids)} tokens came with log-probs of {len(pairs)} tokens, or of others"
-        )
-    reason = meta.get("finish_reason") or {}
-    if reason.get("type") == "abort":
-        raise BadAnswer(
-            f"sample {request.sample_id}: aborted by the engine: {reason.get('message', 'no reason given')}"
-        )
-    return Sample(
-        request=request,
-        response_ids=ids,
-        log_probs=[float(pair[0]) for pair in pairs],
-        finish_reason=str(reason.get("type")),
-        weight_version=str(meta.get("weight_version")),
-    )
+        raise BadAnswer(f"{len(ids)} tokens came with output_token_logprobs of {len(pairs)} tokens, or of others")
+    values = [pair[0] for pair in pairs]
+    if not set(map(type, values)) <= {float, int}:
+        raise BadAnswer(f"output_token_logprobs has {shown(values)}, expected numbers")
+    if wrong := [value for value in values if not -LARGEST <= value <= ABOVE_ZERO]:
+        raise BadAnswer(f"output_token_logprobs has {shown(wrong[0])}, expected finite numbers of at most 0")
+    return list(map(float, values))

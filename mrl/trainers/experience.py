@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrl.algo import advantages, aggregate, kl, rollout_correction, token_rewards
-from mrl.config.schema import AlgorithmConfig, RolloutCorrectionConfig
+from mrl.algo import advantages, aggregate, kl, resampling, token_rewards
+from mrl.algo.rollout_correction import Correction
+from mrl.config.schema import AlgorithmConfig, PFPPOConfig, RolloutCorrectionConfig
 from mrl.core import Rollout
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
-from mrl.trainers.correction import Correction
+from mrl.rollout.seeds import sample_seed
+from mrl.trainers.correction import correction_of
 from mrl.trainers.replay import Reused
 
+RESAMPLING_STREAM = 1 << 44  # keeps the draws of samples apart from all others
 TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")  # they read sums of squared probabilities
 
 
@@ -33,7 +37,7 @@ class Experience:
     trainer_log_probs: Tensor | None
     ref_log_probs: Tensor | None
     values: Tensor | None
-    mean_ref_kl: float | None
+    mean_ref_kl: float | None  # mean over the new responses of each one's token mean, as verl's controller takes it
     entropies: Tensor | None = None
     correction: Correction | None = None
     reused: Reused | None = None
@@ -44,16 +48,33 @@ class Experience:
         return torch.ones_like(self.advantages, dtype=torch.bool) if self.reused is None else ~self.reused.tokens
 
     @property
+    def is_old_policy(self) -> bool:
+        """Whether the old log-probs are the trainer's own."""
+        return self.old_log_probs is self.trainer_log_probs
+
+    @property
     def num_new_samples(self) -> int:
         return self.rollout.num_samples - (int(self.reused.samples.sum()) if self.reused is not None else 0)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the engine's policy against the trainer's, where that is known."""
-        if self.trainer_log_probs is None:
-            return {}
-        gap = mismatch(self.rollout, self.trainer_log_probs, self.is_new)
-        return gap | (self.correction.metrics if self.correction is not None else {})
+        return self.correction.metrics if self.correction is not None else {}
+
+    def pick(self, samples: Tensor) -> Experience:
+        """Of some of the samples, in the order of `samples` [b] int64, which may name one more than once."""
+
+        def of(vector: Tensor) -> Tensor:
+            return self.rollout.flat_of(samples, vector)
+
+        changes: dict[str, Any] = {name: of(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        if self.is_old_policy:
+            changes["old_log_probs"] = changes.get("trainer_log_probs")
+        if (made := self.correction) is not None:
+            weights = None if made.weights is None else of(made.weights)
+            changes["correction"] = replace(made, weights=weights, keep=of(made.keep))
+        if (old := self.reused) is not None:
+            changes["reused"] = Reused(old.samples[samples], of(old.tokens), of(old.old_log_probs))
+        return replace(self, rollout=self.rollout.pick(samples), **changes)
 
     def targets(self) -> list[Tensor]:
         """All flat vectors that a loss may be made of."""
@@ -92,14 +113,15 @@ def make_experience(
 
     mask, penalty, mean_ref_kl = rollout.response_mask, None, None
     if cfg.kl.use_in_reward and trainers is not None and ref_log_probs is not None:
-        flat = kl.penalty(cfg.kl.penalty, trainers, ref_log_probs)
-        new = flat if reused is None else flat[~reused.tokens]
-        penalty, mean_ref_kl = rollout.dense(flat), float(new.mean())
+        penalty = rollout.dense(kl.penalty(cfg.kl.penalty, trainers, ref_log_probs))
+        new = mask if reused is None else mask & ~reused.samples[:, None]
+        mean_ref_kl = float(aggregate.agg_loss("seq-mean-token-mean", penalty.double(), new))
     rewards = token_rewards.compute(rollout.scores, mask, kl=penalty, kl_coef=kl_coef)
-    adv, returns = _advantages(cfg, rollout, rewards, values, trainers, squares)
     correction = None
     if trainers is not None and cfg.rollout_correction != RolloutCorrectionConfig():
-        correction = Correction.make(cfg.rollout_correction, rollout, trainers)
+        correction = correction_of(cfg.rollout_correction, rollout, trainers)
+    importance_weights = correction.weights if correction is not None else None
+    adv, returns = _advantages(cfg, rollout, rewards, values, trainers, squares, importance_weights)
     return Experience(
         rollout=rollout,
         advantages=rollout.flat(adv),
@@ -122,6 +144,7 @@ def _advantages(
     values: Tensor | None,
     log_probs: Tensor | None,
     sum_pi_squared: Tensor | None,
+    importance_weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """rewards [B, T], the others [R]; advantages and returns [B, T] by the configured estimator."""
 
@@ -139,11 +162,24 @@ def _advantages(
         part_weights=cfg.gdpo_reward_weights,
         log_probs=dense(log_probs),
         sum_pi_squared=dense(sum_pi_squared),
+        importance_weights=dense(importance_weights),
         gamma=cfg.gamma,
         lam=cfg.lam,
         norm_adv_by_std_in_grpo=cfg.norm_adv_by_std_in_grpo,
         whiten=cfg.whiten_advantages,
+        shift_mean=cfg.whiten_shift_mean,
+        f_norm=cfg.gpg_f_norm,
+        zero_tail=cfg.zero_tail,
     )
+
+
+def resampled(cfg: PFPPOConfig | None, exp: Experience, seed: int) -> Experience:
+    """What the updates of a step learn from: samples drawn anew where `cfg` asks for it. Follows from (seed, step)."""
+    if cfg is None:
+        return exp
+    generator = torch.Generator().manual_seed(sample_seed(seed, RESAMPLING_STREAM + exp.rollout.step, 0))
+    scores = exp.rollout.scores
+    return exp.pick(resampling.draw(cfg.reweight_method, scores, generator, cfg.weight_pow))
 
 
 def needs_forward_pass(cfg: AlgorithmConfig, single_update: bool) -> bool:
@@ -151,12 +187,6 @@ def needs_forward_pass(cfg: AlgorithmConfig, single_update: bool) -> bool:
     old_ones = cfg.old_log_probs == "trainer" and not single_update
     corrects = cfg.rollout_correction != RolloutCorrectionConfig()
     return old_ones or corrects or cfg.kl.use_in_reward or cfg.policy_loss.high_entropy_token_ratio < 1
-
-
-def mismatch(rollout: Rollout, log_probs: Tensor, where: Tensor) -> dict[str, float]:
-    """Metrics of the trainer's log-probs [R] against the engine's, at some tokens."""
-    gap = rollout_correction.mismatch(log_probs, rollout.rollout_log_probs, where)
-    return {f"mismatch/{name}": value for name, value in gap.items()}
 
 
 def minibatch_mask(rollout: Rollout, sample_ids: range, keep: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from mrl.config.derived import prompts_per_round
 from mrl.config.schema import RLConfig
 from mrl.core import Prompt, Request, Rollout, Sample, SamplingParams
 from mrl.data import PromptDataset, Tokenizer, collate, data_notes
-from mrl.observe import save_samples
+from mrl.observe import save_samples, write_down
 from mrl.resilience.sections import section
 from mrl.reward import RewardManager
 from mrl.rollout import Engine, sample_seed
@@ -129,12 +129,16 @@ class Generator:
         return samples
 
     def _write_down(self, samples: list[Sample], name: str) -> None:
-        file = save_samples(self.run_dir, name, samples)
+        file, on_error = f"rollouts/{name}.jsonl", self.cfg.checkpoint.on_error
+        write_down(file, lambda: save_samples(self.run_dir, name, samples), on_error, self.note)
         failed = [sample.reward_error for sample in samples if sample.reward_error]
         if failed:
             head, *more = failed[0].splitlines()
             first = " ".join([head, *more[-1:]])  # of a traceback the last line
-            self.note(f"{len(failed)} of {len(samples)} samples score 0, the reward failed on them ({file}): {first}")
+            where = (
+                f"{len(failed)} of {len(samples)} samples score 0, the reward failed on them ({self.run_dir / file})"
+            )
+            self.note(f"{where}: {first}")
 
 
 def _parts(samples: list[Sample], names: Sequence[str]) -> Tensor:

@@ -19,7 +19,7 @@ FILE = "nonfinite.jsonl"
 
 
 class NonFiniteError(RuntimeError):
-    """Too many steps in a row had an update that could not be made; raised on every rank."""
+    """Too many steps in a row had an update that could not be made, or the last step made none. On every rank."""
 
 
 class Updates:
@@ -39,8 +39,9 @@ class Updates:
         self.file, self._limit = run_dir / FILE, limit
         self._recorder, self._writes = recorder, writes
         self._made: dict[str, int] = {}  # updates of this step, by role
-        self._skipped = 0
-        self.in_a_row = 0  # steps with a skipped update, up to the last one: part of the run's state
+        self._skipped: dict[str, int] = {}  # of these
+        self.unlearned: list[str] = []  # roles whose last step of this launch had updates, and none was applied
+        self.in_a_row = 0  # steps with a skipped update, up to the last one; both are part of the run's state
 
     def make(
         self,
@@ -58,14 +59,15 @@ class Updates:
         metrics = metrics | learner.step()
         self._made[role] = self._made.get(role, 0) + 1
         if metrics["skipped"]:
-            self._skipped += 1
+            self._skipped[role] = self._skipped.get(role, 0) + 1
             self._write_down(role, metrics, rollout, *_suspects(learner, rollout, sample_ids, targets))
         return metrics
 
     def end_of_step(self, step: int) -> None:
         """`step`: from 1. Raises NonFiniteError after `limit` steps in a row with a skipped update."""
-        made, skipped = sum(self._made.values()), self._skipped
-        self._made, self._skipped = {}, 0
+        made, skipped = sum(self._made.values()), sum(self._skipped.values())
+        self.unlearned = [role for role, count in self._made.items() if count == self._skipped.get(role, 0)]
+        self._made, self._skipped = {}, {}
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         if not skipped:
             return
@@ -77,6 +79,15 @@ class Updates:
                 f"None of these updates was applied. {self.file} names their samples and data rows"
             )
 
+    def end_of_run(self) -> None:
+        """After the last step, with all that is to be saved on disk. Raises NonFiniteError if that step applied no
+        update of some role: a model that has stopped to learn is no success, however few steps it has missed."""
+        if self.unlearned:
+            raise NonFiniteError(
+                f"the run's last step applied no update of the {' and the '.join(self.unlearned)}: loss or gradient "
+                f"was not finite. What is saved are the weights before it. {self.file} names the samples and data rows"
+            )
+
     def _write_down(
         self, role: str, metrics: dict[str, float], rollout: Rollout, by: str, sample_ids: Sequence[int]
     ) -> None:
@@ -86,7 +97,8 @@ class Updates:
         line = {"step": rollout.step + 1, "update": self._made[role], "role": role}
         values = {name: metrics[name] for name in ("loss", "grad_norm")}
         samples = {"by": by, "sample_ids": list(sample_ids), "rows": [rows[sample] for sample in sample_ids]}
-        append_jsonl(self.file, line | values | samples)
+        row = line | values | samples
+        self._recorder.write_down("the skipped update's samples", lambda: append_jsonl(self.file, row))
 
 
 def _suspects(

@@ -57,7 +57,8 @@ class Phases:
         stats.metrics |= report.metrics()
         if self.world.is_main:
             row = {"step": stats.step, "steps": report.steps, **report.seconds}
-            append_jsonl(self.run_dir / "stragglers.jsonl", row)
+            file = self.run_dir / "stragglers.jsonl"
+            self.recorder.write_down("the ranks' times", lambda: append_jsonl(file, row))
         note = report.note()
         if note is not None:
             self.recorder.note(f"step {stats.step}: {note}")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from mrl.algo import Sequences, token_choice
+from mrl.algo import Sequences, rollout_correction, token_choice
 from mrl.learner import losses
 from mrl.rollout.seeds import sample_seed
 from mrl.trainers.experience import Experience, minibatch_mask, minibatch_weights
 from mrl.trainers.setup import RLRun
 
+ONE_RATIO_A_RESPONSE = ("geo_mean",)  # losses that take one importance weight a response
 TOKEN_STREAM = 1 << 43  # keeps the choice of tokens apart from every step's samples
 
 
@@ -26,7 +29,7 @@ def update_actor(run: RLRun, exp: Experience, sample_ids: range, number: int) ->
         entropy_grad=cfg.policy_loss.entropy_coef > 0,
         also=[run.demonstrations.term(exp.rollout.step, number)] if run.demonstrations is not None else [],
     )
-    metrics |= drop_if_far(run, metrics)
+    metrics |= drop_if_far(run, metrics) | look_at_samples(run, exp, number)
     metrics = run.updates.make("actor", run.actor, exp.rollout, sample_ids, metrics, exp.targets())
     if run.ema is not None and not metrics["skipped"]:
         run.ema.after_update()
@@ -37,14 +40,18 @@ def policy_targets(run: RLRun, exp: Experience, sample_ids: range, number: int) 
     """The step's first update is of the old policy itself: its ratio is 1 then, not what rounding makes of 1, which
     would give a loss of |log-ratio| a gradient."""
     cfg, rollout = run.cfg.algorithm.policy_loss, exp.rollout
-    is_old_policy = number == 0 and exp.old_log_probs is exp.trainer_log_probs
+    is_old_policy = number == 0 and exp.is_old_policy
     keep = exp.correction.keep if exp.correction is not None else None
+    sequences = Sequences.of_mask(rollout.response_mask, None if keep is None else rollout.dense(keep))
     scale = cfg.loss_scale_factor or run.cfg.rollout.sampling.max_new_tokens
     weights = minibatch_weights(rollout, sample_ids, cfg.aggregation, scale, keep)
     mask = minibatch_mask(rollout, sample_ids, keep)
     policy_weights = weights
     if exp.correction is not None and exp.correction.weights is not None:
-        policy_weights = policy_weights * exp.correction.weights
+        factors = exp.correction.weights
+        if cfg.loss_mode in ONE_RATIO_A_RESPONSE and run.cfg.algorithm.rollout_correction.rollout_is == "token":
+            factors = rollout_correction.geometric_means(factors, sequences)
+        policy_weights = policy_weights * factors
     if exp.entropies is not None and cfg.high_entropy_token_ratio < 1:
         policy_weights = policy_weights * token_choice.high_entropy(exp.entropies, mask, cfg.high_entropy_token_ratio)
     return losses.PolicyTargets(
@@ -54,9 +61,8 @@ def policy_targets(run: RLRun, exp: Experience, sample_ids: range, number: int) 
         mean_weights=minibatch_weights(rollout, sample_ids, "token-mean", keep=keep),
         old_log_probs=None if is_old_policy else exp.old_log_probs,
         ref_log_probs=exp.ref_log_probs,
-        sequences=Sequences.of_mask(
-            rollout.response_mask, None if keep is None else rollout.dense(keep), run.actor.total_over_context
-        ),
+        sampling_log_probs=rollout.rollout_log_probs if cfg.off_policy_mask_threshold is not None else None,
+        sequences=replace(sequences, total=run.actor.total_over_context),
         chosen=choose_tokens(run, exp, sample_ids, mask, number),
     )
 
@@ -79,6 +85,16 @@ def choose_tokens(run: RLRun, exp: Experience, sample_ids: range, mask: Tensor, 
         generator=torch.Generator().manual_seed(sample_seed(run.cfg.run.seed, TOKEN_STREAM + exp.rollout.step, number)),
         **options,
     )
+
+
+def look_at_samples(run: RLRun, exp: Experience, number: int) -> dict[str, float]:
+    """Between the pass and the update: whether the mini-batch's samples are the engine's for these weights, where no
+    pass of its own has told; as metrics of the first update, for whose policy that is exact. Collective."""
+    if exp.trainer_log_probs is not None or number >= len(run.minibatches(exp.rollout)):
+        return {}
+    log_probs, seen = run.actor.last_log_probs(exp.rollout)
+    metrics = run.mismatch.check(exp.rollout, log_probs, seen & exp.is_new)
+    return metrics if number == 0 else {}
 
 
 def drop_if_far(run: RLRun, metrics: dict[str, float]) -> dict[str, float]:

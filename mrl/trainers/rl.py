@@ -12,7 +12,7 @@ from mrl.algo import explained_variance
 from mrl.config.schema import RLConfig
 from mrl.core import Rollout, StepStats
 from mrl.learner import losses
-from mrl.trainers.experience import Experience, make_experience, minibatch_weights, mismatch
+from mrl.trainers.experience import Experience, make_experience, minibatch_weights, resampled
 from mrl.trainers.models import RefreshedReference
 from mrl.trainers.policy_update import update_actor
 from mrl.trainers.setup import RLRun, open_rl_run
@@ -28,6 +28,7 @@ def main(cfg: RLConfig) -> None:
             train_step(run, step)
             run.saving.after_step(step + 1)
         run.saving.finish()
+        run.updates.end_of_run()
 
 
 def train_step(run: RLRun, step: int) -> None:
@@ -39,11 +40,11 @@ def train_step(run: RLRun, step: int) -> None:
         rollout, metrics = run.generate(step)
     stats.metrics |= metrics
 
+    trains_actor = cfg.critic is None or step >= cfg.critic.warmup_steps
     with phase("experience", stats):
-        experience, metrics = experience_of(run, rollout)
+        experience, metrics = experience_of(run, rollout, trains_actor)
     stats.metrics |= metrics
 
-    trains_actor = cfg.critic is None or step >= cfg.critic.warmup_steps
     with phase("update", stats):
         stats.metrics |= update(run, experience, trains_actor)
         run.updates.end_of_step(step + 1)
@@ -63,8 +64,9 @@ def train_step(run: RLRun, step: int) -> None:
     run.recorder.log(stats)
 
 
-def experience_of(run: RLRun, rollout: Rollout) -> tuple[Experience, dict[str, float]]:
-    """What the step learns from: its new samples and, with a replay buffer, older ones."""
+def experience_of(run: RLRun, rollout: Rollout, trains_actor: bool) -> tuple[Experience, dict[str, float]]:
+    """What the step learns from: its new samples and, with a replay buffer, older ones. Raises MismatchError for
+    samples of other weights than the actor's, where its log-probs are known before the first update."""
     cfg, reused = run.cfg, None
     metrics: dict[str, float] = {}
     if run.replay is not None:
@@ -80,6 +82,11 @@ def experience_of(run: RLRun, rollout: Rollout) -> tuple[Experience, dict[str, f
         single_update=run.updates_per_step == 1 and run.replay is None,
         reused=reused,
     )
+    log_probs = experience.trainer_log_probs
+    if log_probs is None and not trains_actor:  # no update of the actor will tell
+        log_probs, _ = run.actor.log_probs(rollout, cfg.rollout.sampling.temperature)
+    if log_probs is not None:
+        metrics |= run.mismatch.check(rollout, log_probs, experience.is_new)
     if run.replay is not None:
         assert experience.old_log_probs is not None
         run.replay.keep(rollout, reused, experience.old_log_probs)
@@ -89,26 +96,25 @@ def experience_of(run: RLRun, rollout: Rollout) -> tuple[Experience, dict[str, f
 def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
     """All epochs and mini-batches of one step; metrics as `over_updates` puts them together."""
     made: dict[str, list[dict[str, float]]] = {"critic": [], "actor": []}
-    minibatches, metrics = run.minibatches(exp.rollout), exp.metrics
+    metrics, drawn = exp.metrics, exp
+    exp = resampled(run.cfg.algorithm.pf_ppo, drawn, run.cfg.run.seed)
+    minibatches = run.minibatches(exp.rollout)
     for _ in range(run.cfg.batch.epochs_per_step):
         for sample_ids in minibatches:
+            if trains_actor:  # first: it finds samples that nothing may be learnt from
+                made["actor"].append(update_actor(run, exp, sample_ids, len(made["actor"])))
             if run.critic is not None and run.critic.trainable:
                 made["critic"].append(update_critic(run, exp, sample_ids))
-            if trains_actor:
-                made["actor"].append(update_actor(run, exp, sample_ids, len(made["actor"])))
-            if exp.trainer_log_probs is None and len(made["actor"]) == 1:  # the policy that sampled is this one's
-                log_probs, seen = run.actor.last_log_probs(exp.rollout)
-                metrics |= mismatch(exp.rollout, log_probs, seen & exp.is_new)
         if is_far_enough(run.cfg.algorithm.target_kl, made["actor"]):
             break
     if run.cfg.algorithm.target_kl is not None:
         metrics["actor/epochs"] = len(made["actor"]) / len(minibatches)
     for role, rows in made.items():
         metrics |= named(role, over_updates(rows)) if rows else {}
-    if exp.values is not None:
-        rollout = exp.rollout
+    if drawn.values is not None:
+        rollout = drawn.rollout
         metrics["critic/explained_variance"] = float(
-            explained_variance(rollout.dense(exp.values), rollout.dense(exp.returns), rollout.response_mask)
+            explained_variance(rollout.dense(drawn.values), rollout.dense(drawn.returns), rollout.response_mask)
         )
     return metrics
 
@@ -120,8 +126,11 @@ def is_far_enough(target_kl: float | None, updates: list[dict[str, float]]) -> b
 
 def over_updates(rows: list[dict[str, float]]) -> dict[str, float]:
     """Means over the updates that were applied (over all if none was), and how many were skipped."""
-    applied = [row for row in rows if not row["skipped"]] or rows
-    means = {name: sum(row[name] for row in applied) / len(applied) for name in rows[0]}
+    applied = [row for row in rows if not row["skipped"]]
+    means = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row[name] for row in applied if name in row] or [row[name] for row in rows if name in row]
+        means[name] = sum(values) / len(values)
     return means | {"skipped": sum(row["skipped"] for row in rows)}
 
 
@@ -132,7 +141,8 @@ def named(model: str, metrics: dict[str, float]) -> dict[str, float]:
 def update_critic(run: RLRun, exp: Experience, sample_ids: range) -> dict[str, float]:
     assert run.critic is not None and exp.values is not None
     cfg = run.cfg.algorithm.value_loss
-    weights = minibatch_weights(exp.rollout, sample_ids, cfg.loss_agg_mode)
+    scale = cfg.loss_scale_factor or run.cfg.rollout.sampling.max_new_tokens
+    weights = minibatch_weights(exp.rollout, sample_ids, cfg.loss_agg_mode, scale)
     mean_weights = minibatch_weights(exp.rollout, sample_ids, "token-mean")
     loss = losses.value(cfg, exp.values, exp.returns, weights, mean_weights)
     metrics = run.critic.backward(exp.rollout, sample_ids, loss, temperature=1.0)

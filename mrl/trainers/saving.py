@@ -10,16 +10,26 @@ from typing import Any, Protocol
 
 from mrl import checkpoint
 from mrl.checkpoint import CheckpointError, Part, Saver, Written
-from mrl.config import resume_checks
+from mrl.config import resume
 from mrl.config.schema import Config
 from mrl.core import StepStats
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
-from mrl.observe import Recorder, RunDir, rewind
+from mrl.observe import (
+    Recorder,
+    RunDir,
+    is_of_this_launch,
+    move_aside,
+    note_launch,
+    refuse_existing,
+    rewind,
+    written,
+)
 from mrl.resilience import preemption
+from mrl.resilience.protocol import attempt, started_by_torchelastic
 from mrl.trainers.phases import Phases
 from mrl.weights.errors import WeightError
-from mrl.weights.export import save_hf
+from mrl.weights.model.export import save_hf
 
 MIB = 1 << 20
 
@@ -33,19 +43,30 @@ class Kept(Protocol):
 
 def open_run_dir(cfg: Config, run_dir: Path, stack: ExitStack) -> Recorder:
     """On rank 0, before anything is started: owns the run directory and, if that has a checkpoint, looks whether the
-    configuration can go on from it (ConfigChanged)."""
-    changes: list[resume_checks.Change] = []
+    configuration can go on from it (ConfigChanged). What a run without one has left is never written over, except by a
+    restart of the same launch."""
+    notes: list[str] = []
 
     def check() -> None:
         found = checkpoint.latest(run_dir)
         if found is not None:
-            changes.extend(resume_checks.check_resume(checkpoint.read(found)[1], cfg, found))
+            stored = checkpoint.read(found)[1]
+            changes = resume.check_resume(stored, cfg, found)
+            notes.extend(f"changed since the checkpoint: {change}" for change in changes)
+            notes.extend(resume.unknown(stored, cfg))
+        elif not (attempt() and is_of_this_launch(run_dir)):  # an earlier attempt may not have come as far as this
+            refuse_existing(cfg)
+            if written(run_dir):
+                notes.append(f"what an earlier run without a checkpoint had written is now in {move_aside(run_dir)}")
 
     stack.enter_context(RunDir.open(cfg, check))
+    if started_by_torchelastic():
+        note_launch(run_dir)
     preemption.begin(run_dir)
-    recorder = stack.enter_context(Recorder(run_dir, cfg.run.steps, tensorboard=cfg.run.tensorboard))
-    for change in changes:
-        recorder.note(f"changed since the checkpoint: {change}")
+    on_error = cfg.checkpoint.on_error
+    recorder = stack.enter_context(Recorder(run_dir, cfg.run.steps, cfg.run.tensorboard, on_error=on_error))
+    for note in notes:
+        recorder.note(note)
     return recorder
 
 
@@ -68,7 +89,7 @@ class Saving:
         self._cfg, self._phase, self._recorder, self._run_dir = cfg, phase, phase.recorder, phase.run_dir
         self._parts, self._loop_state, self._kept = parts, loop_state, kept
         self._saver = Saver(self._run_dir, cfg.checkpoint, self._note_written)
-        self._config = self._from_main("reading data.train", lambda: resume_checks.snapshot(cfg))
+        self._config = self._from_main("reading data.train", lambda: resume.snapshot(cfg))
         self._since_row = StepStats(0)
         self._step = 0  # steps that the learners have made
 

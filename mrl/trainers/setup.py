@@ -20,9 +20,11 @@ from mrl.learner.policy_copy import PolicyCopy
 from mrl.observe import Recorder, SilentRecorder
 from mrl.resilience import sections
 from mrl.reward import RewardManager, longest_wait_s
-from mrl.rollout import Engine, start_engine
+from mrl.reward.check import row_check
+from mrl.rollout import Access, Engine, start_engine
 from mrl.trainers.demonstrations import Demonstrations
 from mrl.trainers.generate import Generator
+from mrl.trainers.mismatch import MismatchLimits
 from mrl.trainers.models import Models, MovingAverage, build_models
 from mrl.trainers.models import notes as model_notes
 from mrl.trainers.nonfinite import Updates
@@ -32,7 +34,7 @@ from mrl.trainers.reward_model import ToScore, score
 from mrl.trainers.saving import Saving, open_run_dir
 from mrl.trainers.scores import ScoreControl
 from mrl.trainers.world import World
-from mrl.weights.sync import SyncError, SyncReport, WeightSync
+from mrl.weights.sync.push import SyncError, SyncReport, WeightSync
 
 
 @dataclass
@@ -54,6 +56,7 @@ class RLRun:
     sync: WeightSync
     start_step: int
     updates: Updates
+    mismatch: MismatchLimits
     phase: Phases
     saving: Saving
 
@@ -109,11 +112,15 @@ class RLRun:
         in it, that one is started again, and all get the weights once more, verified."""
         while True:
             try:
-                return self.sync.push(str(version), verify=verify)
+                report = self.sync.push(str(version), verify=verify)
+                break
             except SyncError as error:
                 if not self._revived(error):
                     raise
             verify = True
+        if self.generator is not None:
+            self.generator.engine.weight_version = str(version)
+        return report
 
     def _revived(self, error: SyncError) -> bool:
         return self.world.from_main("starting the engine again", lambda: self._generator.engine.revive(error))
@@ -134,6 +141,7 @@ class RLRun:
             self.kl_controller.load_state_dict(state["kl_controller"])
             self.scores.moments.load_state_dict(state["score_moments"])
             self.updates.in_a_row = state["nonfinite_in_a_row"]
+            self.updates.unlearned = state.get("unlearned", [])
             self.start_step = state["step"]
 
     def _ticker(self, total: int) -> Callable[[Sample], None]:
@@ -175,15 +183,15 @@ class MainParts:
         engine = start_engine(cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, gpu=gpu)
         self.engine = enter(contextlib.closing(engine))
 
-    def ready(self) -> tuple[str, ...]:
-        """Waits for the engine; its addresses."""
+    def ready(self) -> tuple[tuple[str, ...], Access]:
+        """Waits for the engine; its addresses, and what opens them."""
         assert self.engine is not None and self.rewards is not None
         self.recorder.note("waiting for the engine")
         self.engine.wait_ready()
         self.generator = make_generator(self.cfg, self.run_dir, self.engine, self.rewards, self.recorder)
         for note in (*self.engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
             self.recorder.note(note)
-        return self.engine.urls
+        return self.engine.urls, self.engine.access
 
 
 @contextlib.contextmanager
@@ -198,8 +206,9 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         world.from_main("starting the run", main.start)
         models = build_models(cfg, world)
         demonstrations = Demonstrations(cfg) if cfg.ptx is not None else None
-        urls = world.from_main("starting the engine", main.ready)
-        run = build_run(main, world, models, demonstrations, urls)
+        urls, access = world.from_main("starting the engine", main.ready)
+        sync = WeightSync(models.actor.exporter, urls, cfg.sync, cfg.rollout.tensor, access=access)
+        run = build_run(main, world, models, demonstrations, sync)
         stack.callback(run.saving.close)
         stack.callback(run.sync.close)
         if main.engine is not None:
@@ -217,7 +226,7 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
 
 
 def build_run(
-    main: MainParts, world: World, models: Models, demonstrations: Demonstrations | None, urls: tuple[str, ...]
+    main: MainParts, world: World, models: Models, demonstrations: Demonstrations | None, sync: WeightSync
 ) -> RLRun:
     cfg, kl_cfg = main.cfg, main.cfg.algorithm.kl
     controller = kl.make_controller(
@@ -234,6 +243,7 @@ def build_run(
             "kl_controller": controller.state_dict(),
             "score_moments": scores.moments.state_dict(),
             "nonfinite_in_a_row": updates.in_a_row,
+            "unlearned": updates.unlearned,
         }
 
     return RLRun(
@@ -251,9 +261,10 @@ def build_run(
         generator=main.generator,
         replay=replay,
         demonstrations=demonstrations,
-        sync=WeightSync(models.actor.exporter, urls, cfg.sync, cfg.rollout.tensor),
+        sync=sync,
         start_step=0,
         updates=updates,
+        mismatch=MismatchLimits(cfg.rollout.mismatch, main.recorder.note),
         phase=phase,
         saving=Saving(cfg, phase, models.saved, loop_state, kept=replay.buffer if replay is not None else None),
     )
@@ -263,13 +274,15 @@ def make_generator(
     cfg: RLConfig, run_dir: Path, engine: Engine, rewards: RewardManager, recorder: Recorder | SilentRecorder
 ) -> Generator:
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
-    train = PromptDataset(cfg.data.train, cfg.data, tokenizer)
-    validation = PromptDataset(cfg.data.validation, cfg.data, tokenizer) if cfg.data.validation else None
+    check = row_check(cfg.reward, cfg.data)
+    train = PromptDataset(cfg.data.train, cfg.data, tokenizer, check=check)
+    held_out = cfg.data.validation
+    validation = PromptDataset(held_out, cfg.data, tokenizer, check=check) if held_out else None
     return Generator(cfg, run_dir, engine, rewards, recorder.note, tokenizer, train, validation)
 
 
 def _longest_wait(cfg: RLConfig) -> float:
-    """Seconds the other ranks wait for rank 0's sampling: every request in turn, each up to its own time-out, and
+    """Seconds that rank 0's sampling may take: every request in turn, each up to its own time-out, and
     all restarts of engines."""
     samples = max(most_samples_per_step(cfg), cfg.validation.prompts)
     rounds = math.ceil(samples / cfg.rollout.concurrent_requests)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,6 +49,7 @@ def main(cfg: SFTConfig) -> None:
             train_step(run, step)
             run.saving.after_step(step + 1)
         run.saving.finish()
+        run.updates.end_of_run()
 
 
 def train_step(run: SFTRun, step: int) -> None:
@@ -85,6 +87,7 @@ def open_sft_run(cfg: SFTConfig) -> Iterator[SFTRun]:
         state = run.saving.resume()
         if state is not None:
             run.start_step, run.updates.in_a_row = state["step"], state["nonfinite_in_a_row"]
+            run.updates.unlearned = state.get("unlearned", [])
         is_set_up()
         yield run
 
@@ -97,7 +100,11 @@ def build_run(cfg: SFTConfig, world: World, run_dir: Path, recorder: Recorder | 
 
     phase = Phases.of(cfg.resilience, world, run_dir, recorder, peers=actor.mesh.pp_rank)
     updates = Updates(run_dir, cfg.run.max_nonfinite_steps, recorder, writes=world.is_main)
-    saving = Saving(cfg, phase, {"actor": actor}, lambda: {"nonfinite_in_a_row": updates.in_a_row})
+
+    def loop_state() -> dict[str, Any]:
+        return {"nonfinite_in_a_row": updates.in_a_row, "unlearned": updates.unlearned}
+
+    saving = Saving(cfg, phase, {"actor": actor}, loop_state)
     return SFTRun(cfg, actor, data, recorder, phase, saving, updates, start_step=0)
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from mrl import failure, platform
-from mrl.parallel import Meshes, rank
+from mrl.parallel import Agreement, Meshes, rank
+from mrl.trainers.pulse import Pulse
 
 T = TypeVar("T")
 
@@ -20,13 +20,23 @@ class RankZeroError(RuntimeError):
     """Something only rank 0 does (the engine, rewards, files) failed; raised on every rank with rank 0's message."""
 
 
+class _RankZero(Agreement[str]):
+    """The others hear of its answer by the pulse."""
+
+    def report(self, error: BaseException) -> str:
+        return failure.describe(error)
+
+    def verdict(self, what: str, reports: Mapping[int, str]) -> RankZeroError:
+        return RankZeroError(f"{what} failed: {reports[0]}")
+
+
 @dataclass(frozen=True)
 class _Summons:
     argument: object
 
 
 class World:
-    """The torchrun world. `wait_s` bounds how long the other ranks wait for rank 0's part of a step."""
+    """The torchrun world. `wait_s` bounds rank 0's own part of a step, `timeout_s` every sign of life in between."""
 
     def __init__(self, timeout_s: float, wait_s: float, seed: int) -> None:
         platform.init_process_group(timeout_s)
@@ -34,7 +44,9 @@ class World:
         self.is_main = rank() == 0
         self.meshes = Meshes(timeout_s, seed)
         self._together: Callable[[Any], object] | None = None
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
+        self._pulse = Pulse(timeout_s, wait_s)
+        self._control = self._pulse.group
+        self._rank_zero = _RankZero()
 
     def from_main(self, what: str, make: Callable[[], T], together: Callable[[Any], object] | None = None) -> T:
         """Runs `make` on rank 0 and gives its result to every rank; if it fails, every rank raises.
@@ -45,43 +57,31 @@ class World:
         self._together = together
         if not self.is_main:
             return self._follow(what)
-        value, problem, cause = None, None, None
-        try:
-            value = make()
-        except Exception as error:
-            cause, problem = error, failure.describe(error)
-        self._tell((value, problem))
-        if problem is not None:
-            raise RankZeroError(f"{what} failed: {problem}") from cause
-        return value  # type: ignore[return-value]
+        with self._pulse.working(what):
+            value, problem, cause = self._rank_zero.run(make)
+        self._pulse.tell((value, problem))
+        return self._rank_zero.judge(what, [(value, problem)], cause)[0]
 
     def together(self, argument: object) -> Any:
         """Rank 0, inside `from_main`."""
         assert self.is_main and self._together is not None
-        self._tell(_Summons(argument))
-        return self._together(argument)
+        with self._pulse.talk:
+            self._pulse.tell(_Summons(argument))
+            return self._together(argument)
 
     def _follow(self, what: str) -> Any:
         mine: Exception | None = None
-        while isinstance(message := self._tell(None), _Summons):
+        while isinstance(message := self._pulse.hear(), _Summons):
             mine = None
             try:
                 assert self._together is not None
                 self._together(message.argument)
             except Exception as error:  # rank 0 has failed too, and says what comes of it
                 mine = error
-        value, problem = message
-        if problem is not None:
-            raise RankZeroError(f"{what} failed: {problem}") from mine
+        (value,) = self._rank_zero.judge(what, [message], mine)
         if mine is not None:
             raise mine
         return value
-
-    def _tell(self, message: Any) -> Any:
-        """Rank 0's message, on every rank."""
-        box = [message]
-        dist.broadcast_object_list(box, src=0, group=self._control)
-        return box[0]
 
     def any(self, value: bool) -> bool:
         """Whether it is true on any rank; collective."""

@@ -20,7 +20,7 @@ from mrl import platform
 
 platform.install()
 
-from mrl.config.sampling_checks import ESTIMATOR_OPTIONS  # noqa: E402
+from mrl.config.checks.algorithm import ESTIMATOR_OPTIONS  # noqa: E402
 from mrl.config.schema import POLICY_LOSS_OPTIONS, OptimizerConfig, RLConfig, TrainConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
@@ -33,7 +33,8 @@ from tests.worlds.gradients import TEN_STEPS, TIMEOUT_S, build, compare, everywh
 STEPS = 5
 Weights = dict[str, torch.Tensor]
 ESTIMATOR_SETTINGS: dict[str, dict[str, Any]] = {
-    "gae": {"lam": 0.95},
+    "gae": {"lam": 0.95, "value_loss": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 10.0}},
+    "gpg": {"gpg_f_norm": 2.0},
     "gdpo": {"gdpo_reward_keys": ("score", "form"), "gdpo_reward_weights": (1.0, 0.5)},
     "reinforce_plus_plus": {"gamma": 0.99},
 }
@@ -43,6 +44,7 @@ LOSS_SETTINGS: dict[str, dict[str, Any]] = {  # so that each one's own part is a
     "kl_cov": {"kl_cov_ratio": 0.1},
     "dppo_tv": {"clip_ratio_low": 0.01, "clip_ratio_high": 0.01},
     "dppo_kl": {"clip_ratio_low": 1e-3, "clip_ratio_high": 1e-3},
+    "vespo": {"vespo_k_pos": 0.2, "vespo_k_neg": 0.3, "vespo_lambda_pos": 0.1, "vespo_lambda_neg": 0.2},
 }
 OFF_POLICY = 0.3  # of the engine's log-probs, standard deviation: many ratios are clipped
 RECIPES: dict[str, dict[str, Any]] = {
@@ -54,7 +56,34 @@ RECIPES: dict[str, dict[str, Any]] = {
     "rejected responses": {
         "rollout_correction": {"rollout_is": "sequence", "rollout_rs": "seq_max_k3", "rollout_rs_threshold": "20"}
     },
+    "off-policy sequence mask": {"policy_loss": {"off_policy_mask_threshold": 0.01}},
+    "bias-corrected KL": {"kl": {"use_in_loss": True, "coef": 0.5, "bias_correction": True}},
+    "resampled, whitened in scale only": {
+        "adv_estimator": "reinforce_plus_plus",
+        "whiten_shift_mean": False,
+        "pf_ppo": {"reweight_method": "pow"},
+    },
+    "token baseline of weighted samples": {
+        "adv_estimator": "optimal_token_baseline",
+        "zero_tail": True,
+        "rollout_correction": {"rollout_is": "token"},
+    },
+    "gspo by tokens": {
+        "old_log_probs": "engine",
+        "policy_loss": {"loss_mode": "gspo", "loss_agg_mode": "token-mean", **LOSS_SETTINGS["gspo"]},
+    },
+    "geo_mean with weights of tokens": {
+        "policy_loss": {"loss_mode": "geo_mean"},
+        "rollout_correction": {"rollout_is": "token"},
+    },
 }
+
+
+class EnginesPolicy:
+    """A reference whose log-probs are the engine's."""
+
+    def log_probs(self, rollout: Rollout, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return rollout.rollout_log_probs, torch.zeros_like(rollout.rollout_log_probs)
 
 
 def algorithms() -> dict[str, dict[str, Any]]:
@@ -110,10 +139,9 @@ class Trainer:
         settings = TEN_STEPS | {"algorithm": algorithm, "critic": {} if critic else None}
         cfg = RLConfig.model_validate(settings)
         run = bare_run(cfg, self.actor, critic)
+        ref: Any = EnginesPolicy() if cfg.algorithm.kl.use_in_loss else None
         for rollout in rollouts:
-            experience = make_experience(
-                cfg.algorithm, 1.0, rollout, self.actor, critic, None, 0.0, single_update=False
-            )
+            experience = make_experience(cfg.algorithm, 1.0, rollout, self.actor, critic, ref, 0.0, single_update=False)
             update(run, experience, trains_actor=True)
         return self.weights()
 

@@ -7,11 +7,16 @@ The tests ask of each case what a run that did not stop gives: weights when save
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import pickle
 import random
 import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +36,10 @@ from checkpoint_tools import (
     vocab_of,
     weights_of,
 )
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from mrl import checkpoint, platform
-from mrl.checkpoint import Saver, learner_state, torch_dist
+from mrl.checkpoint import Saver, directory, learner_state, torch_dist
 from mrl.checkpoint.torch_dist import Shards
 from mrl.config.schema import CheckpointConfig
 from mrl.learner import Learner
@@ -192,6 +198,7 @@ def failing_loads(world: World, learners: dict[str, Learner], good: Path) -> Non
     report("load: garbled", message=same_everywhere(lambda: checkpoint.load(garbled, learners)))
     missing = damaged("missing", Path.unlink)
     report("load: missing", message=same_everywhere(lambda: checkpoint.load(missing, learners)))
+    report_poisoned(world, learners, good)
     other = {"actor": world.learner("policy", world.other, "tp2", 1)}
     report("load: other model", message=same_everywhere(lambda: checkpoint.load(good, other)))
     swapped = {"actor": learners["critic"], "reward": learners["actor"]}
@@ -202,6 +209,85 @@ def failing_loads(world: World, learners: dict[str, Learner], good: Path) -> Non
         wanted = learner_state.StateToLoad(critic).sharded()
         message = same_everywhere(lambda: torch_dist.read(wanted, good / "actor"))
     report("load: other names", message=message)
+
+
+class Poison:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.makedirs, (str(self.path), 0o777, True)
+
+
+def report_poisoned(world: World, learners: dict[str, Learner], good: Path) -> None:
+    """Every kind of file of a checkpoint with code in it, and a manifest that calls it whole."""
+    for case, change in POISONED.items():
+        path, ran = world.work / f"poisoned_{case}" / "checkpoints" / "step_3", world.work / f"ran_{case}"
+        if rank() == 0:
+            shutil.copytree(good, path)
+            file = change(path, Poison(ran))
+            manifest = json.loads((path / directory.MARKER).read_text())
+            manifest["files"] = {name: (path / name).stat().st_size for name in manifest["files"]}
+            (path / directory.MARKER).write_text(json.dumps(manifest))
+        named = [str(file.relative_to(path)) if rank() == 0 else ""]
+        torch.distributed.broadcast_object_list(named)
+
+        read = checkpoint.load_kept if case == "kept" else partial(checkpoint.load, learners=learners)
+        report(f"poisoned: {case}", message=same_everywhere(partial(read, path)), file=named[0], ran=ran.exists())
+
+
+def poison_metadata(path: Path, poison: Poison) -> Path:
+    file = path / "actor" / ".metadata"
+    file.write_bytes(pickle.dumps(poison))
+    return file
+
+
+def deep_format(path: Path, poison: Poison) -> Path:
+    file = path / "actor" / "metadata.json"
+    file.write_text("[" * 100_000 + "]" * 100_000)
+    return file
+
+
+def poison_whole(name: str) -> Callable[[Path, Poison], Path]:
+    def change(path: Path, poison: Poison) -> Path:
+        for file in sorted(path.glob(name)) or [path / name]:
+            torch.save(poison, file)
+        return path / Path(name).parent
+
+    return change
+
+
+def poison_item(kind: type) -> Callable[[Path, Poison], Path]:
+    """The first tensor or the first object between the tensors lies elsewhere now: where the code was put."""
+
+    def change(path: Path, poison: Poison) -> Path:
+        described = path / "actor" / ".metadata"
+        content = pickle.loads(described.read_bytes())
+        index = next(i for i in content.storage_data if isinstance(content.state_dict_metadata[i.fqn], kind))
+        place = content.storage_data[index]
+        file = path / "actor" / place.relative_path
+        archive = io.BytesIO()
+        torch.save([poison], archive)
+        place.offset, place.length = file.stat().st_size, len(archive.getvalue())
+        with file.open("ab") as out:
+            out.write(archive.getvalue())
+        described.write_bytes(pickle.dumps(content))
+        return file
+
+    return change
+
+
+POISONED: dict[str, Callable[[Path, Poison], Path]] = {
+    "metadata": poison_metadata,
+    "format": deep_format,
+    "common": poison_whole("actor/common.pt"),
+    "tensor": poison_item(TensorStorageMetadata),
+    "object": poison_item(BytesStorageMetadata),
+    "random": poison_whole("random/rank_*.pt"),
+    "kept": poison_whole("kept.pt"),
+}
 
 
 def report_tied_copies(actor: Learner) -> None:

@@ -25,12 +25,12 @@ from mrl import checkpoint  # noqa: E402
 from mrl.config.schema import CheckpointConfig, TrainConfig  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
-from mrl.weights.conversion.convert import Options, hf_to_megatron, megatron_to_hf  # noqa: E402
-from mrl.weights.export import Exporter, save_hf  # noqa: E402
-from mrl.weights.load import load_hf, load_pretrained  # noqa: E402
-from mrl.weights.megatron_dirs import open_megatron  # noqa: E402
-from mrl.weights.names import named_parameters  # noqa: E402
-from mrl.weights.safetensors_io import HFCheckpoint  # noqa: E402
+from mrl.weights.convert.convert import Options, hf_to_megatron, megatron_to_hf  # noqa: E402
+from mrl.weights.disk.megatron_dirs import open_megatron  # noqa: E402
+from mrl.weights.disk.safetensors_io import HFCheckpoint  # noqa: E402
+from mrl.weights.model.export import Exporter, save_hf  # noqa: E402
+from mrl.weights.model.load import load_hf, load_pretrained  # noqa: E402
+from mrl.weights.model.names import named_parameters  # noqa: E402
 
 SMALL = Options(bucket_bytes=5_000, max_file_bytes=100_000)  # many blocks, some cut through a parameter
 State = dict[str, torch.Tensor]

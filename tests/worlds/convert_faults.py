@@ -28,8 +28,8 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from mrl.config.model_dirs import read_converted  # noqa: E402
 from mrl.parallel import Meshes  # noqa: E402
-from mrl.weights.conversion.convert import Options, hf_to_megatron, megatron_to_hf  # noqa: E402
-from mrl.weights.conversion.verdict import judge  # noqa: E402
+from mrl.weights.compare.verdict import judge  # noqa: E402
+from mrl.weights.convert.convert import Options, hf_to_megatron, megatron_to_hf  # noqa: E402
 from mrl.weights.errors import WeightError  # noqa: E402
 
 SMALL = Options(workers=1, bucket_bytes=5_000, max_file_bytes=100_000)
@@ -112,6 +112,13 @@ def leftovers(faults: Faults) -> None:
         entries["decoder.layers.self_attention.linear_qkv.weight"].chunks.pop()
         (path / "release/.metadata").write_bytes(pickle.dumps(content))
 
+    for value in ("nan", "inf"):
+        bad = faults.hf(lambda t, v=value: t["model.layers.1.self_attn.k_proj.weight"].view(-1)[-3:].fill_(float(v)))
+        report(f"{value} to megatron", **faults.to_megatron(bad))
+    large = faults.hf(lambda tensors: tensors["model.norm.weight"].fill_(1e6))
+    report("too large for float16", **faults.to_megatron(large, replace(SMALL, dtype=torch.float16)))
+    untied = faults.hf(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    report("untied to megatron", **faults.to_megatron(untied))
     report("leftovers to hf", **faults.to_hf(faults.megatron(change_metadata)))
 
 

@@ -29,8 +29,7 @@ from mrl.data import pack  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
 from mrl.models import ModelBatch, load_arch  # noqa: E402
 from mrl.parallel import Mesh, Meshes  # noqa: E402
-from mrl.trainers.experience import make_experience  # noqa: E402
-from mrl.trainers.rl import update  # noqa: E402
+from mrl.trainers.rl import experience_of, update  # noqa: E402
 from mrl.trainers.setup import RLRun  # noqa: E402
 from tests.bare_run import bare_run  # noqa: E402
 
@@ -111,10 +110,9 @@ def train(mode: str, seed: int, model_dir: str, mesh: Mesh) -> dict[str, list[fl
     for step in range(STEPS):
         exact = {"solved": solved(run.actor)}
         rollout = sample(run.actor, step, generator)
-        experience = make_experience(
-            cfg.algorithm, 1.0, rollout, run.actor, run.critic, None, 0.0, single_update=run.updates_per_step == 1
-        )
-        metrics = exact | update(run, experience, trains_actor=step >= cfg.critic.warmup_steps)
+        trains_actor = step >= cfg.critic.warmup_steps
+        experience, gaps = experience_of(run, rollout, trains_actor)
+        metrics = exact | gaps | update(run, experience, trains_actor)
         for name, value in metrics.items():
             history.setdefault(name, []).append(value)
     return history

@@ -1,8 +1,8 @@
 """An engine that answers the sync protocol without a model. Usage: fake_engine.py PORT_FILE BEHAVIOUR
 
-BEHAVIOUR: ok | no_session | refuses_begin | refuses_group | error_500 | dies | hangs | busy; an update goes
-wrong at the second one. generate_500 | generate_hangs: of a rollout. It says that it serves a llama, and every answer
-to a prompt is the same few tokens.
+BEHAVIOUR: ok | no_session | refuses_begin | refuses_group | error_500 | dies | hangs | busy | busy_at_first; an update
+goes wrong at the second one. generate_500 | generate_hangs: of a rollout. It says that it serves a llama, and every
+answer to a prompt is the same few tokens.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any
 
 BEHAVIOUR = sys.argv[2]
 calls: list[str] = []
+version = ["0"]  # as the trainer has named it last
 
 
 def sample() -> dict[str, Any]:
     tokens = [70, 71, 72, 73]
     meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, token, None] for token in tokens]}
-    return {"output_ids": tokens, "meta_info": meta | {"weight_version": "0"}}
+    return {"output_ids": tokens, "meta_info": meta | {"weight_version": version[0]}}
 
 
 def generate(body: dict[str, Any]) -> tuple[int, Any]:
@@ -53,8 +54,10 @@ def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
         return 404, {"detail": "Not Found"}
     if path == "init_weights_update_group" and BEHAVIOUR == "refuses_group":
         return 400, {"success": False, "message": "no group for you"}
-    if path == "flush_cache" and BEHAVIOUR == "busy":
+    if path == "flush_cache" and (BEHAVIOUR == "busy" or BEHAVIOUR == "busy_at_first" and calls.count(path) < 3):
         return 400, {"message": "Flush cache failed, requests are running"}
+    if path == "update_weight_version":
+        version[0] = body["new_version"]
     if second and BEHAVIOUR == "error_500":
         return 500, {"error": {"message": "internal: out of memory"}}
     if second and BEHAVIOUR == "dies":

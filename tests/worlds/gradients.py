@@ -35,7 +35,7 @@ from mrl.models import ModelArch, load_arch  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
 from mrl.trainers.experience import make_experience  # noqa: E402
 from mrl.trainers.rl import update  # noqa: E402
-from mrl.weights.export import Exporter  # noqa: E402
+from mrl.weights.model.export import Exporter  # noqa: E402
 from tests.bare_run import bare_run  # noqa: E402
 
 TIMEOUT_S = 600  # of a collective: a busy machine starts eight processes minutes apart
@@ -47,7 +47,11 @@ SEQ = [(3, 9), (5, 2), (7, 30), (4, 1), (6, 17), (2, 5), (11, 12), (3, 3), (8, 2
 
 POLICY_CASES = (
     ("ppo", PolicyLossConfig(entropy_coef=0.01), KLConfig()),
-    ("grpo", PolicyLossConfig(loss_agg_mode="seq-mean-token-mean"), KLConfig(use_in_loss=True, penalty="k3", coef=0.1)),
+    (
+        "grpo",
+        PolicyLossConfig(loss_agg_mode="seq-mean-token-mean", off_policy_mask_threshold=0.02),
+        KLConfig(use_in_loss=True, penalty="k3", coef=0.1, bias_correction=True),
+    ),
     ("gspo", PolicyLossConfig(loss_mode="gspo"), KLConfig()),
     ("geo_mean", PolicyLossConfig(loss_mode="geo_mean"), KLConfig()),
 )
@@ -106,6 +110,7 @@ def cases(rollout: Rollout, actor: Learner) -> dict[str, tuple[str, Loss, bool]]
             mean_weights=rollout.flat(aggregate.token_weights("token-mean", mask)),
             old_log_probs=log_probs + 0.2 * noise[1],
             ref_log_probs=log_probs + 0.3 * noise[2] if kl.use_in_loss else None,
+            sampling_log_probs=log_probs + 0.3 * noise[3] if cfg.off_policy_mask_threshold is not None else None,
             sequences=Sequences.of_mask(mask, counted, actor.total_over_context),
         )
         out[name] = ("policy", losses.policy(cfg, kl, kl.coef, targets), cfg.entropy_coef > 0)

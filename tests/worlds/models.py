@@ -21,9 +21,11 @@ platform.install()
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
+from mrl.algo import log_probs  # noqa: E402
 from mrl.config.schema import ParallelConfig, TrainConfig  # noqa: E402
 from mrl.core import PackedBatch, Rollout  # noqa: E402
 from mrl.data.packing import pack  # noqa: E402
+from mrl.kernels.linear_logprob import linear_log_prob  # noqa: E402
 from mrl.models import ModelBatch, build_model, load_arch, unwrap  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
 
@@ -157,6 +159,20 @@ def against_logits(path: str, meshes: Meshes) -> dict[str, float]:
     }
 
 
+def large_logits(mesh: Mesh) -> dict[str, float]:
+    """Relative errors of log-probs and entropies where the vocabulary's halves are on two ranks; labels and the largest
+    logits lie in either half, or equal ones in both."""
+    logits = 100 + torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
+    logits[:3, 7] = logits[3:5, 31] = 112.0
+    logits[5, 3] = logits[5, 37] = 130.0
+    labels = torch.tensor([7, 7, 31, 31, 31, 37])
+    half = slice(20 * mesh.tp_rank, 20 * mesh.tp_rank + 20)
+    found = linear_log_prob(torch.eye(6), logits[:, half].T.contiguous(), labels, 1.0, half.start, 40, mesh.tp_group)
+    wanted = log_probs.compute(logits.double(), labels)
+    errors = [float(((got - want) / want).abs().max()) for got, want in zip(found, wanted, strict=True)]
+    return {"log-probs": errors[0], "entropies": errors[1], "highest": float(found[0].max())}
+
+
 def gradients(path: str, mesh: Mesh, recompute: str) -> dict[str, torch.Tensor]:
     model = Model(path, mesh, recompute=recompute)
     batch = model.batch([0, 1, 3])
@@ -191,6 +207,7 @@ def main(dense: str, moe: str, result: str) -> None:
         "moe": same_for_every_layout(moe, MOE, meshes),
         "critic": critic(dense, meshes),
         "logits": against_logits(dense, meshes),
+        "large logits": large_logits(meshes.get(DENSE["tp2"])),
         "recompute": recompute(dense, meshes),
         "bfloat16": bfloat16(dense, meshes),
     }

@@ -1,8 +1,9 @@
 """Run under torchrun with 4 processes: updates whose loss or gradient is not finite, under several layouts.
 
-Usage: nonfinite.py JOBS RESULTS. JOBS: JSON list of {name, model, layout, dtype, role}; the models' embedding of token
+Usage: nonfinite.py JOBS RESULTS. JOBS: JSON list of {name, model, layout, dtype, role}; the models' output at token
 POISON is not a number. RESULTS: {name: {case: {skipped, unchanged, samples}}, with each rank's own verdicts, and
-"afterwards": whether the next good update gives what it gives to a learner that never met a bad one}.
+"afterwards": whether the next good update gives what it gives to a learner that never met a bad one; and "unknown
+ids": what is said of tokens without an embedding}.
 """
 
 from __future__ import annotations
@@ -140,7 +141,18 @@ def run(job: dict[str, Any], meshes: Meshes) -> dict[str, Any]:
         metrics = attempt(each, rollout, good)
         assert metrics["skipped"] == 0, metrics
     results["afterwards"] = everywhere(same(state(learner), state(twin)))
+    results["unknown ids"] = everywhere([refusal(learner, good, token) for token in (learner.arch.vocab_size, -1)])
     return results
+
+
+def refusal(learner: Learner, loss: Loss, token: int) -> str:
+    rollout = make_rollout(seed=0)
+    rollout.tokens[int(rollout.seq_lens[:2].sum()) + 1] = token
+    try:
+        attempt(learner, rollout, loss)
+    except ValueError as error:
+        return str(error)
+    return "trained on it"
 
 
 def main() -> None:

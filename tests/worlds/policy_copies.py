@@ -16,13 +16,13 @@ from gradients import everywhere, make_rollout
 from transformers import AutoModelForSequenceClassification
 
 from mrl import checkpoint, platform
-from mrl.checkpoint.agreement import gather
 from mrl.config.schema import KLConfig, ParallelConfig, PolicyLossConfig, RLConfig, TrainConfig
 from mrl.learner import Learner, Term, losses
 from mrl.learner.losses import PolicyTargets
 from mrl.learner.optimizer import main_parameters
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.models import load_arch
+from mrl.parallel import gather
 from mrl.trainers.models import RefreshedReference, build_models
 from mrl.weights.errors import WeightError
 

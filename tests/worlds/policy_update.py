@@ -104,6 +104,9 @@ def corrections(world: World) -> dict[str, Metrics]:
         found[f"{mode} rejects"] = world.one(far, rollout_correction=REJECTION, policy_loss=loss)
         run, exp = world.experience(world.still, rollout, policy_loss=loss)
         found[f"{mode} without"] = without(run, exp, REJECTED)
+    geo_mean, lower = {"loss_mode": "geo_mean"}, shifted(rollout, 0.4054651)
+    found["geo_mean"] = world.one(rollout, policy_loss=geo_mean)
+    found["geo_mean, weights 1.5"] = world.one(lower, policy_loss=geo_mean, rollout_correction=tokens)
     found["everything rejected"] = world.one(shifted(rollout, 4.0), rollout_correction=REJECTION)
     return found
 
@@ -120,6 +123,20 @@ def high_entropy(world: World) -> dict[str, Metrics]:
     return {"high entropy": update_actor(run, exp, EVERY, 0), "high entropy by hand": want}
 
 
+def left_behind(world: World) -> dict[str, Metrics]:
+    """The engine's policy likes one bad and one good response more than the trainer does: the bad one is masked."""
+    rollout = world.rollout()
+    bad, good = (int(scores.argmin()) for scores in (rollout.scores, -rollout.scores))
+    rollout = shifted(shifted(rollout, -2.0, bad), -2.0, good)
+    run, exp = world.experience(world.still, rollout, policy_loss={"off_policy_mask_threshold": 1.0})
+    of_bad = torch.arange(rollout.num_samples).repeat_interleave(rollout.response_lens) == bad
+    want = {
+        "actor/pg_loss": float(-(exp.advantages * ~of_bad).mean()),
+        "actor/off_policy_masked": float(of_bad.float().mean()),
+    }
+    return {"left behind": update_actor(run, exp, EVERY, 0), "left behind by hand": want}
+
+
 def mismatches(world: World) -> dict[str, Metrics]:
     rollout = make_rollout(world.still.arch.vocab_size)
     found = {}
@@ -127,6 +144,8 @@ def mismatches(world: World) -> dict[str, Metrics]:
         run, exp = world.experience(world.still, rollout, single=single)
         assert (exp.trainer_log_probs is None) == single
         found[f"mismatch {single}"] = update(run, exp, trains_actor=True)
+        if exp.trainer_log_probs is not None:
+            found[f"mismatch {single}"] |= run.mismatch.check(rollout, exp.trainer_log_probs, exp.is_new)
     return found
 
 
@@ -146,7 +165,7 @@ def main() -> None:
     model_dir, result_file, layout = sys.argv[1:]
     platform.init_process_group(TIMEOUT_S)
     world = World(model_dir, layout)
-    found = corrections(world) | high_entropy(world) | mismatches(world) | controls(world)
+    found = corrections(world) | high_entropy(world) | left_behind(world) | mismatches(world) | controls(world)
     if rank() == 0:
         Path(result_file).write_text(json.dumps(found))
     torch.distributed.barrier()

@@ -21,10 +21,10 @@ platform.install()
 from mrl.config.schema import ParallelConfig, SyncConfig, TrainConfig  # noqa: E402
 from mrl.models import build_model, load_arch  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
-from mrl.rollout.client import EngineClient  # noqa: E402
-from mrl.weights.export import Exporter  # noqa: E402
-from mrl.weights.load import load_hf  # noqa: E402
-from mrl.weights.sync import WeightSync  # noqa: E402
+from mrl.rollout.client import Access, EngineClient  # noqa: E402
+from mrl.weights.model.export import Exporter  # noqa: E402
+from mrl.weights.model.load import load_hf  # noqa: E402
+from mrl.weights.sync.push import WeightSync  # noqa: E402
 
 MODEL, OLD, URL, JOBS, RESULTS = sys.argv[1:6]
 
@@ -44,16 +44,18 @@ def hashes(client: EngineClient) -> dict[str, str]:
 
 def main() -> None:
     platform.init_process_group(120.0)
-    client = EngineClient(URL, 60.0)
+    asked = json.loads(Path(JOBS).read_text())
+    access = Access(asked["api_key"])
+    client = EngineClient(URL, 60.0, access)
     meshes, results = Meshes(), []
-    for job in json.loads(Path(JOBS).read_text()):
+    for job in asked["jobs"]:
         result: dict[str, Any] = {}
         if rank() == 0:
             client.update_weights_from_disk(OLD, weight_version="old")
             result["before"] = hashes(client)
         dist.barrier()
         cfg = SyncConfig(transport=job["transport"], verify="checksum", timeout_s=60.0, bucket_mib=1)
-        sync = WeightSync(exporter(job["layout"], meshes), [URL], cfg)
+        sync = WeightSync(exporter(job["layout"], meshes), [URL], cfg, access=access)
         report = sync.push("1")
         result |= {"verified": report.verified, "tensors": report.tensors, "seconds": report.seconds}
         if rank() == 0:

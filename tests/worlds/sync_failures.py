@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from mrl.config.schema import SyncConfig
 from mrl.weights.errors import SyncError
-from mrl.weights.payload import plan_buckets
-from mrl.weights.sync import WeightSync
+from mrl.weights.sync.payload import plan_buckets
+from mrl.weights.sync.push import WeightSync
 from tests.sync_tools import FileExporter
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ from mrl.core import PackedBatch  # noqa: E402
 from mrl.models import ModelBatch, build_model, load_arch  # noqa: E402
 from mrl.models.arch import ModelArch  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank, world_size  # noqa: E402
-from mrl.weights import export, load  # noqa: E402
+from mrl.weights.disk.safetensors_io import HFCheckpoint  # noqa: E402
 from mrl.weights.errors import WeightError  # noqa: E402
-from mrl.weights.export import Exporter, save_hf  # noqa: E402
-from mrl.weights.load import load_hf  # noqa: E402
-from mrl.weights.safetensors_io import HFCheckpoint  # noqa: E402
+from mrl.weights.model import export, load  # noqa: E402
+from mrl.weights.model.export import Exporter, save_hf  # noqa: E402
+from mrl.weights.model.load import load_hf  # noqa: E402
 from mrl.weights.table import OUTPUT  # noqa: E402
 
 
@@ -245,7 +246,33 @@ def load_errors(job: Job) -> dict[str, str]:
     small = job.build()
     too_small = error_of(lambda: load_hf(small, deeper, job.path, job.mesh))
     missing = error_of(lambda: job.load(path=job.out / "nowhere"))
-    return {"leftovers": leftovers, "too_small": too_small, "missing": missing}
+    whole = {"leftovers": leftovers, "too_small": too_small, "missing": missing}
+    return whole | {name: error_of(partial(job.load, path=changed(job, name, change))) for name, change in BAD.items()}
+
+
+def changed(job: Job, name: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    """A directory with other tensors than the job's model."""
+    path = job.out / name
+    if rank() == 0:
+        path.mkdir()
+        tensors = load_file(job.path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors")
+    dist.barrier()
+    return path
+
+
+def set_value(name: str, value: float) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda tensors: tensors[name].view(-1)[-3:-2].fill_(value)
+
+
+BAD: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
+    "tied_twice": lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}),
+    "untied": lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1e-3}),
+    "inv_freq": lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}),
+    "nan": set_value("model.layers.1.self_attn.k_proj.weight", float("nan")),
+    "infinity": set_value("model.embed_tokens.weight", float("-inf")),
+}
 
 
 def tied_copy_forgotten(job: Job) -> str:

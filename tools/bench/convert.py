@@ -39,8 +39,8 @@ def make_model(path: Path, nbytes: int) -> None:
     import torch
 
     from mrl.models import load_arch
-    from mrl.weights.conversion.convert_plan import create_files, header_of
-    from mrl.weights.export import TensorMeta, plan_files, write_index
+    from mrl.weights.convert.plan import create_files, header_of
+    from mrl.weights.model.export import TensorMeta, plan_files, write_index
     from mrl.weights.table import weight_table
 
     layer = 2 * (HIDDEN * HIDDEN * 2 + 2 * HIDDEN * HIDDEN * KV_HEADS // HEADS + 3 * HIDDEN * FFN)
@@ -140,7 +140,7 @@ def child(direction: str, source: str, target: str, workers: str) -> None:
 
     platform.install()
     from mrl.parallel import Meshes
-    from mrl.weights.conversion.convert import Options, hf_to_megatron, megatron_to_hf
+    from mrl.weights.convert.convert import Options, hf_to_megatron, megatron_to_hf
 
     platform.init_process_group(TIMEOUT_S)
     convert = hf_to_megatron if direction == "hf-to-megatron" else megatron_to_hf

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from mrl.config.schema import RolloutConfig  # noqa: E402
 from mrl.rollout import start_engine  # noqa: E402
 from tests.tiny import make_tiny  # noqa: E402
-from tests.train_tools import write_config  # noqa: E402
+from tests.train_tools import given, write_config  # noqa: E402
 from tools.bench import record  # noqa: E402
 
 KINDS = ("kill", "exception", "hang")
@@ -47,7 +47,8 @@ def main() -> None:
         model = make_tiny(folder / "model", "llama")
         with start_engine(RolloutConfig(engine="transformers"), str(model), "float32", folder) as engine:
             engine.wait_ready()
-            results["engine_kept"] = measure(folder, model, args.rounds, [f"rollout.urls=['{engine.urls[0]}']"])
+            kept = [f"rollout.{key}={value}" for key, value in given(engine, folder).items()]
+            results["engine_kept"] = measure(folder, model, args.rounds, kept)
         results["engine_of_rank_0"] = measure(folder, model, args.rounds, ["rollout.engine=transformers"])
     print(json.dumps(results, indent=1))
     record.write(args.results, results)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 from mrl.config.sections.base import PositiveFloat, PositiveInt, Section
 
@@ -13,7 +13,7 @@ class SourceConfig(Section):
     """Rows in one place: FILE.jsonl, FILE.json (a list of objects), FILE.parquet, or a directory that the `datasets`
     library has saved (`save_to_disk`) or would load (data files as on the Hugging Face hub)."""
 
-    path: str
+    path: str  # file or directory
     split: str | None = None  # of a directory; needed where it has several
     name: str | None = None  # what data_source_key holds, in rows that have none of their own
     weight: PositiveFloat | None = None  # share of the prompts, by weight; null for all: each row once an epoch
@@ -34,33 +34,47 @@ def _short(sources: tuple[SourceConfig, ...]) -> Any:
     return texts[0] if len(texts) == 1 else texts
 
 
-Sources = Annotated[tuple[SourceConfig, ...], BeforeValidator(_listed), PlainSerializer(_short, when_used="json")]
+Sources = Annotated[
+    tuple[SourceConfig, ...],
+    Field(description="path | section | [path or section, ...]"),
+    BeforeValidator(_listed),
+    PlainSerializer(_short, when_used="json"),
+]
 
 
 class DataConfig(Section):
-    """Where prompts come from. Sources are a path, a mapping (`SourceConfig`), or a list of either.
+    """Where prompts come from. Sources are a path, a section that has one, or a list of either.
 
     `prompt_key` holds text, or with `chat_template` also a list of chat messages (text is then one user message). A key
     with dots that a row lacks reaches into it: `reward_model.ground_truth`.
+
+    With `chat_template` the names of control tokens in a row ("<|im_start|>") are text to the model; without, a row is
+    the whole prompt, and they are the tokens.
     """
 
-    train: Sources
-    validation: Sources | None = None
-    prompt_key: str = "prompt"
-    answer_key: str = "answer"
+    train: Sources  # what is learnt from
+    validation: Sources | None = None  # held-out prompts; null: no validation
+    prompt_key: str = "prompt"  # where a row has its prompt
+    answer_key: str = "answer"  # where a row has what the reward, or sft, takes as the answer
+    # where a row says its kind, by which reward.functions and reward.recipe choose
     data_source_key: str = "data_source"
-    chat_template: bool = False
-    max_prompt_tokens: PositiveInt = 1024
-    truncation: Literal["drop", "left", "right", "middle", "error"] = "drop"  # longer prompts: left out, or cut there
-    shuffle: bool = True
+    chat_template: bool = False  # put prompts into the tokenizer's chat template
+    max_prompt_tokens: PositiveInt = 1024  # tokens of a prompt, chat template included
+    # longer prompts: left out, cut there, or the run ends
+    truncation: Literal["drop", "left", "right", "middle", "error"] = "drop"
+    shuffle: bool = True  # every epoch in an order of its own, by run.seed
 
 
 class BatchConfig(Section):
-    prompts_per_step: PositiveInt
-    samples_per_prompt: PositiveInt = 1
-    samples_per_minibatch: PositiveInt | None = None  # all samples of the step when null
-    epochs_per_step: PositiveInt = 1
+    """How much a step samples, and in how many updates it learns from that."""
+
+    prompts_per_step: PositiveInt  # prompts that a step samples for
+    samples_per_prompt: PositiveInt = 1  # responses to each: the size of a group
+    samples_per_minibatch: PositiveInt | None = None  # samples an update; null: all of the step
+    epochs_per_step: PositiveInt = 1  # passes over a step's samples
 
 
 class SFTBatchConfig(Section):
-    samples_per_step: PositiveInt
+    """How much a step learns from; a step is one update."""
+
+    samples_per_step: PositiveInt  # rows of one update

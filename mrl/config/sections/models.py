@@ -10,16 +10,18 @@ from mrl.config.sections.base import Fraction, NonNegativeFloat, NonNegativeInt,
 
 
 class ParallelConfig(Section):
-    """A layout. Data parallelism is what is left: world size / (tensor * pipeline * context)."""
+    """How a model is laid out over the ranks. Data parallelism is what is left: world size / (tensor * pipeline *
+    context)."""
 
-    tensor: PositiveInt = 1
-    pipeline: PositiveInt = 1
-    context: PositiveInt = 1
-    expert: PositiveInt = 1
-    expert_tensor: PositiveInt | None = None  # of the experts; null: `tensor` when expert is 1, else 1
-    virtual_pipeline: PositiveInt | None = None  # model chunks a pipeline stage
-    first_stage_layers: PositiveInt | None = None  # uneven pipeline split
-    last_stage_layers: PositiveInt | None = None
+    tensor: PositiveInt = 1  # ranks that share every layer's matrices
+    pipeline: PositiveInt = 1  # ranks that the layers are spread over, in stages
+    context: PositiveInt = 1  # ranks that every sequence is cut over
+    expert: PositiveInt = 1  # ranks that a layer's experts are spread over
+    # ranks that share an expert's matrices; null: `tensor` when expert is 1, else 1
+    expert_tensor: PositiveInt | None = None
+    virtual_pipeline: PositiveInt | None = None  # chunks of layers a pipeline stage, taken in turns; null: one
+    first_stage_layers: PositiveInt | None = None  # layers of the first pipeline stage, for an uneven split
+    last_stage_layers: PositiveInt | None = None  # layers of the last pipeline stage
     sequence: bool = True  # sequence parallelism wherever tensor > 1
 
     @property
@@ -30,16 +32,16 @@ class ParallelConfig(Section):
 class OptimizerConfig(Section):
     """AdamW with decoupled weight decay; linear warm-up from 0 over `warmup_steps` updates, then `decay`."""
 
-    lr: NonNegativeFloat = 1e-6
-    warmup_steps: NonNegativeInt = 0
-    decay: Literal["constant", "linear", "cosine"] = "constant"
+    lr: NonNegativeFloat = 1e-6  # the highest learning rate, after warm-up
+    warmup_steps: NonNegativeInt = 0  # updates from 0 up to `lr`
+    decay: Literal["constant", "linear", "cosine"] = "constant"  # from `lr` down to `min_lr`
     decay_steps: PositiveInt | None = None  # updates until `min_lr`, warm-up included
-    min_lr: NonNegativeFloat = 0.0
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
-    clip_grad: PositiveFloat = 1.0
+    min_lr: NonNegativeFloat = 0.0  # learning rate from `decay_steps` on
+    beta1: Fraction = 0.9  # decay of Adam's mean of gradients
+    beta2: Fraction = 0.95  # decay of Adam's mean of squared gradients
+    eps: PositiveFloat = 1e-8  # added to Adam's denominator
+    weight_decay: NonNegativeFloat = 0.0  # lr * this * weight is taken off at every update
+    clip_grad: PositiveFloat = 1.0  # longest gradient (norm over all weights); longer ones are scaled down to it
 
 
 class TrainConfig(Section):
@@ -47,11 +49,14 @@ class TrainConfig(Section):
 
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    max_tokens_per_microbatch: PositiveInt = 16384
+    max_tokens_per_microbatch: PositiveInt = 16384  # tokens of packed sequences in one pass, at most: bounds memory
+    # activations computed again in the backward pass: of attention, or of every layer
     recompute: Literal["none", "selective", "full"] = "none"
 
 
 class CriticConfig(TrainConfig):
+    """The model of values that gae needs, laid out and trained by itself."""
+
     path: str | None = None  # Hugging Face directory; the actor's when null
     warmup_steps: NonNegativeInt = 0  # steps in which only the critic is trained
     frozen: bool = False  # never trained: a zero baseline, for comparisons
@@ -65,17 +70,19 @@ class RefConfig(Section):
     last two are float32 weights beside the actor's (host memory) and are computed with in its place.
     """
 
-    policy: Literal["frozen", "ema", "refreshed"] = "frozen"
-    refresh_every_steps: PositiveInt | None = None
-    refresh_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    path: str | None = None  # the actor's initial weights when null
-    parallel: ParallelConfig | None = None
-    max_tokens_per_microbatch: PositiveInt | None = None
+    policy: Literal["frozen", "ema", "refreshed"] = "frozen"  # whether and how it moves, see the section
+    refresh_every_steps: PositiveInt | None = None  # steps from one refresh to the next; refreshed only
+    refresh_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the way to the actor; refreshed only
+    path: str | None = None  # Hugging Face directory; the actor's initial weights when null
+    parallel: ParallelConfig | None = None  # the actor's when null
+    max_tokens_per_microbatch: PositiveInt | None = None  # tokens a pass, at most; the actor's when null
 
 
 class ModelConfig(Section):
+    """The weights that the run starts from, and their tokenizer."""
+
     path: str  # Hugging Face directory: config.json, tokenizer, safetensors
-    from_scratch: bool = False  # random weights from config.json alone
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    allow_pickle: bool = False  # accept pytorch_model.bin (weights_only)
+    from_scratch: bool = False  # random weights, from config.json alone
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the weights that are computed with; optimizers keep float32
+    allow_pickle: bool = False  # accept pytorch_model.bin (tensors only) where there are no safetensors
     eos_token: str | None = None  # in place of the tokenizer's: ends answers in sft, and samples

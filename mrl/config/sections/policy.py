@@ -23,36 +23,62 @@ POLICY_LOSS_OPTIONS: dict[str, tuple[str, ...]] = {  # of PolicyLossConfig's key
     "dppo_kl": (*_CLIP, "dppo_ratio_cap"),
     "dro": ("dro_beta",),
     "gpg": (),
+    "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 }
 TOKEN_CHOICE_OPTIONS: dict[str, tuple[str, ...]] = {  # and those that choose its tokens
     "clip_cov": (*_CLIP, "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
     "kl_cov": ("kl_cov_ratio",),
 }
-SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")  # means over responses of their token means, whatever is set
+SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")  # means over responses of their token means, where nothing else is set
+FIXED_AGGREGATION = ("geo_mean", "sapo")  # and nothing else can be
 
 TokenShare = Annotated[float, Field(gt=0, le=1)]
 
 
 class PolicyLossConfig(Section):
+    """The actor's loss, and the constants of each `loss_mode`: a key that names modes is read by these alone."""
+
     loss_mode: Literal[
-        "vanilla", "gspo", "geo_mean", "cispo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro", "gpg"
-    ] = "vanilla"
-    clip_ratio_low: PositiveFloat = 0.2  # papers: gspo 3e-4, geo_mean 0.4; a distance, not a ratio, for dppo_*
-    clip_ratio_high: PositiveFloat = 0.2  # papers: gspo 4e-4, geo_mean 0.4, DAPO 0.28
-    clip_ratio_c: float = 3.0  # dual clip, > 1
-    tau_pos: PositiveFloat = 1.0  # sapo, where the advantage is positive
-    tau_neg: PositiveFloat = 1.05
-    dro_beta: PositiveFloat = 0.1
-    dppo_ratio_cap: PositiveFloat = 20.0
-    clip_cov_ratio: TokenShare = 0.0002  # of the mini-batch's tokens; at least one
-    clip_cov_lb: float = 1.0
-    clip_cov_ub: float = 5.0
+        "vanilla",
+        "gspo",
+        "geo_mean",
+        "cispo",
+        "sapo",
+        "clip_cov",
+        "kl_cov",
+        "dppo_tv",
+        "dppo_kl",
+        "dro",
+        "gpg",
+        "vespo",
+    ] = "vanilla"  # the loss of a token or response; see mrl.algo
+    # ratios count down to 1 - this; papers: gspo 3e-4, geo_mean 0.4, cispo none (1); of dppo_tv and dppo_kl a distance
+    clip_ratio_low: PositiveFloat = 0.2
+    clip_ratio_high: PositiveFloat = 0.2  # ratios count up to 1 + this; papers: gspo 4e-4, geo_mean 0.4, DAPO 0.28
+    clip_ratio_c: float = 3.0  # vanilla, > 1 (dual clip): ratios count up to this where the advantage is negative
+    tau_pos: PositiveFloat = 1.0  # sapo: steepness of its soft gate where the advantage is positive
+    tau_neg: PositiveFloat = 1.05  # sapo: steepness of its soft gate elsewhere
+    dro_beta: PositiveFloat = 0.1  # dro: half of it weighs the squared log-ratio
+    dppo_ratio_cap: PositiveFloat = 20.0  # dppo_tv, dppo_kl: ratios count up to this
+    clip_cov_ratio: TokenShare = 0.0002  # clip_cov: share of the mini-batch's tokens (at least one) that learn nothing
+    clip_cov_lb: float = 1.0  # clip_cov: the covariance of advantage and log-prob of these is above this
+    clip_cov_ub: float = 5.0  # clip_cov: and below this
+    # kl_cov: share of the mini-batch's tokens (at least one), of highest covariance, that get a KL penalty
     kl_cov_ratio: TokenShare = 0.0002
-    ppo_kl_coef: PositiveFloat = 1.0  # kl_cov
+    ppo_kl_coef: PositiveFloat = 1.0  # kl_cov: coefficient of that penalty
+    vespo_k_pos: PositiveFloat = 2.0  # vespo: k of W^k * exp(lambda * (1 - W)) where the advantage is not negative
+    vespo_lambda_pos: PositiveFloat = 3.0  # vespo: lambda where the advantage is not negative
+    vespo_k_neg: PositiveFloat = 3.0  # vespo: k where the advantage is negative
+    vespo_lambda_neg: PositiveFloat = 2.0  # vespo: lambda where the advantage is negative
+    # nats a token: responses of negative advantage further than this from the policy that drew them teach nothing;
+    # TRL: 0.5
+    off_policy_mask_threshold: PositiveFloat | None = None
     high_entropy_token_ratio: TokenShare = 1.0  # only this share of a mini-batch's tokens, of highest entropy, learns
-    loss_agg_mode: AggMode | None = None  # null: token-mean; gspo, geo_mean and sapo always take seq-mean-token-mean
-    loss_scale_factor: PositiveFloat | None = None  # seq-mean-token-sum-norm; null: rollout.sampling.max_new_tokens
-    entropy_coef: NonNegativeFloat = 0.0
+    # how the losses of tokens become one number; null: token-mean, of gspo, geo_mean and sapo seq-mean-token-mean
+    loss_agg_mode: AggMode | None = None
+    # tokens that a response's sum is divided by; of seq-mean-token-sum-norm; null: rollout.sampling.max_new_tokens
+    loss_scale_factor: PositiveFloat | None = None
+    entropy_coef: NonNegativeFloat = 0.0  # the loss loses this times the entropy (nats a token)
 
     @property
     def aggregation(self) -> AggMode:
@@ -88,16 +114,17 @@ Criterion = Literal[
 
 
 class RolloutCorrectionConfig(Section):
-    """By w = exp(trainer's - engine's log-prob), the policy that sampled; see mrl.algo.rollout_correction.
+    """Correction for the engine, whose policy is not quite the trainer's: by w = exp(trainer's - engine's log-prob).
+    See mrl.algo.rollout_correction."""
 
-    rollout_rs_threshold: one bound for all criteria, or one each. Of the ratio for a k1: "0.5_2.0", or "2.0", which
-    means the same; of the statistic for the others: "0.01".
-    """
-
-    rollout_is: Literal["token", "sequence"] | None = None  # the loss times w, of each token or of its whole response
+    # the loss times w, of each token or of its whole response; null: not
+    rollout_is: Literal["token", "sequence"] | None = None
     rollout_is_threshold: Bounds = "2.0"  # "2.0": no more than 2 (TIS); "0.5_2.0": 0 outside (IcePop); "inf": any w
     rollout_is_batch_normalize: bool = False  # weights divided by their mean
-    rollout_rs: Annotated[tuple[Criterion, ...], BeforeValidator(_listed)] = ()  # what rejects tokens or responses
+    # criteria that reject: single tokens (token_*) or whole responses
+    rollout_rs: Annotated[tuple[Criterion, ...], BeforeValidator(_listed)] = ()
+    # one bound for all criteria, or one each. Of the ratio for a k1: "0.5_2.0", or "2.0", which means the same; of the
+    # statistic for the others: "0.01"
     rollout_rs_threshold: Annotated[tuple[Bounds, ...], BeforeValidator(_listed)] = ()
 
     def importance_bounds(self) -> tuple[float | None, float]:

@@ -10,40 +10,63 @@ from mrl.config.sections.base import Fraction, NonNegativeFloat, NonNegativeInt,
 
 
 class SamplingConfig(Section):
-    temperature: PositiveFloat = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: int = -1
-    max_new_tokens: PositiveInt = 1024
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    """How responses are drawn."""
+
+    temperature: PositiveFloat = 1.0  # logits are divided by it
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # only the likeliest tokens that together have this probability
+    top_k: int = -1  # only the k likeliest tokens; -1: all
+    max_new_tokens: PositiveInt = 1024  # tokens of a response, at most
+    stop: tuple[str, ...] = ()  # texts that end a response, besides the end token; they stay in it
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end a response
+
+
+class MismatchConfig(Section):
+    """How far the engine's log-probs of sampled tokens may be from the trainer's: mean |difference| in nats a token.
+    Beyond `stop` nothing is learnt from the samples and the run ends. bf16 gives about 0.01. null: no limit."""
+
+    warn: PositiveFloat | None = 0.2  # in the mean of a step's tokens: a warning
+    stop: PositiveFloat | None = 1.0  # in the mean of a step's tokens: the run ends
+    warn_sample: PositiveFloat | None = 1.0  # in the mean of one response's tokens: a warning
+    stop_sample: PositiveFloat | None = 3.0  # in the mean of one response's tokens: the run ends
 
 
 class RolloutConfig(Section):
-    engine: Literal["sglang", "transformers"] = "sglang"
+    """The engines that sample."""
+
+    engine: Literal["sglang", "transformers"] = "sglang"  # SGLang, or mrl's small server around transformers' generate
     urls: tuple[str, ...] = ()  # running engines; mrl starts its own when empty
+    api_key_file: str | None = None  # the key that the engines at urls want: a file that its owner alone can read
     servers: PositiveInt = 1  # engines that mrl starts
-    tensor: PositiveInt = 1  # tensor parallelism of each
+    tensor: PositiveInt = 1  # tensor parallelism of each; sglang only
     sampling: SamplingConfig = SamplingConfig()
-    concurrent_requests: PositiveInt = 256  # in flight at once, over all engines
+    concurrent_requests: PositiveInt = 256  # responses in flight at once, over all engines
     deterministic: bool = True  # same (seed, step, sample) -> same tokens, whatever else is in the batch
-    max_context_tokens: PositiveInt | None = None  # from the model's config when null
-    max_running_requests: PositiveInt | None = None  # the engine's own batch limit; by the machine when null
-    memory_fraction: Fraction = 0.7  # of GPU memory, for the engine's weights and KV cache
-    startup_timeout_s: PositiveFloat = 300.0
-    request_timeout_s: PositiveFloat = 600.0
+    max_context_tokens: PositiveInt | None = None  # prompt and response together; from the model's config when null
+    # requests in the engine's own batch, at most; by the machine when null
+    max_running_requests: PositiveInt | None = None
+    memory_fraction: Fraction = 0.7  # of GPU memory, for the engine's weights and KV cache; sglang only
+    startup_timeout_s: PositiveFloat = 300.0  # seconds until an engine must answer
+    request_timeout_s: PositiveFloat = 600.0  # seconds of one request
     max_restarts: NonNegativeInt = 3  # of mrl's own engines in a run, when one dies or lets a request time out
-    server_args: tuple[str, ...] = ()  # passed through to the engine's command line
+    mismatch: MismatchConfig = MismatchConfig()
+    server_args: tuple[str, ...] = ()  # words for the end of SGLang's command line
 
 
 class SyncConfig(Section):
+    """How the actor's weights get to the engines."""
+
+    # auto: cuda_ipc or shared_memory on this machine, distributed beyond it
     transport: Literal["auto", "shared_memory", "http", "distributed", "disk", "cuda_ipc"] = "auto"
-    bucket_mib: PositiveInt = 512
+    bucket_mib: PositiveInt = 512  # MiB of weights sent at once, at most
+    # checksum: hash every tensor on both sides after a push; a difference ends the run
     verify: Literal["off", "checksum"] = "off"
-    timeout_s: PositiveFloat = 300.0
+    timeout_s: PositiveFloat = 300.0  # seconds of one push
 
 
 class ValidationConfig(Section):
-    every_steps: PositiveInt = 10
-    prompts: PositiveInt = 128
-    temperature: NonNegativeFloat = 0.0
-    at_start: bool = True
+    """Mean scores of held-out prompts, where data.validation has some."""
+
+    every_steps: PositiveInt = 10  # steps between two of them
+    prompts: PositiveInt = 128  # the first of data.validation, one sample each
+    temperature: NonNegativeFloat = 0.0  # 0: the likeliest token each time
+    at_start: bool = True  # also before the first step

@@ -1,6 +1,7 @@
 """Untrusted programs: what they may use, how they are shut in, and what came of them. Standard library only."""
 
+from mrl.reward.sandbox import groups
 from mrl.reward.sandbox.isolate import SandboxError
-from mrl.reward.sandbox.run import Ended, Limits, found, run_python
+from mrl.reward.sandbox.run import Ended, Limits, found, run_python, talk_to_python
 
-__all__ = ["Ended", "Limits", "SandboxError", "found", "run_python"]
+__all__ = ["Ended", "Limits", "SandboxError", "found", "groups", "run_python", "talk_to_python"]

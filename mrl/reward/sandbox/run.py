@@ -1,9 +1,10 @@
 """One untrusted Python program, shut in, from its start to the end of everything it started.
 
-With isolation "bubblewrap" a program has: no network, no file but the system's and Python's own (read-only), nothing
-writable but /tmp of `disk_mib` that is gone afterwards, no other process to see or signal, no environment, no system
-call of `seccomp`'s list, and `Limits`. With "none" it has the limits alone: it can read, write, send and kill
-whatever the trainer's user can, and start more processes.
+With isolation "bubblewrap" a program has: no network, no file but the system's and Python's programs and libraries
+(read-only, without installed packages), nothing writable but /tmp of `disk_mib` that is gone afterwards, no other
+process to see or signal, no environment, no system call of `seccomp`'s list, and `Limits`, which a control group holds
+it to where one can be made (`groups`). With "none" it has the limits alone: it can read, write, send and kill whatever
+the trainer's user can, and start more processes.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mrl.reward.sandbox import isolate
+from mrl.reward.sandbox import groups, isolate
 from mrl.reward.sandbox.isolate import SandboxError
-from mrl.reward.sandbox.watch import watch
+from mrl.reward.sandbox.seccomp import filter_program
+from mrl.reward.sandbox.watch import Talk, Watched, watch
 
 Isolation = Literal["bubblewrap", "none"]
 START_S = 10.0  # for the sandbox itself, before the program's own clock starts
@@ -35,7 +37,7 @@ STACK_MIB = 64
 @dataclass(frozen=True)
 class Limits:
     """`memory_mib` is each process's address space: all of them and the files in /tmp hold at most
-    processes x memory_mib + disk_mib."""
+    processes x memory_mib + disk_mib; a control group bounds that and what the kernel holds for them to 32 MiB more."""
 
     wall_s: float = 10.0
     memory_mib: int = 512
@@ -63,17 +65,29 @@ def run_python(program: str, stdin: str = "", *, limits: Limits, isolation: Isol
     Nothing of it is left when this returns. Raises SandboxError if the sandbox could not be had; whatever the program
     does is no error.
     """
+    found = _run(program, stdin.encode(errors="surrogatepass"), None, limits, isolation)
+    return Ended(found.how, *(text.decode(errors="replace") for text in (found.stdout, found.stderr)))
+
+
+def talk_to_python(program: str, talk: Talk, *, limits: Limits, isolation: Isolation = "bubblewrap") -> None:
+    """The same, but `talk` says what the program reads: it yields bytes for stdin and is sent each line of stdout.
+
+    The program is killed when `talk` ends. If the program ends first, or is past its limits, `talk` hears no more.
+    """
+    _run(program, next(talk), talk, limits, isolation)
+
+
+def _run(program: str, text: bytes, talk: Talk | None, limits: Limits, isolation: Isolation) -> Watched:
     with ExitStack() as stack:
         ready_read, ready_write = os.pipe()
         stack.callback(os.close, ready_read)
         with os.fdopen(ready_write, "wb"):
-            process = stack.enter_context(_started(program, stdin, limits, isolation, ready_write))
-        found = watch(process, ready_read, START_S, limits.wall_s, limits.output_kib << 10)
-        stdout, stderr = (text.decode(errors="replace") for text in (found.stdout, found.stderr))
+            process = stack.enter_context(_started(program, limits, isolation, ready_write))
+        found = watch(process, ready_read, text, talk, (START_S, limits.wall_s, limits.output_kib << 10))
         if found.ready != b"1":
-            why = found.ready[1:].decode(errors="replace") or stderr.strip() or found.how
+            why = (found.ready[1:] or found.stderr).decode(errors="replace").strip() or found.how
             raise SandboxError(_cannot(isolation, why))
-        return Ended(found.how, stdout, stderr)
+        return found
 
 
 def check_isolation(isolation: Isolation) -> None:
@@ -111,41 +125,48 @@ def _cannot(isolation: Isolation, why: str) -> str:
 
 
 @contextmanager
-def _started(
-    program: str, stdin: str, limits: Limits, isolation: Isolation, ready_fd: int
-) -> Iterator[subprocess.Popen[bytes]]:
+def _started(program: str, limits: Limits, isolation: Isolation, ready_fd: int) -> Iterator[subprocess.Popen[bytes]]:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mrl_code_"))
-        source, given = Path(folder, "program.py"), Path(folder, "stdin")
+        source = Path(folder, "program.py")
         source.write_text(program, errors="surrogatepass")
-        given.write_text(stdin, errors="surrogatepass")
-        resources = _resources(limits)
+        plan: dict[str, object] = {"uid": None, "tmp_options": None, "filter": None, "ready_fd": ready_fd}
+        resources, command, python, inside = _resources(limits), [], isolate.PYTHON_OUTSIDE, str(source)
         if isolation == "bubblewrap":
-            bwrap = isolate.find_bwrap()
-            if bwrap is None:
-                raise SandboxError(_cannot(isolation, "there is no bwrap on the PATH"))
-            filter_fd = stack.enter_context(isolate.filter_file())
             uid = isolate.own_uid()
             resources["RLIMIT_NPROC"] = limits.processes + (uid is None)  # its namespace counts bwrap's own process
-            command = isolate.bwrap_command(bwrap, source, limits.disk_mib, filter_fd, unprivileged=uid is None)
-            python, inside, pass_fds = isolate.python_inside(), "/program.py", [ready_fd, filter_fd]
-        else:
-            uid, command, python, inside, pass_fds = None, [], isolate.PYTHON_OUTSIDE, str(source), [ready_fd]
-        argv = [python, *PROGRAM_OPTIONS, inside]
-        plan = {"uid": uid, "limits": resources, "ready_fd": ready_fd, "argv": argv}
-        with given.open("rb") as file:
-            process = subprocess.Popen(
-                [*command, python, "-I", "-S", "-c", ENTER, json.dumps(plan)],
-                stdin=file,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=isolate.ENVIRONMENT,
-                cwd=folder,
-                pass_fds=pass_fds,
-                start_new_session=True,
-            )
+            plan |= {"uid": uid, "tmp_options": isolate.tmp_options(limits.disk_mib), "filter": _filter().hex()}
+            memory_mib = limits.processes * limits.memory_mib + limits.disk_mib
+            joined = stack.enter_context(groups.group(memory_mib, limits.processes))
+            command = [*joined, *isolate.bwrap_command(_bwrap(), source, limits.disk_mib, unprivileged=uid is None)]
+            python, inside = isolate.python_inside(), "/program.py"
+        plan |= {"limits": resources, "argv": [python, *PROGRAM_OPTIONS, inside]}
+        process = subprocess.Popen(
+            [*command, python, "-I", "-S", "-c", ENTER, json.dumps(plan)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=isolate.ENVIRONMENT,
+            cwd=folder,
+            pass_fds=[ready_fd],
+            start_new_session=True,
+        )
         stack.callback(_end, process)
         yield process
+
+
+def _bwrap() -> str:
+    bwrap = isolate.find_bwrap()
+    if bwrap is None:
+        raise SandboxError(_cannot("bubblewrap", "there is no bwrap on the PATH"))
+    return bwrap
+
+
+def _filter() -> bytes:
+    program = filter_program()
+    if program is None:
+        raise SandboxError(f"no system call filter is known for the processor {os.uname().machine}")
+    return program
 
 
 def _resources(limits: Limits) -> dict[str, int]:
@@ -157,6 +178,7 @@ def _resources(limits: Limits) -> dict[str, int]:
         "RLIMIT_NOFILE": OPEN_FILES,
         "RLIMIT_CORE": 0,
         "RLIMIT_MEMLOCK": 0,
+        "RLIMIT_SIGPENDING": OPEN_FILES,
         "RLIMIT_MSGQUEUE": 0,
     }
 
@@ -168,6 +190,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except ProcessLookupError:
         pass
     process.wait()
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    process.stderr.close()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        assert pipe is not None
+        with suppress(BrokenPipeError):
+            pipe.close()

@@ -1,4 +1,4 @@
-"""Waits for a program, reads what it says, and stops waiting at its limits."""
+"""Speaks with a program: gives it what it reads, reads what it says, and stops waiting at its limits."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import selectors
 import signal
 import subprocess
 import time
+from collections.abc import Generator
 from dataclasses import dataclass, field
+from typing import IO
 
 CHUNK = 1 << 16
+Talk = Generator[bytes, bytes, None]  # what is given to the program; each is answered by its next line
 
 
 @dataclass
@@ -27,13 +30,57 @@ class Watched:
         return bytes(self.output["stderr"])
 
 
-def watch(process: subprocess.Popen[bytes], ready: int, start_s: float, wall_s: float, max_output: int) -> Watched:
-    """Until the process has ended, or is past `start_s` + `wall_s` seconds or `max_output` bytes; it is not killed.
+class _Input:
+    """The program's stdin: `text`, then its end; with `talk` an answer to each line that it prints, until that ends."""
 
-    The pipe `ready` (see `enter`) is closed by the start of the program: its `wall_s` count from there.
+    def __init__(self, pipe: IO[bytes], text: bytes, talk: Talk | None) -> None:
+        self.pipe, self.pending, self.talk = pipe, text, talk
+        self.heard = 0  # bytes of stdout that were answered
+        self.waits = False  # for the pipe to take more
+        os.set_blocking(pipe.fileno(), False)
+
+    def write(self) -> None:
+        try:
+            self.pending = self.pending[os.write(self.pipe.fileno(), self.pending[:CHUNK]) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:  # it does not read any more
+            self.pending = b""
+
+    def hear(self, stdout: bytearray) -> bool:
+        """Answers what is new. False: all has been said."""
+        while self.talk is not None and (end := stdout.find(b"\n", self.heard)) >= 0:
+            line, self.heard = bytes(stdout[self.heard : end]), end + 1
+            try:
+                self.pending += self.talk.send(line)
+            except StopIteration:
+                return False
+        return True
+
+    def settle(self, selector: selectors.BaseSelector) -> None:
+        """Waits for the pipe where there is more to write; closes it where there never will be."""
+        if self.waits != bool(self.pending):
+            self.waits = bool(self.pending)
+            if self.waits:
+                selector.register(self.pipe, selectors.EVENT_WRITE, "stdin")
+            else:
+                selector.unregister(self.pipe)
+        if self.talk is None and not self.pending:
+            self.pipe.close()
+
+
+def watch(
+    process: subprocess.Popen[bytes], ready: int, text: bytes, talk: Talk | None, limits: tuple[float, float, int]
+) -> Watched:
+    """Until the process or `talk` has ended, or it is past its limits; it is not killed.
+
+    `limits`: seconds for the start, seconds for the program, bytes of output. The pipe `ready` (see `enter`) is closed
+    by the start of the program: its seconds count from there.
     """
-    assert process.stdout is not None and process.stderr is not None
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    start_s, wall_s, max_output = limits
     found, deadline = Watched(), time.monotonic() + start_s
+    given = _Input(process.stdin, text, talk)
     ended = os.pidfd_open(process.pid)
     try:
         with selectors.DefaultSelector() as selector:
@@ -41,8 +88,11 @@ def watch(process: subprocess.Popen[bytes], ready: int, start_s: float, wall_s: 
                 selector.register(file, selectors.EVENT_READ, name)
             selector.register(ended, selectors.EVENT_READ, "ended")
             while not found.how:
+                given.settle(selector)
                 events = selector.select(max(0.0, deadline - time.monotonic()))
                 names = {key.data for key, _ in events}
+                if "stdin" in names:
+                    given.write()
                 if "ready" in names:
                     said = os.read(ready, CHUNK)
                     if said:
@@ -55,7 +105,9 @@ def watch(process: subprocess.Popen[bytes], ready: int, start_s: float, wall_s: 
                         selector.unregister(key.fileobj)
                 if sum(map(len, found.output.values())) > max_output:
                     found.how = "too much output"
-                elif "ended" in names and names <= {"ended"}:  # nothing is left to read
+                elif not given.hear(found.output["stdout"]):
+                    found.how = "all said"
+                elif "ended" in names and names <= {"ended", "stdin"}:  # nothing is left to read
                     found.how = _how(process.wait())
                 elif time.monotonic() >= deadline:
                     found.how = "time out"

@@ -6,11 +6,12 @@ import importlib.util
 import json
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mrl.config.schema import RolloutConfig
+from mrl.ports import LOOPBACK
+from mrl.rollout.process import Launch
 
 SHIM = Path(__file__).parents[1] / "cpu_shim"
 CPU_RUNNING_REQUESTS = 512
@@ -22,24 +23,39 @@ class EngineUnavailable(RuntimeError):
     """This machine cannot run the engine that the configuration asks for; the message says what to do."""
 
 
-@dataclass(frozen=True)
-class Launch:
-    command: list[str]
-    env: dict[str, str]
-
-
 def sglang_launch(
-    cfg: RolloutConfig, model_path: str, dtype: str, port: int, index: int, seed: int, *, gpu: bool
+    cfg: RolloutConfig,
+    model_path: str,
+    dtype: str,
+    port: int,
+    index: int,
+    seed: int,
+    *,
+    gpu: bool,
+    folder: Path,
+    api_key: str | None = None,
 ) -> Launch:
-    """Server `index` of `cfg.servers`. With `gpu` a stock server on its own GPUs, else the CPU form."""
+    """Server `index` of `cfg.servers`. With `gpu` a stock server on its own GPUs, else the CPU form.
+
+    folder: this account's alone; gets the file that tells the server its key (a command line could be read by anybody)
+    and the one over which its processes meet, instead of a port
+    """
     if importlib.util.find_spec("sglang") is None:
         raise EngineUnavailable(
             "rollout.engine = sglang, but the package sglang is not installed: install mrl[sglang], "
             "give rollout.urls of running servers, or set rollout.engine: transformers"
         )
-    arguments = _common(cfg, model_path, dtype, port, seed + index)
+    arguments = _common(cfg, model_path, dtype, port, (seed + index) % 2**32)  # what numpy takes
     arguments += _gpu(cfg, index) if gpu else _cpu(cfg, model_path, dtype)
     env = _gpu_env() if gpu else _cpu_env(cfg.tensor)
+    env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{folder}/rendezvous"
+    env["GLOO_SOCKET_IFNAME"] = LOOPBACK["GLOO_SOCKET_IFNAME"]  # all its processes are on this machine
+    env["SGLANG_DIAG_BYPASS_HEALTH_GENERATE"] = "1"  # /health asks for no key, and would sample a token among the run's
+    if api_key is not None:
+        file = folder / "key.yaml"
+        file.touch(0o600)
+        file.write_text(f'api-key: "{api_key}"\n')
+        arguments += ["--config", str(file)]
     return Launch([sys.executable, "-m", "sglang.launch_server", *arguments, *cfg.server_args], env)
 
 

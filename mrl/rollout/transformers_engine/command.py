@@ -6,10 +6,14 @@ import os
 import sys
 
 from mrl.config.schema import RolloutConfig
-from mrl.rollout.sglang.command import EngineUnavailable, Launch, read_config, without_launcher
+from mrl.rollout.process import Launch
+from mrl.rollout.sglang.command import EngineUnavailable, read_config, without_launcher
+from mrl.rollout.transformers_engine import KEY_VARIABLE
 
 
-def transformers_launch(cfg: RolloutConfig, model_path: str, dtype: str, port: int, *, gpu: bool) -> Launch:
+def transformers_launch(
+    cfg: RolloutConfig, model_path: str, dtype: str, port: int, *, gpu: bool, api_key: str
+) -> Launch:
     if cfg.tensor > 1:
         raise EngineUnavailable(
             f"rollout.tensor = {cfg.tensor}: the transformers engine runs on one device; set it to 1"
@@ -20,5 +24,6 @@ def transformers_launch(cfg: RolloutConfig, model_path: str, dtype: str, port: i
     command += ["--max-running-requests", str(cfg.max_running_requests or 256)]
     command += ["--context-length", str(context)]
     env = without_launcher(dict(os.environ))
+    env[KEY_VARIABLE] = api_key
     env["OMP_NUM_THREADS"] = "1" if not gpu else env.get("OMP_NUM_THREADS", "4")
     return Launch([*command, *cfg.server_args], env)

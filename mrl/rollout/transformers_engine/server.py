@@ -1,25 +1,31 @@
 """The HTTP front of the transformers engine: the subset of SGLang's interface that `EngineClient` uses.
 
-    python -m mrl.rollout.transformers_engine.server --model-path DIR --port N --context-length N
+    MRL_ENGINE_KEY=... python -m mrl.rollout.transformers_engine.server --model-path DIR --port N --context-length N
 
+Every request must carry the key, as `Authorization: Bearer KEY`; what comes without it is not read.
 Not here: update groups (use the shared_memory, http or disk transport), pausing, prefix caching.
 """
 
 from __future__ import annotations
 
 import argparse
+import hmac
 import json
 import logging
+import os
+import sys
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
 
+from mrl.rollout.transformers_engine import KEY_VARIABLE
 from mrl.rollout.transformers_engine.sampling import Job, parse_job
 from mrl.rollout.transformers_engine.worker import Worker
 
 log = logging.getLogger("transformers_engine")
+STRANGER_S = 10.0  # how long one may take to show the key
 
 
 class BadRequest(ValueError):
@@ -112,10 +118,13 @@ def _answer(job: Job, tokens: list[int], version: str) -> dict[str, Any]:
     return {"output_ids": tokens, "meta_info": meta}
 
 
-def make_handler(routes: dict[str, Callable[[dict[str, Any]], Any]]) -> type[BaseHTTPRequestHandler]:
+def make_handler(routes: dict[str, Callable[[dict[str, Any]], Any]], key: str) -> type[BaseHTTPRequestHandler]:
+    wanted = f"Bearer {key}".encode()
+
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True  # an answer's head and body are two writes: the second would wait 40 ms
+        timeout = STRANGER_S
 
         def do_GET(self) -> None:
             self._serve()
@@ -124,8 +133,12 @@ def make_handler(routes: dict[str, Callable[[dict[str, Any]], Any]]) -> type[Bas
             self._serve()
 
         def _serve(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            data = self.rfile.read(length)
+            given = self.headers.get("Authorization", "").encode("utf-8", "replace")
+            if not hmac.compare_digest(given, wanted):
+                self.close_connection = True
+                return self._reply(401, {"message": "Unauthorized"})
+            self.connection.settimeout(None)
+            data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             endpoint = routes.get(self.path.partition("?")[0])
             if endpoint is None:
                 return self._reply(404, {"message": f"no endpoint {self.path}"})
@@ -142,6 +155,8 @@ def make_handler(routes: dict[str, Callable[[dict[str, Any]], Any]]) -> type[Bas
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
+            if self.close_connection:  # else the client would send its next request into the closing one
+                self.send_header("Connection", "close")
             self.end_headers()
             self.wfile.write(data)
 
@@ -155,6 +170,11 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Not a connection that broke, ours or a stranger's: its end knows. The log is for what the engine did."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -165,9 +185,12 @@ def main() -> None:
     parser.add_argument("--max-running-requests", type=int, default=256)
     parser.add_argument("--context-length", type=int, required=True, help="tokens of prompt and response together")
     args = parser.parse_args()
+    key = os.environ.pop(KEY_VARIABLE, "")
+    if not key:
+        parser.error(f"set {KEY_VARIABLE}: without a key anybody on this machine could change the weights")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     worker = Worker(args.model_path, getattr(torch, args.dtype), args.device, args.max_running_requests)
-    server = Server(("127.0.0.1", args.port), make_handler(Endpoints(worker, args.context_length).routes))
+    server = Server(("127.0.0.1", args.port), make_handler(Endpoints(worker, args.context_length).routes, key))
     log.info("serving %s on port %d", args.model_path, args.port)
     server.serve_forever()
 

@@ -19,6 +19,7 @@ from mrl.rollout.transformers_engine.sampling import Job, PerRowStop, SeededSamp
 from mrl.rollout.transformers_engine.weights import checksums, load_named, read_payload
 
 log = logging.getLogger(__name__)
+_LOCAL: Any = {"trust_remote_code": False, "local_files_only": True}  # a model's own code is never run
 GATHER_S = 0.005  # after the first request: how long others may join its batch
 
 
@@ -138,7 +139,7 @@ class Worker:
 
     def _tokenizer_for(self, jobs: list[Job]) -> Any:
         if self._tokenizer is None and any(job.stop for job in jobs):
-            self._tokenizer = AutoTokenizer.from_pretrained(self.model_path)
+            self._tokenizer = AutoTokenizer.from_pretrained(self.model_path, **_LOCAL)
         return self._tokenizer
 
     def _begin(self) -> None:
@@ -178,8 +179,9 @@ def _settle(done: Future[Any], run: Callable[[], Any]) -> None:
 def _load(model_path: str, dtype: torch.dtype) -> Any:
     """From safetensors, or random weights where the directory has none (they are pushed before the first use)."""
     if any(Path(model_path).glob("*.safetensors")):
-        return AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path), dtype=dtype)
+        return AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, use_safetensors=True, **_LOCAL)
+    config = AutoConfig.from_pretrained(model_path, **_LOCAL)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def _eos_ids(config: Any) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
-"""Changes to four sglang modules, applied when sglang imports them (nothing is imported ahead of time)."""
+"""Changes to five sglang modules, applied when sglang imports them (nothing is imported ahead of time)."""
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -28,9 +29,17 @@ def _no_garbage_collection_at_flush(module: ModuleType) -> None:
     module.CpuDeviceMixin.empty_cache = lambda self: None
 
 
+def _fork_instead_of_spawn(module: ModuleType) -> None:
+    """A spawned scheduler or detokenizer imports all of sglang again, two thirds of the server's start. Without CUDA
+    they can be forked from the process that has it imported, which serves nothing yet."""
+    set_start_method = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force)
+
+
 ADAPTATIONS: dict[str, Callable[[Any], None]] = {
     "sglang.srt.arg_groups.choices": _allow_deterministic_torch_native,
     "sglang.srt.batch_invariant_ops": _no_batch_invariant_kernels,
+    "sglang.srt.entrypoints.engine": _fork_instead_of_spawn,
     "sglang.srt.layers.attention.torch_native_backend": batched_attention.install,
     "sglang.srt.platforms.cpu": _no_garbage_collection_at_flush,
 }

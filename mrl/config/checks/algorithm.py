@@ -1,0 +1,163 @@
+"""Estimators, the KL term, score controls and dynamic sampling: what contradicts, and what would have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config.checks.base import changed, inert
+from mrl.config.checks.reward import OF_A_GROUP, check_function
+from mrl.config.derived import needs_ref, prompts_per_round
+from mrl.config.problems import Problem
+from mrl.config.schema import RefConfig, RLConfig, ValueLossConfig
+
+_WHITENING = ("whiten_advantages", "whiten_shift_mean")
+ESTIMATOR_OPTIONS: dict[str, tuple[str, ...]] = {  # of AlgorithmConfig's keys, those that an estimator reads
+    "gae": ("gamma", "lam", *_WHITENING),
+    "reinforce_plus_plus": ("gamma", *_WHITENING),
+    "reinforce_plus_plus_baseline": _WHITENING,
+    "grpo": ("norm_adv_by_std_in_grpo",),
+    "grpo_passk": ("norm_adv_by_std_in_grpo",),
+    "gdpo": ("norm_adv_by_std_in_grpo", *_WHITENING, "gdpo_reward_keys", "gdpo_reward_weights"),
+    "rloo": (),
+    "opo": (),
+    "gpg": ("gpg_f_norm",),
+    "remax": (),
+    "optimal_token_baseline": ("zero_tail",),
+    "tir_optimal_token_baseline": ("zero_tail",),
+}
+WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")  # one response a prompt is enough
+SCALE_FREE = ("grpo", "grpo_passk")  # where they divide by the group's standard deviation
+ESTIMATOR = "algorithm.adv_estimator"
+
+
+def check(cfg: RLConfig) -> Iterator[Problem]:
+    yield from _estimator(cfg)
+    yield from _gdpo(cfg)
+    yield from _scores(cfg)
+    yield from _resampling(cfg)
+    yield from _filter_groups(cfg)
+
+
+def check_kl(cfg: RLConfig) -> Iterator[Problem]:
+    kl, key = cfg.algorithm.kl, "algorithm.kl"
+    on = f"{key}.use_in_reward" if kl.use_in_reward else f"{key}.use_in_loss"
+    if not needs_ref(cfg):
+        names = ["coef", "penalty", "bias_correction", "controller", "target", "horizon_samples"]
+        yield from inert(kl, key, names, "use_in_reward and use_in_loss are both false", f"{key}.use_in_reward")
+        yield from inert(cfg.ref, "ref", list(RefConfig.model_fields), "no KL term uses a reference model", on)
+        return
+    if kl.use_in_reward and kl.use_in_loss:
+        yield Problem((f"{key}.use_in_reward", f"{key}.use_in_loss"), "the same penalty would count twice: choose one")
+    if kl.use_in_reward and kl.penalty.endswith("+"):
+        message = f"{kl.penalty} differs from {kl.penalty[:-1]} in its gradient, and a reward has none"
+        yield Problem((f"{key}.penalty", f"{key}.use_in_reward"), message)
+    if not kl.use_in_loss:
+        because = "the penalty in the reward is that of the policy which drew the tokens"
+        yield from inert(kl, key, ["bias_correction"], because, f"{key}.use_in_loss")
+    elif kl.bias_correction and kl.penalty.endswith("+"):
+        message = f"{kl.penalty} has an unbiased gradient already: take {kl.penalty[:-1]}"
+        yield Problem((f"{key}.bias_correction", f"{key}.penalty"), message)
+    if kl.coef == 0:
+        yield Problem((f"{key}.coef", on), "0 switches off the KL term that is switched on: set a coefficient")
+    if kl.controller == "fixed":
+        names = ["target", "horizon_samples"]
+        yield from inert(kl, key, names, "the controller is fixed", f"{key}.controller")
+        return
+    for name in ("target", "horizon_samples"):
+        if not changed(kl, name):
+            yield Problem((f"{key}.{name}", f"{key}.controller"), "required by the adaptive controller")
+    if kl.use_in_loss:
+        message = "adaptive steers the penalty in the reward: use_in_loss takes a fixed coefficient"
+        yield Problem((f"{key}.controller", f"{key}.use_in_loss"), message)
+
+
+def check_filter(cfg: RLConfig) -> Iterator[Problem]:
+    """A function that chooses groups is defined by its file (read, not run)."""
+    function = cfg.algorithm.filter_groups.function
+    if function is not None:
+        yield from check_function("algorithm.filter_groups.function", function, OF_A_GROUP)
+
+
+def _estimator(cfg: RLConfig) -> Iterator[Problem]:
+    algorithm, name = cfg.algorithm, cfg.algorithm.adv_estimator
+    because = f"the estimator is {name}"
+    unused = {key for keys in ESTIMATOR_OPTIONS.values() for key in keys}.difference(ESTIMATOR_OPTIONS[name])
+    yield from inert(algorithm, "algorithm", sorted(unused), because, ESTIMATOR)
+    if not algorithm.whiten_advantages and "whiten_shift_mean" not in unused:
+        switch = "algorithm.whiten_advantages"
+        yield from inert(algorithm, "algorithm", ["whiten_shift_mean"], "advantages are not whitened", switch)
+    if name == "gae":
+        if cfg.critic is None:
+            message = "gae needs a critic: add a `critic:` section (`critic: {}` for its defaults)"
+            yield Problem((ESTIMATOR, "critic"), message)
+        return
+    if cfg.critic is not None:
+        yield Problem(("critic", ESTIMATOR), f"has no effect: {because}, which uses no values")
+    if algorithm.value_loss != ValueLossConfig():
+        yield Problem(("algorithm.value_loss", ESTIMATOR), f"has no effect: {because}, which has no value loss")
+    if cfg.batch.samples_per_prompt == 1 and name not in WITHOUT_GROUPS:
+        message = f"1 sample a prompt has nothing to be compared with: {name} needs at least 2"
+        yield Problem(("batch.samples_per_prompt", ESTIMATOR), message)
+
+
+def _gdpo(cfg: RLConfig) -> Iterator[Problem]:
+    algorithm = cfg.algorithm
+    if algorithm.adv_estimator != "gdpo":
+        return
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if not keys:
+        yield Problem(("algorithm.gdpo_reward_keys", ESTIMATOR), "required by gdpo: the components of the reward")
+    if len(set(keys)) < len(keys):
+        yield Problem(("algorithm.gdpo_reward_keys",), "the same component is named twice")
+    if weights is not None and keys and len(weights) != len(keys):
+        message = f"{len(weights)} weights for {len(keys)} components"
+        yield Problem(("algorithm.gdpo_reward_weights", "algorithm.gdpo_reward_keys"), message)
+    if weights and not any(weights):
+        yield Problem(("algorithm.gdpo_reward_weights",), "all are 0: nothing would be learned")
+    if algorithm.kl.use_in_reward:
+        message = "has no effect: gdpo reads the reward's components alone; use_in_loss works"
+        yield Problem(("algorithm.kl.use_in_reward", ESTIMATOR), message)
+    names = ["use_score_scaling", "use_score_norm", "score_clip"]
+    yield from inert(algorithm, "algorithm", names, "gdpo reads the reward's components, not the score", ESTIMATOR)
+
+
+def _scores(cfg: RLConfig) -> Iterator[Problem]:
+    algorithm, scaling = cfg.algorithm, "algorithm.use_score_scaling"
+    if not algorithm.use_score_scaling:
+        yield from inert(algorithm, "algorithm", ["use_score_norm"], "scores are not scaled", scaling)
+        return
+    scale_free = algorithm.adv_estimator in SCALE_FREE and algorithm.norm_adv_by_std_in_grpo
+    if scale_free and algorithm.score_clip is None and not algorithm.kl.use_in_reward:
+        message = f"has no effect: {algorithm.adv_estimator} divides by each group's own standard deviation"
+        yield Problem((scaling, "algorithm.norm_adv_by_std_in_grpo"), message)
+
+
+def _resampling(cfg: RLConfig) -> Iterator[Problem]:
+    resampling, key = cfg.algorithm.pf_ppo, "algorithm.pf_ppo"
+    if resampling is not None and resampling.reweight_method != "pow":
+        because = f"samples are drawn by {resampling.reweight_method}"
+        yield from inert(resampling, key, ["weight_pow"], because, f"{key}.reweight_method")
+
+
+def _filter_groups(cfg: RLConfig) -> Iterator[Problem]:
+    groups, key = cfg.algorithm.filter_groups, "algorithm.filter_groups"
+    if not groups.enable:
+        because = "only groups of equal values of it would be dropped, and that is switched off"
+        yield from inert(groups, key, ["metric"], because, f"{key}.enable")
+    if not groups.is_on:
+        names = ["prompts_per_round", "max_num_gen_batches", "on_shortage"]
+        yield from inert(groups, key, names, "no groups are filtered", f"{key}.enable")
+        return
+    if groups.enable and cfg.batch.samples_per_prompt == 1:
+        message = "1 sample a prompt always equals itself: every group would be dropped"
+        yield Problem(("batch.samples_per_prompt", f"{key}.enable"), message)
+    most = prompts_per_round(cfg) * groups.max_num_gen_batches
+    if most < cfg.batch.prompts_per_step:
+        message = (
+            f"{prompts_per_round(cfg)} prompts x {groups.max_num_gen_batches} rounds = {most} can never give the "
+            f"{cfg.batch.prompts_per_step} groups of a step"
+        )
+        yield Problem((f"{key}.prompts_per_round", f"{key}.max_num_gen_batches", "batch.prompts_per_step"), message)
+    if not cfg.data.shuffle:
+        message = "a further round would draw the same prompts again: dynamic sampling needs data.shuffle"
+        yield Problem(("data.shuffle", f"{key}.enable" if groups.enable else f"{key}.function"), message)

@@ -1,0 +1,62 @@
+"""Rules that hold between keys. Pure functions: everything is known before a process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mrl.config.checks import algorithm, data, layout, models, policy, reuse, reward, rollout, run
+from mrl.config.checks.base import Archs
+from mrl.config.derived import Machine
+from mrl.config.problems import Problem, printable
+from mrl.config.schema import RLConfig, SFTConfig
+
+MAX_SECONDS = 2e6  # operating systems count milliseconds in 31 bits
+SEVERAL_LINES = ("rollout.sampling.stop", "reward.format.pattern", "model.eos_token")
+
+
+def check_all(cfg: RLConfig | SFTConfig, machine: Machine) -> list[Problem]:
+    """`check`, after the files that the configuration names have been looked at."""
+    problems = list(data.check_sources(cfg))
+    if isinstance(cfg, RLConfig):
+        problems += rollout.check_key_file(cfg.rollout)
+        problems += reward.check_functions(cfg.reward)
+        problems += algorithm.check_filter(cfg)
+    archs = models.read_archs(cfg, problems)
+    return problems + check(cfg, archs, machine)
+
+
+def check(cfg: RLConfig | SFTConfig, archs: Archs, machine: Machine) -> list[Problem]:
+    """Contradictions, impossible layouts and settings without effect; each names every key that it takes part in."""
+    problems = list(layout.check(cfg, archs, machine))
+    problems += _values(cfg.model_dump())
+    problems += run.check_directory(cfg.run)
+    problems += models.check_pickle(cfg)
+    problems += run.check_checkpoint(cfg)
+    problems += models.check_optimizers(cfg)
+    problems += run.check_resilience(cfg)
+    if isinstance(cfg, SFTConfig):
+        return problems + list(data.check_sft(cfg, archs, machine))
+    problems += data.check_batch(cfg, machine)
+    problems += models.check_critic(cfg)
+    problems += algorithm.check_kl(cfg)
+    problems += rollout.check(cfg, archs.actor, machine)
+    problems += policy.check(cfg)
+    problems += algorithm.check(cfg)
+    problems += reward.check(cfg)
+    problems += reuse.check(cfg, archs, machine)
+    return problems
+
+
+def _values(value: Any, key: str = "") -> Iterator[Problem]:
+    """Names, paths and the like are on one line; times are some that a process can wait for."""
+    if isinstance(value, dict):
+        for name, below in value.items():
+            yield from _values(below, f"{key}.{name}".removeprefix("."))
+    elif isinstance(value, tuple):
+        for item in value:  # a section in a list goes by the list's key
+            yield from _values(item if not isinstance(item, dict) else tuple(item.values()), key)
+    elif isinstance(value, str) and value != printable(value) and key not in SEVERAL_LINES:
+        yield Problem((key,), f"{value!r} holds a line break or another control character")
+    elif isinstance(value, float) and value > MAX_SECONDS and any(part.endswith("_s") for part in key.split(".")):
+        yield Problem((key,), f"{value:g} s are longer than anything can be waited for, at most {MAX_SECONDS:g}")

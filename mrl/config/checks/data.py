@@ -1,0 +1,217 @@
+"""Are the sources of the data there, with what the data section names, and do the batches fit? Reads first rows and
+schemas only: the data room checks every row as it reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mrl.config.checks.base import Archs
+from mrl.config.checks.layout import dp_sizes
+from mrl.config.derived import Machine, data_sections, samples_per_minibatch, samples_per_step
+from mrl.config.json_rows import BOM, DECODER, as_row, parse_row
+from mrl.config.problems import Problem, no_file, reason
+from mrl.config.schema import DataConfig, RLConfig, SFTConfig, SourceConfig
+from mrl.foreign import read_json
+
+HEAD_BYTES = 1 << 20
+KINDS = "expected FILE.jsonl, FILE.json, FILE.parquet or a directory"
+SUFFIXES = (".parquet", ".arrow", ".jsonl", ".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".tar", ".xml")
+LOOKED_AT = 10_000  # files of a directory
+Columns = dict[str, type | None]  # None: of a type that says nothing yet
+
+
+class _Unreadable(Exception):
+    """Why a source cannot be used."""
+
+
+def check_sources(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
+    for key, data in data_sections(cfg).items():
+        is_sampled = isinstance(cfg, RLConfig) and key == "data"
+        yield from _sources(key, "train", data, data.train, needs_answer=not is_sampled)
+        yield from _weights(f"{key}.train", data.train)
+        if data.validation is not None and is_sampled:
+            yield from _sources(key, "validation", data, data.validation, needs_answer=False)
+            yield from _validation_weights(data.validation)
+        elif data.validation is not None:
+            other = "ptx" if key == "ptx.data" else "trainer"
+            yield Problem((f"{key}.validation", other), "has no effect: only what is sampled is validated")
+
+
+def _sources(
+    section: str, name: str, data: DataConfig, sources: tuple[SourceConfig, ...], needs_answer: bool
+) -> Iterator[Problem]:
+    key = f"{section}.{name}"
+    if not sources:
+        yield Problem((key,), "names no source of rows")
+    if len({(source.path, source.split) for source in sources}) < len(sources):
+        yield Problem((key,), "names the same rows twice: give them a larger weight")
+    for source in sources:
+        try:
+            columns = read_columns(source)
+        except _Unreadable as error:
+            yield Problem((key,), str(error))
+        except FileNotFoundError:
+            yield Problem((key,), f"{source.path!r} is not on this machine: {KINDS} (nothing is downloaded)")
+        except (OSError, ValueError) as error:
+            yield Problem((key,), f"cannot read {source.path}: {reason(error)}")
+        else:
+            if columns is not None:
+                yield from _columns(section, key, source, columns, data, needs_answer)
+
+
+def _weights(key: str, sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
+    without = [source.path for source in sources if source.weight is None]
+    if len(sources) == 1 and not without:
+        yield Problem((key,), f"the weight of {sources[0].path} has no effect: it is the only source")
+    elif 0 < len(without) < len(sources):
+        yield Problem((key,), f"{', '.join(without)}: no weight; give one to every source or to none")
+
+
+def _validation_weights(sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
+    if any(source.weight is not None for source in sources):
+        message = "weights have no effect: a validation takes the first rows of all sources in turn"
+        yield Problem(("data.validation", "validation.prompts"), message)
+
+
+def _columns(
+    section: str, key: str, source: SourceConfig, columns: Columns, data: DataConfig, needs_answer: bool
+) -> Iterator[Problem]:
+    where, has = f"the first row of {source.path}", ", ".join(columns) or "no keys"
+    wanted = {"prompt_key": data.prompt_key} | ({"answer_key": data.answer_key} if needs_answer else {})
+    for setting, name in wanted.items():
+        if name not in columns and name.split(".")[0] not in columns:
+            yield Problem((f"{section}.{setting}", key), f"{where} has no {name!r}; it has {has}")
+    if columns.get(data.prompt_key) is list and not data.chat_template:
+        message = f"false wants text, {where} has a list of messages under {data.prompt_key!r}"
+        yield Problem((f"{section}.chat_template", key), message)
+    if source.name is not None and data.data_source_key in columns:
+        message = f"the name {source.name!r} of {source.path} has no effect: its rows name their source themselves"
+        yield Problem((key, f"{section}.data_source_key"), message)
+
+
+def read_columns(source: SourceConfig) -> Columns | None:
+    """The keys of the first row and the types of their values; None where only the whole data can tell."""
+    path = Path(source.path)
+    if not source.path:
+        raise FileNotFoundError
+    if path.is_dir():
+        return _columns_of_directory(path, source.split)
+    if problem := no_file(path):
+        raise _Unreadable(f"cannot read {path}: {problem}")
+    if path.suffix not in (".jsonl", ".json", ".parquet"):
+        raise _Unreadable(f"{path} has no format that mrl reads: {KINDS}")
+    if source.split is not None:
+        raise _Unreadable(f"split {source.split!r} has no effect: {path} is one file")
+    if path.suffix == ".parquet":
+        return _columns_of_parquet(path)
+    return _columns_of_json(path)
+
+
+def _columns_of_json(path: Path) -> Columns | None:
+    """Of the first line, or of the first item of a list."""
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES).removeprefix(BOM).lstrip()
+    as_list = path.suffix == ".json" and head.startswith(b"[")
+    if not head or (as_list and head[1:].lstrip().startswith(b"]")):
+        raise _Unreadable(f"{path} has no rows")
+    line, end, _ = head.partition(b"\n")
+    if len(head) > HEAD_BYTES // 2 and (as_list or not end):
+        return None  # a row longer than that
+    try:
+        row = _first_item(head) if as_list else parse_row(line)
+    except ValueError as error:
+        what = "first item" if as_list else "first line"
+        expected = f"expected one row {'an item' if as_list else 'a line'}"
+        raise _Unreadable(f"the {what} of {path} is not a JSON object: {expected} ({error})") from error
+    return {name: type(value) for name, value in row.items()}
+
+
+def _first_item(head: bytes) -> dict[str, Any]:
+    try:
+        return as_row(DECODER.raw_decode(head[1:].decode("utf-8", errors="ignore").lstrip())[0])
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _columns_of_parquet(path: Path) -> Columns:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        metadata = parquet.read_metadata(path)
+        schema = metadata.schema.to_arrow_schema()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _Unreadable(f"{path} is no parquet file: {str(error).partition(chr(10))[0]}") from error
+    if metadata.num_rows == 0:
+        raise _Unreadable(f"{path} has no rows")
+    types = pyarrow.types
+
+    def kind(of: Any) -> type | None:
+        if types.is_string(of) or types.is_large_string(of):
+            return str
+        return list if types.is_list(of) or types.is_large_list(of) else None
+
+    return {field.name: kind(field.type) for field in schema}
+
+
+def _columns_of_directory(path: Path, split: str | None) -> Columns | None:
+    """Of what `save_to_disk` has written; other directories are understood by the datasets library alone."""
+    try:
+        if (path / "dataset_dict.json").is_file():
+            path = path / _split(path, read_json(path / "dataset_dict.json")["splits"], split)
+        elif (path / "state.json").is_file() and split is not None:
+            raise _Unreadable(f"split {split!r} has no effect: {path} has no splits")
+        info = path / "dataset_info.json"
+        features = read_json(info).get("features") if info.is_file() else None
+        columns = {name: _feature(feature) for name, feature in features.items()} if features else None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _Unreadable(f"{path} is not as the datasets library saves a directory: {error!r}") from error
+    if columns is None and not any(file.suffix in SUFFIXES for file in islice(path.rglob("*"), LOOKED_AT)):
+        raise _Unreadable(f"{path} is a directory without files of data: {KINDS} of such files")
+    return columns
+
+
+def _split(path: Path, names: list[str], split: str | None) -> str:
+    if split is None and len(names) > 1:
+        raise _Unreadable(f"{path} has the splits {', '.join(names)}: choose one with split")
+    if split is not None and split not in names:
+        raise _Unreadable(f"{path} has no split {split!r}; it has {', '.join(names)}")
+    return split or names[0]
+
+
+def _feature(feature: Any) -> type | None:
+    if isinstance(feature, list) or feature.get("_type") in ("List", "LargeList", "Sequence"):
+        return list
+    return str if feature.get("dtype") in ("string", "large_string") else None
+
+
+def check_batch(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
+    total, minibatch = samples_per_step(cfg), samples_per_minibatch(cfg)
+    product = f"{cfg.batch.prompts_per_step} prompts x {cfg.batch.samples_per_prompt} samples = {total}"
+    if total % minibatch:
+        yield Problem(
+            ("batch.samples_per_minibatch", "batch.prompts_per_step", "batch.samples_per_prompt"),
+            f"{minibatch} does not divide the {product} samples of a step",
+        )
+    for key, dp in dp_sizes(cfg, machine).items():
+        if minibatch < dp:
+            explicit = cfg.batch.samples_per_minibatch is not None
+            yield Problem(
+                ("batch.samples_per_minibatch" if explicit else "batch.prompts_per_step", key),
+                f"{minibatch} samples an update are fewer than the {dp} data-parallel replicas that share them",
+            )
+
+
+def check_sft(cfg: SFTConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    for key, dp in dp_sizes(cfg, machine).items():
+        if cfg.batch.samples_per_step < dp:
+            message = (
+                f"{cfg.batch.samples_per_step} samples are fewer than the {dp} data-parallel replicas that share them"
+            )
+            yield Problem(("batch.samples_per_step", key), message)
+    if archs.actor is not None and cfg.data.max_prompt_tokens >= archs.actor.max_positions:
+        message = f"leaves no room for answers in the model's {archs.actor.max_positions} positions"
+        yield Problem(("data.max_prompt_tokens", "model.path"), message)

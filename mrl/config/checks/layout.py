@@ -1,0 +1,198 @@
+"""Can this model be laid out like this, over this world? The rules are Megatron-Core's, told before anything starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from mrl.config.checks.base import Archs, either
+from mrl.config.derived import Machine, data_parallel, expert_size, layouts, model_size
+from mrl.config.problems import Problem
+from mrl.config.schema import ParallelConfig, RLConfig, SFTConfig
+from mrl.models.arch import ModelArch
+
+
+def check(cfg: RLConfig | SFTConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    models = {"actor.parallel": archs.actor, "critic.parallel": archs.critic, "ref.parallel": archs.ref}
+    models["reward.model.parallel"] = archs.reward
+    for key, layout in layouts(cfg).items():
+        path_key = _path_key(cfg, key)
+        arch = models[key]
+        yield from _world(key, layout, machine, arch)
+        yield from _virtual(key, layout)
+        if arch is not None:
+            yield from _tensor(key, layout, arch, path_key)
+            yield from _pipeline(key, layout, arch, path_key)
+            yield from _experts(key, layout, arch, path_key)
+    yield from _machine(cfg, machine)
+
+
+def _path_key(cfg: RLConfig | SFTConfig, key: str) -> str:
+    """The key that names the model of a layout."""
+    if isinstance(cfg, RLConfig):
+        if key.startswith("critic") and cfg.critic is not None and cfg.critic.path is not None:
+            return "critic.path"
+        if key.startswith("ref") and cfg.ref.path is not None:
+            return "ref.path"
+        if key.startswith("reward"):
+            return "reward.model.path"
+    return "model.path"
+
+
+def _world(key: str, p: ParallelConfig, machine: Machine, arch: ModelArch | None) -> Iterator[Problem]:
+    world = machine.world_size
+    source = "the world that was started (WORLD_SIZE)" if machine.joined else "the world (run.nproc)"
+    other = () if machine.joined else ("run.nproc",)
+    if world % model_size(p):
+        sizes = {"tensor": p.tensor, "pipeline": p.pipeline, "context": p.context}
+        first = next(name for name, size in sizes.items() if size > 1)
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        others = model_size(p) // sizes[first]
+        would = [n for n in range(1, world + 1) if world % (others * n) == 0 and _cuts(first, n, arch)]
+        hint = f"{first} {either(would)} would" if would else f"{model_size(p)} ranks, or a multiple, would be needed"
+        message = f"{product} = {model_size(p)} ranks do not divide {source} of {world} ranks: {hint}"
+        yield Problem((f"{key}.{first}", *other), message)
+    if p.expert > 1 and world % expert_size(p):
+        yield Problem(
+            (f"{key}.expert", *other),
+            f"expert_tensor {p.expert_tensor_size} x expert {p.expert} x pipeline {p.pipeline} = {expert_size(p)} "
+            f"ranks do not divide {source} of {world} ranks: {expert_size(p)} ranks, or a multiple, would be needed",
+        )
+
+
+def _cuts(name: str, size: int, arch: ModelArch | None) -> bool:
+    """Whether the model itself can be cut so."""
+    if arch is None or name == "context":
+        return True
+    return all(count % size == 0 for count in (_widths(arch).values() if name == "tensor" else [arch.num_layers]))
+
+
+def _virtual(key: str, p: ParallelConfig) -> Iterator[Problem]:
+    if p.pipeline == 1:
+        for name, value in (
+            ("virtual_pipeline", p.virtual_pipeline),
+            ("first_stage_layers", p.first_stage_layers),
+            ("last_stage_layers", p.last_stage_layers),
+        ):
+            if value is not None:
+                yield Problem((f"{key}.{name}", f"{key}.pipeline"), f"{value} has no effect: pipeline is 1")
+    elif p.virtual_pipeline == 1:
+        yield Problem(
+            (f"{key}.virtual_pipeline",), "1 chunk a stage is the plain pipeline: leave it out, or use 2 or more"
+        )
+
+
+def _tensor(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iterator[Problem]:
+    widths = _widths(arch)
+    wrong = [f"{count} {name}" for name, count in widths.items() if count % p.tensor]
+    if wrong:
+        message = f"{p.tensor} does not divide the model's {', '.join(wrong)}: {_divisors(*widths.values())} would"
+        yield Problem((f"{key}.tensor", path_key), message)
+
+
+def _widths(arch: ModelArch) -> dict[str, int]:
+    """What tensor parallelism divides."""
+    widths = {"attention heads": arch.num_heads, "key-value heads": arch.num_kv_heads}
+    return widths if arch.num_experts is not None else widths | {"feed-forward width": arch.ffn_size}
+
+
+def _pipeline(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iterator[Problem]:
+    """Every stage gets layers, inner stages equally many, and each stage's layers divide into its virtual chunks."""
+    if p.pipeline == 1:
+        return
+    if p.pipeline > arch.num_layers:
+        message = f"{p.pipeline} stages for {arch.num_layers} layers: some stages would be empty; "
+        message += f"{_divisors(arch.num_layers)} would do"
+        yield Problem((f"{key}.pipeline", path_key), message)
+        return
+    given = {"first_stage_layers": p.first_stage_layers, "last_stage_layers": p.last_stage_layers}
+    fixed = {name: layers for name, layers in given.items() if layers is not None}
+    named = tuple(f"{key}.{name}" for name in fixed) or (f"{key}.pipeline",)
+    layers, stages = arch.num_layers - sum(fixed.values()), p.pipeline - len(fixed)
+    if (layers > 0) != (stages > 0) or layers < 0 or (stages and layers % stages):
+        left = f"{layers} layers for {stages} " + ("stages between them" if len(fixed) == 2 else "other stages")
+        message = f"{arch.num_layers} layers do not divide over {p.pipeline} stages"
+        if fixed:
+            message = (
+                f"{_amounts(fixed)} of {arch.num_layers} layers leave {left}, which must be equally many and not none"
+                f"{_other_split(arch.num_layers, p.pipeline, fixed)}"
+            )
+        else:
+            message += f": {_divisors(arch.num_layers)} would, or "
+            message += "first_stage_layers and last_stage_layers can take the uneven part"
+        yield Problem((*named, path_key), message)
+        return
+    chunks = p.virtual_pipeline or 1
+    per_stage = {**fixed, **({"the inner stages" if fixed else "each stage": layers // stages} if stages else {})}
+    odd = {name: count for name, count in per_stage.items() if count % chunks}
+    if odd:
+        would = [count for count in _all_divisors(*per_stage.values()) if count > 1]
+        message = f"{chunks} chunks a stage do not divide the layers of {_amounts(odd)}: "
+        message += f"{either(would)} would" if would else "leave it out"
+        yield Problem((f"{key}.virtual_pipeline", *named, path_key), message)
+
+
+def _other_split(layers: int, pipeline: int, fixed: dict[str, int]) -> str:
+    """What the first of the given sizes could be instead, the other as it is."""
+    name, *others = fixed
+    rest, stages = layers - sum(fixed[other] for other in others), pipeline - len(fixed)
+    would = [n for n in range(1, rest + 1) if (rest - n) % stages == 0 and n < rest] if stages else [rest]
+    would = [n for n in would if n > 0]
+    return f": {name} {either(would)} would do" if would else ""
+
+
+def _all_divisors(*numbers: int) -> list[int]:
+    common = math.gcd(*numbers)
+    return [n for n in range(1, common + 1) if common % n == 0]
+
+
+def _divisors(*numbers: int) -> str:
+    """What divides all of them."""
+    return either(_all_divisors(*numbers))
+
+
+def _amounts(layers: dict[str, int]) -> str:
+    return " and ".join(f"{name} ({count})" for name, count in layers.items())
+
+
+def _experts(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iterator[Problem]:
+    if arch.num_experts is None:
+        for name, size in (("expert", p.expert), ("expert_tensor", p.expert_tensor or 1)):
+            if size > 1:
+                yield Problem((f"{key}.{name}", path_key), f"{size} is for models with experts; this one is dense")
+        return
+    if arch.num_experts % p.expert:
+        message = f"{p.expert} does not divide the model's {arch.num_experts} experts: "
+        yield Problem((f"{key}.expert", path_key), message + f"{_divisors(arch.num_experts)} would")
+    if arch.ffn_size % p.expert_tensor_size:
+        message = f"{p.expert_tensor_size} does not divide the experts' feed-forward width {arch.ffn_size}: "
+        message += f"{_divisors(arch.ffn_size)} would"
+        yield Problem((f"{key}.expert_tensor", path_key), message)
+    if p.expert == 1 and p.expert_tensor_size != p.tensor:
+        size = p.expert_tensor_size
+        message = f"{size} with expert 1 must equal tensor ({p.tensor}): Megatron would not add up the gradients"
+        yield Problem((f"{key}.expert_tensor", f"{key}.tensor"), message)
+    if p.tensor > 1 and not p.sequence:
+        message = "must be true: a model with experts needs sequence parallelism where tensor > 1"
+        yield Problem((f"{key}.sequence", f"{key}.tensor"), message)
+
+
+def _machine(cfg: RLConfig | SFTConfig, machine: Machine) -> Iterator[Problem]:
+    if machine.gpus and machine.local_world_size > machine.gpus:
+        yield Problem(
+            ("run.nproc",), f"{machine.local_world_size} processes for the {machine.gpus} GPUs of this machine"
+        )
+    if machine.joined and cfg.run.nproc is not None and cfg.run.nproc != machine.local_world_size:
+        message = (
+            f"{cfg.run.nproc} processes a machine, but {machine.local_world_size} were started here (LOCAL_WORLD_SIZE)"
+        )
+        yield Problem(("run.nproc",), message)
+
+
+def dp_sizes(cfg: RLConfig | SFTConfig, machine: Machine) -> dict[str, int]:
+    """Data-parallel size by layout key, for the trained layouts that fit the world."""
+    return {
+        key: data_parallel(layout, machine.world_size)
+        for key, layout in layouts(cfg).items()
+        if key != "ref.parallel" and machine.world_size % model_size(layout) == 0
+    }

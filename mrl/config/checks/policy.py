@@ -1,0 +1,105 @@
+"""Settings of the policy loss, and of what corrects or stops its updates, that contradict each other or do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config.checks.base import inert
+from mrl.config.derived import updates_per_step
+from mrl.config.problems import Problem
+from mrl.config.schema import FIXED_AGGREGATION, POLICY_LOSS_OPTIONS, TOKEN_CHOICE_OPTIONS, RLConfig
+
+LOSS, VALUE_LOSS, CORRECTION = "algorithm.policy_loss", "algorithm.value_loss", "algorithm.rollout_correction"
+NO_LOWER_CLIP = {  # what a clip_ratio_low of 1 or more does; the other losses may have one
+    "vanilla": "the ratio would never be clipped from below",
+    "gspo": "the ratio would never be clipped from below",
+    "clip_cov": "the ratio would never be clipped from below",
+    "dppo_tv": "two probabilities are never further apart, so nothing would be masked",
+}
+ONE_UPDATE = "a step makes one update, from the trainer's own log-probs, so every ratio is 1"
+
+
+def check(cfg: RLConfig) -> Iterator[Problem]:
+    yield from _options(cfg)
+    yield from _aggregation(cfg)
+    yield from _importance_weights(cfg)
+    yield from _rejection(cfg)
+    yield from _controls(cfg)
+
+
+def _options(cfg: RLConfig) -> Iterator[Problem]:
+    loss, mode = cfg.algorithm.policy_loss, cfg.algorithm.policy_loss.loss_mode
+    used = {*POLICY_LOSS_OPTIONS[mode], *TOKEN_CHOICE_OPTIONS.get(mode, ())}
+    every = [*POLICY_LOSS_OPTIONS.values(), *TOKEN_CHOICE_OPTIONS.values()]
+    unused = sorted({option for options in every for option in options} - used)
+    yield from inert(loss, LOSS, unused, f"the loss is {mode}", f"{LOSS}.loss_mode")
+    if loss.clip_ratio_c <= 1:
+        yield Problem((f"{LOSS}.clip_ratio_c",), f"must be greater than 1 (dual clip), got {loss.clip_ratio_c}")
+    if loss.clip_ratio_low >= 1 and mode in NO_LOWER_CLIP:
+        message = f"must be below 1 for {mode}, else {NO_LOWER_CLIP[mode]}; got {loss.clip_ratio_low}"
+        yield Problem((f"{LOSS}.clip_ratio_low",), message)
+    if loss.clip_cov_lb >= loss.clip_cov_ub:
+        message = f"no covariance is above {loss.clip_cov_lb} and below {loss.clip_cov_ub}: no token would be clipped"
+        yield Problem((f"{LOSS}.clip_cov_lb", f"{LOSS}.clip_cov_ub"), message)
+
+
+def _aggregation(cfg: RLConfig) -> Iterator[Problem]:
+    loss, value_loss, norm = cfg.algorithm.policy_loss, cfg.algorithm.value_loss, "seq-mean-token-sum-norm"
+    if loss.loss_mode in FIXED_AGGREGATION and loss.aggregation != "seq-mean-token-mean":
+        message = (
+            f"{loss.loss_mode} is a mean over responses of their token means: {loss.aggregation} would change the loss"
+        )
+        yield Problem((f"{LOSS}.loss_agg_mode", f"{LOSS}.loss_mode"), message)
+    for section, key, mode in ((loss, LOSS, loss.aggregation), (value_loss, VALUE_LOSS, value_loss.loss_agg_mode)):
+        if mode != norm:
+            because = f"the aggregate is {mode}"
+            yield from inert(section, key, ["loss_scale_factor"], because, f"{key}.loss_agg_mode")
+
+
+def _importance_weights(cfg: RLConfig) -> Iterator[Problem]:
+    correction, where = cfg.algorithm.rollout_correction, f"{CORRECTION}.rollout_is"
+    if correction.rollout_is is None:
+        names = ["rollout_is_threshold", "rollout_is_batch_normalize"]
+        yield from inert(correction, CORRECTION, names, "there are no importance weights", where)
+        return
+    try:
+        correction.importance_bounds()
+    except ValueError as error:
+        yield Problem((f"{where}_threshold",), str(error))
+    if cfg.algorithm.old_log_probs == "engine":
+        message = "the loss's ratio is to the engine's policy already: the weights would count it twice"
+        yield Problem((where, "algorithm.old_log_probs"), message)
+    elif cfg.algorithm.policy_loss.loss_mode == "vespo":
+        message = "vespo weighs a response by its whole ratio: with old_log_probs: engine it counts the engine's policy"
+        yield Problem((where, f"{LOSS}.loss_mode"), message)
+
+
+def _rejection(cfg: RLConfig) -> Iterator[Problem]:
+    correction, where = cfg.algorithm.rollout_correction, f"{CORRECTION}.rollout_rs"
+    threshold = f"{where}_threshold"
+    if not correction.rollout_rs:
+        yield from inert(correction, CORRECTION, ["rollout_rs_threshold"], "nothing is rejected", where)
+    elif not correction.rollout_rs_threshold:
+        yield Problem((threshold, where), "required: the bound of each criterion")
+    else:
+        try:
+            correction.criteria()
+        except ValueError as error:
+            yield Problem((threshold, where), str(error))
+
+
+def _controls(cfg: RLConfig) -> Iterator[Problem]:
+    algorithm, batch = cfg.algorithm, "batch.samples_per_minibatch"
+    always_new = cfg.replay is None or algorithm.rollout_correction.rollout_is is not None
+    one_update = updates_per_step(cfg) == 1 and algorithm.old_log_probs == "trainer" and always_new
+    if one_update:
+        yield from inert(algorithm, "algorithm", ["ratio_threshold"], ONE_UPDATE, batch)
+    if one_update and algorithm.policy_loss.loss_mode == "kl_cov":
+        yield Problem((f"{LOSS}.loss_mode", batch), f"kl_cov has no effect: {ONE_UPDATE}")
+    if cfg.batch.epochs_per_step == 1:
+        because = "a step has one epoch, which nothing follows"
+        yield from inert(algorithm, "algorithm", ["target_kl"], because, "batch.epochs_per_step")
+    threshold = algorithm.ratio_threshold
+    if threshold is not None and threshold <= 1:
+        message = f"must be above 1, the ratio of equal policies; got {threshold}"
+        yield Problem(("algorithm.ratio_threshold",), message)

@@ -1,0 +1,96 @@
+"""Averages, references that move, replay and demonstrations: what contradicts, and what would have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+
+from mrl.config.checks.base import Archs, inert
+from mrl.config.checks.layout import dp_sizes
+from mrl.config.derived import Machine, needs_ref, reused_samples_per_step
+from mrl.config.problems import Problem
+from mrl.config.schema import RLConfig
+
+WITHOUT_RATIO = ("gpg",)  # policy losses that take every sample for one of the present policy
+
+
+def check(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    yield from _ema(cfg)
+    if needs_ref(cfg):
+        yield from _reference(cfg)
+    yield from _replay(cfg)
+    yield from _ptx(cfg, archs, machine)
+
+
+def _ema(cfg: RLConfig) -> Iterator[Problem]:
+    if cfg.ema is None:
+        return
+    is_reference = needs_ref(cfg) and cfg.ref.policy == "ema"
+    if not (is_reference or cfg.ema.in_validation or cfg.checkpoint.export_hf):
+        message = "has no effect: the average is neither validated, nor exported, nor the reference"
+        yield Problem(("ema", "ema.in_validation", "checkpoint.export_hf", "ref.policy"), message)
+    if cfg.data.validation is None:
+        yield from inert(cfg.ema, "ema", ["in_validation"], "there is no validation file", "data.validation")
+
+
+def _reference(cfg: RLConfig) -> Iterator[Problem]:
+    ref, key = cfg.ref, "ref.policy"
+    if ref.policy == "ema" and cfg.ema is None:
+        yield Problem((key, "ema"), "needs the average: add an `ema:` section (`ema: {}` for its defaults)")
+    if ref.policy != "frozen":
+        because = f"the reference is {ref.policy}: weights beside the actor's, computed with in its place"
+        yield from inert(ref, "ref", ["path", "parallel", "max_tokens_per_microbatch"], because, key)
+    if ref.policy != "refreshed":
+        because = f"the reference is {ref.policy}"
+        yield from inert(ref, "ref", ["refresh_every_steps", "refresh_share"], because, key)
+    elif ref.refresh_every_steps is None:
+        yield Problem(("ref.refresh_every_steps", key), "required by refreshed")
+    elif ref.refresh_every_steps >= cfg.run.steps:
+        message = f"{ref.refresh_every_steps} steps of {cfg.run.steps}: the reference would never be refreshed"
+        yield Problem(("ref.refresh_every_steps", "run.steps"), message)
+
+
+def _replay(cfg: RLConfig) -> Iterator[Problem]:
+    replay, batch = cfg.replay, cfg.batch
+    if replay is None:
+        return
+    key = "replay.prompts_per_step"
+    if replay.buffer_prompts < replay.prompts_per_step:
+        message = f"{replay.prompts_per_step} are never there: the buffer keeps {replay.buffer_prompts}"
+        yield Problem((key, "replay.buffer_prompts"), message)
+    reused, minibatch = reused_samples_per_step(cfg), batch.samples_per_minibatch
+    if minibatch is not None and reused % minibatch:
+        product = f"{replay.prompts_per_step} prompts x {batch.samples_per_prompt} samples = {reused}"
+        message = f"the {product} re-used samples are no multiple of the {minibatch} of a mini-batch"
+        yield Problem((key, "batch.samples_per_minibatch"), message)
+    yield from _age(cfg)
+    loss, importance = cfg.algorithm.policy_loss.loss_mode, cfg.algorithm.rollout_correction.rollout_is
+    if loss in WITHOUT_RATIO and importance is None:
+        message = f"{loss} has no ratio to the policy that drew a sample, so old ones would count as new ones"
+        keys = ("replay", "algorithm.policy_loss.loss_mode", "algorithm.rollout_correction.rollout_is")
+        yield Problem(keys, message)
+
+
+def _age(cfg: RLConfig) -> Iterator[Problem]:
+    replay, new = cfg.replay, cfg.batch.prompts_per_step
+    if replay is None or (age := replay.max_age_steps) is None:
+        return
+    key, kept = "replay.max_age_steps", ceil(replay.buffer_prompts / new)
+    if age * new < replay.prompts_per_step:
+        message = f"{age} steps of {new} prompts are fewer than the {replay.prompts_per_step} that are drawn"
+        yield Problem((key, "replay.prompts_per_step", "batch.prompts_per_step"), message)
+    elif age >= kept:
+        message = f"has no effect: {replay.buffer_prompts} prompts are those of the last {kept} steps"
+        yield Problem((key, "replay.buffer_prompts"), message)
+
+
+def _ptx(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    if cfg.ptx is None:
+        return
+    dp = dp_sizes(cfg, machine).get("actor.parallel", 1)
+    if cfg.ptx.samples_per_update < dp:
+        message = f"{cfg.ptx.samples_per_update} samples are fewer than the {dp} data-parallel replicas that share them"
+        yield Problem(("ptx.samples_per_update", "actor.parallel"), message)
+    if archs.actor is not None and cfg.ptx.data.max_prompt_tokens >= archs.actor.max_positions:
+        message = f"leaves no room for answers in the model's {archs.actor.max_positions} positions"
+        yield Problem(("ptx.data.max_prompt_tokens", "model.path"), message)

@@ -1,0 +1,220 @@
+"""Do the reward's settings fit together, and do the functions that they name exist?"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from mrl.config.checks.base import inert
+from mrl.config.problems import Problem, no_file, reason
+from mrl.config.schema import RewardConfig, RLConfig
+
+BUILTIN_REWARDS = (
+    *("exact_match", "sorted_digits", "arithmetic", "math", "multiple_choice"),
+    *("code", "format", "length", "overlong"),
+)
+WITH_SECTION = ("format", "length", "overlong", "code")
+USES = {
+    "naive": ("function", "functions"),
+    "dapo": ("function", "functions"),
+    "batch": ("function",),
+    "remote": ("servers",),
+    "model": ("servers", "model"),
+    "recipe": ("recipe", "servers", "model"),
+}
+BATCH, MODEL = "batch", "model"
+RESERVED = ("mean", "failed")  # metrics beside the components' scores
+SANDBOX_START_S = 10.0
+OF_A_SAMPLE, OF_A_BATCH = ("prompt", "response", "row"), ("prompts", "responses", "rows")
+OF_A_GROUP = ("group",)
+PLAIN_VALUES = (ast.Constant, ast.Dict, ast.List, ast.Tuple, ast.Set)
+
+
+def check(cfg: RLConfig) -> Iterator[Problem]:
+    reward = cfg.reward
+    yield from _manager(reward)
+    yield from _servers(reward)
+    yield from _names(reward)
+    yield from _sections(cfg)
+    if not _functions(reward):
+        because = "no function is called"
+        yield from inert(reward, "reward", ["workers", "timeout_s"], because, "reward.manager")
+
+
+def check_functions(reward: RewardConfig) -> Iterator[Problem]:
+    """Each is a built-in, or a file defines it (read, not run)."""
+    for key, spec in _functions(reward):
+        is_batch = _is_batch(reward, key)
+        yield from check_function(key, spec, OF_A_BATCH if is_batch else OF_A_SAMPLE, built_in=not is_batch)
+
+
+def _functions(reward: RewardConfig) -> list[tuple[str, str]]:
+    """(key, function) of all that the manager calls."""
+    found = []
+    if reward.manager in ("naive", "dapo"):
+        found = [("reward.functions", spec) for spec in reward.functions.values()]
+    if reward.function is not None and (reward.manager != "recipe" or BATCH in _named(reward)):
+        found.append(("reward.function", reward.function))
+    if reward.manager == "recipe":
+        found += [("reward.recipe", name) for name in _named(reward) if name not in (BATCH, MODEL, *reward.servers)]
+    return [] if reward.manager in ("remote", "model") else found
+
+
+def _is_batch(reward: RewardConfig, key: str) -> bool:
+    return key == "reward.function" and reward.manager in ("batch", "recipe")
+
+
+def _named(reward: RewardConfig) -> list[str]:
+    """The components of the recipe, each once."""
+    return list(dict.fromkeys(name for mix in reward.recipe.values() for name in mix))
+
+
+def _manager(reward: RewardConfig) -> Iterator[Problem]:
+    manager, where = reward.manager, "reward.manager"
+    calls_batch = manager == "batch" or (manager == "recipe" and BATCH in _named(reward))
+    uses = [*USES[manager], *(["function"] if calls_batch else [])]
+    for name in ("function", "functions", "recipe", "servers", "model"):
+        if name not in uses:
+            of_recipe = name == "function" and manager == "recipe"
+            because = "no recipe names batch" if of_recipe else f"the manager is {manager}"
+            yield from inert(reward, "reward", [name], because, where)
+    if manager in ("naive", "dapo") and not (reward.function or reward.functions):
+        yield Problem(("reward.function", where), f"required by {manager} (or functions, by data_source)")
+    if calls_batch and not reward.function:
+        yield Problem(("reward.function", where), "required: the function that is called once with all samples")
+    if manager == "recipe" and not reward.recipe:
+        yield Problem(("reward.recipe", where), "required by recipe: components and weights for each data_source")
+    if manager == "remote" and len(reward.servers) != 1:
+        message = f"remote needs exactly one server, there are {len(reward.servers)} (a recipe can mix several)"
+        yield Problem(("reward.servers", where), message)
+    models = len(reward.servers) + (reward.model is not None)
+    if manager == "model" and models != 1:
+        message = f"model needs one reward model, here or of reward.servers; there are {models}"
+        yield Problem(("reward.model", where), message)
+    if manager == "recipe" and (reward.model is not None) != (MODEL in _named(reward)):
+        message = "has no effect: no recipe names it" if reward.model else "required: the recipe names model"
+        yield Problem(("reward.model", "reward.recipe"), message)
+
+
+def _servers(reward: RewardConfig) -> Iterator[Problem]:
+    for name, server in reward.servers.items():
+        key = f"reward.servers.{name}"
+        parts = urlsplit(server.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            yield Problem((f"{key}.url",), f"{server.url!r} is not an address such as http://host:8000/score")
+        if name in (*BUILTIN_REWARDS, BATCH, MODEL) or ":" in name or "." in name:
+            message = f"{name!r} is not a name for a server: take one without . and : that is no built-in's"
+            yield Problem((key,), message)
+        if server.retries == 0:
+            yield from inert(server, key, ["backoff_s"], "there are no retries", f"{key}.retries")
+        if reward.manager == "model" and server.api != "sglang":
+            yield Problem((f"{key}.api", "reward.manager"), "a reward model is served with api: sglang")
+        if reward.manager == "recipe" and name not in _named(reward):
+            yield Problem((key, "reward.recipe"), "has no effect: no recipe names it")
+
+
+def _names(reward: RewardConfig) -> Iterator[Problem]:
+    """What is logged by its name needs one of its own."""
+    for label, mix in reward.recipe.items():
+        if not mix:
+            yield Problem(("reward.recipe",), f"{label!r} has no components")
+    specs = {spec: key for key, spec in _functions(reward)}
+    names = Counter([*RESERVED, *(spec.rpartition(":")[2] for spec in specs)])
+    for spec, key in specs.items():
+        if names[spec.rpartition(":")[2]] > 1:
+            yield Problem((key,), f"{spec!r} would be logged under the name of another function or metric: rename it")
+            return
+
+
+def _sections(cfg: RLConfig) -> Iterator[Problem]:
+    reward = cfg.reward
+    used = {spec for _, spec in _functions(reward)} | ({"overlong"} if reward.manager == "dapo" else set())
+    for name in WITH_SECTION:
+        if name not in used:
+            yield from inert(reward, "reward", [name], f"the built-in {name} is not used", "reward.manager")
+        elif dict(reward)[name] is None:
+            yield Problem((f"reward.{name}", "reward.manager"), f"required by the built-in {name}")
+    yield from _limits(cfg, used)
+
+
+def _limits(cfg: RLConfig, used: set[str]) -> Iterator[Problem]:
+    reward, limit = cfg.reward, cfg.rollout.sampling.max_new_tokens
+    if "overlong" in used and reward.overlong is not None and reward.overlong.buffer_tokens > limit:
+        message = f"{reward.overlong.buffer_tokens} is longer than a response of at most {limit} tokens"
+        yield Problem(("reward.overlong.buffer_tokens", "rollout.sampling.max_new_tokens"), message)
+    if "length" in used and reward.length is not None and reward.length.full_tokens == reward.length.zero_tokens:
+        yield Problem(("reward.length.full_tokens", "reward.length.zero_tokens"), "must differ: 1 there, 0 here")
+    if "code" in used and reward.code.wall_s + SANDBOX_START_S > reward.timeout_s:
+        message = (
+            f"{reward.code.wall_s:g} s for the tests and up to {SANDBOX_START_S:g} s for the sandbox's start are more "
+            f"than the {reward.timeout_s:g} s that the function has"
+        )
+        yield Problem(("reward.code.wall_s", "reward.timeout_s"), message)
+    if "format" in used:
+        try:
+            re.compile(reward.format.pattern)
+        except re.error as error:
+            yield Problem(("reward.format.pattern",), f"is not a regular expression: {error}")
+
+
+def check_function(key: str, spec: str, takes: Sequence[str], built_in: bool = False) -> Iterator[Problem]:
+    """Is `spec` FILE:NAME of a function (or class) that is there and takes these arguments, or a built-in where that is
+    allowed?"""
+    path, separator, name = spec.rpartition(":")
+    if not separator:
+        if spec not in BUILTIN_REWARDS or not built_in:
+            yield Problem((key,), _unknown(spec, built_in))
+        return
+    try:
+        if problem := no_file(Path(path)):
+            raise ValueError(problem)
+        tree = ast.parse(Path(path).read_bytes(), path)
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        yield Problem((key,), f"cannot read {path}: {reason(error)}")
+        return
+    found = _definitions(tree)
+    if name not in found:
+        yield Problem((key,), f"{path} does not define {name!r}; it has {', '.join(sorted(found)) or 'nothing'}")
+    elif problem := _call_problem(found[name], takes):
+        yield Problem((key,), f"{spec} {problem}")
+
+
+def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
+    """What a file's own statements give a name, the last one of each."""
+    found: dict[str, ast.stmt] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name: node for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            found |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def _call_problem(node: ast.stmt, takes: Sequence[str]) -> str | None:
+    """Why it cannot be called so, as far as its text tells."""
+    wanted = f"({', '.join(takes)})"
+    if isinstance(node, ast.AsyncFunctionDef):
+        return "is an async function (async def), which nothing here awaits: write a plain one (def)"
+    if isinstance(node, ast.Assign) and isinstance(node.value, PLAIN_VALUES):
+        return f"is a value, not a function: expected one that takes {wanted}"
+    if not isinstance(node, ast.FunctionDef) or node.decorator_list:
+        return None
+    has, names = node.args, [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+    needs_more = [a.arg for a, default in zip(has.kwonlyargs, has.kw_defaults) if default is None]
+    fits = len(names) - len(has.defaults) <= len(takes) and (has.vararg or len(takes) <= len(names)) and not needs_more
+    return None if fits else f"takes ({', '.join([*names, *needs_more])}), it is called with {wanted}"
+
+
+def _unknown(spec: str, built_in: bool) -> str:
+    if not built_in:
+        return f"{spec!r} is no function of a file: expected path/to/file.py:name"
+    close = difflib.get_close_matches(spec, BUILTIN_REWARDS, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"unknown function {spec!r}{hint} (known: {', '.join(BUILTIN_REWARDS)}, or path/to/file.py:name)"

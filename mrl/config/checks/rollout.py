@@ -1,0 +1,146 @@
+"""What samples: lengths, engines, their weights, validation. What contradicts, and what would have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from mrl.config.checks.base import either, inert
+from mrl.config.derived import Machine
+from mrl.config.problems import Problem
+from mrl.config.schema import RLConfig, RolloutConfig, SamplingConfig, ValidationConfig
+from mrl.config.secret_file import read_secret
+from mrl.models.arch import ModelArch
+
+MOST_CPU_ENGINES = 64
+
+
+def check(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[Problem]:
+    yield from _lengths(cfg, arch)
+    yield from _engine(cfg, arch, machine)
+    yield from _sync(cfg, machine)
+    if cfg.data.validation is None and cfg.validation != ValidationConfig():
+        yield Problem(("validation", "data.validation"), "has no effect: there is no validation file")
+
+
+def check_key_file(rollout: RolloutConfig) -> Iterator[Problem]:
+    if rollout.urls and rollout.api_key_file is not None:
+        try:
+            read_secret(rollout.api_key_file)
+        except ValueError as error:
+            yield Problem(("rollout.api_key_file",), str(error))
+
+
+def _lengths(cfg: RLConfig, arch: ModelArch | None) -> Iterator[Problem]:
+    context = cfg.rollout.max_context_tokens
+    if arch is not None and context is not None and context > arch.max_positions:
+        message = f"{context} is more than the model's {arch.max_positions} positions"
+        yield Problem(("rollout.max_context_tokens", "model.path"), message)
+    limit = context or (arch.max_positions if arch is not None else None)
+    prompt, new = cfg.data.max_prompt_tokens, cfg.rollout.sampling.max_new_tokens
+    if limit is not None and prompt + new > limit:
+        yield Problem(
+            (
+                "data.max_prompt_tokens",
+                "rollout.sampling.max_new_tokens",
+                "rollout.max_context_tokens" if context else "model.path",
+            ),
+            f"{prompt} prompt tokens + {new} new tokens do not fit into a context of {limit}",
+        )
+
+
+def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[Problem]:
+    rollout = cfg.rollout
+    for warn, stop in (("warn", "stop"), ("warn_sample", "stop_sample")):
+        limits = dict(rollout.mismatch)
+        if None not in (limits[warn], limits[stop]) and limits[warn] > limits[stop]:
+            message = f"{limits[warn]:g} is above {limits[stop]:g}, where the run ends without a warning"
+            yield Problem((f"rollout.mismatch.{warn}", f"rollout.mismatch.{stop}"), message)
+    if rollout.sampling.top_k != -1 and rollout.sampling.top_k < 1:
+        yield Problem(("rollout.sampling.top_k",), f"must be -1 (off) or at least 1, got {rollout.sampling.top_k}")
+    yield from _stops(rollout.sampling, arch)
+    if rollout.urls:
+        names = ["servers", "tensor", "memory_fraction", "max_context_tokens"]
+        names += ["max_running_requests", "max_restarts", "server_args"]
+        yield from inert(rollout, "rollout", names, "mrl starts no engine when urls are given", "rollout.urls")
+        yield from _urls(rollout.urls)
+        return
+    yield from inert(
+        rollout, "rollout", ["api_key_file"], "engines that mrl starts get a key of the run's", "rollout.urls"
+    )
+    yield from _server_args(rollout.server_args)
+    if rollout.engine == "transformers":
+        names = ["tensor", "memory_fraction", "server_args"]
+        yield from inert(rollout, "rollout", names, "it is SGLang's, the engine is transformers", "rollout.engine")
+    elif arch is not None and not _fits(rollout.tensor, arch):
+        heads = f"{arch.num_heads} heads and {arch.num_kv_heads} key-value heads"
+        would = [size for size in range(1, min(arch.num_heads, 64) + 1) if _fits(size, arch)]
+        message = f"{rollout.tensor} does not divide the model's {heads}: {either(would)} would"
+        yield Problem(("rollout.tensor", "model.path"), message)
+    if rollout.engine == "sglang" and any(argument.startswith("--trust") for argument in rollout.server_args):
+        message = "--trust-remote-code would run code that comes with a model, which mrl never does: leave it out"
+        yield Problem(("rollout.server_args",), message)
+    engines = rollout.servers * rollout.tensor
+    if not machine.gpus and engines > MOST_CPU_ENGINES:
+        message = f"{engines} engine processes on one machine without GPUs: at most {MOST_CPU_ENGINES}"
+        yield Problem(("rollout.servers", "rollout.tensor"), message)
+    if machine.gpus and engines > machine.gpus:
+        message = (
+            f"{rollout.servers} servers x tensor {rollout.tensor} = {engines} GPUs, this machine has {machine.gpus}"
+        )
+        yield Problem(("rollout.servers", "rollout.tensor"), message)
+
+
+def _stops(sampling: SamplingConfig, arch: ModelArch | None) -> Iterator[Problem]:
+    key = "rollout.sampling"
+    if "" in sampling.stop:
+        yield Problem((f"{key}.stop",), "'' is in every text: a response would end before its first token")
+    outside = [token for token in sampling.stop_token_ids if token < 0 or (arch and token >= arch.vocab_size)]
+    if outside:
+        vocabulary = f"the model's vocabulary of {arch.vocab_size} tokens" if arch else "every vocabulary"
+        keys = (f"{key}.stop_token_ids", "model.path") if arch else (f"{key}.stop_token_ids",)
+        yield Problem(keys, f"{', '.join(map(str, outside))}: outside {vocabulary}")
+
+
+def _fits(tensor: int, arch: ModelArch) -> bool:
+    """The engine cuts heads evenly and copies key-value heads where there are fewer than ranks."""
+    cut, copied = arch.num_kv_heads % tensor == 0, tensor % arch.num_kv_heads == 0
+    return arch.num_heads % tensor == 0 and (cut or copied)
+
+
+def _urls(urls: tuple[str, ...]) -> Iterator[Problem]:
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.username is not None or parts.password is not None:
+            message = f"the address of {parts.hostname} holds a password, for every log to show: use api_key_file"
+            yield Problem(("rollout.urls", "rollout.api_key_file"), message)
+        elif parts.scheme not in ("http", "https") or not parts.hostname:
+            yield Problem(("rollout.urls",), f"{url!r} is not an address such as http://host:30000")
+    if len(set(urls)) < len(urls):
+        yield Problem(("rollout.urls",), "the same engine is named twice")
+
+
+def _server_args(arguments: tuple[str, ...]) -> Iterator[Problem]:
+    for name in (argument.partition("=")[0] for argument in arguments):
+        if name in ("--host", "--port", "--api-key", "--admin-api-key", "--config"):
+            message = f"{name} is mrl's to set: its engines listen on 127.0.0.1 and want a key that only the run knows"
+            yield Problem(("rollout.server_args",), message)
+
+
+def _sync(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
+    transport = cfg.sync.transport
+    if transport == "cuda_ipc" and machine.gpus == 0:
+        yield Problem(("sync.transport",), "cuda_ipc needs GPUs, this machine has none: use shared_memory, or auto")
+    remote = [url for url in cfg.rollout.urls if not _is_local(url)]
+    if transport in ("cuda_ipc", "shared_memory") and remote:
+        message = (
+            f"{transport} cannot reach {', '.join(remote)} on another machine: use distributed, http, disk or auto"
+        )
+        yield Problem(("sync.transport", "rollout.urls"), message)
+    if transport == "disk":
+        yield from inert(cfg.sync, "sync", ["bucket_mib"], "disk transport writes files, not buckets", "sync.transport")
+
+
+def _is_local(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,0 +1,75 @@
+"""The run directory, checkpoints, failures and restarts: what is impossible, contradicts, or would have no effect."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from mrl.config import resume
+from mrl.config.checks.base import inert
+from mrl.config.problems import Problem, printable, reason
+from mrl.config.schema import RLConfig, RunConfig, SectionTimeouts, SFTConfig
+
+LONGEST_NAME, LONGEST_PATH = 200, 3000  # bytes; a file below it needs some too
+
+
+def check_directory(run: RunConfig) -> Iterator[Problem]:
+    """Can ROOT/NAME be made, or written to?"""
+    if run.name in ("", ".", "..") or "/" in run.name:
+        yield Problem(("run.name",), f"{run.name!r} must be one plain directory name (run.root holds the path)")
+    for key, text, longest in (("run.name", run.name, LONGEST_NAME), ("run.root", run.root, LONGEST_PATH)):
+        if text != printable(text):
+            return  # said by `all.check`
+        if len(text.encode()) > longest:
+            yield Problem((key,), f"{len(text.encode())} bytes long, at most {longest} are possible")
+            return
+    root = Path(run.root).absolute()
+    try:
+        there = next(path for path in (root, *root.parents) if path.exists())
+    except OSError as error:
+        yield Problem(("run.root",), reason(error))
+        return
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        said = "cannot be written to" if there.is_dir() else "is no directory"
+        yield Problem(("run.root",), f"{there} {said}: the run directory is made below run.root")
+
+
+def check_checkpoint(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
+    checkpoint, every = cfg.checkpoint, "checkpoint.every_steps"
+    kept = checkpoint.keep_every_steps
+    if checkpoint.every_steps is None:
+        names = ["keep_last", "keep_every_steps", "asynchronous", "writers"]
+        yield from inert(checkpoint, "checkpoint", names, "no checkpoints are written", every)
+    elif kept is not None and kept % checkpoint.every_steps:
+        message = f"{kept} is no multiple of {checkpoint.every_steps}, so no checkpoint is written at every such step"
+        yield Problem(("checkpoint.keep_every_steps", every), message)
+    for key in checkpoint.accept_changes:
+        if not resume.is_key(type(cfg), key):
+            yield Problem(("checkpoint.accept_changes",), f"{key!r} is no key of this configuration")
+
+
+def check_resilience(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
+    saves, key = cfg.checkpoint.every_steps is not None, "checkpoint.every_steps"
+    if cfg.run.launcher != "ft":
+        because = f"launcher {cfg.run.launcher} restarts no ranks, and does not watch them"
+        yield from inert(cfg.run, "run", ["max_restarts"], because, "run.launcher")
+        yield from inert(cfg.resilience, "resilience", ["timeouts_s"], because, "run.launcher")
+    elif not saves:
+        message = "ft goes on from the last checkpoint after a restart, and none is written"
+        yield Problem(("run.launcher", key), message)
+    if not saves:
+        yield from inert(cfg.resilience, "resilience", ["save_deadline_s"], "no checkpoints are written", key)
+    if cfg.resilience.straggler_ratio <= 1:
+        message = f"must be greater than 1, got {cfg.resilience.straggler_ratio:g}: a rank is always as slow as itself"
+        yield Problem(("resilience.straggler_ratio",), message)
+    yield from _timeouts(cfg.resilience.timeouts_s, isinstance(cfg, RLConfig))
+
+
+def _timeouts(timeouts: SectionTimeouts, is_rl: bool) -> Iterator[Problem]:
+    key = "resilience.timeouts_s"
+    if not is_rl:
+        yield from inert(timeouts, key, ["rollout", "reward", "sync"], "sft does not sample", "trainer")
+    elif timeouts.reward > timeouts.rollout:
+        message = f"{timeouts.reward:g} s is never reached: the rollout, of which rewards are a part, has less"
+        yield Problem((f"{key}.reward", f"{key}.rollout"), message)

@@ -1,0 +1,82 @@
+"""YAML as mrl reads and writes it: the core schema's scalars, bounded in size and depth.
+
+true and false are the only booleans, 1e-6 is a number, dates and sexagesimal numbers do not exist. Tags are not read.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+from yaml.composer import ComposerError
+
+MAX_BYTES = 256 << 10
+MAX_DEPTH = 50
+MAX_NODES = 20_000  # aliases counted as all that they stand for
+MERGE = "<<"
+
+_SCALARS = (
+    ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*)", [*"-+0123456789"]),
+    (
+        "float",
+        r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))"
+        r"|\.(?:nan|NaN|NAN)",
+        [*"-+.0123456789"],
+    ),
+)
+_TAGS = (None, "!", "tag:yaml.org,2002:str", "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+_Extent = tuple[int, int]  # nodes, levels
+
+
+class Loader(yaml.SafeLoader):
+    """Raises ComposerError, with its place, for what is too deep, too large, or holds itself."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._open: list[_Extent] = [(0, 0)]  # of the nodes around, as far as they are read
+        self._anchored: dict[str, _Extent] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        is_alias = isinstance(event, yaml.AliasEvent)
+        if not is_alias and event.tag not in _TAGS:
+            raise self._refusal(event, f"the tag {event.tag} is not read")
+        self._open.append((1, 1))
+        if len(self._open) > MAX_DEPTH:
+            raise self._refusal(event, f"nested more than {MAX_DEPTH} levels deep")
+        node = super().compose_node(parent, index)
+        extent = self._open.pop()
+        if is_alias and event.anchor not in self._anchored:
+            raise self._refusal(event, f"*{event.anchor} stands for a part of the file that holds it")
+        if is_alias:
+            extent = self._anchored[event.anchor]
+        elif event.anchor is not None:
+            self._anchored[event.anchor] = extent
+        nodes, levels = self._open[-1]
+        self._open[-1] = nodes, levels = nodes + extent[0], max(levels, extent[1] + 1)
+        if nodes > MAX_NODES or len(self._open) + levels > MAX_DEPTH + 2:
+            what = f"{MAX_NODES} values" if nodes > MAX_NODES else f"{MAX_DEPTH} levels"
+            raise self._refusal(event, f"more than {what}, aliases counted as what they stand for")
+        return node
+
+    def _refusal(self, event: Any, message: str) -> ComposerError:
+        return ComposerError(None, None, message, event.start_mark)
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes whatever `Loader` would not read back as the same string."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _name, _pattern, _first in _SCALARS:
+    for _dialect in (Loader, Dumper):
+        _dialect.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_pattern})$"), _first)

@@ -1,0 +1,172 @@
+"""What a configuration's keys are, read from the sections: values, default and meaning.
+
+A meaning has one home: the comment of the key in its class, above it or at its end; of a section that has none, the
+first sentence of its class's docstring.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from mrl.config.dialect import Dumper
+from mrl.config.sections.base import MAX_INT
+
+_TYPES = {bool: "true | false", int: "integer", float: "number", str: "string"}
+_BOUNDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key, with those below it.
+
+    path: dotted; NAME stands for a name that the file gives; places in lists are left out
+    values: what it can be
+    default: as YAML; None for a section with defaults of its own, and where there is none
+    section: the class of what is below
+    """
+
+    path: str
+    values: str
+    default: str | None
+    is_required: bool
+    meaning: str
+    section: type[BaseModel] | None = None
+    below: tuple[Key, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def about(self) -> str:
+        """Of a section, the docstring of its class."""
+        return _docstring(self.section) if self.section else ""
+
+
+@cache
+def keys_of(section: type[BaseModel], prefix: str = "") -> tuple[Key, ...]:
+    """The keys of a section, in order."""
+    types = get_type_hints(section, include_extras=True)
+    return tuple(_key(section, name, prefix + name, types[name]) for name in section.model_fields)
+
+
+def walk(keys: Iterable[Key]) -> Iterator[Key]:
+    """Each, followed by all that are below it."""
+    for key in keys:
+        yield key
+        yield from walk(key.below)
+
+
+def nearest_keys(keys: Sequence[Key], path: Sequence[str]) -> tuple[list[Key], list[Key]]:
+    """(those beside a key that does not exist, those that may be meant): one beside it whose name is close, else of the
+    same name elsewhere, else one beside it that is not too far."""
+    beside = list(keys)
+    for part in path[:-1]:
+        beside = [below for key in beside if key.name == part for below in key.below] or beside
+    names = [key.name for key in beside]
+    close = difflib.get_close_matches(path[-1], names, n=1, cutoff=0.75)
+    elsewhere = [key for key in walk(keys) if key.name == path[-1]]
+    if not close and elsewhere:
+        return beside, elsewhere
+    meant = close or difflib.get_close_matches(path[-1], names, n=1, cutoff=0.5)
+    return beside, [key for key in beside if key.name in meant]
+
+
+def _key(section: type[BaseModel], name: str, path: str, annotation: Any) -> Key:
+    field, inner = section.model_fields[name], _section_in(annotation)
+    own = field.is_required() or isinstance(field.default, BaseModel)
+    return Key(
+        path,
+        _values(annotation),
+        None if own else _written(field.default),
+        field.is_required(),
+        _comment(section, name) or (_first_sentence(_docstring(inner)) if inner else ""),
+        inner,
+        keys_of(inner, f"{path}.NAME." if get_origin(annotation) is dict else f"{path}.") if inner else (),
+    )
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The class of the section that a key of this type holds, also by name, in a list, or where it may be null."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _section_in(part))), None)
+
+
+def _docstring(section: type[BaseModel]) -> str:
+    return inspect.cleandoc(section.__doc__ or "")
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=\.)\s", text)[0].replace("\n", " ").removesuffix(".")
+
+
+def _values(annotation: Any) -> str:
+    """What values of this type look like in YAML: `integer > 0 or null`, `[string, ...]`, `k1 | k2`."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        said = [note.description for note in parts[1:] if isinstance(note, FieldInfo) and note.description]
+        return said[0] if said else " ".join([_values(parts[0]), *_bounds(parts[1:])])
+    if origin is Literal:
+        return " | ".join(parts)
+    if origin in (Union, UnionType):
+        return " or ".join([*(_values(part) for part in parts if part is not NoneType), "null"])
+    if origin is tuple:
+        return f"[{_values(parts[0])}, ...]"
+    if origin is dict:
+        return f"{{NAME: {_values(parts[1])}, ...}}"
+    return "section" if _section_in(annotation) else _TYPES[annotation]
+
+
+def _bounds(notes: Iterable[Any]) -> Iterator[str]:
+    limits = [limit for note in notes if isinstance(note, FieldInfo) for limit in note.metadata]
+    signed = [(sign, getattr(limit, name)) for limit in limits for sign, name in [_BOUNDS[type(limit)]]]
+    if shown := [f"{sign} {number}" for sign, number in signed if number < MAX_INT]:
+        yield ", ".join(shown)
+
+
+def _written(value: Any) -> str:
+    """As YAML, numbers as people write them."""
+    if isinstance(value, float):
+        return repr(value).removesuffix(".0").replace("e-0", "e-")
+    text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=1000)
+    return text.removesuffix("...\n").strip()
+
+
+def _comment(section: type[BaseModel], name: str) -> str:
+    owner = next(cls for cls in section.__mro__ if name in cls.__annotations__)
+    return _comments(owner.__module__)[owner.__name__, name]
+
+
+@cache
+def _comments(module: str) -> Mapping[tuple[str, str], str]:
+    """(class, key) -> the comments between the statement before and the key's own end, as one text."""
+    source = inspect.getsource(sys.modules[module])
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    found = {}
+    for cls in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
+        last = cls.lineno
+        for node in cls.body:
+            end = node.end_lineno or last
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                own = [comments[line] for line in range(last + 1, end + 1) if line in comments]
+                found[cls.name, node.target.id] = " ".join(own)
+            last = end
+    return found

@@ -1,0 +1,139 @@
+"""`mrl config`: what can be written into a configuration, as text and as docs/configuration.md."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+from mrl.config.keys import Key, keys_of, nearest_keys, walk
+from mrl.config.problems import printable
+from mrl.config.schema import SCHEMAS
+
+COMMAND = "mrl config --markdown > docs/configuration.md"
+_WIDTHS = (60, 120)  # of text, at least and at most
+_INTRODUCTION = f"""<!-- Made from mrl/config/sections; after a change there: {COMMAND} -->
+# Configuration
+
+Every key, as `mrl config`, `mrl config rollout` and `mrl config rollout.mismatch.stop` print it. In a file sections are
+mappings, on the command line keys have dots: `actor.optimizer.lr=1e-6`. `base: other.yaml` starts from another file.
+NAME stands for a name of your own. A key without a default must be given; a section without one has those of its keys.
+"""
+
+
+class UnknownKey(Exception):
+    """No section and no key of a configuration; the message has what was probably meant."""
+
+
+@cache
+def manual() -> dict[Key, str]:
+    """Every section at the top -> the trainers that have it. One that they have in different forms is there twice."""
+    found: dict[Key, list[str]] = {}
+    for trainer, schema in SCHEMAS.items():
+        for key in keys_of(schema):
+            found.setdefault(key, []).append(trainer)
+    order = list(dict.fromkeys(key.path for key in found))
+    return {key: ", ".join(found[key]) for key in sorted(found, key=lambda key: order.index(key.path))}
+
+
+def text(path: str | None = None) -> str:
+    """The page of a section or key; of None a line for each section. Raises UnknownKey."""
+    if path is None:
+        return "\n".join(_overview())
+    pages = [
+        "\n".join(_page(key, trainers))
+        for top, trainers in manual().items()
+        for key in walk([top])
+        if _matches(key.path, path)
+    ]
+    if not pages:
+        _, meant = nearest_keys([*manual()], path.split("."))
+        near = f"did you mean {' or '.join(key.path for key in meant[:3])}?" if meant else "see `mrl config`"
+        raise UnknownKey(printable(f"no section and no key of a configuration is called {path!r}: {near}"))
+    return "\n\n".join(pages)
+
+
+def markdown() -> str:
+    """docs/configuration.md: a table of what is at the top, then one for each kind of section."""
+    places: dict[type, list[tuple[Key, str]]] = {}
+    for top, trainers in manual().items():
+        for key in walk([top]):
+            if key.section:
+                places.setdefault(key.section, []).append((key, trainers))
+    headings = {key: _heading(*found[0]) for found in places.values() for key, _ in found}
+    tops = [(_cell(key, headings), of, _overview_of(key)) for key, of in manual().items()]
+    parts = [_INTRODUCTION, _table(("key", "trainer", "what it is"), tops)]
+    parts += [_chapter([key for key, _ in found], headings) for found in places.values()]
+    return "\n".join(parts)
+
+
+def _chapter(same: list[Key], headings: dict[Key, str]) -> str:
+    """Of a kind of section, which may be in several places."""
+    first, *others = same
+    also = f"\nAlso {', '.join(f'`{key.path}`' for key in others)}.\n" if others else ""
+    rows = [
+        (_cell(key, headings), f"`{key.default}`" if key.default is not None else "", key.values, key.meaning)
+        for key in first.below
+    ]
+    table = _table(("key", "default", "values", "meaning"), rows)
+    return f"## {headings[first]}\n{also}\n{first.about}\n\n{table}"
+
+
+def _heading(key: Key, trainers: str) -> str:
+    return f"`{key.path}` ({trainers})"
+
+
+def _cell(key: Key, headings: dict[Key, str]) -> str:
+    """Its name, linked to its chapter if it has one."""
+    if key not in headings:
+        return f"`{key.name}`"
+    anchor = re.sub(r"[^\w -]", "", headings[key].lower()).replace(" ", "-")
+    return f"[`{key.name}`](#{anchor})"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *([cell.replace("|", r"\|") for cell in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _matches(path: str, written: str) -> bool:
+    """`written` may have a name where the key has NAME, and may leave it out."""
+    pattern = re.escape(path).replace(r"\.NAME", r"(\.[^.]+)?")
+    return re.fullmatch(pattern, written) is not None
+
+
+def _overview() -> Iterator[str]:
+    names, trainers = max(len(key.path) for key in manual()), max(map(len, manual().values()))
+    for key, of in manual().items():
+        yield f"{key.path:<{names}}  {of:<{trainers}}  {_overview_of(key)}"
+    yield "\nmore: mrl config SECTION, or KEY, such as rollout, actor.optimizer or rollout.mismatch.stop"
+
+
+def _overview_of(key: Key) -> str:
+    return key.meaning if key.section else f"{key.values}: {key.meaning}"
+
+
+def _page(key: Key, trainers: str) -> Iterator[str]:
+    yield f"{_line(key, key.path)}; trainer: {trainers}"
+    if not " ".join(key.about.split()).startswith(key.meaning):
+        yield from _indented(key.meaning)
+    if key.about:
+        yield textwrap.indent(key.about, "    ")
+    for below in key.below:
+        yield f"\n{_line(below, below.name)}"
+        yield from _indented(below.meaning)
+        yield from [f"    more: mrl config {below.path}"] if below.below else []
+
+
+def _line(key: Key, name: str) -> str:
+    """As it is written, and what it can be: `stop: 1  # number > 0 or null`."""
+    default = f" {key.default}" if key.default is not None else ""
+    return f"{name}:{default}  # {key.values}{', required' if key.is_required else ''}"
+
+
+def _indented(meaning: str) -> list[str]:
+    least, most = _WIDTHS
+    width = max(least, min(most, shutil.get_terminal_size().columns))
+    return textwrap.wrap(meaning, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)

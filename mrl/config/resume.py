@@ -1,0 +1,191 @@
+"""What a run that goes on from a checkpoint may do otherwise than the run that made it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from mrl.config.derived import data_sections
+from mrl.config.schema import Config
+from mrl.redaction import redact_tree
+
+# Where, how long and how fast; what is written down and when. The longest entry that covers a key decides, and a key
+# that none covers is part of what the run computes.
+MAY_CHANGE = (
+    "run",
+    "resilience",
+    "checkpoint",
+    "sync",
+    "validation",
+    "rollout",
+    "reward.workers",
+    "reward.timeout_s",
+    "reward.on_error",
+    "reward.servers",
+    "reward.model.parallel",
+    "reward.model.max_tokens_per_microbatch",
+    "data.validation",
+    "model.allow_pickle",
+    "ema.offload",
+    "ema.in_validation",
+    *(f"{model}.parallel" for model in ("actor", "critic", "ref")),
+    *(f"{model}.max_tokens_per_microbatch" for model in ("actor", "critic", "ref")),
+    *(f"{model}.recompute" for model in ("actor", "critic")),
+)
+MUST_NOT_CHANGE = ("run.seed", "rollout.engine", "rollout.sampling", "rollout.deterministic")
+QUIET = ("run.name", "run.root", "checkpoint.accept_changes")  # changes that need no word
+
+READERS = 4  # files at once
+
+Tree = dict[str, Any]
+
+
+class ConfigChanged(Exception):
+    """The configuration differs from the checkpoint's in what makes the run what it is."""
+
+
+@dataclass(frozen=True)
+class Change:
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_short(self.old)} -> {_short(self.new)}"
+
+
+def snapshot(cfg: Config) -> Tree:
+    """What a checkpoint keeps of the configuration, for JSON and without passwords. Reads the training data: about a
+    second a GB."""
+    found = {
+        f"{key}.train": {source.path: _contents(Path(source.path)) for source in data.train}
+        for key, data in data_sections(cfg).items()
+    }
+    return {"config": redact_tree(cfg.model_dump(mode="json")), "data_contents": found}
+
+
+def _contents(path: Path) -> Tree:
+    """Size and digest of a file, or of all files of a directory but those that are hidden or a cache."""
+    files = [path]
+    if path.is_dir():
+        names = (file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file())
+        files = [path / n for n in names if not any(part.startswith((".", "cache-")) for part in n.parts)]
+    sizes = [file.stat().st_size for file in files]
+    with ThreadPoolExecutor(READERS) as pool:
+        digests = list(pool.map(lambda file: _digest(file, file.stat().st_size, file.stat().st_mtime_ns), files))
+    if path.is_dir():
+        of_each = [f"{file.relative_to(path)} {digest}" for file, digest in zip(files, digests, strict=True)]
+        digests = [hashlib.blake2b("\n".join(of_each).encode(errors="surrogateescape"), digest_size=16).hexdigest()]
+    return {"bytes": sum(sizes), "digest": digests[0]}
+
+
+@cache
+def _digest(file: Path, size: int, mtime_ns: int) -> str:
+    """Of its contents, read once as long as the file has this size and time."""
+    with file.open("rb") as contents:
+        return hashlib.file_digest(contents, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def check_resume(stored: Tree, cfg: Config, checkpoint: Path) -> list[Change]:
+    """The changes that are harmless or accepted, to be shown. `stored`: `snapshot` of the run that made `checkpoint`.
+
+    Raises ConfigChanged, which lists every other one with old and new value, and says what to do.
+    """
+    changes = [change for change in compare(stored, cfg) if not _covers(QUIET, change.key)]
+    accepted = (*cfg.checkpoint.accept_changes,)
+    refused = [c for c in changes if not may_change(c.key) and not _covers(accepted, c.key)]
+    if refused:
+        lines = "\n".join(f"  {change}" for change in refused)
+        keys = ", ".join(dict.fromkeys(change.key for change in refused))
+        raise ConfigChanged(
+            f"{checkpoint} was made with another configuration, and going on from it would not be the same run:\n"
+            f"{lines}\nchange it back, or choose another run.name to start anew, or go on all the same with "
+            f"'checkpoint.accept_changes=[{keys}]'"
+        )
+    return changes
+
+
+def compare(stored: Tree, cfg: Config) -> list[Change]:
+    """Every key that differs in more than a password. A key that the stored configuration does not know yet had its
+    default."""
+    present = snapshot(cfg)
+    changes = list(_differences(redact_tree(stored["config"]), cfg, present["config"], ""))
+    for key, sources in present["data_contents"].items():
+        if not any(_covers((change.key,), key) for change in changes):
+            changes += _edited(key, sources, stored)
+    return changes
+
+
+def unknown(stored: Tree, cfg: Config) -> list[str]:
+    """What an older checkpoint does not say, one sentence each."""
+    sections = [f"{key}.train" for key in data_sections(cfg)]
+    return [
+        f"the checkpoint is older than digests of data: whether {key} holds other rows of the same size is not known"
+        for key in sections
+        if key in stored.get("data_bytes", {})
+    ]
+
+
+def _edited(key: str, sources: Tree, stored: Tree) -> Iterator[Change]:
+    """Sources with other contents than the checkpoint's run has read."""
+    before = stored.get("data_contents", {}).get(key, {})
+    for path, now in sources.items():
+        if path in before and before[path] != now:
+            yield Change(key, f"{path} of {_size(before[path])}", f"edited: {_size(now)}")
+    if key in (sizes := stored.get("data_bytes", {})):  # of an older checkpoint
+        size = sum(source["bytes"] for source in sources.values())
+        if size != sizes[key]:
+            yield Change(key, f"{sizes[key]} bytes of data", f"{size} bytes")
+
+
+def _size(source: Tree) -> str:
+    return f"{source['bytes']} bytes, digest {source['digest'][:8]}"
+
+
+def may_change(key: str) -> bool:
+    allowed, forbidden = _covers(MAY_CHANGE, key), _covers(MUST_NOT_CHANGE, key)
+    return len(allowed) > len(forbidden)
+
+
+def is_key(section: type[BaseModel], key: str) -> bool:
+    """Whether the dotted key names a value or a section of this kind of configuration."""
+    name, _, rest = key.partition(".")
+    if name not in section.model_fields:
+        return False
+    annotation = section.model_fields[name].annotation
+    options = (annotation, *get_args(annotation))
+    below = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
+    return not rest or any(is_key(option, rest) for option in below)
+
+
+def _differences(old: Tree, section: BaseModel, new: Tree, prefix: str) -> Iterator[Change]:
+    for name, field in type(section).model_fields.items():
+        inner, before = dict(section)[name], old.get(name)
+        if name not in old:
+            before = None if field.is_required() else json.loads(json.dumps(field.get_default(), default=_plain))
+        if isinstance(inner, BaseModel) and isinstance(before, dict):
+            yield from _differences(before, inner, new[name], f"{prefix}{name}.")
+        elif before != new[name]:
+            yield Change(f"{prefix}{name}", before, new[name])
+
+
+def _plain(section: BaseModel) -> Tree:
+    return section.model_dump(mode="json")
+
+
+def _covers(entries: tuple[str, ...], key: str) -> str:
+    """The longest entry that is the key or a section that holds it; empty if there is none."""
+    return max((entry for entry in entries if f"{key}.".startswith(f"{entry}.")), key=len, default="")
+
+
+def _short(value: Any) -> str:
+    """As YAML has it; a section by its name only."""
+    return "a section" if isinstance(value, dict) else json.dumps(value)

@@ -1,0 +1,84 @@
+"""What a tokenizer's files say of it, read without loading it: before a process starts, before any of its code runs.
+
+The standard library only, as the other checks of configurations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mrl.foreign import read_json
+
+TOKENIZER, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+
+
+def problems(path: str | Path, vocab_size: int | None, eos_token: str | None = None) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong) of a model directory's tokenizer; nothing for files that are not there.
+
+    vocab_size: the model's, where it is known; eos_token: model.eos_token
+    """
+    try:
+        content = _read(Path(path) / TOKENIZER)
+        settings = _read(Path(path) / SPECIAL) | _read(Path(path) / SETTINGS)
+    except (OSError, ValueError) as error:
+        yield "model.path", str(error)
+        return
+    try:
+        ids = _tokens(content) | _added(settings) if content else {}
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
+        yield "model.path", f"{path}: {TOKENIZER} or {SETTINGS} describes no tokenizer ({error!r})"
+        return
+    if settings.get("auto_map"):
+        yield (
+            "model.path",
+            f"{Path(path) / SETTINGS}: auto_map names code of the tokenizer's own, which is never run: "
+            "save it as a tokenizer.json of a class of transformers, and remove auto_map",
+        )
+    if ids:
+        yield from _of_vocabulary(Path(path), ids, settings, vocab_size, eos_token)
+
+
+def too_large(path: str | Path, tokens: int, vocab_size: int) -> str:
+    return (
+        f"{path}: the tokenizer has {tokens} tokens, the model's vocabulary (vocab_size in config.json) {vocab_size}: "
+        "ids beyond it have no embedding"
+    )
+
+
+def _of_vocabulary(
+    path: Path, ids: dict[str, int], settings: dict[str, Any], vocab_size: int | None, eos_token: str | None
+) -> Iterator[tuple[str, str]]:
+    tokens = max(ids.values()) + 1
+    if vocab_size is not None and tokens > vocab_size:
+        yield "model.path", too_large(path / TOKENIZER, tokens, vocab_size)
+    named = settings.get("eos_token")
+    own = named.get("content") if isinstance(named, dict) else named
+    if eos_token is not None and eos_token not in ids:
+        yield "model.eos_token", f"{path}: model.eos_token {eos_token!r} is no token of the vocabulary"
+    if eos_token is None and own is not None and (not isinstance(own, str) or own not in ids):
+        yield "model.path", f"{path / SETTINGS}: eos_token {str(own)[:80]!r} is no token of the vocabulary"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    content = read_json(file)
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}, not an object with keys")
+    return content
+
+
+def _tokens(content: dict[str, Any]) -> dict[str, int]:
+    """Of a tokenizer.json: its model's vocabulary (by name, or in order with scores) and what was added to it."""
+    vocabulary = content["model"].get("vocab", {})
+    if isinstance(vocabulary, list):
+        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    found = {str(token): int(number) for token, number in vocabulary.items()}
+    return found | {str(added["content"]): int(added["id"]) for added in content.get("added_tokens") or []}
+
+
+def _added(settings: dict[str, Any]) -> dict[str, int]:
+    decoder = settings.get("added_tokens_decoder") or {}
+    return {str(added["content"]): int(number) for number, added in decoder.items()}

@@ -1,0 +1,85 @@
+"""Control tokens, such as <|im_start|>, in the text of rows: they must not become turns of a conversation.
+
+A tokenizer reads the name of a special token as that token wherever it stands. Here the special tokens get private
+names first, characters that no text holds: the chat template's own ones are written with these, a row's stay as they
+are, and are then text like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerBase
+
+_IN_ROWS, _PRIVATE = 0xF0000, 0x100000  # places of private characters: for names in rows, for the tokens themselves
+_RESERVED = re.compile(f"[{chr(_IN_ROWS)}-{chr(_PRIVATE + 0xFFFD)}]")
+
+
+class ControlTokens:
+    """The special tokens of a tokenizer, by their names."""
+
+    def __init__(self, hf: PreTrainedTokenizerBase) -> None:
+        self._hf = hf
+        names = {str(token) for token in hf.added_tokens_decoder.values() if token.special}
+        self._names = sorted(names - {""}, key=lambda name: (-len(name), name))
+        self._place = {name: place for place, name in enumerate(self._names)}
+        self._pattern = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
+        self._shown = {_IN_ROWS + place: name for place, name in enumerate(self._names)}
+
+    def first_in(self, value: Any) -> str | None:
+        """The first name in a text, or in the texts of a conversation; None if there is none."""
+        if isinstance(value, str):
+            found = self._pattern.search(value)
+            return found[0] if found else None
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return next((name for part in parts if (name := self.first_in(part))), None)
+
+    def hidden(self, value: Any) -> Any:
+        """The same with a private character in place of every name."""
+        if isinstance(value, str):
+            return self._pattern.sub(lambda name: chr(_IN_ROWS + self._place[name[0]]), value)
+        if isinstance(value, dict):
+            return {key: self.hidden(part) for key, part in value.items()}
+        return [self.hidden(part) for part in value] if isinstance(value, list) else value
+
+    def shown(self, text: str) -> str:
+        """`hidden`, undone."""
+        return text.translate(self._shown)
+
+    def encode(self, hidden: str) -> list[int] | None:
+        """Ids of a text: the hidden names as text, others as the tokens that they name, no further special tokens.
+
+        None where this tokenizer cannot tell the two apart.
+        """
+        if not self._hf.is_fast or _RESERVED.search(self.shown(hidden)):
+            return None
+        wanted = [self._hf.convert_tokens_to_ids(name) for name in self._pattern.findall(hidden)]
+        backend, original = self._renamed
+        text = self.shown(self._pattern.sub(lambda name: chr(_PRIVATE + self._place[name[0]]), hidden))
+        ids = [original.get(i, i) for i in backend.encode(text, add_special_tokens=False).ids]
+        special = {*self._hf.convert_tokens_to_ids(self._names)} - {self._hf.unk_token_id}
+        return ids if [i for i in ids if i in special] == [i for i in wanted if i in special] else None
+
+    @cached_property
+    def _renamed(self) -> tuple[Backend, dict[int | None, int]]:
+        """The tokenizer with private names, and its ids of added tokens -> the ids that they had."""
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as Backend
+
+        settings = json.loads(self._hf.backend_tokenizer.to_str())
+        added, settings["added_tokens"] = settings["added_tokens"], []
+        backend = Backend.from_str(
+            json.dumps({**settings, "truncation": None, "padding": None, "post_processor": None})
+        )
+        original: dict[int | None, int] = {}
+        for token in added:
+            number, name = token.pop("id"), token.pop("content")
+            name = chr(_PRIVATE + self._place[name]) if name in self._place else name
+            backend.add_tokens([AddedToken(name, **token)])
+            original[backend.token_to_id(name)] = number
+        return backend, original

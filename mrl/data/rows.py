@@ -1,0 +1,103 @@
+"""Rows as the data section and the reward want them, before anything is tokenised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.config.problems import shortened
+from mrl.config.schema import DataConfig, SourceConfig
+from mrl.data.errors import raise_for
+from mrl.data.sources import Rows, open_rows
+from mrl.data.tokenizer import TokenizerError
+
+Row = dict[str, Any]
+RowCheck = Callable[[Row], str | None]  # why a completed row cannot be used
+
+FIRST_ROWS, FIRST_DRESSED, FIRST_BYTES = 20_000, 200, 32 << 20
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """cfg: where a row holds what. require_answer: as text. check: further demands, such as the reward's."""
+
+    cfg: DataConfig
+    require_answer: bool = False
+    check: RowCheck | None = None
+
+    def read(self, rows: Rows, i: int, source_name: str | None) -> Row:
+        """The completed row. Raises ValueError, which says why it cannot be used."""
+        row = self.complete(rows[i], source_name)
+        problem = _prompt_problem(row, self.cfg.prompt_key, self.cfg.chat_template)
+        if problem is None and self.require_answer:
+            problem = self.answer_problem(row)
+        if problem is None and self.check is not None:
+            problem = self.check(row)
+        if problem is not None:
+            raise ValueError(problem)
+        return row
+
+    def complete(self, row: Row, source_name: str | None) -> Row:
+        """The row with what it holds elsewhere: values that a key with dots reaches, the name of its source."""
+        cfg, found = self.cfg, dict(row)
+        for key in (cfg.prompt_key, cfg.answer_key, cfg.data_source_key):
+            value: Any = row
+            for part in key.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is not None and key not in found:
+                found[key] = value
+        if source_name is not None and found.get(cfg.data_source_key) is None:
+            found[cfg.data_source_key] = source_name
+        return found
+
+    def answer_problem(self, row: Row) -> str | None:
+        key = self.cfg.answer_key
+        if key not in row:
+            return _missing(row, key, "data.answer_key")
+        return None if isinstance(row[key], str) else f"{key!r} must be text, not {type(row[key]).__name__}"
+
+
+def check_first(source: SourceConfig, reader: RowReader, dress: Callable[[Row], object] | None = None) -> None:
+    """Reads the first rows; with `dress`, the chat template's, puts fewer of them through it.
+
+    Raises DataError that names every one that is of no use, TokenizerError for a template that does not end."""
+    rows = open_rows(source, FIRST_BYTES)
+    problems = []
+    for i in range(min(len(rows), FIRST_ROWS if dress is None else FIRST_DRESSED)):
+        try:
+            row = reader.read(rows, i, source.name)
+            if dress is not None:
+                dress(row)
+        except TokenizerError as error:  # so would every other row
+            raise TokenizerError(f"{rows.where(i)}: {error}") from None
+        except ValueError as error:
+            problems.append((rows.where(i), str(error)))
+    raise_for(problems)
+
+
+def _missing(row: Row, key: str, setting: str) -> str:
+    return f"no key {key!r} ({setting}); the row has: {', '.join(map(repr, row)) or 'nothing'}"
+
+
+def _prompt_problem(row: Row, key: str, chat: bool) -> str | None:
+    if key not in row:
+        return _missing(row, key, "data.prompt_key")
+    value = row[key]
+    if isinstance(value, str):
+        return None
+    if not chat:
+        hint = "; chat messages need data.chat_template: true" if isinstance(value, list) else ""
+        return f"{key!r} must be text, not {type(value).__name__}{hint}"
+    messages = isinstance(value, list) and value and all(isinstance(m, dict) for m in value)
+    if messages and all({"role", "content"} <= message.keys() for message in value):
+        wrong = next((repr(message["content"]) for message in value if not _is_said(message)), None)
+        return wrong and f"a message of {key!r} has for its 'content' {shortened(wrong)}, not text"
+    return f"{key!r} must be text or a list of messages with 'role' and 'content'"
+
+
+def _is_said(message: Row) -> bool:
+    """Content may be missing beside calls of tools."""
+    return isinstance(message["content"], str | list) or (
+        message["content"] is None and bool(message.get("tool_calls"))
+    )

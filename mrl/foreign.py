@@ -1,0 +1,67 @@
+"""Files that others wrote: read in bounded time, and never from outside of the directory that they belong to."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MAX_JSON_BYTES = 256 << 20
+TEMPLATES = "additional_chat_templates"  # the one folder that belongs to a model's own files
+
+
+def read_json(file: Path) -> Any:
+    """The content of a JSON file. Raises OSError, or ValueError in one line that names the file: no JSON, too large,
+    nested too deep, the same key twice, no regular file (a pipe would be waited for without end)."""
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{file} is no regular file")
+    if found.st_size > MAX_JSON_BYTES:
+        raise ValueError(f"{file} has {found.st_size} bytes, more than the {MAX_JSON_BYTES} that are read")
+    try:
+        return parse_json(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
+
+
+def parse_json(text: bytes) -> Any:
+    """Raises ValueError where `read_json` does."""
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_once)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8: byte 0x{text[error.start]:02x} at place {error.start + 1}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def own_file(directory: Path, name: str | Path) -> Path:
+    """directory / name. Raises ValueError if that is a link out of the directory.
+
+    The links of a Hugging Face cache are allowed: snapshots/COMMIT/name -> blobs/HASH of the same model.
+    """
+    file, root = directory / name, Path(os.path.realpath(directory))
+    real = Path(os.path.realpath(file))
+    in_cache = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
+    if not (in_cache or real.is_relative_to(root)):
+        raise ValueError(f"{file} is a link to {real}, outside of the directory; put the file itself there")
+    return file
+
+
+def check_links(directory: Path) -> None:
+    """Raises ValueError if a file of a model's directory is a link out of it."""
+    for file in [*directory.iterdir(), *directory.glob(f"{TEMPLATES}/*")]:
+        if not file.is_dir():
+            own_file(directory, file.relative_to(directory))
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        seen = set[str]()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the key {name[:80]!r} is there twice")
+            seen.add(name)
+    return content

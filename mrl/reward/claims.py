@@ -1,0 +1,237 @@
+"""Expressions of tests, split: what the program is asked for inside, and what is compared with it outside."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from dataclasses import dataclass, field
+from typing import Any
+
+from mrl.reward.plain_values import FUNCTIONS, MATH, TYPES, Claimed, evaluate
+from mrl.reward.python_text import bound_in, constant, dotted, root_name, shown
+
+_UNCHANGING = (type(None), bool, int, float, complex, str, bytes)
+_TELLING = ("startswith", "endswith", "issubset", "issuperset", "isdisjoint", "equals")  # f(x).startswith(expected)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
+
+
+class Unsplit(ValueError):
+    """A test whose verdict would be the program's: why."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A statement inside; the test fails where it raises."""
+
+    source: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """Expressions inside, and what their values must make true outside."""
+
+    claims: tuple[str, ...]
+    expression: ast.expr
+
+
+Step = Run | Check
+
+
+@dataclass
+class Expressions:
+    """Reads expressions in order. What it knows of names is what the tests' own text bound them to."""
+
+    known: dict[str, Any] = field(default_factory=dict)  # values that the program has not been told
+    told: set[str] = field(default_factory=set)  # of `known`, those that it has
+    helpers: set[str] = field(default_factory=set)  # bound by the tests to something of their own
+    modules: dict[str, str] = field(default_factory=lambda: {"math": "math", "collections": "collections"})
+    steps: list[Step] = field(default_factory=list)
+    claims: list[str] = field(default_factory=list)
+    seen: dict[int, ast.Constant | None] = field(default_factory=dict)  # of this statement: what `value` has found
+    of_program: bool = False  # names of FUNCTIONS are the program's
+
+    def check(self, node: ast.expr) -> None:
+        names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} - self.known.keys()
+        # assert sum(10, 15) == 6: of a program that defines sum
+        self.of_program = not self.helpers & names and all(hasattr(builtins, name) for name in names)
+        self.claims = []
+        checked = self.outside(node, False)
+        if self.claims:
+            self.steps.append(Check(tuple(self.claims), checked))
+        elif not self.folded(checked).value:
+            raise Unsplit(f"{shown(node)} can never hold")
+        self.of_program = False
+
+    def value(self, node: ast.expr) -> ast.Constant | None:
+        """If the program has no part in it."""
+        if id(node) in self.seen:
+            return self.seen[id(node)]
+        claims, steps, told = self.claims, list(self.steps), set(self.told)
+        self.claims = []
+        try:
+            found = self.outside(node, True)
+            plain = found if not self.claims and isinstance(found, ast.Constant) else None
+        except Unsplit:
+            plain = None
+        if plain is None:
+            self.steps, self.told = steps, told
+        self.claims = claims
+        self.seen[id(node)] = plain
+        return plain
+
+    def outside(self, node: ast.expr, compared: bool) -> ast.expr:
+        """The expression with its calls of the program claimed. `compared`: with something that is hard to guess."""
+        before = len(self.claims)
+        found = self.parts(node, compared)
+        return found if len(self.claims) > before or isinstance(found, ast.Constant) else self.folded(found)
+
+    def folded(self, node: ast.expr) -> ast.Constant:
+        if isinstance(node, ast.Constant):
+            return node
+        try:
+            return constant(evaluate(node))
+        except Exception as error:
+            raise Unsplit(f"{shown(node)} has no plain value: {error or type(error).__name__}") from None
+
+    def parts(self, node: ast.expr, compared: bool) -> ast.expr:
+        match node:
+            case ast.Constant():
+                return node
+            case ast.Name(id=name) if name in self.known and not self.may_have_changed(name):
+                return constant(self.known[name])
+            case ast.Name(id=name) if name in TYPES and name not in self.helpers and not self.of_program:
+                return constant(TYPES[name])
+            case ast.List(elts=elts) | ast.Tuple(elts=elts) | ast.Set(elts=elts):
+                return type(node)([self.outside(item, compared) for item in elts])
+            case ast.Dict(keys=keys) if None not in keys:
+                items = (*filter(None, keys), *node.values)
+                outside = [self.outside(item, compared) for item in items]
+                return ast.Dict(list(outside[: len(keys)]), outside[len(keys) :])
+            case ast.UnaryOp(op=op):
+                return ast.UnaryOp(op, self.outside(node.operand, compared and not isinstance(op, ast.Not)))
+            case ast.BinOp(op=op):
+                sides = self.sides([node.left, node.right], compared)
+                return ast.BinOp(sides[0], op, sides[1])
+            case ast.BoolOp(op=op):
+                return ast.BoolOp(op, [self.outside(value, False) for value in node.values])
+            case ast.Compare():
+                sides = self.sides([node.left, *node.comparators], None)
+                return ast.Compare(sides[0], node.ops, sides[1:])
+            case ast.Call() if self.function(node) is not None:
+                return self.call(node, compared)
+            case ast.Attribute() | ast.Name() if dotted(node, self.modules) in MATH:
+                return constant(MATH[dotted(node, self.modules)])
+            case ast.Subscript(value=inner) | ast.Call(func=ast.Attribute(value=inner)) if self.value(inner):
+                return self.of_plain(node, compared)
+        return self.claim(node, compared)
+
+    def sides(self, nodes: list[ast.expr], compared: bool | None) -> list[ast.expr]:
+        """Operands. Of two beside each other the program must not tell both: it could make them equal.
+
+        `compared` None: with each other, where a truth value or None is easy to guess.
+        """
+        plain = [self.value(node) for node in nodes]
+        for one, other, node in zip(plain, plain[1:], nodes, strict=False):
+            if one is None and other is None:
+                raise Unsplit(f"{shown(node)} and what it is combined with are both for the program to tell")
+        if compared is None:
+            compared = any(side is not None and type(side.value) not in (bool, type(None)) for side in plain)
+        return [side or self.outside(node, compared) for side, node in zip(plain, nodes, strict=True)]
+
+    def function(self, node: ast.Call) -> str | None:
+        """Its name in FUNCTIONS."""
+        name = dotted(node.func, self.modules)
+        taken = name in self.helpers or name in self.known or (self.of_program and "." not in name)
+        return name if name in FUNCTIONS and not taken else None
+
+    def call(self, node: ast.Call, compared: bool) -> ast.expr:
+        name = self.function(node) or ""
+        keywords = [self.value(keyword.value) for keyword in node.keywords if keyword.arg]
+        if len(keywords) != len(node.keywords) or not all(keywords):
+            raise Unsplit(f"{shown(node)} has keywords that are not plain")
+        if name == "isinstance" and node.args and self.value(node.args[-1]) is None:
+            raise Unsplit(f"{shown(node)} asks for a type that is not plain")
+        if name == "math.isclose":
+            arguments = self.sides(node.args, None)
+        else:
+            arguments = [self.outside(argument, compared) for argument in node.args]
+        plain = [ast.keyword(k.arg, value or k.value) for k, value in zip(node.keywords, keywords, strict=True)]
+        return ast.Call(ast.Name(name, ast.Load()), arguments, plain)
+
+    def of_plain(self, node: ast.Subscript | ast.Call, compared: bool) -> ast.expr:
+        """An item or method of a plain value."""
+        if isinstance(node, ast.Subscript):
+            return ast.Subscript(self.outside(node.value, True), self.outside(node.slice, compared), ast.Load())
+        assert isinstance(node.func, ast.Attribute)
+        arguments = [self.value(argument) for argument in node.args]
+        if not all(arguments) or node.keywords:
+            return self.claim(node, compared)
+        base = self.outside(node.func.value, True)
+        return ast.Call(ast.Attribute(base, node.func.attr, ast.Load()), [a for a in arguments if a], [])
+
+    def claim(self, node: ast.expr, compared: bool) -> ast.Constant:
+        """The program is asked for this expression's value."""
+        if not isinstance(node, (ast.Call, ast.Attribute, ast.Subscript, ast.Name, *_COMPREHENSIONS)):
+            raise Unsplit(f"{shown(node)} is a {type(node).__name__}")
+        asked = node.elt if isinstance(node, _COMPREHENSIONS) else node
+        root = root_name(asked)
+        tells = isinstance(asked, ast.Call) and isinstance(asked.func, ast.Attribute) and asked.func.attr in _TELLING
+        decides = isinstance(node, _COMPREHENSIONS) and not isinstance(asked, (ast.Call, ast.Attribute, ast.Subscript))
+        if decides or (not compared and (tells or self.is_helper(root))):
+            raise Unsplit(f"{shown(node)} is decided inside, where the program could replace it")
+        if isinstance(node, ast.Name) and self.is_builtin(node.id):
+            raise Unsplit(f"{node.id} is no plain value")
+        self.refuse_comparisons(node)
+        self.tell_names(node)
+        self.claims.append(ast.unparse(node))
+        return constant(Claimed(len(self.claims) - 1))
+
+    def refuse_comparisons(self, node: ast.AST) -> None:
+        """Of what the program gives: its objects may be equal to everything."""
+        own = {name for name in self.known if not self.may_have_changed(name)}
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.comprehension) and self.value(inner.iter) is not None:
+                own.update(bound_in(inner.target))
+            elif isinstance(inner, ast.Lambda):
+                own.update(argument.arg for argument in inner.args.args)
+        for inner in ast.walk(node):
+            names = {name.id for name in ast.walk(inner) if isinstance(name, ast.Name)} - own
+            if isinstance(inner, ast.Compare) and not all(map(self.is_helper, names)):
+                raise Unsplit(f"{shown(inner)} is decided inside, where what the program gives could equal everything")
+
+    # names
+
+    def is_helper(self, name: str | None) -> bool:
+        """Is what it is bound to something that the tests brought, and not the program?"""
+        return name is None or name in ("eval", "exec") or name in self.helpers or self.is_builtin(name)
+
+    def is_builtin(self, name: str) -> bool:
+        return hasattr(builtins, name) and name not in self.known and not self.of_program
+
+    def may_have_changed(self, name: str) -> bool:
+        return name in self.told and not unchanging(self.known[name])
+
+    def tell_names(self, node: ast.AST) -> None:
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Name) and inner.id in self.known:
+                self.tell(inner.id)
+
+    def tell(self, name: str) -> None:
+        if name not in self.told:
+            self.told.add(name)
+            self.steps.append(Run(f"{name} = (lambda inf, nan: {self.known[name]!r})(1e999, 1e999 - 1e999)"))
+
+
+def unchanging(value: Any) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(unchanging, value))
+    return isinstance(value, _UNCHANGING)
+
+
+def tellable(value: Any) -> bool:
+    """Is its text that of a value that the program can be told?"""
+    if isinstance(value, dict):
+        return type(value) is dict and all(map(tellable, (*value, *value.values())))
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(tellable, value))
+    return type(value) in _UNCHANGING

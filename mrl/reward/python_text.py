@@ -1,0 +1,65 @@
+"""Python as text: what a statement binds, what an expression hangs on."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+MAX_TEXT = 1_000_000
+
+
+def parse(text: str) -> ast.Module:
+    """Raises ValueError for what is no Python, or longer than MAX_TEXT characters."""
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"is longer than {MAX_TEXT} characters")
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"is no Python: {error}") from None
+
+
+def asserts(node: ast.AST) -> bool:
+    """Whether there is an assertion anywhere in it."""
+    return any(isinstance(inner, ast.Assert) for inner in ast.walk(node))
+
+
+def bound(node: ast.AST) -> Iterator[str]:
+    """Names that this node itself, without those in it, gives a value to or takes it from."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del)):
+        yield node.id
+    elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        yield node.name
+    elif isinstance(node, (ast.Import, ast.ImportFrom)):
+        yield from ((alias.asname or alias.name).split(".")[0] for alias in node.names)
+
+
+def bound_in(target: ast.AST) -> Iterator[str]:
+    """The same of all that is in it."""
+    for node in ast.walk(target):
+        yield from bound(node)
+
+
+def root_name(node: ast.expr) -> str | None:
+    """The name that all of it hangs on; None if that is no name."""
+    while isinstance(node, (ast.Call, ast.Attribute, ast.Subscript)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def dotted(node: ast.expr, modules: dict[str, str]) -> str:
+    """As "math.isclose", however it was imported; "" if it is no name."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return f"{modules.get(node.value.id, '')}.{node.attr}"
+    return modules.get(node.id, node.id) if isinstance(node, ast.Name) else ""
+
+
+def constant(value: Any) -> ast.Constant:
+    """Of any value, where a parser's is a literal."""
+    return ast.Constant(value)
+
+
+def shown(node: ast.AST) -> str:
+    """Its text, on one line and in quotes, cut at 80 characters."""
+    text = " ".join(ast.unparse(node).split())
+    return repr(text if len(text) <= 80 else f"{text[:80]} ...")

@@ -1,0 +1,105 @@
+"""What rank 0 tells the ranks that wait for it, and signs of life from either side meanwhile: a rank that stops or
+hangs is noticed, and named."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from mrl.parallel import rank
+
+EVERY, ANSWER = 0.1, 0.7  # of timeout_s: between two signs of life of rank 0, and for all others to answer one
+
+
+class LostRank(RuntimeError):
+    """Another rank gives no sign of life."""
+
+
+@dataclass(frozen=True)
+class _Beat:
+    """Rank 0 is at work."""
+
+
+class Pulse:
+    """Construction is collective. `group`: the control group, of all ranks, by gloo.
+
+    timeout_s: within it a rank that has stopped is noticed
+    longest_s: that rank 0 may work at one thing
+    """
+
+    def __init__(self, timeout_s: float, longest_s: float) -> None:
+        self._timeout_s, self._longest_s = timeout_s, longest_s
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.talk = threading.RLock()  # of rank 0's threads: whose turn it is to have the other ranks' ear
+        self._problem: Exception | None = None
+
+    def tell(self, message: Any) -> None:
+        """Rank 0, while all others `hear`. Raises LostRank."""
+        with self.talk:
+            self._meet(ANSWER * self._timeout_s)
+            dist.broadcast_object_list([message], src=0, group=self.group)
+
+    def hear(self) -> Any:
+        """Rank 0's next message. Raises LostRank."""
+        box: list[Any] = [_Beat()]
+        while isinstance(box[0], _Beat):
+            self._meet(self._timeout_s)
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Around what rank 0 does by itself, in its main thread; the others `hear` meanwhile.
+
+        Raises LostRank as soon as a rank is lost, in the middle of the work.
+        """
+        if dist.get_world_size() == 1:
+            yield
+            return
+        done = threading.Event()
+        thread = threading.Thread(target=self._keep_beating, args=(what, done), daemon=True, name="pulse")
+        thread.start()
+        try:
+            yield
+            done.set()
+            thread.join()
+        except BaseException:
+            done.set()
+            if self._problem is not None:
+                raise self._problem from None
+            raise
+        if self._problem is not None:
+            raise self._problem
+
+    def _keep_beating(self, what: str, done: threading.Event) -> None:
+        end = time.monotonic() + self._longest_s
+        try:
+            while not done.wait(EVERY * self._timeout_s):
+                if time.monotonic() > end:
+                    raise LostRank(f"{what}: rank 0 is not through with it after {self._longest_s:.0f} s")
+                self.tell(_Beat())
+        except Exception as error:
+            self._problem = error
+            if not done.is_set():
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def _meet(self, limit_s: float) -> None:
+        began = time.monotonic()
+        try:
+            dist.monitored_barrier(self.group, timedelta(seconds=limit_s), wait_all_ranks=True)
+        except RuntimeError as error:
+            if time.monotonic() - began < limit_s:
+                raise  # a connection has been closed: whoever closed it knows why
+            silent = re.findall(r"\d+", str(error).partition(" failed to pass")[0].rpartition("]: ")[2])
+            who = "rank 0" if rank() else " and ".join(f"rank {number}" for number in silent)
+            said = f"no sign of life from {who} for {limit_s:g} s (run.timeout_s = {self._timeout_s:g})"
+            raise LostRank(f"{said}: stopped, or stuck where its log ends") from None

@@ -1,0 +1,175 @@
+"""`mrl convert` and `mrl verify`: arguments, the world around them, what is printed. Imports torch when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mrl.weights.convert import WORKERS
+
+if TYPE_CHECKING:
+    from mrl.parallel import Meshes
+    from mrl.weights.convert.convert import Options, Report
+
+DTYPES = ("float32", "bfloat16", "float16")
+DIRECTIONS = ("hf-to-megatron", "megatron-to-hf")
+JOIN_TIMEOUT_S = 6 * 3600.0  # of the slowest rank of a world
+
+
+def add_parsers(commands: Any) -> None:
+    """The two subcommands."""
+    convert = commands.add_parser("convert", help="Hugging Face directory to Megatron checkpoint, and back")
+    convert.add_argument("direction", choices=DIRECTIONS, metavar="|".join(DIRECTIONS))
+    convert.add_argument("source", type=Path, metavar="SRC")
+    convert.add_argument("target", type=Path, metavar="DST", help="a directory that does not exist, or is empty")
+    convert.add_argument("--dtype", choices=DTYPES, help="of everything that is written (as it is stored)")
+    convert.add_argument(
+        "--workers",
+        type=_positive,
+        default=WORKERS,
+        metavar="N",
+        help=f"threads ({WORKERS}); under torchrun, of each rank",
+    )
+    convert.add_argument("--verify", action="store_true", help="compare the two directories when it is done")
+    convert.add_argument("--shard-gb", type=float, default=5.0, help="largest safetensors file (5)")
+    _add_common(convert)
+    convert.description = (
+        "Streams the weights block by block. DST appears when it is whole. Under torchrun its ranks share the work."
+    )
+    verify = commands.add_parser("verify", help="prove that a Megatron checkpoint is a Hugging Face model")
+    verify.add_argument("source", type=Path, metavar="HF_DIR")
+    verify.add_argument("target", type=Path, metavar="MEGATRON_DIR")
+    verify.add_argument("--json", action="store_true", help="the verdict as JSON, not as a table")
+    _add_common(verify)
+    verify.description = (
+        "Names, shapes and bits of every tensor, then logits of fixed prompts in float32 on both sides. "
+        "Exit status: 0 the same, 1 different or not readable."
+    )
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--skip-logits", action="store_true", help="compare tensors only: nothing is computed")
+    parser.add_argument("--allow-pickle", action="store_true", help="read pytorch_model.bin, tensors only")
+    parser.add_argument(
+        "--role", choices=("policy", "critic"), help="critic: with a score head (what config.json says)"
+    )
+    parser.add_argument("--model", choices=("actor", "critic"), help="of a run's checkpoint, step_N (actor)")
+    parser.add_argument(
+        "--model-files", type=Path, metavar="DIR", help="config.json and tokenizer of a bare checkpoint"
+    )
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return int(text)
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Exit code of `mrl convert`."""
+    return _in_a_world(lambda meshes: _convert(args, meshes))
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Exit code of `mrl verify`."""
+    return _in_a_world(lambda meshes: _verify(args.source, args.target, args, meshes, as_json=args.json))
+
+
+def _in_a_world(action: Callable[[Meshes], bool]) -> int:
+    """`action` in a process group on CPUs: torchrun's, or one of this process alone. 1 if it fails or says False."""
+    import torch.distributed as dist
+
+    from mrl.platform import WorldError, init_process_group
+    from mrl.weights.errors import WeightError
+
+    try:
+        init_process_group(JOIN_TIMEOUT_S, "gloo")
+    except WorldError as error:
+        print(f"mrl: {error}", file=sys.stderr)
+        return 1
+    try:
+        from mrl.parallel import Meshes
+
+        return 0 if action(Meshes(JOIN_TIMEOUT_S)) else 1
+    except (WeightError, ValueError, OSError) as error:
+        if dist.get_rank() == 0:
+            print(f"mrl: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("mrl: stopped by Ctrl-C", file=sys.stderr)
+        return 128 + signal.SIGINT
+    finally:
+        dist.destroy_process_group()
+
+
+def _convert(args: argparse.Namespace, meshes: Meshes) -> bool:
+    from mrl.parallel import rank, world_size
+    from mrl.weights.convert.convert import hf_to_megatron, megatron_to_hf
+
+    if args.verify and world_size() > 1:
+        raise ValueError("--verify runs in one process: use `mrl verify` after the conversion")
+    if args.skip_logits and not args.verify:
+        raise ValueError("--skip-logits without --verify: nothing would be compared")
+    to_megatron = args.direction == DIRECTIONS[0]
+    report = (hf_to_megatron if to_megatron else megatron_to_hf)(args.source, args.target, _options(args), meshes)
+    if rank() == 0:
+        print(_summary(report, args.target))
+    if not args.verify:
+        return True
+    pair = (args.source, args.target) if to_megatron else (args.target, args.source)
+    return _verify(*pair, args, meshes, as_json=False)
+
+
+def _options(args: argparse.Namespace) -> Options:
+    import torch
+
+    from mrl.weights.convert.convert import Options
+
+    to_megatron = args.direction == DIRECTIONS[0]
+    for name in ("model", "model_files") if to_megatron else ("allow_pickle", "role") if not args.model_files else ():
+        if getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')} has no effect on {args.direction} of {args.source}")
+    return Options(
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
+        workers=args.workers,
+        allow_pickle=args.allow_pickle,
+        role=args.role,
+        part=args.model,
+        model_files=args.model_files,
+        max_file_bytes=int(args.shard_gb * 1e9),
+    )
+
+
+def _summary(report: Report, target: Path) -> str:
+    from mrl.weights.disk.staging import size
+
+    rate = size(report.nbytes / max(report.seconds, 1e-9))
+    return f"{target}: {report.role}, {size(report.nbytes)} in {report.seconds:.1f} s ({rate}/s)"
+
+
+def _verify(hf: Path, megatron: Path, args: argparse.Namespace, meshes: Meshes, *, as_json: bool) -> bool:
+    from mrl.parallel import world_size
+    from mrl.weights.compare.verdict import judge
+
+    if world_size() > 1:
+        raise ValueError("mrl verify runs in one process")
+    verdict = judge(
+        hf,
+        megatron,
+        meshes,
+        part=args.model,
+        model_files=args.model_files,
+        role=args.role,
+        allow_pickle=args.allow_pickle,
+        skip_logits=args.skip_logits,
+    )
+    if as_json:
+        print(json.dumps(verdict.as_dict(), indent=1))
+    else:
+        verdict.show()
+    return verdict.same

@@ -1,0 +1,108 @@
+"""Is this Megatron checkpoint that Hugging Face model? Names, shapes and bits of every tensor."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from mrl.weights.disk.hf_rows import hf_rows
+from mrl.weights.disk.megatron_dirs import MegatronModel
+from mrl.weights.disk.megatron_source import MegatronCheckpoint
+from mrl.weights.disk.rows import Rows, ZeroRows, flat_shape, memory, row_blocks
+from mrl.weights.disk.safetensors_io import HFCheckpoint
+from mrl.weights.disk.stored_names import Names, pattern_of
+from mrl.weights.errors import WeightError
+from mrl.weights.kinds import Row
+from mrl.weights.model.load import unused_tensors
+from mrl.weights.table import weight_table
+
+BLOCK_BYTES = 32 << 20
+
+
+@dataclass
+class Group:
+    """All parameters of one kind, layers and experts taken together. dtypes: Hugging Face's, Megatron's."""
+
+    name: str
+    hf: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: set[tuple[str, str]] = field(default_factory=set)
+    tensors: int = 0
+    nbytes: int = 0
+    different: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """problems: tensors that one side lacks, or that nothing takes."""
+
+    groups: tuple[Group, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        return not self.problems and not any(group.different for group in self.groups)
+
+    @property
+    def cast_to(self) -> set[str]:
+        """Dtypes that Megatron's side was cast to when it was written."""
+        return {there for group in self.groups for here, there in group.dtypes if here != there}
+
+
+def compare_tensors(hf: HFCheckpoint, model: MegatronModel, names: Names, allow_pickle: bool) -> Comparison:
+    """Bit for bit; where the dtypes differ, after casting Hugging Face's tensor as a conversion would.
+
+    A value head that the Hugging Face directory lacks has to be zero.
+    """
+    table = weight_table(model.arch, model.role)
+    megatron = MegatronCheckpoint(model.weights, names, model.arch)
+    problems = [*unused_tensors(hf, model.arch, table, model.role)]
+    problems += unused_tensors(megatron, model.arch, table, model.role)
+    groups: dict[str, Group] = {}
+    for name, row in table.items():
+        if row.copy_of is not None:
+            continue
+        kind = pattern_of(name)
+        group = groups.setdefault(kind, Group(kind, tuple(map(pattern_of, row.hf)), row.shapes))
+        for index, hf_name in enumerate(row.hf):
+            try:
+                here, there = _here(hf, row, index, allow_pickle), megatron.rows(hf_name)
+                _compare(group, hf_name, here, there)
+            except WeightError as error:
+                problems.append(str(error))
+    return Comparison(tuple(groups.values()), tuple(dict.fromkeys(problems)))
+
+
+def _here(hf: HFCheckpoint, row: Row, index: int, allow_pickle: bool) -> Rows:
+    if row.optional and row.hf[index] not in hf:
+        return ZeroRows(flat_shape(row.shapes[index]), torch.float32)
+    return hf_rows(hf, row, index, allow_pickle)
+
+
+def _compare(group: Group, name: str, here: Rows, there: Rows) -> None:
+    wrong = _differing(here, there)
+    group.tensors += 1
+    group.nbytes += there.shape[0] * there.shape[1] * there.dtype.itemsize
+    written = there.dtype if isinstance(here, ZeroRows) else here.dtype
+    group.dtypes.add((_short(written), _short(there.dtype)))
+    if wrong:
+        group.different.append(f"{name}: {wrong} of {there.shape[0] * there.shape[1]} values")
+
+
+def _differing(here: Rows, there: Rows) -> int:
+    """How many values are not the same bits, in Megatron's dtype. Both sides are read at once, block by block."""
+    wrong = 0
+    with ThreadPoolExecutor(2) as readers:
+        for start, count in row_blocks(there.shape, there.dtype.itemsize, BLOCK_BYTES):
+            pair = [torch.empty(count, there.shape[1], dtype=there.dtype) for _ in range(2)]
+            list(readers.map(lambda rows, out, start=start: rows.read(start, out), (here, there), pair))
+            if memory(pair[0]) != memory(pair[1]):
+                raw = [values.view(torch.uint8).view(-1, there.dtype.itemsize) for values in pair]
+                wrong += int((raw[0] != raw[1]).any(1).sum())
+    return wrong
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,156 @@
+"""The moving of bytes: blocks of rows are read from one place and written to another.
+
+A worker is a thread with one bucket, whatever the model's size. What takes time (reading, casting, writing, waiting for
+the disk) runs outside of the interpreter's lock, so that while one worker reads, another writes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mrl.files import file_error
+from mrl.weights.disk.rows import Rows, memory, require_finite
+from mrl.weights.disk.torch_dist_files import Item
+from mrl.weights.errors import WeightError
+
+FLUSH_BYTES = 32 << 20  # the disk is not left idle until the kernel thinks it time to write
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a file that exists."""
+
+    file: Path
+    offset: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """A block of a tensor of a torch_dist checkpoint."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """`rows` rows of `source` from `start`, cast to `dtype`, are to be written to `target`."""
+
+    source: Rows
+    start: int
+    rows: int
+    dtype: torch.dtype
+    target: Span | Place
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.source.shape[1] * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one worker does. `archive`: the file that it writes blocks with a Place to, and `objects` before them."""
+
+    blocks: tuple[Block, ...]
+    archive: Path | None = None
+    objects: tuple[tuple[str, bytes], ...] = ()
+
+
+def move(share: Share, stopped: Callable[[], bool]) -> list[Item]:
+    """Does a share, durably; where the blocks with a Place lie now. Ends between two blocks once it is `stopped`.
+
+    Raises WeightError, naming the file.
+    """
+    where = str(share.archive or "the weight files")
+    try:
+        return _write_archive(share, share.archive, stopped) if share.archive else _write_spans(share, stopped)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, WeightError):
+            raise
+        raise WeightError(f"writing {where} failed: {file_error(error)}") from error
+
+
+def cut(blocks: Sequence[Block], shares: int) -> list[tuple[Block, ...]]:
+    """Consecutive blocks of about the same number of bytes for each share."""
+    total = sum(block.nbytes for block in blocks) or 1
+    parts: list[list[Block]] = [[] for _ in range(shares)]
+    done = 0
+    for block in blocks:
+        parts[min(shares - 1, done * shares // total)].append(block)
+        done += block.nbytes
+    return [tuple(part) for part in parts]
+
+
+class _Bucket:
+    """Memory for one block at a time."""
+
+    def __init__(self, share: Share) -> None:
+        self._memory = torch.empty(max((block.nbytes for block in share.blocks), default=0), dtype=torch.uint8)
+
+    def read(self, block: Block) -> Tensor:
+        """Its rows [rows, columns], in a storage of just their size; good until the next call. NaN or infinity, which
+        no training could go on from, is an error."""
+        columns = block.source.shape[1]
+        out = torch.frombuffer(memory(self._memory), dtype=block.dtype, count=block.rows * columns)
+        values = out.view(block.rows, columns)
+        block.source.read(block.start, values)
+        require_finite(block.source, block.start, values)
+        return values
+
+
+def _write_archive(share: Share, file: Path, stopped: Callable[[], bool]) -> list[Item]:
+    items, bucket, flushed = [], _Bucket(share), 0
+    with file.open("xb") as out:
+        for key, content in share.objects:
+            items.append(Item(key, (), None, file.name, out.tell(), len(content)))
+            out.write(content)
+        for block in share.blocks:
+            if stopped():
+                break
+            assert isinstance(block.target, Place)
+            offset, place = out.tell(), block.target
+            torch.save(bucket.read(block).view(place.sizes), out)
+            items.append(Item(place.key, place.offsets, place.sizes, file.name, offset, out.tell() - offset))
+            if out.tell() - flushed >= FLUSH_BYTES:
+                flushed = out.tell()
+                os.fdatasync(out.fileno())
+        out.flush()
+        os.fsync(out.fileno())
+    return items
+
+
+def _write_spans(share: Share, stopped: Callable[[], bool]) -> list[Item]:
+    files: dict[Path, int] = {}
+    bucket, pending = _Bucket(share), 0
+    try:
+        for block in share.blocks:
+            if stopped():
+                break
+            assert isinstance(block.target, Span)
+            if block.target.file not in files:
+                files[block.target.file] = os.open(block.target.file, os.O_WRONLY)
+            descriptor = files[block.target.file]
+            write_at(descriptor, block.target.offset, bucket.read(block))
+            pending += block.nbytes
+            if pending >= FLUSH_BYTES:
+                pending = 0
+                os.fdatasync(descriptor)
+        for descriptor in files.values():
+            os.fsync(descriptor)
+    finally:
+        for descriptor in files.values():
+            os.close(descriptor)
+    return []
+
+
+def write_at(descriptor: int, offset: int, tensor: Tensor) -> None:
+    view, done = memory(tensor), 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], offset + done)

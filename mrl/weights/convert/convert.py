@@ -1,0 +1,214 @@
+"""Hugging Face directory -> Megatron checkpoint, and back, block by block.
+
+Both ways are the same: a list of blocks (rows here, rows there), cut into shares, moved by a crew. All that is a matter
+of names and shapes is settled first, so that leftovers on either side and a full disk are found before a byte has been
+written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+from mrl.config.model_dirs import FORMAT, MANIFEST, RELEASE, TRACKER, VERSION
+from mrl.files import sizes, sync
+from mrl.models import ModelArch, load_arch
+from mrl.parallel import Meshes
+from mrl.weights.agreement import raise_together
+from mrl.weights.convert import WORKERS
+from mrl.weights.convert.blocks import Block, Share, cut
+from mrl.weights.convert.crew import Crew
+from mrl.weights.convert.plan import (
+    Source,
+    TorchDistPlan,
+    create_files,
+    plan_safetensors,
+    plan_torch_dist,
+)
+from mrl.weights.disk.hf_rows import parameter_rows
+from mrl.weights.disk.megatron_dirs import open_megatron
+from mrl.weights.disk.megatron_source import MegatronCheckpoint
+from mrl.weights.disk.model_files import copy_model_files, role_of
+from mrl.weights.disk.safetensors_io import HFCheckpoint
+from mrl.weights.disk.staging import Staging
+from mrl.weights.disk.stored_names import stored_names
+from mrl.weights.disk.torch_dist_files import Item, write_metadata
+from mrl.weights.errors import WeightError
+from mrl.weights.model.export import write_index
+from mrl.weights.model.load import unused_tensors
+from mrl.weights.table import Role, weight_table
+
+BUCKET_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """dtype: of everything that is written, as it is stored where None. bucket_bytes: a worker holds one bucket.
+
+    part: which model of a run's checkpoint; model_files: where config.json is, if the Megatron side does not tell.
+    """
+
+    dtype: torch.dtype | None = None
+    workers: int = WORKERS
+    allow_pickle: bool = False
+    role: Role | None = None
+    part: str | None = None
+    model_files: Path | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    max_file_bytes: int = 5_000_000_000
+    timeout_s: float = 6 * 3600.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """seconds: of reading and writing, until it is on the disk."""
+
+    role: Role
+    tensors: int
+    nbytes: int
+    seconds: float
+    model_files: Path
+
+
+def hf_to_megatron(path: Path, target: Path, options: Options, meshes: Meshes) -> Report:
+    """Writes `target`: a torch_dist checkpoint that every layout loads, and the model's other files. Collective.
+
+    The embedding has the vocabulary's rows and no padding: Megatron pads with zeros when it loads. A critic that is
+    made of a policy loses the lm_head and gets a value head of zeros. Raises WeightError on every rank, listing
+    everything that is wrong; `target` is then as it was.
+    """
+    role, arch = options.role or role_of(path), load_arch(path)
+    source = Source(path, arch, role, stored_names(arch, str(path), role, meshes))
+    crew = Crew(options.workers, options.timeout_s)
+    started = time.monotonic()
+    with contextlib.closing(_checked(path, arch, role, options.allow_pickle)) as checkpoint:
+        plan = plan_torch_dist(checkpoint, source, options.dtype, options.allow_pickle, options.bucket_bytes)
+    shares = cut(plan.blocks, crew.size)
+    nbytes = _bytes(plan.blocks)
+    with _staged(target, nbytes, crew) as staging:
+        weights = staging.directory / RELEASE
+        crew.on_main(f"making {weights}", weights.mkdir)
+        files = [weights / f"__{number}_0.distcp" for number in range(crew.size)]
+        items = crew.move(
+            [
+                Share(blocks, file, tuple(plan.objects) if number == 0 else ())
+                for number, (blocks, file) in enumerate(zip(shares, files, strict=True))
+            ]
+        )
+        crew.on_main(f"completing {target}", lambda: _complete_megatron(staging, source, plan, items))
+    return Report(role, len(plan.tensors), nbytes, time.monotonic() - started, path)
+
+
+def megatron_to_hf(path: Path, target: Path, options: Options, meshes: Meshes) -> Report:
+    """Writes `target`: a complete Hugging Face directory. Collective, and all or nothing, like `hf_to_megatron`.
+
+    `path`: a converted model, a run's checkpoint (step_N), or any torch_dist directory with `options.model_files`.
+    """
+    crew = Crew(options.workers, options.timeout_s)
+    with open_megatron(path, options.part, options.model_files, options.role) as model:
+        names = (
+            model.names if model.names.keys else stored_names(model.arch, str(model.model_files), model.role, meshes)
+        )
+        source = Source(model.weights, model.arch, model.role, names)
+        started = time.monotonic()
+        checkpoint = MegatronCheckpoint(model.weights, names, model.arch)
+        check_megatron(checkpoint, source)
+        partial = Staging(target, 0).directory
+        plan = plan_safetensors(
+            checkpoint, source, partial, options.dtype, options.max_file_bytes, options.bucket_bytes
+        )
+        nbytes = _bytes(plan.blocks)
+        with _staged(target, nbytes, crew) as staging:
+            crew.on_main(f"making files in {partial}", lambda: create_files(plan.files, partial))
+            crew.move([Share(blocks) for blocks in cut(plan.blocks, crew.size)])
+
+            def complete() -> None:
+                dtype = plan.files[0].tensors[0].dtype
+                copy_model_files(model.model_files, partial, dtype, model.role)
+                if len(plan.files) > 1:
+                    write_index(plan.files, partial)
+                staging.commit()
+
+            crew.on_main(f"completing {target}", complete)
+        tensors = sum(len(file.tensors) for file in plan.files)
+        return Report(model.role, tensors, nbytes, time.monotonic() - started, model.model_files)
+
+
+def check_megatron(checkpoint: MegatronCheckpoint, source: Source) -> None:
+    """Raises WeightError that lists the tensors which are missing, damaged, of a wrong shape or without a use."""
+    table = weight_table(source.arch, source.role)
+    problems = list(unused_tensors(checkpoint, source.arch, table, source.role))
+    for row in table.values():
+        try:
+            for name in row.hf if row.copy_of is None else ():
+                checkpoint.rows(name)
+        except WeightError as error:
+            problems.append(str(error))
+    _raise_all(problems, source.path, source.arch, source.role)
+
+
+def _checked(path: Path, arch: ModelArch, role: Role, allow_pickle: bool) -> HFCheckpoint:
+    """Raises WeightError as `check_megatron`."""
+    checkpoint = HFCheckpoint(path, allow_pickle)
+    table = weight_table(arch, role)
+    problems = list(unused_tensors(checkpoint, arch, table, role))
+    for row in table.values():
+        try:
+            parameter_rows(checkpoint, row, arch, allow_pickle)
+        except WeightError as error:
+            problems.append(str(error))
+    _raise_all(problems, path, arch, role)
+    return checkpoint
+
+
+def _raise_all(problems: Sequence[str], path: Path, arch: ModelArch, role: Role) -> None:
+    raise_together(list(dict.fromkeys(problems)), f"{path} does not fit its config.json ({arch.family}, {role})")
+
+
+def _bytes(blocks: Sequence[Block]) -> int:
+    return sum(block.nbytes for block in blocks)
+
+
+@contextlib.contextmanager
+def _staged(target: Path, nbytes: int, crew: Crew) -> Iterator[Staging]:
+    """The staged directory, entered and left by rank 0; known to all."""
+    staging = Staging(target, nbytes)
+    crew.on_main(f"beginning {target}", staging.__enter__)
+    try:
+        yield staging
+    finally:
+        if crew.is_main:
+            staging.__exit__(None, None, None)
+
+
+def _complete_megatron(staging: Staging, source: Source, plan: TorchDistPlan, items: Sequence[Item]) -> None:
+    root, weights = staging.directory, staging.directory / RELEASE
+    write_metadata(weights, plan.tensors, items)
+    torch.save({"checkpoint_version": 3.0, "iteration": 0}, weights / "common.pt")
+    save_config(CheckpointingConfig("torch_dist", 1), str(weights))
+    (root / TRACKER).write_text(RELEASE)
+    dtype = plan.blocks[0].dtype
+    copy_model_files(source.path, root, dtype, source.role)
+    files = sizes(root)
+    for name in files:
+        sync(root / name)
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "family": source.arch.family,
+        "role": source.role,
+        "dtype": str(dtype).removeprefix("torch."),
+        "vocabulary_rows": source.arch.vocab_size,
+        "keys": dict(source.names.keys),
+        "files": files,
+    }
+    (root / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    sync(root / MANIFEST)
+    staging.commit()

@@ -1,0 +1,79 @@
+"""Who does the shares of a conversion: threads of this process, and of every rank of the world."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.serialization import set_crc32_options
+
+from mrl.parallel import rank, world_size
+from mrl.weights.agreement import WeightAgreement
+from mrl.weights.convert.blocks import Share, move
+from mrl.weights.disk.torch_dist_files import Item
+from mrl.weights.errors import WeightError
+
+END_TIMEOUT_S = 30.0  # for workers that were told to stop, before what they have written is removed
+
+
+class Crew:
+    """`workers` threads a rank of the world. Every method is collective over the world.
+
+    timeout_s: longest wait for the slowest worker.
+    """
+
+    def __init__(self, workers: int, timeout_s: float) -> None:
+        self.workers, self.timeout_s = workers, timeout_s
+        self.size = workers * world_size()
+        self._ranks = WeightAgreement()
+
+    @property
+    def is_main(self) -> bool:
+        return rank() == 0
+
+    def on_main(self, what: str, action: Callable[[], object]) -> None:
+        """`action` on rank 0; its error, if any, on every rank."""
+        self._ranks.together(f"{what} failed", action if self.is_main else lambda: None)
+
+    def move(self, shares: Sequence[Share]) -> list[Item]:
+        """One share a worker; where the blocks lie, on every rank. Raises the same WeightError on every rank."""
+        mine = [share for share in shares[rank() :: world_size()] if share.blocks or share.objects]
+        everyone = self._ranks.each("the conversion failed", lambda: self._move_at_once(mine))
+        return [item for items in everyone for item in items]
+
+    def _move_at_once(self, shares: Sequence[Share]) -> list[Item]:
+        done: queue.SimpleQueue[list[Item] | Exception] = queue.SimpleQueue()
+        stop = threading.Event()
+
+        def work(share: Share) -> None:
+            torch.set_num_threads(1)  # of this thread, both: they end with it
+            set_crc32_options(False)  # a checksum would take as long as the writing, and no reader asks for it
+            try:
+                done.put(move(share, stop.is_set))
+            except Exception as error:  # noqa: BLE001 (raised again by who waits)
+                done.put(error)
+
+        workers = [threading.Thread(target=work, args=(share,), daemon=True) for share in shares]
+        end = time.monotonic() + self.timeout_s
+        items: list[Item] = []
+        try:
+            for worker in workers:
+                worker.start()
+            for _ in workers:
+                found = done.get(timeout=max(0.0, end - time.monotonic()))
+                if isinstance(found, Exception):
+                    raise found
+                items += found
+        except queue.Empty:
+            raise WeightError(
+                f"waited {self.timeout_s:g} s for {len(shares)} worker(s) that move the weights"
+            ) from None
+        finally:
+            stop.set()
+            ended = time.monotonic() + END_TIMEOUT_S
+            for worker in filter(threading.Thread.is_alive, workers):
+                worker.join(max(0.0, ended - time.monotonic()))
+        return items

@@ -1,0 +1,146 @@
+"""What a conversion writes, and the rows that each part of it comes from: names and shapes, no bytes yet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from mrl.models import ModelArch
+from mrl.weights.convert.blocks import Block, Place, Span
+from mrl.weights.disk.hf_rows import parameter_rows, source_dtypes
+from mrl.weights.disk.megatron_source import MegatronCheckpoint
+from mrl.weights.disk.rows import Rows, row_blocks
+from mrl.weights.disk.safetensors_io import FLOATS, HFCheckpoint
+from mrl.weights.disk.stored_names import Names, leading_shape
+from mrl.weights.disk.torch_dist_files import pickled
+from mrl.weights.errors import WeightError
+from mrl.weights.kinds import Row
+from mrl.weights.model.export import OutputFile, TensorMeta, plan_files
+from mrl.weights.table import Role, weight_table
+
+
+@dataclass(frozen=True)
+class Source:
+    """The model that is converted; `names` are those of its Megatron side."""
+
+    path: Path
+    arch: ModelArch
+    role: Role
+    names: Names
+
+
+@dataclass
+class TorchDistPlan:
+    """blocks to write, shape and dtype of each key, and the empty objects that Megatron's layers ask for."""
+
+    blocks: list[Block] = field(default_factory=list)
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    objects: list[tuple[str, bytes]] = field(default_factory=list)
+
+
+@dataclass
+class SafetensorsPlan:
+    blocks: list[Block] = field(default_factory=list)
+    files: list[OutputFile] = field(default_factory=list)
+
+
+def plan_torch_dist(
+    checkpoint: HFCheckpoint, source: Source, dtype: torch.dtype | None, allow_pickle: bool, bucket_bytes: int
+) -> TorchDistPlan:
+    """Raises WeightError if what becomes one tensor comes in several dtypes and none was chosen."""
+    found = {
+        name: (row, parameter_rows(checkpoint, row, source.arch, allow_pickle))
+        for name, row in weight_table(source.arch, source.role).items()
+        if row.copy_of is None
+    }
+    dtypes = _dtypes(found, source, dtype)
+    plan = TorchDistPlan(objects=[(key, pickled(None)) for key in _objects(source)])
+    for name, (row, rows) in found.items():
+        key, lead = source.names.place(name)
+        dimensions = len(row.shapes[0])
+        shape = (*leading_shape(source.arch, len(lead)), *rows.shape[:dimensions])
+        plan.tensors[key] = shape, dtypes[key]
+        for start, count in row_blocks(rows.shape, dtypes[key].itemsize, bucket_bytes):
+            at, sizes = (start, 0)[:dimensions], (count, rows.shape[1])[:dimensions]
+            place = Place(key, (*lead, *at), (*(1 for _ in lead), *sizes))
+            plan.blocks.append(Block(rows, start, count, dtypes[key], place))
+    return plan
+
+
+def _dtypes(
+    found: Mapping[str, tuple[Row, Rows]], source: Source, chosen: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """Of each key. Zeros that stand for a missing value head take the dtype of the others."""
+    by_key: dict[str, set[torch.dtype]] = {}
+    for name, (_, rows) in found.items():
+        by_key.setdefault(source.names.place(name)[0], set()).update(source_dtypes(rows))
+    if chosen is not None:
+        return dict.fromkeys(by_key, chosen)
+    mixed = [f"{key} ({', '.join(sorted(map(str, kinds)))})" for key, kinds in by_key.items() if len(kinds) > 1]
+    if mixed:
+        raise WeightError(f"{source.path}: tensors that become one have several dtypes, choose one: {'; '.join(mixed)}")
+    common = next(iter(set().union(*by_key.values())))
+    return {key: next(iter(kinds), common) for key, kinds in by_key.items()}
+
+
+def _objects(source: Source) -> Iterator[str]:
+    for key, dimensions in source.names.objects:
+        shape = leading_shape(source.arch, dimensions)
+        for lead in product(*map(range, shape)):
+            yield ShardedObject(key, None, shape, lead).unique_key
+
+
+def plan_safetensors(
+    checkpoint: MegatronCheckpoint,
+    source: Source,
+    directory: Path,
+    dtype: torch.dtype | None,
+    max_file_bytes: int,
+    bucket_bytes: int,
+) -> SafetensorsPlan:
+    """Blocks of the files that `plan_files` cuts the model into, in `directory`; `create_files` makes them."""
+    table = weight_table(source.arch, source.role)
+    shapes = {
+        hf: shape for row in table.values() if row.copy_of is None for hf, shape in zip(row.hf, row.shapes, strict=True)
+    }
+    found = {name: checkpoint.rows(name) for name in shapes}
+    metas = [TensorMeta(name, shapes[name], dtype or rows.dtype, 0) for name, rows in found.items()]
+    plan = SafetensorsPlan(files=plan_files(metas, max_file_bytes))
+    for file in plan.files:
+        at = len(header_of(file.tensors))
+        for meta in file.tensors:
+            rows = found[meta.name]
+            for start, count in row_blocks(rows.shape, meta.dtype.itemsize, bucket_bytes):
+                offset = at + start * rows.shape[1] * meta.dtype.itemsize
+                plan.blocks.append(Block(rows, start, count, meta.dtype, Span(directory / file.name, offset)))
+            at += meta.nbytes
+    return plan
+
+
+def header_of(tensors: Sequence[TensorMeta]) -> bytes:
+    """What a safetensors file begins with; then the tensors follow, one after the other."""
+    names = {dtype: name for name, dtype in FLOATS.items()}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for meta in tensors:
+        entry = {"dtype": names[meta.dtype], "shape": list(meta.shape), "data_offsets": [at, at + meta.nbytes]}
+        header[meta.name] = entry
+        at += meta.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def create_files(files: Sequence[OutputFile], directory: Path) -> None:
+    """Files of their final size: header, and room for the tensors."""
+    for file in files:
+        header = header_of(file.tensors)
+        with (directory / file.name).open("xb") as out:
+            out.write(header)
+            out.truncate(len(header) + sum(meta.nbytes for meta in file.tensors))

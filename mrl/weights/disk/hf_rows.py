@@ -1,0 +1,82 @@
+"""The tensors of a Hugging Face directory as rows: straight from a safetensors file wherever they lie there in one."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mrl.models import ModelArch
+from mrl.weights.disk.rows import FileRows, Mosaic, Rows, ZeroRows, flat_shape, stacked
+from mrl.weights.disk.safetensors_io import HFCheckpoint
+from mrl.weights.kinds import Alias, Row, segments
+
+
+@dataclass(frozen=True)
+class IndexedRows:
+    """A tensor, or the block of it that an alias names, read through its own library: fused experts, pickled files."""
+
+    path: Path
+    allow_pickle: bool
+    name: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    alias: Alias | None
+
+    @property
+    def label(self) -> str:
+        return f"{self.path}: {self.name}"
+
+    def read(self, start: int, out: Tensor) -> None:
+        with _OPENING:
+            source = _opened(self.path, self.allow_pickle).source(self.name)
+        if self.alias is None:
+            out.copy_(source[start : start + out.shape[0]].reshape(out.shape))
+        else:
+            out.copy_(source.narrow(self.alias.ranges, 2)[start : start + out.shape[0]])
+
+
+_OPENING = threading.Lock()  # of a file once, not by each of several threads: a pickled one comes into memory whole
+
+
+@lru_cache(maxsize=2)
+def _opened(path: Path, allow_pickle: bool) -> HFCheckpoint:
+    """Once a process."""
+    return HFCheckpoint(path, allow_pickle)
+
+
+def hf_rows(checkpoint: HFCheckpoint, row: Row, index: int, allow_pickle: bool) -> Rows:
+    """The tensor number `index` of a row, in whichever of its on-disk forms the checkpoint has; it is not read.
+
+    Raises WeightError if it is not there, or has another shape.
+    """
+    name, shape = row.hf[index], row.shapes[index]
+    alias = row.aliases[index] if row.aliases else None
+    if alias is not None and name not in checkpoint and alias.name in checkpoint:
+        source = checkpoint.source(alias.name, alias.shape)
+        return IndexedRows(checkpoint.path, allow_pickle, alias.name, flat_shape(shape), source.dtype, alias)
+    place = checkpoint.place(name, shape)
+    if place is not None:
+        file, start, dtype = place
+        return FileRows(file, start, flat_shape(shape), dtype, name)
+    dtype = checkpoint.source(name, shape).dtype
+    return IndexedRows(checkpoint.path, allow_pickle, name, flat_shape(shape), dtype, None)
+
+
+def parameter_rows(checkpoint: HFCheckpoint, row: Row, arch: ModelArch, allow_pickle: bool) -> Rows:
+    """The whole Megatron parameter of a row. One that the checkpoint may lack, and lacks, is zero."""
+    if row.optional and not any(name in checkpoint for name in row.hf):
+        return ZeroRows(flat_shape(row.shapes[0]), torch.float32)
+    parts = [hf_rows(checkpoint, row, i, allow_pickle) for i in range(len(row.hf))]
+    return stacked([(parts[segment.source], segment.start, segment.rows) for segment in segments(row, arch)])
+
+
+def source_dtypes(rows: Rows) -> set[torch.dtype]:
+    """Of the file's tensors; none for zeros, which go along with any."""
+    if isinstance(rows, Mosaic):
+        return {piece.source.dtype for piece in rows.pieces}
+    return set() if isinstance(rows, ZeroRows) else {rows.dtype}

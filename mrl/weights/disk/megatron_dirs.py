@@ -1,0 +1,116 @@
+"""Where a Megatron checkpoint keeps its weights and what it is: a converted model, a run's checkpoint, a bare one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mrl.config.model_dirs import FORMAT, MANIFEST, RELEASE, TRACKER, read_converted, read_manifest
+from mrl.files import lock_for_reading
+from mrl.models import ModelArch, load_arch
+from mrl.weights.disk.model_files import role_of
+from mrl.weights.disk.stored_names import Names
+from mrl.weights.disk.torch_dist_files import METADATA
+from mrl.weights.errors import WeightError
+from mrl.weights.table import Role
+
+RUN_STATE, RUN_CONFIG = "state.json", "config.yaml"
+UNNAMED = Names({}, ())
+
+
+@dataclass(frozen=True)
+class MegatronModel:
+    """weights: a torch_dist directory. model_files: a directory with its config.json and tokenizer.
+
+    names: what the checkpoint's tensors are called; without keys if it does not say so itself.
+    """
+
+    weights: Path
+    model_files: Path
+    role: Role
+    arch: ModelArch
+    names: Names
+
+
+@contextlib.contextmanager
+def open_megatron(
+    path: Path, part: str | None = None, model_files: Path | None = None, role: Role | None = None
+) -> Iterator[MegatronModel]:
+    """What `path` holds; a run does not remove its checkpoint meanwhile.
+
+    part: which model of a run's checkpoint, "actor" where not given; model_files: where the model's config.json and
+    tokenizer are, if `path` does not tell; role: if neither tells. Raises WeightError for what is incomplete,
+    damaged, contradictory or no Megatron checkpoint.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            marker = path / MANIFEST
+            if marker.is_file():
+                lock_for_reading(stack.enter_context(marker.open("rb")))
+            yield _find(path, part, model_files, role)
+        except ValueError as error:
+            raise WeightError(str(error)) from error
+
+
+def _find(path: Path, part: str | None, model_files: Path | None, role: Role | None) -> MegatronModel:
+    if (path / RUN_STATE).is_file():
+        return _of_run(path, part or "actor", model_files)
+    if part is not None:
+        raise WeightError(f"{path} is not a run's checkpoint (step_N): it holds one model, not {part!r} among others")
+    if (path / RELEASE).is_dir() and _is_ours(path):
+        return converted(path)
+    weights = path if (path / METADATA).is_file() else _tracked(path)
+    if model_files is None:
+        raise WeightError(f"{path} has no config.json of its own: name the model's directory with --model-files")
+    return MegatronModel(weights, model_files, role or role_of(model_files), load_arch(model_files), UNNAMED)
+
+
+def converted(path: Path) -> MegatronModel:
+    """Raises ValueError if the directory is not complete."""
+    manifest = read_converted(path)
+    names = Names(manifest["keys"], ())
+    return MegatronModel(path / RELEASE, path, manifest["role"], load_arch(path), names)
+
+
+def _is_ours(path: Path) -> bool:
+    """Also if it is not complete; `converted` says so."""
+    return not (path / MANIFEST).is_file() or read_manifest(path).get("format") == FORMAT
+
+
+def _of_run(path: Path, part: str, model_files: Path | None) -> MegatronModel:
+    learners = read_manifest(path).get("learners", {})
+    if not isinstance(learners, dict) or not all(isinstance(one, dict) and "role" in one for one in learners.values()):
+        raise WeightError(f"{path / MANIFEST} does not list the checkpoint's models")
+    if part not in learners:
+        raise WeightError(f"{path} has no {part}, but {', '.join(learners) or 'nothing'}")
+    files = model_files or _model_of_run(path.parent.parent / RUN_CONFIG, part)
+    if not (files / "config.json").is_file():
+        raise WeightError(f"{files} has no config.json: name the model's directory with --model-files")
+    return MegatronModel(path / part, files, learners[part]["role"], load_arch(files), UNNAMED)
+
+
+def _model_of_run(config: Path, part: str) -> Path:
+    if not config.is_file():
+        raise WeightError(f"{config} is not there to say which model this is: name its directory with --model-files")
+    try:
+        content: dict[str, Any] = yaml.safe_load(config.read_text())
+        own = (content.get("critic") or {}).get("path") if part == "critic" else None
+        return Path(own or content["model"]["path"])
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise WeightError(f"{config} does not say which model this is ({' '.join(str(error).split())})") from error
+
+
+def _tracked(path: Path) -> Path:
+    """As Megatron-LM lays checkpoints out: a file with the iteration, a directory of it."""
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        raise WeightError(f"{path} holds no Megatron checkpoint: neither {METADATA} nor {TRACKER} nor {RUN_STATE}")
+    iteration = tracker.read_text().strip()
+    if iteration != RELEASE and not (iteration.isdecimal() and len(iteration) < 10):
+        raise WeightError(f"{tracker} holds {iteration[:40]!r}, not the number of an iteration")
+    return path / (RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}")

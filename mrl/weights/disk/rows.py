@@ -1,0 +1,190 @@
+"""Matrices in files, read by rows into memory that the caller owns. Nothing is mapped and nothing is kept.
+
+A vector is a matrix of one column. Whatever a converter does to a parameter, it moves whole rows (`kinds.segments`), so
+every conversion is a list of rows that are read from one place and written to another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mrl.weights.errors import WeightError
+
+CAST_BYTES = 1 << 20  # read at a time where they have to be cast: they stay in the processor's cache
+
+
+class Rows(Protocol):
+    """Several threads may read at once."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def label(self) -> str:
+        """What an error calls them: file and tensor."""
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Fills the contiguous `out` [n, columns], of any dtype, with the rows from `start`."""
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """Rows that lie in a file one after the other, from byte `offset`."""
+
+    file: Path
+    offset: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.file}: {self.name}"
+
+    def read(self, start: int, out: Tensor) -> None:
+        row_bytes = self.shape[1] * self.dtype.itemsize
+        if out.dtype == self.dtype:
+            read_at(self.file, self.offset + start * row_bytes, out)
+            return
+        for first, rows in row_blocks((out.shape[0], self.shape[1]), self.dtype.itemsize, CAST_BYTES):
+            raw = torch.empty(rows, self.shape[1], dtype=self.dtype)
+            read_at(self.file, self.offset + (start + first) * row_bytes, raw)
+            out[first : first + rows] = raw
+
+
+@dataclass(frozen=True)
+class ZeroRows:
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    label: str = "zeros"
+
+    def read(self, start: int, out: Tensor) -> None:
+        out.zero_()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `row` .. `row + rows` of `source`, all its columns, at (`at_row`, `at_col`) of a mosaic."""
+
+    at_row: int
+    rows: int
+    source: Rows
+    row: int = 0
+    at_col: int = 0
+
+
+@dataclass(frozen=True)
+class Mosaic:
+    """A matrix put together from others, which cover it exactly."""
+
+    pieces: tuple[Piece, ...]
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @property
+    def label(self) -> str:
+        return self.pieces[0].source.label
+
+    def read(self, start: int, out: Tensor) -> None:
+        stop = start + out.shape[0]
+        for piece in self.pieces:
+            first, last = max(start, piece.at_row), min(stop, piece.at_row + piece.rows)
+            if first >= last:
+                continue
+            target = out[first - start : last - start, piece.at_col : piece.at_col + piece.source.shape[1]]
+            part = target if target.is_contiguous() else torch.empty(target.shape, dtype=out.dtype)
+            piece.source.read(piece.row + first - piece.at_row, part)
+            if part is not target:
+                target.copy_(part)
+
+
+def stacked(parts: Sequence[tuple[Rows, int, int]]) -> Mosaic:
+    """(source, first row, rows) one below the other."""
+    pieces, at = [], 0
+    for source, row, rows in parts:
+        pieces.append(Piece(at, rows, source, row))
+        at += rows
+    first = parts[0][0]
+    return Mosaic(tuple(pieces), (at, first.shape[1]), first.dtype)
+
+
+@dataclass(frozen=True)
+class RowsTensor:
+    """Rows that are indexed like a tensor of one or two dimensions, by slices."""
+
+    rows: Rows
+    shape: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        return self.rows.label
+
+    def __getitem__(self, index: Any) -> Tensor:
+        asked = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = asked[0].indices(self.shape[0])
+        out = torch.empty(max(0, stop - start), self.rows.shape[1], dtype=self.rows.dtype)
+        self.rows.read(start, out)
+        return out.view(-1, *self.shape[1:])[(slice(None), *asked[1:])]
+
+
+def all_finite(values: Tensor) -> bool:
+    """Without NaN and infinity. One pass at the memory's speed, and no second tensor."""
+    return all(bool(extreme.isfinite()) for extreme in values.aminmax())
+
+
+def require_finite(rows: Rows, start: int, values: Tensor) -> None:
+    """Raises WeightError, naming file and tensor, if `values`, read from `start`, hold NaN or infinity."""
+    if all_finite(values):
+        return
+    stop = start + values.shape[0]
+    for piece in rows.pieces if isinstance(rows, Mosaic) else (Piece(0, rows.shape[0], rows),):
+        first, last = max(start, piece.at_row), min(stop, piece.at_row + piece.rows)
+        if first < last:
+            part = torch.empty(last - first, piece.source.shape[1], dtype=piece.source.dtype)
+            piece.source.read(piece.row + first - piece.at_row, part)
+            if not all_finite(part):
+                raise WeightError(f"{piece.source.label} holds NaN or infinity")
+    raise WeightError(f"{rows.label} holds values that {values.dtype} cannot: they would become infinite")
+
+
+def flat_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """[n] -> (n, 1); [n, m] -> (n, m); leading dimensions are counted as rows."""
+    if len(shape) == 1:
+        return shape[0], 1
+    return torch.Size(shape[:-1]).numel(), shape[-1]
+
+
+def read_at(file: Path, offset: int, out: Tensor) -> None:
+    """Fills the contiguous `out` with the file's bytes from `offset`. Raises WeightError if the file ends before."""
+    done, view = 0, memory(out)
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+            if count == 0:
+                raise WeightError(f"{file} ends at byte {offset + done}: it was cut off")
+            done += count
+    finally:
+        os.close(descriptor)
+
+
+def memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def row_blocks(shape: tuple[int, int], itemsize: int, max_bytes: int) -> Iterator[tuple[int, int]]:
+    """(first row, rows) of blocks of at most `max_bytes`, but at least one row."""
+    step = max(1, max_bytes // max(1, shape[1] * itemsize))
+    for start in range(0, shape[0], step):
+        yield start, min(step, shape[0] - start)

@@ -1,0 +1,285 @@
+"""Hugging Face weight files: opened lazily, read by slices, written in files of bounded size.
+
+Files that Python's pickle wrote (`pytorch_model.bin`) can run code when they are opened, so they are refused unless
+the caller asks for them by name, and then read with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mrl.foreign import own_file, parse_json, read_json
+from mrl.weights.errors import WeightError
+
+MAX_HEADER, MAX_NAME, MAX_FILE_NAME = 100_000_000, 512, 255  # bytes (as the format has it), characters
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE_SINGLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class TensorSource:
+    """A tensor of a file. Indexing reads that part and nothing else."""
+
+    def __init__(self, file: Path, name: str, part: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.file, self.name, self.shape, self.dtype = file, name, shape, dtype
+        self._part = part
+
+    @property
+    def label(self) -> str:
+        return f"{self.file}: {self.name}"
+
+    def __getitem__(self, index: Any) -> Tensor:
+        value: Tensor = self._part[index]
+        return value
+
+    def narrow(self, ranges: Sequence[tuple[int, int]], dims: int) -> NarrowedSource:
+        """The block `ranges` as a source of `dims` dimensions; surplus leading ranges are one wide and dropped."""
+        return NarrowedSource(self, ranges, dims)
+
+
+class NarrowedSource:
+    """A block of a TensorSource that reads like a tensor of its own."""
+
+    def __init__(self, base: TensorSource, ranges: Sequence[tuple[int, int]], dims: int) -> None:
+        self._base = base
+        self._lead = tuple(slice(start, stop) for start, stop in ranges[: len(ranges) - dims])
+        self._ranges = tuple(ranges[len(ranges) - dims :])
+        self.label = base.label
+        self.shape = tuple(stop - start for start, stop in self._ranges)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        asked = index if isinstance(index, tuple) else (index,)
+        asked += (slice(None),) * (len(self._ranges) - len(asked))
+        cut = []
+        for want, (start, stop) in zip(asked, self._ranges, strict=True):
+            first, last, _ = want.indices(stop - start)
+            cut.append(slice(start + first, start + last))
+        block = self._base[(*self._lead, *cut)]
+        return block.reshape(block.shape[len(self._lead) :])
+
+
+class HFCheckpoint:
+    """The tensors of a Hugging Face directory, by name. A context manager; closing it unmaps the files.
+
+    Raises WeightError, naming file and tensor, for: no weights, an unreadable index, an index that points outside of
+    the directory, a missing or truncated file, a tensor that the index promises and the file lacks, a wrong shape.
+    """
+
+    def __init__(self, path: str | Path, allow_pickle: bool = False) -> None:
+        self.path = Path(path)
+        self._open: dict[Path, Any] = {}
+        self._headers: dict[Path, dict[str, Entry]] = {}
+        self._file_of = self._find(allow_pickle)
+
+    def __enter__(self) -> HFCheckpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def source(self, name: str, shape: tuple[int, ...] | None = None) -> TensorSource:
+        """The tensor `name`, unread; checked against `shape` if that is given."""
+        file = self._file_of.get(name)
+        if file is None:
+            raise WeightError(f"{self.path}: no tensor {name}")
+        handle = self._handle(file)
+        part: Any
+        if isinstance(handle, dict):
+            if name not in handle:
+                raise WeightError(f"{file}: no tensor {name}, though the index says so")
+            part, found, dtype = handle[name], tuple(handle[name].shape), _pickle_dtype(handle[name])
+        else:
+            try:
+                part = handle.get_slice(name)
+            except SafetensorError as e:
+                raise WeightError(f"{file}: no tensor {name}, though the index says so ({e})") from e
+            found, dtype = tuple(part.get_shape()), part.get_dtype()
+        self._check(file, name, dtype, found, shape)
+        return TensorSource(file, name, part, found, FLOATS[dtype])
+
+    def place(self, name: str, shape: tuple[int, ...]) -> tuple[Path, int, torch.dtype] | None:
+        """(file, first byte, dtype) of a tensor in a safetensors file, without mapping it; None in a pickled one.
+
+        Raises WeightError as `source` does.
+        """
+        file = self._file_of.get(name)
+        if file is None:
+            raise WeightError(f"{self.path}: no tensor {name}")
+        if file.suffix != ".safetensors":
+            return None
+        entry = self._header(file).get(name)
+        if entry is None:
+            raise WeightError(f"{file}: no tensor {name}, though the index says so")
+        self._check(file, name, entry.dtype, entry.shape, shape)
+        return file, entry.start, FLOATS[entry.dtype]
+
+    def _check(self, file: Path, name: str, dtype: str, found: tuple[int, ...], wanted: tuple[int, ...] | None) -> None:
+        if dtype not in FLOATS:
+            raise WeightError(f"{file}: {name} is {dtype}; only unquantized weights ({', '.join(sorted(FLOATS))})")
+        if wanted is not None and found != wanted:
+            raise WeightError(f"{file}: {name} has shape {list(found)}, config.json asks for {list(wanted)}")
+
+    def _header(self, file: Path) -> dict[str, Entry]:
+        if file not in self._headers:
+            self._headers[file] = read_header(self._own(file))
+        return self._headers[file]
+
+    def _own(self, file: Path) -> Path:
+        if not file.is_file():
+            raise WeightError(f"{file} does not exist, though the index names it")
+        try:
+            return own_file(self.path, file.relative_to(self.path))
+        except ValueError as e:
+            raise WeightError(str(e)) from e
+
+    def _find(self, allow_pickle: bool) -> dict[str, Path]:
+        if not self.path.is_dir():
+            raise WeightError(f"{self.path} is not a directory")
+        if (self.path / INDEX).is_file():
+            return self._read_index(self.path / INDEX)
+        if (self.path / SINGLE).is_file():
+            return dict.fromkeys(self._header(self.path / SINGLE), self.path / SINGLE)
+        pickled = [name for name in (PICKLE_INDEX, PICKLE_SINGLE) if (self.path / name).is_file()]
+        if not pickled:
+            raise WeightError(f"{self.path}: no weights (neither {INDEX} nor {SINGLE})")
+        if not allow_pickle:
+            raise WeightError(
+                f"{self.path / pickled[0]}: pickled weights can run code when they are opened; convert them to "
+                "safetensors, or set model.allow_pickle: true (mrl convert: --allow-pickle) to read them (tensors only)"
+            )
+        if pickled[0] == PICKLE_INDEX:
+            return self._read_index(self.path / PICKLE_INDEX)
+        return dict.fromkeys(self._handle(self.path / PICKLE_SINGLE), self.path / PICKLE_SINGLE)
+
+    def _read_index(self, index: Path) -> dict[str, Path]:
+        try:
+            weight_map = read_json(self._own(index))["weight_map"]
+            named = {_checked_name(name): file or "" for name, file in weight_map.items()}
+            for file in set(named.values()) - {""}:
+                _checked_name(file, MAX_FILE_NAME)
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise WeightError(f"{index}: not a weight index (no readable weight_map: {e!r})") from e
+        for name, file in named.items():
+            pure = PurePosixPath(file)
+            if pure.is_absolute() or ".." in pure.parts or "\\" in file or not file:
+                raise WeightError(f"{index}: {name} points to {file!r}, outside of the directory")
+            if pure.suffix != PurePosixPath(index.name.removesuffix(".index.json")).suffix:
+                raise WeightError(f"{index}: {name} points to {file!r}, a file of another kind")
+        return {name: self.path / file for name, file in named.items()}
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._open:
+            self._open[file] = self._opened(self._own(file))
+        return self._open[file]
+
+    def _opened(self, file: Path) -> Any:
+        if file.suffix != ".safetensors":
+            return _open_pickle(file)
+        self._header(file)  # stricter than the library
+        return _open_safetensors(file)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a safetensors file: its bytes are those from `start`, `nbytes` of them."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """By name. Raises WeightError unless the tensors fill the file, one after the other, from the header to its end."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            size = os.fstat(opened.fileno()).st_size
+            if not 2 <= length <= min(size - 8, MAX_HEADER):
+                raise ValueError(f"a header of {length} bytes in {size}")
+            header = parse_json(opened.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no object")
+        header.pop("__metadata__", None)
+        entries = {_checked_name(name): _entry(name, value, 8 + length) for name, value in header.items()}
+        at = 8 + length
+        for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.nbytes)):
+            if entry.start != at:
+                raise ValueError("its tensors leave gaps or overlap")
+            at += entry.nbytes
+        if at != size or not entries:
+            raise ValueError("its tensors do not fill it")
+        return entries
+    except (ValueError, OSError) as e:
+        raise WeightError(f"{file}: not a complete safetensors file, truncated or damaged ({e})") from e
+
+
+def _entry(name: str, value: Any, data: int) -> Entry:
+    """What the header says of a tensor; `data` is where the tensors begin. Raises ValueError."""
+    try:
+        dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
+        known = isinstance(dtype, str) and len(dtype) <= 16
+        numbers = all(type(number) is int and number >= 0 for number in (*shape, start, stop))
+    except (KeyError, TypeError, ValueError):
+        known = numbers = False
+    if not known or not numbers or start > stop:
+        raise ValueError(f"{name} has no dtype, shape and data_offsets that make sense")
+    if dtype in FLOATS and stop - start != math.prod(shape) * FLOATS[dtype].itemsize:
+        raise ValueError(f"{name} has {stop - start} bytes, not those of {shape} {dtype}")
+    return Entry(dtype, tuple(shape), data + start, stop - start)
+
+
+def _checked_name(name: Any, longest: int = MAX_NAME) -> str:
+    """Of a tensor or a file. Raises ValueError for one that no model has: empty, too long, with a NUL or the like."""
+    if not isinstance(name, str) or not name or len(name) > longest or not name.isprintable():
+        raise ValueError(f"{str(name)[:80]!r} is no name (1 to {longest} printable characters)")
+    return name
+
+
+def _open_safetensors(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as e:
+        raise WeightError(f"{file}: not a complete safetensors file, truncated or damaged ({e})") from e
+
+
+def _open_pickle(file: Path) -> dict[str, Tensor]:
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as e:
+        raise WeightError(f"{file}: cannot be read as plain tensors ({type(e).__name__}: {e})") from e
+    if not isinstance(content, dict) or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()
+    ):
+        raise WeightError(f"{file}: not a dictionary of tensors")
+    return content
+
+
+def _pickle_dtype(tensor: Tensor) -> str:
+    names = {dtype: name for name, dtype in FLOATS.items()}
+    return names.get(tensor.dtype, str(tensor.dtype))

@@ -1,0 +1,130 @@
+"""Megatron's own loading of a `torch_dist` checkpoint, without its unpickling.
+
+As they come, torch and Megatron run what a pickle says in three places: `.metadata`, `common.pt` (if an environment
+variable asks for it) and the objects between the tensors. Here all three are read with closed lists of plain values.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from mrl import platform
+from mrl.foreign import read_json
+from mrl.weights.disk.torch_dist_files import pickled, read_plain
+from mrl.weights.errors import WeightError
+
+platform.install()
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing.core import CheckpointingConfig  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
+    MCoreLoadPlanner,
+    TorchDistLoadShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
+    _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
+    mcore_to_pyt_state_dict,
+)
+
+COMMON, FORMAT = "common.pt", "metadata.json"
+_FIELDS = {field.name for field in fields(CheckpointingConfig)}
+
+
+def load(state: dict[str, Any], directory: Path, metadata: Metadata) -> dict[str, Any]:
+    """Collective. Fills the sharded tensors of `state`; returns them as plain ones, beside the common values. Objects
+    come back as None: none of our layers keeps anything in them.
+
+    metadata: as `load_metadata` read it. Raises WeightError, or torch's CheckpointException around it.
+    """
+    _require_format(directory / FORMAT)
+    return dist_checkpointing.load(
+        state,
+        str(directory),
+        sharded_strategy=_Sharded(metadata),
+        common_strategy=_Common(),
+        validate_access_integrity=False,
+    )
+
+
+def _require_format(file: Path) -> None:
+    """Megatron reads the same file again, and would say less."""
+    try:
+        content = read_json(file)
+    except FileNotFoundError:
+        raise WeightError(f"{file} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise WeightError(str(error)) from error
+    if not isinstance(content, dict) or content.get("sharded_backend") != "torch_dist" or not content.keys() <= _FIELDS:
+        raise WeightError(f"{file} does not describe a torch_dist checkpoint")
+
+
+class _Common(TorchCommonLoadStrategy):
+    def load_common(self, checkpoint_dir: str | Path) -> Any:
+        file = Path(checkpoint_dir) / COMMON
+        common = read_plain(file, file)
+        if not isinstance(common, dict):
+            raise WeightError(f"{file} does not hold what was written: a {type(common).__name__}")
+        return common
+
+
+class _Sharded(TorchDistLoadShardedStrategy):
+    def __init__(self, metadata: Metadata) -> None:
+        super().__init__()
+        self._metadata = metadata
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
+        """Megatron's, with another reader and planner."""
+        tensors = [t for t in nested_values(sharded_state_dict) if isinstance(t, ShardedTensor)]
+        planner = _Planner(
+            shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
+        )
+        by_key, flat, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        wanted = mcore_to_pyt_state_dict(by_key, True)
+        dcp.load(wanted, storage_reader=_Reader(Path(checkpoint_dir), self._metadata), planner=planner)
+        loaded = {key: _unwrap_pyt_sharded_tensor(value) for key, value in wanted.items()}
+        result = _replace_sharded_keys_with_state_dict_keys(loaded, flat, renamed)
+        _restore_dict_types(result, sharded_state_dict)
+        return result
+
+
+class _Reader(dcp.FileSystemReader):
+    def __init__(self, directory: Path, metadata: Metadata) -> None:
+        super().__init__(directory)
+        self._metadata = metadata
+
+    def read_metadata(self) -> Metadata:
+        """Without further arguments, or torch would look for a file of each rank next."""
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """File after file, so that an error can name it. Tensors are read as such: torch asks for weights alone."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            try:
+                super().read_data(replace(plan, items=items), planner).wait()
+            except Exception as error:
+                raise WeightError(f"{self.path}/{name} does not hold what was written") from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class _Planner(MCoreLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Torch would run what an object's pickle says, and transformer-engine what is in the object."""
+        read_plain(value, read_item.storage_index.fqn)
+        super().load_bytes(read_item, io.BytesIO(pickled(None)))

@@ -1,0 +1,236 @@
+"""Megatron model -> Hugging Face tensors, as a stream or as a directory on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from mrl.models.arch import ModelArch
+from mrl.parallel import Mesh, gather, rank
+from mrl.weights.agreement import raise_together
+from mrl.weights.disk.model_files import copy_model_files
+from mrl.weights.disk.safetensors_io import INDEX, SINGLE
+from mrl.weights.kinds import Row, to_hf
+from mrl.weights.model.load import cut_of
+from mrl.weights.model.names import named_parameters
+from mrl.weights.table import VALUE_HEAD, Role, weight_table
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """A tensor of the exported model. `sender`: the world rank that has the whole tensor when it is streamed."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sender: int
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Exporter:
+    """The weights of a model under their Hugging Face names. Construction is collective over the world.
+
+    Each tensor has one sender: the first tensor-parallel rank of data- and context-parallel replica 0 of the pipeline
+    stage that holds it, for experts the first expert-tensor-parallel rank of their expert-parallel rank.
+
+    A model with a value head is a critic: its backbone and `score.weight` are exported. `read` may give something else
+    that is laid out like the parameter, its gradient say; the metas still describe the parameters.
+
+    Raises WeightError on every rank if a parameter has no row in the weight table, or a row no parameter.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        arch: ModelArch,
+        mesh: Mesh,
+        *,
+        read: Callable[[nn.Parameter], Tensor] = torch.Tensor.detach,
+    ) -> None:
+        self.arch, self.mesh, self._read = arch, mesh, read
+        parameters = list(named_parameters(chunks))
+        self.role: Role = "critic" if any(gather(any(name == VALUE_HEAD for name, _ in parameters))) else "policy"
+        table = weight_table(arch, self.role)
+        problems: list[str] = []
+        self._mine: list[tuple[Row, nn.Parameter]] = []
+        for name, parameter in parameters:
+            row = table.get(name)
+            if row is None:
+                problems.append(f"parameter {name} of the model is not in the weight table")
+            elif row.copy_of is None and self._in_replica(row):
+                self._mine.append((row, parameter))
+        self._metas = self._gather_metas()
+        problems += self._incomplete({name for row in table.values() if row.copy_of is None for name in row.hf})
+        raise_together(problems, f"the model cannot be exported ({arch.family}, {self.role}, {mesh})")
+
+    def metas(self) -> list[TensorMeta]:
+        """Every tensor of the model, the same list on all ranks; a sender's are in the order of its stream."""
+        return self._metas
+
+    @torch.no_grad()
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of the tensors that this rank sends; empty on the others.
+
+        Every rank has to run it to the end: the ranks of a sender's tensor-parallel group bring their parts. Tensors
+        are contiguous and on the model's device; some are views of parameters: use them before the next update, and do
+        not write to them.
+        """
+        for row, parameter in self._mine:
+            shards = self._gather(row, self._read(parameter))
+            if shards is not None:
+                yield from zip(row.hf, to_hf(row, shards, self.arch), strict=True)
+
+    def _in_replica(self, row: Row) -> bool:
+        if row.expert:
+            return self.mesh.edp_rank == 0
+        return self.mesh.dp_rank == 0 and self.mesh.cp_rank == 0
+
+    def _gather(self, row: Row, shard: Tensor) -> list[Tensor] | None:
+        """All shards on the sender, None elsewhere."""
+        tp, tp_rank = cut_of(row, self.mesh)
+        if row.tp_dim is None or tp == 1:
+            return [shard] if tp_rank == 0 else None
+        shard = shard.contiguous()
+        shards = [torch.empty_like(shard) for _ in range(tp)] if tp_rank == 0 else None
+        group = self.mesh.expert_tp_group if row.expert else self.mesh.tp_group
+        dist.gather(shard, shards, group=group, group_dst=0)
+        return shards
+
+    def _gather_metas(self) -> list[TensorMeta]:
+        mine = [
+            TensorMeta(name, shape, parameter.dtype, rank())
+            for row, parameter in self._mine
+            if cut_of(row, self.mesh)[1] == 0
+            for name, shape in zip(row.hf, row.shapes, strict=True)
+        ]
+        return [meta for metas in gather(mine) for meta in metas]
+
+    def _incomplete(self, wanted: set[str]) -> list[str]:
+        found = [meta.name for meta in self._metas]
+        missing = [f"no rank holds {name}" for name in sorted(wanted - set(found))]
+        twice = {name for name in found if found.count(name) > 1} if len(found) != len(set(found)) else set()
+        return missing + [f"more than one rank would send {name}" for name in sorted(twice)]
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    name: str
+    sender: int
+    tensors: tuple[TensorMeta, ...]
+
+
+def plan_files(metas: Sequence[TensorMeta], max_bytes: int) -> list[OutputFile]:
+    """Cuts each sender's tensors, in order, into files of at most `max_bytes` (a larger tensor has its own)."""
+    groups: list[list[TensorMeta]] = []
+    size = 0
+    for meta in metas:
+        if not groups or groups[-1][0].sender != meta.sender or size + meta.nbytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(meta)
+        size += meta.nbytes
+    if len(groups) == 1:
+        return [OutputFile(SINGLE, groups[0][0].sender, tuple(groups[0]))]
+    return [
+        OutputFile(f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors", group[0].sender, tuple(group))
+        for i, group in enumerate(groups)
+    ]
+
+
+def save_hf(
+    exporter: Exporter,
+    src_dir: str | Path,
+    dst_dir: str | Path,
+    *,
+    max_file_bytes: int = 4 * GIB,
+    overwrite: bool = False,
+) -> None:
+    """Writes a complete Hugging Face directory; collective over the world, `dst_dir` on a file system all ranks share.
+
+    Weights come from the exporter, at most one file's worth of them at a time on a sender; config.json (with the
+    weights' dtype), tokenizer, generation config and chat template from `src_dir`. Everything is written next to
+    `dst_dir` and renamed at the end, so a directory of that name is complete or was not touched.
+
+    Raises WeightError on every rank if `dst_dir` is not empty (unless `overwrite`) or a file cannot be written.
+    """
+    source, target = Path(src_dir), Path(dst_dir)
+    partial = target.with_name(f".{target.name}.partial")
+    files = plan_files(exporter.metas(), max_file_bytes)
+    what = f"writing {target} failed"
+    raise_together(_begin(target, partial, overwrite) if rank() == 0 else [], what)
+    raise_together(_write_weights(exporter, files, partial), what)
+    raise_together(_finish(files, source, target, partial, exporter.role) if rank() == 0 else [], what)
+
+
+def _begin(target: Path, partial: Path, overwrite: bool) -> list[str]:
+    if target.exists() and not overwrite and not (target.is_dir() and not any(target.iterdir())):
+        return [f"{target} exists and is not empty; remove it or choose another directory"]
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as e:
+        return [str(e)]
+    return []
+
+
+def _write_weights(exporter: Exporter, files: Sequence[OutputFile], directory: Path) -> list[str]:
+    """Writes this rank's files. After an error the stream is still drained, or its other ranks would wait for ever."""
+    todo = [file for file in files if file.sender == rank()]
+    pending: dict[str, Tensor] = {}
+    problems: list[str] = []
+    for name, tensor in exporter.stream():
+        if problems:
+            continue
+        pending[name] = tensor.cpu()
+        if len(pending) < len(todo[0].tensors):
+            continue
+        file = todo.pop(0)
+        try:
+            save_file(pending, directory / file.name, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as e:
+            problems.append(f"{directory / file.name}: {e}")
+        pending = {}
+    return problems
+
+
+def _finish(files: Sequence[OutputFile], source: Path, target: Path, partial: Path, role: Role) -> list[str]:
+    try:
+        copy_model_files(source, partial, files[0].tensors[0].dtype, role)
+        if len(files) > 1:
+            write_index(files, partial)
+        _replace(partial, target)
+    except (OSError, ValueError) as e:
+        return [str(e)]
+    return []
+
+
+def write_index(files: Sequence[OutputFile], directory: Path) -> None:
+    index = {
+        "metadata": {"total_size": sum(meta.nbytes for file in files for meta in file.tensors)},
+        "weight_map": {meta.name: file.name for file in files for meta in file.tensors},
+    }
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _replace(partial: Path, target: Path) -> None:
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        os.replace(target, old)
+    os.replace(partial, target)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,293 @@
+"""Hugging Face directory -> this rank's part of a Megatron model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mrl import platform
+from mrl.config.model_dirs import is_converted
+from mrl.models.arch import ModelArch, is_reward_model
+from mrl.parallel import Mesh
+from mrl.weights.agreement import raise_together
+from mrl.weights.disk.megatron_dirs import converted
+from mrl.weights.disk.megatron_source import MegatronCheckpoint
+from mrl.weights.disk.rows import all_finite, row_blocks
+from mrl.weights.disk.safetensors_io import HFCheckpoint
+from mrl.weights.errors import WeightError
+from mrl.weights.kinds import Row, Sliceable, to_megatron
+from mrl.weights.model.names import named_parameters
+from mrl.weights.table import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, HF_VALUE_HEAD, OUTPUT, Role, weight_table
+
+BUFFERS = ("rotary_emb.inv_freq",)  # old checkpoints hold them; they follow from config.json
+COMPARED_BYTES = 32 << 20  # at once
+
+
+@dataclass(frozen=True)
+class Item:
+    """A parameter of this rank and the tensors that it is read from."""
+
+    name: str
+    parameter: nn.Parameter
+    row: Row
+    sources: list[Stored]
+
+
+class Stored(Sliceable, Protocol):
+    """A tensor on disk; `label` is what an error calls it: file and tensor."""
+
+    @property
+    def label(self) -> str: ...
+
+
+class Checkpoint(Protocol):
+    """Tensors on disk under their Hugging Face names."""
+
+    path: Path
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def source(self, name: str, shape: tuple[int, ...]) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+def load_pretrained(
+    chunks: Sequence[nn.Module],
+    arch: ModelArch,
+    path: str | Path,
+    mesh: Mesh,
+    *,
+    role: Role = "policy",
+    allow_pickle: bool = False,
+) -> None:
+    """`load_hf` from a Hugging Face directory or from a converted one, which has the same tensors in Megatron's form.
+
+    A critic that is loaded from a converted policy starts with a value head as it was built, as from Hugging Face.
+    """
+    if not is_converted(path):
+        load_hf(chunks, arch, path, mesh, role=role, allow_pickle=allow_pickle)
+        return
+    _load(chunks, arch, path, mesh, role, lambda: _open_converted(Path(path), arch))
+
+
+def _open_converted(path: Path, arch: ModelArch) -> MegatronCheckpoint:
+    try:
+        model = converted(path)
+    except ValueError as error:
+        raise WeightError(str(error)) from error
+    return MegatronCheckpoint(model.weights, model.names, arch)
+
+
+def load_hf(
+    chunks: Sequence[nn.Module],
+    arch: ModelArch,
+    path: str | Path,
+    mesh: Mesh,
+    *,
+    role: Role = "policy",
+    allow_pickle: bool = False,
+) -> None:
+    """Fills the parameters of `chunks` (wrapped or not) in place; collective over the world.
+
+    Every rank reads only the slices that it holds, one parameter at a time. Rows that pad the vocabulary become zero,
+    both copies of tied embeddings are written, values are cast to the parameter's dtype. An optimizer that was built
+    before has to take its main parameters from the model again.
+
+    role "critic": an lm_head in the checkpoint is ignored (the critic may be started from a policy, tied or not) and
+    the value head stays as built unless the checkpoint has `score.weight`, as a reward model must.
+
+    Raises WeightError on every rank, listing everything that is wrong: tensors that the checkpoint lacks, tensors and
+    parameters that nothing uses, an output layer beside tied embeddings that differs from them, wrong shapes,
+    unreadable files, NaN or infinity.
+    """
+    _load(chunks, arch, path, mesh, role, lambda: _open_hf(path, role, allow_pickle))
+
+
+def _open_hf(path: str | Path, role: Role, allow_pickle: bool) -> HFCheckpoint:
+    checkpoint = HFCheckpoint(path, allow_pickle)
+    if role == "critic" and is_reward_model(path) and HF_VALUE_HEAD not in checkpoint:
+        checkpoint.close()
+        raise WeightError(f"{path}/config.json names a reward model, but there is no {HF_VALUE_HEAD} to start from")
+    return checkpoint
+
+
+def _load(
+    chunks: Sequence[nn.Module],
+    arch: ModelArch,
+    path: str | Path,
+    mesh: Mesh,
+    role: Role,
+    opened: Callable[[], Checkpoint],
+) -> None:
+    table = weight_table(arch, role)
+    problems: list[str] = []
+    held, unclaimed = _match(chunks, table, problems)
+    checkpoint: Checkpoint | None = None
+    items: list[Item] = []
+    try:
+        checkpoint = opened()
+        items = _plan(checkpoint, table, held, problems)
+        problems += unused_tensors(checkpoint, arch, table, role)
+    except (WeightError, ValueError, OSError) as e:
+        problems.append(str(e))
+    problems += [f"the model has no parameter {name}" for name in unclaimed]
+    raise_together(problems, f"{path} does not fit the model ({arch.family}, {role}, {mesh})")
+    problems = []
+    try:
+        with torch.no_grad():
+            for item in items:
+                _fill(item, arch, mesh)
+    except (WeightError, ValueError, OSError) as e:
+        problems.append(str(e))
+    finally:
+        if checkpoint is not None:
+            checkpoint.close()
+    raise_together(problems, f"loading {path} failed")
+    raise_together(_tied_problems(items, mesh), f"loading {path} failed")
+
+
+def cut_of(row: Row, mesh: Mesh) -> tuple[int, int]:
+    """(size, rank) of the tensor parallelism that cuts this parameter."""
+    return (mesh.etp, mesh.etp_rank) if row.expert else (mesh.tp, mesh.tp_rank)
+
+
+def _match(
+    chunks: Sequence[nn.Module], table: Mapping[str, Row], problems: list[str]
+) -> tuple[dict[str, nn.Parameter], list[str]]:
+    """This rank's parameters by global name, and the table's rows that no rank of the world holds."""
+    held: dict[str, nn.Parameter] = {}
+    for name, parameter in named_parameters(chunks):
+        if name in table:
+            held[name] = parameter
+        else:
+            problems.append(f"parameter {name} of the model is not in the weight table")
+    claimed = torch.tensor([name in held for name in table], dtype=torch.uint8, device=platform.device())
+    if dist.is_initialized():
+        dist.all_reduce(claimed, op=dist.ReduceOp.MAX)
+    return held, [
+        name
+        for (name, row), got in zip(table.items(), claimed.tolist(), strict=True)
+        if not got and row.copy_of is None
+    ]
+
+
+def _plan(
+    checkpoint: Checkpoint, table: Mapping[str, Row], held: Mapping[str, nn.Parameter], problems: list[str]
+) -> list[Item]:
+    items = []
+    for name, parameter in held.items():
+        row = table[name]
+        if row.optional and not any(source in checkpoint for source in row.hf):
+            continue
+        try:
+            sources = [_source(checkpoint, row, i) for i in range(len(row.hf))]
+        except WeightError as e:
+            problems.append(str(e))
+            continue
+        items.append(Item(name, parameter, row, sources))
+    return items
+
+
+def _source(checkpoint: Checkpoint, row: Row, i: int) -> Stored:
+    """The i-th tensor of a row, in whichever of its on-disk forms the checkpoint has."""
+    if row.hf[i] not in checkpoint and row.aliases:
+        alias = row.aliases[i]
+        if alias.name in checkpoint:
+            return checkpoint.source(alias.name, alias.shape).narrow(alias.ranges, len(row.shapes[i]))
+    return checkpoint.source(row.hf[i], row.shapes[i])
+
+
+def unused_tensors(checkpoint: Checkpoint, arch: ModelArch, table: Mapping[str, Row], role: Role) -> Iterator[str]:
+    """Complaints about tensors that nothing takes. Where config.json ties the output layer to the embedding, one of
+    its own may be there if it has the same values; rank 0 looks."""
+    known = {name for row in table.values() for name in row.hf}
+    known |= {alias.name for row in table.values() for alias in row.aliases}
+    if role == "critic" or arch.tied_embeddings:
+        known.add(HF_OUTPUT)
+    for name in checkpoint:
+        if name not in known and not name.endswith(BUFFERS):
+            yield f"{checkpoint.path}: nothing uses its tensor {name}"
+    if role == "policy" and arch.tied_embeddings and HF_OUTPUT in checkpoint and _rank() == 0:
+        yield from _untied(checkpoint, (arch.vocab_size, arch.hidden_size))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _untied(checkpoint: Checkpoint, shape: tuple[int, int]) -> Iterator[str]:
+    try:
+        embedding, output = (checkpoint.source(name, shape) for name in (HF_EMBEDDING, HF_OUTPUT))
+        blocks = row_blocks(shape, output.dtype.itemsize, COMPARED_BYTES)
+        same = all(torch.equal(embedding[a : a + n].float(), output[a : a + n].float()) for a, n in blocks)
+    except WeightError as error:
+        yield str(error)
+        return
+    if not same:
+        yield (
+            f"{output.label} differs from {HF_EMBEDDING}, but config.json says tie_word_embeddings: true, which would "
+            "drop it: set that to false, or remove the tensor"
+        )
+
+
+def _fill(item: Item, arch: ModelArch, mesh: Mesh) -> None:
+    tp, tp_rank = cut_of(item.row, mesh)
+    parameter = item.parameter
+    padded_vocab = parameter.shape[0] * tp if item.row.kind == "vocab" else 0
+    shard = to_megatron(item.row, item.sources, arch, tp, tp_rank, padded_vocab)
+    if shard.shape != parameter.shape:
+        raise WeightError(
+            f"{item.name}: the model holds {list(parameter.shape)}, its part of {', '.join(item.row.hf)} is "
+            f"{list(shard.shape)}"
+        )
+    parameter.data.copy_(shard)
+    if not all_finite(parameter.data):
+        bad = [source.label for source in item.sources if not all_finite(source[:])]
+        raise WeightError(
+            f"{', '.join(bad)} holds NaN or infinity"
+            if bad
+            else f"{item.sources[0].label} holds values that {parameter.dtype} cannot: they would become infinite"
+        )
+    _mark(item, tp)
+
+
+def _mark(item: Item, tp: int) -> None:
+    """Sets Megatron's tensor-parallel attributes, which the gradient norm goes by; refuses contradictory ones."""
+    attributes = vars(item.parameter)
+    cut, dim = attributes.get("tensor_model_parallel"), attributes.get("partition_dim", -1)
+    wanted = item.row.tp_dim
+    if wanted is None:
+        if cut and tp > 1:
+            raise WeightError(f"{item.name}: the model cuts it by tensor parallelism, the weight table does not")
+        return
+    if cut and dim != wanted:
+        raise WeightError(f"{item.name}: the model cuts dimension {dim}, the weight table dimension {wanted}")
+    if not cut:
+        attributes.update(tensor_model_parallel=True, partition_dim=wanted, partition_stride=1)
+
+
+def _tied_problems(items: Iterable[Item], mesh: Mesh) -> list[str]:
+    """With pipeline parallelism both ends hold the tied embedding; they must be the same bits."""
+    copies = {item.name: _digest(item.parameter) for item in items if item.row.kind == "vocab"}
+    if mesh.pp == 1:
+        return []
+    by_stage: list[dict[str, str]] = [{}] * mesh.pp
+    dist.all_gather_object(by_stage, copies, group=mesh.pp_group)
+    tied = any(item.row.copy_of for item in items)
+    if tied and by_stage[0].get(EMBEDDING) != by_stage[-1].get(OUTPUT):
+        return ["the tied embeddings of the first and the last pipeline stage differ"]
+    return []
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.blake2b(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()

@@ -1,0 +1,264 @@
+"""Pushing the trainer's weights into running engines.
+
+A push is collective over all ranks and goes in phases: open a session, prepare, send, close, verify. After each phase
+all ranks agree on its outcome, so that whatever fails on whichever rank, every rank raises the same error and none
+waits for the engine or for another rank any longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+
+from mrl import platform
+from mrl.config.schema import SyncConfig
+from mrl.rollout.client import OPEN, Access, EngineClient, EngineError
+from mrl.weights.agreement import SyncAgreement
+from mrl.weights.errors import SyncError, SyncMismatch, WeightError
+from mrl.weights.sync import transports
+from mrl.weights.sync.checksum import StreamHasher
+from mrl.weights.sync.payload import Bucket, WeightSource, nbytes, plan_buckets
+from mrl.weights.sync.transports import Deadline, Engines, Place, Transport
+from mrl.weights.sync.verify import Verifier, ask_shape, check
+
+__all__ = ["SyncError", "SyncMismatch", "SyncReport", "WeightSync"]
+
+GRACE_S = 20.0  # a rank whose own wait has just timed out still has to say so to the others
+CLEANUP_TIMEOUT_S = 5.0
+FLUSH_AGAIN_S = 0.05
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """seconds: wall time; bytes, tensors: what was exported; verified: tensors proved equal (none or all)."""
+
+    seconds: float
+    bytes: int
+    tensors: int
+    verified: int
+    transport: str
+
+
+class WeightSync:
+    """Keeps engines at the weights of `exporter`. Construction is collective over the world and asks no engine.
+
+    engine_tensor: tensor-parallel size of each engine. access: what opens them.
+    directory: where the disk transport writes, seen by all senders and engines under the same path; a temporary
+    directory, which needs one machine, when None.
+    """
+
+    def __init__(
+        self,
+        exporter: WeightSource,
+        urls: Sequence[str],
+        sync: SyncConfig,
+        engine_tensor: int = 1,
+        *,
+        access: Access = OPEN,
+        directory: Path | None = None,
+    ) -> None:
+        self._exporter, self._cfg, self._directory = exporter, sync, directory
+        self._agreement = SyncAgreement(sync.timeout_s + GRACE_S)
+        self._rank = self._agreement.rank
+        self._metas = exporter.metas()
+        self._senders = tuple(sorted({meta.sender for meta in self._metas}))
+        self._buckets = plan_buckets([m for m in self._metas if m.sender == self._rank], sync.bucket_mib << 20)
+        clients = tuple(EngineClient(url, sync.timeout_s, access) for url in urls)
+        self._engines = Engines(clients, engine_tensor, Deadline(sync.timeout_s))
+        self._open_sessions: list[EngineClient] = []  # rank 0's
+        self._transport: Transport | None = None
+        self._version = ""
+        self._verifier: Verifier | None = None
+
+    def push(self, version: str, *, verify: bool = False) -> SyncReport:
+        """Brings every engine to the current weights and names them `version`; collective over all ranks.
+
+        Prefix caches are flushed. With sync.verify, or with `verify` for this push alone, every parameter of every
+        engine is compared with what was sent.
+        Raises SyncError, or SyncMismatch from the comparison, the same on every rank, within sync.timeout_s.
+        """
+        self._version = version
+        return self._push(verify=verify or self._cfg.verify == "checksum")
+
+    def restore(self, url: str) -> SyncReport:
+        """Brings the engine at `url`, which was started anew, to the weights and the name that the last push gave to
+        all; collective over all ranks, which must not have changed them since. Always verified; raises as `push`."""
+        with self._engines.only(url) as client:
+            if self._transport is not None:
+                self._transport.forget(client)
+            return self._push(verify=True)
+
+    def _push(self, verify: bool) -> SyncReport:
+        started = time.monotonic()
+        self._engines.deadline = Deadline(self._cfg.timeout_s)
+        transport = self._connect()
+        verifier = self._get_verifier() if verify else None
+        hasher = verifier.hasher(self._rank) if verifier is not None else None
+        try:
+            self._on_rank_0("opening the update", lambda: self._begin(transport))
+            self._everywhere("preparing to send", lambda: self._prepare(transport))
+            self._everywhere("sending", lambda: self._send(transport, hasher))
+            self._on_rank_0("finishing the update", lambda: self._commit(transport, self._version))
+        except BaseException:
+            transport.release(failed=True)
+            self._abandon_sessions()
+            raise
+        transport.release(failed=False)
+        if verifier is not None and hasher is not None:
+            self._verify(verifier, hasher)
+        return SyncReport(
+            seconds=time.monotonic() - started,
+            bytes=sum(nbytes(meta) for meta in self._metas),
+            tensors=len(self._metas),
+            verified=len(self._metas) if verifier is not None else 0,
+            transport=transport.name,
+        )
+
+    def close(self) -> None:
+        """Leave the engines' process groups and remove temporary files; local."""
+        if self._transport is not None:
+            self._transport.close()
+        for client in self._engines.clients:
+            client.close()
+
+    # ---- phases
+
+    def _connect(self) -> Transport:
+        """First push only: choose the transport."""
+        if self._transport is None:
+            self._choose_transport()
+        assert self._transport is not None
+        return self._transport
+
+    def _get_verifier(self) -> Verifier:
+        """First verified push only: learn the engines' parameters."""
+        if self._verifier is None:
+            asked = self._on_rank_0("asking the engines for checksums", lambda: ask_shape(self._engines))
+            self._verifier = Verifier(*asked, self._metas, self._exporter.arch)
+        return self._verifier
+
+    def _choose_transport(self) -> None:
+        hosts = self._everywhere("comparing host names", socket.gethostname)
+        one_machine = len({hosts[0], *(hosts[sender] for sender in self._senders)}) == 1
+
+        def decide() -> tuple[str, Path | None]:
+            colocated = one_machine and transports.is_local([client.url for client in self._engines.clients])
+            name = transports.resolve(self._cfg.transport, colocated, self._directory)
+            return name, transports.make_directory(self._directory) if name == "disk" else None
+
+        name, directory = self._on_rank_0("choosing a transport", decide)
+
+        def build() -> None:
+            self._transport = transports.build(name, self._engines, Place(self._rank, platform.device(), directory))
+
+        self._everywhere(f"setting up transport {name}", build)
+
+    def _begin(self, transport: Transport) -> None:
+        if not transport.uses_session:
+            return
+        for client in self._engines.clients:
+            client.timeout_s = self._engines.deadline.left()
+            if client.begin_weight_update():
+                self._open_sessions.append(client)
+
+    def _prepare(self, transport: Transport) -> None:
+        if self._buckets:
+            transport.prepare(self._buckets)
+
+    def _send(self, transport: Transport, hasher: StreamHasher | None) -> None:
+        """Runs the export stream to its end even after an error: other ranks gather their shards in it."""
+        filler = Filler(transport, self._buckets, hasher)
+        problem: Exception | None = None
+        for name, tensor in self._exporter.stream():
+            if problem is None:
+                try:
+                    filler.take(name, tensor)
+                except Exception as caught:  # raised when the stream is over
+                    problem = caught
+        if problem is not None:
+            raise problem
+        filler.check_done()
+
+    def _commit(self, transport: Transport, version: str) -> None:
+        transport.commit(version)
+        self._engines.call(self._end_session)
+        self._engines.call(self._flush)
+        self._engines.call(lambda client: client.update_weight_version(version))
+
+    def _flush(self, client: EngineClient) -> None:
+        """A request that is none of ours, a health check perhaps, may be running: it is waited for."""
+        while True:
+            try:
+                return client.flush_cache()
+            except EngineError as error:
+                if error.status != 400 or self._engines.deadline.is_over:
+                    raise
+            time.sleep(FLUSH_AGAIN_S)
+            client.timeout_s = self._engines.deadline.left()
+
+    def _end_session(self, client: EngineClient) -> None:
+        if client in self._open_sessions:
+            self._open_sessions.remove(client)
+            client.end_weight_update()
+
+    def _abandon_sessions(self) -> None:
+        """After a failure: an engine left in a session would refuse the next push. It may be gone, which is no news."""
+        with contextlib.suppress(EngineError):
+            self._engines.call(self._end_session, CLEANUP_TIMEOUT_S)
+        self._open_sessions.clear()
+
+    def _verify(self, verifier: Verifier, hasher: StreamHasher) -> None:
+        expected = verifier.expected(hasher, self._agreement)
+        self._on_rank_0("verifying the engines' weights", lambda: check(verifier, self._engines, expected))
+
+    # ---- together
+
+    def _everywhere(self, doing: str, action: Callable[[], T]) -> list[T]:
+        """`action` on every rank; all results, by rank, or one SyncError on every rank."""
+        return self._agreement.each(self._at(doing), action)
+
+    def _on_rank_0(self, doing: str, action: Callable[[], T]) -> T:
+        """`action` on rank 0; its result, or its error, on every rank."""
+        return self._agreement.on_main(self._at(doing), action)
+
+    def _at(self, doing: str) -> str:
+        return f"weight sync to version {self._version}: {doing}"
+
+
+class Filler:
+    """Writes the stream's tensors into buckets and sends each bucket when it is full."""
+
+    def __init__(self, transport: Transport, buckets: Sequence[Bucket], hasher: StreamHasher | None) -> None:
+        self._transport, self._hasher = transport, hasher
+        self._todo = [(bucket, slot) for bucket in buckets for slot in bucket.slots]
+        self._next = 0
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Raises WeightError if this is not the tensor that the plan has next."""
+        if self._next == len(self._todo):
+            raise WeightError(f"the export stream has {name} after the last planned tensor")
+        bucket, slot = self._todo[self._next]
+        if (name, tuple(tensor.shape), tensor.dtype) != (slot.name, slot.shape, slot.dtype):
+            raise WeightError(
+                f"the export stream has {name} {tuple(tensor.shape)} {tensor.dtype}, the plan has "
+                f"{slot.name} {slot.shape} {slot.dtype}"
+            )
+        if self._hasher is not None:
+            self._hasher.add(name, tensor)
+        flat = self._transport.buffer(bucket)
+        slot.view(flat).copy_(tensor)
+        self._next += 1
+        if slot is bucket.slots[-1]:
+            self._transport.send(bucket, flat)
+
+    def check_done(self) -> None:
+        if self._next < len(self._todo):
+            raise WeightError(f"the export stream ended before {self._todo[self._next][1].name}")

@@ -1,0 +1,120 @@
+"""What every way of bringing a bucket to the engines has in common."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mrl.rollout.client import EngineClient
+from mrl.weights.sync.payload import Bucket
+
+MIB = 1 << 20
+
+
+class Deadline:
+    """A budget of seconds that several waits share."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self._end
+
+    def left(self) -> float:
+        """Seconds left, at least 0.1: a wait that starts too late still fails by itself, with its own message."""
+        return max(0.1, self._end - time.monotonic())
+
+
+@dataclass
+class Engines:
+    """The engines to update, from one rank's point of view. `tensor`: tensor-parallel size of each."""
+
+    clients: tuple[EngineClient, ...]
+    tensor: int
+    deadline: Deadline
+
+    def call(self, what: Callable[[EngineClient], None], timeout_s: float | None = None) -> None:
+        """`what(client)` for every engine at once. Raises the first failure after all have answered."""
+        for client in self.clients:
+            client.timeout_s = self.deadline.left() if timeout_s is None else timeout_s
+        if len(self.clients) == 1:
+            what(self.clients[0])
+            return
+        with ThreadPoolExecutor(len(self.clients)) as pool:
+            futures = [pool.submit(what, client) for client in self.clients]
+        for future in futures:
+            future.result()
+
+    @contextmanager
+    def only(self, url: str) -> Iterator[EngineClient]:
+        """Meanwhile the engine at `url` is the only one."""
+        everyone = self.clients
+        (client,) = self.clients = tuple(c for c in everyone if c.url == url)
+        try:
+            yield client
+        finally:
+            self.clients = everyone
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands: its world rank, the model's device, a directory that all senders and engines can see."""
+
+    rank: int
+    device: torch.device
+    directory: Path | None
+
+
+class Transport(ABC):
+    """One rank's end of a way to the engines. A push calls, in this order:
+
+    `prepare` on every sender, `send` for each of a sender's buckets, `commit` on rank 0 when all senders are done,
+    `release` on every rank whatever happened. Every failure is an exception; none of them may wait longer than
+    `engines.deadline`.
+    """
+
+    name: ClassVar[str]
+    uses_session: ClassVar[bool] = True  # the engine wants begin_weight_update around it, where it knows sessions
+
+    def __init__(self, engines: Engines, place: Place) -> None:
+        self.engines, self.place = engines, place
+
+    @abstractmethod
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        """Get ready to send these."""
+
+    @abstractmethod
+    def buffer(self, bucket: Bucket) -> Tensor:
+        """The uint8 buffer that the bucket's tensors are to be written into, valid until `send` returns."""
+
+    @abstractmethod
+    def send(self, bucket: Bucket, flat: Tensor) -> None:
+        """Returns when every engine has loaded the bucket."""
+
+    def commit(self, version: str) -> None:  # noqa: B027 - most transports are done when the last bucket is
+        """Rank 0, after every sender has sent everything."""
+
+    def release(self, failed: bool) -> None:  # noqa: B027 - not all take something
+        """Give back what `prepare` took."""
+
+    def forget(self, client: EngineClient) -> None:  # noqa: B027 - most share nothing with an engine between pushes
+        """The engine is a new process."""
+
+    def close(self) -> None:
+        """The last push is over."""
+        self.release(failed=False)
+
+
+def largest(buckets: Sequence[Bucket]) -> int:
+    return max((bucket.nbytes for bucket in buckets), default=0)

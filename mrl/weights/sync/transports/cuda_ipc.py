@@ -1,0 +1,68 @@
+"""Buckets in GPU memory that the engine maps by CUDA IPC: no copy through the host. Same machine, CUDA only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from mrl import platform
+from mrl.rollout.client import EngineClient
+from mrl.weights.errors import WeightError
+from mrl.weights.sync.payload import Bucket, pickle_flat
+from mrl.weights.sync.transports.base import Engines, Place, Transport, largest
+
+_DEVICE_ARGUMENT = 6  # of reductions.rebuild_cuda_tensor
+
+
+class CudaIpc(Transport):
+    """One buffer a sender on its own GPU. Every engine process must see that GPU (CUDA_VISIBLE_DEVICES).
+
+    The buffer is written again only after the reply, when the engine has copied its contents: `send` waits for our own
+    writes first and the engine replies after its reads.
+    """
+
+    name = "cuda_ipc"
+    _flat: Tensor | None = None
+
+    def __init__(self, engines: Engines, place: Place) -> None:
+        if place.device.type != "cuda":
+            raise WeightError(
+                f"sync.transport cuda_ipc needs the model on a CUDA device, it is on {place.device.type}: "
+                "use auto, shared_memory or http"
+            )
+        super().__init__(engines, place)
+
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        self._flat = torch.empty(largest(buckets), dtype=torch.uint8, device=self.place.device)
+
+    def buffer(self, bucket: Bucket) -> Tensor:
+        assert self._flat is not None
+        return self._flat
+
+    def send(self, bucket: Bucket, flat: Tensor) -> None:
+        platform.synchronize()
+
+        def update(client: EngineClient) -> None:
+            # one export a reader: each gives back the reference it was handed
+            payloads = [pickle_flat(bucket, _exported(flat)) for _ in range(self.engines.tensor)]
+            client.update_weights_from_tensor(payloads, load_format="flattened_bucket")
+
+        self.engines.call(update)
+
+    def release(self, failed: bool) -> None:
+        self._flat = None
+
+
+def _exported(flat: Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The call that maps `flat` elsewhere. The GPU is named by its UUID: its index differs between processes."""
+    _, arguments = reductions.reduce_tensor(flat)
+    uuid = platform.device_uuid(arguments[_DEVICE_ARGUMENT])
+    return reductions.rebuild_cuda_tensor, (
+        *arguments[:_DEVICE_ARGUMENT],
+        uuid,
+        *arguments[_DEVICE_ARGUMENT + 1 :],
+    )

@@ -1,0 +1,66 @@
+"""The whole model as safetensors files in a directory of this push, which the engines then load."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mrl.weights.sync.payload import Bucket
+from mrl.weights.sync.transports.base import Transport, largest
+
+
+class Disk(Transport):
+    """Every sender writes its own files, rank 0 has the engines load the directory and removes it.
+
+    The directory must be the same place for all senders and engines: `Place.directory`, which without one given is a
+    temporary directory and so needs everybody on one machine.
+    """
+
+    name = "disk"
+    uses_session = False
+    _flat: Tensor | None = None
+
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        self._flat = torch.empty(largest(buckets), dtype=torch.uint8)
+        self._count = 0
+
+    def buffer(self, bucket: Bucket) -> Tensor:
+        assert self._flat is not None
+        return self._flat
+
+    def send(self, bucket: Bucket, flat: Tensor) -> None:
+        name = f"rank-{self.place.rank:05d}-{self._count:05d}.safetensors"
+        self._count += 1
+        partial = self._directory / f".{name}"
+        save_file(dict(bucket.views(flat)), partial, metadata={"format": "pt"})
+        partial.rename(self._directory / name)
+
+    def commit(self, version: str) -> None:
+        directory = str(self._directory)
+        self.engines.call(lambda client: client.update_weights_from_disk(directory, weight_version=version))
+
+    def release(self, failed: bool) -> None:
+        self._flat = None
+        if self.place.rank == 0 and self.place.directory is not None:
+            shutil.rmtree(self.place.directory, ignore_errors=True)
+            self.place.directory.mkdir()
+
+    def close(self) -> None:
+        if self.place.rank == 0 and self.place.directory is not None:
+            shutil.rmtree(self.place.directory, ignore_errors=True)
+
+    @property
+    def _directory(self) -> Path:
+        assert self.place.directory is not None
+        return self.place.directory
+
+
+def make_directory(parent: Path | None) -> Path:
+    """A fresh directory that only this run uses."""
+    return Path(tempfile.mkdtemp(prefix="mrl-weights-", dir=parent))

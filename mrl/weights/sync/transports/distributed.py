@@ -1,0 +1,207 @@
+"""Broadcasts over a process group of the sender and one engine's processes: gloo, or nccl between GPUs.
+
+Each (sender, engine) pair has a group of its own. With one group over several engines, two senders at once could wait
+for each other: engine A inside the first one's broadcast, engine B inside the second one's.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.rollout.client import EngineClient, EngineError
+from mrl.weights.errors import WeightError
+from mrl.weights.sync.payload import Bucket
+from mrl.weights.sync.transports.base import Engines, Place, Transport, largest
+
+CLEANUP_TIMEOUT_S = 5.0
+POLL_S = 0.005
+
+
+class Distributed(Transport):
+    """Groups are joined in the first push and kept; a failed push drops them, the next one joins new ones.
+
+    The engine is in its receive only after it has accepted the request for it. So the broadcast is started without
+    waiting, then the engine's reply is awaited, and only a good reply is followed by waiting for the broadcast.
+    """
+
+    name = "distributed"
+
+    def __init__(self, engines: Engines, place: Place, backend: str) -> None:
+        super().__init__(engines, place)
+        self._backend = backend
+        self._device = place.device if backend == "nccl" else torch.device("cpu")
+        self._groups: dict[EngineClient, tuple[str, Any]] = {}
+        self._abandoned: list[Any] = []
+        self._flat: Tensor | None = None
+        self._generation = 0
+
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        self._flat = torch.empty(largest(buckets), dtype=torch.uint8, device=self._device)
+        self._generation += 1
+        self.engines.call(self._join)
+
+    def buffer(self, bucket: Bucket) -> Tensor:
+        assert self._flat is not None
+        return self._flat
+
+    def send(self, bucket: Bucket, flat: Tensor) -> None:
+        part = flat[: bucket.nbytes]
+        works = [_broadcast(self._groups[client][1], part) for client in self.engines.clients]
+
+        def receive(client: EngineClient) -> None:
+            client.update_weights_from_distributed(
+                names=[slot.name for slot in bucket.slots],
+                dtypes=[str(slot.dtype).removeprefix("torch.") for slot in bucket.slots],
+                shapes=[slot.shape for slot in bucket.slots],
+                group_name=self._groups[client][0],
+                load_format="flattened_bucket",
+            )
+
+        self.engines.call(receive)
+        for client, work in zip(self.engines.clients, works, strict=True):
+            try:
+                work.wait(timedelta(seconds=self.engines.deadline.left()))
+            except RuntimeError as error:
+                raise WeightError(f"engine {client.url}: the broadcast to it failed: {error}") from error
+
+    def release(self, failed: bool) -> None:
+        self._flat = None
+        if failed:
+            self._leave()
+
+    def forget(self, client: EngineClient) -> None:
+        if client in self._groups:
+            self._abandoned.append(self._groups.pop(client)[1])
+
+    def close(self) -> None:
+        super().close()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Ask the engines to leave the groups, which also ends a broadcast that nobody receives."""
+        groups, self._groups = self._groups, {}
+        for client, (name, group) in groups.items():
+            client.timeout_s = CLEANUP_TIMEOUT_S
+            try:
+                client.destroy_weights_update_group(name)
+            except EngineError:
+                self._abandoned.append(group)  # destroying it would wait for its unfinished broadcast
+
+    def _join(self, client: EngineClient) -> None:
+        """Become rank 0 of a new group whose other ranks are the engine's processes, unless there is one already."""
+        if client in self._groups:
+            return
+        timeout = timedelta(seconds=self.engines.deadline.left())
+        address = own_address(client.url)
+        size = 1 + self.engines.tensor
+        name = f"mrl-sync-{self.place.rank}-{self._generation}"
+        store = _store_at(address, timeout)
+        empty = store.num_keys()
+        reply = _InBackground(
+            lambda: client.init_weights_update_group(
+                master_address=address,
+                master_port=store.port,
+                rank_offset=1,
+                world_size=size,
+                group_name=name,
+                backend=self._backend,
+            )
+        )
+        what = f"engine {client.url} joining process group {name}"
+        self._await_first_key(store, empty, reply, what)
+        group = self._rendezvous(store, name, size, timeout, address)
+        reply.result(self.engines.deadline.left(), what)
+        self._groups[client] = name, group
+
+    def _await_first_key(self, store: dist.TCPStore, empty: int, reply: _InBackground, what: str) -> None:
+        """Until the engine has written to the store: only then is it safe to enter the rendezvous and block."""
+        while store.num_keys() == empty:
+            if reply.done and store.num_keys() == empty:
+                reply.result(0, what)
+                raise WeightError(f"{what}: it answered, but did not come")
+            if self.engines.deadline.is_over:
+                raise WeightError(f"{what}: not there after {self.engines.deadline.seconds:g} s")
+            time.sleep(POLL_S)
+
+    def _rendezvous(self, store: dist.Store, name: str, size: int, timeout: timedelta, address: str) -> Any:
+        """Our end of the group that the engine makes with torch's own helper: same backend, same keys in the store.
+        With gloo it listens at this address of ours alone; nccl takes its own, of the interface NCCL_SOCKET_IFNAME."""
+        keys = dist.PrefixStore(f"{self._device.type}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+        if self._backend == "gloo":
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = timeout
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+            return dist.ProcessGroupGloo(keys, 0, size, options)
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(keys, 0, size, nccl)
+
+
+class _InBackground:
+    """A request to an engine that is answered only after we have done our own part."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
+        self._thread.start()
+
+    def _run(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # handed over by result()
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self, timeout_s: float, what: str) -> None:
+        self._thread.join(timeout_s)
+        if not self.done:
+            raise WeightError(f"{what}: not done after {timeout_s:.0f} s")
+        if self._error is not None:
+            raise self._error
+
+
+def _store_at(address: str, timeout: timedelta) -> dist.TCPStore:
+    """A store that can be reached at this address of ours alone: by itself a TCPStore listens on all of them."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
+        listener.bind((address, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def _broadcast(group: Any, flat: Tensor) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.asyncOp = True
+    return group.broadcast([flat], options)
+
+
+def own_address(url: str) -> str:
+    """This machine's address as the engine at `url` sees it."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        with socket.create_connection((host, port), timeout=CLEANUP_TIMEOUT_S) as connection:
+            return str(connection.getsockname()[0])
+    except OSError as error:
+        raise WeightError(f"engine {url} cannot be reached: {error}") from error

@@ -1,0 +1,30 @@
+"""Buckets by value in the request itself: works wherever the engine's port can be reached, and is the slowest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mrl.weights.sync.payload import Bucket, pickle_by_value
+from mrl.weights.sync.transports.base import Transport, largest
+
+
+class Http(Transport):
+    name = "http"
+    _flat: Tensor | None = None
+
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        self._flat = torch.empty(largest(buckets), dtype=torch.uint8)
+
+    def buffer(self, bucket: Bucket) -> Tensor:
+        assert self._flat is not None
+        return self._flat
+
+    def send(self, bucket: Bucket, flat: Tensor) -> None:
+        payloads = [pickle_by_value(bucket, flat)] * self.engines.tensor
+        self.engines.call(lambda client: client.update_weights_from_tensor(payloads))
+
+    def release(self, failed: bool) -> None:
+        self._flat = None

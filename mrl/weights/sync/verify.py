@@ -1,0 +1,108 @@
+"""Proof that the engines hold the trainer's bytes: one hash a parameter, on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mrl.models.arch import ModelArch
+from mrl.rollout.answers import RankChecksums
+from mrl.rollout.client import EngineClient
+from mrl.weights.agreement import SyncAgreement
+from mrl.weights.errors import SyncMismatch, WeightError
+from mrl.weights.sync.checksum import Key, Mismatch, ParamHash, Sha256Hash, StreamHasher, TileHash
+from mrl.weights.sync.engine_params import EngineParam, EngineShape, engine_params
+from mrl.weights.sync.payload import TensorMeta
+from mrl.weights.sync.transports import Engines
+
+MAX_LISTED = 8
+
+
+class Verifier:
+    """What the engines' hashes are to be compared with. Construction is local, `expected` is collective.
+
+    Raises WeightError if the engines' parameters and the exported tensors do not cover each other.
+    """
+
+    def __init__(self, shape: EngineShape, kind: type[ParamHash], metas: Sequence[TensorMeta], arch: ModelArch) -> None:
+        self._kind = kind
+        self._senders = {meta.name: meta.sender for meta in metas}
+        self._params: dict[Key, EngineParam] = {}
+        unknown: list[str] = []
+        for rank in range(shape.tensor):
+            params, unknown = engine_params(shape, rank, metas, arch)
+            self._params |= {(rank, name): param for name, param in params.items()}
+        covered = {source for param in self._params.values() for source in param.sources}
+        if arch.tied_embeddings:
+            covered.add("lm_head.weight")
+        unheld = [meta.name for meta in metas if meta.name not in covered]
+        if unknown or unheld:
+            raise WeightError(
+                "sync.verify cannot match the engine's parameters with the exported tensors: "
+                f"only the engine has {unknown[:MAX_LISTED]}, only the trainer has {unheld[:MAX_LISTED]}"
+            )
+
+    def hasher(self, rank: int) -> StreamHasher:
+        """For one push."""
+        return StreamHasher(self._params, self._senders, rank, self._kind)
+
+    def expected(self, hasher: StreamHasher, agreement: SyncAgreement) -> dict[Key, str]:
+        """Collective: the trainer's hash of every parameter of an engine."""
+        what = "hashing the exported weights"
+        for key, holders in hasher.shared():
+            mine = hasher.state(key) if agreement.rank in holders[1:] else None
+            states = agreement.collect(what, mine, holders[0])
+            if states:
+                for holder in holders[1:]:
+                    hasher.merge(key, states[holder])
+        parts = agreement.each(what, hasher.digests)
+        return {key: digest for part in parts for key, digest in part.items()}
+
+    def mismatches(self, url: str, expected: Mapping[Key, str], held: Sequence[RankChecksums]) -> list[Mismatch]:
+        found = []
+        for rank in held:
+            for name, digest in rank.checksums.items():
+                wanted = expected.get((rank.tp_rank, name), "none")
+                if wanted != digest:
+                    param = self._params.get((rank.tp_rank, name))
+                    sources = param.sources if param else (name,)
+                    found.append(Mismatch(url, rank.tp_rank, name, sources, wanted, digest))
+        return found
+
+
+def ask_shape(engines: Engines) -> tuple[EngineShape, type[ParamHash]]:
+    """What the engines hold and how they hash it, from the engines. They must all be alike."""
+    shapes: list[tuple[EngineShape, type[ParamHash]]] = []
+    for client in engines.clients:
+        client.timeout_s = engines.deadline.left()
+        ranks = client.weights_checksum()
+        if len(ranks) != engines.tensor:
+            raise WeightError(
+                f"engine {client.url} runs on {len(ranks)} tensor-parallel ranks, rollout.tensor is {engines.tensor}"
+            )
+        shapes.append((EngineShape(tuple(sorted(ranks[0].checksums)), len(ranks)), hash_kind(client.server_info())))
+    if any(shape != shapes[0] for shape in shapes):
+        raise WeightError(f"the engines {[client.url for client in engines.clients]} do not hold the same parameters")
+    return shapes[0]
+
+
+def hash_kind(server_info: Mapping[str, Any]) -> type[ParamHash]:
+    return TileHash if str(server_info.get("device", "cpu")).startswith("cuda") else Sha256Hash
+
+
+def check(verifier: Verifier, engines: Engines, expected: Mapping[Key, str]) -> None:
+    """Raises SyncMismatch unless every hash of every engine is the trainer's."""
+    held: dict[str, list[RankChecksums]] = {}
+
+    def ask(client: EngineClient) -> None:
+        held[client.url] = client.weights_checksum()
+
+    engines.call(ask)
+    found = [m for url, ranks in held.items() for m in verifier.mismatches(url, expected, ranks)]
+    if not found:
+        return
+    total = sum(len(rank.checksums) for ranks in held.values() for rank in ranks)
+    listed = "".join(f"\n  - {mismatch}" for mismatch in found[:MAX_LISTED])
+    more = f"\n  - and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
+    hint = "\nEvery one differs: does the engine serve the model in another dtype?" if len(found) == total else ""
+    raise SyncMismatch(f"{len(found)} of {total} parameters differ from what was sent:{listed}{more}{hint}")

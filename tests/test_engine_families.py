@@ -1,0 +1,131 @@
+"""One real SGLang server a family: its log-probs are the trainer's, and it holds what is pushed into it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mrl.config.schema import RolloutConfig
+from mrl.core import Prompt, Request, Sample, SamplingParams
+from mrl.rollout import Engine, sample_seed, start_engine
+from mrl.weights.errors import SyncError
+from mrl.weights.sync.payload import Bucket
+from tests.conftest import TinyModels
+from tests.served import TRANSPORTS, Served, check_transport, check_world, world
+from tests.sync_tools import FileExporter
+from tests.world import ROOT
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="the engine tests need sglang"),
+]
+LOG_PROB_TOLERANCE = 1e-4
+TEMPERATURES = (1.0, 0.7)
+# family -> (model settings, tensor parallelism of the engine); Llama's server is the session's, in test_sync_engine.py
+FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
+    "qwen2": ({"tied": True, "vocab_size": 301}, 2),
+    "qwen3": ({}, 1),
+    "mistral": ({}, 1),
+    "mixtral": ({}, 1),
+    "qwen3_moe": ({}, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def served(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
+    """All at once: their starts share the machine's cores."""
+    found = {}
+    with contextlib.ExitStack() as stack:
+        for family, (settings, tensor) in FAMILIES.items():
+            old, new = (tiny_models(family, seed=seed, **settings) for seed in (0, 1))
+            logs = tmp_path_factory.mktemp(f"logs_{family}")
+            engine = stack.enter_context(start_engine(RolloutConfig(tensor=tensor), str(old), "float32", logs))
+            found[family] = Served(engine, old, new, tensor)
+        for one in found.values():
+            one.engine.wait_ready()
+        yield found
+
+
+def sample(engine: Engine, temperature: float) -> list[dict[str, Any]]:
+    prompts = [tuple(10 + (7 * n + k) % 290 for k in range(1 + 3 * n)) for n in range(12)]
+    requests = [Request(n, n, Prompt(n, ids, {}), sample_seed(1, 0, n)) for n, ids in enumerate(prompts)]
+    samples: list[Sample] = engine.generate(requests, SamplingParams(temperature=temperature, max_new_tokens=40))
+    return [
+        {"prompt": s.request.prompt.token_ids, "response": s.response_ids, "log_probs": s.log_probs} for s in samples
+    ]
+
+
+@pytest.fixture(scope="module")
+def gaps(
+    tiny_models: TinyModels,
+    served: dict[str, Served],
+    sglang_engine: Engine,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, list[float]]:
+    """FAMILY TEMPERATURE -> max |engine - trainer|, and the same with a trainer at another temperature."""
+    folder = tmp_path_factory.mktemp("gaps")
+    engines = {"llama": (sglang_engine, tiny_models("llama"))}
+    engines |= {family: (one.engine, one.old) for family, one in served.items()}
+    jobs = [
+        {"name": f"{family} {t}", "model": str(model), "temperature": t, "samples": sample(engine, t)}
+        for family, (engine, model) in engines.items()
+        for t in TEMPERATURES
+    ]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    subprocess.run(
+        [sys.executable, "tests/worlds/main_job.py", str(folder / "jobs.json"), str(folder / "results.json")],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=300,
+    )
+    results: dict[str, list[float]] = json.loads((folder / "results.json").read_text())
+    return results
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("family", ("llama", *FAMILIES))
+def test_log_probs_of_engine_and_trainer(family: str, temperature: float, gaps: dict[str, list[float]]) -> None:
+    gap, at_another_temperature = gaps[f"{family} {temperature}"]
+    assert gap <= LOG_PROB_TOLERANCE < 1e-2 < at_another_temperature
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_over_every_transport(family: str, served: dict[str, Served], tmp_path: Path) -> None:
+    one = served[family]
+    expected = one.load(one.new)
+    for transport in TRANSPORTS:
+        check_transport(one, transport, expected)
+    if FileExporter(one.new).arch.num_experts:
+        check_world(one, world(one, [{"expert": 2}], ("shared_memory", "distributed"), tmp_path), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mixtral"])
+def test_killed_in_the_middle_of_a_push(family: str, served: dict[str, Served]) -> None:
+    """An engine of two ranks, and of one. The last test of the file: these servers are gone then."""
+    one = served[family]
+    with contextlib.closing(one.sync("distributed")) as sync:
+        sync.push("8")
+        assert sync._transport is not None
+        send = sync._transport.send
+
+        def kill_then_send(bucket: Bucket, flat: torch.Tensor) -> None:
+            one.engine.close()
+            send(bucket, flat)
+
+        sync._transport.send = kill_then_send  # type: ignore[method-assign]
+        started = time.monotonic()
+        with pytest.raises(SyncError, match="sending failed: .*update_weights_from_distributed: no answer"):
+            sync.push("9")
+        assert time.monotonic() - started < 60.0

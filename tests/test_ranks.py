@@ -1,0 +1,163 @@
+"""Ranks that meet, wait for each other, stop: in small worlds under each launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mrl import platform
+from mrl.platform.process import _meet
+from mrl.ports import free_port
+from tests.conftest import TinyModels
+from tests.test_trainer_faults import fake_engine
+from tests.train_tools import Train, write_config
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT_S = 8.0
+OWN = """
+import sys
+from pathlib import Path
+from mrl.launcher import launch
+sys.exit(launch([sys.executable, "-m", *sys.argv[1:]], 2, Path("logs"), settle_s=2))
+"""
+ELASTIC = """
+import sys
+from pathlib import Path
+from mrl.config.schema import SectionTimeouts
+from mrl.launcher import Elastic, launch_elastic
+from mrl.resilience import ft_config
+kind, *arguments = sys.argv[1:]
+ft = ft_config.write(Path(), SectionTimeouts()) if kind == "ft" else None
+sys.exit(launch_elastic(Elastic(kind, arguments, 1, 0, None, {}, ft), Path()))
+"""
+
+
+def start(folder: Path, launcher: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", launcher, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def listeners(folder: Path) -> list[str]:
+    """Of rank 0. Its parent has none: not the own launcher, nor torchrun's or ft_launcher's agent."""
+    of_rank, of_parent = json.loads((folder / "listening").read_text())
+    assert of_parent == []
+    return [address.partition(":")[0] for address in of_rank]
+
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+def test_a_stopped_rank_is_noticed_and_named(tmp_path: Path) -> None:
+    """Not before: rank 0 may work for longer than run.timeout_s while the others wait. Two worlds side by side, one
+    for each victim."""
+    folders = [tmp_path / "0", tmp_path / "1"]
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for folder in folders:
+            folder.mkdir()
+            runs.append(stack.enter_context(start(folder, OWN, "tests.worlds.pulse", str(TIMEOUT_S), "45")))
+            stack.callback(runs[-1].kill)
+        end = time.monotonic() + 60
+        while not all((folder / f"pid_{rank}").exists() for rank in range(2) for folder in folders):
+            ended = [run.communicate()[0] for run in runs if run.poll() is not None]
+            assert time.monotonic() < end and not ended, ended
+            time.sleep(0.1)
+        time.sleep(1.5 * TIMEOUT_S)
+        for victim, (folder, run) in enumerate(zip(folders, runs, strict=True)):
+            assert run.poll() is None, run.communicate()[0]
+            os.kill(int((folder / f"pid_{victim}").read_text()), signal.SIGSTOP)
+        for victim, (folder, run) in enumerate(zip(folders, runs, strict=True)):
+            said = run.communicate(timeout=30)[0]
+            assert run.returncode == 1, said
+            assert said.count("mrl: error:") == 1 and "Traceback" not in said, said
+            assert re.search(rf"mrl: error: .*rank {victim} ", said) and f"rank {1 - victim} " not in said, said
+            assert listeners(folder) and set(listeners(folder)) <= LOOPBACK
+
+
+@pytest.mark.parametrize("kind", ["torchrun", "ft"])
+def test_nothing_listens_to_other_machines(kind: str, tmp_path: Path) -> None:
+    """(The own launcher's ranks: above.)"""
+    with start(tmp_path, ELASTIC, kind, "tests.worlds.pulse", "20", "0") as run:
+        said = run.communicate(timeout=60)[0]
+    assert run.returncode == 0 and "the result" in said, said
+    assert listeners(tmp_path) and set(listeners(tmp_path)) <= LOOPBACK
+
+
+@pytest.fixture
+def a_place(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """This process is a rank of a world of three."""
+    for name, value in {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_a_world_that_did_not_form_names_who_is_missing(a_place: pytest.MonkeyPatch) -> None:
+    a_place.setenv("RANK", "0")
+    with pytest.raises(platform.WorldError, match=r"world of 3 did not form within .* = 0.5 s: rank 1, rank 2 did not"):
+        platform.init_process_group(0.5)
+    a_place.setenv("RANK", "2")
+    a_place.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(platform.WorldError, match=r"rank 0 \(127.0.0.1:\d+\) was not there within run.timeout_s = 1 s"):
+        platform.init_process_group(1)
+
+
+def test_the_ranks_of_mrl_train_meet_where_nobody_else_can_come(a_place: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A store that listens would take what anybody on this machine writes: the addresses of groups, which unpickle."""
+    for name, value in {"MRL_MEETING": str(tmp_path), "RANK": "0", "WORLD_SIZE": "1"}.items():
+        a_place.setenv(name, value)
+    before = psutil.Process().net_connections()
+    store = _meet(0, 1, timedelta(seconds=1))
+    store.set("key", "value")
+    assert psutil.Process().net_connections() == before
+    a_place.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # a restart's ranks find nothing of what was there before
+    with pytest.raises(platform.WorldError, match="world of 2 did not form within run.timeout_s = 0.2 s: rank 0 did"):
+        _meet(1, 2, timedelta(seconds=0.2))
+
+
+def test_an_address_of_another_machine_is_named(a_place: pytest.MonkeyPatch) -> None:
+    a_place.setenv("RANK", "0")
+    a_place.setenv("MASTER_ADDR", "192.0.2.1")
+    with pytest.raises(platform.WorldError, match=r"rank 0 cannot listen on MASTER_ADDR 192.0.2.1, port \d+: Cann"):
+        platform.init_process_group(1)
+
+
+def have_loaded(library: str, run: Train) -> int:
+    """How many of the run's processes."""
+    found = 0
+    for pid in run.processes():
+        with contextlib.suppress(OSError):  # it has just ended
+            found += library in Path(f"/proc/{pid}/maps").read_text()
+    return found
+
+
+@pytest.mark.parametrize(("library", "processes"), [("pydantic_core", 1), ("libtorch_cpu", 1), ("libtorch_cpu", 3)])
+def test_ctrl_c_while_it_starts(library: str, processes: int, tiny_models: TinyModels, tmp_path: Path) -> None:
+    """Whatever it is at: reading its configuration, counting GPUs, with both ranks importing."""
+    config = write_config(tmp_path, tiny_models("llama"), actor={"parallel": {"tensor": 2}})
+    with fake_engine(tmp_path, "generate_hangs") as url, Train(tmp_path, config, f"rollout.urls=['{url}']") as run:
+        end = time.monotonic() + 60
+        while have_loaded(library, run) < processes:
+            assert time.monotonic() < end, run.terminal
+            time.sleep(0.02)
+        run.signal(signal.SIGINT)
+        assert run.wait(30) in (128 + signal.SIGINT, -signal.SIGINT), run.terminal
+        assert run.left_running() == {}
+    assert "Traceback" not in run.terminal and run.terminal.count("mrl: stopped by") <= 1, run.terminal
+    assert len([line for line in run.terminal.splitlines() if "stopped" not in line and "  " not in line]) <= 1

@@ -1,0 +1,193 @@
+"""An engine's answer is believed only where it is what was asked for; samples far from the trainer's are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from mrl.config.schema import MismatchConfig
+from mrl.core import Prompt, Request, Rollout
+from mrl.rollout import EngineClient, EngineError
+from mrl.rollout.answers import BadAnswer, from_json
+from mrl.rollout.wire import Expected, read_samples
+from mrl.trainers.mismatch import MismatchError, MismatchLimits
+
+ASKED = [Request(5, 0, Prompt(9, (1, 2), {}), 3)]
+EXPECTED = Expected(vocab_size=100, max_new_tokens=3, weight_version="7")
+DEEP = "[" * 100_000
+
+
+def good() -> dict[str, Any]:
+    pairs = [[-0.5, 4, None], [1e-7, 99, None]]
+    meta = {"finish_reason": {"type": "stop", "matched": 99}, "output_token_logprobs": pairs, "weight_version": "7"}
+    return {"output_ids": [4, 99], "meta_info": meta}
+
+
+def changed(path: str, value: Any) -> Any:
+    """`good()` with one value replaced, or left out where that is None."""
+    answer = at = good()
+    *above, last = path.split(".")
+    for name in above:
+        at = at[name]
+    if value is None:
+        del at[last]
+    else:
+        at[last] = value
+    return answer
+
+
+LOG_PROBS = "meta_info.output_token_logprobs"
+BAD: dict[str, tuple[Any, str]] = {
+    "a list": ([[]], "the answer is .*expected an object"),
+    "a text": ("hello", "the answer is 'hello', expected an object"),
+    "null": ([None], "the answer is None"),
+    "two": ([good(), good()], "1 requests, 2 answers"),
+    "no meta": (changed("meta_info", None), "meta_info is missing"),
+    "meta a list": (changed("meta_info", []), "meta_info is .*expected an object"),
+    "no ids": (changed("output_ids", None), "output_ids is missing"),
+    "ids a text": (changed("output_ids", "ab"), "output_ids is 'ab', expected a list"),
+    "ids texts": (changed("output_ids", ["4", "99"]), "output_ids is .*expected whole numbers"),
+    "ids fractions": (changed("output_ids", [4.0, 99.5]), "output_ids is .*expected whole numbers"),
+    "ids true": (changed("output_ids", [True, 99]), "output_ids is .*expected whole numbers"),
+    "ids below": (changed("output_ids", [-1, 99]), "output_ids has token -1, the vocabulary has 100"),
+    "ids above": (changed("output_ids", [4, 100]), "output_ids has token 100, the vocabulary has 100"),
+    "too many": (changed("output_ids", [4, 5, 6, 7]), "output_ids has 4 tokens, max_new_tokens is 3"),
+    "no log-probs": (changed(LOG_PROBS, None), "2 tokens came with output_token_logprobs of 0 tokens"),
+    "log-probs of others": (changed(LOG_PROBS, [[-1.0, 4], [-1.0, 5]]), "2 tokens came with .* or of others"),
+    "log-probs flat": (changed(LOG_PROBS, [-1.0, -2.0]), "output_token_logprobs is .*expected a list of"),
+    "log-probs short": (changed(LOG_PROBS, [[-1.0], [-2.0]]), "output_token_logprobs is .*expected a list of"),
+    "log-probs texts": (changed(LOG_PROBS, [["a", 4], [-1.0, 99]]), "output_token_logprobs has .*expected numbers"),
+    "log-probs nan": (changed(LOG_PROBS, [[float("nan"), 4], [-1.0, 99]]), "has nan, expected finite"),
+    "log-probs -inf": (changed(LOG_PROBS, [[-1.0, 4], [-float("inf"), 99]]), "has -inf, expected finite"),
+    "log-probs huge": (changed(LOG_PROBS, [[-(10**400), 4], [-1.0, 99]]), "expected finite numbers of at most 0"),
+    "log-probs above": (changed(LOG_PROBS, [[0.5, 4], [-1.0, 99]]), "has 0.5, expected finite numbers of at most 0"),
+    "no reason": (changed("meta_info.finish_reason", None), "finish_reason is missing"),
+    "reason a text": (changed("meta_info.finish_reason", "stop"), "finish_reason is 'stop', expected an object"),
+    "reason unknown": (changed("meta_info.finish_reason", {"type": "bored"}), "finish_reason is 'bored', expected one"),
+    "reason a list": (changed("meta_info.finish_reason", {"type": []}), "type is .*expected a text"),
+    "aborted": (changed("meta_info.finish_reason", {"type": "abort", "message": "no"}), "aborted by the engine: 'no'"),
+    "no version": (changed("meta_info.weight_version", None), "weight_version is missing"),
+    "other weights": (
+        changed("meta_info.weight_version", "8"),
+        "weight_version is '8', but the run gave the engine '7'",
+    ),
+}
+
+
+def test_a_good_answer_is_a_sample() -> None:
+    (sample,) = read_samples(ASKED, [good()], EXPECTED)
+    assert (sample.response_ids, sample.log_probs, sample.finish_reason) == ([4, 99], [-0.5, 1e-7], "stop")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_answer_is_refused_by_sample_and_field(name: str) -> None:
+    answer, message = BAD[name]
+    with pytest.raises(BadAnswer, match=message) as caught:
+        read_samples(ASKED, answer, EXPECTED)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert name == "two" or str(caught.value).startswith("sample 5: ")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xff", DEEP.encode(), b"<html>", b'{"a": ' + b"9" * 5000 + b"}"])
+def test_what_is_no_json_is_said_to_be_none(content: bytes) -> None:
+    with pytest.raises(BadAnswer, match="the answer is no JSON"):
+        from_json(content)
+
+
+INFO = {"model_path": "m", "model_type": "llama", "weight_version": "0"}
+RANK = {"checksums": {"a": "00"}, "parallelism_info": {"tp_rank": 0, "tp_size": 1}}
+ENDPOINTS: dict[str, tuple[str, Any, str]] = {
+    "info a list": ("model_info", [], "/model_info: HTTP 200: the answer is .*expected an object"),
+    "info without": ("model_info", {"model_path": "m"}, "/model_info: .*model_type is missing"),
+    "info numbers": ("model_info", INFO | {"model_path": 3}, "/model_info: .*model_path is 3, expected a text"),
+    "settings a text": ("server_info", "fast", "/server_info: .*the answer is 'fast', expected an object"),
+    "no ranks": ("weights_checksum", {"success": True}, "/weights_checker: .*ranks is missing"),
+    "ranks a text": ("weights_checksum", {"ranks": "all"}, "/weights_checker: .*ranks is 'all', expected a list"),
+    "rank a number": ("weights_checksum", {"ranks": [3]}, "/weights_checker: .*the answer is 3"),
+    "no place": ("weights_checksum", {"ranks": [RANK | {"parallelism_info": []}]}, "/weights_checker: .*expected an"),
+    "place a text": ("weights_checksum", {"ranks": [RANK | {"parallelism_info": {"tp_rank": "0"}}]}, "tp_rank is '0'"),
+    "hashes numbers": (
+        "weights_checksum",
+        {"ranks": [RANK | {"checksums": {"a": 3}}]},
+        "checksums is .*expected texts",
+    ),
+    "no json": ("model_info", b"{", "/model_info: HTTP 200: the answer is no JSON"),
+}
+
+
+@pytest.mark.parametrize("name", ENDPOINTS)
+def test_an_engine_s_word_about_itself_is_not_believed(name: str) -> None:
+    method, answer, message = ENDPOINTS[name]
+    content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+    reply = httpx.Response(200, headers={"Content-Type": "application/json"}, content=content)
+    client = EngineClient("http://far:1")
+    client._http = httpx.Client(base_url="http://far:1", transport=httpx.MockTransport(lambda request: reply))
+    with pytest.raises(EngineError, match=message) as caught:
+        getattr(client, method)()
+    assert str(caught.value).startswith("engine http://far:1: ")
+
+
+# ---- the engine's log-probs against the trainer's
+
+
+def rollout(gaps: list[list[float]]) -> tuple[Rollout, torch.Tensor]:
+    """Samples of data rows 10, 11, ... whose engine's log-probs are -1, and the trainer's, which are `gaps` less."""
+    lengths = torch.tensor([len(row) for row in gaps])
+    trainers = -1.0 - torch.tensor([gap for row in gaps for gap in row])
+    engine = -torch.ones(int(lengths.sum()))
+    made = Rollout(
+        step=3,
+        tokens=torch.zeros(int(lengths.sum()) + len(gaps), dtype=torch.int64),
+        seq_lens=lengths + 1,
+        prompt_lens=torch.ones_like(lengths),
+        group=torch.arange(len(gaps)),
+        scores=torch.zeros(len(gaps)),
+        rollout_log_probs=engine,
+        rows=torch.arange(len(gaps)) + 10,
+    )
+    return made, trainers
+
+
+def check(gaps: list[list[float]], skip: int = -1, **limits: float | None) -> tuple[dict[str, float], list[str]]:
+    notes: list[str] = []
+    made, trainers = rollout(gaps)
+    where = torch.ones_like(trainers, dtype=torch.bool)
+    if skip >= 0:
+        where &= (torch.arange(len(gaps)) != skip).repeat_interleave(made.response_lens)
+    metrics = MismatchLimits(MismatchConfig(**limits), notes.append).check(made, trainers, where)
+    return metrics, notes
+
+
+def test_bf16_is_far_from_the_limits() -> None:
+    noise = (0.05 * torch.randn(64, 20, generator=torch.Generator().manual_seed(0))).tolist()
+    metrics, notes = check(noise)
+    assert notes == [] and 0.02 < metrics["mismatch/max_sample"] < 0.2
+
+
+def test_one_stale_sample_among_many_is_named() -> None:
+    gaps = [[0.001] * 50 for _ in range(200)]
+    gaps[17] = [4.0, -5.0]
+    message = (
+        r"step 4: .*sample 17 \(data row 27\) 4\.5 nats a token \(rollout.mismatch.stop_sample = 3\)\. Nothing was"
+    )
+    with pytest.raises(MismatchError, match=message):
+        check(gaps)
+    assert check(gaps, skip=17)[1] == [], "what is not of this step's policy is not held against it"
+    assert check(gaps, stop_sample=None, warn_sample=None)[1] == []
+
+
+def test_all_a_little_off_is_seen_in_the_mean_and_warned_of_first() -> None:
+    _, (note,) = check([[0.5] * 4] * 8)
+    assert note.startswith("step 4: ") and "0.5 nats a token in the mean (rollout.mismatch.warn = 0.2)" in note
+    with pytest.raises(MismatchError, match=re.escape("1.2 nats a token in the mean (rollout.mismatch.stop = 1)")):
+        check([[1.2] * 4] * 8)
+
+
+def test_many_are_counted_and_the_worst_named() -> None:
+    with pytest.raises(MismatchError, match=r"sample 19 \(data row 29\) 23, sample 18 .*and 12 more nats a token"):
+        check([[4.0 + n] * 3 for n in range(20)])

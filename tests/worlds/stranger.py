@@ -1,0 +1,127 @@
+"""Another account of this machine, without any secret: finds the engines of a run and tries everything on their ports.
+
+    python tests/worlds/stranger.py MODEL FOREIGN SECONDS RESULT      (as root it becomes user 12345 first)
+
+It knows what anybody can read: command lines in /proc, which name MODEL, the directory that the engines began with.
+FOREIGN has other weights of that shape. RESULT gets {attack: {outcome: how often}} as JSON; it asks the engines to
+write into RESULT.written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import encodings.idna  # noqa: F401 - of connections: the stranger may not be able to read Python's library
+import http.client
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+STRANGER = 12345
+PAUSE_S = 0.02  # between attacks: strangers are many, but the machine has work to do
+HALF_OPEN = 50
+
+Found = dict[str, Counter[str]]
+REQUESTS: dict[str, tuple[str, dict[str, object]]] = {
+    "generate": ("/generate", {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 64}}),
+    "weights": ("/update_weights_from_disk", {"model_path": "{foreign}", "weight_version": "1", "flush_cache": True}),
+    "begin": ("/begin_weight_update", {"selector": "all"}),
+    "version": ("/update_weight_version", {"new_version": "evil", "abort_all_requests": True}),
+    "flush": ("/flush_cache", {}),
+    "abort": ("/abort_request", {"rid": "", "abort_all": True}),
+    "pause": ("/pause_generation", {"mode": "abort"}),
+    "logging": ("/configure_logging", {"dump_requests_folder": "{folder}", "dump_requests_threshold": 1}),
+    "profile": ("/start_profile", {"output_dir": "{folder}"}),
+    "health": ("/health_generate", {}),
+}
+
+
+def become_a_stranger() -> None:
+    """Where this is root; elsewhere it stays who it is, without the key."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(STRANGER)
+        os.setuid(STRANGER)
+
+
+def engine_ports(model: str) -> list[int]:
+    found = []
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            line = Path("/proc", entry, "cmdline").read_text(errors="replace").split("\0")
+            if "--port" in line and model in line:
+                found.append(int(line[line.index("--port") + 1]))
+    return sorted(set(found))
+
+
+def ask(port: int, path: str, body: dict[str, object], headers: dict[str, str]) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        method = "GET" if path == "/health_generate" else "POST"
+        connection.request(method, path, json.dumps(body), {"Content-Type": "application/json", **headers})
+        return str(connection.getresponse().status)
+    except (OSError, http.client.HTTPException) as error:
+        return type(error).__name__
+    finally:
+        connection.close()
+
+
+def junk(port: int, data: bytes) -> str:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            connection.sendall(data)
+            return "sent"
+    except OSError as error:
+        return type(error).__name__
+
+
+def attacks(foreign: str, folder: str, held: list[socket.socket]) -> dict[str, Callable[[int], str]]:
+    def request(path: str, body: dict[str, object], headers: dict[str, str]) -> Callable[[int], str]:
+        text = json.dumps(body).replace("{foreign}", foreign).replace("{folder}", folder)
+        return lambda port: ask(port, path, json.loads(text), headers)
+
+    def half_open(port: int) -> str:
+        with contextlib.suppress(OSError):
+            held.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+            held[-1].sendall(b"POST /generate HTTP/1.1\r\nContent-Length: 1000000\r\n")
+        if len(held) > HALF_OPEN:
+            held.pop(0).close()
+        return "held"
+
+    found = {name: request(path, body, {}) for name, (path, body) in REQUESTS.items()}
+    found["wrong key"] = request(*REQUESTS["weights"], {"Authorization": "Bearer 0"})
+    found["key of no ascii"] = request(*REQUESTS["weights"], {"Authorization": "Bearer \xe9"})
+    found["host"] = request(*REQUESTS["weights"], {"Host": "x/health?"})
+    found["junk"] = lambda port: junk(port, os.urandom(2000))
+    found["junk length"] = lambda port: junk(port, b"POST /generate HTTP/1.1\r\nContent-Length: many\r\n\r\n")
+    return found | {"half open": half_open}
+
+
+def main() -> None:
+    model, foreign, seconds, result = sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4]
+    with open(result, "w") as file:
+        become_a_stranger()
+        json.dump(hammer(model, foreign, seconds, f"{result}.written"), file)
+
+
+def hammer(model: str, foreign: str, seconds: float, folder: str) -> Found:
+    counts: Found = defaultdict(Counter)
+    held: list[socket.socket] = []
+    end, told = time.monotonic() + seconds, []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    while time.monotonic() < end and not told:
+        ports = engine_ports(model)
+        for name, attack in attacks(foreign, folder, held).items():
+            for port in ports:
+                counts[name][attack(port)] += 1
+            time.sleep(PAUSE_S)
+    return counts
+
+
+if __name__ == "__main__":
+    main()
