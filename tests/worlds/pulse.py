@@ -53,3 +53,5 @@ if __name__ == "__main__":
         main()
     except Exception:
         sys.exit(1)
+    except KeyboardInterrupt:  # as `mrl` itself ends
+        sys.exit(130)
