@@ -280,10 +280,10 @@ def _be_a_rank(cfg: Config) -> int:
             print(f"{name:>8}  {value}")
     try:
         if isinstance(cfg, RLConfig):
-            from mrl.trainers import rl
+            from mrl.trainers.rl import loop
 
             preemption.close_first()
-            rl.main(cfg)
+            loop.main(cfg)
         else:
             from mrl.trainers import sft
 

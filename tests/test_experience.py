@@ -14,8 +14,8 @@ platform.install()
 from mrl.algo.rollout_correction import Correction  # noqa: E402
 from mrl.config.schema import PFPPOConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
-from mrl.trainers.experience import Experience, resampled  # noqa: E402
-from mrl.trainers.replay import Reused  # noqa: E402
+from mrl.trainers.rl.experience import Experience, resampled  # noqa: E402
+from mrl.trainers.rl.replay import Reused  # noqa: E402
 
 LENGTHS = torch.tensor([3, 1, 5, 2, 4, 1])
 

@@ -16,9 +16,9 @@ platform.install()
 from mrl.algo import kl  # noqa: E402
 from mrl.config.schema import RLConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
-from mrl.trainers.experience import make_experience  # noqa: E402
-from mrl.trainers.replay import Reused  # noqa: E402
-from mrl.trainers.rl import adapt_kl  # noqa: E402
+from mrl.trainers.rl.experience import make_experience  # noqa: E402
+from mrl.trainers.rl.loop import adapt_kl  # noqa: E402
+from mrl.trainers.rl.replay import Reused  # noqa: E402
 from tests.bare_run import bare_run  # noqa: E402
 
 TARGET, HORIZON, COEF = 0.05, 64, 0.2

@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from mrl.observe import SilentRecorder, read_metrics
-from mrl.trainers.nonfinite import NonFiniteError, Updates
+from mrl.trainers.shared.updates import NonFiniteError, Updates
 from tests.test_trainer_faults import fake_engine, the_error
 from tests.tiny import make_tiny, tiny_tokenizer
 from tests.train_tools import MADE_UP, Train, write_config

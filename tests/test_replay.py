@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mrl.config.schema import AlgorithmConfig, MismatchConfig, ReplayConfig
 from mrl.core import Rollout
-from mrl.trainers.experience import make_experience
-from mrl.trainers.mismatch import MismatchLimits
-from mrl.trainers.replay import Replay, ReplayBuffer, Reused
+from mrl.trainers.rl.experience import make_experience
+from mrl.trainers.rl.mismatch import MismatchLimits
+from mrl.trainers.rl.replay import Replay, ReplayBuffer, Reused
 
 PER_PROMPT = 2
 

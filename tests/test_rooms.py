@@ -162,7 +162,7 @@ def test_the_machine_is_the_platform_room_s_alone() -> None:
         ("algo", "from mrl.core import Rollout"),
         ("rollout", "from mrl import weights"),
         ("weights", "from mrl.rollout.sglang import server"),
-        ("learner", "import mrl.trainers.rl"),
+        ("learner", "import mrl.trainers.rl.loop"),
         ("config", "from ..models import build"),
         ("weights/disk", "from mrl.weights.model import load"),
         ("weights/convert", "from mrl.weights.compare.verdict import judge"),

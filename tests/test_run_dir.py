@@ -28,7 +28,7 @@ from mrl.observe import NotWritten, Recorder, RunDir, RunExists, move_aside, rea
 from mrl.observe.metrics import TensorboardWriter
 from mrl.redaction import redact
 from mrl.terminal import Terminal
-from mrl.trainers.saving import open_run_dir
+from mrl.trainers.shared.checkpoints import open_run_dir
 from tests.full_disk import full_disk
 from tests.train_tools import write_config
 

@@ -19,10 +19,10 @@ from mrl.learner import Learner, losses
 from mrl.models import load_arch
 from mrl.observe import Recorder, SilentRecorder
 from mrl.resilience import sections
-from mrl.trainers.nonfinite import Updates
-from mrl.trainers.phases import Phases
-from mrl.trainers.saving import Saving, open_run_dir
-from mrl.trainers.world import World
+from mrl.trainers.shared.checkpoints import Saving, open_run_dir
+from mrl.trainers.shared.phases import Phases
+from mrl.trainers.shared.updates import Updates
+from mrl.trainers.shared.world import World
 
 
 @dataclass

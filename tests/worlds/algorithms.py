@@ -25,8 +25,8 @@ from mrl.config.schema import POLICY_LOSS_OPTIONS, OptimizerConfig, RLConfig, Tr
 from mrl.core import Rollout  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
-from mrl.trainers.experience import make_experience  # noqa: E402
-from mrl.trainers.rl import update  # noqa: E402
+from mrl.trainers.rl.experience import make_experience  # noqa: E402
+from mrl.trainers.rl.loop import update  # noqa: E402
 from tests.bare_run import bare_run  # noqa: E402
 from tests.worlds.gradients import TEN_STEPS, TIMEOUT_S, build, compare, everywhere, make_rollout, parse  # noqa: E402
 

@@ -33,8 +33,8 @@ from mrl.core import Rollout  # noqa: E402
 from mrl.learner import Learner, Loss, losses  # noqa: E402
 from mrl.models import ModelArch, load_arch  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
-from mrl.trainers.experience import make_experience  # noqa: E402
-from mrl.trainers.rl import update  # noqa: E402
+from mrl.trainers.rl.experience import make_experience  # noqa: E402
+from mrl.trainers.rl.loop import update  # noqa: E402
 from mrl.weights.model.export import Exporter  # noqa: E402
 from tests.bare_run import bare_run  # noqa: E402
 

@@ -23,7 +23,7 @@ from mrl.learner.optimizer import main_parameters
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.models import load_arch
 from mrl.parallel import gather
-from mrl.trainers.models import RefreshedReference, build_models
+from mrl.trainers.rl.models import RefreshedReference, build_models
 from mrl.weights.errors import WeightError
 
 SHARE = 0.25

@@ -22,10 +22,10 @@ from mrl.config.schema import OptimizerConfig, RLConfig, TrainConfig  # noqa: E4
 from mrl.core import Rollout  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
-from mrl.trainers.experience import make_experience  # noqa: E402
-from mrl.trainers.policy_update import policy_targets, update_actor  # noqa: E402
-from mrl.trainers.rl import update  # noqa: E402
-from mrl.trainers.setup import RLRun  # noqa: E402
+from mrl.trainers.rl.experience import make_experience  # noqa: E402
+from mrl.trainers.rl.loop import update  # noqa: E402
+from mrl.trainers.rl.policy_update import policy_targets, update_actor  # noqa: E402
+from mrl.trainers.rl.run import RLRun  # noqa: E402
 from tests.bare_run import bare_run  # noqa: E402
 from tests.worlds.gradients import SEQ, TEN_STEPS, TIMEOUT_S, build, make_rollout, parse  # noqa: E402
 

@@ -21,8 +21,8 @@ from mrl.core import Prompt, Request, Sample  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
 from mrl.models import load_arch  # noqa: E402
 from mrl.reward import RewardManager  # noqa: E402
-from mrl.trainers.reward_model import ToScore, score  # noqa: E402
-from mrl.trainers.world import World  # noqa: E402
+from mrl.trainers.rl.reward_scores import ToScore, score  # noqa: E402
+from mrl.trainers.shared.world import World  # noqa: E402
 
 
 def samples(sequences: list[list[int]]) -> list[Sample]:

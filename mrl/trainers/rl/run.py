@@ -22,18 +22,18 @@ from mrl.resilience import sections
 from mrl.reward import RewardManager, longest_wait_s
 from mrl.reward.check import row_check
 from mrl.rollout import Access, Engine, start_engine
-from mrl.trainers.demonstrations import Demonstrations
-from mrl.trainers.generate import Generator
-from mrl.trainers.mismatch import MismatchLimits
-from mrl.trainers.models import Models, MovingAverage, build_models
-from mrl.trainers.models import notes as model_notes
-from mrl.trainers.nonfinite import Updates
-from mrl.trainers.phases import Phases
-from mrl.trainers.replay import Replay
-from mrl.trainers.reward_model import ToScore, score
-from mrl.trainers.saving import Saving, open_run_dir
-from mrl.trainers.scores import ScoreControl
-from mrl.trainers.world import World
+from mrl.trainers.rl.demonstrations import Demonstrations
+from mrl.trainers.rl.generate import Generator
+from mrl.trainers.rl.mismatch import MismatchLimits
+from mrl.trainers.rl.models import Models, MovingAverage, build_models
+from mrl.trainers.rl.models import notes as model_notes
+from mrl.trainers.rl.replay import Replay
+from mrl.trainers.rl.reward_scores import ToScore, score
+from mrl.trainers.rl.scores import ScoreControl
+from mrl.trainers.shared.checkpoints import Saving, open_run_dir
+from mrl.trainers.shared.phases import Phases
+from mrl.trainers.shared.updates import Updates
+from mrl.trainers.shared.world import World
 from mrl.weights.sync.push import SyncError, SyncReport, WeightSync
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mrl.config.schema import ReplayConfig
 from mrl.core import Rollout
 from mrl.rollout.seeds import sample_seed
-from mrl.trainers.world import World
+from mrl.trainers.shared.world import World
 
 STREAM = 1 << 42  # keeps these draws apart from the seeds of samples
 

@@ -15,8 +15,8 @@ from mrl.core import Rollout
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.rollout.seeds import sample_seed
-from mrl.trainers.correction import correction_of
-from mrl.trainers.replay import Reused
+from mrl.trainers.rl.correction import correction_of
+from mrl.trainers.rl.replay import Reused
 
 RESAMPLING_STREAM = 1 << 44  # keeps the draws of samples apart from all others
 TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")  # they read sums of squared probabilities

@@ -12,10 +12,10 @@ from mrl.algo import explained_variance
 from mrl.config.schema import RLConfig
 from mrl.core import Rollout, StepStats
 from mrl.learner import losses
-from mrl.trainers.experience import Experience, make_experience, minibatch_weights, resampled
-from mrl.trainers.models import RefreshedReference
-from mrl.trainers.policy_update import update_actor
-from mrl.trainers.setup import RLRun, open_rl_run
+from mrl.trainers.rl.experience import Experience, make_experience, minibatch_weights, resampled
+from mrl.trainers.rl.models import RefreshedReference
+from mrl.trainers.rl.policy_update import update_actor
+from mrl.trainers.rl.run import RLRun, open_rl_run
 
 
 def main(cfg: RLConfig) -> None:

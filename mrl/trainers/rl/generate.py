@@ -17,7 +17,7 @@ from mrl.observe import save_samples, write_down
 from mrl.resilience.sections import section
 from mrl.reward import RewardManager
 from mrl.rollout import Engine, sample_seed
-from mrl.trainers.dynamic_sampling import Group, GroupFilter, in_order, sample_groups, value_of
+from mrl.trainers.rl.groups import Group, GroupFilter, in_order, sample_groups, value_of
 
 VALIDATION_STREAM = 1 << 40  # keeps validation seeds apart from every training step's
 ROUND_STREAM = 1 << 41  # of the orders of the data in further rounds of dynamic sampling

@@ -12,7 +12,7 @@ from mrl.core import StepStats
 from mrl.observe import Recorder, SilentRecorder, append_jsonl
 from mrl.resilience import preemption, sections
 from mrl.resilience.stragglers import Stragglers
-from mrl.trainers.world import World
+from mrl.trainers.shared.world import World
 
 SECTION_OF = {
     "rollout": "rollout",

@@ -10,8 +10,8 @@ from torch import Tensor
 from mrl.algo import Sequences, rollout_correction, token_choice
 from mrl.learner import losses
 from mrl.rollout.seeds import sample_seed
-from mrl.trainers.experience import Experience, minibatch_mask, minibatch_weights
-from mrl.trainers.setup import RLRun
+from mrl.trainers.rl.experience import Experience, minibatch_mask, minibatch_weights
+from mrl.trainers.rl.run import RLRun
 
 ONE_RATIO_A_RESPONSE = ("geo_mean",)  # losses that take one importance weight a response
 TOKEN_STREAM = 1 << 43  # keeps the choice of tokens apart from every step's samples

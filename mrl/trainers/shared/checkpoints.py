@@ -27,7 +27,7 @@ from mrl.observe import (
 )
 from mrl.resilience import preemption
 from mrl.resilience.protocol import attempt, started_by_torchelastic
-from mrl.trainers.phases import Phases
+from mrl.trainers.shared.phases import Phases
 from mrl.weights.errors import WeightError
 from mrl.weights.model.export import save_hf
 

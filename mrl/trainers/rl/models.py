@@ -13,7 +13,7 @@ from mrl.learner import Learner
 from mrl.learner.learner import Role
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.models import is_reward_model, load_arch
-from mrl.trainers.world import World
+from mrl.trainers.shared.world import World
 
 
 class MovingAverage(PolicyCopy):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mrl import failure, platform
 from mrl.parallel import Agreement, Meshes, rank
-from mrl.trainers.pulse import Pulse
+from mrl.trainers.shared.pulse import Pulse
 
 T = TypeVar("T")
 
