@@ -260,17 +260,14 @@ def _is_on_this_machine(cfg: Config) -> bool:
     do it over an address of their own choice; see mrl.weights.sync.transports.distributed.)"""
     from urllib.parse import urlsplit
 
-    from mrl.config.schema import RLConfig
-
-    urls = cfg.rollout.urls if isinstance(cfg, RLConfig) else ()
-    return all(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in urls)
+    return all(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in cfg.given_urls())
 
 
 def _be_a_rank(cfg: Config) -> int:
     """Trains. The stopping signals become SystemExit, so that everything that is open gets closed; where checkpoints
     are written, SIGTERM and SIGUSR1 let the run save first."""
     from mrl.config.derived import summary
-    from mrl.config.schema import RLConfig
+    from mrl.config.trainers.table import trainer_of
     from mrl.resilience import preemption
 
     if cfg.checkpoint.every_steps:
@@ -279,16 +276,9 @@ def _be_a_rank(cfg: Config) -> int:
         for name, value in summary(cfg, int(os.environ["WORLD_SIZE"])):
             print(f"{name:>8}  {value}")
     try:
-        if isinstance(cfg, RLConfig):
-            from mrl.trainers.rl import loop
-
-            preemption.close_first()
-            loop.main(cfg)
-        else:
-            from mrl.trainers import sft
-
-            preemption.close_first()
-            sft.main(cfg)
+        train = trainer_of(cfg).load_main()
+        preemption.close_first()
+        train(cfg)
     except Exception as error:
         if not failure.note(error):
             raise

@@ -13,10 +13,11 @@ from bad_reward_configs import BAD_REWARDS
 from bad_sampling_configs import BAD_SAMPLING
 
 from mrl.config.checks.reward import BUILTIN_REWARDS
-from mrl.config.derived import Machine, smallest_world, updates_per_step
+from mrl.config.derived import Machine, smallest_world
 from mrl.config.loader import dump_resolved, load
 from mrl.config.problems import ConfigError
 from mrl.config.schema import Config, ParallelConfig, RLConfig, SFTConfig
+from mrl.config.trainers.rl import updates_per_step
 
 EXPERTS = {
     **DENSE,

@@ -17,7 +17,6 @@ import yaml
 from mrl.cli import main
 from mrl.config import resume as resume_checks
 from mrl.config.checks.all import check
-from mrl.config.checks.base import Archs
 from mrl.config.derived import Machine
 from mrl.config.loader import dump_resolved
 from mrl.config.schema import RLConfig, SFTConfig
@@ -273,7 +272,7 @@ def test_a_run_directory_that_is_removed_meanwhile(tmp_path: Path, capfd: pytest
 def test_a_place_where_no_run_can_be_is_found_at_once(root: str, name: str, message: str) -> None:
     if root.startswith("/proc") and os.access("/proc/self", os.W_OK):
         pytest.skip("/proc says that it can be written to here")
-    problems = check(sft(root, name), Archs(None, None, None), Machine(1, 1))
+    problems = check(sft(root, name), {"actor": None}, Machine(1, 1))
     assert [problem for problem in problems if message in problem.message], problems
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.checks.base import inert
-from mrl.config.derived import updates_per_step
 from mrl.config.problems import Problem
 from mrl.config.schema import FIXED_AGGREGATION, POLICY_LOSS_OPTIONS, TOKEN_CHOICE_OPTIONS, RLConfig
+from mrl.config.trainers.rl import updates_per_step
 
 LOSS, VALUE_LOSS, CORRECTION = "algorithm.policy_loss", "algorithm.value_loss", "algorithm.rollout_correction"
 NO_LOWER_CLIP = {  # what a clip_ratio_low of 1 or more does; the other losses may have one

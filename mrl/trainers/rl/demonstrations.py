@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mrl.algo import aggregate
-from mrl.config.derived import most_updates_per_step
 from mrl.config.schema import RLConfig
+from mrl.config.trainers.rl import most_updates_per_step
 from mrl.data import PromptDataset, data_notes, load_tokenizer
 from mrl.learner import Term, losses
 

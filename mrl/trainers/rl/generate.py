@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mrl.config.derived import prompts_per_round
 from mrl.config.schema import RLConfig
+from mrl.config.trainers.rl import prompts_per_round
 from mrl.core import Prompt, Request, Rollout, Sample, SamplingParams
 from mrl.data import PromptDataset, Tokenizer, collate, data_notes
 from mrl.observe import save_samples, write_down

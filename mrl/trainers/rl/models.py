@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from mrl.checkpoint import Part
-from mrl.config.derived import needs_ref
 from mrl.config.schema import EMAConfig, ParallelConfig, RefConfig, RLConfig, TrainConfig
+from mrl.config.trainers.rl import needs_ref
 from mrl.learner import Learner
 from mrl.learner.learner import Role
 from mrl.learner.policy_copy import PolicyCopy

@@ -11,8 +11,8 @@ from typing import Any
 
 from mrl import failure, platform
 from mrl.algo import kl
-from mrl.config.derived import most_samples_per_step
 from mrl.config.schema import RLConfig
+from mrl.config.trainers.rl import most_samples_per_step
 from mrl.core import Rollout, Sample
 from mrl.data import PromptDataset, load_tokenizer
 from mrl.learner import Learner
