@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 
 from mrl.config.problems import Problem
-from mrl.models.arch import ModelArch
+from mrl.families import ModelArch
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from mrl.config.checks.base import Archs, inert
 from mrl.config.model_dirs import is_converted, read_converted
 from mrl.config.problems import Problem, reason
 from mrl.config.schema import OptimizerConfig, RLConfig, SFTConfig
-from mrl.models.arch import ModelArch, UnsupportedModel, is_reward_model, load_arch
+from mrl.families import ModelArch, UnsupportedModel, is_reward_model, load_arch
 
 
 def read_archs(cfg: RLConfig | SFTConfig, problems: list[Problem]) -> Archs:
