@@ -14,7 +14,7 @@ import torch
 from mrl.config.schema import DataConfig
 from mrl.core import Prompt, Request, Sample
 from mrl.data import DataError, PromptDataset, Tokenizer, TokenizerError, collate, load_tokenizer
-from mrl.models.arch import load_arch
+from mrl.families import load_arch
 
 TOOL = Path(__file__).parents[1] / "tools" / "make_sort_task.py"
 

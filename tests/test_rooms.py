@@ -9,22 +9,24 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "mrl"
-BELOW = ("core", "config", "platform", "parallel", "models", "kernels", "algo", "data", "weights")
+BELOW = ("core", "families", "config", "platform", "parallel", "models", "kernels", "algo", "data", "weights")
 
 # room -> what it may import from mrl, besides itself; "room.module" allows that module only
 ALLOWED: dict[str, tuple[str, ...]] = {
     "core": (),
-    "config": ("core", "models.arch", "foreign", "redaction"),
+    "families": ("float32", "foreign"),
+    "config": ("core", "families", "float32", "foreign", "redaction"),
     "platform": ("ports",),
     "parallel": ("config", "platform"),
     "kernels": (),
-    "models": ("core", "config", "platform", "parallel", "kernels", "foreign"),
-    "rollout": ("core", "config", "ports"),
+    "models": ("core", "families", "config", "platform", "parallel", "kernels"),
+    "rollout": ("core", "families", "config", "ports"),
     "reward": ("core", "config"),
     "algo": ("kernels",),
     "data": ("core", "config", "foreign"),
     "weights": (
-        *("core", "config", "platform", "parallel", "models", "rollout.answers", "rollout.client", "files", "foreign"),
+        *("core", "families", "config", "platform", "parallel", "models", "rollout.answers", "rollout.client"),
+        *("files", "foreign"),
     ),
     "learner": BELOW,
     "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", "files", "foreign"),
@@ -35,25 +37,24 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "terminal": (),
     "failure": ("files", "redaction"),
     "files": (),
+    "float32": (),
     "foreign": (),
     "ports": (),
     "redaction": (),
     "launcher": ("terminal", "failure", "files", "ports", "redaction", "resilience.protocol", "resilience.rank"),
 }
-TABLE = ("errors", "agreement", "kinds", "table")
+LOWEST = ("errors", "agreement", "kinds")
 # room with rooms inside -> inner room or module -> what it may import of the whole, besides itself
 INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "weights": {
         "errors": (),
         "agreement": ("errors",),
         "kinds": (),
-        "families": ("kinds",),
-        "table": ("families", "kinds"),
-        "disk": TABLE,
-        "model": (*TABLE, "disk"),
+        "disk": LOWEST,
+        "model": (*LOWEST, "disk"),
         "sync": ("errors", "agreement"),
-        "convert": (*TABLE, "disk", "model"),
-        "compare": (*TABLE, "disk", "model"),
+        "convert": (*LOWEST, "disk", "model"),
+        "compare": (*LOWEST, "disk", "model"),
         "command": ("errors", "disk", "convert", "compare"),
     },
 }
@@ -139,15 +140,12 @@ def test_a_room_imports_only_what_is_below_it(room: str) -> None:
     assert not broken
 
 
-def test_the_shapes_of_models_are_plain() -> None:
-    """mrl.models.arch is read by the config room: the standard library only, and what reads foreign files with it."""
-    standard = {"__future__", "dataclasses", "json", "math", "os", "pathlib", "stat", "typing"}
-    for name, more in (("models/arch.py", {"mrl"}), ("models/config_keys.py", set()), ("foreign.py", set())):
-        file = PACKAGE / name
-        found = set(imports(file, ast.parse(file.read_text())))
-        assert {name.split(".")[0] for name in found} <= standard | more
-        ours = [name for name in found if within(name, "mrl")]
-        assert all(name.startswith(("mrl.foreign.", "mrl.models.config_keys.")) for name in ours)
+def test_the_families_are_plain() -> None:
+    """mrl.families is read by the config room: the standard library only, and what reads foreign files with it."""
+    standard = {*("__future__", "collections", "dataclasses", "functools", "json", "os", "pathlib", "stat", "types")}
+    files = [*(PACKAGE / "families").rglob("*.py"), PACKAGE / "foreign.py", PACKAGE / "float32.py"]
+    found = {name for file in files for name in imports(file, ast.parse(file.read_text()))}
+    assert {name.split(".")[0] for name in found} == standard | {"typing", "mrl"}
 
 
 def test_the_machine_is_the_platform_room_s_alone() -> None:
@@ -164,6 +162,7 @@ def test_the_machine_is_the_platform_room_s_alone() -> None:
         ("weights", "from mrl.rollout.sglang import server"),
         ("learner", "import mrl.trainers.rl.loop"),
         ("config", "from ..models import build"),
+        ("families", "from mrl.config.schema import TrainConfig"),
         ("weights/disk", "from mrl.weights.model import load"),
         ("weights/convert", "from mrl.weights.compare.verdict import judge"),
         ("weights/sync", "from ..model.export import Exporter"),

@@ -15,8 +15,8 @@ from mrl import failure
 from mrl.algo import aggregate
 from mrl.config.schema import SFTConfig
 from mrl.data import PromptDataset, data_notes, load_tokenizer
+from mrl.families import load_arch
 from mrl.learner import Learner, losses
-from mrl.models import load_arch
 from mrl.observe import Recorder, SilentRecorder
 from mrl.resilience import sections
 from mrl.trainers.shared.checkpoints import Saving, open_run_dir

@@ -27,15 +27,16 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from mrl.config.schema import ParallelConfig, TrainConfig  # noqa: E402
 from mrl.core import PackedBatch  # noqa: E402
-from mrl.models import ModelBatch, build_model, load_arch  # noqa: E402
-from mrl.models.arch import ModelArch  # noqa: E402
+from mrl.families import ModelArch, load_arch  # noqa: E402
+from mrl.families.table import OUTPUT  # noqa: E402
+from mrl.models.batch import ModelBatch  # noqa: E402
+from mrl.models.build import build_model  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank, world_size  # noqa: E402
 from mrl.weights.disk.safetensors_io import HFCheckpoint  # noqa: E402
 from mrl.weights.errors import WeightError  # noqa: E402
 from mrl.weights.model import export, load  # noqa: E402
 from mrl.weights.model.export import Exporter, save_hf  # noqa: E402
 from mrl.weights.model.load import load_hf  # noqa: E402
-from mrl.weights.table import OUTPUT  # noqa: E402
 
 
 class Wrapper(nn.Module):

@@ -9,10 +9,10 @@ import torch
 from mrl.checkpoint import Part
 from mrl.config.schema import EMAConfig, ParallelConfig, RefConfig, RLConfig, TrainConfig
 from mrl.config.trainers.rl import needs_ref
+from mrl.families import is_reward_model, load_arch
 from mrl.learner import Learner
 from mrl.learner.learner import Role
 from mrl.learner.policy_copy import PolicyCopy
-from mrl.models import is_reward_model, load_arch
 from mrl.trainers.shared.world import World
 
 

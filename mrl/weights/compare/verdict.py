@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mrl.models import load_arch
+from mrl.families import load_arch
+from mrl.families.table import Role
 from mrl.parallel import Meshes
 from mrl.weights.compare.logits import BOUND, Logits, compare_logits
 from mrl.weights.compare.tensors import Comparison, Group, compare_tensors
@@ -19,7 +20,6 @@ from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.staging import size
 from mrl.weights.disk.stored_names import stored_names
 from mrl.weights.errors import WeightError
-from mrl.weights.table import Role
 
 MAX_LISTED = 12
 WIDTH = 160  # where there is no terminal

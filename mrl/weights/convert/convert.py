@@ -18,8 +18,9 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
 from mrl.config.model_dirs import FORMAT, MANIFEST, RELEASE, TRACKER, VERSION
+from mrl.families import ModelArch, load_arch
+from mrl.families.table import Role, weight_table
 from mrl.files import sizes, sync
-from mrl.models import ModelArch, load_arch
 from mrl.parallel import Meshes
 from mrl.weights.agreement import raise_together
 from mrl.weights.convert import WORKERS
@@ -43,7 +44,6 @@ from mrl.weights.disk.torch_dist_files import Item, write_metadata
 from mrl.weights.errors import WeightError
 from mrl.weights.model.export import write_index
 from mrl.weights.model.load import unused_tensors
-from mrl.weights.table import Role, weight_table
 
 BUCKET_BYTES = 32 << 20
 

@@ -15,15 +15,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mrl.models.arch import ModelArch
+from mrl.families import ModelArch
+from mrl.families.rows import Row
+from mrl.families.table import VALUE_HEAD, Role, weight_table
 from mrl.parallel import Mesh, gather, rank
 from mrl.weights.agreement import raise_together
 from mrl.weights.disk.model_files import copy_model_files
 from mrl.weights.disk.safetensors_io import INDEX, SINGLE
-from mrl.weights.kinds import Row, to_hf
-from mrl.weights.model.load import cut_of
+from mrl.weights.kinds import to_hf
 from mrl.weights.model.names import named_parameters
-from mrl.weights.table import VALUE_HEAD, Role, weight_table
 
 GIB = 1 << 30
 
@@ -102,7 +102,7 @@ class Exporter:
 
     def _gather(self, row: Row, shard: Tensor) -> list[Tensor] | None:
         """All shards on the sender, None elsewhere."""
-        tp, tp_rank = cut_of(row, self.mesh)
+        tp, tp_rank = self.mesh.tensor_cut(row.expert)
         if row.tp_dim is None or tp == 1:
             return [shard] if tp_rank == 0 else None
         shard = shard.contiguous()
@@ -115,7 +115,7 @@ class Exporter:
         mine = [
             TensorMeta(name, shape, parameter.dtype, rank())
             for row, parameter in self._mine
-            if cut_of(row, self.mesh)[1] == 0
+            if self.mesh.tensor_cut(row.expert)[1] == 0
             for name, shape in zip(row.hf, row.shapes, strict=True)
         ]
         return [meta for metas in gather(mine) for meta in metas]

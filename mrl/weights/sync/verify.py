@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrl.models.arch import ModelArch
+from mrl.families import ModelArch
 from mrl.rollout.answers import RankChecksums
 from mrl.rollout.client import EngineClient
 from mrl.weights.agreement import SyncAgreement
