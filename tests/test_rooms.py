@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "mrl"
-BELOW = ("core", "families", "config", "platform", "parallel", "models", "kernels", "algo", "data", "weights")
+BELOW = ("units", "core", "families", "config", "platform", "parallel", "models", "kernels", "algo", "data", "weights")
 
 # room -> what it may import from mrl, besides itself; "room.module" allows that module only
 ALLOWED: dict[str, tuple[str, ...]] = {
-    "core": (),
+    "units": (),
+    "core": ("units",),
     "families": ("float32", "foreign"),
     "config": ("core", "families", "float32", "foreign", "redaction"),
     "platform": ("ports",),
@@ -59,7 +60,7 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 ANYTHING = ("cli", "__main__", "__init__")
-WITHOUT_MEGATRON = ("algo", "reward", "rollout", "data", "config", "observe", "kernels", "core")
+WITHOUT_MEGATRON = ("algo", "reward", "rollout", "data", "config", "observe", "kernels", "core", "units")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
