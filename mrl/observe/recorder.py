@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,6 +49,8 @@ class SilentRecorder:
 class Recorder(SilentRecorder):
     """Rank 0's recorder: metrics.jsonl, tensorboard if wanted, and a display. Use as a context manager or `close()`.
 
+    For one thread, the loop's: engines report their samples in the thread that has asked for them.
+
     live: redraw a panel (True), print a line a step (False), or by whether stdout is a terminal (None).
     on_error: as checkpoint.on_error, "stop" or "warn"
     """
@@ -65,7 +66,6 @@ class Recorder(SilentRecorder):
         self._on_error = on_error
         self._file = MetricsFile(run_dir / "metrics.jsonl")
         self._progress = Progress(total_steps)
-        self._count = threading.Lock()  # samples finish in the engine client's threads
         self._phases: list[str] = []
         self._closed = False
         self._tensorboard = TensorboardWriter(run_dir) if tensorboard and find_spec("tensorboard") else None
@@ -88,14 +88,12 @@ class Recorder(SilentRecorder):
 
     def expect(self, total: int) -> None:
         """The current phase will `advance` this many times."""
-        with self._count:
-            self._progress.finished, self._progress.expected = 0, total
+        self._progress.finished, self._progress.expected = 0, total
 
     def advance(self, count: int = 1) -> None:
-        """`count` more of the expected items are finished. Any thread may call it."""
-        with self._count:
-            self._progress.finished += count
-            self._display.tick()
+        """`count` more of the expected items are finished."""
+        self._progress.finished += count
+        self._display.tick()
 
     def note(self, text: str) -> None:
         """One line for the user."""

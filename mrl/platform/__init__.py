@@ -5,7 +5,7 @@ Call `install()` before the first `import megatron.core`, in training processes 
 
 from mrl.platform.adaptations import REGISTRY, Adaptation, applied, install
 from mrl.platform.features import Feature, apex_usable, doctor_table, features, transformer_engine_usable
-from mrl.platform.memory import peak_memory_bytes, release_cached_memory, reset_peak_memory
+from mrl.platform.memory import peak_memory_bytes, reset_peak_memory
 from mrl.platform.optimizer_state import prime_adam, unshare_steps
 from mrl.platform.process import (
     WorldError,
@@ -39,7 +39,6 @@ __all__ = [
     "prime_adam",
     "probe_seconds",
     "random_state",
-    "release_cached_memory",
     "reset_peak_memory",
     "restore_random_state",
     "synchronize",
