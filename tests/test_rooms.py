@@ -10,11 +10,12 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "mrl"
 BELOW = ("core", "config", "platform", "parallel", "models", "kernels", "algo", "data", "weights")
+ON_DISK = ("directories", "files", "foreign")
 
 # room -> what it may import from mrl, besides itself; "room.module" allows that module only
 ALLOWED: dict[str, tuple[str, ...]] = {
     "core": (),
-    "config": ("core", "models.arch", "foreign", "redaction"),
+    "config": ("core", "models.arch", "directories", "foreign", "redaction"),
     "platform": ("ports",),
     "parallel": ("config", "platform"),
     "kernels": (),
@@ -23,17 +24,16 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "reward": ("core", "config"),
     "algo": ("kernels",),
     "data": ("core", "config", "foreign"),
-    "weights": (
-        *("core", "config", "platform", "parallel", "models", "rollout.answers", "rollout.client", "files", "foreign"),
-    ),
+    "weights": (*("core", "config", "platform", "parallel", "models", "rollout.answers", "rollout.client", *ON_DISK),),
     "learner": BELOW,
-    "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", "files", "foreign"),
+    "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", *ON_DISK),
     "observe": ("core", "config", "files", "redaction"),
     "resilience": ("core", "config", "platform", "parallel", "failure", "files"),
     "trainers": (*BELOW, "rollout", "reward", "learner", "checkpoint", "observe", "resilience", "failure"),
     "preflight": ("config", "data", "reward"),
     "terminal": (),
     "failure": ("files", "redaction"),
+    "directories": ("files", "foreign"),
     "files": (),
     "foreign": (),
     "ports": (),
