@@ -10,13 +10,14 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "mrl"
 BELOW = ("units", "core", "families", "config", "platform", "parallel", "models", "kernels", "algo", "data", "weights")
+ON_DISK = ("directories", "files", "foreign")
 
 # room -> what it may import from mrl, besides itself; "room.module" allows that module only
 ALLOWED: dict[str, tuple[str, ...]] = {
     "units": (),
     "core": ("units",),
     "families": ("float32", "foreign"),
-    "config": ("core", "families", "float32", "foreign", "redaction"),
+    "config": ("core", "families", "directories", "float32", "foreign", "redaction"),
     "platform": ("ports",),
     "parallel": ("config", "platform"),
     "kernels": (),
@@ -27,16 +28,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "data": ("core", "config", "foreign"),
     "weights": (
         *("core", "families", "config", "platform", "parallel", "models", "rollout.answers", "rollout.client"),
-        *("files", "foreign"),
+        *ON_DISK,
     ),
     "learner": BELOW,
-    "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", "files", "foreign"),
+    "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", *ON_DISK),
     "observe": ("core", "config", "files", "redaction"),
     "resilience": ("core", "config", "platform", "parallel", "failure", "files"),
     "trainers": (*BELOW, "rollout", "reward", "learner", "checkpoint", "observe", "resilience", "failure"),
     "preflight": ("config", "data", "reward"),
     "terminal": (),
     "failure": ("files", "redaction"),
+    "directories": ("files", "foreign"),
     "files": (),
     "float32": (),
     "foreign": (),
@@ -59,6 +61,7 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
         "command": ("errors", "disk", "convert", "compare"),
     },
 }
+KNOWN_CIRCLE = {"mrl.rollout.engine", "mrl.rollout.flight"}
 ANYTHING = ("cli", "__main__", "__init__")
 WITHOUT_MEGATRON = ("algo", "reward", "rollout", "data", "config", "observe", "kernels", "core", "units")
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -108,6 +111,27 @@ def broken_arrows(file: Path, tree: ast.AST) -> list[str]:
     return [name for name in ours if not any(within(name, prefix) for prefix in allowed)]
 
 
+def arrows() -> dict[str, set[str]]:
+    """Module -> the modules that it names in its imports, lazy ones and those for type checkers too."""
+    modules = {module_name(file): file for file in FILES}
+    found: dict[str, set[str]] = {}
+    for module, file in modules.items():
+        names = {name for name in imports(file, ast.parse(file.read_text())) if within(name, "mrl")}
+        found[module] = {name if name in modules else name.rpartition(".")[0] for name in names} - {module}
+    return found
+
+
+def circles(arrows: dict[str, set[str]]) -> set[str]:
+    """What is left when all that imports nothing of the rest, or is imported by nothing of it, is taken away."""
+    left = set(arrows)
+    while True:
+        targets = {name for module in left for name in arrows[module]}
+        inner = {module for module in left if arrows[module] & left and module in targets}
+        if inner == left:
+            return left
+        left = inner
+
+
 def forbidden(file: Path, tree: ast.AST) -> list[str]:
     room = room_of(file)
     found = []
@@ -139,6 +163,14 @@ def test_a_room_imports_only_what_is_below_it(room: str) -> None:
         if room_of(file) == room and (names := broken_arrows(file, ast.parse(file.read_text())))
     }
     assert not broken
+
+
+def test_no_module_imports_itself_by_way_of_another() -> None:
+    assert circles(arrows()) - KNOWN_CIRCLE == set()
+
+
+def test_a_circle_is_seen() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == {"b", "c"}
 
 
 def test_the_families_are_plain() -> None:

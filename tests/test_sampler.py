@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from mrl.trainers.generate import Sampled, Sampler
 
 from mrl.core import Rollout
+from mrl.trainers.rl.generate import Sampled, Sampler
 from tests.world import run_world
 
 

@@ -16,11 +16,10 @@ from mrl import platform
 
 platform.install()
 
-from mrl.trainers.generate import Sampled, Sampler, when_asked  # noqa: E402
-from mrl.trainers.world import RankZeroError, World  # noqa: E402
-
 from mrl.core import Rollout  # noqa: E402
 from mrl.parallel import rank  # noqa: E402
+from mrl.trainers.rl.generate import Sampled, Sampler, when_asked  # noqa: E402
+from mrl.trainers.shared.world import RankZeroError, World  # noqa: E402
 
 WAIT_S = 60.0
 

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from mrl.directories import size_text
 from mrl.families import load_arch
 from mrl.families.table import Role
 from mrl.parallel import Meshes
@@ -17,7 +18,6 @@ from mrl.weights.compare.logits import BOUND, Logits, compare_logits
 from mrl.weights.compare.tensors import Comparison, Group, compare_tensors
 from mrl.weights.disk.megatron_dirs import open_megatron
 from mrl.weights.disk.safetensors_io import HFCheckpoint
-from mrl.weights.disk.staging import size
 from mrl.weights.disk.stored_names import stored_names
 from mrl.weights.errors import WeightError
 
@@ -75,7 +75,7 @@ class Verdict:
             scale, error = self.logits.scale, self.logits.error
             logits = f"logits differ by {error:.1e}, {how} {BOUND:g} of their scale {scale:.3g}"
         head = "[green]the same model[/green]" if self.same else "[red]NOT the same model[/red]"
-        return f"{head}: {count} tensors, {size(nbytes)}; {logits}"
+        return f"{head}: {count} tensors, {size_text(nbytes)}; {logits}"
 
 
 def judge(

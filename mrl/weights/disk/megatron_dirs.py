@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from mrl.config.model_dirs import FORMAT, MANIFEST, RELEASE, TRACKER, read_converted, read_manifest
+from mrl.config.model_dirs import FORMAT, RELEASE, TRACKER, read_converted
+from mrl.directories import MANIFEST, read_manifest
 from mrl.families import ModelArch, load_arch
 from mrl.families.table import Role
 from mrl.files import lock_for_reading
