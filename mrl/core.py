@@ -83,7 +83,7 @@ class Rollout:
         engines name them; None: no engine drew them (demonstrations)
 
     A new field with its unit goes wherever the others go: through `pick`, `join`, the replay buffer and its
-    checkpoints, and to every rank.
+    checkpoints, and to every rank. Raises ValueError for tensors that do not fit together.
     """
 
     step: int
