@@ -108,6 +108,7 @@ class Decoder:
 
 
 def positions(keys: Keys) -> int:
+    """The longest sequence in tokens."""
     return keys.size("max_position_embeddings", MAX_POSITIONS, 2048)
 
 
