@@ -19,6 +19,7 @@ from mrl.foreign import check_links, read_json
 
 __all__ = [
     "FAMILIES",
+    "VALUE_HEAD_SUFFIX",
     "Decoder",
     "Experts",
     "Keys",

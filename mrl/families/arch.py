@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mrl.families.keys import UnsupportedModel
 
@@ -53,6 +54,24 @@ class ModelArch:
             raise UnsupportedModel(f"{self.family}: expert layers and the number of experts come together")
         if len(set(self.layers)) > len({layer.experts for layer in self.layers}):
             raise UnsupportedModel(f"{self.family}: layers of one kind have several widths; supported: one")
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint says of its model, in values that JSON keeps: the fields, the layers in two numbers (one by
+        one where they differ)."""
+        fields = {name: value for name, value in vars(self).items() if name not in ("layers", "experts")}
+        experts = self.experts
+        return fields | {
+            "num_layers": self.num_layers,
+            "ffn_size": self.layers[0].ffn_size,
+            "num_experts": experts.count if experts else None,
+            "experts_per_token": experts.per_token if experts else None,
+            "normalize_topk": experts.normalize_topk if experts else True,
+            **({"layers": [[layer.ffn_size, layer.experts] for layer in self.layers]} if self.layers_differ else {}),
+        }
+
+    @property
+    def layers_differ(self) -> bool:
+        return len(set(self.layers)) > 1
 
     @property
     def num_layers(self) -> int:

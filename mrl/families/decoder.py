@@ -23,6 +23,7 @@ class Decoder:
 
     name: str
     architecture: str
+    width_key = "intermediate_size"  # what config.json calls the width of the MLP, or of one expert's
     norm_eps = 1e-6  # where config.json has none
     head_dim: int | None = None  # where config.json has none; None: hidden_size / num_attention_heads
     qkv_bias = False
@@ -55,7 +56,7 @@ class Decoder:
 
     def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
         """The `count` layers, from the first to the last."""
-        return (Layer(keys.size("intermediate_size", MAX_WIDTH)),) * count
+        return (Layer(keys.size(self.width_key, MAX_WIDTH)),) * count
 
     def experts(self, keys: Keys) -> Experts | None:
         """What the expert layers share; None without any."""
@@ -107,6 +108,7 @@ class Decoder:
 
 
 def positions(keys: Keys) -> int:
+    """The longest sequence in tokens."""
     return keys.size("max_position_embeddings", MAX_POSITIONS, 2048)
 
 

@@ -14,12 +14,10 @@ class ExpertDecoder(Decoder):
     """Experts in every layer. A family whose layers differ overrides `layers`.
 
     router, expert_names: the hub's names in a layer; {} is the expert's number, the order gate, up, down
-    width_key: what config.json calls an expert's width
     """
 
     router: str
     expert_names: tuple[str, str, str]
-    width_key = "intermediate_size"
 
     def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
         return (Layer(keys.size(self.width_key, MAX_WIDTH), experts=True),) * count

@@ -55,15 +55,17 @@ Rows = dict[str, Row]
 
 
 def prefixes(layer: int) -> tuple[str, str]:
+    """(Megatron's, the hub's) of a layer, counted from 0."""
     return f"decoder.layers.{layer}.", f"model.layers.{layer}."
 
 
 def norm(name: str, size: int) -> Row:
+    """The weight [size] of an RMSNorm, which the hub calls `name`."""
     return Row("copy", (name,), ((size,),), start="ones")
 
 
 def attention(arch: ModelArch, m: str, h: str) -> Rows:
-    """Projections and both norms of the layer, with the biases and q/k norms that the model has."""
+    """Rows of a layer's projections and of both its norms, with the biases and q/k norms that the model has."""
     width, kv_width, hidden = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.hidden_size
     rows = {
         m + "input_layernorm.weight": norm(h + "input_layernorm.weight", hidden),
@@ -90,6 +92,7 @@ def attention(arch: ModelArch, m: str, h: str) -> Rows:
 
 
 def dense_mlp(hidden: int, ffn: int, m: str, h: str) -> Rows:
+    """Rows of a gated MLP [hidden -> ffn -> hidden]."""
     return {
         m + "mlp.linear_fc1.weight": Row(
             "gate_up",
@@ -102,7 +105,9 @@ def dense_mlp(hidden: int, ffn: int, m: str, h: str) -> Rows:
 
 
 def expert_mlps(hidden: int, ffn: int, count: int, m: str, h: str, *, router: str, names: tuple[str, str, str]) -> Rows:
-    """`router` and `names` (gate, up, down; {} is the expert's number) are the hub's, relative to the layer.
+    """Rows of a router and of `count` gated MLPs [hidden -> ffn -> hidden].
+
+    `router` and `names` (gate, up, down; {} is the expert's number) are the hub's, relative to the layer.
 
     Checkpoints that were saved in transformers' own memory layout hold all experts of a layer in two tensors instead;
     both forms are read, the hub's is written.

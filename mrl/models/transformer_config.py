@@ -119,7 +119,7 @@ def _experts(arch: ModelArch, mesh: Mesh) -> dict[str, Any]:
     """Softmax over the chosen experts equals softmax over all, renormalised; without renormalisation it comes first."""
     if arch.experts is None:
         return {}
-    differ = {"moe_layer_freq": [int(layer.experts) for layer in arch.layers]}  # alike, layers are stacked on disk
+    kinds = {"moe_layer_freq": [int(layer.experts) for layer in arch.layers]}  # ends the stacking of layers on disk
     return {
         "num_moe_experts": arch.experts.count,
         "moe_router_topk": arch.experts.per_token,
@@ -129,5 +129,5 @@ def _experts(arch: ModelArch, mesh: Mesh) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": platform.transformer_engine_usable(),
-        **(differ if arch.dense_width is not None else {}),
+        **(kinds if arch.layers_differ else {}),
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,7 @@ def load_errors(job: Job) -> dict[str, str]:
         save_file(tensors, job.out / "model.safetensors")
     dist.barrier()
     leftovers = error_of(lambda: job.load(path=job.out))
-    deeper = job.arch.__class__(**{**vars(job.arch), "num_layers": job.arch.num_layers + 1})
+    deeper = replace(job.arch, layers=(*job.arch.layers, job.arch.layers[0]))
     small = job.build()
     too_small = error_of(lambda: load_hf(small, deeper, job.path, job.mesh))
     missing = error_of(lambda: job.load(path=job.out / "nowhere"))
