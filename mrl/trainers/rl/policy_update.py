@@ -69,8 +69,8 @@ def choose_tokens(run: RLRun, exp: Experience, sample_ids: range, mask: Tensor, 
 
 
 def check_samples(run: RLRun, exp: Experience, number: int) -> dict[str, float]:
-    """Whether the engine drew the mini-batch's samples with these weights, where no pass of its own has told; metrics of
-    the first update, for which that is exact. Collective; raises MismatchError."""
+    """Metrics of the mini-batch's samples against the engine's, where no pass of its own has told; of the first update
+    alone, for which they are exact. Collective. Raises MismatchError if other weights drew them."""
     if exp.trainer_log_probs is not None or number >= len(run.minibatches(exp.rollout)):
         return {}
     log_probs, seen = run.actor.last_log_probs(exp.rollout)
