@@ -44,6 +44,7 @@ def experience(step: int = 0) -> Experience:
         ref_log_probs=place + 0.4,
         values=place + 0.5,
         mean_ref_kl=0.7,
+        is_old_policy=True,
         entropies=place + 0.6,
         correction=Correction(place + 0.7, place < 400, {"a": 1.0}),
         reused=Reused(old, old.repeat_interleave(LENGTHS), place + 0.8),

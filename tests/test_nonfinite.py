@@ -192,8 +192,8 @@ def make_steps(tmp_path: Path, *steps: list[float], limit: int = 3) -> Updates:
     for number, skipped in enumerate(steps):
         actor, critic = Steps(*skipped), Steps(0)
         for _ in skipped:
-            updates.make("actor", actor, None, range(1), {})  # type: ignore[arg-type]
-        updates.make("critic", critic, None, range(1), {})  # type: ignore[arg-type]
+            updates.note("actor", actor, None, range(1), actor.step())  # type: ignore[arg-type]
+        updates.note("critic", critic, None, range(1), critic.step())  # type: ignore[arg-type]
         updates.end_of_step(number + 1)
     return updates
 

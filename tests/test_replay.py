@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mrl.config.schema import AlgorithmConfig, MismatchConfig, ReplayConfig
 from mrl.core import Rollout
-from mrl.trainers.rl.experience import make_experience
+from mrl.trainers.rl.experience import forward_passes, make_experience
 from mrl.trainers.rl.mismatch import MismatchLimits
 from mrl.trainers.rl.replay import Replay, ReplayBuffer, Reused
 from mrl.units import PerImage, PerSample
@@ -144,18 +144,10 @@ def test_the_ratio_of_an_old_sample_is_to_the_policy_that_drew_it(importance: st
     for step in range(3):
         mixed, reused, _ = a_step(replay, step)
     assert reused is not None
-    policy, cfg = Policy(0.5, reused), {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": importance}}
-    made = make_experience(
-        AlgorithmConfig.model_validate(cfg),
-        1.0,
-        mixed,
-        policy,
-        None,
-        None,
-        0.0,
-        single_update=False,
-        reused=reused,  # type: ignore[arg-type]
-    )
+    policy, settings = Policy(0.5, reused), {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": importance}}
+    cfg = AlgorithmConfig.model_validate(settings)
+    passes = forward_passes(cfg, mixed, 1.0, policy)  # type: ignore[arg-type]
+    made = make_experience(cfg, mixed, passes, 0.0, reused)
     present, _ = policy.log_probs(mixed, 1.0)
     assert made.trainer_log_probs is not None and made.old_log_probs is not None
     assert torch.equal(made.trainer_log_probs, present)

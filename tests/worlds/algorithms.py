@@ -25,7 +25,7 @@ from mrl.config.schema import POLICY_LOSS_OPTIONS, OptimizerConfig, RLConfig, Tr
 from mrl.core import Rollout  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
-from mrl.trainers.rl.experience import make_experience  # noqa: E402
+from mrl.trainers.rl.experience import forward_passes, make_experience  # noqa: E402
 from mrl.trainers.rl.loop import update  # noqa: E402
 from tests.bare_run import bare_run  # noqa: E402
 from tests.worlds.gradients import TEN_STEPS, TIMEOUT_S, build, compare, everywhere, make_rollout, parse  # noqa: E402
@@ -141,7 +141,8 @@ class Trainer:
         run = bare_run(cfg, self.actor, critic)
         ref: Any = EnginesPolicy() if cfg.algorithm.kl.use_in_loss else None
         for rollout in rollouts:
-            experience = make_experience(cfg.algorithm, 1.0, rollout, self.actor, critic, ref, 0.0, single_update=False)
+            passes = forward_passes(cfg.algorithm, rollout, 1.0, self.actor, critic, ref)
+            experience = make_experience(cfg.algorithm, rollout, passes, 0.0)
             update(run, experience, trains_actor=True)
         return self.weights()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mrl.algo import advantages, aggregate, kl, resampling, token_rewards
 from mrl.algo.rollout_correction import Correction
-from mrl.config.schema import AlgorithmConfig, PFPPOConfig, RolloutCorrectionConfig
+from mrl.config.schema import AlgorithmConfig, KLConfig, PFPPOConfig, RolloutCorrectionConfig
 from mrl.core import Rollout
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
@@ -23,11 +23,28 @@ TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")  # th
 
 
 @dataclass(frozen=True)
+class Passes:
+    """What the models say of a step's samples before its first update. Flat [R]; None: nothing needs it, or the first
+    update computes it anyway.
+
+    log_probs, entropies: the trainer's
+    sum_pi_squared: sums over the vocabulary of its squared probabilities
+    """
+
+    log_probs: Tensor | None = None
+    entropies: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Experience:
     """Flat [R] vectors of one step.
 
-    trainer_log_probs, entropies: the trainer's, of the policy at the start of the step; None: nothing needs them before
-    the first update computes them anyway. old_log_probs None: see mrl.learner.losses.PolicyTargets
+    trainer_log_probs, entropies: see Passes. old_log_probs None: see mrl.learner.losses.PolicyTargets
+    is_old_policy: the old log-probs are the trainer's own, known or not
+    mean_ref_kl: mean over the new responses of each one's token mean, as verl's controller takes it
     """
 
     rollout: Rollout
@@ -37,7 +54,8 @@ class Experience:
     trainer_log_probs: Tensor | None
     ref_log_probs: Tensor | None
     values: Tensor | None
-    mean_ref_kl: float | None  # mean over the new responses of each one's token mean, as verl's controller takes it
+    mean_ref_kl: float | None
+    is_old_policy: bool
     entropies: Tensor | None = None
     correction: Correction | None = None
     reused: Reused | None = None
@@ -46,11 +64,6 @@ class Experience:
     def is_new(self) -> Tensor:
         """[R] bool: tokens that the policy has drawn that this step began with."""
         return torch.ones_like(self.advantages, dtype=torch.bool) if self.reused is None else ~self.reused.tokens
-
-    @property
-    def is_old_policy(self) -> bool:
-        """Whether the old log-probs are the trainer's own."""
-        return self.old_log_probs is self.trainer_log_probs
 
     @property
     def num_new_samples(self) -> int:
@@ -67,8 +80,6 @@ class Experience:
             return self.rollout.flat_of(samples, vector)
 
         changes: dict[str, Any] = {name: of(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        if self.is_old_policy:
-            changes["old_log_probs"] = changes.get("trainer_log_probs")
         if (made := self.correction) is not None:
             weights = None if made.weights is None else of(made.weights)
             changes["correction"] = replace(made, weights=weights, keep=of(made.keep))
@@ -82,71 +93,87 @@ class Experience:
         return [self.advantages, self.returns, *(vector for vector in maybe if vector is not None)]
 
 
-def make_experience(
+def forward_passes(
     cfg: AlgorithmConfig,
-    temperature: float,
     rollout: Rollout,
+    temperature: float,
     actor: Learner,
-    critic: Learner | None,
-    ref: Learner | PolicyCopy | None,
-    kl_coef: float,
-    single_update: bool,
-    reused: Reused | None = None,
-) -> Experience:
-    """`single_update`: the step makes one update from these samples, so the ratio to the old policy is 1 by itself
-    and the separate forward pass for old log-probs is not needed (unless something else needs it).
-
-    reused: samples of earlier steps among these. All about them is computed anew, except their old log-probs: those are
-    of the policy that drew them. With importance weights the old policy is the present one for them too, as the weights
-    count how far that is from the one that drew them (decoupled PPO, arXiv 2505.24298).
-    """
+    critic: Learner | None = None,
+    ref: Learner | PolicyCopy | None = None,
+    *,
+    single_update: bool = False,
+) -> Passes:
+    """Collective. `single_update`: the step makes one update from these samples, so the ratio to the old policy is 1 by
+    itself and the separate pass for old log-probs is not needed (unless something else needs it)."""
     trainers = entropies = squares = None
     if cfg.adv_estimator in TOKEN_BASELINES:
         trainers, entropies, squares = actor.distribution(rollout, temperature)
     elif needs_forward_pass(cfg, single_update):
         trainers, entropies = actor.log_probs(rollout, temperature)
-    old = rollout.rollout_log_probs if cfg.old_log_probs == "engine" else trainers
-    if reused is not None and old is not None and cfg.rollout_correction.rollout_is is None:
-        old = torch.where(reused.tokens, reused.old_log_probs, old)
     ref_log_probs = ref.log_probs(rollout, temperature)[0] if ref is not None else None
     values = critic.values(rollout) if critic is not None else None
+    return Passes(trainers, entropies, squares, ref_log_probs, values)
 
-    mask, penalty, mean_ref_kl = rollout.response_mask, None, None
-    if cfg.kl.use_in_reward and trainers is not None and ref_log_probs is not None:
-        penalty = rollout.dense(kl.penalty(cfg.kl.penalty, trainers, ref_log_probs))
-        new = mask if reused is None else mask & ~reused.samples[:, None]
-        mean_ref_kl = float(aggregate.agg_loss("seq-mean-token-mean", penalty.double(), new))
-    rewards = token_rewards.compute(rollout.scores, mask, kl=penalty, kl_coef=kl_coef)
+
+def make_experience(
+    cfg: AlgorithmConfig, rollout: Rollout, passes: Passes, kl_coef: float, reused: Reused | None = None
+) -> Experience:
+    """What a step learns from its scored samples. reused: which of them are of earlier steps, if any are."""
+    old, is_old_policy = _old_policy(cfg, rollout, passes.log_probs, reused)
+    penalty, mean_ref_kl = _ref_kl(cfg.kl, rollout, passes, reused)
+    rewards = token_rewards.compute(rollout.scores, rollout.response_mask, kl=penalty, kl_coef=kl_coef)
     correction = None
-    if trainers is not None and cfg.rollout_correction != RolloutCorrectionConfig():
-        correction = correction_of(cfg.rollout_correction, rollout, trainers)
+    if passes.log_probs is not None and cfg.rollout_correction != RolloutCorrectionConfig():
+        correction = correction_of(cfg.rollout_correction, rollout, passes.log_probs)
     importance_weights = correction.weights if correction is not None else None
-    adv, returns = _advantages(cfg, rollout, rewards, values, trainers, squares, importance_weights)
+    adv, returns = _advantages(cfg, rollout, rewards, passes, importance_weights)
     return Experience(
         rollout=rollout,
         advantages=rollout.flat(adv),
         returns=rollout.flat(returns),
         old_log_probs=old,
-        trainer_log_probs=trainers,
-        ref_log_probs=ref_log_probs,
-        values=values,
+        trainer_log_probs=passes.log_probs,
+        ref_log_probs=passes.ref_log_probs,
+        values=passes.values,
         mean_ref_kl=mean_ref_kl,
-        entropies=entropies,
+        is_old_policy=is_old_policy,
+        entropies=passes.entropies,
         correction=correction,
         reused=reused,
     )
 
 
+def _old_policy(
+    cfg: AlgorithmConfig, rollout: Rollout, trainers: Tensor | None, reused: Reused | None
+) -> tuple[Tensor | None, bool]:
+    """Its log-probs [R], and whether they are the trainer's own.
+
+    Of samples of earlier steps it is the policy that drew them. With importance weights it is the present one for them
+    too, as the weights count how far that is from the one that drew them (decoupled PPO, arXiv 2505.24298).
+    """
+    is_trainers = cfg.old_log_probs == "trainer"
+    old = trainers if is_trainers else rollout.rollout_log_probs
+    if reused is None or old is None or cfg.rollout_correction.rollout_is is not None:
+        return old, is_trainers
+    return torch.where(reused.tokens, reused.old_log_probs, old), False
+
+
+def _ref_kl(
+    cfg: KLConfig, rollout: Rollout, passes: Passes, reused: Reused | None
+) -> tuple[Tensor | None, float | None]:
+    """The penalty [B, T] on each token's reward and its mean over the new samples; None where there is none."""
+    if not cfg.use_in_reward or passes.log_probs is None or passes.ref_log_probs is None:
+        return None, None
+    penalty = rollout.dense(kl.penalty(cfg.penalty, passes.log_probs, passes.ref_log_probs))
+    mask = rollout.response_mask
+    new = mask if reused is None else mask & ~reused.samples[:, None]
+    return penalty, float(aggregate.agg_loss("seq-mean-token-mean", penalty.double(), new))
+
+
 def _advantages(
-    cfg: AlgorithmConfig,
-    rollout: Rollout,
-    rewards: Tensor,
-    values: Tensor | None,
-    log_probs: Tensor | None,
-    sum_pi_squared: Tensor | None,
-    importance_weights: Tensor | None,
+    cfg: AlgorithmConfig, rollout: Rollout, rewards: Tensor, passes: Passes, importance_weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """rewards [B, T], the others [R]; advantages and returns [B, T] by the configured estimator."""
+    """rewards [B, T], importance_weights [R]; advantages and returns [B, T] by the configured estimator."""
 
     def dense(flat: Tensor | None) -> Tensor | None:
         return None if flat is None else rollout.dense(flat)
@@ -156,12 +183,12 @@ def _advantages(
         token_rewards=rewards,
         response_mask=rollout.response_mask,
         group=rollout.group,
-        values=dense(values),
+        values=dense(passes.values),
         greedy_scores=rollout.greedy_scores,
         score_parts=rollout.score_parts,
         part_weights=cfg.gdpo_reward_weights,
-        log_probs=dense(log_probs),
-        sum_pi_squared=dense(sum_pi_squared),
+        log_probs=dense(passes.log_probs),
+        sum_pi_squared=dense(passes.sum_pi_squared),
         importance_weights=dense(importance_weights),
         gamma=cfg.gamma,
         lam=cfg.lam,

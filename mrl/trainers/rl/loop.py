@@ -10,12 +10,14 @@ import time
 
 from mrl.algo import explained_variance
 from mrl.config.schema import RLConfig
+from mrl.config.trainers.rl import updates_per_step
 from mrl.core import Rollout, StepStats
 from mrl.learner import losses
-from mrl.trainers.rl.experience import Experience, make_experience, minibatch_weights, resampled
+from mrl.trainers.rl.experience import Experience, forward_passes, make_experience, minibatch_weights, resampled
 from mrl.trainers.rl.models import RefreshedReference
-from mrl.trainers.rl.policy_update import update_actor
+from mrl.trainers.rl.policy_update import check_samples, drop_if_far, policy_targets
 from mrl.trainers.rl.run import RLRun, open_rl_run
+from mrl.trainers.shared.updates import named
 
 
 def main(cfg: RLConfig) -> None:
@@ -24,11 +26,10 @@ def main(cfg: RLConfig) -> None:
         if run.start_step == 0 and cfg.validation.at_start:
             validate(run, 0)
         for step in range(run.start_step, cfg.run.steps):
-            run.phase.leave_if_warned(step, run.save_now if step > run.start_step else None)
+            run.leave_if_warned(step)
             train_step(run, step)
             run.saving.after_step(step + 1)
-        run.saving.finish()
-        run.updates.end_of_run()
+        run.finish()
 
 
 def train_step(run: RLRun, step: int) -> None:
@@ -71,20 +72,12 @@ def experience_of(run: RLRun, rollout: Rollout, trains_actor: bool) -> tuple[Exp
     metrics: dict[str, float] = {}
     if run.replay is not None:
         rollout, reused, metrics = run.replay.mix(rollout)
-    experience = make_experience(
-        cfg.algorithm,
-        cfg.rollout.sampling.temperature,
-        rollout,
-        run.actor,
-        run.critic,
-        run.ref,
-        run.kl_controller.value,
-        single_update=run.updates_per_step == 1 and run.replay is None,
-        reused=reused,
-    )
+    temperature, single = cfg.rollout.sampling.temperature, updates_per_step(cfg) == 1 and run.replay is None
+    passes = forward_passes(cfg.algorithm, rollout, temperature, run.actor, run.critic, run.ref, single_update=single)
+    experience = make_experience(cfg.algorithm, rollout, passes, run.kl_controller.value, reused)
     log_probs = experience.trainer_log_probs
     if log_probs is None and not trains_actor:  # no update of the actor will tell
-        log_probs, _ = run.actor.log_probs(rollout, cfg.rollout.sampling.temperature)
+        log_probs, _ = run.actor.log_probs(rollout, temperature)
     if log_probs is not None:
         metrics |= run.mismatch.check(rollout, log_probs, experience.is_new)
     if run.replay is not None:
@@ -134,8 +127,24 @@ def over_updates(rows: list[dict[str, float]]) -> dict[str, float]:
     return means | {"skipped": sum(row["skipped"] for row in rows)}
 
 
-def named(model: str, metrics: dict[str, float]) -> dict[str, float]:
-    return {name if "/" in name else f"{model}/{name}": value for name, value in metrics.items()}
+def update_actor(run: RLRun, exp: Experience, sample_ids: range, number: int) -> dict[str, float]:
+    """Metrics of one update. number: how many of the step came before."""
+    cfg = run.cfg.algorithm
+    targets = policy_targets(run, exp, sample_ids, number)
+    metrics = run.actor.backward(
+        exp.rollout,
+        sample_ids,
+        losses.policy(cfg.policy_loss, cfg.kl, run.kl_controller.value, targets),
+        run.cfg.rollout.sampling.temperature,
+        entropy_grad=cfg.policy_loss.entropy_coef > 0,
+        also=[run.demonstrations.term(exp.rollout.step, number)] if run.demonstrations is not None else [],
+    )
+    metrics |= drop_if_far(run, metrics) | check_samples(run, exp, number)
+    metrics |= run.actor.step()
+    run.updates.note("actor", run.actor, exp.rollout, sample_ids, metrics, exp.targets())
+    if run.ema is not None and not metrics["skipped"]:
+        run.ema.after_update()
+    return metrics
 
 
 def update_critic(run: RLRun, exp: Experience, sample_ids: range) -> dict[str, float]:
@@ -146,7 +155,9 @@ def update_critic(run: RLRun, exp: Experience, sample_ids: range) -> dict[str, f
     mean_weights = minibatch_weights(exp.rollout, sample_ids, "token-mean")
     loss = losses.value(cfg, exp.values, exp.returns, weights, mean_weights)
     metrics = run.critic.backward(exp.rollout, sample_ids, loss, temperature=1.0)
-    return run.updates.make("critic", run.critic, exp.rollout, sample_ids, metrics, exp.targets())
+    metrics |= run.critic.step()
+    run.updates.note("critic", run.critic, exp.rollout, sample_ids, metrics, exp.targets())
+    return metrics
 
 
 def adapt_kl(run: RLRun, exp: Experience, metrics: dict[str, float]) -> dict[str, float]:

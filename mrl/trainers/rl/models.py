@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from mrl.checkpoint import Part
 from mrl.config.schema import EMAConfig, ParallelConfig, RefConfig, RLConfig, TrainConfig
 from mrl.config.trainers.rl import needs_ref
-from mrl.families import is_reward_model, load_arch
+from mrl.families import is_reward_model
 from mrl.learner import Learner
-from mrl.learner.learner import Role
 from mrl.learner.policy_copy import PolicyCopy
+from mrl.trainers.shared.models import build_learner
 from mrl.trainers.shared.world import World
 
 
@@ -66,10 +64,10 @@ class Models:
 
 def build_models(cfg: RLConfig, world: World) -> Models:
     """Actor; critic if there is one; reference if a KL term asks for it."""
-    actor = _build(cfg, world, "policy", None, cfg.actor)
+    actor = build_learner(cfg, world, "policy", None, cfg.actor)
     critic = None
     if cfg.critic is not None:
-        critic = _build(cfg, world, "critic", cfg.critic.path, cfg.critic, trainable=not cfg.critic.frozen)
+        critic = build_learner(cfg, world, "critic", cfg.critic.path, cfg.critic, trainable=not cfg.critic.frozen)
     ema = MovingAverage(actor, cfg.ema) if cfg.ema is not None else None
     ref = _reference(cfg, world, actor, ema) if needs_ref(cfg) else None
     return Models(actor, critic, ref, _reward_model(cfg, world), ema)
@@ -94,7 +92,7 @@ def _reference(
     if cfg.ref.policy == "refreshed":
         return RefreshedReference(actor, cfg.ref)
     layout = _like_actor(cfg, cfg.ref.parallel, cfg.ref.max_tokens_per_microbatch)
-    return _build(cfg, world, "policy", cfg.ref.path, layout, trainable=False)
+    return build_learner(cfg, world, "policy", cfg.ref.path, layout, trainable=False)
 
 
 def _reward_model(cfg: RLConfig, world: World) -> Learner | None:
@@ -102,29 +100,10 @@ def _reward_model(cfg: RLConfig, world: World) -> Learner | None:
     if model is None:
         return None
     layout = _like_actor(cfg, model.parallel, model.max_tokens_per_microbatch)
-    return _build(cfg, world, "critic", model.path, layout, trainable=False)
+    return build_learner(cfg, world, "critic", model.path, layout, trainable=False)
 
 
 def _like_actor(cfg: RLConfig, parallel: ParallelConfig | None, max_tokens: int | None) -> TrainConfig:
     """The actor's settings, but for those that are given."""
     given = {"parallel": parallel, "max_tokens_per_microbatch": max_tokens}
     return cfg.actor.model_copy(update={name: value for name, value in given.items() if value is not None})
-
-
-def _build(
-    cfg: RLConfig, world: World, role: Role, path: str | None, train: TrainConfig, *, trainable: bool = True
-) -> Learner:
-    """path: of a model with weights; None: the run's model, which may start at random."""
-    where = path or cfg.model.path
-    return Learner(
-        role,
-        load_arch(where),
-        where,
-        train,
-        world.meshes.get(train.parallel),
-        dtype=getattr(torch, cfg.model.dtype),
-        seed=cfg.run.seed,
-        from_scratch=cfg.model.from_scratch and path is None,
-        allow_pickle=cfg.model.allow_pickle,
-        trainable=trainable,
-    )

@@ -1,4 +1,4 @@
-"""One update of the actor: the targets of its mini-batch, the loss, and what holds the update back."""
+"""Of an update of the actor: the targets of its mini-batch, and what judges it between the pass and the step."""
 
 from __future__ import annotations
 
@@ -15,25 +15,6 @@ from mrl.trainers.rl.run import RLRun
 
 ONE_RATIO_A_RESPONSE = ("geo_mean",)  # losses that take one importance weight a response
 TOKEN_STREAM = 1 << 43  # keeps the choice of tokens apart from every step's samples
-
-
-def update_actor(run: RLRun, exp: Experience, sample_ids: range, number: int) -> dict[str, float]:
-    """`number`: how many updates of the step came before."""
-    cfg = run.cfg.algorithm
-    targets = policy_targets(run, exp, sample_ids, number)
-    metrics = run.actor.backward(
-        exp.rollout,
-        sample_ids,
-        losses.policy(cfg.policy_loss, cfg.kl, run.kl_controller.value, targets),
-        run.cfg.rollout.sampling.temperature,
-        entropy_grad=cfg.policy_loss.entropy_coef > 0,
-        also=[run.demonstrations.term(exp.rollout.step, number)] if run.demonstrations is not None else [],
-    )
-    metrics |= drop_if_far(run, metrics) | look_at_samples(run, exp, number)
-    metrics = run.updates.make("actor", run.actor, exp.rollout, sample_ids, metrics, exp.targets())
-    if run.ema is not None and not metrics["skipped"]:
-        run.ema.after_update()
-    return metrics
 
 
 def policy_targets(run: RLRun, exp: Experience, sample_ids: range, number: int) -> losses.PolicyTargets:
@@ -87,9 +68,9 @@ def choose_tokens(run: RLRun, exp: Experience, sample_ids: range, mask: Tensor, 
     )
 
 
-def look_at_samples(run: RLRun, exp: Experience, number: int) -> dict[str, float]:
-    """Between the pass and the update: whether the mini-batch's samples are the engine's for these weights, where no
-    pass of its own has told; as metrics of the first update, for whose policy that is exact. Collective."""
+def check_samples(run: RLRun, exp: Experience, number: int) -> dict[str, float]:
+    """Metrics of the mini-batch's samples against the engine's, where no pass of its own has told; of the first update
+    alone, for which they are exact. Collective. Raises MismatchError if other weights drew them."""
     if exp.trainer_log_probs is not None or number >= len(run.minibatches(exp.rollout)):
         return {}
     log_probs, seen = run.actor.last_log_probs(exp.rollout)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from mrl import failure, platform
+from mrl import platform
 from mrl.algo import kl
 from mrl.config.schema import RLConfig
-from mrl.config.trainers.rl import most_samples_per_step
+from mrl.config.trainers.rl import most_samples_per_step, samples_per_step
 from mrl.core import Rollout, Sample
 from mrl.data import PromptDataset, load_tokenizer
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.observe import Recorder, SilentRecorder
-from mrl.resilience import sections
 from mrl.reward import RewardManager, longest_wait_s
 from mrl.reward.check import row_check
 from mrl.rollout import Access, Engine, start_engine
@@ -30,20 +28,14 @@ from mrl.trainers.rl.models import notes as model_notes
 from mrl.trainers.rl.replay import Replay
 from mrl.trainers.rl.reward_scores import ToScore, score
 from mrl.trainers.rl.scores import ScoreControl
-from mrl.trainers.shared.checkpoints import Saving, open_run_dir
-from mrl.trainers.shared.phases import Phases
-from mrl.trainers.shared.updates import Updates
-from mrl.trainers.shared.world import World
+from mrl.trainers.shared.checkpoints import Kept
+from mrl.trainers.shared.run import Run, Start, started
 from mrl.weights.sync.push import SyncError, SyncReport, WeightSync
 
 
 @dataclass
-class RLRun:
+class RLRun(Run):
     cfg: RLConfig
-    world: World
-    run_dir: Path
-    recorder: Recorder | SilentRecorder
-    actor: Learner
     critic: Learner | None
     ref: Learner | PolicyCopy | None
     reward_model: Learner | None
@@ -54,20 +46,7 @@ class RLRun:
     replay: Replay | None
     demonstrations: Demonstrations | None
     sync: WeightSync
-    start_step: int
-    updates: Updates
     mismatch: MismatchLimits
-    phase: Phases
-    saving: Saving
-
-    @property
-    def samples_per_step(self) -> int:
-        return self.cfg.batch.prompts_per_step * self.cfg.batch.samples_per_prompt
-
-    @property
-    def updates_per_step(self) -> int:
-        per_epoch = self.samples_per_step // (self.cfg.batch.samples_per_minibatch or self.samples_per_step)
-        return per_epoch * self.cfg.batch.epochs_per_step
 
     def minibatches(self, rollout: Rollout) -> list[range]:
         size = self.cfg.batch.samples_per_minibatch or rollout.num_samples
@@ -82,7 +61,7 @@ class RLRun:
         return Sampler(self.world, self._sample, self._together, self.scores)
 
     def _sample(self, step: int) -> Sampled:
-        return self._generator.rollout(step, self._ticker(self.samples_per_step))
+        return self._generator.rollout(step, self._ticker(samples_per_step(self.cfg)))
 
     def validate(self, step: int, name: str = "validation") -> dict[str, float]:
         prompts = self.cfg.validation.prompts
@@ -131,20 +110,6 @@ class RLRun:
         """So far, as rank 0 knows them."""
         return self.generator.engine.restarts.made if self.generator else 0
 
-    def save_now(self, deadline_s: float) -> int:
-        """Between two steps; see `Saving.save_now`."""
-        return self.saving.save_now(deadline_s)
-
-    def resume(self) -> None:
-        """Goes on from the run directory's newest complete checkpoint, if there is one."""
-        state = self.saving.resume()
-        if state is not None:
-            self.kl_controller.load_state_dict(state["kl_controller"])
-            self.scores.moments.load_state_dict(state["score_moments"])
-            self.updates.in_a_row = state["nonfinite_in_a_row"]
-            self.updates.unlearned = state.get("unlearned", [])
-            self.start_step = state["step"]
-
     def _ticker(self, total: int) -> Callable[[Sample], None]:
         self.recorder.expect(total)
         return lambda sample: self.recorder.advance()
@@ -157,21 +122,18 @@ class RLRun:
 
 @dataclass
 class MainParts:
-    """What rank 0 alone has, closed with `stack`; the other ranks hold one with nothing in it."""
+    """What rank 0 alone has, closed with the setup's stack; the other ranks hold one with nothing in it."""
 
     cfg: RLConfig
-    run_dir: Path
-    stack: contextlib.ExitStack
-    recorder: Recorder | SilentRecorder = field(default_factory=SilentRecorder)
+    setup: Start
     engine: Engine | None = None
     rewards: RewardManager | None = None
     generator: Generator | None = None
 
     def start(self) -> None:
-        """Owns the run directory, then starts what takes its time: the engine and the reward workers."""
-        cfg, enter = self.cfg, self.stack.enter_context
+        """Starts what takes its time: the engine and the reward workers."""
+        cfg, enter = self.cfg, self.setup.stack.enter_context
         gpu = platform.device().type == "cuda"
-        self.recorder = open_run_dir(cfg, self.run_dir, self.stack)
         rewards = RewardManager(
             cfg.reward,
             prompt_key=cfg.data.prompt_key,
@@ -180,79 +142,59 @@ class MainParts:
             max_response_tokens=cfg.rollout.sampling.max_new_tokens,
         )
         self.rewards = enter(contextlib.closing(rewards))
-        logs, model = self.run_dir / "logs", cfg.model
+        logs, model = self.setup.run_dir / "logs", cfg.model
         engine = start_engine(cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, gpu=gpu)
         self.engine = enter(contextlib.closing(engine))
 
     def ready(self) -> tuple[tuple[str, ...], Access]:
         """Waits for the engine; its addresses, and what opens them."""
         assert self.engine is not None and self.rewards is not None
-        self.recorder.note("waiting for the engine")
+        recorder = self.setup.recorder
+        recorder.note("waiting for the engine")
         self.engine.wait_ready()
-        self.generator = make_generator(self.cfg, self.run_dir, self.engine, self.rewards, self.recorder)
+        self.generator = make_generator(self.cfg, self.setup.run_dir, self.engine, self.rewards, recorder)
         for note in (*self.engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
-            self.recorder.note(note)
+            recorder.note(note)
         return self.engine.urls, self.engine.access
 
 
 @contextlib.contextmanager
 def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
     """Builds the run on every rank; closes engine, reward workers, files and process group on any exit."""
-    with contextlib.ExitStack() as stack, failure.noted():
-        world = World(cfg.run.timeout_s, _longest_wait(cfg), cfg.run.seed)
-        stack.callback(world.close)
-        run_dir = Path(cfg.run.root) / cfg.run.name
-        is_set_up = stack.enter_context(sections.watched(cfg.resilience.timeouts_s, run_dir))
-        main = MainParts(cfg, run_dir, stack)
+    with started(cfg, _longest_wait(cfg)) as setup:
+        world, note, main = setup.world, setup.recorder.note, MainParts(cfg, setup)
         world.from_main("starting the run", main.start)
         models = build_models(cfg, world)
         demonstrations = Demonstrations(cfg) if cfg.ptx is not None else None
         urls, access = world.from_main("starting the engine", main.ready)
         sync = WeightSync(models.actor.exporter, urls, cfg.sync, cfg.rollout.tensor, access=access)
-        run = build_run(main, world, models, demonstrations, sync)
-        stack.callback(run.saving.close)
-        stack.callback(run.sync.close)
+        run = build_run(main, models, demonstrations, sync)
+        setup.stack.callback(sync.close)
         if main.engine is not None:
-            main.engine.restarts.allow(main.recorder.note, world.together)
+            main.engine.restarts.allow(note, world.together)
         if main.rewards is not None:
             main.rewards.use_model(lambda sequences: world.together(ToScore(tuple(sequences))))
         run.resume()
         pushed = run.push_weights(run.start_step, verify=cfg.run.launcher == "ft")
         if pushed.verified:
-            main.recorder.note(f"the engine has the weights of step {run.start_step}, all {pushed.verified} tensors")
-        for note in demonstrations.notes if demonstrations is not None else []:
-            main.recorder.note(note)
-        is_set_up()
+            note(f"the engine has the weights of step {run.start_step}, all {pushed.verified} tensors")
+        for line in demonstrations.notes if demonstrations is not None else []:
+            note(line)
+        setup.is_set_up()
         yield run
 
 
-def build_run(
-    main: MainParts, world: World, models: Models, demonstrations: Demonstrations | None, sync: WeightSync
-) -> RLRun:
-    cfg, kl_cfg = main.cfg, main.cfg.algorithm.kl
+def build_run(main: MainParts, models: Models, demonstrations: Demonstrations | None, sync: WeightSync) -> RLRun:
+    cfg, setup, kl_cfg = main.cfg, main.setup, main.cfg.algorithm.kl
     controller = kl.make_controller(
         kl_cfg.controller, coef=kl_cfg.coef, target=kl_cfg.target, horizon_samples=kl_cfg.horizon_samples
     )
-    phase = Phases.of(cfg.resilience, world, main.run_dir, main.recorder, peers=models.actor.mesh.pp_rank)
-    updates = Updates(main.run_dir, cfg.run.max_nonfinite_steps, main.recorder, writes=world.is_main)
-
     scores = ScoreControl(cfg.algorithm)
-    replay = Replay(cfg.replay, cfg.run.seed, world) if cfg.replay is not None else None
-
-    def loop_state() -> dict[str, Any]:
-        return {
-            "kl_controller": controller.state_dict(),
-            "score_moments": scores.moments.state_dict(),
-            "nonfinite_in_a_row": updates.in_a_row,
-            "unlearned": updates.unlearned,
-        }
-
+    replay = Replay(cfg.replay, cfg.run.seed, setup.world) if cfg.replay is not None else None
+    states: dict[str, Kept] = {"kl_controller": controller, "score_moments": scores.moments}
+    base = setup.begin(models.actor, models.saved, states, kept=replay.buffer if replay is not None else None)
     return RLRun(
-        cfg=cfg,
-        world=world,
-        run_dir=main.run_dir,
-        recorder=main.recorder,
-        actor=models.actor,
+        **vars(base),
         critic=models.critic,
         ref=models.ref,
         reward_model=models.reward,
@@ -263,11 +205,7 @@ def build_run(
         replay=replay,
         demonstrations=demonstrations,
         sync=sync,
-        start_step=0,
-        updates=updates,
-        mismatch=MismatchLimits(cfg.rollout.mismatch, main.recorder.note),
-        phase=phase,
-        saving=Saving(cfg, phase, models.saved, loop_state, kept=replay.buffer if replay is not None else None),
+        mismatch=MismatchLimits(cfg.rollout.mismatch, setup.recorder.note),
     )
 
 

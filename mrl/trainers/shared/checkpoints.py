@@ -29,6 +29,7 @@ from mrl.observe import (
 from mrl.resilience import preemption
 from mrl.resilience.protocol import attempt, started_by_torchelastic
 from mrl.trainers.shared.phases import Phases
+from mrl.trainers.shared.updates import Updates
 from mrl.weights.errors import WeightError
 from mrl.weights.model.export import save_hf
 
@@ -75,7 +76,7 @@ class Saving:
     """The checkpoints of one run. Construction and all methods but `close` are collective.
 
     parts: the trained models and copies of their weights by name, "actor" among them
-    loop_state: what the loop keeps from step to step, for JSON
+    states: what the loop keeps from step to step besides `updates`, by name, for JSON
     kept: what rank 0 alone keeps
     """
 
@@ -84,18 +85,19 @@ class Saving:
         cfg: Config,
         phase: Phases,
         parts: Mapping[str, Part],
-        loop_state: Callable[[], dict[str, Any]],
+        updates: Updates,
+        states: Mapping[str, Kept],
         kept: Kept | None = None,
     ) -> None:
         self._cfg, self._phase, self._recorder, self._run_dir = cfg, phase, phase.recorder, phase.run_dir
-        self._parts, self._loop_state, self._kept = parts, loop_state, kept
+        self._parts, self._updates, self._states, self._kept = parts, updates, states, kept
         self._saver = Saver(self._run_dir, cfg.checkpoint, self._note_written)
         self._config = self._from_main("reading data.train", lambda: resume.snapshot(cfg))
         self._since_row = StepStats(0)
         self._step = 0  # steps that the learners have made
 
-    def resume(self) -> dict[str, Any] | None:
-        """Goes on from the newest complete checkpoint: its `step` and loop state, or None if there is none.
+    def resume(self) -> int:
+        """Goes on from the newest complete checkpoint; returns how many steps it is of, 0 if there is none.
 
         What the run has written down after it (metrics, samples) is dropped: those steps are made again.
         """
@@ -104,7 +106,11 @@ class Saving:
         if path is not None and self._kept is not None:
             kept = self._kept
             self._from_main(f"restoring {path}", lambda: kept.load_state_dict(checkpoint.load_kept(path)))
-        self._step = state["step"] if state is not None else 0
+        if state is not None:
+            self._step = state["step"]
+            self._updates.load_state_dict(state)
+            for name, each in self._states.items():
+                each.load_state_dict(state[name])
         dropped = self._from_main("dropping what is to be made again", lambda: rewind(self._run_dir, self._step))
         after = f"; dropped of what was written down after it: {dropped}" if dropped else ""
         if path is not None:
@@ -113,7 +119,7 @@ class Saving:
             self._recorder.note(f"continuing from {path} (step {self._step}), {to_do}{after}")
         elif dropped:
             self._recorder.note(f"no complete checkpoint: beginning again; dropped: {dropped}")
-        return state
+        return self._step
 
     def new_stats(self, step: int) -> StepStats:
         """For the row of step `step`, which also says how long saving has taken since the last row."""
@@ -163,7 +169,8 @@ class Saving:
         self._saver.close()
 
     def _save(self) -> None:
-        state = {"step": self._step, **self._loop_state(), **self._config}
+        states = {name: each.state_dict() for name, each in self._states.items()}
+        state = {"step": self._step, **states, **self._updates.state_dict(), **self._config}
         self._saver.save(self._step, self._parts, state, self._kept.state_dict() if self._kept is not None else None)
 
     def _save_hf(self, name: str) -> None:

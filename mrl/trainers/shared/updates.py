@@ -5,8 +5,9 @@ All ranks see the same losses and gradient norms, so each comes to the same verd
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class NonFiniteError(RuntimeError):
 
 
 class Updates:
-    """Makes the learners' updates. A skipped one leaves a line in RUN_DIR/nonfinite.jsonl:
+    """Counts the learners' updates. A skipped one leaves a line in RUN_DIR/nonfinite.jsonl:
 
     step, update: as in metrics.jsonl, and which of the step's updates of this role (from 1)
     role, loss, grad_norm: the last two as text where JSON has no number for them
@@ -43,7 +44,13 @@ class Updates:
         self.unlearned: list[str] = []  # roles whose last step of this launch had updates, and none was applied
         self.in_a_row = 0  # steps with a skipped update, up to the last one; both are part of the run's state
 
-    def make(
+    def state_dict(self) -> dict[str, Any]:
+        return {"nonfinite_in_a_row": self.in_a_row, "unlearned": self.unlearned}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.in_a_row, self.unlearned = state["nonfinite_in_a_row"], state.get("unlearned", [])
+
+    def note(
         self,
         role: str,
         learner: Learner,
@@ -51,17 +58,16 @@ class Updates:
         sample_ids: range,
         metrics: dict[str, float],
         targets: Sequence[Tensor] = (),
-    ) -> dict[str, float]:
-        """`learner.step()` after a `learner.backward` over `sample_ids` that gave `metrics`; returns both's metrics.
+    ) -> None:
+        """After a `learner.backward` over `sample_ids` and the `learner.step` that followed, which gave `metrics`.
+        Collective.
 
         targets: flat [R] vectors of the step that went into the loss, such as advantages
         """
-        metrics = metrics | learner.step()
         self._made[role] = self._made.get(role, 0) + 1
         if metrics["skipped"]:
             self._skipped[role] = self._skipped.get(role, 0) + 1
             self._write_down(role, metrics, rollout, *_suspects(learner, rollout, sample_ids, targets))
-        return metrics
 
     def end_of_step(self, step: int) -> None:
         """`step`: from 1. Raises NonFiniteError after `limit` steps in a row with a skipped update."""
@@ -111,3 +117,8 @@ def _suspects(
         if found := [sample for sample in sample_ids if bad[sample]]:
             return "targets", found
     return "mini-batch", sample_ids
+
+
+def named(role: str, metrics: dict[str, float]) -> dict[str, float]:
+    """Metrics as they are written down: `loss` is ROLE/loss; one that has a slash has its name already."""
+    return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}
