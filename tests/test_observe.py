@@ -343,7 +343,7 @@ def test_the_report_of_ppo_says_in_words_what_is_flat(tmp_path: Path, minibatch:
     said = re.search("<p[^>]*>(0 at every step, and not drawn: .*)</p>", text)
     assert said is not None
     assert "KL divergence to the sampling policy, clip fraction of the actor, clip fraction of the critic" in said[1]
-    assert ("a step makes one update" in said[1]) == once
+    assert ("A step makes one update" in said[1]) == once
     assert "of the policy: updates follow its gradient" in text and "cross-entropy" not in text
 
 

@@ -109,7 +109,7 @@ def load_run(run_dir: Path) -> Run:
 
 
 def render(run: Run) -> str:
-    sections = [_header(run), _tiles(run.rows), _curves(run), _answers(run.answers), _config(run.config_text)]
+    sections = [_header(run), _tiles(run), _curves(run), _answers(run.answers), _config(run.config_text)]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -131,12 +131,13 @@ def _header(run: Run) -> str:
     return f'<header><h1>{escape(run.name)}</h1>{badge}<span class="sub">{about}</span></header>'
 
 
-def _tiles(rows: list[Row]) -> str:
+def _tiles(run: Run) -> str:
+    rows = run.rows
     tiles: list[tuple[str, str]] = []
     for label, names, form in (
         ("training reward", ("reward/mean",), ".3f"),
         ("validation score", ("validation/score", "validation/mean"), ".3f"),
-        ("loss", ("actor/loss",), ".4f"),
+        ("loss", () if run.learns_from_samples else ("actor/loss",), ".4f"),
         ("response tokens", ("response/mean_tokens",), ".1f"),
         ("explained variance", ("critic/explained_variance",), ".2f"),
     ):
@@ -169,7 +170,7 @@ def _curves(run: Run) -> str:
         cards.append(_card("Time of each phase", "seconds a step", phases))
     if not cards:
         return '<p class="empty">No step has been logged yet.</p>'
-    return f'<h2>Curves</h2><div class="curves">{"".join(cards)}</div>{_zeros(run)}'
+    return f'<h2>Curves</h2>{_zeros(run)}<div class="curves">{"".join(cards)}</div>'
 
 
 def _zeros(run: Run) -> str:
@@ -177,8 +178,12 @@ def _zeros(run: Run) -> str:
     found = [line.zero for curve in CURVES for line in curve.lines if is_zero(run.rows, line)]
     if not found:
         return ""
-    why = ": a step makes one update, with the weights that its samples come from" if run.updates_once_a_step else ""
-    return f'<p class="sub">0 at every step, and not drawn: {escape(", ".join(found))}{why}.</p>'
+    why = (
+        ". A step makes one update, of the weights that its samples come from: the ratio is 1, nothing is clipped, and "
+        "the loss is minus the mean advantage"
+    )
+    because = why if run.updates_once_a_step else ""
+    return f'<p class="sub">0 at every step, and not drawn: {escape(", ".join(found))}{because}.</p>'
 
 
 def _card(title: str, note: str, figure: Any) -> str:
