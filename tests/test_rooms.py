@@ -19,12 +19,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "parallel": ("config", "platform"),
     "kernels": (),
     "models": ("core", "config", "platform", "parallel", "kernels", "foreign"),
-    "rollout": ("core", "config", "ports"),
+    "rollout": ("core", "config", "ports", "models.arch"),
     "reward": ("core", "config"),
     "algo": ("kernels",),
     "data": ("core", "config", "foreign"),
     "weights": (
-        *("core", "config", "platform", "parallel", "models", "rollout.answers", "rollout.client", "files", "foreign"),
+        *("core", "config", "platform", "parallel", "models", "files", "foreign"),
+        *("rollout.errors", "rollout.access", "rollout.protocol", "rollout.client"),
     ),
     "learner": BELOW,
     "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", "files", "foreign"),
@@ -41,8 +42,31 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "launcher": ("terminal", "failure", "files", "ports", "redaction", "resilience.protocol", "resilience.rank"),
 }
 TABLE = ("errors", "agreement", "kinds", "table")
+TALK = ("errors", "answers", "protocol", "access", "client")
 # room with rooms inside -> inner room or module -> what it may import of the whole, besides itself
 INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
+    "rollout": {
+        "errors": (),
+        "seeds": (),
+        "listener": (),
+        "supervisor": (),
+        "answers": ("errors",),
+        "protocol": ("errors", "answers"),
+        "access": ("errors", "listener"),
+        "client": ("errors", "answers", "protocol", "access"),
+        "samples": ("errors", "answers", "protocol"),
+        "launch": (),
+        "sglang": ("errors", "launch"),
+        "transformers_engine": ("errors", "launch", "protocol", "sglang.cpu_shim"),
+        "process": ("errors", "access", "client", "launch", "listener"),
+        "restarts": ("errors", "process"),
+        "fleet": ("errors", "access", "client", "process", "restarts"),
+        "check": (*TALK, "fleet"),
+        "flight": (*TALK, "samples", "fleet"),
+        "engine": (*TALK, "samples", "restarts", "fleet", "flight"),
+        "start": (*TALK, "launch", "process", "fleet", "check", "engine"),
+        "__init__": (*TALK, "seeds", "engine", "start"),
+    },
     "weights": {
         "errors": (),
         "agreement": ("errors",),
@@ -137,6 +161,15 @@ def test_a_room_imports_only_what_is_below_it(room: str) -> None:
         if room_of(file) == room and (names := broken_arrows(file, ast.parse(file.read_text())))
     }
     assert not broken
+
+
+@pytest.mark.parametrize("room", INSIDE)
+def test_a_plan_inside_a_room_has_no_circle(room: str) -> None:
+    """Each of its lines names only what stands above it."""
+    above: set[str] = set()
+    for name, below in INSIDE[room].items():
+        assert {imported.partition(".")[0] for imported in below} <= above, name
+        above.add(name)
 
 
 def test_the_shapes_of_models_are_plain() -> None:

@@ -1,4 +1,4 @@
-"""The HTTP front of the transformers engine: the subset of SGLang's interface that `EngineClient` uses.
+"""The HTTP front of the transformers engine: `mrl.rollout.protocol` answered.
 
     MRL_ENGINE_KEY=... python -m mrl.rollout.transformers_engine.server --model-path DIR --port N --context-length N
 
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from mrl.rollout import protocol
+from mrl.rollout.protocol import Generated, MetaInfo
 from mrl.rollout.transformers_engine import KEY_VARIABLE
 from mrl.rollout.transformers_engine.sampling import Job, parse_job
 from mrl.rollout.transformers_engine.worker import Worker
@@ -40,23 +42,26 @@ class Endpoints:
         self._context = context
         self.routes: dict[str, Callable[[dict[str, Any]], Any]] = {
             "/health": lambda body: {},
-            "/model_info": self.model_info,
-            "/server_info": lambda body: {"enable_deterministic_inference": True, "skip_tokenizer_init": False},
-            "/flush_cache": lambda body: {"success": True},
-            "/abort_request": lambda body: {"success": True},
-            "/generate": self.generate,
-            "/begin_weight_update": self.begin_weight_update,
-            "/end_weight_update": self.end_weight_update,
-            "/update_weights_from_tensor": self.update_weights_from_tensor,
-            "/update_weights_from_disk": self.update_weights_from_disk,
-            "/update_weight_version": self.update_weight_version,
-            "/weights_checker": self.weights_checker,
+            protocol.MODEL_INFO.path: self.model_info,
+            protocol.SERVER_INFO.path: self.server_info,
+            protocol.FLUSH_CACHE.path: lambda body: {"success": True},
+            protocol.ABORT.path: lambda body: {"success": True},
+            protocol.GENERATE.path: self.generate,
+            protocol.BEGIN_UPDATE.path: lambda body: _attempt(worker.begin_update),
+            protocol.END_UPDATE.path: lambda body: _attempt(worker.end_update),
+            protocol.UPDATE_FROM_TENSOR.path: self.update_weights_from_tensor,
+            protocol.UPDATE_FROM_DISK.path: self.update_weights_from_disk,
+            protocol.UPDATE_VERSION.path: self.update_weight_version,
+            protocol.CHECKSUMS.path: self.weights_checker,
         }
 
     def model_info(self, body: dict[str, Any]) -> Any:
         model_type = self._worker.model.config.model_type
         version = self._worker.weight_version
         return {"model_path": self._worker.model_path, "model_type": model_type, "weight_version": version}
+
+    def server_info(self, body: dict[str, Any]) -> Any:
+        return {"enable_deterministic_inference": True, "skip_tokenizer_init": False}
 
     def generate(self, body: dict[str, Any]) -> Any:
         many = isinstance(body["input_ids"][0], list) if body["input_ids"] else False
@@ -73,12 +78,6 @@ class Endpoints:
         tokens = self._worker.generate(jobs)
         answers = [_answer(job, ids, version) for job, ids in zip(jobs, tokens)]
         return answers if many else answers[0]
-
-    def begin_weight_update(self, body: dict[str, Any]) -> Any:
-        return _attempt(self._worker.begin_update)
-
-    def end_weight_update(self, body: dict[str, Any]) -> Any:
-        return _attempt(self._worker.end_update)
 
     def update_weights_from_tensor(self, body: dict[str, Any]) -> Any:
         payload, version = body["serialized_named_tensors"][0], body.get("weight_version")
@@ -107,8 +106,8 @@ def _attempt(run: Callable[[], None]) -> dict[str, Any]:
     return {"success": True, "message": "Success"}
 
 
-def _answer(job: Job, tokens: list[int], version: str) -> dict[str, Any]:
-    meta = {
+def _answer(job: Job, tokens: list[int], version: str) -> Generated:
+    meta: MetaInfo = {
         "finish_reason": job.finish,
         "prompt_tokens": len(job.prompt),
         "completion_tokens": len(tokens),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import pickle
 import re
@@ -12,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from mrl.rollout.checksum import tensor_checksum
 
 VOCAB_PADDING = 64  # SGLang rounds its embedding rows up to this; the rows beyond the vocabulary are zero
 _EXPERT = re.compile(
@@ -91,6 +90,12 @@ def _place(places: dict[str, nn.Parameter], name: str) -> Tensor:
         fused = places[f"{prefix}.gate_up_proj"][expert]
         return fused.chunk(2)[_GATE_UP[part]]
     return places[f"{prefix}.down_proj"][expert]
+
+
+def tensor_checksum(tensor: Tensor) -> str:
+    """16 hex digits, as SGLang's on CPU: the first 8 bytes of SHA-256 over the contiguous bytes, of any dtype."""
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(raw.data).hexdigest()[:16]
 
 
 def checksums(model: nn.Module) -> dict[str, str]:
