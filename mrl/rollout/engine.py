@@ -51,9 +51,9 @@ class Engine:
         return self.fleet.access
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def notes(self) -> list[str]:
         """What the user should know about these engines before the run starts, one sentence each."""
-        return tuple(self.fleet.notes)
+        return self.fleet.notes
 
     @property
     def restarts(self) -> Restarts:

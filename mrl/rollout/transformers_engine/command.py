@@ -6,7 +6,7 @@ import sys
 
 from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import Launch, ServerSpec, environment
-from mrl.rollout.transformers_engine import KEY_VARIABLE
+from mrl.rollout.serving import KEY_VARIABLE
 
 
 def transformers_launch(spec: ServerSpec) -> Launch:

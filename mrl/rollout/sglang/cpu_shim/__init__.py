@@ -1,1 +1,1 @@
-"""Put on the PYTHONPATH of the engine process only; nothing in mrl imports it."""
+"""On the PYTHONPATH of SGLang's processes on CPU only. Of it mrl itself uses a hash, in the transformers engine."""
