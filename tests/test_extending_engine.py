@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from mrl import rollout
 from mrl.config.engines import ENGINES, EngineKind
 from mrl.config.loader import load
 from mrl.config.problems import ConfigError
 from mrl.config.schema import RLConfig, RolloutConfig, SyncConfig
 from mrl.core import SamplingParams
-from mrl.rollout import EngineError, start_engine
+from mrl.rollout import EngineError, protocol, start_engine
 from mrl.rollout.launch import launcher
 from mrl.weights.sync.push import WeightSync
 from tests.conftest import TinyModels
@@ -66,6 +68,20 @@ def test_its_name_and_what_it_ignores_are_known_to_the_configuration(
 def test_every_engine_of_the_table_can_be_launched(name: str) -> None:
     assert callable(launcher(name))
     assert set(ENGINES[name].ignores) <= RolloutConfig.model_fields.keys()
+
+
+def test_the_urls_of_an_engine_are_written_in_one_file() -> None:
+    paths = {endpoint.path for endpoint in vars(protocol).values() if isinstance(endpoint, protocol.Endpoint)}
+    assert len(paths) == 14
+    rooms = [Path(rollout.__file__).parents[1] / room for room in ("rollout", "weights", "trainers")]
+    found = {
+        (file.name, node.value)
+        for room in rooms
+        for file in room.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(tuple(paths))
+    }
+    assert found == set()
 
 
 def test_an_engine_that_is_in_no_table() -> None:

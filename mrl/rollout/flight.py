@@ -148,7 +148,7 @@ class Flight:
     def _explain(self, server: Server, requests: Sequence[Request], error: Exception) -> RolloutError:
         names = _names(requests)
         if server.has_ended:
-            return RolloutError(f"engine died during generation of {names}: {server.obituary()}")
+            return RolloutError(f"engine died during generation of {names}: {server.obituary().strip()}")
         tail = f"\n{server.obituary()}" if server.process is not None and not isinstance(error, Refused) else ""
         if isinstance(error, httpx.TimeoutException):
             limit = f"rollout.request_timeout_s = {self._request_timeout_s:g} s"
@@ -165,7 +165,7 @@ class Flight:
             await asyncio.sleep(WATCH_S)
             for server in self._fleet.servers:
                 if server.up and server.has_ended:
-                    self._lose(server, RolloutError(f"engine died during generation: {server.obituary()}"))
+                    self._lose(server, RolloutError(f"engine died during generation: {server.obituary().strip()}"))
 
     def _lose(self, server: Server, error: RolloutError) -> None:
         """Raises `error` if the server cannot be started again."""
