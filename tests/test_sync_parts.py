@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mrl.families import load_arch
-from mrl.rollout.checksum import tensor_checksum
+from mrl.rollout.transformers_engine.weights import tensor_checksum
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.checksum import ParamHash, Sha256Hash, StreamHasher, TileHash
 from mrl.weights.sync.engine_params import EngineParam, EngineShape, Part, engine_params

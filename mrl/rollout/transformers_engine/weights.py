@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import pickle
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,6 @@ from mrl.families import ModelArch
 from mrl.families.engine_names import VOCAB_MULTIPLE, Source, fused_parameters
 from mrl.families.rows import Row
 from mrl.families.table import HF_OUTPUT, weight_table
-from mrl.rollout.checksum import tensor_checksum
 
 
 def _tensor_from_bytes(data: bytes) -> Any:
@@ -103,3 +103,9 @@ class ModelWeights:
             raise KeyError(f"the model has no parameter {row.hf[i]}")
         part = self._places[row.aliases[i].name][tuple(slice(*limits) for limits in row.aliases[i].ranges)]
         return part.squeeze(0) if part.dim() > len(row.shapes[i]) else part
+
+
+def tensor_checksum(tensor: Tensor) -> str:
+    """16 hex digits, as SGLang's on CPU: the first 8 bytes of SHA-256 over the contiguous bytes, of any dtype."""
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(raw.data).hexdigest()[:16]

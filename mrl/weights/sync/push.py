@@ -19,7 +19,9 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.config.schema import SyncConfig
-from mrl.rollout.client import OPEN, Access, EngineClient, EngineError
+from mrl.rollout.access import OPEN, Access
+from mrl.rollout.client import EngineClient
+from mrl.rollout.errors import EngineError
 from mrl.weights.agreement import SyncAgreement
 from mrl.weights.errors import SyncError, SyncMismatch, WeightError
 from mrl.weights.sync import transports

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl import platform
-from mrl.rollout.client import EngineClient, EngineError
+from mrl.rollout.client import EngineClient
+from mrl.rollout.errors import EngineError
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket
 from mrl.weights.sync.transports.base import Engines, Place, Transport, largest

@@ -1,4 +1,4 @@
-"""/generate bodies from requests, and samples from /generate answers."""
+"""From a step's requests to what an engine is asked, and from its answers to samples."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.core import Request, Sample, SamplingParams
-from mrl.rollout.answers import BadAnswer, field, shown
+from mrl.rollout.answers import field, shown
+from mrl.rollout.errors import BadAnswer
+from mrl.rollout.protocol import GenerateBody, SamplingBody
 
 ABOVE_ZERO = 1e-3  # what rounding may make of a log-prob of 0
 LARGEST = sys.float_info.max
 FINISH_REASONS = ("stop", "length")
 
 
-def generate_body(requests: Sequence[Request], sampling: SamplingParams) -> dict[str, Any]:
+def generate_body(requests: Sequence[Request], sampling: SamplingParams) -> GenerateBody:
     """One call for several requests: lists of token ids and of sampling parameters, in order."""
-    shared: dict[str, Any] = {
+    shared: SamplingBody = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
