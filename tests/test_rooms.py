@@ -9,19 +9,20 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "mrl"
-BELOW = ("core", "config", "platform", "parallel", "models", "kernels", "algo", "data", "weights")
+BELOW = ("core", "options", "config", "platform", "parallel", "models", "kernels", "algo", "data", "weights")
 
 # room -> what it may import from mrl, besides itself; "room.module" allows that module only
 ALLOWED: dict[str, tuple[str, ...]] = {
     "core": (),
-    "config": ("core", "models.arch", "foreign", "redaction"),
+    "options": (),
+    "config": ("core", "options", "models.arch", "foreign", "redaction"),
     "platform": ("ports",),
     "parallel": ("config", "platform"),
     "kernels": (),
     "models": ("core", "config", "platform", "parallel", "kernels", "foreign"),
     "rollout": ("core", "config", "ports"),
-    "reward": ("core", "config"),
-    "algo": ("kernels",),
+    "reward": ("core", "config", "user_functions"),
+    "algo": ("kernels", "options", "user_functions"),
     "data": ("core", "config", "foreign"),
     "weights": (
         *("core", "config", "platform", "parallel", "models", "rollout.answers", "rollout.client", "files", "foreign"),
@@ -30,14 +31,25 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", "files", "foreign"),
     "observe": ("core", "config", "files", "redaction"),
     "resilience": ("core", "config", "platform", "parallel", "failure", "files"),
-    "trainers": (*BELOW, "rollout", "reward", "learner", "checkpoint", "observe", "resilience", "failure"),
-    "preflight": ("config", "data", "reward"),
+    "trainers": (
+        *BELOW,
+        "user_functions",
+        "rollout",
+        "reward",
+        "learner",
+        "checkpoint",
+        "observe",
+        "resilience",
+        "failure",
+    ),
+    "preflight": ("config", "data", "reward", "options", "algo"),
     "terminal": (),
     "failure": ("files", "redaction"),
     "files": (),
     "foreign": (),
     "ports": (),
     "redaction": (),
+    "user_functions": (),
     "launcher": ("terminal", "failure", "files", "ports", "redaction", "resilience.protocol", "resilience.rank"),
 }
 TABLE = ("errors", "agreement", "kinds", "table")
@@ -58,7 +70,7 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 ANYTHING = ("cli", "__main__", "__init__")
-WITHOUT_MEGATRON = ("algo", "reward", "rollout", "data", "config", "observe", "kernels", "core")
+WITHOUT_MEGATRON = ("options", "algo", "reward", "rollout", "data", "config", "observe", "kernels", "core")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -86,7 +86,7 @@ def most_samples_per_step(cfg: RLConfig) -> int:
     """Responses that a step may draw: every round of dynamic sampling, and the greedy ones."""
     groups = cfg.algorithm.filter_groups
     drawn = prompts_per_round(cfg) * groups.max_num_gen_batches if groups.is_on else cfg.batch.prompts_per_step
-    greedy = cfg.batch.prompts_per_step if cfg.algorithm.adv_estimator == "remax" else 0
+    greedy = cfg.batch.prompts_per_step if cfg.algorithm.needs_greedy else 0
     return drawn * cfg.batch.samples_per_prompt + greedy
 
 

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from mrl.config.sections.algorithm import AlgorithmConfig, FilterGroupsConfig, KLConfig, PFPPOConfig, ValueLossConfig
+from mrl.config.sections.algorithm import (
+    Algorithm,
+    AlgorithmConfig,
+    FilterGroupsConfig,
+    KLConfig,
+    PFPPOConfig,
+    ValueLossConfig,
+)
 from mrl.config.sections.base import Section
 from mrl.config.sections.data import BatchConfig, DataConfig, SFTBatchConfig, SourceConfig, Sources
 from mrl.config.sections.models import (
@@ -21,11 +28,6 @@ from mrl.config.sections.models import (
     TrainConfig,
 )
 from mrl.config.sections.policy import (
-    FIXED_AGGREGATION,
-    POLICY_LOSS_OPTIONS,
-    SEQUENCE_LOSSES,
-    TOKEN_CHOICE_OPTIONS,
-    AggMode,
     PolicyLossConfig,
     RolloutCorrectionConfig,
 )
@@ -41,6 +43,7 @@ from mrl.config.sections.reward import (
 )
 from mrl.config.sections.rollout import MismatchConfig, RolloutConfig, SamplingConfig, SyncConfig, ValidationConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig, SectionTimeouts
+from mrl.options.losses import AggMode
 
 __all__ = [
     "AggMode",
@@ -52,7 +55,6 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "EMAConfig",
-    "FIXED_AGGREGATION",
     "FilterGroupsConfig",
     "FormatConfig",
     "KLConfig",
@@ -61,7 +63,6 @@ __all__ = [
     "OptimizerConfig",
     "OverlongConfig",
     "PFPPOConfig",
-    "POLICY_LOSS_OPTIONS",
     "PTXConfig",
     "ParallelConfig",
     "PolicyLossConfig",
@@ -76,7 +77,6 @@ __all__ = [
     "RolloutCorrectionConfig",
     "RunConfig",
     "SCHEMAS",
-    "SEQUENCE_LOSSES",
     "SFTBatchConfig",
     "SFTConfig",
     "SamplingConfig",
@@ -87,7 +87,6 @@ __all__ = [
     "SourceConfig",
     "Sources",
     "SyncConfig",
-    "TOKEN_CHOICE_OPTIONS",
     "TrainConfig",
     "ValidationConfig",
     "ValueLossConfig",
@@ -109,7 +108,7 @@ class RLConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     sync: SyncConfig = SyncConfig()
     reward: RewardConfig
-    algorithm: AlgorithmConfig
+    algorithm: Algorithm
     replay: ReplayConfig | None = None
     ptx: PTXConfig | None = None
     validation: ValidationConfig = ValidationConfig()

@@ -21,7 +21,8 @@ def check_all(cfg: RLConfig | SFTConfig, machine: Machine) -> list[Problem]:
     if isinstance(cfg, RLConfig):
         problems += rollout.check_key_file(cfg.rollout)
         problems += reward.check_functions(cfg.reward)
-        problems += algorithm.check_filter(cfg)
+        problems += algorithm.check_files(cfg)
+        problems += policy.check_file(cfg)
     archs = models.read_archs(cfg, problems)
     return problems + check(cfg, archs, machine)
 

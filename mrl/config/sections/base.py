@@ -1,29 +1,27 @@
 """What every section is made of."""
 
-from __future__ import annotations
+from mrl.options.base import (
+    FLOAT32_MAX,
+    FLOAT32_TINY,
+    MAX_INT,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Seed,
+)
 
-from typing import Annotated
-
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-
-FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, 3.4028234e38  # of normal numbers
-MAX_INT = 2**31 - 1
-
-
-def _in_float32(value: float) -> float:
-    """Optimizers and losses compute in float32, where 1e-50 is 0."""
-    if value and not FLOAT32_TINY <= value <= FLOAT32_MAX:
-        raise ValueError(f"must be 0 or a float32 between {FLOAT32_TINY:.2g} and {FLOAT32_MAX:.2g}")
-    return value
-
-
-PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-PositiveFloat = Annotated[float, Field(gt=0), AfterValidator(_in_float32)]
-NonNegativeFloat = Annotated[float, Field(ge=0), AfterValidator(_in_float32)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+__all__ = [
+    "FLOAT32_MAX",
+    "FLOAT32_TINY",
+    "MAX_INT",
+    "Fraction",
+    "NonNegativeFloat",
+    "NonNegativeInt",
+    "PositiveFloat",
+    "PositiveInt",
+    "Section",
+    "Seed",
+]
