@@ -22,7 +22,7 @@ def check(cfg: Config) -> None:
     """
     if isinstance(cfg, RLConfig):
         check_functions(cfg.reward)
-        _check_own(cfg)
+        check_own(cfg)
         sources = {f"data {source.path}": source.path for source, _ in _sources(cfg)}
         check_hidden(cfg.reward, {"run.root": cfg.run.root, **sources})
     for source, reader in _sources(cfg):
@@ -34,7 +34,7 @@ def check(cfg: Config) -> None:
             check_first(source, reader, Encoder(reader.cfg, tokenizer).text)
 
 
-def _check_own(cfg: RLConfig) -> None:
+def check_own(cfg: RLConfig) -> None:
     """Loads the user's own loss and estimator, and tries them out on a few tokens."""
     loss, algorithm = cfg.algorithm.policy_loss, cfg.algorithm
     if isinstance(loss, OwnLoss):

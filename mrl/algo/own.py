@@ -112,8 +112,8 @@ def _tried(where: str, run: Callable[[], object]) -> None:
     except FunctionError as error:
         raise FunctionError(f"{error} (tried out on a few tokens)") from error
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise FunctionError(f"{where}, tried out on a few tokens: {what}") from error
+        what = [type(error).__name__, *str(error).splitlines()[:1]]
+        raise FunctionError(f"{where}, tried out on a few tokens: {': '.join(what)}") from error
 
 
 def _check(what: str, part: Any, like: Tensor, of: Iterable[Tensor], mask: Tensor | None = None) -> None:

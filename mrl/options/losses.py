@@ -42,7 +42,7 @@ POLICY_LOSSES: dict[str, type[LossOptions]] = {}  # by loss_mode
 
 class Vanilla(LossOptions, name="vanilla"):
     """PPO's clipped surrogate (arXiv 1707.06347) with the dual clip (arXiv 1912.09729). DAPO's (arXiv 2503.14476) is
-    this with clip_ratio_high 0.28. Aggregated by token-mean, as are all that say nothing else, unless loss_agg_mode says
+    this with clip_ratio_high 0.28. Aggregated by token-mean, as all that say nothing else, unless loss_agg_mode says
     otherwise."""
 
     clip_ratio_low: PositiveFloat = 0.2  # ratios count down to 1 - this
