@@ -97,9 +97,21 @@ def test_another_function_or_option_is_another_run(tmp_path: Path) -> None:
     assert not resume.is_key(RLConfig, f"{key}.functions")
 
 
+def test_a_checkpoint_by_former_names_and_former_defaults(tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text("{}\n")
+    stored = resume.snapshot(configuration(str(data), adv_estimator="grpo"))
+    stored["config"]["algorithm"] |= {"gamma": 1.0, "lam": 1.0, "gpg_f_norm": 1.0}
+    bounds = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "tau_pos": 1.0}
+    stored["config"]["algorithm"]["policy_loss"] |= {"loss_mode": "dppo_tv", **bounds}
+    now = configuration(str(data), adv_estimator="grpo", policy_loss={"loss_mode": "dppo_tv", "divergence_low": 0.2})
+    changes = [str(change) for change in resume.compare(stored, now)]
+    assert changes == ["algorithm.policy_loss.divergence_high: 0.2 -> 0.15"]
+
+
 LOSSES = {  # a file's text -> what is said of it
     "def f(inputs): return inputs.log_probs": "must return a TokenLoss, got Tensor",
-    "def f(inputs): return TokenLoss(inputs.log_probs.sum())": "must be a tensor of the inputs' shape [6], got shape []",
+    "def f(inputs): return TokenLoss(inputs.log_probs.sum())": "tensor of the inputs' shape [6], got shape []",
     "def f(inputs): return TokenLoss(inputs.log_probs * float('nan'))": "value is NaN or infinite at 6 of 6 places",
     "def f(inputs): return TokenLoss(inputs.advantages)": "does not depend on log_probs",
     "def f(inputs): return TokenLoss(inputs.log_probs, metrics={'gate': inputs.advantages})": "declares the metrics []",

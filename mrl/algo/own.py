@@ -94,8 +94,8 @@ def _estimator(spec: str, options: tuple[tuple[str, Any], ...], has_values: bool
     values = torch.linspace(0.1, 0.5, TRIAL_MASK.numel()).view(TRIAL_MASK.shape) if has_values else None
     rewards = torch.linspace(0.0, 1.0, TRIAL_MASK.numel()).view(TRIAL_MASK.shape) * TRIAL_MASK
     group = torch.tensor([0, 0, 1, 1])
-    tensors = {"token_rewards": rewards, "response_mask": TRIAL_MASK, "group": group, "values": values}
-    _tried(where, lambda: advantages.compute(estimator, **tensors))
+    tensors = {"token_rewards": rewards, "response_mask": TRIAL_MASK, "group": group}
+    _tried(where, lambda: advantages.compute(estimator, **tensors, values=values))
     return estimator
 
 

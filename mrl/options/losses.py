@@ -23,7 +23,7 @@ class LossOptions(Options):
 
     usual_aggregate: ClassVar[AggMode] = "token-mean"  # where loss_agg_mode is null
     is_fixed_aggregate: ClassVar[bool] = False  # no other one is possible
-    is_of_whole_ratios: ClassVar[bool] = False  # it takes one importance weight a response
+    one_weight_a_response: ClassVar[bool] = False  # importance weights of tokens become one of the response
     uses_ratio: ClassVar[bool] = True
     chooses_tokens: ClassVar[bool] = False  # by the function of the same name in mrl.algo.token_choice
 
@@ -74,7 +74,7 @@ class GeoMean(LossOptions, name="geo_mean"):
 
     usual_aggregate: ClassVar[AggMode] = "seq-mean-token-mean"
     is_fixed_aggregate: ClassVar[bool] = True
-    is_of_whole_ratios: ClassVar[bool] = True
+    one_weight_a_response: ClassVar[bool] = True
 
     clip_ratio_low: PositiveFloat = 0.4  # a token's log-ratio counts down to minus this
     clip_ratio_high: PositiveFloat = 0.4  # a token's log-ratio counts up to this

@@ -48,7 +48,7 @@ def policy_targets(run: RLRun, exp: Experience, sample_ids: range, number: int) 
     policy_weights = weights
     if exp.correction is not None and exp.correction.weights is not None:
         factors = exp.correction.weights
-        if cfg.is_of_whole_ratios and run.cfg.algorithm.rollout_correction.rollout_is == "token":
+        if cfg.one_weight_a_response and run.cfg.algorithm.rollout_correction.rollout_is == "token":
             factors = rollout_correction.geometric_means(factors, sequences)
         policy_weights = policy_weights * factors
     if exp.entropies is not None and cfg.high_entropy_token_ratio < 1:

@@ -42,7 +42,10 @@ class PFPPOConfig(Section):
     weight_pow: PositiveFloat = 2.0  # exponent of pow
 
 
-AdvEstimator = str if TYPE_CHECKING else Literal[(*ESTIMATORS,)]
+if TYPE_CHECKING:
+    AdvEstimator = str
+else:
+    AdvEstimator = Literal[(*ESTIMATORS,)]
 
 
 class FilterGroupsConfig(Section):

@@ -10,7 +10,10 @@ from mrl.config.sections.base import NonNegativeFloat, PositiveFloat, Section
 from mrl.config.sections.variants import Variants
 from mrl.options.losses import POLICY_LOSSES, AggMode, LossOptions, TokenShare
 
-LossMode = str if TYPE_CHECKING else Literal[(*POLICY_LOSSES,)]
+if TYPE_CHECKING:
+    LossMode = str
+else:
+    LossMode = Literal[(*POLICY_LOSSES,)]
 
 
 class PolicyLossConfig(LossOptions):
