@@ -54,10 +54,8 @@ def load(
             tree.drop(_path(error))
         cfg, _ = _validate(schema, tree)
     if cfg is not None:
-        found, unclear = (
-            check_all(cfg, joined or Machine.starting(cfg, gpus)),
-            [e for e in errors if not _owners(schema, e)],
-        )
+        found = check_all(cfg, joined or Machine.starting(cfg, gpus))
+        unclear = [error for error in errors if not _owners(schema, error)]
         problems += [_placed(tree, p) for p in found if not any(_tainted(key, e) for key in p.keys for e in unclear)]
     if problems or cfg is None:
         raise ConfigError(str(path), problems)

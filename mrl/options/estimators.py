@@ -5,7 +5,7 @@ The functions are in mrl.algo, by the same names; their arguments are these keys
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from mrl.options.base import Fraction, Options, PositiveFloat, Section
 
@@ -14,7 +14,7 @@ class EstimatorOptions(Options):
     """What an estimator says of itself, besides its keys."""
 
     compares_group: ClassVar[bool] = True  # it needs two responses to a prompt, or more
-    critic: ClassVar[bool | None] = False  # True: it needs one; None: it may have one
+    takes_values: ClassVar[Literal["never", "maybe", "always"]] = "never"  # of a critic
     needs_greedy: ClassVar[bool] = False  # the greedy response to every prompt
     needs_distribution: ClassVar[bool] = False  # the sums of squared probabilities over the vocabulary
 
@@ -49,7 +49,7 @@ class GAE(Whitening, name="gae"):
     """Generalised advantage estimation (arXiv 1506.02438), from a critic's values."""
 
     compares_group: ClassVar[bool] = False
-    critic: ClassVar[bool | None] = True
+    takes_values: ClassVar[Literal["never", "maybe", "always"]] = "always"
 
     gamma: Fraction = 1.0  # discount a token
     lam: Fraction = 1.0  # 1 is the whole return (least bias), 0 one step (least variance)
@@ -134,7 +134,7 @@ class OwnEstimator(EstimatorOptions, name="function"):
     """An estimator of your own; `advantage` alone chooses this one. It may have a critic."""
 
     compares_group: ClassVar[bool] = False
-    critic: ClassVar[bool | None] = None
+    takes_values: ClassVar[Literal["never", "maybe", "always"]] = "maybe"
     implied_by: ClassVar[str | None] = "advantage"
 
     advantage: OwnAdvantage

@@ -5,7 +5,7 @@ The functions are in mrl.algo, by the same names; their arguments are these keys
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -129,7 +129,7 @@ class DPPOTV(LossOptions, name="dppo_tv"):
     """DPPO (arXiv 2602.04879): a token that has moved too far in its advantage's direction learns nothing. How far is
     |p - p_old|, no ratio."""
 
-    renamed = {"clip_ratio_low": "divergence_low", "clip_ratio_high": "divergence_high"}
+    renamed: ClassVar[Mapping[str, str]] = {"clip_ratio_low": "divergence_low", "clip_ratio_high": "divergence_high"}
 
     divergence_low: PositiveFloat = 0.15  # farthest |p - p_old| downwards, where the advantage is not positive
     divergence_high: PositiveFloat = 0.15  # farthest |p - p_old| upwards, where the advantage is positive
@@ -143,7 +143,7 @@ class DPPOTV(LossOptions, name="dppo_tv"):
 class DPPOKL(LossOptions, name="dppo_kl"):
     """DPPO (arXiv 2602.04879), where how far a token has moved is KL(p_old || p) of "this token or another"."""
 
-    renamed = {"clip_ratio_low": "divergence_low", "clip_ratio_high": "divergence_high"}
+    renamed: ClassVar[Mapping[str, str]] = {"clip_ratio_low": "divergence_low", "clip_ratio_high": "divergence_high"}
 
     divergence_low: PositiveFloat = 0.05  # nats, the most downwards, where the advantage is not positive
     divergence_high: PositiveFloat = 0.05  # nats, the most upwards, where the advantage is positive

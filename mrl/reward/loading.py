@@ -37,20 +37,20 @@ def load(
     """
     if ":" not in spec:
         return _load_builtin(spec, answer_key, f"reward.{where} {spec!r}", settings)
-    function = load_file(spec, where, ("prompt", "response", {}), "(prompt, response, row)")
+    function = load_file(spec, f"reward.{where}", ("prompt", "response", {}), "(prompt, response, row)")
     return lambda call: function(call.prompt, call.response, call.row)
 
 
 def load_batch(spec: str, where: str = "function") -> Callable[[Sequence[Call]], Any]:
     """The same for a user's function of (prompts, responses, rows), three lists of one length."""
-    function = load_file(spec, where, ([], [], []), "(prompts, responses, rows)")
+    function = load_file(spec, f"reward.{where}", ([], [], []), "(prompts, responses, rows)")
     return lambda calls: function([c.prompt for c in calls], [c.response for c in calls], [c.row for c in calls])
 
 
-def load_file(spec: str, where: str, arguments: tuple[Any, ...], signature: str) -> Callable[..., Any]:
-    """The function of `path/to/file.py:name`, the value of reward.`where`: see `mrl.user_functions.load`."""
+def load_file(spec: str, key: str, arguments: tuple[Any, ...], signature: str) -> Callable[..., Any]:
+    """The function of `path/to/file.py:name`, the value of `key`: see `mrl.user_functions.load`. Raises RewardError."""
     try:
-        return user_functions.load(spec, f"reward.{where}", arguments, signature)
+        return user_functions.load(spec, key, arguments, signature)
     except user_functions.FunctionError as error:
         raise RewardError(str(error)) from error
 

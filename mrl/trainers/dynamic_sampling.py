@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mrl import user_functions
 from mrl.config.schema import FilterGroupsConfig
 from mrl.core import Sample
 from mrl.observe import sample_row
+from mrl.reward.loading import load_file
 
 Group = list[Sample]
 Verdict = Literal["kept", "equal", "refused"]
@@ -35,7 +35,7 @@ class GroupFilter:
         self._cfg = cfg
         self._function: Callable[[list[dict[str, Any]]], object] | None = None
         if cfg.function is not None:
-            self._function = user_functions.load(cfg.function, f"{KEY}.function", ([],), "(group)")
+            self._function = load_file(cfg.function, f"{KEY}.function", ([],), "(group)")
 
     def __call__(self, group: Group) -> Verdict:
         if self._cfg.enable and len({value_of(sample, self._cfg.metric, f"{KEY}.metric") for sample in group}) == 1:

@@ -71,14 +71,14 @@ def _estimator(cfg: RLConfig) -> Iterator[Problem]:
     if isinstance(algorithm, Whitening) and not algorithm.whiten_advantages:
         switch = "algorithm.whiten_advantages"
         yield from inert(algorithm, "algorithm", ["whiten_shift_mean"], "advantages are not whitened", switch)
-    if algorithm.critic and cfg.critic is None:
+    if algorithm.takes_values == "always" and cfg.critic is None:
         message = f"{name} needs a critic: add a `critic:` section (`critic: {{}}` for its defaults)"
         yield Problem((ESTIMATOR, "critic"), message)
-    if algorithm.critic is False and cfg.critic is not None:
+    if algorithm.takes_values == "never" and cfg.critic is not None:
         yield Problem(("critic", ESTIMATOR), f"has no effect: {because}, which uses no values")
-    if algorithm.critic is False and algorithm.value_loss != ValueLossConfig():
+    if algorithm.takes_values == "never" and algorithm.value_loss != ValueLossConfig():
         yield Problem(("algorithm.value_loss", ESTIMATOR), f"has no effect: {because}, which has no value loss")
-    if algorithm.critic is None and cfg.critic is None and algorithm.value_loss != ValueLossConfig():
+    if algorithm.takes_values == "maybe" and cfg.critic is None and algorithm.value_loss != ValueLossConfig():
         yield Problem(("algorithm.value_loss", "critic"), "has no effect: there is no critic")
     if cfg.batch.samples_per_prompt == 1 and algorithm.compares_group:
         message = f"1 sample a prompt has nothing to be compared with: {name} needs at least 2"

@@ -79,8 +79,7 @@ class Variants:
         }
 
     def _is_default(self, key: str, value: Any) -> bool:
+        """Whether it is that of some kind. 1 is 1.0, but not true."""
         fields = [self.kinds[name].model_fields.get(key) for name in self.owners(key)]
         defaults = [found.get_default() for found in fields if found is not None and not found.is_required()]
-        return any(type(value) is type(default) and value == default for default in defaults) or (
-            type(value) is int and float(value) in [default for default in defaults if type(default) is float]
-        )
+        return any(value == default and (type(value) is bool) == (type(default) is bool) for default in defaults)
