@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mrl.config.schema import AlgorithmConfig, MismatchConfig, ReplayConfig
+from mrl.config.schema import MismatchConfig, ReplayConfig
+from mrl.config.sections.algorithm import algorithm
 from mrl.core import Rollout
 from mrl.trainers.experience import make_experience
 from mrl.trainers.mismatch import MismatchLimits
@@ -144,7 +145,7 @@ def test_the_ratio_of_an_old_sample_is_to_the_policy_that_drew_it(importance: st
     assert reused is not None
     policy, cfg = Policy(0.5, reused), {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": importance}}
     made = make_experience(
-        AlgorithmConfig.model_validate(cfg),
+        algorithm(**cfg),
         1.0,
         mixed,
         policy,

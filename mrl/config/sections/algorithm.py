@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import TypeAdapter
+
 from mrl.config.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from mrl.config.sections.policy import PolicyLoss, RolloutCorrectionConfig, policy_loss
 from mrl.config.sections.variants import Variants
@@ -91,3 +93,9 @@ class AlgorithmConfig(EstimatorOptions):
 
 ADVANTAGES = Variants("adv_estimator", "estimator", ESTIMATORS)
 Algorithm = Annotated[AlgorithmConfig, ADVANTAGES]
+
+
+def algorithm(**keys: Any) -> AlgorithmConfig:
+    """The section that a file with these keys has. Raises ValidationError."""
+    found: AlgorithmConfig = TypeAdapter(Algorithm).validate_python(keys)
+    return found
