@@ -181,6 +181,21 @@ def test_metrics_of_every_loss_cannot_be_taken() -> None:
 
 # --- in mrl itself
 
+ESTIMATOR = '''class Toy(EstimatorOptions, name="toy"):
+    """Scores above a floor."""
+
+    floor: float = 0.0  # what is taken off
+'''
+ESTIMATOR_FUNCTION = """
+
+from mrl.algo.advantages import ESTIMATORS, AdvantageInputs
+
+
+@ESTIMATORS.register("toy")
+def floored(t: AdvantageInputs, floor: float) -> tuple:
+    scores = (t.token_rewards.sum(1, keepdim=True) - floor).expand_as(t.mask)
+    return scores, scores
+"""
 PROGRAM = """
 import sys
 from mrl.cli import main
@@ -203,19 +218,26 @@ print("advantages", adv.unique().item())
 """
 
 
+def append(path: Path, text: str) -> None:
+    path.write_text(f"{path.read_text()}\n\n{text}")
+
+
 def test_one_of_mrl_s_own(tmp_path: Path) -> None:
-    """Two files, and the line that imports the second."""
-    shutil.copytree(ROOT / "mrl", tmp_path / "mrl", ignore=shutil.ignore_patterns("__pycache__"))
-    _, loss_options, estimator_options, functions = recipe()
-    for name, text in (("losses", loss_options), ("estimators", estimator_options)):
-        path = tmp_path / "mrl" / "options" / f"{name}.py"
-        path.write_text(f"{path.read_text()}\n\n{text}")
-    (tmp_path / "mrl" / "algo" / "toy.py").write_text(functions)
-    rooms = tmp_path / "mrl" / "algo" / "__init__.py"
-    rooms.write_text(rooms.read_text().replace("    token_rewards,\n", "    token_rewards,\n    toy,\n"))
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    """A new file, the line that imports it, and a class of options."""
+    mrl = shutil.copytree(ROOT / "mrl", tmp_path / "mrl", ignore=shutil.ignore_patterns("__pycache__"))
+    _, options, function = recipe()
+    append(mrl / "options" / "losses.py", options)
+    append(mrl / "options" / "estimators.py", ESTIMATOR)
+    (mrl / "algo" / "toy.py").write_text(function + ESTIMATOR_FUNCTION)
+    room = mrl / "algo" / "__init__.py"
+    room.write_text(room.read_text().replace("    token_rewards,\n", "    token_rewards,\n    toy,\n"))
     made = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=120
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
     )
     assert made.returncode == 0, made.stderr
     assert "\nwith loss_mode: toy\n" in made.stdout and "\nslope: 1  # number > 0\n" in made.stdout

@@ -35,7 +35,7 @@ def gradients(model_dir: str, file: str, meshes: Meshes, layout: str) -> Result:
     rollout = make_rollout(actor.arch.vocab_size)
     algorithm = {
         "advantage": {"function": f"{file}:estimator", "options": {"decay": 0.9}},
-        "policy_loss": {"function": f"{file}:loss", "options": {"slope": 2.0}},
+        "policy_loss": {"function": f"{file}:loss", "options": {"slope": 0.2}},
         "old_log_probs": "engine",
     }
     cfg = RLConfig.model_validate(TEN_STEPS | {"algorithm": algorithm})
