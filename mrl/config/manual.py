@@ -14,7 +14,7 @@ from mrl.config.schema import SCHEMAS
 
 COMMAND = "mrl config --markdown > docs/configuration.md"
 _WIDTHS = (60, 120)  # of text, at least and at most
-_INTRODUCTION = f"""<!-- Made from mrl/config/sections; after a change there: {COMMAND} -->
+_INTRODUCTION = f"""<!-- Made from mrl/config/sections and mrl/options; after a change there: {COMMAND} -->
 # Configuration
 
 Every key, as `mrl config`, `mrl config rollout` and `mrl config rollout.mismatch.stop` print it. In a file sections are
