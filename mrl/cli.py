@@ -147,10 +147,11 @@ def _is_refused(cfg: Config) -> bool:
     from mrl import preflight
     from mrl.data import DataError, TokenizerError
     from mrl.reward import RewardError
+    from mrl.user_functions import FunctionError
 
     try:
         preflight.check(cfg)
-    except (DataError, TokenizerError, RewardError) as error:
+    except (DataError, TokenizerError, RewardError, FunctionError) as error:
         print(error, file=sys.stderr)
         return True
     return False

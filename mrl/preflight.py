@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.schema import Config, SourceConfig
+from mrl.algo import own
+from mrl.config.schema import AlgorithmConfig, Config, SourceConfig
 from mrl.data import load_tokenizer
 from mrl.data.encoder import Encoder
 from mrl.data.rows import RowCheck, RowReader, check_first
+from mrl.options.estimators import OwnEstimator
+from mrl.options.losses import OwnLoss
 from mrl.reward.check import check_functions, check_hidden, row_check
 
 
 def check(cfg: Config) -> None:
-    """Raises DataError, TokenizerError or RewardError, one line a mistake.
+    """Raises DataError, TokenizerError, RewardError or FunctionError, one line a mistake.
 
     Of long data the first rows only: the run reads them all, with the same demands, before its first step.
     """
@@ -20,6 +23,8 @@ def check(cfg: Config) -> None:
         check_functions(rewards)
         sources = {f"data {source.path}": source.path for source, _ in _sources(cfg)}
         check_hidden(rewards, {"run.root": cfg.run.root, **sources})
+    if (algorithm := cfg.learns_by()) is not None:
+        check_own(algorithm, has_values="critic" in cfg.models())
     for source, reader in _sources(cfg):
         check_first(source, reader)
     dressed = [(source, reader) for source, reader in _sources(cfg) if reader.cfg.chat_template]
@@ -27,6 +32,15 @@ def check(cfg: Config) -> None:
         tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
         for source, reader in dressed:
             check_first(source, reader, Encoder(reader.cfg, tokenizer).text)
+
+
+def check_own(algorithm: AlgorithmConfig, has_values: bool) -> None:
+    """Loads the user's own loss and estimator, and tries them out on a few tokens."""
+    loss = algorithm.policy_loss
+    if isinstance(loss, OwnLoss):
+        own.load_loss(loss.function, loss.options)
+    if isinstance(algorithm, OwnEstimator):
+        own.load_estimator(algorithm.advantage.function, algorithm.advantage.options, has_values)
 
 
 def check_of_sampled(cfg: Config) -> RowCheck | None:

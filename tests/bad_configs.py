@@ -387,8 +387,8 @@ BAD = [
     Bad(
         "distance that nothing has",
         GAE,
-        GAE + "  policy_loss: {loss_mode: dppo_tv, clip_ratio_low: 1.0}\n",
-        "algorithm.policy_loss.clip_ratio_low",
+        GAE + "  policy_loss: {loss_mode: dppo_tv, divergence_low: 1.0}\n",
+        "algorithm.policy_loss.divergence_low",
         ("never further apart", "dppo_tv"),
     ),
     Bad(

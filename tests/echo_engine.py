@@ -15,7 +15,6 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from mrl.families import read_hf_config  # noqa: E402
-
 from mrl.rollout import protocol  # noqa: E402
 from mrl.rollout.launch import Launch, ServerSpec, environment  # noqa: E402
 from mrl.rollout.serving import KEY_VARIABLE, BadRequest, serve  # noqa: E402

@@ -254,7 +254,7 @@ def test_gspo_from_dense_tensors(mode: str) -> None:
     new, old, adv = randn(5, 7, seed=1), randn(5, 7, seed=2), randn(5, 7, seed=3)
     batch = FlatBatch.of_mask(mask, mode, dtype=torch.float64)
     flat = batch.flat(log_probs=new, old_log_probs=old, advantages=adv)
-    got, metrics = policy_loss.compute("gspo", **flat, **batch.inputs)
+    got, metrics = policy_loss.compute("gspo", **flat, **batch.inputs, clip_ratio_low=0.2, clip_ratio_high=0.2)
     loss = torch.zeros(5, 7, dtype=torch.float64)
     for i in range(1, 5):
         s = math.exp(float((new - old)[i][mask[i]].mean()))

@@ -13,8 +13,9 @@ from torch import Tensor
 from mrl.algo import aggregate, kl, policy_loss, rollout_correction, token_choice
 from mrl.algo.advantages import ESTIMATORS
 from mrl.config import schema
-from mrl.config.checks import algorithm as sampling_checks
 from mrl.config.sections.policy import Criterion
+from mrl.options import estimators
+from mrl.options.losses import POLICY_LOSSES
 
 
 def clipped_ratio(lp: float, old: float) -> float:
@@ -86,6 +87,7 @@ def test_a_clipped_token_of_cispo_keeps_its_gradient() -> None:
         old_log_probs=torch.zeros(3),
         advantages=torch.tensor([1.0, 2.0, 3.0]),
         weights=torch.ones(3),
+        clip_ratio_low=0.2,
     )
     loss.backward()
     assert log_probs.grad is not None
@@ -137,11 +139,11 @@ def choices(section: type[schema.Section], key: str) -> set[str]:
 
 
 def test_every_name_can_be_configured_and_no_other() -> None:
-    estimators = choices(schema.AlgorithmConfig, "adv_estimator")
-    assert estimators == set(ESTIMATORS.names()) == set(sampling_checks.ESTIMATOR_OPTIONS)
+    found = choices(schema.AlgorithmConfig, "adv_estimator")
+    assert found == {*ESTIMATORS.names(), "function"} == set(estimators.ESTIMATORS)
     losses = choices(schema.PolicyLossConfig, "loss_mode")
-    assert losses == set(policy_loss.LOSSES.names()) == set(schema.POLICY_LOSS_OPTIONS)
-    assert set(schema.TOKEN_CHOICE_OPTIONS) == set(token_choice.CHOICES.names())
+    assert losses == {*policy_loss.LOSSES.names(), "function"} == set(POLICY_LOSSES)
+    assert {name for name, loss in POLICY_LOSSES.items() if loss.chooses_tokens} == set(token_choice.CHOICES.names())
     assert choices(schema.RolloutCorrectionConfig, "rollout_is") == set(rollout_correction.LEVELS)
     assert set(get_args(Criterion)) == set(rollout_correction.CRITERIA)
     assert choices(schema.PolicyLossConfig, "loss_agg_mode") == set(aggregate.MODES.names())

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from mrl.config.checks.algorithm import ESTIMATOR_OPTIONS
-from mrl.config.schema import POLICY_LOSS_OPTIONS
+from mrl.options.estimators import ESTIMATORS
+from mrl.options.losses import POLICY_LOSSES
 from tests.tiny import make_tiny
 from tests.world import run_world
 
@@ -16,7 +16,9 @@ RECIPES = (
     "rejected responses", "off-policy sequence mask", "bias-corrected KL", "resampled, whitened in scale only",
     "token baseline of weighted samples", "gspo by tokens", "geo_mean with weights of tokens",
 )  # fmt: skip
-ALGORITHMS = (*ESTIMATOR_OPTIONS, *(f"loss {mode}" for mode in POLICY_LOSS_OPTIONS), *RECIPES)
+OWN = "function"  # a user's: tests/test_extending_algorithms.py
+NAMES = (*(name for name in ESTIMATORS if name != OWN), *(f"loss {mode}" for mode in POLICY_LOSSES if mode != OWN))
+ALGORITHMS = (*NAMES, *RECIPES)
 Results = dict[str, tuple[float, str, float, bool]]
 
 

@@ -133,6 +133,16 @@ def write_run(model: Path, rows: bytes = GOOD_ROW.encode(), function: str = "ari
     Path("rows.jsonl").write_bytes(rows)
 
 
+@pytest.mark.parametrize("key", ["policy_loss", "advantage"])
+def test_an_algorithm_of_the_user_s_own_that_fails(model: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tried out on a few tokens."""
+    write_run(model)
+    Path("mine.py").write_text("def f(inputs): return inputs.gone\n")
+    estimator = "algorithm.adv_estimator=" + ("function" if key == "advantage" else "reinforce_plus_plus")
+    line = refusal(capsys, "train", "c.yaml", estimator, f"algorithm.{key}.function=mine.py:f", code=1)
+    assert line.startswith(f"algorithm.{key}.function 'mine.py:f', tried out on a few tokens: AttributeError: "), line
+
+
 @pytest.mark.parametrize("bad", ROWS, ids=lambda bad: bad.id)
 def test_a_row_that_no_run_can_use(model: Path, bad: BadInput, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(model, bad.contents)

@@ -287,11 +287,37 @@ def test_layouts_that_megatron_accepts_are_accepted() -> None:
         ),
         *(f"algorithm.value_loss.loss_agg_mode={mode}" for mode in ("token-sum", "seq-mean-token-sum-norm")),
         "algorithm.policy_loss={loss_mode: gspo, loss_agg_mode: token-mean}",
+        "algorithm.policy_loss={loss_mode: gpg, clip_ratio_low: 0.2, tau_pos: 1, kl_cov_ratio: 0.0002}",
+        "algorithm={adv_estimator: gae, gpg_f_norm: 1.0, zero_tail: null, gdpo_reward_keys: []}",
         "algorithm={adv_estimator: gae, policy_loss: {loss_mode: geo_mean}, rollout_correction: {rollout_is: token}}",
     ],
 )
 def test_settings_that_are_unusual_and_right_are_accepted(setting: str) -> None:
     assert loaded(PPO, setting)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        ("vanilla", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}),
+        ("gspo", {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}),
+        ("geo_mean", {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}),
+        ("cispo", {"clip_ratio_low": 1.0, "clip_ratio_high": 0.2}),
+        ("dppo_tv", {"divergence_low": 0.15, "divergence_high": 0.15, "dppo_ratio_cap": 20.0}),
+        ("dppo_kl", {"divergence_low": 0.05, "divergence_high": 0.05, "dppo_ratio_cap": 20.0}),
+    ],
+)
+def test_a_loss_has_its_own_keys_with_its_own_defaults(loss: str, options: dict[str, float]) -> None:
+    cfg = loaded(PPO, f"algorithm.policy_loss.loss_mode={loss}")
+    assert isinstance(cfg, RLConfig)
+    assert cfg.algorithm.policy_loss.own_options == options
+    assert cfg.algorithm.own_options == {
+        "gamma": 1.0, "lam": 1.0, "whiten_advantages": True, "whiten_shift_mean": True,
+    }  # fmt: skip
+    low = next(iter(options))
+    written = loaded(PPO, f"algorithm.policy_loss={{loss_mode: {loss}, clip_ratio_low: 0.07}}")
+    assert isinstance(written, RLConfig)
+    assert written.algorithm.policy_loss.own_options == options | {low: 0.07}, "by its former name too"
 
 
 @pytest.mark.parametrize("name", BUILTIN_REWARDS)

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mrl.config.schema import AlgorithmConfig, MismatchConfig, ReplayConfig
+from mrl.config.schema import MismatchConfig, ReplayConfig
+from mrl.config.sections.algorithm import algorithm
 from mrl.core import Rollout
 from mrl.trainers.rl.experience import forward_passes, make_experience
 from mrl.trainers.rl.mismatch import MismatchLimits
@@ -145,7 +146,7 @@ def test_the_ratio_of_an_old_sample_is_to_the_policy_that_drew_it(importance: st
         mixed, reused, _ = a_step(replay, step)
     assert reused is not None
     policy, settings = Policy(0.5, reused), {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": importance}}
-    cfg = AlgorithmConfig.model_validate(settings)
+    cfg = algorithm(**settings)
     passes = forward_passes(cfg, mixed, 1.0, policy)  # type: ignore[arg-type]
     made = make_experience(cfg, mixed, passes, 0.0, reused)
     present, _ = policy.log_probs(mixed, 1.0)

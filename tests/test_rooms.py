@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "mrl"
-BELOW = ("units", "core", "families", "config", "platform", "parallel", "models", "kernels", "algo", "data", "weights")
+BELOW = (
+    *("units", "core", "families", "options", "config", "platform", "parallel", "models", "kernels", "algo", "data"),
+    "weights",
+)
 ON_DISK = ("directories", "files", "foreign")
 
 # room -> what it may import from mrl, besides itself; "room.module" allows that module only
@@ -17,14 +20,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "units": (),
     "core": ("units",),
     "families": ("float32", "foreign"),
-    "config": ("core", "families", "directories", "float32", "foreign", "redaction"),
+    "options": ("float32",),
+    "config": ("core", "families", "options", "directories", "float32", "foreign", "redaction"),
     "platform": ("ports",),
     "parallel": ("config", "platform"),
     "kernels": (),
     "models": ("core", "families", "config", "platform", "parallel", "kernels"),
     "rollout": ("core", "families", "config", "ports"),
-    "reward": ("core", "config"),
-    "algo": ("kernels",),
+    "reward": ("core", "config", "user_functions"),
+    "algo": ("kernels", "options", "user_functions"),
     "data": ("core", "config", "foreign"),
     "weights": (
         *("core", "families", "config", "platform", "parallel", "models", *ON_DISK),
@@ -35,7 +39,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "observe": ("core", "config", "files", "redaction"),
     "resilience": ("core", "config", "platform", "parallel", "failure", "files"),
     "trainers": (*BELOW, "rollout", "reward", "learner", "checkpoint", "observe", "resilience", "failure"),
-    "preflight": ("config", "data", "reward"),
+    "preflight": ("config", "data", "reward", "options", "algo"),
     "terminal": (),
     "failure": ("files", "redaction"),
     "directories": ("files", "foreign"),
@@ -44,6 +48,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "foreign": (),
     "ports": (),
     "redaction": (),
+    "user_functions": (),
     "launcher": ("terminal", "failure", "files", "ports", "redaction", "resilience.protocol", "resilience.rank"),
 }
 LOWEST = ("errors", "agreement", "kinds")
@@ -87,7 +92,7 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "trainers": {"shared": (), "*": ("shared",)},  # no trainer imports another
 }
 ANYTHING = ("cli", "__main__", "__init__")
-WITHOUT_MEGATRON = ("algo", "reward", "rollout", "data", "config", "observe", "kernels", "core", "units")
+WITHOUT_MEGATRON = ("options", "algo", "reward", "rollout", "data", "config", "observe", "kernels", "core", "units")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -8,50 +8,67 @@ values there).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrl.algo.registry import Registry
+from mrl.algo.registry import Registry, arguments
 from mrl.algo.scan import discounted_suffix_sum
 from mrl.algo.stats import check_same_shape, whiten
+from mrl.options.estimators import ESTIMATORS as OPTIONS
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an estimator may use; see `compute` for the shapes. `mask` is bool."""
+    """What an estimator may use, all of the whole global batch of B responses of up to T tokens.
+
+    token_rewards [B, T] floating point: the score on a response's last token, plus per-token terms such as -beta * KL
+    mask [B, T] bool: the tokens that the policy chose
+    group [B] int64: responses to one prompt share a number (any numbers, in any order)
+    values [B, T]: the critic's
+    greedy_scores [B]: the score of the greedy response to each one's prompt
+    score_parts [B, K]: the reward's components
+    log_probs, sum_pi_squared [B, T]: the policy's log-prob of each token, and the sum of its squared probabilities over
+    the vocabulary there; importance_weights [B, T]: what the policy loss is multiplied by, all 1 when None
+    Raises ValueError for shapes that do not fit.
+    """
 
     token_rewards: Tensor
-    values: Tensor | None
     mask: Tensor
     group: Tensor
-    greedy_scores: Tensor | None
-    score_parts: Tensor | None
-    part_weights: tuple[float, ...] | None
-    log_probs: Tensor | None
-    sum_pi_squared: Tensor | None
-    importance_weights: Tensor | None
-    gamma: float
-    lam: float
-    norm_adv_by_std_in_grpo: bool
-    whiten: bool
-    shift_mean: bool
-    f_norm: float
-    zero_tail: bool | None
+    values: Tensor | None = None
+    greedy_scores: Tensor | None = None
+    score_parts: Tensor | None = None
+    log_probs: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    importance_weights: Tensor | None = None
 
-    def whitened(self, advantages: Tensor) -> Tensor:
-        """Whitened over the mask, where that is not switched off."""
-        return whiten(advantages, self.mask, self.shift_mean) if self.whiten else advantages
+    def __post_init__(self) -> None:
+        rewards, group = self.token_rewards, self.group
+        check_same_shape(token_rewards=rewards, response_mask=self.mask)
+        if rewards.dim() != 2 or group.shape != rewards.shape[:1]:
+            raise ValueError(f"token_rewards is {list(rewards.shape)} and group {list(group.shape)}: not [B, T], [B]")
+        dense = {name: vars(self)[name] for name in ("values", "log_probs", "sum_pi_squared", "importance_weights")}
+        check_same_shape(token_rewards=rewards, **{name: x for name, x in dense.items() if x is not None})
+        if self.greedy_scores is not None:
+            check_same_shape(group=group, greedy_scores=self.greedy_scores)
 
 
-Estimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
+Estimator = Callable[..., tuple[Tensor, Tensor]]  # f(AdvantageInputs, its options) -> (advantages, returns) [B, T]
 ESTIMATORS: Registry[Estimator] = Registry("advantage estimator")
+LIBRARY_NAMES = {  # of options, as arguments of `compute`
+    "whiten": "whiten_advantages",
+    "shift_mean": "whiten_shift_mean",
+    "f_norm": "gpg_f_norm",
+    "part_weights": "gdpo_reward_weights",
+}
 
 
 def compute(
-    name: str,
+    name: str | Estimator,
     *,
     token_rewards: Tensor,
     response_mask: Tensor,
@@ -59,71 +76,54 @@ def compute(
     values: Tensor | None = None,
     greedy_scores: Tensor | None = None,
     score_parts: Tensor | None = None,
-    part_weights: tuple[float, ...] | None = None,
     log_probs: Tensor | None = None,
     sum_pi_squared: Tensor | None = None,
     importance_weights: Tensor | None = None,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    norm_adv_by_std_in_grpo: bool = True,
-    whiten: bool = True,
-    shift_mean: bool = True,
-    f_norm: float = 1.0,
-    zero_tail: bool | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages [B, T], returns [B, T]) by the estimator called `name`.
+    """(advantages [B, T], returns [B, T]) by the estimator called `name`, or by a function as `mrl.algo.own` loads it.
 
-    token_rewards [B, T] floating point: the score on a response's last token, plus per-token terms such as -beta * KL
-    response_mask [B, T] bool or 0/1
-    group [B] int64: responses to one prompt share a number (any numbers, in any order)
-    values [B, T]: the critic's, for gae
-    greedy_scores [B]: the score of the greedy response to each one's prompt, for remax
-    score_parts [B, K], part_weights (K numbers; all 1 when None): the reward's components, for gdpo
-    log_probs, sum_pi_squared [B, T]: the policy's log-prob of each token, and the sum of its squared probabilities over
-    the vocabulary there, for optimal_token_baseline and tir_optimal_token_baseline
-    importance_weights [B, T]: of the two as well, see there; all 1 when None
-    gamma, lam: of gae; gamma also of reinforce_plus_plus
-    norm_adv_by_std_in_grpo: of grpo, grpo_passk and gdpo
-    whiten: of gae, reinforce_plus_plus, reinforce_plus_plus_baseline and gdpo: whether they whiten their advantages;
-    shift_mean: and whether that takes the mean off
-    f_norm: of gpg; zero_tail: of the two token baselines
-    No gradient flows into the results. Raises ValueError for an unknown name, shapes that do not fit, missing inputs.
+    The tensors are those of `AdvantageInputs`; response_mask [B, T] bool or 0/1. options: the estimator's own, whose
+    defaults are in mrl.options.estimators; those of other estimators are not read. No gradient flows into the results.
+    Raises ValueError for an unknown name, shapes that do not fit, missing inputs; TypeError for an unknown option.
     """
-    estimator = ESTIMATORS.get(name)
-    check_same_shape(token_rewards=token_rewards, response_mask=response_mask)
-    if token_rewards.dim() != 2 or group.shape != token_rewards.shape[:1]:
-        raise ValueError(f"token_rewards is {list(token_rewards.shape)} and group {list(group.shape)}: not [B, T], [B]")
-    dense = {"values": values, "log_probs": log_probs, "sum_pi_squared": sum_pi_squared}
-    dense["importance_weights"] = importance_weights
-    check_same_shape(token_rewards=token_rewards, **{key: x for key, x in dense.items() if x is not None})
-    if greedy_scores is not None:
-        check_same_shape(group=group, greedy_scores=greedy_scores)
+    estimator = ESTIMATORS.get(name) if isinstance(name, str) else name
+    settings = _settings(name, options) if isinstance(name, str) else options
+    inputs = AdvantageInputs(
+        token_rewards=token_rewards,
+        mask=response_mask.bool(),
+        group=group,
+        values=values,
+        greedy_scores=greedy_scores,
+        score_parts=score_parts,
+        log_probs=log_probs,
+        sum_pi_squared=sum_pi_squared,
+        importance_weights=importance_weights,
+    )
     with torch.no_grad():
-        return estimator(
-            AdvantageInputs(
-                token_rewards,
-                values,
-                response_mask.bool(),
-                group,
-                greedy_scores,
-                score_parts,
-                part_weights,
-                log_probs,
-                sum_pi_squared,
-                importance_weights,
-                gamma,
-                lam,
-                norm_adv_by_std_in_grpo,
-                whiten,
-                shift_mean,
-                f_norm,
-                zero_tail,
-            )
-        )
+        return estimator(inputs, **settings)
+
+
+def _settings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the registered estimator."""
+    given = {LIBRARY_NAMES.get(key, key): value for key, value in given.items()}
+    every = {key for kind in OPTIONS.values() for key in kind.model_fields}
+    if unknown := sorted(given.keys() - every):
+        raise TypeError(f"no advantage estimator has an option {', '.join(unknown)}")
+    fields = OPTIONS[name].model_fields
+    settings = OPTIONS[name].filled({key: value for key, value in given.items() if key in fields})
+    return arguments(ESTIMATORS.get(name), settings)
+
+
+def whitened(advantages: Tensor, inputs: AdvantageInputs, whiten_advantages: bool, whiten_shift_mean: bool) -> Tensor:
+    """Whitened over the mask, where that is not switched off."""
+    return whiten(advantages, inputs.mask, whiten_shift_mean) if whiten_advantages else advantages
 
 
 @ESTIMATORS.register("gae")
-def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def gae(
+    inputs: AdvantageInputs, gamma: float, lam: float, whiten_advantages: bool, whiten_shift_mean: bool
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv 1506.02438), whitened over the mask.
 
     delta_t = r_t + gamma * V(next) - V_t and A_t = delta_t + gamma * lam * A(next), where "next" is the next token
@@ -136,8 +136,8 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     mask, outside = inputs.mask, ~inputs.mask
     rewards = inputs.token_rewards.masked_fill(outside, 0)
     values = inputs.values.masked_fill(outside, 0)
-    advantages = _advantages(rewards, values, mask, inputs.gamma, inputs.lam)
-    return inputs.whitened(advantages), advantages + values
+    advantages = _advantages(rewards, values, mask, gamma, lam)
+    return whitened(advantages, inputs, whiten_advantages, whiten_shift_mean), advantages + values
 
 
 def _advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
@@ -168,7 +168,9 @@ def _gae_of_mask_with_holes(rewards: Tensor, values: Tensor, mask: Tensor, gamma
 
 
 @ESTIMATORS.register("reinforce_plus_plus")
-def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def reinforce_plus_plus(
+    inputs: AdvantageInputs, gamma: float, whiten_advantages: bool, whiten_shift_mean: bool
+) -> tuple[Tensor, Tensor]:
     """REINFORCE++ (arXiv 2501.03262): the discounted reward-to-go, whitened over the mask.
 
     return_t = r_t + gamma * return of the next token *inside the mask*: observation tokens are skipped, as gae skips
@@ -176,8 +178,8 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """
     outside = ~inputs.mask
     rewards = inputs.token_rewards.masked_fill(outside, 0)
-    returns = _advantages(rewards, torch.zeros_like(rewards), inputs.mask, inputs.gamma, lam=1.0)
-    return inputs.whitened(returns), returns
+    returns = _advantages(rewards, torch.zeros_like(rewards), inputs.mask, gamma, lam=1.0)
+    return whitened(returns, inputs, whiten_advantages, whiten_shift_mean), returns
 
 
 @ESTIMATORS.register("remax")

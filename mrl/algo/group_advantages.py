@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mrl.algo.advantages import ESTIMATORS, AdvantageInputs
+from mrl.algo.advantages import ESTIMATORS, AdvantageInputs, whitened
 
 GROUP_STD_EPS = 1e-6
 
 
 @ESTIMATORS.register("grpo")
-def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def grpo(inputs: AdvantageInputs, norm_adv_by_std_in_grpo: bool) -> tuple[Tensor, Tensor]:
     """Group-relative advantage (arXiv 2402.03300): (R - mean_G) / (std_G + 1e-6) on every token of the response.
 
     The standard deviation has ddof 1, that of a group of one is 1. `norm_adv_by_std_in_grpo=False` leaves the division
@@ -24,32 +24,38 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
     Peers: TRL adds 1e-4, OpenRLHF 1e-9, NeMo-RL takes leave-one-out statistics, Megatron-LM ddof 0 and 1e-4.
     """
-    return _on_tokens(_Groups(inputs).normalised(inputs.norm_adv_by_std_in_grpo), inputs)
+    return _on_tokens(_Groups(inputs).normalised(norm_adv_by_std_in_grpo), inputs)
 
 
 @ESTIMATORS.register("gdpo")
-def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def gdpo(
+    inputs: AdvantageInputs,
+    norm_adv_by_std_in_grpo: bool,
+    gdpo_reward_weights: tuple[float, ...] | None,
+    whiten_advantages: bool,
+    whiten_shift_mean: bool,
+) -> tuple[Tensor, Tensor]:
     """GDPO (arXiv 2601.05242): grpo's advantage of each component of the reward by itself, their weighted sum, whitened
     over the mask. A component of small scale counts as much as one of large scale.
 
     The token rewards are not read (as in verl), so a KL term in them would be lost. Raises ValueError without
     components, or for a wrong number of weights.
     """
-    parts, weights = inputs.score_parts, inputs.part_weights
+    parts, weights = inputs.score_parts, gdpo_reward_weights
     if parts is None or parts.dim() != 2 or parts.shape[0] != inputs.group.numel() or parts.shape[1] == 0:
         shape = None if parts is None else list(parts.shape)
         raise ValueError(f"advantage estimator 'gdpo' needs score_parts [B, K] with K > 0, got {shape}")
     weights = (1.0,) * parts.shape[1] if weights is None else weights
     if len(weights) != parts.shape[1]:
         raise ValueError(f"gdpo got {len(weights)} part_weights for {parts.shape[1]} score_parts")
-    each = [_Groups(inputs, part).normalised(inputs.norm_adv_by_std_in_grpo) for part in parts.unbind(1)]
+    each = [_Groups(inputs, part).normalised(norm_adv_by_std_in_grpo) for part in parts.unbind(1)]
     total = parts.new_tensor(weights, dtype=torch.float64) @ torch.stack(each)
-    advantages = inputs.whitened(_on_tokens(total, inputs)[0])
+    advantages = whitened(_on_tokens(total, inputs)[0], inputs, whiten_advantages, whiten_shift_mean)
     return advantages, advantages.clone()
 
 
 @ESTIMATORS.register("grpo_passk")
-def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def grpo_passk(inputs: AdvantageInputs, norm_adv_by_std_in_grpo: bool) -> tuple[Tensor, Tensor]:
     """Pass@k (arXiv 2503.19595): only the best response of a group has an advantage, its lead over the second best.
 
     Divided by std_G + 1e-6 as grpo's. Raises ValueError for a group of one: nothing is second best.
@@ -64,7 +70,7 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     best = first.nonzero()[:, 0]
     advantage = torch.zeros_like(group.scores)
     advantage[order[best]] = group.scores[order[best]] - group.scores[order[best + 1]]
-    return _on_tokens(advantage / (group.std + GROUP_STD_EPS) if inputs.norm_adv_by_std_in_grpo else advantage, inputs)
+    return _on_tokens(advantage / (group.std + GROUP_STD_EPS) if norm_adv_by_std_in_grpo else advantage, inputs)
 
 
 @ESTIMATORS.register("rloo")
@@ -86,27 +92,29 @@ def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 @ESTIMATORS.register("reinforce_plus_plus_baseline")
-def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def reinforce_plus_plus_baseline(
+    inputs: AdvantageInputs, whiten_advantages: bool, whiten_shift_mean: bool
+) -> tuple[Tensor, Tensor]:
     """REINFORCE++ with a group baseline (arXiv 2501.03262): R - mean_G on every token, then whitened over the mask."""
     group = _Groups(inputs)
     advantages, _ = _on_tokens(group.scores - group.mean, inputs)
-    advantages = inputs.whitened(advantages)
+    advantages = whitened(advantages, inputs, whiten_advantages, whiten_shift_mean)
     return advantages, advantages.clone()
 
 
 @ESTIMATORS.register("gpg")
-def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def gpg(inputs: AdvantageInputs, gpg_f_norm: float) -> tuple[Tensor, Tensor]:
     """Group policy gradient (arXiv 2504.02546): alpha * (R - mean_G) / f_norm with alpha = responses / responses whose
     R is not 0.
 
     f_norm is a number, as in verl, where it is 1 unless the function is called by hand; the paper's may also be the
     group's standard deviation. Raises ValueError if it is not positive.
     """
-    if inputs.f_norm <= 0:
-        raise ValueError(f"gpg needs f_norm > 0, got {inputs.f_norm}")
+    if gpg_f_norm <= 0:
+        raise ValueError(f"gpg needs f_norm > 0, got {gpg_f_norm}")
     group = _Groups(inputs)
     alpha = group.scores.numel() / group.scores.count_nonzero().clamp(min=1).double()
-    return _on_tokens(alpha * (group.scores - group.mean) / inputs.f_norm, inputs)
+    return _on_tokens(alpha * (group.scores - group.mean) / gpg_f_norm, inputs)
 
 
 class _Groups:

@@ -7,15 +7,19 @@ and gradient are spread over their tokens; `Sequences` brings together what lies
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from mrl.algo.registry import Registry
+from mrl.algo.registry import Registry, arguments
 from mrl.algo.sequences import Sequences
 from mrl.algo.stats import check_same_shape
+from mrl.options.losses import POLICY_LOSSES
 
+F = TypeVar("F", bound=Callable[..., Any])
 LOG_RATIO_BOUND = 20.0
 
 
@@ -42,19 +46,45 @@ class PolicyInputs:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """`value` of every token; which tokens the loss clips, and which its second bound (see each loss). bool"""
+    """What a loss is at every token, all of the inputs' shape.
+
+    value: the loss, with its gradient; clipped, clipped_lower: bool, the tokens that the loss clips, and those that its
+    second bound does (see each loss)
+    metrics: name -> a number a token, of the metrics that the loss declares by `with_metrics`
+    """
 
     value: Tensor
     clipped: Tensor | None = None
     clipped_lower: Tensor | None = None
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-PolicyLoss = Callable[..., TokenLoss]
+PolicyLoss = Callable[..., TokenLoss]  # f(PolicyInputs, its options)
 LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+EVERY_LOSS = ("clipfrac", "ppo_kl", "clipfrac_lower", "approxkl", "ratio")  # metrics
+
+
+def with_metrics(*names: str) -> Callable[[F], F]:
+    """Decorator of a policy loss that has metrics of its own, `TokenLoss.metrics`: these, always all of them.
+    ValueError for a name that every loss has."""
+    if taken := {*names} & {*EVERY_LOSS, "pg_loss", "entropy", "ref_kl"}:
+        raise ValueError(f"every loss has a metric {', '.join(sorted(taken))}: choose another name")
+
+    def declare(loss: F) -> F:
+        loss.__dict__["metrics"] = names
+        return loss
+
+    return declare
+
+
+def metrics_of(loss: str | PolicyLoss) -> tuple[str, ...]:
+    """The names of the metrics that `compute` gives for this loss. ValueError for an unknown one."""
+    function = LOSSES.get(loss) if isinstance(loss, str) else loss
+    return (*EVERY_LOSS, *vars(function).get("metrics", ()))
 
 
 def compute(
-    name: str,
+    name: str | PolicyLoss,
     *,
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -63,14 +93,15 @@ def compute(
     metric_weights: Tensor | None = None,
     sequences: Sequences | None = None,
     chosen: Tensor | None = None,
-    **options: float,
+    **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(loss 0-d = sum(weights * token loss), metrics 0-d and detached) by the loss called `name`.
+    """(loss 0-d = sum(weights * token loss), metrics 0-d and detached) by the loss called `name`, or by a function such
+    as `mrl.algo.own` loads.
 
     All tensors have one shape, any shape (flat [R] in training); gradient flows through `log_probs` only.
     sequences: which response each token is of; gspo, geo_mean and vespo need it, and flat [n] tensors
     chosen: bool, the tokens that `mrl.algo.token_choice` picked; clip_cov and kl_cov need it
-    options: the loss's own, see its docstring
+    options: the loss's own, whose defaults are in mrl.options.losses
 
     The metrics are sums over tokens too, with `metric_weights` (default `weights`): they add up over micro-batches and
     ranks, and they are means over tokens if those weights sum to 1 over the mini-batch (token-mean's do):
@@ -78,12 +109,12 @@ def compute(
     clipfrac, clipfrac_lower: tokens that the loss clips, see each loss
     ppo_kl: old - new log-prob, the k1 estimate of the KL divergence (TRL's policykl); approxkl: half its square (TRL)
     ratio: exp(new - old log-prob)
-    The last three are of log-ratios clamped to +-20, whatever the loss does.
+    The last three are of log-ratios clamped to +-20, whatever the loss does. Then come the loss's own.
 
-    Raises ValueError for an unknown name, shapes that differ, or missing sequences or chosen.
+    Raises ValueError for an unknown name, shapes that differ, or missing sequences or chosen; TypeError for an unknown
+    option.
     """
-    loss = LOSSES.get(name)
-    metric_weights = weights if metric_weights is None else metric_weights
+    loss, metric_weights = _function(name, options), weights if metric_weights is None else metric_weights
     check_same_shape(
         log_probs=log_probs,
         old_log_probs=old_log_probs,
@@ -93,13 +124,25 @@ def compute(
         chosen=weights if chosen is None else chosen,
     )
     inputs = PolicyInputs(log_probs, old_log_probs.detach(), advantages.detach(), sequences, chosen)
-    tokens = loss(inputs, **options)
-    return (weights * tokens.value).sum(), _metrics(inputs.bounded_log_ratio.detach(), tokens, metric_weights)
+    tokens = loss(inputs)
+    metrics = _metrics(inputs.bounded_log_ratio.detach(), tokens, metric_weights)
+    if metrics.keys() != {*metrics_of(name)}:
+        own = metrics_of(name)[len(EVERY_LOSS) :]
+        raise ValueError(f"the loss declares the metrics {[*own]} (with_metrics), and gives {[*tokens.metrics]}")
+    return (weights * tokens.value).sum(), metrics
+
+
+def _function(name: str | PolicyLoss, options: Mapping[str, Any]) -> Callable[[PolicyInputs], TokenLoss]:
+    """With its options; those that choose its tokens are not among them."""
+    if not isinstance(name, str):
+        return partial(name, **options)
+    loss = LOSSES.get(name)
+    return partial(loss, **arguments(loss, POLICY_LOSSES[name].filled(options)))
 
 
 def _metrics(log_ratio: Tensor, tokens: TokenLoss, weights: Tensor) -> dict[str, Tensor]:
     def total(of: Tensor | None) -> Tensor:
-        return weights.new_zeros(()) if of is None else (of * weights).sum()
+        return weights.new_zeros(()) if of is None else (of.detach() * weights).sum()
 
     return {
         "clipfrac": total(tokens.clipped),
@@ -107,4 +150,5 @@ def _metrics(log_ratio: Tensor, tokens: TokenLoss, weights: Tensor) -> dict[str,
         "clipfrac_lower": total(tokens.clipped_lower),
         "approxkl": total(0.5 * log_ratio.square()),
         "ratio": total(log_ratio.exp()),
+        **{name: total(value) for name, value in tokens.metrics.items()},
     }

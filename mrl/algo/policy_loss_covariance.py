@@ -13,7 +13,7 @@ from mrl.algo.policy_loss_token import clipped_surrogate
 
 
 @LOSSES.register("clip_cov")
-def clip_cov(t: PolicyInputs, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> TokenLoss:
+def clip_cov(t: PolicyInputs, clip_ratio_low: float, clip_ratio_high: float) -> TokenLoss:
     """Clip-Cov: PPO's clipped surrogate, 0 at the chosen tokens. clipfrac: these (not those that PPO clips, as in
     verl)."""
     chosen = _chosen("clip_cov", t)
@@ -22,7 +22,7 @@ def clip_cov(t: PolicyInputs, clip_ratio_low: float = 0.2, clip_ratio_high: floa
 
 
 @LOSSES.register("kl_cov")
-def kl_cov(t: PolicyInputs, ppo_kl_coef: float = 1.0) -> TokenLoss:
+def kl_cov(t: PolicyInputs, ppo_kl_coef: float) -> TokenLoss:
     """KL-Cov: -A * ratio, nothing clipped, plus ppo_kl_coef * |log-ratio| at the chosen tokens. clipfrac: these."""
     chosen = _chosen("kl_cov", t)
     pull = (ppo_kl_coef * t.log_ratio.abs()).masked_fill(~chosen, 0)

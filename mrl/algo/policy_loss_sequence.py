@@ -19,14 +19,14 @@ VESPO_LOG_RATIO_MIN = math.log(1e-8)
 
 
 @LOSSES.register("gspo")
-def gspo(t: PolicyInputs, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> TokenLoss:
+def gspo(t: PolicyInputs, clip_ratio_low: float, clip_ratio_high: float) -> TokenLoss:
     """Group sequence policy optimisation (GSPO, arXiv 2507.18071): PPO's clip on the response's length-normalised ratio
     s = exp(mean log-ratio).
 
     Its token form: log s_t = log_prob - stop_gradient(log_prob) + stop_gradient(mean log-ratio), at most 10. All tokens
     of a response have the same ratio, and each its own gradient and advantage (verl; in OpenRLHF and slime gradient
-    flows through the mean, which is the same where the advantage is one a response). No dual clip. The paper's bounds
-    are 3e-4 and 4e-4. clipfrac: the clipped term is the larger one.
+    flows through the mean, which is the same where the advantage is one a response). No dual clip. clipfrac: the
+    clipped term is the larger one.
 
     The paper and verl aggregate by seq-mean-token-mean; any other aggregate has to be asked for (TRL's usual one is the
     mean over tokens).
@@ -38,12 +38,12 @@ def gspo(t: PolicyInputs, clip_ratio_low: float = 0.2, clip_ratio_high: float = 
 
 
 @LOSSES.register("geo_mean")
-def geo_mean(t: PolicyInputs, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> TokenLoss:
+def geo_mean(t: PolicyInputs, clip_ratio_low: float, clip_ratio_high: float) -> TokenLoss:
     """Geometric-mean policy optimisation (GMPO, arXiv 2507.20673): -A * exp(mean of the clipped log-ratios), A the
     response's mean advantage.
 
     A token's log-ratio is clipped to [-low, high], and only where it has moved in the direction of its advantage; one
-    that has moved against it is not bounded, as in the paper and in verl. The paper's bounds are 0.4 and 0.4.
+    that has moved against it is not bounded, as in the paper and in verl.
     clipfrac: log-ratios outside the bounds where A > 0; clipfrac_lower: where A < 0.
     """
     log_ratio = t.log_ratio
@@ -58,11 +58,7 @@ def geo_mean(t: PolicyInputs, clip_ratio_low: float = 0.2, clip_ratio_high: floa
 
 @LOSSES.register("vespo")
 def vespo(
-    t: PolicyInputs,
-    vespo_k_pos: float = 2.0,
-    vespo_lambda_pos: float = 3.0,
-    vespo_k_neg: float = 3.0,
-    vespo_lambda_neg: float = 2.0,
+    t: PolicyInputs, vespo_k_pos: float, vespo_lambda_pos: float, vespo_k_neg: float, vespo_lambda_neg: float
 ) -> TokenLoss:
     """Variational sequence-level soft policy optimisation (VESPO, arXiv 2602.10693): -stop_gradient(phi(W)) * A *
     log_prob with W = exp(sum of the response's log-ratios), not normalised by its length, and

@@ -11,9 +11,7 @@ DPPO_EPS = 1e-8
 
 
 @LOSSES.register("vanilla")
-def vanilla(
-    t: PolicyInputs, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float = 3.0
-) -> TokenLoss:
+def vanilla(t: PolicyInputs, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float) -> TokenLoss:
     """PPO's clipped surrogate (arXiv 1707.06347) with the dual clip (arXiv 1912.09729).
 
     With ratio = exp(log_probs - old_log_probs): L = max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)), and where
@@ -47,7 +45,7 @@ def gpg(t: PolicyInputs) -> TokenLoss:
 
 
 @LOSSES.register("cispo")
-def cispo(t: PolicyInputs, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> TokenLoss:
+def cispo(t: PolicyInputs, clip_ratio_low: float, clip_ratio_high: float) -> TokenLoss:
     """Clipped importance weights (CISPO, arXiv 2506.13585): -stop_gradient(clip(ratio, 1 - low, 1 + high)) * A *
     log_prob. Unlike PPO's, a clipped token keeps its gradient. The paper has no lower bound: a low of 1 or more, as
     ratios are positive; nor has TRL, whose epsilon_high is the upper bound itself, 1 + high. clipfrac: the ratio is
@@ -58,7 +56,7 @@ def cispo(t: PolicyInputs, clip_ratio_low: float = 0.2, clip_ratio_high: float =
 
 
 @LOSSES.register("sapo")
-def sapo(t: PolicyInputs, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
+def sapo(t: PolicyInputs, tau_pos: float, tau_neg: float) -> TokenLoss:
     """Soft adaptive policy optimisation (SAPO, arXiv 2511.20347): -A * sigmoid(tau * (ratio - 1)) * 4 / tau, with
     tau_pos where A > 0 and tau_neg elsewhere. At ratio 1 the gradient is the policy gradient.
 
@@ -72,7 +70,7 @@ def sapo(t: PolicyInputs, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenL
 
 
 @LOSSES.register("dro")
-def dro(t: PolicyInputs, dro_beta: float = 0.1) -> TokenLoss:
+def dro(t: PolicyInputs, dro_beta: float) -> TokenLoss:
     """Direct reward optimisation: -(A * log_prob - dro_beta / 2 * log_ratio^2): a pull back to the policy that sampled
     in place of clipping. Raises ValueError if dro_beta is not positive."""
     if dro_beta <= 0:
@@ -81,31 +79,27 @@ def dro(t: PolicyInputs, dro_beta: float = 0.1) -> TokenLoss:
 
 
 @LOSSES.register("dppo_tv")
-def dppo_tv(
-    t: PolicyInputs, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, dppo_ratio_cap: float = 20.0
-) -> TokenLoss:
+def dppo_tv(t: PolicyInputs, divergence_low: float, divergence_high: float, dppo_ratio_cap: float) -> TokenLoss:
     """DPPO (arXiv 2602.04879) with the total variation of "this token or another": |p - p_old|.
 
     -A * stop_gradient(min(ratio, dppo_ratio_cap)) * log_prob; 0 at tokens that have moved in the advantage's direction
-    by more than clip_ratio_high (A > 0) or clip_ratio_low (else): these two are distances here. clipfrac: such tokens;
+    by more than divergence_high (A > 0) or divergence_low (else). clipfrac: such tokens;
     clipfrac_lower: of the others, those whose ratio is above the cap (verl's `clip_ratio_c` there).
     """
     moved = (t.log_probs.exp() - t.old_log_probs.exp()).detach()
-    kept = torch.where(t.advantages > 0, moved <= clip_ratio_high, moved >= -clip_ratio_low)
+    kept = torch.where(t.advantages > 0, moved <= divergence_high, moved >= -divergence_low)
     return _trust_region(t, kept, dppo_ratio_cap)
 
 
 @LOSSES.register("dppo_kl")
-def dppo_kl(
-    t: PolicyInputs, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, dppo_ratio_cap: float = 20.0
-) -> TokenLoss:
+def dppo_kl(t: PolicyInputs, divergence_low: float, divergence_high: float, dppo_ratio_cap: float) -> TokenLoss:
     """As dppo_tv, with the divergence KL(p_old || p) of "this token or another", of the tokens that have moved in the
     advantage's direction."""
     new, old = t.log_probs.detach(), t.old_log_probs
     other_new, other_old = -expm1(new) + DPPO_EPS, -expm1(old) + DPPO_EPS
     divergence = old.exp() * (old - new) + -expm1(old) * (other_old / other_new).log()
     against = torch.where(t.advantages > 0, new <= old, new >= old)
-    near = torch.where(t.advantages > 0, divergence <= clip_ratio_high, divergence <= clip_ratio_low)
+    near = torch.where(t.advantages > 0, divergence <= divergence_high, divergence <= divergence_low)
     return _trust_region(t, against | near, dppo_ratio_cap)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from typing import Generic, TypeVar
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -38,3 +39,8 @@ class Registry(Generic[F]):
 
     def names(self) -> list[str]:
         return sorted(self._entries)
+
+
+def arguments(function: Callable[..., object], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of these options those that are arguments of the function."""
+    return {name: options[name] for name in inspect.signature(function).parameters if name in options}

@@ -17,7 +17,7 @@ WEIGHT_EPS = 1e-8
 
 
 @ESTIMATORS.register("optimal_token_baseline")
-def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def optimal_token_baseline(inputs: AdvantageInputs, zero_tail: bool | None) -> tuple[Tensor, Tensor]:
     """The reward-to-go minus the group's B_t at the same column t. returns: the reward-to-go.
 
     Neither discounted nor whitened; a group of one has no baseline. Where only one response of a group is left, its
@@ -26,11 +26,11 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     which are 0 here.
     """
     returns, weights = reward_to_go(inputs).double(), _realised_energy(inputs)
-    return _minus_baseline(inputs, returns, weights, inputs.mask, zero_tail=bool(inputs.zero_tail))
+    return _minus_baseline(inputs, returns, weights, inputs.mask, zero_tail=bool(zero_tail))
 
 
 @ESTIMATORS.register("tir_optimal_token_baseline")
-def tir_optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def tir_optimal_token_baseline(inputs: AdvantageInputs, zero_tail: bool | None) -> tuple[Tensor, Tensor]:
     """optimal_token_baseline for responses with observations in them: t counts the response's own tokens only.
 
     As in verl, the part of a group's longest response that no other one reaches has no baseline unless `zero_tail` is
@@ -43,8 +43,8 @@ def tir_optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]
         return torch.zeros_like(values).masked_scatter_(closed, values[mask])
 
     returns = reward_to_go(inputs).double()
-    zero_tail = inputs.zero_tail is not False
-    advantages, _ = _minus_baseline(inputs, close(returns), close(_realised_energy(inputs)), closed, zero_tail)
+    without = zero_tail is not False
+    advantages, _ = _minus_baseline(inputs, close(returns), close(_realised_energy(inputs)), closed, without)
     opened = torch.zeros_like(advantages).masked_scatter_(mask, advantages[closed])
     return opened, returns.to(inputs.token_rewards.dtype)
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from mrl.algo.policy_loss import PolicyInputs
 from mrl.algo.policy_loss_token import clipped_surrogate
-from mrl.algo.registry import Registry
+from mrl.algo.registry import Registry, arguments
 from mrl.algo.stats import check_same_shape, masked_mean
+from mrl.options.losses import POLICY_LOSSES
 
 Choice = Callable[..., Tensor]
 CHOICES: Registry[Choice] = Registry("choice of tokens")
@@ -32,11 +33,12 @@ def choose(
     """The tokens that the policy loss `loss_name` (clip_cov, kl_cov) treats differently.
 
     log_probs: the current policy's, before the update. generator: on the CPU; the same on every rank gives the same
-    choice. Raises ValueError for another loss, or shapes that differ.
+    choice. options: the loss's own. Raises ValueError for another loss, or shapes that differ.
     """
     function = CHOICES.get(loss_name)
     check_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask)
-    return function(PolicyInputs(log_probs, old_log_probs, advantages, None, None), mask.bool(), generator, **options)
+    settings = arguments(function, POLICY_LOSSES[loss_name].filled(options))
+    return function(PolicyInputs(log_probs, old_log_probs, advantages, None, None), mask.bool(), generator, **settings)
 
 
 @CHOICES.register("clip_cov")
@@ -44,11 +46,11 @@ def for_clip_cov(
     t: PolicyInputs,
     mask: Tensor,
     generator: torch.Generator,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.2,
-    clip_cov_ratio: float = 0.0002,
-    clip_cov_lb: float = 1.0,
-    clip_cov_ub: float = 5.0,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_cov_ratio: float,
+    clip_cov_lb: float,
+    clip_cov_ub: float,
 ) -> Tensor:
     """At random clip_cov_ratio of the mini-batch's tokens (at least 1), from those with clip_cov_lb < covariance <
     clip_cov_ub that PPO does not clip anyway."""
@@ -61,7 +63,7 @@ def for_clip_cov(
 
 
 @CHOICES.register("kl_cov")
-def for_kl_cov(t: PolicyInputs, mask: Tensor, generator: torch.Generator, kl_cov_ratio: float = 0.0002) -> Tensor:
+def for_kl_cov(t: PolicyInputs, mask: Tensor, generator: torch.Generator, kl_cov_ratio: float) -> Tensor:
     """The kl_cov_ratio of the mini-batch's tokens (at least 1) with the highest covariance. Nothing is random."""
     return _highest(_covariance(t, mask), mask, kl_cov_ratio)
 

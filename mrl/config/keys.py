@@ -13,7 +13,7 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -26,6 +26,7 @@ from pydantic.fields import FieldInfo
 
 from mrl.config.dialect import Dumper
 from mrl.config.sections.base import MAX_INT
+from mrl.config.sections.variants import Variants
 
 _TYPES = {bool: "true | false", int: "integer", float: "number", str: "string"}
 _BOUNDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
@@ -39,6 +40,8 @@ class Key:
     values: what it can be
     default: as YAML; None for a section with defaults of its own, and where there is none
     section: the class of what is below
+    only_with: of a key that its section has only then: ("loss_mode", "gspo")
+    kinds: of a section that has such keys: the values of its key `by`, each with what it is
     """
 
     path: str
@@ -48,6 +51,8 @@ class Key:
     meaning: str
     section: type[BaseModel] | None = None
     below: tuple[Key, ...] = ()
+    only_with: tuple[str, str] | None = None
+    kinds: tuple[Kind, ...] = ()
 
     @property
     def name(self) -> str:
@@ -57,6 +62,17 @@ class Key:
     def about(self) -> str:
         """Of a section, the docstring of its class."""
         return _docstring(self.section) if self.section else ""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One value of the key `by` that decides which further keys a section has; noun: what it chooses."""
+
+    by: str
+    value: str
+    noun: str
+    about: str
+    keys: tuple[Key, ...]
 
 
 @cache
@@ -73,24 +89,32 @@ def walk(keys: Iterable[Key]) -> Iterator[Key]:
         yield from walk(key.below)
 
 
-def nearest_keys(keys: Sequence[Key], path: Sequence[str]) -> tuple[list[Key], list[Key]]:
+def nearest_keys(
+    keys: Sequence[Key], path: Sequence[str], chosen: Collection[str] | None = None
+) -> tuple[list[Key], list[Key]]:
     """(those beside a key that does not exist, those that may be meant): one beside it whose name is close, else of the
-    same name elsewhere, else one beside it that is not too far."""
+    same name elsewhere, else one beside it that is not too far. chosen: the kinds of sections that the file has."""
     beside = list(keys)
     for part in path[:-1]:
         beside = [below for key in beside if key.name == part for below in key.below] or beside
+    beside = [key for key in beside if not (chosen and key.only_with) or key.only_with[1] in chosen]
+    beside = list({key.path: key for key in beside}.values())
     names = [key.name for key in beside]
     close = difflib.get_close_matches(path[-1], names, n=1, cutoff=0.75)
-    elsewhere = [key for key in walk(keys) if key.name == path[-1]]
+    elsewhere = list({key.path: key for key in walk(keys) if key.name == path[-1]}.values())
     if not close and elsewhere:
         return beside, elsewhere
     meant = close or difflib.get_close_matches(path[-1], names, n=1, cutoff=0.5)
     return beside, [key for key in beside if key.name in meant]
 
 
-def _key(section: type[BaseModel], name: str, path: str, annotation: Any) -> Key:
+def _key(
+    section: type[BaseModel], name: str, path: str, annotation: Any, only_with: tuple[str, str] | None = None
+) -> Key:
     field, inner = section.model_fields[name], _section_in(annotation)
     own = field.is_required() or isinstance(field.default, BaseModel)
+    kinds = tuple(_kinds(annotation, f"{path}."))
+    below = keys_of(inner, f"{path}.NAME." if get_origin(annotation) is dict else f"{path}.") if inner else ()
     return Key(
         path,
         _values(annotation),
@@ -98,8 +122,19 @@ def _key(section: type[BaseModel], name: str, path: str, annotation: Any) -> Key
         field.is_required(),
         _comment(section, name) or (_first_sentence(_docstring(inner)) if inner else ""),
         inner,
-        keys_of(inner, f"{path}.NAME." if get_origin(annotation) is dict else f"{path}.") if inner else (),
+        (*below, *(key for kind in kinds for key in kind.keys)),
+        only_with,
+        kinds,
     )
+
+
+def _kinds(annotation: Any, prefix: str) -> Iterator[Kind]:
+    for mark in get_args(annotation):
+        if isinstance(mark, Variants):
+            for value, options in mark.kinds.items():
+                types, only_with = get_type_hints(options, include_extras=True), (mark.by, value)
+                keys = [_key(options, name, prefix + name, types[name], only_with) for name in options.model_fields]
+                yield Kind(mark.by, value, mark.noun, _docstring(options), tuple(keys))
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
@@ -126,7 +161,8 @@ def _values(annotation: Any) -> str:
     if origin is Literal:
         return " | ".join(parts)
     if origin in (Union, UnionType):
-        return " or ".join([*(_values(part) for part in parts if part is not NoneType), "null"])
+        null = ["null"] if NoneType in parts else []
+        return " or ".join([*(_values(part) for part in parts if part is not NoneType), *null])
     if origin is tuple:
         return f"[{_values(parts[0])}, ...]"
     if origin is dict:

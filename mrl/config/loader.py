@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from mrl.config.checks.all import check_all
 from mrl.config.derived import Machine
 from mrl.config.dialect import Dumper
-from mrl.config.keys import keys_of, nearest_keys
+from mrl.config.keys import keys_of, nearest_keys, walk
 from mrl.config.problems import ConfigError, Problem
+from mrl.config.sections.variants import TAG
 from mrl.config.trainers.base import Config
 from mrl.config.trainers.table import TRAINERS
 from mrl.config.tree import Node, describe, read
@@ -48,14 +49,15 @@ def load(
         raise ConfigError(str(path), problems)
     schema = _schema(tree, path, problems)
     cfg, errors = _validate(schema, tree)
-    problems += [_problem(schema, tree, error) for error in errors[:MAX_ERRORS]]
+    problems += [_foreign(schema, tree, error) or _problem(schema, tree, error) for error in errors[:MAX_ERRORS]]
     if cfg is None:
         for error in errors:
             tree.drop(_path(error))
         cfg, _ = _validate(schema, tree)
     if cfg is not None:
         found = check_all(cfg, joined or Machine.starting(cfg, gpus))
-        problems += [_placed(tree, p) for p in found if not any(_tainted(key, e) for key in p.keys for e in errors)]
+        unclear = [error for error in errors if not _owners(schema, error)]
+        problems += [_placed(tree, p) for p in found if not any(_tainted(key, e) for key in p.keys for e in unclear)]
     if problems or cfg is None:
         raise ConfigError(str(path), problems)
     return cfg
@@ -89,7 +91,30 @@ def _validate(schema: type[Config], tree: Node) -> tuple[Config | None, list[dic
 
 def _path(error: dict[str, Any]) -> list[str]:
     """Keys down to the one in question; the place inside a list is left out."""
-    return [part for part in error["loc"] if isinstance(part, str)]
+    return [part for part in error["loc"] if isinstance(part, str) and not part.startswith(TAG)]
+
+
+def _chosen(error: dict[str, Any]) -> list[str]:
+    """The kinds of the sections on the way down."""
+    return [part.removeprefix(TAG) for part in error["loc"] if isinstance(part, str) and part.startswith(TAG)]
+
+
+def _owners(schema: type[Config], error: dict[str, Any]) -> list[str]:
+    """The kinds of a section that have a key which it has not, being of another kind."""
+    path = ".".join(_path(error))
+    unknown = error["type"] == "extra_forbidden"
+    return [key.only_with[1] for key in walk(keys_of(schema)) if unknown and key.path == path and key.only_with]
+
+
+def _foreign(schema: type[Config], tree: Node, error: dict[str, Any]) -> Problem | None:
+    """Of a key that another algorithm reads."""
+    owners = _owners(schema, error)
+    if not owners:
+        return None
+    path, section = ".".join(_path(error)), ".".join(_path(error)[:-1])
+    kind = next(key.kinds[0] for key in walk(keys_of(schema)) if key.path == section)
+    message = f"has no effect: the {kind.noun} is {_chosen(error)[-1]}; it is a key of {', '.join(owners)}"
+    return _placed(tree, Problem((path, f"{section}.{kind.by}"), message))
 
 
 def _tainted(key: str, error: dict[str, Any]) -> bool:
@@ -109,7 +134,7 @@ def _tainted(key: str, error: dict[str, Any]) -> bool:
 def _problem(schema: type[Config], tree: Node, error: dict[str, Any]) -> Problem:
     path, kind, value = _path(error), error["type"], error["input"]
     if kind == "extra_forbidden":
-        message = f"unknown key{_meant_key(schema, path)}"
+        message = f"unknown key{_meant_key(schema, path, _chosen(error))}"
     elif kind == "missing":
         message = "required key is missing"
     elif kind == "literal_error":
@@ -119,7 +144,7 @@ def _problem(schema: type[Config], tree: Node, error: dict[str, Any]) -> Problem
         expected = _EXPECTED.get(kind) or error["msg"].removeprefix("Value error, ").replace(
             "Input should be", "must be"
         )
-        of_a_list = "every item " if len(path) < len(error["loc"]) else ""
+        of_a_list = "every item " if any(isinstance(part, int) for part in error["loc"]) else ""
         message = f"{of_a_list}{expected}, got {describe(value)}"
     return Problem((".".join(path),), message, (tree.find(path)[0].place,))
 
@@ -129,8 +154,8 @@ def _nearest(word: str, choices: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _meant_key(schema: type[Config], path: Sequence[str]) -> str:
-    beside, meant = nearest_keys(keys_of(schema), path)
+def _meant_key(schema: type[Config], path: Sequence[str], chosen: Sequence[str]) -> str:
+    beside, meant = nearest_keys(keys_of(schema), path, chosen)
     if not meant:
         return f"; this section has {', '.join(key.name for key in beside)}"
     return f"; did you mean {' or '.join(key.name if key in beside else key.path for key in meant[:3])}?"

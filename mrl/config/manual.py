@@ -15,7 +15,7 @@ from mrl.config.trainers.table import TRAINERS
 
 COMMAND = "mrl config --markdown > docs/configuration.md"
 _WIDTHS = (60, 120)  # of text, at least and at most
-_INTRODUCTION = f"""<!-- Made from mrl/config/sections; after a change there: {COMMAND} -->
+_INTRODUCTION = f"""<!-- Made from mrl/config/sections and mrl/options; after a change there: {COMMAND} -->
 # Configuration
 
 Every key, as `mrl config`, `mrl config rollout` and `mrl config rollout.mismatch.stop` print it. In a file sections are
@@ -75,12 +75,21 @@ def _chapter(same: list[Key], headings: dict[Key, str]) -> str:
     """Of a kind of section, which may be in several places."""
     first, *others = same
     also = f"\nAlso {', '.join(f'`{key.path}`' for key in others)}.\n" if others else ""
+    common = _keys_table([key for key in first.below if not key.only_with], headings)
+    kinds = [
+        f"\n### `{kind.by}: {kind.value}`\n\n{kind.about}\n"
+        + (f"\n{_keys_table(kind.keys, headings)}" if kind.keys else "")
+        for kind in first.kinds
+    ]
+    return f"## {headings[first]}\n{also}\n{first.about}\n\n{common}{''.join(kinds)}"
+
+
+def _keys_table(keys: Sequence[Key], headings: dict[Key, str]) -> str:
     rows = [
         (_cell(key, headings), f"`{key.default}`" if key.default is not None else "", key.values, key.meaning)
-        for key in first.below
+        for key in keys
     ]
-    table = _table(("key", "default", "values", "meaning"), rows)
-    return f"## {headings[first]}\n{also}\n{first.about}\n\n{table}"
+    return _table(("key", "default", "values", "meaning"), rows)
 
 
 def _heading(key: Key, trainers: str) -> str:
@@ -118,15 +127,24 @@ def _overview_of(key: Key) -> str:
 
 
 def _page(key: Key, trainers: str) -> Iterator[str]:
-    yield f"{_line(key, key.path)}; trainer: {trainers}"
+    only = f"; only with {': '.join(key.only_with)}" if key.only_with else ""
+    yield f"{_line(key, key.path)}; trainer: {trainers}{only}"
     if not " ".join(key.about.split()).startswith(key.meaning):
         yield from _indented(key.meaning)
     if key.about:
         yield textwrap.indent(key.about, "    ")
-    for below in key.below:
-        yield f"\n{_line(below, below.name)}"
-        yield from _indented(below.meaning)
-        yield from [f"    more: mrl config {below.path}"] if below.below else []
+    yield from _keys_below([below for below in key.below if not below.only_with])
+    for kind in key.kinds:
+        yield f"\nwith {kind.by}: {kind.value}"
+        yield textwrap.indent(kind.about, "    ")
+        yield from _keys_below(kind.keys)
+
+
+def _keys_below(keys: Sequence[Key]) -> Iterator[str]:
+    for key in keys:
+        yield f"\n{_line(key, key.name)}"
+        yield from _indented(key.meaning)
+        yield from [f"    more: mrl config {key.path}"] if key.below else []
 
 
 def _line(key: Key, name: str) -> str:

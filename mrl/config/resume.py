@@ -13,7 +13,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from mrl.config.sections.variants import Variants
 from mrl.config.trainers.base import Config
+from mrl.options.base import Options
 from mrl.redaction import redact_tree
 
 # Where, how long and how fast; what is written down and when. The longest entry that covers a key decides, and a key
@@ -159,13 +161,16 @@ def is_key(section: type[BaseModel], key: str) -> bool:
     name, _, rest = key.partition(".")
     if name not in section.model_fields:
         return False
-    annotation = section.model_fields[name].annotation
-    options = (annotation, *get_args(annotation))
+    field = section.model_fields[name]
+    options = (field.annotation, *get_args(field.annotation))
     below = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
+    marks = [mark for mark in field.metadata if isinstance(mark, Variants)]
+    below += [further for mark in marks for further in mark.kinds.values()]
     return not rest or any(is_key(option, rest) for option in below)
 
 
 def _differences(old: Tree, section: BaseModel, new: Tree, prefix: str) -> Iterator[Change]:
+    old = section.present_names(old) if isinstance(section, Options) else old
     for name, field in type(section).model_fields.items():
         inner, before = dict(section)[name], old.get(name)
         if name not in old:

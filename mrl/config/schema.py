@@ -6,7 +6,13 @@ cross-field rules live in `mrl.config.checks`.
 
 from __future__ import annotations
 
-from mrl.config.sections.algorithm import AlgorithmConfig, FilterGroupsConfig, KLConfig, PFPPOConfig, ValueLossConfig
+from mrl.config.sections.algorithm import (
+    AlgorithmConfig,
+    FilterGroupsConfig,
+    KLConfig,
+    PFPPOConfig,
+    ValueLossConfig,
+)
 from mrl.config.sections.base import Section
 from mrl.config.sections.data import BatchConfig, DataConfig, SFTBatchConfig, SourceConfig, Sources
 from mrl.config.sections.models import (
@@ -18,11 +24,6 @@ from mrl.config.sections.models import (
     TrainConfig,
 )
 from mrl.config.sections.policy import (
-    FIXED_AGGREGATION,
-    POLICY_LOSS_OPTIONS,
-    SEQUENCE_LOSSES,
-    TOKEN_CHOICE_OPTIONS,
-    AggMode,
     PolicyLossConfig,
     RolloutCorrectionConfig,
 )
@@ -41,6 +42,7 @@ from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfi
 from mrl.config.trainers.base import Config
 from mrl.config.trainers.rl import RLConfig
 from mrl.config.trainers.sft import SFTConfig
+from mrl.options.losses import AggMode
 
 __all__ = [
     "AggMode",
@@ -52,7 +54,6 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "EMAConfig",
-    "FIXED_AGGREGATION",
     "FilterGroupsConfig",
     "FormatConfig",
     "KLConfig",
@@ -61,7 +62,6 @@ __all__ = [
     "OptimizerConfig",
     "OverlongConfig",
     "PFPPOConfig",
-    "POLICY_LOSS_OPTIONS",
     "PTXConfig",
     "ParallelConfig",
     "PolicyLossConfig",
@@ -75,7 +75,6 @@ __all__ = [
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "RunConfig",
-    "SEQUENCE_LOSSES",
     "SFTBatchConfig",
     "SFTConfig",
     "SamplingConfig",
@@ -85,7 +84,6 @@ __all__ = [
     "SourceConfig",
     "Sources",
     "SyncConfig",
-    "TOKEN_CHOICE_OPTIONS",
     "TrainConfig",
     "ValidationConfig",
     "ValueLossConfig",

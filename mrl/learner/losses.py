@@ -7,14 +7,17 @@ per-token inputs are looked up there. The weights hold the one global denominato
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mrl import platform
-from mrl.algo import Sequences, kl, off_policy_mask, policy_loss, value_loss
+from mrl.algo import Sequences, kl, off_policy_mask, own, policy_loss, value_loss
+from mrl.algo.policy_loss import PolicyLoss
 from mrl.config.schema import KLConfig, PolicyLossConfig, ValueLossConfig
 from mrl.learner.learner import Loss, LossParts
+from mrl.options.losses import OwnLoss
 
 
 @dataclass(frozen=True)
@@ -51,16 +54,7 @@ class PolicyTargets:
         )
 
 
-POLICY_SUMS = (
-    "actor/pg_loss",
-    "actor/entropy",
-    "actor/ref_kl",
-    "actor/clipfrac",
-    "actor/ppo_kl",
-    "actor/clipfrac_lower",
-    "actor/approxkl",
-    "actor/ratio",
-)
+POLICY_SUMS = ("actor/pg_loss", "actor/entropy", "actor/ref_kl")  # before those of the loss itself
 OFF_POLICY_MASKED = "actor/off_policy_masked"  # share of the tokens
 
 
@@ -68,6 +62,8 @@ def policy(cfg: PolicyLossConfig, kl_cfg: KLConfig, kl_coef: float, targets: Pol
     """The policy loss - entropy_coef * entropy + kl_coef * KL(actor, ref)."""
     t = targets.to(platform.device())
     masks = t.sampling_log_probs is not None
+    which, options = chosen_loss(cfg)
+    of_loss = policy_loss.metrics_of(which)
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
         log_probs, entropy = output[0], output[1]
@@ -75,7 +71,7 @@ def policy(cfg: PolicyLossConfig, kl_cfg: KLConfig, kl_coef: float, targets: Pol
         old_log_probs = log_probs.detach() if t.old_log_probs is None else t.old_log_probs[dest]
         kept = _kept(cfg.off_policy_mask_threshold, t, log_probs, dest)
         loss, metrics = policy_loss.compute(
-            cfg.loss_mode,
+            which,
             log_probs=log_probs,
             old_log_probs=old_log_probs,
             advantages=t.advantages[dest],
@@ -83,7 +79,7 @@ def policy(cfg: PolicyLossConfig, kl_cfg: KLConfig, kl_coef: float, targets: Pol
             metric_weights=mean,
             sequences=None if t.sequences is None else t.sequences.at(dest),
             chosen=None if t.chosen is None else t.chosen[dest],
-            **cfg.options,
+            **options,
         )
         pg_loss = loss.detach()
         if cfg.entropy_coef:
@@ -95,11 +91,20 @@ def policy(cfg: PolicyLossConfig, kl_cfg: KLConfig, kl_coef: float, targets: Pol
             ref_kl = (mean * penalty.detach()).sum()
             if kl_cfg.use_in_loss:
                 loss = loss + kl_coef * (weights * penalty).sum()
-        of_loss = [metrics[name.removeprefix("actor/")] for name in POLICY_SUMS[3:]]
         masked = [(mean * ~kept).sum()] if masks else []
-        return LossParts(loss, [pg_loss, (mean * entropy.detach()).sum(), ref_kl, *of_loss, *masked])
+        of_policy = [pg_loss, (mean * entropy.detach()).sum(), ref_kl]
+        return LossParts(loss, [*of_policy, *(metrics[name] for name in of_loss), *masked])
 
-    return Loss(compute, (*POLICY_SUMS, OFF_POLICY_MASKED) if masks else POLICY_SUMS)
+    names = (*POLICY_SUMS, *(f"actor/{name}" for name in of_loss))
+    return Loss(compute, (*names, OFF_POLICY_MASKED) if masks else names)
+
+
+def chosen_loss(cfg: PolicyLossConfig) -> tuple[str | PolicyLoss, dict[str, Any]]:
+    """What `policy_loss.compute` is called with: the loss and its options. FunctionError for a user's own that cannot
+    be used."""
+    if isinstance(cfg, OwnLoss):
+        return own.load_loss(cfg.function, cfg.options), {}
+    return cfg.loss_mode, cfg.own_options
 
 
 def _kept(threshold: float | None, t: PolicyTargets, log_probs: Tensor, dest: Tensor) -> Tensor:

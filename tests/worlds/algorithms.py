@@ -20,10 +20,11 @@ from mrl import platform
 
 platform.install()
 
-from mrl.config.checks.algorithm import ESTIMATOR_OPTIONS  # noqa: E402
-from mrl.config.schema import POLICY_LOSS_OPTIONS, OptimizerConfig, RLConfig, TrainConfig  # noqa: E402
+from mrl.config.schema import OptimizerConfig, RLConfig, TrainConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
+from mrl.options.estimators import ESTIMATORS  # noqa: E402
+from mrl.options.losses import POLICY_LOSSES  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
 from mrl.trainers.rl.experience import forward_passes, make_experience  # noqa: E402
 from mrl.trainers.rl.loop import update  # noqa: E402
@@ -42,8 +43,10 @@ LOSS_SETTINGS: dict[str, dict[str, Any]] = {  # so that each one's own part is a
     "gspo": {"clip_ratio_low": 3e-3, "clip_ratio_high": 4e-3},
     "clip_cov": {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.1},
     "kl_cov": {"kl_cov_ratio": 0.1},
-    "dppo_tv": {"clip_ratio_low": 0.01, "clip_ratio_high": 0.01},
-    "dppo_kl": {"clip_ratio_low": 1e-3, "clip_ratio_high": 1e-3},
+    "geo_mean": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2},
+    "cispo": {"clip_ratio_low": 0.2},
+    "dppo_tv": {"divergence_low": 0.01, "divergence_high": 0.01},
+    "dppo_kl": {"divergence_low": 1e-3, "divergence_high": 1e-3},
     "vespo": {"vespo_k_pos": 0.2, "vespo_k_neg": 0.3, "vespo_lambda_pos": 0.1, "vespo_lambda_neg": 0.2},
 }
 OFF_POLICY = 0.3  # of the engine's log-probs, standard deviation: many ratios are clipped
@@ -73,7 +76,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "policy_loss": {"loss_mode": "gspo", "loss_agg_mode": "token-mean", **LOSS_SETTINGS["gspo"]},
     },
     "geo_mean with weights of tokens": {
-        "policy_loss": {"loss_mode": "geo_mean"},
+        "policy_loss": {"loss_mode": "geo_mean", **LOSS_SETTINGS["geo_mean"]},
         "rollout_correction": {"rollout_is": "token"},
     },
 }
@@ -87,8 +90,9 @@ class EnginesPolicy:
 
 
 def algorithms() -> dict[str, dict[str, Any]]:
-    found = {name: {"adv_estimator": name, **ESTIMATOR_SETTINGS.get(name, {})} for name in ESTIMATOR_OPTIONS}
-    for mode in POLICY_LOSS_OPTIONS:
+    named = [name for name in ESTIMATORS if name != "function"]
+    found = {name: {"adv_estimator": name, **ESTIMATOR_SETTINGS.get(name, {})} for name in named}
+    for mode in (mode for mode in POLICY_LOSSES if mode != "function"):
         loss = {"loss_mode": mode, **LOSS_SETTINGS.get(mode, {})}
         found[f"loss {mode}"] = {"adv_estimator": "grpo", "policy_loss": loss, "old_log_probs": "engine"}
     return found | {name: {"adv_estimator": "grpo", **recipe} for name, recipe in RECIPES.items()}

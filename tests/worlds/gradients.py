@@ -24,11 +24,11 @@ from mrl.config.schema import (  # noqa: E402
     KLConfig,
     OptimizerConfig,
     ParallelConfig,
-    PolicyLossConfig,
     RLConfig,
     TrainConfig,
     ValueLossConfig,
 )
+from mrl.config.sections.policy import policy_loss  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
 from mrl.families import ModelArch, load_arch  # noqa: E402
 from mrl.learner import Learner, Loss, losses  # noqa: E402
@@ -46,14 +46,14 @@ SEQ = [(3, 9), (5, 2), (7, 30), (4, 1), (6, 17), (2, 5), (11, 12), (3, 3), (8, 2
 
 
 POLICY_CASES = (
-    ("ppo", PolicyLossConfig(entropy_coef=0.01), KLConfig()),
+    ("ppo", policy_loss(entropy_coef=0.01), KLConfig()),
     (
         "grpo",
-        PolicyLossConfig(loss_agg_mode="seq-mean-token-mean", off_policy_mask_threshold=0.02),
+        policy_loss(loss_agg_mode="seq-mean-token-mean", off_policy_mask_threshold=0.02),
         KLConfig(use_in_loss=True, penalty="k3", coef=0.1, bias_correction=True),
     ),
-    ("gspo", PolicyLossConfig(loss_mode="gspo"), KLConfig()),
-    ("geo_mean", PolicyLossConfig(loss_mode="geo_mean"), KLConfig()),
+    ("gspo", policy_loss(loss_mode="gspo", clip_ratio_low=0.2, clip_ratio_high=0.2), KLConfig()),
+    ("geo_mean", policy_loss(loss_mode="geo_mean", clip_ratio_low=0.2, clip_ratio_high=0.2), KLConfig()),
 )
 SEQUENCE_CASES = ("gspo", "geo_mean")
 TEN_STEPS = {

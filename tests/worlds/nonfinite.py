@@ -27,10 +27,10 @@ from mrl.config.schema import (  # noqa: E402
     KLConfig,
     OptimizerConfig,
     ParallelConfig,
-    PolicyLossConfig,
     TrainConfig,
     ValueLossConfig,
 )
+from mrl.config.sections.policy import policy_loss  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner, Loss, losses  # noqa: E402
@@ -68,7 +68,7 @@ def make_loss(role: str, rollout: Rollout, bad_target: bool = False) -> Loss:
     if role == "critic":
         return losses.value(ValueLossConfig(), torch.zeros_like(targets), targets, weights, weights)
     flat = losses.PolicyTargets(targets, weights, weights, weights)
-    return losses.policy(PolicyLossConfig(), KLConfig(), 0.0, flat)
+    return losses.policy(policy_loss(), KLConfig(), 0.0, flat)
 
 
 def attempt(learner: Learner, rollout: Rollout, loss: Loss) -> dict[str, float]:

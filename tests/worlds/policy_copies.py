@@ -16,7 +16,8 @@ from gradients import everywhere, make_rollout
 from transformers import AutoModelForSequenceClassification
 
 from mrl import checkpoint, platform
-from mrl.config.schema import KLConfig, ParallelConfig, PolicyLossConfig, RLConfig, TrainConfig
+from mrl.config.schema import KLConfig, ParallelConfig, RLConfig, TrainConfig
+from mrl.config.sections.policy import policy_loss
 from mrl.families import load_arch
 from mrl.learner import Learner, Term, losses
 from mrl.learner.losses import PolicyTargets
@@ -95,7 +96,7 @@ def terms(world: World, case: str, layout: str, model: str) -> None:
     a, b = make_rollout(vocab), make_rollout(vocab, seed=5).pick(torch.tensor([7, 2, 4]))
     flat = torch.full((a.num_response_tokens,), 1 / a.num_response_tokens)
     noise = torch.randn(flat.numel(), generator=torch.Generator().manual_seed(3))
-    loss = losses.policy(PolicyLossConfig(entropy_coef=0.1), KLConfig(), 0.0, PolicyTargets(noise, flat, flat, flat))
+    loss = losses.policy(policy_loss(entropy_coef=0.1), KLConfig(), 0.0, PolicyTargets(noise, flat, flat, flat))
     extra = losses.ptx(torch.full((b.num_response_tokens,), 1 / b.num_response_tokens), 0.5)
 
     def gradients(*args: Any, **more: Any) -> tuple[dict[str, float], Weights]:

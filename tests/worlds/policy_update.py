@@ -32,6 +32,7 @@ from tests.worlds.gradients import SEQ, TEN_STEPS, TIMEOUT_S, build, make_rollou
 EVERY = range(len(SEQ))
 REJECTED = 4  # a sample
 Metrics = dict[str, float]
+CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
 REJECTION = {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": 2.0}
 
 
@@ -101,11 +102,11 @@ def corrections(world: World) -> dict[str, Metrics]:
         "weights cut to 2": world.one(shifted(rollout, 9.0), rollout_correction=sequences),
     }
     for mode in ("vanilla", "gspo"):
-        loss = {"loss_mode": mode}
+        loss = {"loss_mode": mode, **CLIP}
         found[f"{mode} rejects"] = world.one(far, rollout_correction=REJECTION, policy_loss=loss)
         run, exp = world.experience(world.still, rollout, policy_loss=loss)
         found[f"{mode} without"] = without(run, exp, REJECTED)
-    geo_mean, lower = {"loss_mode": "geo_mean"}, shifted(rollout, 0.4054651)
+    geo_mean, lower = {"loss_mode": "geo_mean", **CLIP}, shifted(rollout, 0.4054651)
     found["geo_mean"] = world.one(rollout, policy_loss=geo_mean)
     found["geo_mean, weights 1.5"] = world.one(lower, policy_loss=geo_mean, rollout_correction=tokens)
     found["everything rejected"] = world.one(shifted(rollout, 4.0), rollout_correction=REJECTION)
@@ -152,7 +153,7 @@ def mismatches(world: World) -> dict[str, Metrics]:
 
 def controls(world: World) -> dict[str, Metrics]:
     rollout = world.rollout()
-    run, exp = world.experience(world.still, rollout, ratio_threshold=10.0, policy_loss={"loss_mode": "cispo"})
+    run, exp = world.experience(world.still, rollout, ratio_threshold=10.0, policy_loss={"loss_mode": "cispo", **CLIP})
     far = replace(exp, old_log_probs=exp.old_log_probs - 3.0)
     near = replace(exp, old_log_probs=exp.old_log_probs - 2.0)
     found = {"ratio 20": update_actor(run, far, EVERY, 1), "ratio 7": update_actor(run, near, EVERY, 1)}

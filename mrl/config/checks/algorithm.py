@@ -9,24 +9,8 @@ from mrl.config.checks.reward import OF_A_GROUP, check_function
 from mrl.config.problems import Problem
 from mrl.config.schema import RefConfig, RLConfig, ValueLossConfig
 from mrl.config.trainers.rl import needs_ref, prompts_per_round
+from mrl.options.estimators import GDPO, OwnEstimator, Whitening
 
-_WHITENING = ("whiten_advantages", "whiten_shift_mean")
-ESTIMATOR_OPTIONS: dict[str, tuple[str, ...]] = {  # of AlgorithmConfig's keys, those that an estimator reads
-    "gae": ("gamma", "lam", *_WHITENING),
-    "reinforce_plus_plus": ("gamma", *_WHITENING),
-    "reinforce_plus_plus_baseline": _WHITENING,
-    "grpo": ("norm_adv_by_std_in_grpo",),
-    "grpo_passk": ("norm_adv_by_std_in_grpo",),
-    "gdpo": ("norm_adv_by_std_in_grpo", *_WHITENING, "gdpo_reward_keys", "gdpo_reward_weights"),
-    "rloo": (),
-    "opo": (),
-    "gpg": ("gpg_f_norm",),
-    "remax": (),
-    "optimal_token_baseline": ("zero_tail",),
-    "tir_optimal_token_baseline": ("zero_tail",),
-}
-WITHOUT_GROUPS = ("gae", "reinforce_plus_plus", "remax")  # one response a prompt is enough
-SCALE_FREE = ("grpo", "grpo_passk")  # where they divide by the group's standard deviation
 ESTIMATOR = "algorithm.adv_estimator"
 
 
@@ -71,38 +55,39 @@ def check_kl(cfg: RLConfig) -> Iterator[Problem]:
         yield Problem((f"{key}.controller", f"{key}.use_in_loss"), message)
 
 
-def check_filter(cfg: RLConfig) -> Iterator[Problem]:
-    """A function that chooses groups is defined by its file (read, not run)."""
-    function = cfg.algorithm.filter_groups.function
+def check_files(cfg: RLConfig) -> Iterator[Problem]:
+    """A function that chooses groups, and a user's own estimator, are defined by their files (read, not run)."""
+    algorithm, function = cfg.algorithm, cfg.algorithm.filter_groups.function
     if function is not None:
         yield from check_function("algorithm.filter_groups.function", function, OF_A_GROUP)
+    if isinstance(algorithm, OwnEstimator):
+        own = algorithm.advantage
+        yield from check_function("algorithm.advantage.function", own.function, ("inputs",), named=[*own.options])
 
 
 def _estimator(cfg: RLConfig) -> Iterator[Problem]:
     algorithm, name = cfg.algorithm, cfg.algorithm.adv_estimator
     because = f"the estimator is {name}"
-    unused = {key for keys in ESTIMATOR_OPTIONS.values() for key in keys}.difference(ESTIMATOR_OPTIONS[name])
-    yield from inert(algorithm, "algorithm", sorted(unused), because, ESTIMATOR)
-    if not algorithm.whiten_advantages and "whiten_shift_mean" not in unused:
+    if isinstance(algorithm, Whitening) and not algorithm.whiten_advantages:
         switch = "algorithm.whiten_advantages"
         yield from inert(algorithm, "algorithm", ["whiten_shift_mean"], "advantages are not whitened", switch)
-    if name == "gae":
-        if cfg.critic is None:
-            message = "gae needs a critic: add a `critic:` section (`critic: {}` for its defaults)"
-            yield Problem((ESTIMATOR, "critic"), message)
-        return
-    if cfg.critic is not None:
+    if algorithm.takes_values == "always" and cfg.critic is None:
+        message = f"{name} needs a critic: add a `critic:` section (`critic: {{}}` for its defaults)"
+        yield Problem((ESTIMATOR, "critic"), message)
+    if algorithm.takes_values == "never" and cfg.critic is not None:
         yield Problem(("critic", ESTIMATOR), f"has no effect: {because}, which uses no values")
-    if algorithm.value_loss != ValueLossConfig():
+    if algorithm.takes_values == "never" and algorithm.value_loss != ValueLossConfig():
         yield Problem(("algorithm.value_loss", ESTIMATOR), f"has no effect: {because}, which has no value loss")
-    if cfg.batch.samples_per_prompt == 1 and name not in WITHOUT_GROUPS:
+    if algorithm.takes_values == "maybe" and cfg.critic is None and algorithm.value_loss != ValueLossConfig():
+        yield Problem(("algorithm.value_loss", "critic"), "has no effect: there is no critic")
+    if cfg.batch.samples_per_prompt == 1 and algorithm.compares_group:
         message = f"1 sample a prompt has nothing to be compared with: {name} needs at least 2"
         yield Problem(("batch.samples_per_prompt", ESTIMATOR), message)
 
 
 def _gdpo(cfg: RLConfig) -> Iterator[Problem]:
     algorithm = cfg.algorithm
-    if algorithm.adv_estimator != "gdpo":
+    if not isinstance(algorithm, GDPO):
         return
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if not keys:
@@ -126,8 +111,7 @@ def _scores(cfg: RLConfig) -> Iterator[Problem]:
     if not algorithm.use_score_scaling:
         yield from inert(algorithm, "algorithm", ["use_score_norm"], "scores are not scaled", scaling)
         return
-    scale_free = algorithm.adv_estimator in SCALE_FREE and algorithm.norm_adv_by_std_in_grpo
-    if scale_free and algorithm.score_clip is None and not algorithm.kl.use_in_reward:
+    if algorithm.is_scale_free and algorithm.score_clip is None and not algorithm.kl.use_in_reward:
         message = f"has no effect: {algorithm.adv_estimator} divides by each group's own standard deviation"
         yield Problem((scaling, "algorithm.norm_adv_by_std_in_grpo"), message)
 

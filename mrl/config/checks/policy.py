@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.checks.base import inert
+from mrl.config.checks.reward import check_function
 from mrl.config.problems import Problem
-from mrl.config.schema import FIXED_AGGREGATION, POLICY_LOSS_OPTIONS, TOKEN_CHOICE_OPTIONS, RLConfig
+from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import updates_per_step
+from mrl.options.losses import KLCov, OwnLoss, Vespo
 
 LOSS, VALUE_LOSS, CORRECTION = "algorithm.policy_loss", "algorithm.value_loss", "algorithm.rollout_correction"
-NO_LOWER_CLIP = {  # what a clip_ratio_low of 1 or more does; the other losses may have one
-    "vanilla": "the ratio would never be clipped from below",
-    "gspo": "the ratio would never be clipped from below",
-    "clip_cov": "the ratio would never be clipped from below",
-    "dppo_tv": "two probabilities are never further apart, so nothing would be masked",
-}
 ONE_UPDATE = "a step makes one update, from the trainer's own log-probs, so every ratio is 1"
 
 
@@ -27,25 +23,21 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
     yield from _controls(cfg)
 
 
+def check_file(cfg: RLConfig) -> Iterator[Problem]:
+    """A loss of the user's own is defined by its file (read, not run)."""
+    loss = cfg.algorithm.policy_loss
+    if isinstance(loss, OwnLoss):
+        yield from check_function(f"{LOSS}.function", loss.function, ("inputs",), named=[*loss.options])
+
+
 def _options(cfg: RLConfig) -> Iterator[Problem]:
-    loss, mode = cfg.algorithm.policy_loss, cfg.algorithm.policy_loss.loss_mode
-    used = {*POLICY_LOSS_OPTIONS[mode], *TOKEN_CHOICE_OPTIONS.get(mode, ())}
-    every = [*POLICY_LOSS_OPTIONS.values(), *TOKEN_CHOICE_OPTIONS.values()]
-    unused = sorted({option for options in every for option in options} - used)
-    yield from inert(loss, LOSS, unused, f"the loss is {mode}", f"{LOSS}.loss_mode")
-    if loss.clip_ratio_c <= 1:
-        yield Problem((f"{LOSS}.clip_ratio_c",), f"must be greater than 1 (dual clip), got {loss.clip_ratio_c}")
-    if loss.clip_ratio_low >= 1 and mode in NO_LOWER_CLIP:
-        message = f"must be below 1 for {mode}, else {NO_LOWER_CLIP[mode]}; got {loss.clip_ratio_low}"
-        yield Problem((f"{LOSS}.clip_ratio_low",), message)
-    if loss.clip_cov_lb >= loss.clip_cov_ub:
-        message = f"no covariance is above {loss.clip_cov_lb} and below {loss.clip_cov_ub}: no token would be clipped"
-        yield Problem((f"{LOSS}.clip_cov_lb", f"{LOSS}.clip_cov_ub"), message)
+    for keys, message in cfg.algorithm.policy_loss.wrong():
+        yield Problem(tuple(f"{LOSS}.{key}" for key in keys), message)
 
 
 def _aggregation(cfg: RLConfig) -> Iterator[Problem]:
     loss, value_loss, norm = cfg.algorithm.policy_loss, cfg.algorithm.value_loss, "seq-mean-token-sum-norm"
-    if loss.loss_mode in FIXED_AGGREGATION and loss.aggregation != "seq-mean-token-mean":
+    if loss.is_fixed_aggregate and loss.aggregation != loss.usual_aggregate:
         message = (
             f"{loss.loss_mode} is a mean over responses of their token means: {loss.aggregation} would change the loss"
         )
@@ -69,7 +61,7 @@ def _importance_weights(cfg: RLConfig) -> Iterator[Problem]:
     if cfg.algorithm.old_log_probs == "engine":
         message = "the loss's ratio is to the engine's policy already: the weights would count it twice"
         yield Problem((where, "algorithm.old_log_probs"), message)
-    elif cfg.algorithm.policy_loss.loss_mode == "vespo":
+    elif isinstance(cfg.algorithm.policy_loss, Vespo):
         message = "vespo weighs a response by its whole ratio: with old_log_probs: engine it counts the engine's policy"
         yield Problem((where, f"{LOSS}.loss_mode"), message)
 
@@ -94,7 +86,7 @@ def _controls(cfg: RLConfig) -> Iterator[Problem]:
     one_update = updates_per_step(cfg) == 1 and algorithm.old_log_probs == "trainer" and always_new
     if one_update:
         yield from inert(algorithm, "algorithm", ["ratio_threshold"], ONE_UPDATE, batch)
-    if one_update and algorithm.policy_loss.loss_mode == "kl_cov":
+    if one_update and isinstance(algorithm.policy_loss, KLCov):
         yield Problem((f"{LOSS}.loss_mode", batch), f"kl_cov has no effect: {ONE_UPDATE}")
     if cfg.batch.epochs_per_step == 1:
         because = "a step has one epoch, which nothing follows"

@@ -11,8 +11,6 @@ from mrl.config.derived import Machine
 from mrl.config.problems import Problem
 from mrl.config.trainers.rl import RLConfig, needs_ref, reused_samples_per_step
 
-WITHOUT_RATIO = ("gpg",)  # policy losses that take every sample for one of the present policy
-
 
 def check(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
     yield from _ema(cfg)
@@ -66,9 +64,9 @@ def _replay(cfg: RLConfig) -> Iterator[Problem]:
         message = f"the {product} re-used samples are no multiple of the {minibatch} of a mini-batch"
         yield Problem((key, "batch.samples_per_minibatch"), message)
     yield from _age(cfg)
-    loss, importance = cfg.algorithm.policy_loss.loss_mode, cfg.algorithm.rollout_correction.rollout_is
-    if loss in WITHOUT_RATIO and importance is None:
-        message = f"{loss} has no ratio to the policy that drew a sample, so old ones would count as new ones"
+    loss, importance = cfg.algorithm.policy_loss, cfg.algorithm.rollout_correction.rollout_is
+    if not loss.uses_ratio and importance is None:
+        message = f"{loss.loss_mode} has no ratio to the policy that drew a sample, so old ones would count as new ones"
         keys = ("replay", "algorithm.policy_loss.loss_mode", "algorithm.rollout_correction.rollout_is")
         yield Problem(keys, message)
 

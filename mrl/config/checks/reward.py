@@ -157,9 +157,11 @@ def _limits(cfg: RLConfig, used: set[str]) -> Iterator[Problem]:
             yield Problem(("reward.format.pattern",), f"is not a regular expression: {error}")
 
 
-def check_function(key: str, spec: str, takes: Sequence[str], built_in: bool = False) -> Iterator[Problem]:
-    """Is `spec` FILE:NAME of a function (or class) that is there and takes these arguments, or a built-in where that is
-    allowed?"""
+def check_function(
+    key: str, spec: str, takes: Sequence[str], built_in: bool = False, named: Sequence[str] = ()
+) -> Iterator[Problem]:
+    """Is `spec` FILE:NAME of a function (or class) that is there and takes these arguments and those `named`, or a
+    built-in where that is allowed?"""
     path, separator, name = spec.rpartition(":")
     if not separator:
         if spec not in BUILTIN_REWARDS or not built_in:
@@ -175,7 +177,7 @@ def check_function(key: str, spec: str, takes: Sequence[str], built_in: bool = F
     found = _definitions(tree)
     if name not in found:
         yield Problem((key,), f"{path} does not define {name!r}; it has {', '.join(sorted(found)) or 'nothing'}")
-    elif problem := _call_problem(found[name], takes):
+    elif problem := _call_problem(found[name], takes, named):
         yield Problem((key,), f"{spec} {problem}")
 
 
@@ -192,19 +194,23 @@ def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
     return found
 
 
-def _call_problem(node: ast.stmt, takes: Sequence[str]) -> str | None:
+def _call_problem(node: ast.stmt, takes: Sequence[str], named: Sequence[str]) -> str | None:
     """Why it cannot be called so, as far as its text tells."""
-    wanted = f"({', '.join(takes)})"
+    wanted = f"({', '.join([*takes, *(f'{name}=' for name in named)])})"
     if isinstance(node, ast.AsyncFunctionDef):
         return "is an async function (async def), which nothing here awaits: write a plain one (def)"
     if isinstance(node, ast.Assign) and isinstance(node.value, PLAIN_VALUES):
         return f"is a value, not a function: expected one that takes {wanted}"
     if not isinstance(node, ast.FunctionDef) or node.decorator_list:
         return None
-    has, names = node.args, [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
-    needs_more = [a.arg for a, default in zip(has.kwonlyargs, has.kw_defaults) if default is None]
-    fits = len(names) - len(has.defaults) <= len(takes) and (has.vararg or len(takes) <= len(names)) and not needs_more
-    return None if fits else f"takes ({', '.join([*names, *needs_more])}), it is called with {wanted}"
+    has, positional = node.args, [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
+    by_name = [a.arg for a in (*has.args, *has.kwonlyargs) if a.arg not in positional[: len(takes)]]
+    required = positional[: len(positional) - len(has.defaults)]
+    required += [a.arg for a, default in zip(has.kwonlyargs, has.kw_defaults) if default is None]
+    missing = set(required) - set(positional[: len(takes)]) - set(named)
+    fits = not missing and (has.vararg or len(takes) <= len(positional)) and (has.kwarg or set(named) <= set(by_name))
+    only_named = [a.arg for a in has.kwonlyargs if named or a.arg in required]
+    return None if fits else f"takes ({', '.join([*positional, *only_named])}), it is called with {wanted}"
 
 
 def _unknown(spec: str, built_in: bool) -> str:

@@ -15,7 +15,8 @@ def check_files(cfg: RLConfig) -> Iterator[Problem]:
     """Of keys and functions that it names."""
     yield from rollout.check_key_file(cfg.rollout)
     yield from reward.check_functions(cfg.reward)
-    yield from algorithm.check_filter(cfg)
+    yield from algorithm.check_files(cfg)
+    yield from policy.check_file(cfg)
 
 
 def check(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:

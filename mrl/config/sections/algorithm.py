@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from mrl.config.sections.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
-from mrl.config.sections.policy import AggMode, PolicyLossConfig, RolloutCorrectionConfig
+from pydantic import TypeAdapter
+
+from mrl.config.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from mrl.config.sections.policy import PolicyLoss, RolloutCorrectionConfig, policy_loss
+from mrl.config.sections.variants import Variants
+from mrl.options.estimators import ESTIMATORS, EstimatorOptions
+from mrl.options.losses import AggMode
 
 
 class KLConfig(Section):
@@ -39,20 +44,10 @@ class PFPPOConfig(Section):
     weight_pow: PositiveFloat = 2.0  # exponent of pow
 
 
-AdvEstimator = Literal[
-    "gae",
-    "grpo",
-    "grpo_passk",
-    "rloo",
-    "opo",
-    "gpg",
-    "gdpo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
-]
+if TYPE_CHECKING:
+    AdvEstimator = str
+else:
+    AdvEstimator = Literal[(*ESTIMATORS,)]
 
 
 class FilterGroupsConfig(Section):
@@ -70,23 +65,12 @@ class FilterGroupsConfig(Section):
         return self.enable or self.function is not None
 
 
-class AlgorithmConfig(Section):
-    """From scores to advantages, and from these to the actor's and the critic's loss."""
+class AlgorithmConfig(EstimatorOptions):
+    """From scores to advantages, and from these to the actor's and the critic's loss. `adv_estimator` brings the keys
+    that it alone reads."""
 
     # gae has a critic; all but gae, remax and reinforce_plus_plus compare the samples of one prompt
     adv_estimator: AdvEstimator
-    gamma: Fraction = 1.0  # discount a token, of gae and reinforce_plus_plus
-    lam: Fraction = 1.0  # of gae: 1 is the whole return (least bias), 0 one step (least variance)
-    # divide by the group's standard deviation (false: Dr.GRPO); of grpo, grpo_passk, gdpo
-    norm_adv_by_std_in_grpo: bool = True
-    # to mean 0 and deviation 1 over a step's tokens; of gae, reinforce_plus_plus, its baseline, gdpo
-    whiten_advantages: bool = True
-    whiten_shift_mean: bool = True  # false: whitening changes their scale only, not their mean
-    gpg_f_norm: PositiveFloat = 1.0  # gpg's advantages are divided by it
-    # of the token baselines: baseline 0 where one response of a group is left; null: only tir_optimal_token_baseline
-    zero_tail: bool | None = None
-    gdpo_reward_keys: tuple[str, ...] = ()  # components of the reward, "score" among them if it is one
-    gdpo_reward_weights: tuple[float, ...] | None = None  # of gdpo_reward_keys; all 1 when null
     use_score_scaling: bool = False  # scores divided by the running standard deviation of all so far
     use_score_norm: bool = False  # scores minus their running mean as well; with use_score_scaling
     score_clip: PositiveFloat | None = None  # scores, scaled if they are, clipped to +- this
@@ -94,9 +78,24 @@ class AlgorithmConfig(Section):
     # the loss's ratios are to these: computed before the updates, or as the engine gave them
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     kl: KLConfig = KLConfig()
-    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    policy_loss: PolicyLoss = policy_loss()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     ratio_threshold: PositiveFloat | None = None  # a mini-batch whose mean ratio is above has its actor loss times 0
     target_kl: PositiveFloat | None = None  # no further epoch after one whose last ppo_kl is above 1.5 x this
     value_loss: ValueLossConfig = ValueLossConfig()
     pf_ppo: PFPPOConfig | None = None
+
+    @property
+    def own_options(self) -> dict[str, Any]:
+        """The keys that this estimator alone reads, with their values."""
+        return {name: dict(self)[name] for name in ESTIMATORS[self.adv_estimator].model_fields}
+
+
+ADVANTAGES = Variants("adv_estimator", "estimator", ESTIMATORS)
+Algorithm = Annotated[AlgorithmConfig, ADVANTAGES]
+
+
+def algorithm(**keys: Any) -> AlgorithmConfig:
+    """The section that a file with these keys has. Raises ValidationError."""
+    found: AlgorithmConfig = TypeAdapter(Algorithm).validate_python(keys)
+    return found

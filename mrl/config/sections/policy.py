@@ -2,98 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, TypeAdapter
 
 from mrl.config.sections.base import NonNegativeFloat, PositiveFloat, Section
+from mrl.config.sections.variants import Variants
+from mrl.options.losses import POLICY_LOSSES, AggMode, LossOptions, TokenShare
 
-AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-_CLIP = ("clip_ratio_low", "clip_ratio_high")
-POLICY_LOSS_OPTIONS: dict[str, tuple[str, ...]] = {  # of PolicyLossConfig's keys, those that a loss mode reads
-    "vanilla": (*_CLIP, "clip_ratio_c"),
-    "gspo": _CLIP,
-    "geo_mean": _CLIP,
-    "cispo": _CLIP,
-    "sapo": ("tau_pos", "tau_neg"),
-    "clip_cov": _CLIP,
-    "kl_cov": ("ppo_kl_coef",),
-    "dppo_tv": (*_CLIP, "dppo_ratio_cap"),
-    "dppo_kl": (*_CLIP, "dppo_ratio_cap"),
-    "dro": ("dro_beta",),
-    "gpg": (),
-    "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-}
-TOKEN_CHOICE_OPTIONS: dict[str, tuple[str, ...]] = {  # and those that choose its tokens
-    "clip_cov": (*_CLIP, "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
-    "kl_cov": ("kl_cov_ratio",),
-}
-SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")  # means over responses of their token means, where nothing else is set
-FIXED_AGGREGATION = ("geo_mean", "sapo")  # and nothing else can be
-
-TokenShare = Annotated[float, Field(gt=0, le=1)]
+if TYPE_CHECKING:
+    LossMode = str
+else:
+    LossMode = Literal[(*POLICY_LOSSES,)]
 
 
-class PolicyLossConfig(Section):
-    """The actor's loss, and the constants of each `loss_mode`: a key that names modes is read by these alone."""
+class PolicyLossConfig(LossOptions):
+    """The actor's loss. `loss_mode` names it, and brings the keys that it alone reads."""
 
-    loss_mode: Literal[
-        "vanilla",
-        "gspo",
-        "geo_mean",
-        "cispo",
-        "sapo",
-        "clip_cov",
-        "kl_cov",
-        "dppo_tv",
-        "dppo_kl",
-        "dro",
-        "gpg",
-        "vespo",
-    ] = "vanilla"  # the loss of a token or response; see mrl.algo
-    # ratios count down to 1 - this; papers: gspo 3e-4, geo_mean 0.4, cispo none (1); of dppo_tv and dppo_kl a distance
-    clip_ratio_low: PositiveFloat = 0.2
-    clip_ratio_high: PositiveFloat = 0.2  # ratios count up to 1 + this; papers: gspo 4e-4, geo_mean 0.4, DAPO 0.28
-    clip_ratio_c: float = 3.0  # vanilla, > 1 (dual clip): ratios count up to this where the advantage is negative
-    tau_pos: PositiveFloat = 1.0  # sapo: steepness of its soft gate where the advantage is positive
-    tau_neg: PositiveFloat = 1.05  # sapo: steepness of its soft gate elsewhere
-    dro_beta: PositiveFloat = 0.1  # dro: half of it weighs the squared log-ratio
-    dppo_ratio_cap: PositiveFloat = 20.0  # dppo_tv, dppo_kl: ratios count up to this
-    clip_cov_ratio: TokenShare = 0.0002  # clip_cov: share of the mini-batch's tokens (at least one) that learn nothing
-    clip_cov_lb: float = 1.0  # clip_cov: the covariance of advantage and log-prob of these is above this
-    clip_cov_ub: float = 5.0  # clip_cov: and below this
-    # kl_cov: share of the mini-batch's tokens (at least one), of highest covariance, that get a KL penalty
-    kl_cov_ratio: TokenShare = 0.0002
-    ppo_kl_coef: PositiveFloat = 1.0  # kl_cov: coefficient of that penalty
-    vespo_k_pos: PositiveFloat = 2.0  # vespo: k of W^k * exp(lambda * (1 - W)) where the advantage is not negative
-    vespo_lambda_pos: PositiveFloat = 3.0  # vespo: lambda where the advantage is not negative
-    vespo_k_neg: PositiveFloat = 3.0  # vespo: k where the advantage is negative
-    vespo_lambda_neg: PositiveFloat = 2.0  # vespo: lambda where the advantage is negative
+    loss_mode: LossMode = "vanilla"  # the loss of a token or response; see mrl.algo
     # nats a token: responses of negative advantage further than this from the policy that drew them teach nothing;
     # TRL: 0.5
     off_policy_mask_threshold: PositiveFloat | None = None
     high_entropy_token_ratio: TokenShare = 1.0  # only this share of a mini-batch's tokens, of highest entropy, learns
-    # how the losses of tokens become one number; null: token-mean, of gspo, geo_mean and sapo seq-mean-token-mean
-    loss_agg_mode: AggMode | None = None
+    loss_agg_mode: AggMode | None = None  # how the losses of tokens become one number; null: as the loss says, below
     # tokens that a response's sum is divided by; of seq-mean-token-sum-norm; null: rollout.sampling.max_new_tokens
     loss_scale_factor: PositiveFloat | None = None
     entropy_coef: NonNegativeFloat = 0.0  # the loss loses this times the entropy (nats a token)
 
     @property
     def aggregation(self) -> AggMode:
-        return self.loss_agg_mode or ("seq-mean-token-mean" if self.loss_mode in SEQUENCE_LOSSES else "token-mean")
+        return self.loss_agg_mode or self.usual_aggregate
 
     @property
-    def options(self) -> dict[str, float]:
-        return self.model_dump(include=set(POLICY_LOSS_OPTIONS[self.loss_mode]))
+    def own_options(self) -> dict[str, Any]:
+        """The keys that this loss alone reads, with their values."""
+        return {name: dict(self)[name] for name in POLICY_LOSSES[self.loss_mode].model_fields}
 
-    @property
-    def choice_options(self) -> dict[str, float] | None:
-        """None for a loss that treats all tokens alike."""
-        if self.loss_mode not in TOKEN_CHOICE_OPTIONS:
-            return None
-        return self.model_dump(include=set(TOKEN_CHOICE_OPTIONS[self.loss_mode]))
+
+POLICY_LOSS = Variants("loss_mode", "loss", POLICY_LOSSES)
+PolicyLoss = Annotated[PolicyLossConfig, POLICY_LOSS]
+
+
+def policy_loss(**keys: Any) -> PolicyLossConfig:
+    """The section that a file with these keys has. Raises ValidationError."""
+    found: PolicyLossConfig = TypeAdapter(PolicyLoss).validate_python(keys)
+    return found
 
 
 def _text(value: Any) -> Any:

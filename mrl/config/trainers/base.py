@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
+from mrl.config.sections.algorithm import AlgorithmConfig
 from mrl.config.sections.base import Section
 from mrl.config.sections.data import DataConfig
 from mrl.config.sections.models import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -62,6 +63,10 @@ class Config(Section):
 
     def rewards(self) -> RewardConfig | None:
         """What scores the samples; None: nothing does."""
+        return None
+
+    def learns_by(self) -> AlgorithmConfig | None:
+        """How advantages and the policy's loss are made of scores; None: the trainer's loss is its own."""
         return None
 
     def given_urls(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mrl.config.sections.algorithm import AlgorithmConfig
+from mrl.config.sections.algorithm import Algorithm, AlgorithmConfig
 from mrl.config.sections.data import BatchConfig
 from mrl.config.sections.models import CriticConfig, RefConfig
 from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
@@ -24,7 +24,7 @@ class RLConfig(Config):
     rollout: RolloutConfig = RolloutConfig()
     sync: SyncConfig = SyncConfig()
     reward: RewardConfig
-    algorithm: AlgorithmConfig
+    algorithm: Algorithm
     replay: ReplayConfig | None = None
     ptx: PTXConfig | None = None
     validation: ValidationConfig = ValidationConfig()
@@ -46,6 +46,9 @@ class RLConfig(Config):
 
     def rewards(self) -> RewardConfig:
         return self.reward
+
+    def learns_by(self) -> AlgorithmConfig:
+        return self.algorithm
 
     def given_urls(self) -> tuple[str, ...]:
         return self.rollout.urls
@@ -84,7 +87,7 @@ def most_samples_per_step(cfg: RLConfig) -> int:
     """Responses that a step may draw: every round of dynamic sampling, and the greedy ones."""
     groups = cfg.algorithm.filter_groups
     drawn = prompts_per_round(cfg) * groups.max_num_gen_batches if groups.is_on else cfg.batch.prompts_per_step
-    greedy = cfg.batch.prompts_per_step if cfg.algorithm.adv_estimator == "remax" else 0
+    greedy = cfg.batch.prompts_per_step if cfg.algorithm.needs_greedy else 0
     return drawn * cfg.batch.samples_per_prompt + greedy
 
 

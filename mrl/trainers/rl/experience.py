@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.algo import advantages, aggregate, kl, resampling, token_rewards
+from mrl.algo import advantages, aggregate, kl, own, resampling, token_rewards
+from mrl.algo.advantages import Estimator
 from mrl.algo.rollout_correction import Correction
 from mrl.config.schema import AlgorithmConfig, KLConfig, PFPPOConfig, RolloutCorrectionConfig
 from mrl.core import Rollout
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
+from mrl.options.estimators import OwnEstimator
 from mrl.rollout.seeds import sample_seed
 from mrl.trainers.rl.correction import correction_of
 from mrl.trainers.rl.replay import Reused
 
 RESAMPLING_STREAM = 1 << 44  # keeps the draws of samples apart from all others
-TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")  # they read sums of squared probabilities
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def forward_passes(
     """Collective. `single_update`: the step makes one update from these samples, so the ratio to the old policy is 1 by
     itself and the separate pass for old log-probs is not needed (unless something else needs it)."""
     trainers = entropies = squares = None
-    if cfg.adv_estimator in TOKEN_BASELINES:
+    if cfg.needs_distribution:
         trainers, entropies, squares = actor.distribution(rollout, temperature)
     elif needs_forward_pass(cfg, single_update):
         trainers, entropies = actor.log_probs(rollout, temperature)
@@ -178,26 +179,28 @@ def _advantages(
     def dense(flat: Tensor | None) -> Tensor | None:
         return None if flat is None else rollout.dense(flat)
 
+    which, options = chosen_estimator(cfg, has_values=passes.values is not None)
     return advantages.compute(
-        cfg.adv_estimator,
+        which,
         token_rewards=rewards,
         response_mask=rollout.response_mask,
         group=rollout.group,
         values=dense(passes.values),
         greedy_scores=rollout.greedy_scores,
         score_parts=rollout.score_parts,
-        part_weights=cfg.gdpo_reward_weights,
         log_probs=dense(passes.log_probs),
         sum_pi_squared=dense(passes.sum_pi_squared),
         importance_weights=dense(importance_weights),
-        gamma=cfg.gamma,
-        lam=cfg.lam,
-        norm_adv_by_std_in_grpo=cfg.norm_adv_by_std_in_grpo,
-        whiten=cfg.whiten_advantages,
-        shift_mean=cfg.whiten_shift_mean,
-        f_norm=cfg.gpg_f_norm,
-        zero_tail=cfg.zero_tail,
+        **options,
     )
+
+
+def chosen_estimator(cfg: AlgorithmConfig, has_values: bool) -> tuple[str | Estimator, dict[str, Any]]:
+    """What `advantages.compute` is called with: the estimator and its options. FunctionError for a user's own that
+    cannot be used."""
+    if isinstance(cfg, OwnEstimator):
+        return own.load_estimator(cfg.advantage.function, cfg.advantage.options, has_values), {}
+    return cfg.adv_estimator, cfg.own_options
 
 
 def resampled(cfg: PFPPOConfig | None, exp: Experience, seed: int) -> Experience:

@@ -13,7 +13,6 @@ from mrl.rollout.seeds import sample_seed
 from mrl.trainers.rl.experience import Experience, minibatch_mask, minibatch_weights
 from mrl.trainers.rl.run import RLRun
 
-ONE_RATIO_A_RESPONSE = ("geo_mean",)  # losses that take one importance weight a response
 TOKEN_STREAM = 1 << 43  # keeps the choice of tokens apart from every step's samples
 
 
@@ -30,7 +29,7 @@ def policy_targets(run: RLRun, exp: Experience, sample_ids: range, number: int) 
     policy_weights = weights
     if exp.correction is not None and exp.correction.weights is not None:
         factors = exp.correction.weights
-        if cfg.loss_mode in ONE_RATIO_A_RESPONSE and run.cfg.algorithm.rollout_correction.rollout_is == "token":
+        if cfg.one_weight_a_response and run.cfg.algorithm.rollout_correction.rollout_is == "token":
             factors = rollout_correction.geometric_means(factors, sequences)
         policy_weights = policy_weights * factors
     if exp.entropies is not None and cfg.high_entropy_token_ratio < 1:
@@ -51,20 +50,20 @@ def policy_targets(run: RLRun, exp: Experience, sample_ids: range, number: int) 
 def choose_tokens(run: RLRun, exp: Experience, sample_ids: range, mask: Tensor, number: int) -> Tensor | None:
     """Of the mini-batch's tokens `mask`, for a loss that treats some tokens differently: it needs the log-probs of all
     of them before the update, which the step's first one has already. The same on every rank."""
-    options = run.cfg.algorithm.policy_loss.choice_options
-    if options is None:
+    loss = run.cfg.algorithm.policy_loss
+    if not loss.chooses_tokens:
         return None
     log_probs = exp.trainer_log_probs if number == 0 else None
     if log_probs is None:
         log_probs, _ = run.actor.log_probs(exp.rollout, run.cfg.rollout.sampling.temperature, sample_ids)
     return token_choice.choose(
-        run.cfg.algorithm.policy_loss.loss_mode,
+        loss.loss_mode,
         log_probs=log_probs,
         old_log_probs=log_probs if exp.old_log_probs is None else exp.old_log_probs,
         advantages=exp.advantages,
         mask=mask,
         generator=torch.Generator().manual_seed(sample_seed(run.cfg.run.seed, TOKEN_STREAM + exp.rollout.step, number)),
-        **options,
+        **loss.own_options,
     )
 
 

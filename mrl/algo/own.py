@@ -1,0 +1,130 @@
+"""A user's own policy loss or advantage estimator, `path/to/file.py:name`, checked whenever it is used.
+
+A loss is f(PolicyInputs, **options) -> TokenLoss of the inputs' shape, an estimator f(AdvantageInputs, **options) ->
+(advantages, returns), both [B, T]. Loading tries each out on a few tokens, so that most mistakes are found before a run
+starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl import user_functions
+from mrl.algo import advantages, policy_loss
+from mrl.algo.advantages import AdvantageInputs, Estimator
+from mrl.algo.policy_loss import PolicyInputs, PolicyLoss, TokenLoss
+from mrl.algo.sequences import Sequences
+from mrl.user_functions import FunctionError
+
+LOSS_KEY, ESTIMATOR_KEY = "algorithm.policy_loss.function", "algorithm.advantage.function"
+Options = Mapping[str, float | str | bool]
+TRIAL_MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, False], [False, False, False]])
+
+
+def load_loss(spec: str, options: Options) -> PolicyLoss:
+    """The user's loss with its options, f(PolicyInputs) -> TokenLoss. FunctionError for what cannot be loaded or fails
+    on a few tokens; the function itself raises it for results that do not fit."""
+    return _loss(spec, tuple(sorted(options.items())))
+
+
+def load_estimator(spec: str, options: Options, has_values: bool) -> Estimator:
+    """The user's estimator with its options, f(AdvantageInputs) -> (advantages, returns), 0 outside the mask.
+    FunctionError as of `load_loss`. has_values: whether a critic gives it values."""
+    return _estimator(spec, tuple(sorted(options.items())), has_values)
+
+
+@cache
+def _loss(spec: str, options: tuple[tuple[str, Any], ...]) -> PolicyLoss:
+    where, function, given = _load(spec, LOSS_KEY, options)
+
+    def loss(inputs: PolicyInputs) -> TokenLoss:
+        tokens = function(inputs, **given)
+        if not isinstance(tokens, TokenLoss):
+            raise FunctionError(f"{where} must return a TokenLoss, got {type(tokens).__name__}")
+        of = (inputs.log_probs, inputs.old_log_probs, inputs.advantages)
+        maybe = {"value": tokens.value, "clipped": tokens.clipped, "clipped_lower": tokens.clipped_lower}
+        for name, part in {**maybe, **tokens.metrics}.items():
+            if part is not None or name == "value":
+                _check(f"{where}: {name}", part, inputs.log_probs, of)
+        return tokens
+
+    loss.__dict__["metrics"] = vars(function).get("metrics", ())
+    _tried(where, lambda: _try_loss(loss))
+    return loss
+
+
+def _try_loss(loss: PolicyLoss) -> None:
+    count = int(TRIAL_MASK.sum())
+    log_probs = torch.linspace(-2.0, -0.1, count).requires_grad_()
+    total, _ = policy_loss.compute(
+        loss,
+        log_probs=log_probs,
+        old_log_probs=log_probs.detach() - torch.linspace(-0.1, 0.2, count),
+        advantages=torch.linspace(1.0, -1.0, count),
+        weights=torch.ones(count),
+        sequences=Sequences.of_mask(TRIAL_MASK),
+    )
+    if not total.requires_grad:
+        raise ValueError("the value does not depend on log_probs, so there is no gradient")
+    total.backward()
+    if log_probs.grad is None or not bool(log_probs.grad.isfinite().all()):
+        raise ValueError("the gradient with respect to log_probs is missing or not finite")
+
+
+@cache
+def _estimator(spec: str, options: tuple[tuple[str, Any], ...], has_values: bool) -> Estimator:
+    where, function, given = _load(spec, ESTIMATOR_KEY, options)
+
+    def estimator(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        made = function(inputs, **given)
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise FunctionError(f"{where} must return (advantages, returns), got {type(made).__name__}")
+        of = [inputs.token_rewards, *([] if inputs.values is None else [inputs.values])]
+        inside = [x.masked_fill(~inputs.mask, 0) for x in of]
+        for name, part in zip(("advantages", "returns"), made, strict=True):
+            _check(f"{where}: {name}", part, inputs.token_rewards, inside, inputs.mask)
+        adv, returns = (x.to(inputs.token_rewards.dtype).masked_fill(~inputs.mask, 0) for x in made)
+        return adv, returns
+
+    values = torch.linspace(0.1, 0.5, TRIAL_MASK.numel()).view(TRIAL_MASK.shape) if has_values else None
+    rewards = torch.linspace(0.0, 1.0, TRIAL_MASK.numel()).view(TRIAL_MASK.shape) * TRIAL_MASK
+    group = torch.tensor([0, 0, 1, 1])
+    tensors = {"token_rewards": rewards, "response_mask": TRIAL_MASK, "group": group}
+    _tried(where, lambda: advantages.compute(estimator, **tensors, values=values))
+    return estimator
+
+
+def _load(spec: str, key: str, options: tuple[tuple[str, Any], ...]) -> tuple[str, Callable[..., Any], dict[str, Any]]:
+    """(what it is called in errors, the function, its options)."""
+    given = dict(options)
+    signature = f"({', '.join(['inputs', *(f'{name}=' for name in given)])})"
+    return f"{key} {spec!r}", user_functions.load(spec, key, (None,), signature, given), given
+
+
+def _tried(where: str, run: Callable[[], object]) -> None:
+    try:
+        run()
+    except FunctionError as error:
+        raise FunctionError(f"{error} (tried out on a few tokens)") from error
+    except Exception as error:
+        what = [type(error).__name__, *str(error).splitlines()[:1]]
+        raise FunctionError(f"{where}, tried out on a few tokens: {': '.join(what)}") from error
+
+
+def _check(what: str, part: Any, like: Tensor, of: Iterable[Tensor], mask: Tensor | None = None) -> None:
+    """A number for every token, which is finite where all that it was made of is."""
+    if not isinstance(part, Tensor) or part.shape != like.shape:
+        got = f"shape {list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+        raise FunctionError(f"{what} must be a tensor of the inputs' shape {list(like.shape)}, got {got}")
+    if part.device != like.device:
+        raise FunctionError(f"{what} is on {part.device}, the inputs are on {like.device}")
+    bad = ~part.isfinite() if mask is None else ~part.isfinite() & mask
+    if bool(bad.any()) and all(bool(x.isfinite().all()) for x in of):
+        raise FunctionError(
+            f"{what} is NaN or infinite at {int(bad.sum())} of {bad.numel()} places, its inputs are finite"
+        )

@@ -1,0 +1,85 @@
+"""Sections that have further keys by what one of their keys says: those of the algorithm that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import ConfigDict, GetCoreSchemaHandler, create_model
+from pydantic_core import CoreSchema, core_schema
+
+from mrl.options.base import Options, Section
+
+TAG = "\0"  # begins what pydantic puts into the place of an error beside the keys; no key of a file can hold it
+
+
+@dataclass(frozen=True, eq=False)
+class Variants:
+    """Mark of a section: `Annotated[AlgorithmConfig, Variants("adv_estimator", "estimator", ESTIMATORS)]`.
+
+    by: the key that chooses; noun: what it chooses, in messages; kinds: its values -> the further keys
+    """
+
+    by: str
+    noun: str
+    kinds: Mapping[str, type[Options]]
+    _made: dict[type[Section], dict[str, type[Section]]] = field(default_factory=dict)
+
+    def sections(self, common: type[Section]) -> dict[str, type[Section]]:
+        """For every value of the key the class of the whole section."""
+        if common not in self._made:
+            self._made[common] = {name: self._section(common, name, kind) for name, kind in self.kinds.items()}
+        return self._made[common]
+
+    def _section(self, common: type[Section], name: str, kind: type[Options]) -> type[Section]:
+        chosen: Any = {self.by: (Literal[name], name)}
+        return create_model(f"{common.__name__}[{name}]", __base__=(kind, common), **chosen)
+
+    def chosen(self, common: type[Section], given: Mapping[str, Any]) -> Any:
+        """What the key says, or follows from the others."""
+        if self.by in given:
+            return given[self.by]
+        implied = [name for name, kind in self.kinds.items() if kind.implied_by in given]
+        return implied[0] if implied else common.model_fields[self.by].get_default()
+
+    def owners(self, key: str) -> list[str]:
+        """The values with which the section has this further key."""
+        return [name for name, kind in self.kinds.items() if key in kind.model_fields or key in kind.renamed]
+
+    def __get_pydantic_core_schema__(self, common: type[Section], handler: GetCoreSchemaHandler) -> CoreSchema:
+        class Unknown(common):  # type: ignore[valid-type, misc]
+            """What is wrong with a section whose kind is not known."""
+
+            model_config = ConfigDict(extra="ignore")
+
+        sections = {**self.sections(common), "": Unknown}
+        choices = {TAG + name: handler.generate_schema(section) for name, section in sections.items()}
+
+        def tag(given: Any) -> str:
+            name = dict(given).get(self.by) if isinstance(given, dict | Section) else None
+            return TAG + name if isinstance(name, str) and name in self.kinds else TAG
+
+        def read(given: Any) -> Any:
+            return self._read(common, given) if isinstance(given, dict) else given
+
+        union = core_schema.tagged_union_schema(choices, discriminator=tag)
+        return core_schema.no_info_before_validator_function(read, union)
+
+    def _read(self, common: type[Section], given: dict[str, Any]) -> dict[str, Any]:
+        """By the names of today, the choice written out, without other algorithms' keys that have their default."""
+        name = self.chosen(common, given)
+        if not isinstance(name, str) or name not in self.kinds:
+            return given
+        kind = self.kinds[name]
+        known = {*common.model_fields, *kind.model_fields}
+        present = kind.present_names(given).items()
+        return {key: value for key, value in present if key in known or not self._is_default(key, value)} | {
+            self.by: name
+        }
+
+    def _is_default(self, key: str, value: Any) -> bool:
+        """Whether it is that of some kind. 1 is 1.0, but not true."""
+        fields = [self.kinds[name].model_fields.get(key) for name in self.owners(key)]
+        defaults = [found.get_default() for found in fields if found is not None and not found.is_required()]
+        return any(value == default and (type(value) is bool) == (type(default) is bool) for default in defaults)

@@ -1,0 +1,55 @@
+"""What every section and every set of options is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from mrl import float32
+
+MAX_INT = 2**31 - 1
+
+
+def _in_float32(value: float) -> float:
+    """Optimizers and losses compute in float32, where 1e-50 is 0."""
+    if value and not float32.TINY <= value <= float32.MAX:
+        raise ValueError(f"must be 0 or a float32 between {float32.TINY:.2g} and {float32.MAX:.2g}")
+    return value
+
+
+PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+PositiveFloat = Annotated[float, Field(gt=0), AfterValidator(_in_float32)]
+NonNegativeFloat = Annotated[float, Field(ge=0), AfterValidator(_in_float32)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Options(Section):
+    """What one algorithm alone reads. A class of its own for each; `class Mine(LossOptions, name="mine")` enters it."""
+
+    renamed: ClassVar[Mapping[str, str]] = {}  # names that keys had before -> their names
+    implied_by: ClassVar[str | None] = None  # the key that chooses this algorithm where nothing else is chosen
+
+    @classmethod
+    def present_names(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """`given` by the names of today. ValueError for a key under both names."""
+        for old, new in cls.renamed.items():
+            if old in given and new in given:
+                raise ValueError(f"{old} is the former name of {new}: give one of them")
+        return {cls.renamed.get(key, key): value for key, value in given.items()}
+
+    @classmethod
+    def filled(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Every option: as given, else its default. Bounds are the algorithm's to check. TypeError for another key."""
+        given = cls.present_names(given)
+        fields = cls.model_fields
+        if unknown := sorted(given.keys() - fields.keys()):
+            raise TypeError(f"no option {', '.join(unknown)}: there is {', '.join(fields) or 'none'}")
+        return {name: given.get(name, field.get_default()) for name, field in fields.items()}

@@ -1,0 +1,140 @@
+"""The advantage estimators: a class each, of the keys that this one alone reads, with its defaults.
+
+The functions are in mrl.algo, by the same names; their arguments are these keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from mrl.options.base import Fraction, Options, PositiveFloat, Section
+
+
+class EstimatorOptions(Options):
+    """What an estimator says of itself, besides its keys."""
+
+    compares_group: ClassVar[bool] = True  # it needs two responses to a prompt, or more
+    takes_values: ClassVar[Literal["never", "maybe", "always"]] = "never"  # of a critic
+    needs_greedy: ClassVar[bool] = False  # the greedy response to every prompt
+    needs_distribution: ClassVar[bool] = False  # the sums of squared probabilities over the vocabulary
+
+    def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if name is not None:
+            ESTIMATORS[name] = cls
+
+    @property
+    def is_scale_free(self) -> bool:
+        """Whether scores that are all twice as large give the same advantages."""
+        return False
+
+
+ESTIMATORS: dict[str, type[EstimatorOptions]] = {}  # by adv_estimator
+
+
+class Whitening(EstimatorOptions):
+    """Of the estimators that may whiten their advantages."""
+
+    whiten_advantages: bool = True  # to mean 0 and deviation 1 over a step's tokens
+    whiten_shift_mean: bool = True  # false: whitening changes their scale only, not their mean
+
+
+class GroupScale(EstimatorOptions):
+    """Of the estimators that may divide by the group's standard deviation."""
+
+    norm_adv_by_std_in_grpo: bool = True  # divide by the group's standard deviation; false: Dr.GRPO
+
+
+class GAE(Whitening, name="gae"):
+    """Generalised advantage estimation (arXiv 1506.02438), from a critic's values."""
+
+    compares_group: ClassVar[bool] = False
+    takes_values: ClassVar[Literal["never", "maybe", "always"]] = "always"
+
+    gamma: Fraction = 1.0  # discount a token
+    lam: Fraction = 1.0  # 1 is the whole return (least bias), 0 one step (least variance)
+
+
+class GRPO(GroupScale, name="grpo"):
+    """Group-relative advantages (arXiv 2402.03300); Dr.GRPO (arXiv 2503.20783)."""
+
+    @property
+    def is_scale_free(self) -> bool:
+        return self.norm_adv_by_std_in_grpo
+
+
+class GRPOPassK(GRPO, name="grpo_passk"):
+    """Pass@k (arXiv 2503.19595): the best response of a group alone has an advantage."""
+
+
+class RLOO(EstimatorOptions, name="rloo"):
+    """REINFORCE leave-one-out (arXiv 2402.14740)."""
+
+
+class OPO(EstimatorOptions, name="opo"):
+    """On-policy optimal baseline (arXiv 2505.23585)."""
+
+
+class GPG(EstimatorOptions, name="gpg"):
+    """Group policy gradient (arXiv 2504.02546)."""
+
+    gpg_f_norm: PositiveFloat = 1.0  # advantages are divided by it
+
+
+class GDPO(Whitening, GroupScale, name="gdpo"):
+    """GDPO (arXiv 2601.05242): grpo's advantage of each component of the reward, their weighted sum, whitened."""
+
+    gdpo_reward_keys: tuple[str, ...] = ()  # required: components of the reward, "score" among them if it is one
+    gdpo_reward_weights: tuple[float, ...] | None = None  # of gdpo_reward_keys; all 1 when null
+
+
+class ReinforcePlusPlus(Whitening, name="reinforce_plus_plus"):
+    """REINFORCE++ (arXiv 2501.03262): the discounted reward-to-go, whitened."""
+
+    compares_group: ClassVar[bool] = False
+
+    gamma: Fraction = 1.0  # discount a token
+
+
+class ReinforcePlusPlusBaseline(Whitening, name="reinforce_plus_plus_baseline"):
+    """REINFORCE++ with the group's mean as its baseline (arXiv 2501.03262), whitened."""
+
+
+class ReMax(EstimatorOptions, name="remax"):
+    """ReMax (arXiv 2310.10505): the score of the greedy response to the same prompt is the baseline."""
+
+    compares_group: ClassVar[bool] = False
+    needs_greedy: ClassVar[bool] = True
+
+
+class TokenBaseline(EstimatorOptions, name="optimal_token_baseline"):
+    """A baseline of its own for every token of a group (arXiv 2602.07078)."""
+
+    needs_distribution: ClassVar[bool] = True
+
+    zero_tail: bool | None = None  # baseline 0 where one response of a group is left, so it keeps its return; null: no
+
+
+class TIRTokenBaseline(EstimatorOptions, name="tir_optimal_token_baseline"):
+    """The same for responses with observations in them, which do not count as places."""
+
+    needs_distribution: ClassVar[bool] = True
+
+    zero_tail: bool | None = None  # baseline 0 where one response of a group is left, so it keeps its return; null: yes
+
+
+class OwnAdvantage(Section):
+    """An estimator of your own: see docs/extending.md."""
+
+    function: str  # path/to/file.py:name, f(AdvantageInputs, **options) -> (advantages, returns)
+    options: dict[str, float | str | bool] = {}  # its arguments besides the first, by their names
+
+
+class OwnEstimator(EstimatorOptions, name="function"):
+    """An estimator of your own; `advantage` alone chooses this one. It may have a critic."""
+
+    compares_group: ClassVar[bool] = False
+    takes_values: ClassVar[Literal["never", "maybe", "always"]] = "maybe"
+    implied_by: ClassVar[str | None] = "advantage"
+
+    advantage: OwnAdvantage

@@ -1,0 +1,186 @@
+"""The policy losses: a class each, of the keys that this loss alone reads, with the defaults of its paper.
+
+The functions are in mrl.algo, by the same names; their arguments are these keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from mrl.options.base import Options, PositiveFloat
+
+AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+TokenShare = Annotated[float, Field(gt=0, le=1)]
+Wrong = tuple[tuple[str, ...], str]  # keys, the first of which is to be changed, and what is wrong with them
+NEVER_CLIPPED = "else the ratio would never be clipped from below"
+
+
+class LossOptions(Options):
+    """What a policy loss says of itself, besides its keys."""
+
+    usual_aggregate: ClassVar[AggMode] = "token-mean"  # where loss_agg_mode is null
+    is_fixed_aggregate: ClassVar[bool] = False  # no other one is possible
+    one_weight_a_response: ClassVar[bool] = False  # importance weights of tokens become one of the response
+    uses_ratio: ClassVar[bool] = True
+    chooses_tokens: ClassVar[bool] = False  # by the function of the same name in mrl.algo.token_choice
+
+    def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if name is not None:
+            POLICY_LOSSES[name] = cls
+
+    def wrong(self) -> Iterator[Wrong]:
+        """What bounds of single keys cannot say."""
+        yield from ()
+
+
+POLICY_LOSSES: dict[str, type[LossOptions]] = {}  # by loss_mode
+
+
+class Vanilla(LossOptions, name="vanilla"):
+    """PPO's clipped surrogate (arXiv 1707.06347) with the dual clip (arXiv 1912.09729). DAPO's (arXiv 2503.14476) is
+    this with clip_ratio_high 0.28. Aggregated by token-mean, as all that say nothing else, unless loss_agg_mode says
+    otherwise."""
+
+    clip_ratio_low: PositiveFloat = 0.2  # ratios count down to 1 - this
+    clip_ratio_high: PositiveFloat = 0.2  # ratios count up to 1 + this
+    clip_ratio_c: float = 3.0  # > 1: ratios count up to this where the advantage is negative
+
+    def wrong(self) -> Iterator[Wrong]:
+        if self.clip_ratio_c <= 1:
+            yield ("clip_ratio_c",), f"must be greater than 1 (dual clip), got {self.clip_ratio_c}"
+        yield from _low_of_1("vanilla", self.clip_ratio_low)
+
+
+class GSPO(LossOptions, name="gspo"):
+    """Group sequence policy optimisation (arXiv 2507.18071): PPO's clip on a response's ratio, the geometric mean of
+    its tokens' ratios. Aggregated by seq-mean-token-mean, unless loss_agg_mode says otherwise."""
+
+    usual_aggregate: ClassVar[AggMode] = "seq-mean-token-mean"
+
+    clip_ratio_low: PositiveFloat = 3e-4  # a response's ratio counts down to 1 - this
+    clip_ratio_high: PositiveFloat = 4e-4  # a response's ratio counts up to 1 + this
+
+    def wrong(self) -> Iterator[Wrong]:
+        yield from _low_of_1("gspo", self.clip_ratio_low)
+
+
+class GeoMean(LossOptions, name="geo_mean"):
+    """Geometric-mean policy optimisation (GMPO, arXiv 2507.20673). Its bounds are of log-ratios: with 0.4 a ratio
+    counts from exp(-0.4) = 0.67 to exp(0.4) = 1.49. Always aggregated by seq-mean-token-mean."""
+
+    usual_aggregate: ClassVar[AggMode] = "seq-mean-token-mean"
+    is_fixed_aggregate: ClassVar[bool] = True
+    one_weight_a_response: ClassVar[bool] = True
+
+    clip_ratio_low: PositiveFloat = 0.4  # a token's log-ratio counts down to minus this
+    clip_ratio_high: PositiveFloat = 0.4  # a token's log-ratio counts up to this
+
+
+class CISPO(LossOptions, name="cispo"):
+    """Clipped importance weights (arXiv 2506.13585): a clipped token keeps its gradient."""
+
+    clip_ratio_low: PositiveFloat = 1.0  # ratios count down to 1 - this; 1 or more: no lower bound, as in the paper
+    clip_ratio_high: PositiveFloat = 0.2  # ratios count up to 1 + this; the paper gives no number, this is verl's
+
+
+class SAPO(LossOptions, name="sapo"):
+    """Soft adaptive policy optimisation (arXiv 2511.20347): a soft gate in place of a clip. Always aggregated by
+    seq-mean-token-mean."""
+
+    usual_aggregate: ClassVar[AggMode] = "seq-mean-token-mean"
+    is_fixed_aggregate: ClassVar[bool] = True
+
+    tau_pos: PositiveFloat = 1.0  # steepness of the gate where the advantage is positive
+    tau_neg: PositiveFloat = 1.05  # steepness of the gate elsewhere
+
+
+class ClipCov(LossOptions, name="clip_cov"):
+    """Clip-Cov (arXiv 2505.22617): PPO's clipped surrogate, and a few tokens of high covariance learn nothing."""
+
+    chooses_tokens: ClassVar[bool] = True
+
+    clip_ratio_low: PositiveFloat = 0.2  # ratios count down to 1 - this
+    clip_ratio_high: PositiveFloat = 0.2  # ratios count up to 1 + this
+    clip_cov_ratio: TokenShare = 0.0002  # share of the mini-batch's tokens (at least one) that learn nothing
+    clip_cov_lb: float = 1.0  # the covariance of advantage and log-prob of these is above this
+    clip_cov_ub: float = 5.0  # and below this
+
+    def wrong(self) -> Iterator[Wrong]:
+        yield from _low_of_1("clip_cov", self.clip_ratio_low)
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            between = f"above {self.clip_cov_lb} and below {self.clip_cov_ub}"
+            yield ("clip_cov_lb", "clip_cov_ub"), f"no covariance is {between}: no token would be clipped"
+
+
+class KLCov(LossOptions, name="kl_cov"):
+    """KL-Cov (arXiv 2505.22617): nothing is clipped, and the few tokens of highest covariance get a KL penalty."""
+
+    chooses_tokens: ClassVar[bool] = True
+
+    kl_cov_ratio: TokenShare = 0.0002  # share of the mini-batch's tokens (at least one) that get the penalty
+    ppo_kl_coef: PositiveFloat = 1.0  # its coefficient
+
+
+class DPPOTV(LossOptions, name="dppo_tv"):
+    """DPPO (arXiv 2602.04879): a token that has moved too far in its advantage's direction learns nothing. How far is
+    |p - p_old|, no ratio."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"clip_ratio_low": "divergence_low", "clip_ratio_high": "divergence_high"}
+
+    divergence_low: PositiveFloat = 0.15  # farthest |p - p_old| downwards, where the advantage is not positive
+    divergence_high: PositiveFloat = 0.15  # farthest |p - p_old| upwards, where the advantage is positive
+    dppo_ratio_cap: PositiveFloat = 20.0  # ratios count up to this
+
+    def wrong(self) -> Iterator[Wrong]:
+        because = "else two probabilities are never further apart, so nothing would be masked"
+        yield from _low_of_1("dppo_tv", self.divergence_low, "divergence_low", because)
+
+
+class DPPOKL(LossOptions, name="dppo_kl"):
+    """DPPO (arXiv 2602.04879), where how far a token has moved is KL(p_old || p) of "this token or another"."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"clip_ratio_low": "divergence_low", "clip_ratio_high": "divergence_high"}
+
+    divergence_low: PositiveFloat = 0.05  # nats, the most downwards, where the advantage is not positive
+    divergence_high: PositiveFloat = 0.05  # nats, the most upwards, where the advantage is positive
+    dppo_ratio_cap: PositiveFloat = 20.0  # ratios count up to this
+
+
+class DRO(LossOptions, name="dro"):
+    """Direct reward optimisation: a pull back to the policy that sampled in place of a clip."""
+
+    dro_beta: PositiveFloat = 0.1  # half of it weighs the squared log-ratio
+
+
+class GPG(LossOptions, name="gpg"):
+    """The plain policy gradient (arXiv 2504.02546), without a ratio and without keys of its own."""
+
+    uses_ratio: ClassVar[bool] = False
+
+
+class Vespo(LossOptions, name="vespo"):
+    """Variational sequence-level soft policy optimisation (arXiv 2602.10693): a response counts by
+    W^k * exp(lambda * (1 - W)), W its whole ratio."""
+
+    vespo_k_pos: PositiveFloat = 2.0  # k where the advantage is not negative
+    vespo_lambda_pos: PositiveFloat = 3.0  # lambda where the advantage is not negative
+    vespo_k_neg: PositiveFloat = 3.0  # k where the advantage is negative
+    vespo_lambda_neg: PositiveFloat = 2.0  # lambda where the advantage is negative
+
+
+class OwnLoss(LossOptions, name="function"):
+    """A loss of your own: see docs/extending.md. `function` alone chooses this mode."""
+
+    implied_by: ClassVar[str | None] = "function"
+
+    function: str  # path/to/file.py:name, f(PolicyInputs, **options) -> TokenLoss
+    options: dict[str, float | str | bool] = {}  # its arguments besides the first, by their names
+
+
+def _low_of_1(loss: str, low: float, key: str = "clip_ratio_low", because: str = NEVER_CLIPPED) -> Iterator[Wrong]:
+    if low >= 1:
+        yield (key,), f"must be below 1 for {loss}, {because}; got {low}"

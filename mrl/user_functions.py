@@ -1,0 +1,90 @@
+"""A user's own functions, `path/to/file.py:name`: from the name to a callable, with errors that a user can act on."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class FunctionError(RuntimeError):
+    """A file does not have the function that is asked for."""
+
+
+def load(
+    spec: str, key: str, arguments: tuple[Any, ...], signature: str, named: Mapping[str, Any] = NOTHING
+) -> Callable[..., Any]:
+    """The function of `path/to/file.py:name`, the value of the configuration's `key`; it must take `arguments` and
+    those `named`, which are `signature` in words. Raises FunctionError.
+
+    The file's folder is put on sys.path, so that it can import its neighbours.
+    """
+    path_text, _, name = spec.rpartition(":")
+    where = f"{key} {spec!r}"
+    path = Path(path_text).expanduser()
+    if not path.is_file():
+        meant = near(path.name, (p.name for p in path.parent.glob("*.py"))) if path.parent.is_dir() else ""
+        raise FunctionError(f"{where}: there is no file {path.absolute()}{meant}")
+    module = _import_file(path.absolute(), where)
+    function = getattr(module, name, None)
+    if function is None:
+        meant = near(name, (key for key, value in vars(module).items() if callable(value) and key[0] != "_"))
+        raise FunctionError(f"{where}: {path} defines no {name!r}{meant}")
+    _check_signature(function, where, arguments, named, signature)
+    checked: Callable[..., Any] = function
+    return checked
+
+
+def near(name: str, candidates: Iterable[str]) -> str:
+    """What may be meant, as the end of a sentence; empty where there is nothing."""
+    names = sorted(candidates)
+    close = difflib.get_close_matches(name, names, n=3)
+    if close:
+        return f"; did you mean {' or '.join(map(repr, close))}?"
+    return f"; there is {', '.join(map(repr, names[:10]))}" if names else ""
+
+
+def _import_file(path: Path, where: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"user_functions_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise FunctionError(f"{where}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise FunctionError(f"{where}: importing {path} failed: {_import_error(error, path)}") from error
+    return module
+
+
+def _import_error(error: BaseException, path: Path) -> str:
+    """The error, and the line of the file itself that led to it."""
+    what = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    return f"{what} (line {line})" if line is not None else what
+
+
+def _check_signature(
+    function: object, where: str, arguments: tuple[Any, ...], named: Mapping[str, Any], signature: str
+) -> None:
+    if not callable(function):
+        raise FunctionError(f"{where} is a {type(function).__name__}, not a function")
+    if inspect.iscoroutinefunction(function):
+        raise FunctionError(f"{where} is an async function (async def), which nothing here awaits: write a plain one")
+    try:
+        inspect.signature(function).bind(*arguments, **named)
+    except TypeError as error:
+        raise FunctionError(f"{where} must take {signature}: {error}") from error
+    except ValueError:
+        return  # a C function that does not tell its signature
