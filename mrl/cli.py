@@ -225,7 +225,7 @@ def _joined() -> Machine:
 def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
     from mrl.config.derived import Machine
     from mrl.launcher import Elastic, LaunchError, launch, launch_elastic
-    from mrl.observe import RunExists, refuse_existing
+    from mrl.observe import RunExists, refuse_existing, trackers
     from mrl.ports import GLOO, LOOPBACK
     from mrl.resilience import ft_config
 
@@ -234,6 +234,7 @@ def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
     save_s = cfg.resilience.save_deadline_s if cfg.checkpoint.every_steps else None
     timeouts = cfg.resilience.timeouts_s
     try:
+        trackers.wanted(cfg.run)
         os.environ.update(LOOPBACK if _is_on_this_machine(cfg) else {GLOO: LOOPBACK[GLOO]})
         if not (run_dir / "lock").exists():  # else rank 0 looks, who knows whether the run there is going on
             refuse_existing(cfg)
@@ -250,7 +251,7 @@ def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
             ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
         )
         return launch_elastic(job, run_dir)
-    except (LaunchError, RunExists, OSError) as error:
+    except (LaunchError, RunExists, trackers.TrackerMissing, OSError) as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
 

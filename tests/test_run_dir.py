@@ -24,7 +24,7 @@ from mrl.core import StepStats
 from mrl.failure import note
 from mrl.launcher.logs import open_logs, owned, take_failures
 from mrl.observe import NotWritten, Recorder, RunDir, RunExists, move_aside, read_metrics, refuse_existing, write_report
-from mrl.observe.metrics import TensorboardWriter
+from mrl.observe.tensorboard import TensorboardWriter
 from mrl.redaction import redact
 from mrl.terminal import Terminal
 from mrl.trainers.shared.checkpoints import open_run_dir

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.models.arch import load_arch
+from mrl.families import load_arch
 from mrl.rollout.checksum import tensor_checksum
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.checksum import ParamHash, Sha256Hash, StreamHasher, TileHash

@@ -24,6 +24,7 @@ class Line:
     metrics: tuple[str, ...]  # the first one that the run has
     label: str
     markers: bool = False  # few points, never smoothed
+    zero: str = ""  # a line that is 0 at every step is said in these words instead of drawn
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Curve:
     title: str
     lines: tuple[Line, ...]
     note: str = ""
+    rl_note: str = ""  # instead, in a run that learns from samples
     log: bool = False
     floor: float | None = None  # the axis shows at least from here ...
     ceiling: float | None = None  # ... to here
@@ -46,14 +48,26 @@ CURVES = [
         floor=0.0,
         ceiling=1.0,
     ),
-    Curve("Loss", (Line(("actor/loss",), "actor"),), "cross-entropy of the answers"),
+    Curve(
+        "Loss",
+        (Line(("actor/loss",), "actor"),),
+        "cross-entropy of the answers",
+        "of the policy: updates follow its gradient, its value need not fall",
+    ),
     Curve(
         "KL divergence",
-        (Line(("actor/ppo_kl",), "to the sampling policy"), Line(("kl/ref", "actor/ref_kl"), "to the reference")),
+        (
+            Line(("actor/ppo_kl",), "to the sampling policy", zero="KL divergence to the sampling policy"),
+            Line(("kl/ref", "actor/ref_kl"), "to the reference"),
+        ),
+        "nats a token",
     ),
     Curve(
         "Clip fraction",
-        (Line(("actor/clipfrac",), "actor"), Line(("critic/clipfrac",), "critic")),
+        (
+            Line(("actor/clipfrac",), "actor", zero="clip fraction of the actor"),
+            Line(("critic/clipfrac",), "critic", zero="clip fraction of the critic"),
+        ),
         "share of tokens whose loss was clipped",
         floor=0.0,
     ),
@@ -79,8 +93,9 @@ CURVES = [
 
 
 def draw(curve: Curve, rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) -> Figure | None:
-    """One set of axes; noisy lines are drawn faint with their moving mean on top."""
-    found = [(line, x, y) for line in curve.lines for x, y in [_series(rows, line.metrics)] if len(x)]
+    """One set of axes, None without a line to draw; noisy lines are faint with their moving mean on top."""
+    found = [(line, *series(rows, line)) for line in curve.lines if not is_zero(rows, line)]
+    found = [(line, x, y) for line, x, y in found if len(x)]
     if not found:
         return None
     figure, axes = _axes(size)
@@ -94,6 +109,12 @@ def draw(curve: Curve, rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) 
     if len(found) > 1:
         axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
     return figure
+
+
+def is_zero(rows: list[Row], line: Line) -> bool:
+    """Whether the line is there, exactly 0 at every step, and has words for that."""
+    _, y = series(rows, line)
+    return bool(line.zero) and len(y) > 0 and not y.any()
 
 
 def draw_phases(rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) -> Figure | None:
@@ -126,8 +147,9 @@ def to_bytes(figure: Figure, kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def _series(rows: list[Row], metrics: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-    name = next((m for m in metrics if any(m in row for row in rows)), None)
+def series(rows: list[Row], line: Line) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, values), both float64 [n], of the first of the line's metrics that the run has."""
+    name = next((m for m in line.metrics if any(m in row for row in rows)), None)
     points = [(row["step"], row[name]) for row in rows if name is not None and name in row]
     table = np.array(points, dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]

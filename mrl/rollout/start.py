@@ -12,12 +12,13 @@ from urllib.parse import urlsplit
 
 from mrl.config.schema import RolloutConfig
 from mrl.config.secret_file import read_secret
+from mrl.families import engine_arch
 from mrl.ports import free_port
 from mrl.rollout.answers import ModelInfo
 from mrl.rollout.client import CONNECT_TIMEOUT_S, DENIED, Access, EngineClient, EngineError
 from mrl.rollout.engine import Engine
 from mrl.rollout.process import EngineProcess, EngineStartError, Launch
-from mrl.rollout.sglang.command import read_config, sglang_launch
+from mrl.rollout.sglang.command import sglang_launch
 from mrl.rollout.transformers_engine.command import transformers_launch
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def start_engine(
         cfg.urls or [process.url for process in processes],
         processes,
         access=access,
-        vocab_size=int(read_config(model_path)["vocab_size"]),
+        vocab_size=engine_arch(model_path).vocab_size,
         concurrent_requests=cfg.concurrent_requests,
         request_timeout_s=cfg.request_timeout_s,
         check=lambda engine, url: _check(engine, url, cfg, model_path),
@@ -131,7 +132,7 @@ def _check_refusal(url: str) -> None:
 
 
 def _check_model(url: str, info: ModelInfo, model_path: str) -> None:
-    wanted = str(read_config(model_path).get("model_type"))
+    wanted = engine_arch(model_path).family
     if info.model_type != wanted:
         text = f"serves {info.model_path}, a {info.model_type} model; the trainer has {model_path}, a {wanted} model"
         raise EngineError(url, "model_info", 200, text)

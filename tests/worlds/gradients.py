@@ -30,8 +30,8 @@ from mrl.config.schema import (  # noqa: E402
     ValueLossConfig,
 )
 from mrl.core import Rollout  # noqa: E402
+from mrl.families import ModelArch, load_arch  # noqa: E402
 from mrl.learner import Learner, Loss, losses  # noqa: E402
-from mrl.models import ModelArch, load_arch  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
 from mrl.trainers.rl.experience import forward_passes, make_experience  # noqa: E402
 from mrl.trainers.rl.loop import update  # noqa: E402

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pydantic import BaseModel
 
 from mrl.config.problems import Problem
-from mrl.models.arch import ModelArch
+from mrl.families import ModelArch
 
 Archs = Mapping[str, ModelArch | None]  # by Config.models()' names; None where one could not be read
 

@@ -10,7 +10,7 @@ from mrl.config.derived import Machine, data_parallel, expert_size, model_size
 from mrl.config.problems import Problem
 from mrl.config.sections.models import ParallelConfig
 from mrl.config.trainers.base import Config
-from mrl.models.arch import ModelArch
+from mrl.families import ModelArch
 
 
 def check(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
@@ -82,7 +82,7 @@ def _tensor(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iter
 def _widths(arch: ModelArch) -> dict[str, int]:
     """What tensor parallelism divides."""
     widths = {"attention heads": arch.num_heads, "key-value heads": arch.num_kv_heads}
-    return widths if arch.num_experts is not None else widths | {"feed-forward width": arch.ffn_size}
+    return widths if arch.dense_width is None else widths | {"feed-forward width": arch.dense_width}
 
 
 def _pipeline(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iterator[Problem]:
@@ -145,17 +145,17 @@ def _amounts(layers: dict[str, int]) -> str:
 
 
 def _experts(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iterator[Problem]:
-    if arch.num_experts is None:
+    if arch.experts is None or arch.expert_width is None:
         for name, size in (("expert", p.expert), ("expert_tensor", p.expert_tensor or 1)):
             if size > 1:
                 yield Problem((f"{key}.{name}", path_key), f"{size} is for models with experts; this one is dense")
         return
-    if arch.num_experts % p.expert:
-        message = f"{p.expert} does not divide the model's {arch.num_experts} experts: "
-        yield Problem((f"{key}.expert", path_key), message + f"{_divisors(arch.num_experts)} would")
-    if arch.ffn_size % p.expert_tensor_size:
-        message = f"{p.expert_tensor_size} does not divide the experts' feed-forward width {arch.ffn_size}: "
-        message += f"{_divisors(arch.ffn_size)} would"
+    if arch.experts.count % p.expert:
+        message = f"{p.expert} does not divide the model's {arch.experts.count} experts: "
+        yield Problem((f"{key}.expert", path_key), message + f"{_divisors(arch.experts.count)} would")
+    if arch.expert_width % p.expert_tensor_size:
+        message = f"{p.expert_tensor_size} does not divide the experts' feed-forward width {arch.expert_width}: "
+        message += f"{_divisors(arch.expert_width)} would"
         yield Problem((f"{key}.expert_tensor", path_key), message)
     if p.expert == 1 and p.expert_tensor_size != p.tensor:
         size = p.expert_tensor_size

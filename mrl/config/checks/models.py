@@ -12,7 +12,7 @@ from mrl.config.problems import Problem, reason
 from mrl.config.sections.models import ModelConfig, OptimizerConfig
 from mrl.config.trainers.base import Config, ModelUse
 from mrl.config.trainers.rl import RLConfig
-from mrl.models.arch import ModelArch, UnsupportedModel, is_reward_model, load_arch
+from mrl.families import ModelArch, UnsupportedModel, is_reward_model, load_arch
 
 
 def read_archs(cfg: Config, problems: list[Problem]) -> Archs:

@@ -10,7 +10,7 @@ from mrl.config.derived import Machine
 from mrl.config.problems import Problem
 from mrl.config.schema import RLConfig, RolloutConfig, SamplingConfig, ValidationConfig
 from mrl.config.secret_file import read_secret
-from mrl.models.arch import ModelArch
+from mrl.families import ModelArch
 
 MOST_CPU_ENGINES = 64
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from mrl.config.schema import RolloutConfig
+from mrl.families import engine_arch
 from mrl.ports import LOOPBACK
 from mrl.rollout.process import Launch
 
@@ -92,12 +91,9 @@ def _cpu(cfg: RolloutConfig, model_path: str, dtype: str) -> list[str]:
 
 def _cpu_cache_tokens(cfg: RolloutConfig, model_path: str, dtype: str, running: int) -> int:
     """KV cache slots: a full context for every running request, as far as CPU_KV_CACHE_BYTES goes."""
-    model = read_config(model_path)
-    heads = model["num_attention_heads"]
-    head_dim = model.get("head_dim") or model["hidden_size"] // heads
-    kv_heads = model.get("num_key_value_heads") or heads
-    bytes_a_token = 2 * model["num_hidden_layers"] * kv_heads * head_dim * DTYPE_BYTES[dtype]
-    context = cfg.max_context_tokens or model.get("max_position_embeddings", 2048)
+    arch = engine_arch(model_path)
+    bytes_a_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * DTYPE_BYTES[dtype]
+    context = cfg.max_context_tokens or arch.max_positions
     return int(max(context, min(running * context, CPU_KV_CACHE_BYTES // bytes_a_token)))
 
 
@@ -139,8 +135,3 @@ def without_launcher(env: dict[str, str]) -> dict[str, str]:
 
 def has_safetensors(model_path: str) -> bool:
     return any(Path(model_path).glob("*.safetensors"))
-
-
-def read_config(model_path: str) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((Path(model_path) / "config.json").read_text())
-    return config

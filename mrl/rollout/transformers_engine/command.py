@@ -6,8 +6,9 @@ import os
 import sys
 
 from mrl.config.schema import RolloutConfig
+from mrl.families import engine_arch
 from mrl.rollout.process import Launch
-from mrl.rollout.sglang.command import EngineUnavailable, read_config, without_launcher
+from mrl.rollout.sglang.command import EngineUnavailable, without_launcher
 from mrl.rollout.transformers_engine import KEY_VARIABLE
 
 
@@ -18,7 +19,7 @@ def transformers_launch(
         raise EngineUnavailable(
             f"rollout.tensor = {cfg.tensor}: the transformers engine runs on one device; set it to 1"
         )
-    context = cfg.max_context_tokens or read_config(model_path).get("max_position_embeddings", 2048)
+    context = cfg.max_context_tokens or engine_arch(model_path).max_positions
     command = [sys.executable, "-m", "mrl.rollout.transformers_engine.server", "--model-path", model_path]
     command += ["--dtype", dtype, "--port", str(port), "--device", "cuda" if gpu else "cpu"]
     command += ["--max-running-requests", str(cfg.max_running_requests or 256)]

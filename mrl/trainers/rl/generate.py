@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +19,65 @@ from mrl.resilience.sections import section
 from mrl.reward import RewardManager
 from mrl.rollout import Engine, sample_seed
 from mrl.trainers.rl.groups import Group, GroupFilter, in_order, sample_groups, value_of
+from mrl.trainers.shared.world import World
 
 VALIDATION_STREAM = 1 << 40  # keeps validation seeds apart from every training step's
 ROUND_STREAM = 1 << 41  # of the orders of the data in further rounds of dynamic sampling
 
 OnSample = Callable[[Sample], None]
+Sampled = tuple[Rollout, dict[str, float]]  # a step's samples, and metrics
+
+
+def when_asked(work: Callable[[], Sampled]) -> Callable[[], Sampled]:
+    """Nothing is begun before somebody waits for it."""
+    return work
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A step's samples for every rank. `start` returns at once on each; `Pending.result` is where they meet, and where
+    what rank 0 does is watched (the pulse, the section) and its errors become everybody's.
+
+    make: rank 0's own work, the samples of a step. It may ask all ranks for `together`.
+    together: as in `World.from_main`
+    control: on every rank, once a step, of what its samples have become: `ScoreControl`
+    begin: takes the work on rank 0 in `start`, and gives what waits for its result in `result`. By default the work is
+        done there, in the main thread: an interrupt ends it, and `make` may do all that it likes. One that begins it in
+        a thread lets the ranks compute meanwhile; until `result`, `make` must then not ask for `together`, enter a
+        section or write to the recorder, as the ranks are elsewhere.
+    """
+
+    world: World
+    make: Callable[[int], Sampled]
+    together: Callable[[Any], object]
+    control: Callable[[Rollout], Sampled]
+    begin: Callable[[Callable[[], Sampled]], Callable[[], Sampled]] = when_asked
+
+    def start(self, step: int) -> Pending:
+        """The samples of step `step` (from 0), drawn with the weights that the engines have. Not collective."""
+
+        def work() -> Sampled:
+            return self.make(step)
+
+        return Pending(self, self.begin(work) if self.world.is_main else work)
+
+
+class Pending:
+    """Samples that have been asked for. wait: rank 0's, their making or what waits for it."""
+
+    def __init__(self, sampler: Sampler, wait: Callable[[], Sampled]) -> None:
+        self._sampler, self._wait = sampler, wait
+        self._found: Sampled | None = None
+
+    def result(self) -> Sampled:
+        """The step's samples with their controlled scores, and metrics, the same on every rank. Collective the first
+        time; raises RankZeroError on every rank if rank 0's work failed."""
+        if self._found is None:
+            sampler = self._sampler
+            rollout, metrics = sampler.world.from_main("rollout", self._wait, sampler.together)
+            rollout, controlled = sampler.control(rollout)
+            self._found = rollout, metrics | controlled
+        return self._found
 
 
 @dataclass
@@ -47,7 +102,7 @@ class Generator:
         sets = {"data.train": self.train} | ({"data.validation": self.validation} if self.validation else {})
         return data_notes(self.tokenizer, sets)
 
-    def rollout(self, step: int, on_sample: OnSample) -> tuple[Rollout, dict[str, float]]:
+    def rollout(self, step: int, on_sample: OnSample) -> Sampled:
         """The step's samples, as its rollout and as metrics. Raises SamplingError."""
         algorithm = self.cfg.algorithm
         groups, metrics = self._groups(step, on_sample)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from mrl.checkpoint import Part
 from mrl.config.schema import EMAConfig, ParallelConfig, RefConfig, RLConfig, TrainConfig
 from mrl.config.trainers.rl import needs_ref
+from mrl.families import is_reward_model
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
-from mrl.models import is_reward_model
 from mrl.trainers.shared.models import build_learner
 from mrl.trainers.shared.world import World
 

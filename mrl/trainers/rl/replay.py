@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl import units
 from mrl.config.schema import ReplayConfig
 from mrl.core import Rollout
 from mrl.rollout.seeds import sample_seed
 from mrl.trainers.shared.world import World
+from mrl.units import PerResponseToken, PerSample
 
 STREAM = 1 << 42  # keeps these draws apart from the seeds of samples
 
@@ -24,9 +26,9 @@ class Reused:
     old_log_probs [R]: of these tokens, under the policy that drew them; 0 elsewhere
     """
 
-    samples: Tensor
-    tokens: Tensor
-    old_log_probs: Tensor
+    samples: PerSample
+    tokens: PerResponseToken
+    old_log_probs: PerResponseToken
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,16 @@ class _Step:
     """What is left of a step's samples, with their log-probs [R] under the policy that drew them."""
 
     rollout: Rollout
-    old_log_probs: Tensor
+    old_log_probs: PerResponseToken
+
+    def __post_init__(self) -> None:
+        units.check(self, self.rollout)
+
+    @classmethod
+    def restored(cls, rollout: dict[str, Any], old_log_probs: Tensor) -> _Step:
+        """Of what `state_dict` gave. Before it kept weight_versions, the weights were always those of the step."""
+        known = {"weight_versions": torch.full_like(rollout["group"], rollout["step"])} | rollout
+        return cls(Rollout(**known), old_log_probs)
 
     @property
     def groups(self) -> Tensor:
@@ -42,7 +53,7 @@ class _Step:
 
     def of_groups(self, groups: Tensor) -> _Step:
         samples = torch.isin(self.rollout.group, groups).nonzero().flatten()
-        return _Step(self.rollout.pick(samples), self.rollout.flat_of(samples, self.old_log_probs))
+        return units.pick(self, samples, of=self.rollout)
 
 
 class ReplayBuffer:
@@ -80,15 +91,15 @@ class ReplayBuffer:
                 parts.append(kept.of_groups(kept.groups[inside]))
                 age += inside.numel() * (step - kept.rollout.step)
             first += kept.groups.numel()
-        rollout = parts[0].rollout.join(*(part.rollout for part in parts[1:]))
-        return rollout, torch.cat([part.old_log_probs for part in parts]), age / wanted
+        drawn = units.join(parts)
+        return drawn.rollout, drawn.old_log_probs, age / wanted
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values, which are never changed in place."""
         return {"steps": [{"rollout": vars(s.rollout), "old_log_probs": s.old_log_probs} for s in self._steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._steps = [_Step(Rollout(**step["rollout"]), step["old_log_probs"]) for step in state["steps"]]
+        self._steps = [_Step.restored(**step) for step in state["steps"]]
 
 
 class Replay:

@@ -26,15 +26,5 @@ def score(model: Learner, sequences: Sequence[Sequence[int]]) -> list[float]:
 def _with_one_more(sequences: Sequence[Sequence[int]]) -> Rollout:
     """Each sequence as the prompt of one more token, before which the model's value is that of the last one's place.
     Attention is causal: what the token is does not matter."""
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    count = len(sequences)
-    return Rollout(
-        step=0,
-        tokens=torch.tensor([token for sequence in sequences for token in (*sequence, sequence[-1])]),
-        seq_lens=lengths + 1,
-        prompt_lens=lengths,
-        group=torch.arange(count),
-        scores=torch.zeros(count),
-        rollout_log_probs=torch.zeros(count),
-        rows=torch.arange(count),
-    )
+    one_more = [sequence[-1:] for sequence in sequences]
+    return Rollout.of(0, sequences, one_more, rows=torch.arange(len(sequences)))

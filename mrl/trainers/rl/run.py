@@ -21,7 +21,7 @@ from mrl.reward import RewardManager, longest_wait_s
 from mrl.reward.check import row_check
 from mrl.rollout import Access, Engine, start_engine
 from mrl.trainers.rl.demonstrations import Demonstrations
-from mrl.trainers.rl.generate import Generator
+from mrl.trainers.rl.generate import Generator, Sampled, Sampler
 from mrl.trainers.rl.mismatch import MismatchLimits
 from mrl.trainers.rl.models import Models, MovingAverage, build_models
 from mrl.trainers.rl.models import notes as model_notes
@@ -52,15 +52,16 @@ class RLRun(Run):
         size = self.cfg.batch.samples_per_minibatch or rollout.num_samples
         return [range(i, i + size) for i in range(0, rollout.num_samples, size)]
 
-    def generate(self, step: int) -> tuple[Rollout, dict[str, float]]:
+    def generate(self, step: int) -> Sampled:
         """The step's samples with their controlled scores, the same on every rank."""
-        rollout, metrics = self.world.from_main(
-            "rollout",
-            lambda: self._generator.rollout(step, self._ticker(samples_per_step(self.cfg))),
-            together=self._together,
-        )
-        rollout, controlled = self.scores(rollout)
-        return rollout, metrics | controlled
+        return self.sampler.start(step).result()
+
+    @property
+    def sampler(self) -> Sampler:
+        return Sampler(self.world, self._sample, self._together, self.scores)
+
+    def _sample(self, step: int) -> Sampled:
+        return self._generator.rollout(step, self._ticker(samples_per_step(self.cfg)))
 
     def validate(self, step: int, name: str = "validation") -> dict[str, float]:
         prompts = self.cfg.validation.prompts

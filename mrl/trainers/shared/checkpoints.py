@@ -23,6 +23,7 @@ from mrl.observe import (
     note_launch,
     refuse_existing,
     rewind,
+    trackers,
     written,
 )
 from mrl.resilience import preemption
@@ -65,7 +66,7 @@ def open_run_dir(cfg: Config, run_dir: Path, stack: ExitStack) -> Recorder:
         note_launch(run_dir)
     preemption.begin(run_dir)
     on_error = cfg.checkpoint.on_error
-    recorder = stack.enter_context(Recorder(run_dir, cfg.run.steps, cfg.run.tensorboard, on_error=on_error))
+    recorder = stack.enter_context(Recorder(run_dir, cfg.run.steps, trackers.wanted(cfg.run), on_error=on_error))
     for note in notes:
         recorder.note(note)
     return recorder

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from mrl.config.schema import Config, TrainConfig
+from mrl.families import load_arch
 from mrl.learner import Learner
 from mrl.learner.learner import Role
-from mrl.models import load_arch
 from mrl.trainers.shared.world import World
 
 

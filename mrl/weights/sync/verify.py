@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrl.models.arch import ModelArch
+from mrl.families import ModelArch
+from mrl.families.table import HF_OUTPUT
 from mrl.rollout.answers import RankChecksums
 from mrl.rollout.client import EngineClient
 from mrl.weights.agreement import SyncAgreement
@@ -34,7 +35,7 @@ class Verifier:
             self._params |= {(rank, name): param for name, param in params.items()}
         covered = {source for param in self._params.values() for source in param.sources}
         if arch.tied_embeddings:
-            covered.add("lm_head.weight")
+            covered.add(HF_OUTPUT)
         unheld = [meta.name for meta in metas if meta.name not in covered]
         if unknown or unheld:
             raise WeightError(

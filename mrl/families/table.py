@@ -1,4 +1,5 @@
-"""The one weight table of a model: global Megatron name -> Row. Loader, exporter, converter and sync read it.
+"""The one weight table of a model: global Megatron name -> Row. Initialisation, loader, exporter, converter, sync and
+engines read it.
 
 Global means: layers and experts are numbered over the whole model, whatever part of it a rank holds. Names are those
 of Megatron's local layer specs; `mrl.models.naming` translates the transformer-engine ones.
@@ -11,10 +12,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
-from mrl.models.arch import ModelArch
-from mrl.weights.families import LAYER_ROWS
-from mrl.weights.families.blocks import norm
-from mrl.weights.kinds import Row
+from mrl.families import FAMILIES, ModelArch
+from mrl.families.rows import Row, norm
 
 Role = Literal["policy", "critic"]
 
@@ -35,13 +34,14 @@ def weight_table(arch: ModelArch, role: Role = "policy") -> Mapping[str, Row]:
     copy of the embedding under that name. A critic has a value head (1, h) in place of the output layer and is never
     tied.
     """
-    wide = ((arch.vocab_size, arch.hidden_size),)
+    wide, family = ((arch.vocab_size, arch.hidden_size),), FAMILIES[arch.family]
     rows = {EMBEDDING: Row("vocab", (HF_EMBEDDING,), wide, tp_dim=0)}
     for index in range(arch.num_layers):
-        rows.update(LAYER_ROWS[arch.family](arch, index))
+        rows.update(family.layer_rows(arch, index))
     rows["decoder.final_layernorm.weight"] = norm("model.norm.weight", arch.hidden_size)
     if role == "critic":
-        rows[VALUE_HEAD] = Row("copy", (HF_VALUE_HEAD,), ((1, arch.hidden_size),), optional=True)
+        head = Row("copy", (HF_VALUE_HEAD,), ((1, arch.hidden_size),), start="zeros", optional=True)
+        rows[VALUE_HEAD] = head
     elif arch.tied_embeddings:
         rows[OUTPUT] = Row("vocab", (HF_EMBEDDING,), wide, tp_dim=0, copy_of=EMBEDDING)
     else:

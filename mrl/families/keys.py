@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, 2.0**127  # of the normal numbers: what is below counts as zero
-
 
 class UnsupportedModel(ValueError):
     """The config describes something that mrl would compute wrongly; the message names the key."""
