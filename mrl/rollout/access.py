@@ -23,6 +23,7 @@ class Access:
 
     @property
     def headers(self) -> dict[str, str]:
+        """Of every request."""
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
     def check(self, url: str, endpoint: str) -> None:

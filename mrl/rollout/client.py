@@ -46,6 +46,7 @@ class EngineClient:
         )
 
     def close(self) -> None:
+        """Its connections."""
         self._http.close()
 
     # ---- generation
@@ -55,6 +56,7 @@ class EngineClient:
         return self._call(protocol.GENERATE, body)
 
     def abort_all(self) -> None:
+        """Ends every request that runs or waits, whoever sent it."""
         self._call(protocol.ABORT, protocol.AbortBody(rid="", abort_all=True))
 
     def flush_cache(self) -> None:
@@ -80,9 +82,11 @@ class EngineClient:
         return True
 
     def model_info(self) -> ModelInfo:
+        """What it serves, and the name of the weights."""
         return self._call(protocol.MODEL_INFO, None)
 
     def server_info(self) -> ServerInfo:
+        """Its settings."""
         return self._call(protocol.SERVER_INFO, None)
 
     # ---- weights
@@ -98,6 +102,7 @@ class EngineClient:
         return True
 
     def end_weight_update(self) -> None:
+        """Close the session; refused with 400 where none is open."""
         self._call(protocol.END_UPDATE, protocol.EmptyBody())
 
     def update_weights_from_tensor(
@@ -148,6 +153,7 @@ class EngineClient:
         self._call(protocol.UPDATE_FROM_BROADCAST, body)
 
     def destroy_weights_update_group(self, group_name: str) -> None:
+        """Leave the process group, which also ends a broadcast that the engine waits in."""
         self._call(protocol.LEAVE_GROUP, protocol.LeaveBody(group_name=group_name))
 
     def update_weights_from_disk(self, model_path: str, *, weight_version: str) -> None:

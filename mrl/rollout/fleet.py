@@ -97,10 +97,8 @@ class Fleet:
         """Of the servers that mrl started."""
         return [server.process for server in self.servers if server.process is not None]
 
-    def server(self, url: str) -> Server:
-        return next(server for server in self.servers if server.url == url)
-
     def client(self, url: str, timeout_s: float) -> EngineClient:
+        """Of the server at `url`; its caller closes it."""
         return EngineClient(url, timeout_s, self.access)
 
     def wait_ready(self) -> None:

@@ -167,6 +167,7 @@ class EngineProcess:
 
 
 def describe_exit(code: int) -> str:
+    """An exit code in words, with the signal where one ended the process."""
     if code > 128:
         try:
             return f"exit code {code} ({signal.Signals(code - 128).name})"

@@ -36,6 +36,7 @@ class Endpoint(Generic[Body, Answer]):
 
     @property
     def path(self) -> str:
+        """Below the engine's address."""
         return f"/{self.name}"
 
 
@@ -65,16 +66,20 @@ class GenerateBody(TypedDict):
 
 
 class AbortBody(TypedDict):
+    """Which requests to end."""
+
     rid: str  # "" with abort_all
     abort_all: bool
 
 
 class SessionBody(TypedDict):
+    """Which of the engine's models the updates to come are of."""
+
     selector: Literal["all"]
 
 
 class EmptyBody(TypedDict):
-    pass
+    """Nothing more to say."""
 
 
 class TensorsBody(TypedDict):
@@ -114,6 +119,8 @@ class BroadcastBody(TypedDict):
 
 
 class LeaveBody(TypedDict):
+    """A group that was joined."""
+
     group_name: str
 
 
@@ -127,11 +134,15 @@ class DiskBody(TypedDict):
 
 
 class VersionBody(TypedDict):
+    """The name of the weights that the engine has; with abort_all_requests its requests would end."""
+
     new_version: str
     abort_all_requests: bool
 
 
 class CheckerBody(TypedDict):
+    """What to do with the parameters: hash them."""
+
     action: Literal["checksum"]
 
 
@@ -139,6 +150,8 @@ class CheckerBody(TypedDict):
 
 
 class MetaInfo(TypedDict):
+    """About one sample."""
+
     finish_reason: Any  # {"type": "stop" | "length" | "abort", ...}
     prompt_tokens: int
     completion_tokens: int

@@ -25,6 +25,7 @@ class Restarts:
         self._note, self._give_weights = note, give_weights
 
     def is_left(self) -> bool:
+        """Whether one more is allowed."""
         return self._give_weights is not None and self.made < self.limit
 
     def take(self, process: EngineProcess, error: Exception) -> None:
@@ -40,5 +41,6 @@ class Restarts:
         self._note(f"{process.name} {why}: starting it again (restart {self.made} of {self.limit}; {process.log})")
 
     def give_weights(self, url: str) -> None:
+        """Brings a server that was started again to the weights of the others, as `allow` was told."""
         assert self._give_weights is not None, "a restart was taken"
         self._give_weights(url)
