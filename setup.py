@@ -28,7 +28,7 @@ REQUIRED = [
 
 EXTRAS = {
     # Trainer parts that need CUDA; mrl runs without each of them (`mrl doctor` says what then happens).
-    "gpu": ["transformer-engine[pytorch]>=2.8", "triton>=3.4"],
+    "gpu": ["transformer-engine[pytorch]>=2.8"],
     # The engine on a GPU machine, with its own CUDA dependencies.
     "sglang": ["sglang==0.5.23"],
     # What the engine imports on a CPU machine, where sglang itself is installed with --no-deps.

@@ -226,7 +226,7 @@ def _joined() -> Machine:
 def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
     from mrl.config.derived import Machine
     from mrl.launcher import Elastic, LaunchError, launch, launch_elastic
-    from mrl.observe import RunExists, refuse_existing
+    from mrl.observe import RunExists, refuse_existing, trackers
     from mrl.ports import GLOO, LOOPBACK
     from mrl.resilience import ft_config
 
@@ -235,6 +235,7 @@ def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
     save_s = cfg.resilience.save_deadline_s if cfg.checkpoint.every_steps else None
     timeouts = cfg.resilience.timeouts_s
     try:
+        trackers.wanted(cfg.run)
         os.environ.update(LOOPBACK if _is_on_this_machine(cfg) else {GLOO: LOOPBACK[GLOO]})
         if not (run_dir / "lock").exists():  # else rank 0 looks, who knows whether the run there is going on
             refuse_existing(cfg)
@@ -251,7 +252,7 @@ def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
             ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
         )
         return launch_elastic(job, run_dir)
-    except (LaunchError, RunExists, OSError) as error:
+    except (LaunchError, RunExists, trackers.TrackerMissing, OSError) as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
 
@@ -261,17 +262,14 @@ def _is_on_this_machine(cfg: Config) -> bool:
     do it over an address of their own choice; see mrl.weights.sync.transports.distributed.)"""
     from urllib.parse import urlsplit
 
-    from mrl.config.schema import RLConfig
-
-    urls = cfg.rollout.urls if isinstance(cfg, RLConfig) else ()
-    return all(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in urls)
+    return all(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in cfg.given_urls())
 
 
 def _be_a_rank(cfg: Config) -> int:
     """Trains. The stopping signals become SystemExit, so that everything that is open gets closed; where checkpoints
     are written, SIGTERM and SIGUSR1 let the run save first."""
     from mrl.config.derived import summary
-    from mrl.config.schema import RLConfig
+    from mrl.config.trainers.table import trainer_of
     from mrl.resilience import preemption
 
     if cfg.checkpoint.every_steps:
@@ -280,16 +278,9 @@ def _be_a_rank(cfg: Config) -> int:
         for name, value in summary(cfg, int(os.environ["WORLD_SIZE"])):
             print(f"{name:>8}  {value}")
     try:
-        if isinstance(cfg, RLConfig):
-            from mrl.trainers import rl
-
-            preemption.close_first()
-            rl.main(cfg)
-        else:
-            from mrl.trainers import sft
-
-            preemption.close_first()
-            sft.main(cfg)
+        train = trainer_of(cfg).load_main()
+        preemption.close_first()
+        train(cfg)
     except Exception as error:
         if not failure.note(error):
             raise

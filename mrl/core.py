@@ -1,4 +1,4 @@
-"""The nouns that every room shares. No behaviour beyond construction and checks.
+"""The nouns that every room shares. No behaviour beyond construction, checks, and taking a Rollout apart.
 
 A step's samples live in two forms: `Sample` objects (text, reward parts, what the engine said) on the rank that talks
 to the engine, and one `Rollout` of flat tensors that is identical on every rank. Flat means: sequences one after the
@@ -8,11 +8,15 @@ length R, the total number of response tokens, in the order of `Rollout.tokens` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor
+
+from mrl import units
+from mrl.units import NUMBERING, RESPONSE_TOKEN, PerResponseToken, PerSample, PerToken
 
 
 @dataclass(frozen=True)
@@ -75,28 +79,49 @@ class Rollout:
     score_parts [B, K] float32: the components of the reward that the algorithm asks for, in its order; None: none
     greedy_scores [B] float32: the score of the greedy response to each one's prompt; None: none was sampled
     rows [B] int64: whose prompt each sample answers, numbers of the data's rows; None where they come from nowhere
+    weight_versions [B] int64: after how many steps of the run the weights were published that drew each sample, as the
+        engines name them; None: no engine drew them (demonstrations)
+
+    A new field with its unit goes wherever the others go: through `pick`, `join`, the replay buffer and its
+    checkpoints, and to every rank. Raises ValueError for tensors that do not fit together.
     """
 
     step: int
-    tokens: Tensor
-    seq_lens: Tensor
-    prompt_lens: Tensor
-    group: Tensor
-    scores: Tensor
-    rollout_log_probs: Tensor
-    rows: Tensor | None = None
-    score_parts: Tensor | None = None
-    greedy_scores: Tensor | None = None
+    tokens: PerToken
+    seq_lens: PerSample
+    prompt_lens: PerSample
+    group: Annotated[PerSample, NUMBERING]
+    scores: PerSample
+    rollout_log_probs: PerResponseToken
+    rows: PerSample | None = None
+    score_parts: PerSample | None = None
+    greedy_scores: PerSample | None = None
+    weight_versions: PerSample | None = None
+
+    @classmethod
+    def of(
+        cls, step: int, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], **known: Tensor | None
+    ) -> Self:
+        """Token ids as a rollout, sample i = prompt i + response i. Of what is not `known`, groups are of one sample,
+        scores and log-probs are 0, and the rest is None."""
+        pairs = list(zip(prompts, responses, strict=True))
+        made: dict[str, Any] = {
+            "group": torch.arange(len(pairs)),
+            "scores": torch.zeros(len(pairs)),
+            "rollout_log_probs": torch.zeros(sum(map(len, responses))),
+        }
+        return cls(
+            step=step,
+            tokens=torch.tensor([token for pair in pairs for ids in pair for token in ids]),
+            seq_lens=torch.tensor([len(prompt) + len(response) for prompt, response in pairs]),
+            prompt_lens=torch.tensor([len(prompt) for prompt in prompts]),
+            **made | known,
+        )
 
     def __post_init__(self) -> None:
-        if int(self.seq_lens.sum()) != self.tokens.numel():
-            raise ValueError(f"seq_lens sum to {int(self.seq_lens.sum())}, tokens has {self.tokens.numel()}")
         if bool((self.response_lens < 0).any()):
             raise ValueError("a prompt is longer than its sequence")
-        if int(self.response_lens.sum()) != self.rollout_log_probs.numel():
-            raise ValueError(
-                f"{int(self.response_lens.sum())} response tokens, {self.rollout_log_probs.numel()} log-probs"
-            )
+        units.check(self)
 
     @property
     def num_samples(self) -> int:
@@ -127,36 +152,18 @@ class Rollout:
         """[B, T] -> [R]."""
         return dense[self.response_mask]
 
-    def pick(self, samples: Tensor) -> Rollout:
-        """Some of the samples, in the order of `samples` [b] int64."""
-        by_unit = {
-            "tokens": _places(self.seq_lens, samples),
-            "rollout_log_probs": _places(self.response_lens, samples),
-        }
-        tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: value[by_unit.get(name, samples)] for name, value in tensors.items()})
+    def pick(self, samples: Tensor) -> Self:
+        """Some of the samples, in the order of `samples` [b] int64, which may name one more than once."""
+        return units.pick(self, samples)
 
     def flat_of(self, samples: Tensor, flat: Tensor) -> Tensor:
         """Of a flat vector [R], what belongs to the samples of `pick(samples)`."""
-        return flat[_places(self.response_lens, samples)]
+        return flat[RESPONSE_TOKEN.places(self, samples)]
 
-    def join(self, *others: Rollout) -> Rollout:
-        """These samples, then those of `others`, whose groups are other ones even where the numbers are the same."""
-        parts = (self, *others)
-        tensors = {name: [vars(part)[name] for part in parts] for name in vars(self)}
-        joined: dict[str, Any] = {
-            n: torch.cat(values) for n, values in tensors.items() if isinstance(values[0], Tensor)
-        }
-        sizes = torch.tensor([0, *(int(part.group.max()) + 1 for part in parts[:-1])])
-        shifts = [part.group + shift for part, shift in zip(parts, sizes.cumsum(0), strict=True)]
-        return replace(self, **joined | {"group": torch.cat(shifts)})
-
-
-def _places(lengths: Tensor, chosen: Tensor) -> Tensor:
-    """Where the items of the chosen rows are in a flat vector that has `lengths[i]` items of each row i."""
-    starts, count = (lengths.cumsum(0) - lengths)[chosen], lengths[chosen]
-    before = count.cumsum(0) - count
-    return torch.arange(int(count.sum())) + (starts - before).repeat_interleave(count)
+    def join(self, *others: Self) -> Self:
+        """These samples, then those of `others`, whose groups are other ones even where the numbers are the same. The
+        step is this one's. Raises ValueError for a field that only some of them have."""
+        return units.join((self, *others))
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.algo import own
-from mrl.config.derived import data_sections
-from mrl.config.schema import Config, RLConfig, SourceConfig
+from mrl.config.schema import AlgorithmConfig, Config, SourceConfig
 from mrl.data import load_tokenizer
 from mrl.data.encoder import Encoder
 from mrl.data.rows import RowCheck, RowReader, check_first
@@ -20,11 +19,12 @@ def check(cfg: Config) -> None:
 
     Of long data the first rows only: the run reads them all, with the same demands, before its first step.
     """
-    if isinstance(cfg, RLConfig):
-        check_functions(cfg.reward)
-        check_own(cfg)
+    if (algorithm := cfg.algorithm_used()) is not None:
+        check_own(algorithm, has_values="critic" in cfg.models())
+    if (rewards := cfg.rewards()) is not None:
+        check_functions(rewards)
         sources = {f"data {source.path}": source.path for source, _ in _sources(cfg)}
-        check_hidden(cfg.reward, {"run.root": cfg.run.root, **sources})
+        check_hidden(rewards, {"run.root": cfg.run.root, **sources})
     for source, reader in _sources(cfg):
         check_first(source, reader)
     dressed = [(source, reader) for source, reader in _sources(cfg) if reader.cfg.chat_template]
@@ -34,22 +34,22 @@ def check(cfg: Config) -> None:
             check_first(source, reader, Encoder(reader.cfg, tokenizer).text)
 
 
-def check_own(cfg: RLConfig) -> None:
+def check_own(algorithm: AlgorithmConfig, has_values: bool) -> None:
     """Loads the user's own loss and estimator, and tries them out on a few tokens."""
-    loss, algorithm = cfg.algorithm.policy_loss, cfg.algorithm
-    if isinstance(loss, OwnLoss):
+    if isinstance(loss := algorithm.policy_loss, OwnLoss):
         own.load_loss(loss.function, loss.options)
     if isinstance(algorithm, OwnEstimator):
-        own.load_estimator(algorithm.advantage.function, algorithm.advantage.options, cfg.critic is not None)
+        own.load_estimator(algorithm.advantage.function, algorithm.advantage.options, has_values)
 
 
 def check_of_sampled(cfg: Config) -> RowCheck | None:
-    """What the reward demands of a row; None where nothing is sampled."""
-    return row_check(cfg.reward, cfg.data) if isinstance(cfg, RLConfig) else None
+    """What the reward demands of a row; None where nothing is scored."""
+    rewards = cfg.rewards()
+    return row_check(rewards, cfg.data) if rewards is not None else None
 
 
 def _sources(cfg: Config) -> Iterator[tuple[SourceConfig, RowReader]]:
-    for key, data in data_sections(cfg).items():
-        is_sampled = isinstance(cfg, RLConfig) and key == "data"
-        reader = RowReader(data, require_answer=not is_sampled, check=check_of_sampled(cfg) if is_sampled else None)
-        yield from ((source, reader) for source in (*data.train, *(data.validation or ())))
+    for use in cfg.data_uses().values():
+        check = check_of_sampled(cfg) if use.is_sampled else None
+        reader = RowReader(use.cfg, require_answer=not use.is_sampled, check=check)
+        yield from ((source, reader) for source in (*use.cfg.train, *(use.cfg.validation or ())))

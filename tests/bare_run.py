@@ -9,9 +9,9 @@ from mrl.algo.kl import FixedController
 from mrl.config.schema import MismatchConfig, RLConfig
 from mrl.learner import Learner
 from mrl.observe import SilentRecorder
-from mrl.trainers.mismatch import MismatchLimits
-from mrl.trainers.nonfinite import Updates
-from mrl.trainers.setup import RLRun
+from mrl.trainers.rl.mismatch import MismatchLimits
+from mrl.trainers.rl.run import RLRun
+from mrl.trainers.shared.updates import Updates
 
 NO_LIMITS = MismatchConfig(warn=None, stop=None, warn_sample=None, stop_sample=None)  # samples are made up here
 

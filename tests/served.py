@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.schema import SyncConfig
-from mrl.rollout import Engine
-from mrl.rollout.client import EngineClient
+from mrl.rollout import Engine, EngineClient
 from mrl.weights.sync.push import WeightSync
 from tests.sync_tools import FileExporter
 from tests.world import run_world

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from mrl.models.arch import ModelArch, load_arch
+from mrl.families import ModelArch, load_arch
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from bad_reuse_configs import BAD_REUSE
 from bad_reward_configs import BAD_REWARDS
 from bad_sampling_configs import BAD_SAMPLING
 
-from mrl.config.checks.reward import BUILTIN_REWARDS
-from mrl.config.derived import Machine, smallest_world, updates_per_step
+from mrl.config.builtin_rewards import BUILTIN_REWARDS
+from mrl.config.derived import Machine, smallest_world
 from mrl.config.loader import dump_resolved, load
 from mrl.config.problems import ConfigError
-from mrl.config.schema import Config, ParallelConfig, RLConfig, SFTConfig
+from mrl.config.schema import CodeConfig, Config, ParallelConfig, RLConfig, SFTConfig
+from mrl.config.trainers.rl import updates_per_step
 
 EXPERTS = {
     **DENSE,
@@ -319,10 +320,11 @@ def test_a_loss_has_its_own_keys_with_its_own_defaults(loss: str, options: dict[
     assert written.algorithm.policy_loss.own_options == options | {low: 0.07}, "by its former name too"
 
 
-def test_the_named_rewards_are_the_built_in_ones() -> None:
-    from mrl.reward.loading import BUILTINS
+@pytest.mark.parametrize("name", BUILTIN_REWARDS)
+def test_the_named_rewards_are_the_built_in_ones(name: str) -> None:
+    from mrl.reward.loading import load
 
-    assert set(BUILTIN_REWARDS) == set(BUILTINS)
+    assert callable(load(name, settings={"code": CodeConfig().model_dump()}))
 
 
 @pytest.mark.parametrize(

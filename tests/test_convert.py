@@ -21,9 +21,9 @@ from tiny import make_tiny
 from mrl.config.loader import load
 from mrl.config.model_dirs import is_converted, read_converted
 from mrl.config.problems import ConfigError
-from mrl.models import load_arch
+from mrl.families import load_arch
+from mrl.families.table import weight_table
 from mrl.weights.kinds import segments, to_megatron
-from mrl.weights.table import weight_table
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 120

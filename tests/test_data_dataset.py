@@ -14,7 +14,7 @@ import torch
 from mrl.config.schema import DataConfig
 from mrl.core import Prompt, Request, Sample
 from mrl.data import DataError, PromptDataset, Tokenizer, TokenizerError, collate, load_tokenizer
-from mrl.models.arch import load_arch
+from mrl.families import load_arch
 
 TOOL = Path(__file__).parents[1] / "tools" / "make_sort_task.py"
 
@@ -195,7 +195,7 @@ def test_chat_template(task: Path, tmp_path: Path) -> None:
 
 def sample(sample_id: int, prompt: tuple[int, ...], response: list[int], group: int = 0, score: float = 0.0) -> Sample:
     request = Request(sample_id, group, Prompt(0, prompt, {}), seed=0)
-    return Sample(request, response, [-0.5 * t for t in response], "stop", "v0", score=score)
+    return Sample(request, response, [-0.5 * t for t in response], "stop", "0", score=score)
 
 
 def test_collate_orders_by_sample_id() -> None:
@@ -206,6 +206,7 @@ def test_collate_orders_by_sample_id() -> None:
     assert rollout.seq_lens.tolist() == [3, 4] and rollout.prompt_lens.tolist() == [2, 1]
     assert rollout.group.tolist() == [0, 1] and rollout.scores.tolist() == [1.0, 0.5]
     assert rollout.rollout_log_probs.tolist() == [-1.5, -4.0, -4.5, -5.0]
+    assert rollout.weight_versions is not None and rollout.weight_versions.tolist() == [0, 0]
 
 
 def test_collate_refuses_incomplete_samples() -> None:
@@ -219,3 +220,7 @@ def test_collate_refuses_incomplete_samples() -> None:
         collate(0, [broken])
     with pytest.raises(ValueError, match="no samples"):
         collate(3, [])
+    unnamed = sample(0, (1,), [2])
+    unnamed.weight_version = "3-ema"
+    with pytest.raises(ValueError, match="step 2: sample 0 was drawn with the weights '3-ema', which is not a number"):
+        collate(2, [unnamed])

@@ -14,8 +14,8 @@ from mrl.config.schema import FilterGroupsConfig, RLConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.observe.files import read_jsonl
 from mrl.reward import RewardError
-from mrl.trainers.dynamic_sampling import GroupFilter, SamplingError, in_order, sample_groups
-from mrl.trainers.generate import Generator
+from mrl.trainers.rl.generate import Generator
+from mrl.trainers.rl.groups import GroupFilter, SamplingError, in_order, sample_groups
 
 FILTER = """
 def at_least_one_right(group):

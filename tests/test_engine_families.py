@@ -107,7 +107,7 @@ def test_a_family_over_every_transport(family: str, served: dict[str, Served], t
     expected = one.load(one.new)
     for transport in TRANSPORTS:
         check_transport(one, transport, expected)
-    if FileExporter(one.new).arch.num_experts:
+    if FileExporter(one.new).arch.experts:
         check_world(one, world(one, [{"expert": 2}], ("shared_memory", "distributed"), tmp_path), expected)
 
 

@@ -46,7 +46,7 @@ class Trainer:
 
 def kill(engine: Engine, url: str, number: signal.Signals = signal.SIGKILL) -> None:
     """The engine itself; its supervisor stays."""
-    process = engine.process_of(url)
+    process = engine.fleet.server(url).process
     assert process is not None
     for pid in descendants(process.pid)[1:]:
         os.kill(pid, number)
@@ -78,7 +78,7 @@ def test_the_samples_are_those_of_an_undisturbed_rollout(
     engine, undisturbed = two
     engine.restarts.made = 0
     trainer = Trainer(engine, tiny_models("llama", seed=1), deaths)
-    engine._request_timeout_s = 5.0 if signal.SIGSTOP in signals.values() else 600.0
+    engine.request_timeout_s = 5.0 if signal.SIGSTOP in signals.values() else 600.0
     finished: list[int] = []
 
     def on_sample(sample: Sample) -> None:

@@ -14,8 +14,8 @@ platform.install()
 from mrl.algo.rollout_correction import Correction  # noqa: E402
 from mrl.config.schema import PFPPOConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
-from mrl.trainers.experience import Experience, resampled  # noqa: E402
-from mrl.trainers.replay import Reused  # noqa: E402
+from mrl.trainers.rl.experience import Experience, resampled  # noqa: E402
+from mrl.trainers.rl.replay import Reused  # noqa: E402
 
 LENGTHS = torch.tensor([3, 1, 5, 2, 4, 1])
 
@@ -44,6 +44,7 @@ def experience(step: int = 0) -> Experience:
         ref_log_probs=place + 0.4,
         values=place + 0.5,
         mean_ref_kl=0.7,
+        is_old_policy=True,
         entropies=place + 0.6,
         correction=Correction(place + 0.7, place < 400, {"a": 1.0}),
         reused=Reused(old, old.repeat_interleave(LENGTHS), place + 0.8),

@@ -128,7 +128,7 @@ def test_a_loss_that_cannot_be_used_is_one_error_before_a_run(text: str, tmp_pat
     path.write_text(f"from mrl.algo.policy_loss import TokenLoss\n{text}\n")
     cfg = configuration(adv_estimator="grpo", policy_loss={"function": f"{path}:f"})
     with pytest.raises(FunctionError) as error:
-        preflight.check_own(cfg)
+        preflight.check_own(cfg.algorithm, has_values=False)
     said = str(error.value)
     assert said.startswith("algorithm.policy_loss.function '") and LOSSES[text] in said and "\n" not in said
 
@@ -146,7 +146,7 @@ def test_an_estimator_that_cannot_be_used_is_one_error_before_a_run(text: str, t
     path = tmp_path / "bad.py"
     path.write_text(f"def f(t): {text}\n")
     with pytest.raises(FunctionError) as error:
-        preflight.check_own(configuration(advantage={"function": f"{path}:f"}))
+        preflight.check_own(configuration(advantage={"function": f"{path}:f"}).algorithm, has_values=False)
     said = str(error.value)
     assert said.startswith("algorithm.advantage.function '") and ESTIMATES[text] in said
 

@@ -16,9 +16,9 @@ platform.install()
 from mrl.algo import kl  # noqa: E402
 from mrl.config.schema import RLConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
-from mrl.trainers.experience import make_experience  # noqa: E402
-from mrl.trainers.replay import Reused  # noqa: E402
-from mrl.trainers.rl import adapt_kl  # noqa: E402
+from mrl.trainers.rl.experience import forward_passes, make_experience  # noqa: E402
+from mrl.trainers.rl.loop import adapt_kl  # noqa: E402
+from mrl.trainers.rl.replay import Reused  # noqa: E402
 from tests.bare_run import bare_run  # noqa: E402
 
 TARGET, HORIZON, COEF = 0.05, 64, 0.2
@@ -78,10 +78,8 @@ def verl(coef: float, distance: Tensor, mask: Tensor) -> float:
 def a_step(run: Any, rollout: Rollout, distance: Tensor, reused: Reused | None = None) -> dict[str, float]:
     actor, ref = Model(torch.zeros_like(distance)), Model(distance)
     settings, coef = run.cfg.algorithm, run.kl_controller.value
-    made: Any = make_experience(
-        settings, 1.0, rollout, actor, None, ref, coef, False, reused  # type: ignore[arg-type]
-    )  # fmt: skip
-    return adapt_kl(run, made, {})
+    passes = forward_passes(settings, rollout, 1.0, actor, None, ref)  # type: ignore[arg-type]
+    return adapt_kl(run, make_experience(settings, rollout, passes, coef, reused), {})
 
 
 def a_run() -> Any:

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mrl.models import UnsupportedModel, load_arch, padded_vocab_size
+from mrl.families import UnsupportedModel, load_arch
 from mrl.models.attention import AttentionPlan, packed_attention, same_length_groups
 from mrl.models.initialise import _fill
 from mrl.models.rope import inverse_frequencies
+from mrl.models.transformer_config import padded_vocab_size
 from tests.tiny import make_tiny
 from tests.world import run_world
 
@@ -181,6 +182,6 @@ def test_padded_vocabulary(tmp_path: Path) -> None:
 
 
 def test_importing_the_arch_does_not_import_megatron() -> None:
-    code = "import sys, mrl.models.arch; print('megatron.core' in sys.modules or 'torch' in sys.modules)"
+    code = "import sys, mrl.families.table; print('megatron.core' in sys.modules or 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr

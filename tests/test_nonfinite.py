@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from mrl.observe import SilentRecorder, read_metrics
-from mrl.trainers.nonfinite import NonFiniteError, Updates
+from mrl.trainers.shared.updates import NonFiniteError, Updates
 from tests.test_trainer_faults import fake_engine, the_error
 from tests.tiny import make_tiny, tiny_tokenizer
 from tests.train_tools import MADE_UP, Train, write_config
@@ -192,8 +192,8 @@ def make_steps(tmp_path: Path, *steps: list[float], limit: int = 3) -> Updates:
     for number, skipped in enumerate(steps):
         actor, critic = Steps(*skipped), Steps(0)
         for _ in skipped:
-            updates.make("actor", actor, None, range(1), {})  # type: ignore[arg-type]
-        updates.make("critic", critic, None, range(1), {})  # type: ignore[arg-type]
+            updates.note("actor", actor, None, range(1), actor.step())  # type: ignore[arg-type]
+        updates.note("critic", critic, None, range(1), critic.step())  # type: ignore[arg-type]
         updates.end_of_step(number + 1)
     return updates
 

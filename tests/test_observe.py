@@ -201,7 +201,7 @@ def test_a_continued_run_replaces_the_abandoned_steps(tmp_path: Path) -> None:
 
 def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with Recorder(tmp_path, 2, tensorboard=True, live=False) as recorder:
+    with Recorder(tmp_path, 2, ["tensorboard"], live=False) as recorder:
         for step in (1, 2):
             recorder.log(StepStats(step, {"reward/mean": step / 4}, {"rollout": 1.5}))
     loaded = events.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -233,14 +233,11 @@ def test_live_display_shows_the_run_and_the_phase() -> None:
         assert part in text
 
 
-def test_advance_is_safe_from_many_threads(tmp_path: Path) -> None:
-    with Recorder(tmp_path, 1, live=False) as recorder:
-        recorder.expect(2000)
-        threads = [threading.Thread(target=lambda: [recorder.advance() for _ in range(250)]) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+def test_advance_counts_the_samples_of_a_phase(tmp_path: Path) -> None:
+    with Recorder(tmp_path, 1, live=False) as recorder, recorder.phase("rollout"):
+        recorder.expect(2001)
+        for _ in range(250):
+            recorder.advance(8)
         assert recorder._progress.finished == 2000
 
 
@@ -324,6 +321,37 @@ def test_report_names_what_the_run_has(tmp_path: Path) -> None:
         "Response length",
         "Train / rollout log-prob mismatch",
     } == set(shown)
+
+
+PPO = """
+trainer: rl
+batch: {prompts_per_step: 8, samples_per_prompt: 1, samples_per_minibatch: MINIBATCH, epochs_per_step: 1}
+algorithm: {adv_estimator: gae}
+"""
+
+
+@pytest.mark.parametrize(("minibatch", "once"), [("null", True), ("8", True), ("4", False)])
+def test_the_report_of_ppo_says_in_words_what_is_flat(tmp_path: Path, minibatch: str, once: bool) -> None:
+    (tmp_path / "config.yaml").write_text(PPO.replace("MINIBATCH", minibatch))
+    flat = {"actor/clipfrac": 0.0, "critic/clipfrac": 0.0, "actor/ppo_kl": 0.0}
+    with Recorder(tmp_path, 3, live=False) as recorder:
+        for step in (1, 2, 3):
+            losses = {"actor/loss": 0.1 * step, "actor/pg_loss": 0.1 * step, "kl/ref": 0.01 * step}
+            recorder.log(StepStats(step, flat | losses))
+    text = write_report(tmp_path).read_text()
+    assert set(pictures(text)) == {"Loss", "KL divergence"}, "that to the reference"
+    said = re.search("<p[^>]*>(0 at every step, and not drawn: .*)</p>", text)
+    assert said is not None
+    assert "KL divergence to the sampling policy, clip fraction of the actor, clip fraction of the critic" in said[1]
+    assert ("A step makes one update" in said[1]) == once
+    assert "of the policy: updates follow its gradient" in text and "cross-entropy" not in text
+
+
+def test_the_report_of_sft_says_what_its_loss_is(tmp_path: Path) -> None:
+    with Recorder(tmp_path, 1, live=False) as recorder:
+        recorder.log(StepStats(1, {"actor/loss": 2.0}))
+    text = write_report(tmp_path).read_text()
+    assert "cross-entropy of the answers" in text and "not drawn" not in text
 
 
 def test_report_of_an_empty_run(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,9 +17,10 @@ from torch import Tensor
 from mrl.config.schema import MismatchConfig, ReplayConfig
 from mrl.config.sections.algorithm import algorithm
 from mrl.core import Rollout
-from mrl.trainers.experience import make_experience
-from mrl.trainers.mismatch import MismatchLimits
-from mrl.trainers.replay import Replay, ReplayBuffer, Reused
+from mrl.trainers.rl.experience import forward_passes, make_experience
+from mrl.trainers.rl.mismatch import MismatchLimits
+from mrl.trainers.rl.replay import Replay, ReplayBuffer, Reused
+from mrl.units import PerImage, PerSample
 
 PER_PROMPT = 2
 
@@ -51,6 +52,7 @@ def new_samples(step: int, prompts: int = 3) -> Rollout:
         scores=torch.arange(count) + 100.0 * step,
         rollout_log_probs=log_prob(tokens[place >= prompt_lens.repeat_interleave(lens)]),
         rows=torch.arange(count) // PER_PROMPT + 10 * step,
+        weight_versions=torch.full((count,), step),
     )
 
 
@@ -143,18 +145,10 @@ def test_the_ratio_of_an_old_sample_is_to_the_policy_that_drew_it(importance: st
     for step in range(3):
         mixed, reused, _ = a_step(replay, step)
     assert reused is not None
-    policy, cfg = Policy(0.5, reused), {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": importance}}
-    made = make_experience(
-        algorithm(**cfg),
-        1.0,
-        mixed,
-        policy,
-        None,
-        None,
-        0.0,
-        single_update=False,
-        reused=reused,  # type: ignore[arg-type]
-    )
+    policy, settings = Policy(0.5, reused), {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": importance}}
+    cfg = algorithm(**settings)
+    passes = forward_passes(cfg, mixed, 1.0, policy)  # type: ignore[arg-type]
+    made = make_experience(cfg, mixed, passes, 0.0, reused)
     present, _ = policy.log_probs(mixed, 1.0)
     assert made.trainer_log_probs is not None and made.old_log_probs is not None
     assert torch.equal(made.trainer_log_probs, present)
@@ -226,3 +220,56 @@ def test_what_an_estimator_needs_of_a_sample_stays_with_it(parts: dict[str, Tens
     assert drawn is not None
     ids = (drawn[0].scores - 100.0).long()
     assert torch.equal(vars(drawn[0])[name], values[ids])
+
+
+def saved_and_read(buffer: ReplayBuffer) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(buffer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_weights_that_drew_a_sample_are_known_after_a_resume(kept: bool) -> None:
+    """Of a checkpoint too that did not say which."""
+    replay = Replay(config(buffer=9, drawn=4), 1, OneRank())  # type: ignore[arg-type]
+    for step in range(3):
+        a_step(replay, step)
+    state = saved_and_read(replay.buffer)
+    for step in [] if kept else state["steps"]:
+        del step["rollout"]["weight_versions"]
+    resumed = Replay(config(buffer=9, drawn=4), 1, OneRank())  # type: ignore[arg-type]
+    resumed.buffer.load_state_dict(state)
+    mixed, reused, _ = resumed.mix(new_samples(3))
+    assert reused is not None and mixed.weight_versions is not None
+    assert torch.equal(mixed.weight_versions, steps_of(mixed))
+
+
+def test_a_step_with_other_log_probs_than_tokens_is_not_kept() -> None:
+    rollout = new_samples(0)
+    with pytest.raises(ValueError, match="old_log_probs has the shape .* response tokens"):
+        ReplayBuffer(config(buffer=9, drawn=4), 1).add(rollout, rollout.rollout_log_probs[1:])
+
+
+@dataclass(frozen=True)
+class WithPictures(Rollout):
+    image_counts: PerSample | None = None
+    images: PerImage | None = None
+
+
+def test_a_field_that_is_new_is_replayed_too() -> None:
+    def pictured(step: int) -> WithPictures:
+        """As many pictures as the number of the sample's row in the step; each shows the row."""
+        plain = new_samples(step)
+        assert plain.rows is not None
+        counts = plain.rows % 10
+        return WithPictures(**vars(plain), image_counts=counts, images=plain.rows.repeat_interleave(counts))
+
+    replay = Replay(config(buffer=9, drawn=4), 1, OneRank())  # type: ignore[arg-type]
+    for step in range(4):
+        mixed, reused, _ = replay.mix(pictured(step))
+        replay.keep(mixed, reused, log_prob(response_tokens(mixed)))
+    assert reused is not None and isinstance(mixed, WithPictures)
+    assert mixed.rows is not None and mixed.image_counts is not None and mixed.images is not None
+    assert torch.equal(mixed.image_counts, mixed.rows % 10)
+    assert torch.equal(mixed.images, mixed.rows.repeat_interleave(mixed.image_counts))

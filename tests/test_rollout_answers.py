@@ -13,9 +13,10 @@ import torch
 from mrl.config.schema import MismatchConfig
 from mrl.core import Prompt, Request, Rollout
 from mrl.rollout import EngineClient, EngineError
-from mrl.rollout.answers import BadAnswer, from_json
-from mrl.rollout.wire import Expected, read_samples
-from mrl.trainers.mismatch import MismatchError, MismatchLimits
+from mrl.rollout.answers import from_json
+from mrl.rollout.errors import BadAnswer
+from mrl.rollout.samples import Expected, read_samples
+from mrl.trainers.rl.mismatch import MismatchError, MismatchLimits
 
 ASKED = [Request(5, 0, Prompt(9, (1, 2), {}), 3)]
 EXPECTED = Expected(vocab_size=100, max_new_tokens=3, weight_version="7")

@@ -39,7 +39,7 @@ def descendants(pid: int) -> list[int]:
 
 def generate_and_kill(engine: Engine, choose: Callable[[list[int]], int]) -> tuple[RolloutError, float]:
     """SIGKILL one process of the engine in the middle of a rollout: (the error, seconds from kill to error)."""
-    (process,) = engine._processes.values()
+    (process,) = engine.fleet.processes
     tree = descendants(process.pid)
     killed_at: list[float] = []
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from mrl.ports import free_port
-from mrl.rollout.process import EngineProcess, EngineStartError, Launch
+from mrl.rollout.errors import EngineStartError
+from mrl.rollout.launch import Launch
+from mrl.rollout.process import EngineProcess
 
 # An "engine" with a child that ignores SIGTERM and has left the session, and a grandchild orphaned to nobody.
 STUBBORN = """

@@ -19,10 +19,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mrl.config.schema import RolloutConfig, SamplingConfig
 from mrl.rollout import sample_seed
-from mrl.rollout.cpu_shim.mrl_cpu_engine import batched_attention
-from mrl.rollout.cpu_shim.mrl_cpu_engine.kernels import assign_req_to_token_pool_cpu, murmur_hash32_cpu
+from mrl.rollout.errors import EngineUnavailable
+from mrl.rollout.launch import Launch, ServerSpec
 from mrl.rollout.seeds import _splitmix64
-from mrl.rollout.sglang.command import SHIM, EngineUnavailable, sglang_launch
+from mrl.rollout.sglang.command import SHIM, sglang_launch
+from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import batched_attention
+from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.kernels import assign_req_to_token_pool_cpu, murmur_hash32_cpu
 from mrl.rollout.transformers_engine.sampling import gumbel_noise, keep_top, parse_job
 from mrl.rollout.transformers_engine.weights import read_payload
 from tests.conftest import TinyModels
@@ -172,11 +174,15 @@ def test_payloads_cannot_run_code(value: Any) -> None:
         read_payload(encode([("a", value)]), None)
 
 
+def launch(*spec: Any, **more: Any) -> Launch:
+    return sglang_launch(ServerSpec(*spec, **more))
+
+
 def test_the_command_line_of_a_server(tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("MASTER_PORT", "29500")
     path = str(tiny_models("llama"))
-    start = partial(sglang_launch, folder=tmp_path)
+    start = partial(launch, folder=tmp_path)
     cfg = RolloutConfig(server_args=("--foo", "1"))
     cpu = start(cfg, path, "float32", 8000, 0, 5, gpu=False, api_key="sesame")
     assert cpu.command[-2:] == ["--foo", "1"]
@@ -209,6 +215,6 @@ def test_the_shim_stays_out_of_the_way_of_the_real_packages(tmp_path: Path, tiny
     sys.path.insert(0, str(tmp_path))
     try:
         with pytest.raises(EngineUnavailable, match="no GPU is visible, and triton is installed"):
-            sglang_launch(RolloutConfig(), str(tiny_models("llama")), "float32", 8000, 0, 0, gpu=False, folder=tmp_path)
+            launch(RolloutConfig(), str(tiny_models("llama")), "float32", 8000, 0, 0, gpu=False, folder=tmp_path)
     finally:
         sys.path.remove(str(tmp_path))

@@ -9,58 +9,100 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "mrl"
-BELOW = ("core", "options", "config", "platform", "parallel", "models", "kernels", "algo", "data", "weights")
+BELOW = (
+    "units",
+    "core",
+    "options",
+    "families",
+    "config",
+    "platform",
+    "parallel",
+    "models",
+    "kernels",
+    "algo",
+    "data",
+    "weights",
+)
+ON_DISK = ("directories", "files", "foreign")
 
 # room -> what it may import from mrl, besides itself; "room.module" allows that module only
 ALLOWED: dict[str, tuple[str, ...]] = {
-    "core": (),
-    "options": (),
-    "config": ("core", "options", "models.arch", "foreign", "redaction"),
+    "units": (),
+    "core": ("units",),
+    "options": ("float32",),
+    "families": ("float32", "foreign"),
+    "config": ("core", "options", "families", "directories", "float32", "foreign", "redaction"),
     "platform": ("ports",),
     "parallel": ("config", "platform"),
     "kernels": (),
-    "models": ("core", "config", "platform", "parallel", "kernels", "foreign"),
-    "rollout": ("core", "config", "ports"),
+    "models": ("core", "families", "config", "platform", "parallel", "kernels"),
+    "rollout": ("core", "families", "config", "ports"),
     "reward": ("core", "config", "user_functions"),
     "algo": ("kernels", "options", "user_functions"),
     "data": ("core", "config", "foreign"),
     "weights": (
-        *("core", "config", "platform", "parallel", "models", "rollout.answers", "rollout.client", "files", "foreign"),
+        *("core", "families", "config", "platform", "parallel", "models", *ON_DISK),
+        *("rollout.errors", "rollout.access", "rollout.protocol", "rollout.client"),
     ),
     "learner": BELOW,
-    "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", "files", "foreign"),
+    "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", *ON_DISK),
     "observe": ("core", "config", "files", "redaction"),
     "resilience": ("core", "config", "platform", "parallel", "failure", "files"),
     "trainers": (*BELOW, "rollout", "reward", "learner", "checkpoint", "observe", "resilience", "failure"),
     "preflight": ("config", "data", "reward", "options", "algo"),
     "terminal": (),
     "failure": ("files", "redaction"),
+    "directories": ("files", "foreign"),
     "files": (),
+    "float32": (),
     "foreign": (),
     "ports": (),
     "redaction": (),
     "user_functions": (),
     "launcher": ("terminal", "failure", "files", "ports", "redaction", "resilience.protocol", "resilience.rank"),
 }
-TABLE = ("errors", "agreement", "kinds", "table")
-# room with rooms inside -> inner room or module -> what it may import of the whole, besides itself
+LOWEST = ("errors", "agreement", "kinds")
+TALK = ("errors", "answers", "protocol", "access", "client")
+# room with rooms inside -> inner room or module, "*" for any other -> what it may import of the whole, besides itself
 INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
+    "rollout": {
+        "errors": (),
+        "seeds": (),
+        "listener": (),
+        "supervisor": (),
+        "serving": (),
+        "answers": ("errors",),
+        "protocol": ("errors", "answers"),
+        "access": ("errors", "listener"),
+        "client": ("errors", "answers", "protocol", "access"),
+        "samples": ("errors", "answers", "protocol"),
+        "launch": (),
+        "sglang": ("errors", "launch"),
+        "transformers_engine": ("errors", "launch", "protocol", "serving", "sglang.cpu_shim"),
+        "process": ("errors", "access", "client", "launch", "listener"),
+        "restarts": ("errors", "process"),
+        "fleet": ("errors", "access", "client", "process", "restarts"),
+        "check": (*TALK, "fleet"),
+        "flight": (*TALK, "samples", "fleet"),
+        "engine": (*TALK, "samples", "restarts", "fleet", "flight"),
+        "start": (*TALK, "launch", "process", "fleet", "check", "engine"),
+        "__init__": (*TALK, "seeds", "engine", "start"),
+    },
     "weights": {
         "errors": (),
         "agreement": ("errors",),
         "kinds": (),
-        "families": ("kinds",),
-        "table": ("families", "kinds"),
-        "disk": TABLE,
-        "model": (*TABLE, "disk"),
+        "disk": LOWEST,
+        "model": (*LOWEST, "disk"),
         "sync": ("errors", "agreement"),
-        "convert": (*TABLE, "disk", "model"),
-        "compare": (*TABLE, "disk", "model"),
+        "convert": (*LOWEST, "disk", "model"),
+        "compare": (*LOWEST, "disk", "model"),
         "command": ("errors", "disk", "convert", "compare"),
     },
+    "trainers": {"shared": (), "*": ("shared",)},  # no trainer imports another
 }
 ANYTHING = ("cli", "__main__", "__init__")
-WITHOUT_MEGATRON = ("options", "algo", "reward", "rollout", "data", "config", "observe", "kernels", "core")
+WITHOUT_MEGATRON = ("options", "algo", "reward", "rollout", "data", "config", "observe", "kernels", "core", "units")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -92,11 +134,12 @@ def within(name: str, prefix: str) -> bool:
 
 
 def own(file: Path) -> list[str]:
-    """What the file may import of its own room; a module that INSIDE does not name imports nothing of it."""
+    """What the file may import of its own room; a module that INSIDE does not name, nor "*", imports nothing of it."""
     room, *inner = file.relative_to(PACKAGE).with_suffix("").parts
     if room not in INSIDE:
         return [room]
-    return [f"{room}.{name}" for name in (inner[0], *INSIDE[room].get(inner[0], ()))]
+    below = INSIDE[room].get(inner[0], INSIDE[room].get("*", ()))
+    return [f"{room}.{name}" for name in (inner[0], *below)]
 
 
 def broken_arrows(file: Path, tree: ast.AST) -> list[str]:
@@ -106,6 +149,27 @@ def broken_arrows(file: Path, tree: ast.AST) -> list[str]:
     allowed = [f"mrl.{name}" for name in (*own(file), *ALLOWED[room])]
     ours = [name for name in imports(file, tree) if within(name, "mrl") and name != "mrl.__version__"]
     return [name for name in ours if not any(within(name, prefix) for prefix in allowed)]
+
+
+def arrows() -> dict[str, set[str]]:
+    """Module -> the modules that it names in its imports, lazy ones and those for type checkers too."""
+    modules = {module_name(file): file for file in FILES}
+    found: dict[str, set[str]] = {}
+    for module, file in modules.items():
+        names = {name for name in imports(file, ast.parse(file.read_text())) if within(name, "mrl")}
+        found[module] = {name if name in modules else name.rpartition(".")[0] for name in names} - {module}
+    return found
+
+
+def circles(arrows: dict[str, set[str]]) -> set[str]:
+    """What is left when all that imports nothing of the rest, or is imported by nothing of it, is taken away."""
+    left = set(arrows)
+    while True:
+        targets = {name for module in left for name in arrows[module]}
+        inner = {module for module in left if arrows[module] & left and module in targets}
+        if inner == left:
+            return left
+        left = inner
 
 
 def forbidden(file: Path, tree: ast.AST) -> list[str]:
@@ -141,15 +205,29 @@ def test_a_room_imports_only_what_is_below_it(room: str) -> None:
     assert not broken
 
 
-def test_the_shapes_of_models_are_plain() -> None:
-    """mrl.models.arch is read by the config room: the standard library only, and what reads foreign files with it."""
-    standard = {"__future__", "dataclasses", "json", "math", "os", "pathlib", "stat", "typing"}
-    for name, more in (("models/arch.py", {"mrl"}), ("models/config_keys.py", set()), ("foreign.py", set())):
-        file = PACKAGE / name
-        found = set(imports(file, ast.parse(file.read_text())))
-        assert {name.split(".")[0] for name in found} <= standard | more
-        ours = [name for name in found if within(name, "mrl")]
-        assert all(name.startswith(("mrl.foreign.", "mrl.models.config_keys.")) for name in ours)
+def test_no_module_imports_itself_by_way_of_another() -> None:
+    assert circles(arrows()) == set()
+
+
+def test_a_circle_is_seen() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == {"b", "c"}
+
+
+@pytest.mark.parametrize("room", INSIDE)
+def test_a_plan_inside_a_room_has_no_circle(room: str) -> None:
+    """Each of its lines names only what stands above it."""
+    above: set[str] = set()
+    for name, below in INSIDE[room].items():
+        assert {imported.partition(".")[0] for imported in below} <= above, name
+        above.add(name)
+
+
+def test_the_families_are_plain() -> None:
+    """mrl.families is read by the config room: the standard library only, and what reads foreign files with it."""
+    standard = {*("__future__", "collections", "dataclasses", "functools", "json", "os", "pathlib", "stat", "types")}
+    files = [*(PACKAGE / "families").rglob("*.py"), PACKAGE / "foreign.py", PACKAGE / "float32.py"]
+    found = {name for file in files for name in imports(file, ast.parse(file.read_text()))}
+    assert {name.split(".")[0] for name in found} == standard | {"typing", "mrl"}
 
 
 def test_the_machine_is_the_platform_room_s_alone() -> None:
@@ -164,11 +242,14 @@ def test_the_machine_is_the_platform_room_s_alone() -> None:
         ("algo", "from mrl.core import Rollout"),
         ("rollout", "from mrl import weights"),
         ("weights", "from mrl.rollout.sglang import server"),
-        ("learner", "import mrl.trainers.rl"),
+        ("learner", "import mrl.trainers.rl.loop"),
         ("config", "from ..models import build"),
+        ("families", "from mrl.config.schema import TrainConfig"),
         ("weights/disk", "from mrl.weights.model import load"),
         ("weights/convert", "from mrl.weights.compare.verdict import judge"),
         ("weights/sync", "from ..model.export import Exporter"),
+        ("trainers/shared", "from mrl.trainers.rl.replay import Replay"),
+        ("trainers/dpo", "from mrl.trainers.rl.loop import update"),
     ],
 )
 def test_a_broken_arrow_is_seen(room: str, code: str) -> None:

@@ -17,7 +17,6 @@ import yaml
 from mrl.cli import main
 from mrl.config import resume as resume_checks
 from mrl.config.checks.all import check
-from mrl.config.checks.base import Archs
 from mrl.config.derived import Machine
 from mrl.config.loader import dump_resolved
 from mrl.config.schema import RLConfig, SFTConfig
@@ -25,10 +24,10 @@ from mrl.core import StepStats
 from mrl.failure import note
 from mrl.launcher.logs import open_logs, owned, take_failures
 from mrl.observe import NotWritten, Recorder, RunDir, RunExists, move_aside, read_metrics, refuse_existing, write_report
-from mrl.observe.metrics import TensorboardWriter
+from mrl.observe.tensorboard import TensorboardWriter
 from mrl.redaction import redact
 from mrl.terminal import Terminal
-from mrl.trainers.saving import open_run_dir
+from mrl.trainers.shared.checkpoints import open_run_dir
 from tests.full_disk import full_disk
 from tests.train_tools import write_config
 
@@ -273,7 +272,7 @@ def test_a_run_directory_that_is_removed_meanwhile(tmp_path: Path, capfd: pytest
 def test_a_place_where_no_run_can_be_is_found_at_once(root: str, name: str, message: str) -> None:
     if root.startswith("/proc") and os.access("/proc/self", os.W_OK):
         pytest.skip("/proc says that it can be written to here")
-    problems = check(sft(root, name), Archs(None, None, None), Machine(1, 1))
+    problems = check(sft(root, name), {"actor": None}, Machine(1, 1))
     assert [problem for problem in problems if message in problem.message], problems
 
 

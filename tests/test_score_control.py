@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mrl.algo.running import RunningMoments
 from mrl.config.schema import AlgorithmConfig
 from mrl.core import Rollout
-from mrl.trainers.scores import ScoreControl
+from mrl.trainers.rl.scores import ScoreControl
 
 EPS = 2.0**-23  # float32's
 

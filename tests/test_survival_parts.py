@@ -17,7 +17,9 @@ from mrl.config.schema import SectionTimeouts
 from mrl.resilience import ft_config, sections
 from mrl.resilience.stragglers import DEVICE, TIMED, Report
 from mrl.rollout import process
-from mrl.rollout.process import EngineProcess, EngineStartError, Launch
+from mrl.rollout.errors import EngineStartError
+from mrl.rollout.launch import Launch
+from mrl.rollout.process import EngineProcess
 
 SLEEP = Launch([sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ))
 

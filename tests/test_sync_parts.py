@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.models.arch import load_arch
-from mrl.rollout.checksum import tensor_checksum
+from mrl.families import load_arch
+from mrl.rollout.transformers_engine.weights import tensor_checksum
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.checksum import ParamHash, Sha256Hash, StreamHasher, TileHash
 from mrl.weights.sync.engine_params import EngineParam, EngineShape, Part, engine_params

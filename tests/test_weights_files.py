@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from mrl.weights.agreement import MAX_LISTED, raise_together
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.errors import WeightError
-from mrl.weights.model.export import TensorMeta, plan_files
+from mrl.weights.model.export import TensorMeta, plan_files, save_hf
+from tests.full_disk import full_disk
 
 A, B = torch.arange(24.0).view(2, 3, 4), torch.arange(6.0)
 
@@ -157,3 +158,39 @@ def test_files_of_bounded_size_and_one_sender() -> None:
     assert [file.sender for file in files] == [0, 0, 1, 1]
     assert files[0].name == "model-00001-of-00004.safetensors"
     assert [file.name for file in plan_files(metas[:2], max_bytes=1 << 20)] == ["model.safetensors"]
+
+
+class OneRank:
+    """As much of an exporter as a directory needs, on the only rank."""
+
+    role = "policy"
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def metas(self) -> list[TensorMeta]:
+        return [TensorMeta(name, tuple(t.shape), t.dtype, 0) for name, t in self.tensors.items()]
+
+    def stream(self) -> Any:
+        return iter(self.tensors.items())
+
+
+@pytest.mark.parametrize(("room", "file_bytes"), [(20, 200), (180, 200), (900, 1 << 20)])
+def test_an_export_that_finds_the_disk_full_leaves_what_was_there(
+    tmp_path: Path, tiny_models: Any, room: int, file_bytes: int
+) -> None:
+    """In the weights, in their index, in what is copied beside them."""
+    source = tiny_models("llama", weights=False)
+    exporter, target = OneRank({"a": torch.zeros(8), "b": torch.zeros(8)}), tmp_path / "hf"
+    save_hf(exporter, source, target, max_file_bytes=file_bytes)  # type: ignore[arg-type]
+    before = {file.name: file.read_bytes() for file in target.iterdir()}
+    exporter.tensors = {"a": torch.ones(8), "b": torch.ones(8)}
+    for overwrite in (True, False):
+        with full_disk(room), pytest.raises(WeightError, match="File too large|exists and is not empty"):
+            save_hf(exporter, source, target, max_file_bytes=file_bytes, overwrite=overwrite)  # type: ignore[arg-type]
+        assert {file.name: file.read_bytes() for file in target.iterdir()} == before
+        assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    save_hf(exporter, source, target, max_file_bytes=file_bytes, overwrite=True)  # type: ignore[arg-type]
+    with HFCheckpoint(target) as checkpoint:
+        assert torch.equal(checkpoint.source("b")[:], torch.ones(8))
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]

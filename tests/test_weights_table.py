@@ -12,11 +12,12 @@ import torch
 from tiny import FAMILIES, MOE_FAMILIES, make_tiny
 from torch import nn
 
-from mrl.models.arch import ModelArch, load_arch
+from mrl.families import Layer, ModelArch, load_arch
+from mrl.families.rows import Row
+from mrl.families.table import weight_table
 from mrl.models.naming import global_name
 from mrl.weights.disk.safetensors_io import HFCheckpoint
-from mrl.weights.kinds import Row, to_hf, to_megatron
-from mrl.weights.table import weight_table
+from mrl.weights.kinds import to_hf, to_megatron
 
 PADDED_VOCAB = 352  # 320 in the files; at TP4 the last shard is part padding
 
@@ -53,7 +54,7 @@ def test_every_tensor_of_the_file_survives_the_round_trip(models: dict[str, Path
 
 def small_arch() -> ModelArch:
     return ModelArch(
-        family="qwen2", vocab_size=5, hidden_size=3, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=1, ffn_size=4,
+        family="qwen2", vocab_size=5, hidden_size=3, layers=(Layer(4),), num_heads=4, num_kv_heads=2, head_dim=1,
         norm_eps=1e-6, tied_embeddings=False, qkv_bias=True, qk_norm=False, max_positions=8, initializer_range=0.02,
         eos_token_ids=(),
     )  # fmt: skip
@@ -158,7 +159,8 @@ class Chunk(nn.Module):
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_transformer_engine_names_are_in_the_table(models: dict[str, Path], family: str) -> None:
-    arch = replace(load_arch(models[family]), num_layers=4, num_experts=8 if family == "qwen3_moe" else None)
+    arch = load_arch(models[family])
+    arch = replace(arch, layers=arch.layers[:1] * 4, experts=arch.experts and replace(arch.experts, count=8))
     dense = {
         "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
         "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",

@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from mrl.config.engines import ENGINES  # noqa: E402
 from tests.tiny import make_tiny  # noqa: E402
 from tests.train_tools import Train, write_config  # noqa: E402
 
@@ -27,7 +28,7 @@ RUN_S = 1200.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=["sglang", "transformers"], default="sglang")
+    parser.add_argument("--engine", choices=[*ENGINES], default="sglang")
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mrl.files import lock_for_reading, rename_durably, sizes, sync_folders, write_atomically
+from mrl.directories import MANIFEST, read_manifest, write_manifest
+from mrl.files import lock_for_reading, rename_durably, write_atomically
 from mrl.foreign import read_json
 
-MARKER = "complete"
 STATE = "state.json"
 RANDOM = "random"  # folder of each rank's random state
 KEPT = "kept.pt"  # what rank 0 alone keeps, if anything
@@ -43,7 +43,7 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     """By step, oldest first."""
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and (path / MARKER).is_file()]
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
     return sorted(found, key=step_of)
 
 
@@ -64,10 +64,8 @@ def begin(tmp: Path) -> None:
 
 def finish(tmp: Path, final: Path, learners: dict[str, Any], state: dict[str, Any]) -> None:
     """Writes `state` and the manifest, makes everything durable and gives `tmp` its final name."""
-    _write_json(tmp / STATE, state)
-    files = sizes(tmp)
-    sync_folders(tmp)
-    _write_json(tmp / MARKER, {"version": VERSION, "step": step_of(final), "learners": learners, "files": files})
+    write_atomically(tmp / STATE, json.dumps(state, indent=1))
+    write_manifest(tmp, {"version": VERSION, "step": step_of(final), "learners": learners})
     if final.exists() and not remove(final):  # the same step once more, or something without a marker
         raise ValueError(f"{final} is there already, and somebody is reading it")
     rename_durably(tmp, final)
@@ -91,8 +89,8 @@ def remove(path: Path) -> bool:
     """
     doomed = path.with_name(f"{path.name}.removed.tmp")
     with contextlib.ExitStack() as stack:
-        if (path / MARKER).is_file():
-            marker = stack.enter_context((path / MARKER).open("r+b"))
+        if (path / MANIFEST).is_file():
+            marker = stack.enter_context((path / MANIFEST).open("r+b"))
             try:
                 fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -106,39 +104,31 @@ def remove(path: Path) -> bool:
 def reading(path: Path) -> Iterator[None]:
     """No process of this machine removes the checkpoint meanwhile. Raises ValueError if it is not a complete one."""
     try:
-        marker = (path / MARKER).open("rb")
+        marker = (path / MANIFEST).open("rb")
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{path} is not a complete checkpoint: it has no file {MARKER!r}") from None
+        raise _incomplete(path) from None
     with marker:
         lock_for_reading(marker)
-        if not _is_still(path / MARKER, marker.fileno()):
+        if not _is_still(path / MANIFEST, marker.fileno()):
             raise ValueError(f"{path} was removed while it was being opened")
         yield
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(manifest, state). Raises ValueError if the checkpoint is not complete, or a file is missing or too short."""
-    marker = path / MARKER
-    if not marker.is_file():
-        raise ValueError(f"{path} is not a complete checkpoint: it has no file {MARKER!r}")
-    manifest = read_json(marker)
-    if not isinstance(manifest, dict) or manifest.get("version") != VERSION:
-        found = manifest.get("version") if isinstance(manifest, dict) else None
-        raise ValueError(f"{path} has format {found}; this version of mrl reads format {VERSION}")
-    files, learners = manifest.get("files"), manifest.get("learners")
-    if not isinstance(files, dict) or not isinstance(learners, dict):
-        raise ValueError(f"{marker} does not list the checkpoint's files and models")
-    wrong = [problem for name, size in files.items() if (problem := _problem(path / name, size))]
-    if wrong:
-        raise ValueError(f"{path} is damaged: {'; '.join(wrong)}; remove it to go on from an older one")
+    if not (path / MANIFEST).is_file():
+        raise _incomplete(path)
+    manifest = read_manifest(path, remedy="remove it to go on from an older one", version=VERSION)
+    if not isinstance(manifest.get("learners"), dict):
+        raise ValueError(f"{path / MANIFEST} does not list the checkpoint's models")
     state = read_json(path / STATE)
     if not isinstance(state, dict):
         raise ValueError(f"{path / STATE} is not the state of a run")
     return manifest, state
 
 
-def _write_json(path: Path, content: Any) -> None:
-    write_atomically(path, json.dumps(content, indent=1), durable=True)
+def _incomplete(path: Path) -> ValueError:
+    return ValueError(f"{path} is not a complete checkpoint: it has no file {MANIFEST!r}")
 
 
 def _is_still(path: Path, descriptor: int) -> bool:
@@ -147,10 +137,3 @@ def _is_still(path: Path, descriptor: int) -> bool:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _problem(path: Path, size: int) -> str | None:
-    if not path.is_file():
-        return f"{path.name} is missing in {path.parent}"
-    found = path.stat().st_size
-    return None if found == size else f"{path} has {found} bytes, {size} were written"

@@ -11,7 +11,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +234,7 @@ def _restore(learner_state: StateToLoad, loaded: dict[str, Any]) -> None:
 
 def _kind(part: Part) -> dict[str, Any]:
     role, learner = (part.role, part) if isinstance(part, Learner) else ("copy", part.learner)
-    return {"role": role, "arch": {k: v for k, v in asdict(learner.arch).items() if k not in SHAPE_FREE}}
+    return {"role": role, "arch": {k: v for k, v in learner.arch.record().items() if k not in SHAPE_FREE}}
 
 
 def _compare(stored: dict[str, Any], learners: Mapping[str, Part]) -> None:

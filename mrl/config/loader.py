@@ -1,4 +1,4 @@
-"""YAML (a file, its `base:` files, overrides) -> a checked, frozen RLConfig or SFTConfig, or every mistake at once."""
+"""YAML (a file, its `base:` files, overrides) -> a checked, frozen Config of its trainer, or every mistake at once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from mrl.config.derived import Machine
 from mrl.config.dialect import Dumper
 from mrl.config.keys import keys_of, nearest_keys, walk
 from mrl.config.problems import ConfigError, Problem
-from mrl.config.schema import SCHEMAS, Config, Schema
 from mrl.config.sections.variants import TAG
+from mrl.config.trainers.base import Config
+from mrl.config.trainers.table import TRAINERS
 from mrl.config.tree import Node, describe, read
 from mrl.redaction import redact_tree
 
@@ -68,19 +69,19 @@ def dump_resolved(cfg: Config) -> str:
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _schema(tree: Node, path: str | Path, problems: list[Problem]) -> Schema:
+def _schema(tree: Node, path: str | Path, problems: list[Problem]) -> type[Config]:
     """Which class the file is read into. Nothing more can be checked while `trainer` is unknown."""
     node, depth = tree.find(["trainer"])
     if depth == 0:
-        message = f"required key is missing: one of {', '.join(SCHEMAS)}"
-    elif isinstance(node.value, str) and node.value in SCHEMAS:
-        return SCHEMAS[node.value]
+        message = f"required key is missing: one of {', '.join(TRAINERS)}"
+    elif isinstance(node.value, str) and node.value in TRAINERS:
+        return TRAINERS[node.value].schema
     else:
-        message = f"must be one of {', '.join(SCHEMAS)}, got {describe(node.value)}"
+        message = f"must be one of {', '.join(TRAINERS)}, got {describe(node.value)}"
     raise ConfigError(str(path), [*problems, Problem(("trainer",), message, (node.place,))])
 
 
-def _validate(schema: Schema, tree: Node) -> tuple[Config | None, list[dict[str, Any]]]:
+def _validate(schema: type[Config], tree: Node) -> tuple[Config | None, list[dict[str, Any]]]:
     """The configuration, or pydantic's list of what is wrong with it."""
     try:
         return schema.model_validate(tree.plain()), []
@@ -98,14 +99,14 @@ def _chosen(error: dict[str, Any]) -> list[str]:
     return [part.removeprefix(TAG) for part in error["loc"] if isinstance(part, str) and part.startswith(TAG)]
 
 
-def _owners(schema: Schema, error: dict[str, Any]) -> list[str]:
+def _owners(schema: type[Config], error: dict[str, Any]) -> list[str]:
     """The kinds of a section that have a key which it has not, being of another kind."""
     path = ".".join(_path(error))
     unknown = error["type"] == "extra_forbidden"
     return [key.only_with[1] for key in walk(keys_of(schema)) if unknown and key.path == path and key.only_with]
 
 
-def _foreign(schema: Schema, tree: Node, error: dict[str, Any]) -> Problem | None:
+def _foreign(schema: type[Config], tree: Node, error: dict[str, Any]) -> Problem | None:
     """Of a key that another algorithm reads."""
     owners = _owners(schema, error)
     if not owners:
@@ -130,7 +131,7 @@ def _tainted(key: str, error: dict[str, Any]) -> bool:
     return beside or f"{key}.".startswith(f"{wrong}.")
 
 
-def _problem(schema: Schema, tree: Node, error: dict[str, Any]) -> Problem:
+def _problem(schema: type[Config], tree: Node, error: dict[str, Any]) -> Problem:
     path, kind, value = _path(error), error["type"], error["input"]
     if kind == "extra_forbidden":
         message = f"unknown key{_meant_key(schema, path, _chosen(error))}"
@@ -153,7 +154,7 @@ def _nearest(word: str, choices: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _meant_key(schema: Schema, path: Sequence[str], chosen: Sequence[str]) -> str:
+def _meant_key(schema: type[Config], path: Sequence[str], chosen: Sequence[str]) -> str:
     beside, meant = nearest_keys(keys_of(schema), path, chosen)
     if not meant:
         return f"; this section has {', '.join(key.name for key in beside)}"

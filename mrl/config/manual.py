@@ -10,7 +10,8 @@ from functools import cache
 
 from mrl.config.keys import Key, keys_of, nearest_keys, walk
 from mrl.config.problems import printable
-from mrl.config.schema import SCHEMAS
+from mrl.config.trainers.base import Config
+from mrl.config.trainers.table import TRAINERS
 
 COMMAND = "mrl config --markdown > docs/configuration.md"
 _WIDTHS = (60, 120)  # of text, at least and at most
@@ -31,9 +32,10 @@ class UnknownKey(Exception):
 def manual() -> dict[Key, str]:
     """Every section at the top -> the trainers that have it. One that they have in different forms is there twice."""
     found: dict[Key, list[str]] = {}
-    for trainer, schema in SCHEMAS.items():
+    schemas: dict[str, type[Config]] = {name: trainer.schema for name, trainer in TRAINERS.items()}
+    for name, schema in schemas.items():
         for key in keys_of(schema):
-            found.setdefault(key, []).append(trainer)
+            found.setdefault(key, []).append(name)
     order = list(dict.fromkeys(key.path for key in found))
     return {key: ", ".join(found[key]) for key in sorted(found, key=lambda key: order.index(key.path))}
 

@@ -13,9 +13,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from mrl.config.derived import data_sections
-from mrl.config.schema import Config
 from mrl.config.sections.variants import Variants
+from mrl.config.trainers.base import Config
 from mrl.options.base import Options
 from mrl.redaction import redact_tree
 
@@ -68,8 +67,8 @@ def snapshot(cfg: Config) -> Tree:
     """What a checkpoint keeps of the configuration, for JSON and without passwords. Reads the training data: about a
     second a GB."""
     found = {
-        f"{key}.train": {source.path: _contents(Path(source.path)) for source in data.train}
-        for key, data in data_sections(cfg).items()
+        f"{key}.train": {source.path: _contents(Path(source.path)) for source in use.cfg.train}
+        for key, use in cfg.data_uses().items()
     }
     return {"config": redact_tree(cfg.model_dump(mode="json")), "data_contents": found}
 
@@ -128,7 +127,7 @@ def compare(stored: Tree, cfg: Config) -> list[Change]:
 
 def unknown(stored: Tree, cfg: Config) -> list[str]:
     """What an older checkpoint does not say, one sentence each."""
-    sections = [f"{key}.train" for key in data_sections(cfg)]
+    sections = [f"{key}.train" for key in cfg.data_uses()]
     return [
         f"the checkpoint is older than digests of data: whether {key} holds other rows of the same size is not known"
         for key in sections

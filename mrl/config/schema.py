@@ -6,17 +6,7 @@ cross-field rules live in `mrl.config.checks`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
-
-from mrl.config.sections.algorithm import (
-    Algorithm,
-    AlgorithmConfig,
-    FilterGroupsConfig,
-    KLConfig,
-    PFPPOConfig,
-    ValueLossConfig,
-)
+from mrl.config.sections.algorithm import AlgorithmConfig, FilterGroupsConfig, KLConfig, PFPPOConfig, ValueLossConfig
 from mrl.config.sections.base import Section
 from mrl.config.sections.data import BatchConfig, DataConfig, SFTBatchConfig, SourceConfig, Sources
 from mrl.config.sections.models import (
@@ -43,6 +33,9 @@ from mrl.config.sections.reward import (
 )
 from mrl.config.sections.rollout import MismatchConfig, RolloutConfig, SamplingConfig, SyncConfig, ValidationConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig, SectionTimeouts
+from mrl.config.trainers.base import Config
+from mrl.config.trainers.rl import RLConfig
+from mrl.config.trainers.sft import SFTConfig
 from mrl.options.losses import AggMode
 
 __all__ = [
@@ -76,11 +69,9 @@ __all__ = [
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "RunConfig",
-    "SCHEMAS",
     "SFTBatchConfig",
     "SFTConfig",
     "SamplingConfig",
-    "Schema",
     "Section",
     "SectionTimeouts",
     "ServerConfig",
@@ -91,44 +82,3 @@ __all__ = [
     "ValidationConfig",
     "ValueLossConfig",
 ]
-
-
-class RLConfig(Section):
-    """`trainer: rl`: PPO, GRPO and their kin."""
-
-    trainer: Literal["rl"]  # PPO, GRPO and their kin
-    run: RunConfig
-    model: ModelConfig
-    actor: TrainConfig = TrainConfig()  # The model that is trained: its layout and optimizer
-    critic: CriticConfig | None = None
-    ref: RefConfig = RefConfig()
-    ema: EMAConfig | None = None
-    data: DataConfig
-    batch: BatchConfig
-    rollout: RolloutConfig = RolloutConfig()
-    sync: SyncConfig = SyncConfig()
-    reward: RewardConfig
-    algorithm: Algorithm
-    replay: ReplayConfig | None = None
-    ptx: PTXConfig | None = None
-    validation: ValidationConfig = ValidationConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    resilience: ResilienceConfig = ResilienceConfig()
-
-
-class SFTConfig(Section):
-    """`trainer: sft`: supervised fine-tuning on prompt + answer; the loss is the mean over answer tokens."""
-
-    trainer: Literal["sft"]  # supervised fine-tuning
-    run: RunConfig
-    model: ModelConfig
-    actor: TrainConfig = TrainConfig()  # The model that is trained: its layout and optimizer
-    data: DataConfig
-    batch: SFTBatchConfig
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    resilience: ResilienceConfig = ResilienceConfig()
-
-
-Config = RLConfig | SFTConfig
-Schema = type[RLConfig] | type[SFTConfig]
-SCHEMAS: Mapping[str, Schema] = {"rl": RLConfig, "sft": SFTConfig}  # by `trainer`

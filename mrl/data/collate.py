@@ -10,8 +10,8 @@ from mrl.core import Rollout, Sample
 def collate(step: int, samples: list[Sample]) -> Rollout:
     """Flat tensors in the order of sample ids, which must be 0 ... B-1.
 
-    Raises ValueError naming the sample for a gap in the ids, a response without tokens, or log-probs that do not match
-    the response.
+    Raises ValueError naming the sample for a gap in the ids, a response without tokens, log-probs that do not match the
+    response, or weights that are not named by a number of steps.
     """
     ordered = sorted(samples, key=lambda s: s.request.sample_id)
     for place, sample in enumerate(ordered):
@@ -24,16 +24,20 @@ def collate(step: int, samples: list[Sample]) -> Rollout:
                 f"step {step}: sample {place} has {len(sample.response_ids)} response tokens "
                 f"and {len(sample.log_probs)} log-probs"
             )
+        if not (sample.weight_version.isascii() and sample.weight_version.isdecimal()):
+            raise ValueError(
+                f"step {step}: sample {place} was drawn with the weights {sample.weight_version!r}, "
+                "which is not a number of steps"
+            )
     if not ordered:
         raise ValueError(f"step {step}: no samples")
-    prompts = [s.request.prompt.token_ids for s in ordered]
-    return Rollout(
-        step=step,
-        tokens=torch.tensor([t for p, s in zip(prompts, ordered, strict=True) for t in (*p, *s.response_ids)]),
-        seq_lens=torch.tensor([len(p) + len(s.response_ids) for p, s in zip(prompts, ordered, strict=True)]),
-        prompt_lens=torch.tensor([len(p) for p in prompts]),
+    return Rollout.of(
+        step,
+        [s.request.prompt.token_ids for s in ordered],
+        [s.response_ids for s in ordered],
         group=torch.tensor([s.request.group for s in ordered]),
         scores=torch.tensor([s.score for s in ordered], dtype=torch.float32),
         rollout_log_probs=torch.tensor([x for s in ordered for x in s.log_probs], dtype=torch.float32),
         rows=torch.tensor([s.request.prompt.index for s in ordered]),
+        weight_versions=torch.tensor([int(s.weight_version) for s in ordered]),
     )

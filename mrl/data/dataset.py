@@ -89,19 +89,8 @@ class PromptDataset:
         """
         prompts = self.prompts_for_step(step, n, seed)
         answers = self.answers(prompts)
-        sequences = [[*p.token_ids, *answer] for p, answer in zip(prompts, answers, strict=True)]
-        seq_lens = torch.tensor([len(s) for s in sequences])
-        prompt_lens = torch.tensor([len(p.token_ids) for p in prompts])
-        return Rollout(
-            step=step,
-            tokens=torch.tensor([t for s in sequences for t in s]),
-            seq_lens=seq_lens,
-            prompt_lens=prompt_lens,
-            group=torch.arange(n),
-            scores=torch.zeros(n),
-            rollout_log_probs=torch.zeros(int((seq_lens - prompt_lens).sum())),
-            rows=torch.tensor([p.index for p in prompts]),
-        )
+        rows = torch.tensor([p.index for p in prompts])
+        return Rollout.of(step, [p.token_ids for p in prompts], answers, rows=rows)
 
     def _at(self, places: range, seed: int | None) -> list[Prompt]:
         """The prompts at these places of the run; in the order of the rows without a seed."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mrl.config.schema import Config, RLConfig
+from mrl.config.schema import Config
 from mrl.core import Prompt
 from mrl.data.dataset import PromptDataset, data_notes
 from mrl.data.rows import RowCheck
@@ -23,22 +23,23 @@ def preview(cfg: Config, samples: int, check: RowCheck | None = None) -> Iterato
 
     check: what the reward demands of a row
     """
-    is_rl = isinstance(cfg, RLConfig)
+    use = cfg.data_uses()["data"]
+    has_answers = not use.is_sampled
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
-    sets = {"data.train": PromptDataset(cfg.data.train, cfg.data, tokenizer, not is_rl, check)}
+    sets = {"data.train": PromptDataset(cfg.data.train, cfg.data, tokenizer, has_answers, check)}
     if cfg.data.validation is not None:
         sets["data.validation"] = PromptDataset(cfg.data.validation, cfg.data, tokenizer, check=check)
     yield from data_notes(tokenizer, sets)
-    drawn = cfg.run.steps * (cfg.batch.prompts_per_step if isinstance(cfg, RLConfig) else cfg.batch.samples_per_step)
+    drawn = cfg.run.steps * use.rows_per_step
     for key, data in sets.items():
         yield f"\n{key}: {len(data)} prompts"
         yield from _sources(data, drawn if key == "data.train" else None)
-        yield from histogram(_lengths(data, with_answers=not is_rl), "prompt" if is_rl else "prompt, answer and EOS")
+        yield from histogram(_lengths(data, has_answers), "prompt, answer and EOS" if has_answers else "prompt")
     train = sets["data.train"]
     shown = train.prompts_for_step(0, samples, cfg.run.seed)
     yield f"\nthe run's first {len(shown)} prompts"
     for prompt in shown:
-        yield from _sample(prompt, train, with_answer=not is_rl)
+        yield from _sample(prompt, train, has_answers)
 
 
 def _sources(data: PromptDataset, drawn: int | None) -> Iterator[str]:

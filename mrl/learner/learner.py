@@ -23,8 +23,10 @@ from mrl.config.schema import TrainConfig
 from mrl.core import PackedBatch, Rollout
 from mrl.data.balance import plan_micro_batches
 from mrl.data.packing import pack, require_ids, sequence_align
+from mrl.families import ModelArch
 from mrl.learner.optimizer import apply_update, build_optimizer, grad_norm, has_finite_gradients, wrap_ddp
-from mrl.models import ModelArch, ModelBatch, build_model
+from mrl.models.batch import ModelBatch
+from mrl.models.build import build_model
 from mrl.parallel import Mesh
 from mrl.weights.model.export import Exporter
 from mrl.weights.model.load import load_pretrained

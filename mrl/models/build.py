@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from mrl import platform
 from mrl.config.schema import TrainConfig
-from mrl.models.arch import ModelArch
+from mrl.families import ModelArch
+from mrl.families.table import Role
 from mrl.models.critic import Critic
 from mrl.models.initialise import initialise
 from mrl.models.mcore import MegatronModule
@@ -17,7 +16,6 @@ from mrl.models.rope import inverse_frequencies
 from mrl.models.transformer_config import transformer_config
 from mrl.parallel import Mesh
 
-Role = Literal["policy", "critic"]
 _CLASSES: dict[Role, type[Policy | Critic]] = {"policy": Policy, "critic": Critic}
 
 
@@ -42,7 +40,7 @@ def build_model(
     for stage in stages:
         chunk = _CLASSES[role](arch, config, inv_freq, tied=arch.tied_embeddings, vp_stage=stage).to(platform.device())
         if seed is not None:
-            initialise(chunk, arch, mesh, seed)
+            initialise(chunk, arch, mesh, role, seed)
         chunks.append(chunk)
     return chunks
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mrl import platform
-from mrl.models.arch import ModelArch
+from mrl.families import ModelArch
 from mrl.models.batch import ModelBatch
 from mrl.models.gpt import PackedGPT
 from mrl.models.mcore import MegatronModule, TransformerConfig, ensure_metadata_has_dp_cp_group

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from mrl import platform
-from mrl.models.arch import ModelArch
+from mrl.families import ModelArch
 from mrl.models.batch import ModelBatch
 from mrl.models.mcore import (
     GPTModel,
@@ -30,7 +30,7 @@ class PackedGPT(GPTModel):
     ) -> None:
         super().__init__(
             config,
-            block_spec(config, vp_stage),
+            block_spec(arch, config, vp_stage),
             padded_vocab_size(arch, config.tensor_model_parallel_size),
             arch.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

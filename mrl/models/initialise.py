@@ -8,49 +8,47 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from mrl.models.arch import ModelArch
+from mrl.families import ModelArch
+from mrl.families.rows import Row
+from mrl.families.table import Role, weight_table
 from mrl.models.naming import global_name
 from mrl.parallel import Mesh
 
 BLOCK_ROWS = 128  # part of the definition of the weights: every block has its own random stream
-EMBEDDING = "embedding.word_embeddings.weight"
-OUTPUT = "output_layer.weight"
-VALUE_HEAD = "value_head.weight"
 
 
 @torch.no_grad()
-def initialise(chunk: nn.Module, arch: ModelArch, mesh: Mesh, seed: int) -> None:
+def initialise(chunk: nn.Module, arch: ModelArch, mesh: Mesh, role: Role, seed: int) -> None:
     """Matrices ~ normal(0, initializer_range); norms 1; biases, the value head and the vocabulary's padding 0.
 
     Each rank draws the row blocks that it holds a part of and keeps its part: at most one block beyond its own weights
-    is in memory. A tied output layer gets the embedding's values.
+    is in memory. A tied output layer gets the embedding's values. Raises ValueError for a parameter that is not in the
+    weight table.
     """
+    table = weight_table(arch, role)
     for local_name, parameter in chunk.named_parameters():
         name = global_name(chunk, local_name)
-        if name == VALUE_HEAD or name.endswith(".bias"):
-            parameter.zero_()
-        elif parameter.dim() == 1:
-            parameter.fill_(1.0)
+        if name not in table:
+            raise ValueError(f"parameter {name} of the model is not in the weight table of {arch.family}")
+        row = table[name]
+        if row.start == "normal":
+            _draw(parameter, row.copy_of or name, row, arch, mesh, seed)
         else:
-            if name == OUTPUT and arch.tied_embeddings:
-                name = EMBEDDING
-            _draw(parameter, name, arch, mesh, seed)
+            parameter.fill_(1.0 if row.start == "ones" else 0.0)
 
 
-def _draw(parameter: Tensor, name: str, arch: ModelArch, mesh: Mesh, seed: int) -> None:
-    parts, part = (mesh.etp, mesh.etp_rank) if ".experts." in name else (mesh.tp, mesh.tp_rank)
+def _draw(parameter: Tensor, name: str, row: Row, arch: ModelArch, mesh: Mesh, seed: int) -> None:
+    parts, part = mesh.tensor_cut(row.expert) if row.tp_dim is not None else (1, 0)
     rows, cols = parameter.shape
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):  # cut along the input
+    if row.tp_dim == 1:
         _fill(parameter, name, 0, arch.initializer_range, seed, part * cols, parts * cols)
-    elif name.endswith("linear_fc1.weight"):  # gate and up, each cut along its output
+    elif row.kind == "gate_up":  # each cut by itself
         half = rows // 2
         for index, target in enumerate(parameter.split(half)):
             _fill(target, name, (index * parts + part) * half, arch.initializer_range, seed, 0, cols)
-    elif name.endswith("router.weight"):
-        _fill(parameter, name, 0, arch.initializer_range, seed, 0, cols)
-    else:  # qkv, embedding and output layer, cut along the output
+    else:
         _fill(parameter, name, part * rows, arch.initializer_range, seed, 0, cols)
-        if name in (EMBEDDING, OUTPUT):
+        if row.kind == "vocab":
             parameter[max(0, arch.vocab_size - part * rows) :] = 0.0
 
 

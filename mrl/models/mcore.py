@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # noqa: E402
 
 __all__ = [
@@ -39,5 +40,6 @@ __all__ = [
     "get_gpt_layer_local_spec",
     "get_gpt_layer_with_transformer_engine_spec",
     "get_num_layers_to_build",
+    "get_transformer_layer_offset",
     "parallel_state",
 ]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mrl.config.problems import shortened
-from mrl.models.arch import ModelArch, UnsupportedModel
+from mrl.families import ModelArch, UnsupportedModel
 
 
 def inverse_frequencies(hf_path: str, arch: ModelArch) -> Tensor:

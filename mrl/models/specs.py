@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mrl.families import ModelArch
 from mrl.kernels.layers import swiglu
 from mrl.models.attention import PackedAttention, transformer_engine_attention
 from mrl.models.mcore import (
@@ -15,17 +16,19 @@ from mrl.models.mcore import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
     get_num_layers_to_build,
+    get_transformer_layer_offset,
 )
 from mrl.models.norm import RMSNorm
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(arch: ModelArch, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of this rank's chunk `vp_stage`, and the final norm. Call inside the mesh."""
     fused = config.transformer_impl == "transformer_engine"
-    layer, norm = _transformer_engine_layer(config) if fused else _local_layer(config)
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=norm
-    )
+    layer_spec, norm = (_transformer_engine_layer, _transformer_engine_norm()) if fused else (_local_layer, RMSNorm)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    layers = arch.layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
+    made = {experts: layer_spec(config, experts) for experts in {layer.experts for layer in layers}}
+    return TransformerBlockSubmodules(layer_specs=[made[layer.experts] for layer in layers], layer_norm=norm)
 
 
 class SwiGLU(MegatronModule):
@@ -35,30 +38,34 @@ class SwiGLU(MegatronModule):
         return swiglu(x)
 
 
-def _local_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+def _local_layer(config: TransformerConfig, experts: bool) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=config.num_moe_experts if experts else None,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     mlp = layer.submodules.mlp.submodules
-    (mlp.experts.submodules if config.num_moe_experts else mlp).activation_func = SwiGLU
+    (mlp.experts.submodules if experts else mlp).activation_func = SwiGLU
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return layer, RMSNorm
+    return layer
 
 
-def _transformer_engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, type]:
-    from megatron.core.extensions.transformer_engine import TENorm
-
+def _transformer_engine_layer(config: TransformerConfig, experts: bool) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=config.num_moe_experts if experts else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
     )
     layer.submodules.self_attention.submodules.core_attention = transformer_engine_attention()
-    return layer, TENorm
+    return layer
+
+
+def _transformer_engine_norm() -> type:
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.config.schema import TrainConfig
-from mrl.models.arch import ModelArch
+from mrl.families import ModelArch
 from mrl.models.mcore import TransformerConfig
 from mrl.parallel import Mesh
 
@@ -30,7 +30,7 @@ def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: t
         num_attention_heads=arch.num_heads,
         num_query_groups=arch.num_kv_heads,
         kv_channels=arch.head_dim,
-        ffn_hidden_size=arch.ffn_size,
+        ffn_hidden_size=arch.dense_width or arch.expert_width,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
         gated_linear_unit=True,
@@ -117,15 +117,17 @@ def _recompute(train: TrainConfig) -> dict[str, Any]:
 
 def _experts(arch: ModelArch, mesh: Mesh) -> dict[str, Any]:
     """Softmax over the chosen experts equals softmax over all, renormalised; without renormalisation it comes first."""
-    if arch.num_experts is None:
+    if arch.experts is None:
         return {}
+    kinds = {"moe_layer_freq": [int(layer.experts) for layer in arch.layers]}  # ends the stacking of layers on disk
     return {
-        "num_moe_experts": arch.num_experts,
-        "moe_router_topk": arch.experts_per_token,
-        "moe_ffn_hidden_size": arch.ffn_size,
-        "moe_router_pre_softmax": not arch.normalize_topk,
+        "num_moe_experts": arch.experts.count,
+        "moe_router_topk": arch.experts.per_token,
+        "moe_ffn_hidden_size": arch.expert_width,
+        "moe_router_pre_softmax": not arch.experts.normalize_topk,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": platform.transformer_engine_usable(),
+        **(kinds if arch.layers_differ else {}),
     }

@@ -1,5 +1,6 @@
 """What a run leaves behind and shows: run directory, metrics, samples, progress display, report."""
 
+from mrl.observe import trackers
 from mrl.observe.files import NotWritten, Unreadable, append_jsonl, write_down
 from mrl.observe.lock import RunLocked
 from mrl.observe.metrics import read_metrics
@@ -27,6 +28,7 @@ __all__ = [
     "rewind",
     "sample_row",
     "save_samples",
+    "trackers",
     "write_down",
     "write_report",
     "written",

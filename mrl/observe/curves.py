@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 PALETTE = ["#3b6ea8", "#d1783a", "#4c9a6a", "#9a5fa8", "#b8496b", "#7b8794", "#c2a83e", "#3fa3ad"]
 INK, FAINT = "#2b3440", "#e4e8ee"
 SMOOTH_FROM = 15  # points; shorter curves are drawn as they are
+LOG_FROM = 10.0  # times the smallest value; a logarithmic axis over less has hardly a number on it
+ROUND_OFF = 1e-6
+ROOM_ABOVE = 1.05  # a line does not run along the upper edge
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Line:
     metrics: tuple[str, ...]  # the first one that the run has
     label: str
     markers: bool = False  # few points, never smoothed
+    zero: str = ""  # a line that is 0 at every step, but for round-off, is said in these words instead of drawn
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class Curve:
     title: str
     lines: tuple[Line, ...]
     note: str = ""
-    log: bool = False
+    rl_note: str = ""  # instead, in a run that learns from samples
+    log: bool = False  # where the values are powers of ten apart
     floor: float | None = None  # the axis shows at least from here ...
     ceiling: float | None = None  # ... to here
 
@@ -46,14 +51,26 @@ CURVES = [
         floor=0.0,
         ceiling=1.0,
     ),
-    Curve("Loss", (Line(("actor/loss",), "actor"),), "cross-entropy of the answers"),
+    Curve(
+        "Loss",
+        (Line(("actor/loss",), "actor", zero="loss of the policy"),),
+        "cross-entropy of the answers",
+        "of the policy: updates follow its gradient, its value need not fall",
+    ),
     Curve(
         "KL divergence",
-        (Line(("actor/ppo_kl",), "to the sampling policy"), Line(("kl/ref", "actor/ref_kl"), "to the reference")),
+        (
+            Line(("actor/ppo_kl",), "to the sampling policy", zero="KL divergence to the sampling policy"),
+            Line(("kl/ref",), "to the reference"),
+        ),
+        "nats a token",
     ),
     Curve(
         "Clip fraction",
-        (Line(("actor/clipfrac",), "actor"), Line(("critic/clipfrac",), "critic")),
+        (
+            Line(("actor/clipfrac",), "actor", zero="clip fraction of the actor"),
+            Line(("critic/clipfrac",), "critic", zero="clip fraction of the critic"),
+        ),
         "share of tokens whose loss was clipped",
         floor=0.0,
     ),
@@ -71,7 +88,13 @@ CURVES = [
         "absolute difference a token, trainer against engine",
         log=True,
     ),
-    Curve("Gradient norm", (Line(("actor/grad_norm",), "actor"), Line(("critic/grad_norm",), "critic")), floor=0.0),
+    Curve(
+        "Gradient norm",
+        (Line(("actor/grad_norm",), "actor"), Line(("critic/grad_norm",), "critic")),
+        "before clipping",
+        log=True,
+        floor=0.0,
+    ),
     Curve(
         "Throughput", (Line(("perf/tokens_per_s",), "tokens / s"),), "tokens a second over the whole step", floor=0.0
     ),
@@ -79,21 +102,30 @@ CURVES = [
 
 
 def draw(curve: Curve, rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) -> Figure | None:
-    """One set of axes; noisy lines are drawn faint with their moving mean on top."""
-    found = [(line, x, y) for line in curve.lines for x, y in [_series(rows, line.metrics)] if len(x)]
+    """One set of axes, None without a line to draw; noisy lines are faint with their moving mean on top."""
+    found = [(line, *series(rows, line)) for line in curve.lines if not is_zero(rows, line)]
+    found = [(line, x, y) for line, x, y in found if len(x)]
     if not found:
         return None
     figure, axes = _axes(size)
     for color, (line, x, y) in zip(PALETTE, found, strict=False):
         _plot(axes, line, x, y, color)
-    if curve.log and any((y > 0).any() for _, _, y in found):
+    positive = np.concatenate([y[y > 0] for _, _, y in found])
+    if curve.log and len(positive) and positive.max() > LOG_FROM * positive.min():
         axes.set_yscale("log", nonpositive="mask")
         axes.tick_params(which="minor", left=False, labelleft=False)
     else:
         _limits(axes, curve)
+    axes.set_xlim(*_steps(rows))
     if len(found) > 1:
         axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
     return figure
+
+
+def is_zero(rows: list[Row], line: Line) -> bool:
+    """Whether the line is there, 0 at every step but for round-off, and has words for that."""
+    _, y = series(rows, line)
+    return bool(line.zero) and len(y) > 0 and bool(np.abs(y).max() < ROUND_OFF)
 
 
 def draw_phases(rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) -> Figure | None:
@@ -126,8 +158,9 @@ def to_bytes(figure: Figure, kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def _series(rows: list[Row], metrics: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-    name = next((m for m in metrics if any(m in row for row in rows)), None)
+def series(rows: list[Row], line: Line) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, values), both float64 [n], of the first of the line's metrics that the run has."""
+    name = next((m for m in line.metrics if any(m in row for row in rows)), None)
     points = [(row["step"], row[name]) for row in rows if name is not None and name in row]
     table = np.array(points, dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
@@ -167,10 +200,17 @@ def _axes(size: tuple[float, float]) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def _steps(rows: list[Row]) -> tuple[float, float]:
+    """The same for all curves of a run, whenever each begins."""
+    first, last = rows[0]["step"], rows[-1]["step"]
+    margin = max(0.5, 0.03 * (last - first))
+    return first - margin, last + margin
+
+
 def _limits(axes: Axes, curve: Curve) -> None:
     low, high = axes.get_ylim()
     if curve.ceiling is not None:
         high = max(high, curve.ceiling * 1.03)
     if curve.floor is not None:
         low = curve.floor if low >= curve.floor - 0.1 * (high - low) else low
-    axes.set_ylim(low, high)
+    axes.set_ylim(low, max(high, low + ROOM_ABOVE * (axes.dataLim.ymax - low)))

@@ -12,7 +12,7 @@ import yaml
 
 from mrl.files import write_atomically
 
-_SECTIONS = ("run", "model", "data", "algorithm")  # those that are read here
+_SECTIONS = ("run", "model", "data", "batch", "algorithm")  # those that are read here
 
 
 class NotWritten(OSError):

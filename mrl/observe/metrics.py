@@ -1,14 +1,11 @@
-"""metrics.jsonl: one line a step, flushed at once, readable while the run goes on; and tensorboard beside it."""
+"""metrics.jsonl: one line a step, flushed at once, readable while the run goes on."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +37,7 @@ class MetricsFile:
 
 
 def flatten(stats: StepStats) -> Row:
+    """metric -> value, and "time/<phase>" -> seconds."""
     times = {f"time/{phase}": seconds for phase, seconds in stats.seconds.items()}
     return {name: float(value) for name, value in {**stats.metrics, **times}.items()}
 
@@ -64,33 +62,3 @@ def read_metrics(run_dir: Path) -> list[Row]:
 def _is_number(value: Any) -> bool:
     """Or the null that stands for one that was not finite."""
     return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
-
-
-class TensorboardWriter:
-    """Scalars in RUN_DIR/tensorboard. A step is written whole or not at all (OSError), at once, in this thread:
-    tensorboard's own writer has one of its own, which ends for good, with a traceback, when a disk is full."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._file = run_dir / "tensorboard" / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}"
-
-    def write(self, stats: StepStats) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        now, step = time.time(), stats.step
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in flatten(stats).items()]
-        events = [Event(wall_time=now, step=step, summary=Summary(value=values))]
-        if not self._file.exists() or not self._file.stat().st_size:  # an earlier attempt at these steps is not shown
-            start = Event(wall_time=now, step=step, session_log=SessionLog(status=SessionLog.START))
-            events = [Event(wall_time=now, file_version="brain.Event:2"), start, *events]
-        self._append(events)
-
-    def _append(self, events: Sequence[Any]) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        content = io.BytesIO()
-        records = RecordWriter(content)
-        for event in events:
-            records.write(event.SerializeToString())
-        self._file.parent.mkdir(exist_ok=True)
-        append(self._file, content.getvalue())

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
 from mrl.core import StepStats
 from mrl.observe.files import write_down
-from mrl.observe.metrics import MetricsFile, TensorboardWriter
+from mrl.observe.metrics import MetricsFile
 from mrl.observe.progress import Display, LiveDisplay, PlainDisplay, Progress
+from mrl.observe.trackers import TRACKERS
 from mrl.redaction import redact
 
 
@@ -48,7 +47,9 @@ class SilentRecorder:
 
 
 class Recorder(SilentRecorder):
-    """Rank 0's recorder: metrics.jsonl, tensorboard if wanted, and a display. Use as a context manager or `close()`.
+    """Rank 0's recorder: metrics.jsonl, trackers by name, and a display. Use as a context manager or `close()`.
+
+    For one thread, the loop's: engines report their samples in the thread that has asked for them.
 
     live: redraw a panel (True), print a line a step (False), or by whether stdout is a terminal (None).
     on_error: as checkpoint.on_error, "stop" or "warn"
@@ -58,21 +59,18 @@ class Recorder(SilentRecorder):
         self,
         run_dir: Path,
         total_steps: int,
-        tensorboard: bool = False,
+        trackers: Sequence[str] = (),
         live: bool | None = None,
         on_error: str = "stop",
     ) -> None:
         self._on_error = on_error
         self._file = MetricsFile(run_dir / "metrics.jsonl")
         self._progress = Progress(total_steps)
-        self._count = threading.Lock()  # samples finish in the engine client's threads
         self._phases: list[str] = []
         self._closed = False
-        self._tensorboard = TensorboardWriter(run_dir) if tensorboard and find_spec("tensorboard") else None
+        self._trackers = {name: TRACKERS[name](run_dir) for name in trackers}
         show_live = sys.stdout.isatty() if live is None else live
         self._display: Display = LiveDisplay(self._progress) if show_live else PlainDisplay(self._progress)
-        if tensorboard and self._tensorboard is None:
-            self.note("run.tensorboard is true but tensorboard is not installed: only metrics.jsonl is written")
 
     @contextmanager
     def phase(self, name: str, stats: StepStats | None = None) -> Iterator[None]:
@@ -88,14 +86,12 @@ class Recorder(SilentRecorder):
 
     def expect(self, total: int) -> None:
         """The current phase will `advance` this many times."""
-        with self._count:
-            self._progress.finished, self._progress.expected = 0, total
+        self._progress.finished, self._progress.expected = 0, total
 
     def advance(self, count: int = 1) -> None:
-        """`count` more of the expected items are finished. Any thread may call it."""
-        with self._count:
-            self._progress.finished += count
-            self._display.tick()
+        """`count` more of the expected items are finished."""
+        self._progress.finished += count
+        self._display.tick()
 
     def note(self, text: str) -> None:
         """One line for the user."""
@@ -105,8 +101,8 @@ class Recorder(SilentRecorder):
         """The end of a step: writes its metrics and shows them; says which of them are not finite."""
         bad: list[str] = []
         self.write_down("the step's metrics", lambda: bad.extend(self._file.write(stats)))
-        if self._tensorboard is not None:
-            self.write_down("the step's tensorboard file", partial(self._tensorboard.write, stats))
+        for name, tracker in self._trackers.items():
+            self.write_down(f"the step's metrics in {name}", partial(tracker.write, stats))
         self._progress.step_done(stats)
         self._display.step_done()
         if bad:
@@ -121,6 +117,8 @@ class Recorder(SilentRecorder):
             return
         self._closed = True
         self._display.close()
+        for tracker in self._trackers.values():
+            tracker.close()
 
     def __enter__(self) -> Recorder:
         return self

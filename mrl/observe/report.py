@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.files import write_atomically
-from mrl.observe.curves import CURVES, draw, draw_phases, to_bytes
+from mrl.observe.curves import CURVES, draw, draw_phases, is_zero, to_bytes
 from mrl.observe.files import read_config
 from mrl.observe.metrics import Row, read_metrics
 from mrl.observe.progress import clock
@@ -67,6 +67,20 @@ class Run:
     def last_step(self) -> int:
         return int(self.rows[-1]["step"]) if self.rows else 0
 
+    @property
+    def learns_from_samples(self) -> bool:
+        return any("actor/pg_loss" in row for row in self.rows)
+
+    @property
+    def updates_once_a_step(self) -> bool:
+        """All of a step's samples in one update, as far as the configuration tells."""
+        batch = self.config.get("batch", {})
+        prompts, each = batch.get("prompts_per_step"), batch.get("samples_per_prompt")
+        if not isinstance(prompts, int) or not isinstance(each, int):
+            return False
+        whole = batch.get("samples_per_minibatch") in (None, prompts * each)
+        return whole and batch.get("epochs_per_step") == 1 and self.config.get("replay") is None
+
 
 def write_report(run_dir: str | Path) -> Path:
     """Writes RUN_DIR/report.html and, once there are rewards or losses, RUN_DIR/reward_curve.png; returns the page.
@@ -95,7 +109,7 @@ def load_run(run_dir: Path) -> Run:
 
 
 def render(run: Run) -> str:
-    sections = [_header(run), _tiles(run.rows), _curves(run.rows), _answers(run.answers), _config(run.config_text)]
+    sections = [_header(run), _tiles(run), _curves(run), _answers(run.answers), _config(run.config_text)]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -112,17 +126,18 @@ def _header(run: Run) -> str:
     badge = f'<span class="badge{" done" if done else ""}">step {run.last_step}{of}</span>'
     model = escape(str(run.config.get("model", {}).get("path", "")))
     estimator = run.config.get("algorithm", {}).get("adv_estimator")
-    kind = {"gae": "PPO", "grpo": "GRPO"}.get(estimator, str(run.config.get("trainer", "")).upper())
+    kind = {"gae": "PPO", "grpo": "GRPO"}.get(str(estimator), str(run.config.get("trainer", "")).upper())
     about = " · ".join(part for part in (escape(kind), model) if part)
     return f'<header><h1>{escape(run.name)}</h1>{badge}<span class="sub">{about}</span></header>'
 
 
-def _tiles(rows: list[Row]) -> str:
+def _tiles(run: Run) -> str:
+    rows = run.rows
     tiles: list[tuple[str, str]] = []
     for label, names, form in (
         ("training reward", ("reward/mean",), ".3f"),
         ("validation score", ("validation/score", "validation/mean"), ".3f"),
-        ("loss", ("actor/loss",), ".4f"),
+        ("loss", () if run.learns_from_samples else ("actor/loss",), ".4f"),
         ("response tokens", ("response/mean_tokens",), ".1f"),
         ("explained variance", ("critic/explained_variance",), ".2f"),
     ):
@@ -144,14 +159,31 @@ def _tiles(rows: list[Row]) -> str:
     return f'<div class="tiles">{cells}</div>' if cells else ""
 
 
-def _curves(rows: list[Row]) -> str:
-    cards = [_card(curve.title, curve.note, figure) for curve in CURVES if (figure := draw(curve, rows))]
-    phases = draw_phases(rows)
+def _curves(run: Run) -> str:
+    cards = [
+        _card(curve.title, (curve.rl_note if run.learns_from_samples else "") or curve.note, figure)
+        for curve in CURVES
+        if (figure := draw(curve, run.rows))
+    ]
+    phases = draw_phases(run.rows)
     if phases is not None:
         cards.append(_card("Time of each phase", "seconds a step", phases))
     if not cards:
         return '<p class="empty">No step has been logged yet.</p>'
-    return f'<h2>Curves</h2><div class="curves">{"".join(cards)}</div>'
+    return f'<h2>Curves</h2>{_zeros(run)}<div class="curves">{"".join(cards)}</div>'
+
+
+def _zeros(run: Run) -> str:
+    """Lines that never leave 0, in words."""
+    found = [line.zero for curve in CURVES for line in curve.lines if is_zero(run.rows, line)]
+    if not found:
+        return ""
+    why = (
+        ". A step makes one update, of the weights that its samples come from: the ratio is 1, nothing is clipped, and "
+        "the loss is minus the mean advantage"
+    )
+    because = why if run.updates_once_a_step else ""
+    return f'<p class="sub">0 at every step, and not drawn: {escape(", ".join(found))}{because}.</p>'
 
 
 def _card(title: str, note: str, figure: Any) -> str:

@@ -7,14 +7,15 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, 3.4028234e38  # of normal numbers
+from mrl import float32
+
 MAX_INT = 2**31 - 1
 
 
 def _in_float32(value: float) -> float:
     """Optimizers and losses compute in float32, where 1e-50 is 0."""
-    if value and not FLOAT32_TINY <= value <= FLOAT32_MAX:
-        raise ValueError(f"must be 0 or a float32 between {FLOAT32_TINY:.2g} and {FLOAT32_MAX:.2g}")
+    if value and not float32.TINY <= value <= float32.MAX:
+        raise ValueError(f"must be 0 or a float32 between {float32.TINY:.2g} and {float32.MAX:.2g}")
     return value
 
 

@@ -83,6 +83,10 @@ class Mesh:
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp - 1
 
+    def tensor_cut(self, expert: bool) -> tuple[int, int]:
+        """(size, rank) of the tensor parallelism that cuts a parameter of an expert, or another one."""
+        return (self.etp, self.etp_rank) if expert else (self.tp, self.tp_rank)
+
     @contextlib.contextmanager
     def active(self) -> Iterator[Mesh]:
         """Makes this layout Megatron's current one; re-entrant, restores the previous one on exit."""

@@ -3,9 +3,9 @@
 Call `install()` before the first `import megatron.core`, in training processes only.
 """
 
-from mrl.platform.adaptations import REGISTRY, Adaptation, applied, install
+from mrl.platform.adaptations import applied, install
 from mrl.platform.features import Feature, apex_usable, doctor_table, features, transformer_engine_usable
-from mrl.platform.memory import peak_memory_bytes, release_cached_memory, reset_peak_memory
+from mrl.platform.memory import peak_memory_bytes, reset_peak_memory
 from mrl.platform.optimizer_state import prime_adam, unshare_steps
 from mrl.platform.process import (
     WorldError,
@@ -17,6 +17,7 @@ from mrl.platform.process import (
     synchronize,
 )
 from mrl.platform.random_state import random_state, restore_random_state
+from mrl.platform.registry import REGISTRY, Adaptation
 from mrl.platform.speed import busy_seconds, probe_seconds
 
 __all__ = [
@@ -39,7 +40,6 @@ __all__ = [
     "prime_adam",
     "probe_seconds",
     "random_state",
-    "release_cached_memory",
     "reset_peak_memory",
     "restore_random_state",
     "synchronize",

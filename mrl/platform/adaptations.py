@@ -1,9 +1,8 @@
-"""The registry of what it takes to run Megatron-Core on this machine, and `install()`, which applies it.
+"""`install()`, which applies the registered adaptations to this process.
 
-An adaptation is a small named function with the reason for it and a check that it is needed. The stand-ins for
-`torch.cuda` are needed only where CUDA is absent. The repairs of megatron-core are needed only where the fault is, and
-each looks for the fault itself; with CUDA and transformer-engine there none of them applies. `MRL_PLATFORM_OFF=a,b`
-(or `all`) leaves adaptations out, so that a failure can be traced to the one that prevents it.
+The stand-ins for `torch.cuda` are needed only where CUDA is absent. The repairs of megatron-core are needed only where
+the fault is, and each looks for the fault itself; with CUDA and transformer-engine there none of them applies.
+`MRL_PLATFORM_OFF=a,b` (or `all`) leaves adaptations out, so that a failure can be traced to the one that prevents it.
 """
 
 from __future__ import annotations
@@ -11,40 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
 
+from mrl.platform import cpu_matmul, megatron_fixes, torch_cuda  # noqa: F401  (they fill the registry)
+from mrl.platform.registry import REGISTRY, Stage
 
-class Stage(Enum):
-    BEFORE_IMPORT = "before megatron.core is imported"
-    AFTER_IMPORT = "after megatron.core is imported"
-
-
-@dataclass(frozen=True)
-class Adaptation:
-    name: str
-    why: str
-    stage: Stage
-    needed: Callable[[], bool]
-    apply: Callable[[], None]
-
-
-REGISTRY: dict[str, Adaptation] = {}
 _applied: list[str] = []
 _installed = False
-
-
-def adaptation(
-    name: str, *, why: str, stage: Stage, needed: Callable[[], bool]
-) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Register the decorated function under `name`."""
-
-    def register(function: Callable[[], None]) -> Callable[[], None]:
-        REGISTRY[name] = Adaptation(name, why, stage, needed, function)
-        return function
-
-    return register
 
 
 def switched_off() -> frozenset[str]:
@@ -68,8 +39,6 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    from mrl.platform import cpu_matmul, megatron_fixes, torch_cuda  # noqa: F401  (they fill the registry)
-
     off = switched_off()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _run(Stage.BEFORE_IMPORT, off)

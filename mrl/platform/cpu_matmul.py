@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mrl.platform.adaptations import Stage, adaptation
+from mrl.platform.registry import Stage, adaptation
 
 WORTHWHILE = 1 << 20  # multiply-adds; below it MKL's smaller overhead wins
 _libraries: list[torch.library.Library] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 
 import torch
@@ -43,12 +44,11 @@ _PARTS = (
     _Part(
         "transformer-engine",
         "transformer_engine",
-        "fused layers, flash attention and fp8 on GPUs",
+        "fused layers and flash attention on GPUs",
         "mrl's own attention and RMSNorm on torch",
         import_it=True,
     ),
     _Part("apex", "apex", "fused Adam and gradient accumulation on GPUs", "torch's AdamW", import_it=True),
-    _Part("triton", "triton", "fused kernels on GPUs", "the torch form of each kernel"),
     _Part(
         "nvidia-resiliency-ext",
         "nvidia_resiliency_ext",
@@ -83,9 +83,10 @@ def _feature(part: _Part) -> Feature:
     return Feature(part.package, version, part.used_for, part.without, problem)
 
 
+@cache
 def _problem(module: str) -> str | None:
     """Why the module cannot be imported, in one line; None if it can. A shell package raises RuntimeError, a build
-    against other libraries OSError."""
+    against other libraries OSError. Tried once a process: forward passes ask for it."""
     try:
         importlib.import_module(module)
     except (ImportError, RuntimeError, OSError) as error:

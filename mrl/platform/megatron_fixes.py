@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mrl.platform.adaptations import Stage, adaptation
+from mrl.platform.registry import Stage, adaptation
 
 
 def transformer_engine_fault() -> str | None:

@@ -31,9 +31,3 @@ def peak_memory_bytes() -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def release_cached_memory() -> None:
-    """Give cached GPU blocks back to the driver, for the engine beside us."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-from mrl.platform.adaptations import Stage, adaptation
+from mrl.platform.registry import Stage, adaptation
 
 CPU = torch.device("cpu")
 FACTORIES = (

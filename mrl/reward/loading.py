@@ -10,22 +10,12 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mrl import user_functions
+from mrl.config.builtin_rewards import BUILTIN_REWARDS, COMPARISONS, RESERVED, SHAPES
 from mrl.reward.calls import Call, Outcome
 from mrl.reward.errors import RewardError
 
 RewardFunction = Callable[[Call], Any]
 Settings = Mapping[str, Mapping[str, Any]]  # of the built-ins that have a section, by their names
-
-COMPARISONS = {  # f(response, answer)
-    "exact_match": "mrl.reward.functions",
-    "sorted_digits": "mrl.reward.functions",
-    "arithmetic": "mrl.reward.functions",
-    "multiple_choice": "mrl.reward.functions",
-    "math": "mrl.reward.math_answer",
-}
-SHAPES = dict.fromkeys(("format", "length", "overlong"), "mrl.reward.shaping")  # f(response, tokens, **settings)
-RESERVED = frozenset(("mean", "failed"))  # metrics beside the parts
-BUILTINS = (*COMPARISONS, "code", *SHAPES)
 
 
 def load(
@@ -67,8 +57,8 @@ def _load_builtin(spec: str, answer_key: str, where: str, settings: Settings) ->
     if spec in COMPARISONS:
         compare = vars(importlib.import_module(COMPARISONS[spec]))[spec]
         return lambda call: compare(call.response, _plain_answer(call.row, answer_key))
-    known = f"{', '.join(sorted(BUILTINS))}, or path/to/file.py:name"
-    raise RewardError(f"{where} is no built-in{user_functions.near(spec, BUILTINS)}; known: {known}")
+    known = f"{', '.join(sorted(BUILTIN_REWARDS))}, or path/to/file.py:name"
+    raise RewardError(f"{where} is no built-in{user_functions.near(spec, BUILTIN_REWARDS)}; known: {known}")
 
 
 def answer_problem(
@@ -112,8 +102,8 @@ def check_result(result: object) -> Outcome:
     if "score" not in result:
         raise ValueError(f"returned a dict without 'score', only {sorted(map(str, result))}")
     parts = {str(key): _number(f"{key!r}", value) for key, value in result.items()}
-    if not RESERVED.isdisjoint(parts):
-        raise ValueError(f"a part named {min(RESERVED.intersection(parts))!r} would hide the metric of that name")
+    if hiding := sorted(parts.keys() & set(RESERVED)):
+        raise ValueError(f"a part named {hiding[0]!r} would hide the metric of that name")
     return Outcome(parts.pop("score"), parts)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mrl.rollout.client import Access, EngineClient, EngineError
+from mrl.rollout.access import Access
+from mrl.rollout.client import EngineClient
 from mrl.rollout.engine import Engine
-from mrl.rollout.errors import RolloutError
-from mrl.rollout.process import EngineStartError
+from mrl.rollout.errors import EngineError, EngineStartError, RolloutError
 from mrl.rollout.seeds import sample_seed
 from mrl.rollout.start import start_engine
 

@@ -3,56 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 
 from mrl.core import Request, Sample, SamplingParams
-from mrl.rollout.client import Access, EngineClient
+from mrl.rollout.access import Access
+from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import RolloutError
-from mrl.rollout.flight import DEATH_WAIT_S, Flight, OnSample
-from mrl.rollout.process import EngineProcess
+from mrl.rollout.fleet import Fleet
+from mrl.rollout.flight import Flight, OnSample
 from mrl.rollout.restarts import Restarts
-
-RESTART_POLL_S = 0.25
+from mrl.rollout.samples import Expected
 
 
 class Engine:
-    """The rollout engines of a run.
+    """The rollout engines of a run. `start_engine` makes one.
 
-    urls: base URLs, one a server
-    access: what opens them
+    fleet: its servers
     vocab_size: tokens of the model; a sample with any other one is refused
+    concurrent_requests: in flight at once, over all servers
+    request_timeout_s: of one call, which may hold several requests
     weight_version: the name of the weights that the run gave them last, once it did; a sample of others is refused
-    notes: what the user should know about these engines before the run starts, one sentence each
-    restarts: who may start a lost server again; nobody, until `restarts.allow` is called
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        processes: Sequence[EngineProcess],
-        *,
-        access: Access,
-        vocab_size: int,
-        concurrent_requests: int,
-        request_timeout_s: float,
-        check: Callable[[Engine, str], None],
-        startup_timeout_s: float,
-        max_restarts: int,
-    ) -> None:
-        self.urls = tuple(url.rstrip("/") for url in urls)
-        self.access, self.vocab_size = access, vocab_size
+    def __init__(self, fleet: Fleet, *, vocab_size: int, concurrent_requests: int, request_timeout_s: float) -> None:
+        self.fleet = fleet
+        self.vocab_size = vocab_size
+        self.concurrent_requests, self.request_timeout_s = concurrent_requests, request_timeout_s
         self.weight_version: str | None = None
-        self.notes: list[str] = []
-        self.accepts_stop_strings = True
-        self._processes = {process.url: process for process in processes}
-        self._concurrent_requests = concurrent_requests
-        self._request_timeout_s = request_timeout_s
-        self._startup_timeout_s = startup_timeout_s
-        self._check = check
-        self.restarts = Restarts(max_restarts)
-        self._ready = False
 
     def __enter__(self) -> Engine:
         return self
@@ -62,21 +40,34 @@ class Engine:
     ) -> None:
         self.close()
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Base URLs, one a server."""
+        return tuple(server.url for server in self.fleet.servers)
+
+    @property
+    def access(self) -> Access:
+        """What opens them."""
+        return self.fleet.access
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know about these engines before the run starts, one sentence each."""
+        return self.fleet.notes
+
+    @property
+    def restarts(self) -> Restarts:
+        """Who may start a lost server again; nobody, until `restarts.allow` is called."""
+        return self.fleet.restarts
+
     def wait_ready(self) -> None:
         """Until every server answers and has been checked; then `notes` is complete. Raises EngineStartError when a
         server of ours does not come up, EngineError when a given URL does not answer or serves something else."""
-        if self._ready:
-            return
-        for process in self._processes.values():
-            process.wait_ready(self._startup_timeout_s)
-        for url in self.urls:
-            self._check(self, url)
-        self._ready = True
+        self.fleet.wait_ready()
 
     def close(self) -> None:
         """End the servers that mrl started; given URLs are left alone."""
-        for process in self._processes.values():
-            process.close()
+        self.fleet.close()
 
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, on_sample: OnSample | None = None
@@ -90,53 +81,25 @@ class Engine:
         servers then.
         """
         self.wait_ready()
-        if sampling.stop and not self.accepts_stop_strings:
+        if sampling.stop and not self.fleet.accepts_stop_strings:
             raise RolloutError(
                 f"stop strings {list(sampling.stop)} need an engine with a tokenizer, but {self.urls[0]} was started "
                 "without one: set them in rollout.sampling.stop, or use stop_token_ids"
             )
         if not requests:
             return []
-        samples = asyncio.run(Flight(self, sampling, on_sample).run(requests))
+        expected = Expected(self.vocab_size, sampling.max_new_tokens, self.weight_version)
+        flight = Flight(self.fleet, sampling, expected, on_sample, self.concurrent_requests, self.request_timeout_s)
+        samples = asyncio.run(flight.run(requests))
         return sorted(samples, key=lambda sample: sample.request.sample_id)
 
     def client(self, url: str, timeout_s: float = 300.0) -> EngineClient:
         """Of the server at `url`, one of `urls`."""
-        return EngineClient(url, timeout_s, self.access)
-
-    @property
-    def concurrent_requests(self) -> int:
-        return self._concurrent_requests
-
-    @property
-    def request_timeout_s(self) -> float:
-        return self._request_timeout_s
-
-    async def start_again(self, process: EngineProcess) -> None:
-        """Until the server answers and has been checked. It has the weights of its model directory then."""
-        process.restart()
-        while not process.is_ready(self._startup_timeout_s):
-            await asyncio.sleep(RESTART_POLL_S)
-        self._check(self, process.url)
+        return self.fleet.client(url, timeout_s)
 
     def revive(self, error: Exception) -> bool:
         """After a failed push of weights: starts again what has died in it; the weights are for the caller to push.
 
         Returns whether there was such a server and a restart left for it.
         """
-        end = time.monotonic() + DEATH_WAIT_S
-        while not (dead := self._dead()) and self._processes and time.monotonic() < end:
-            time.sleep(0.05)
-        for process in dead:
-            if not self.restarts.is_left():
-                return False
-            self.restarts.take(process, error)
-            asyncio.run(self.start_again(process))
-        return bool(dead)
-
-    def _dead(self) -> list[EngineProcess]:
-        return [process for process in self._processes.values() if process.exit_code() is not None]
-
-    def process_of(self, url: str) -> EngineProcess | None:
-        """The server at `url`, if it is one of ours."""
-        return self._processes.get(url)
+        return self.fleet.revive(error)

@@ -9,74 +9,60 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
 from functools import cache
-from typing import TYPE_CHECKING
 
 import httpx
 
 from mrl.core import Request, Sample, SamplingParams
-from mrl.rollout.answers import BadAnswer, error_message, from_json
-from mrl.rollout.client import CONNECT_TIMEOUT_S, EngineError
-from mrl.rollout.errors import Refused, RolloutError
-from mrl.rollout.process import EngineProcess, PortTaken
-from mrl.rollout.wire import Expected, generate_body, read_samples
-
-if TYPE_CHECKING:
-    from mrl.rollout.engine import Engine
+from mrl.rollout.answers import error_message, from_json
+from mrl.rollout.client import CONNECT_TIMEOUT_S
+from mrl.rollout.errors import BadAnswer, EngineError, Refused, RolloutError
+from mrl.rollout.fleet import Fleet, Server
+from mrl.rollout.protocol import GENERATE
+from mrl.rollout.samples import Expected, generate_body, read_samples
 
 REQUESTS_A_CALL = 32  # several requests share an HTTP call: on small models a call costs far more than a token
 WATCH_S = 0.25  # between looks at the engine processes
-DEATH_WAIT_S = 3.0  # a connection breaks a moment before the process is seen to end
+ABORT_TIMEOUT_S = 5.0
 
 OnSample = Callable[[Sample], None]
-
-
-@dataclass(eq=False)
-class Server:
-    """One engine. `life` counts its restarts, so that the failure of an earlier life is not taken for one of this."""
-
-    url: str
-    process: EngineProcess | None
-    load: int = 0  # requests in flight
-    life: int = 0
-    up: bool = True
-    posts: set[asyncio.Future[httpx.Response]] = field(default_factory=set)
-
-    @property
-    def has_ended(self) -> bool:
-        return self.process is not None and self.process.exit_code() is not None
-
-    def tail(self) -> str:
-        return "" if self.process is None else f"\n{self.process.obituary()}"
 
 
 class Flight:
     """Each call goes to the server with the least to do. A server of ours that dies or lets a request time out is
     started again, as often as `Restarts` allows; its unfinished calls, seeds and all, go to whichever server is up."""
 
-    def __init__(self, engine: Engine, sampling: SamplingParams, on_sample: OnSample | None) -> None:
-        self._engine, self._sampling, self._on_sample = engine, sampling, on_sample
-        self._expected = Expected(engine.vocab_size, sampling.max_new_tokens, engine.weight_version)
-        self._servers = [Server(url, engine.process_of(url)) for url in engine.urls]
+    def __init__(
+        self,
+        fleet: Fleet,
+        sampling: SamplingParams,
+        expected: Expected,
+        on_sample: OnSample | None,
+        concurrent_requests: int,
+        request_timeout_s: float,
+    ) -> None:
+        self._fleet, self._sampling, self._expected, self._on_sample = fleet, sampling, expected, on_sample
+        self._concurrent_requests, self._request_timeout_s = concurrent_requests, request_timeout_s
+        self._posts: dict[Server, set[asyncio.Future[httpx.Response]]] = {server: set() for server in fleet.servers}
         self._restarting: set[asyncio.Task[None]] = set()
         self._samples: list[Sample] = []
 
     async def run(self, requests: Sequence[Request]) -> list[Sample]:
         """Finished samples in the order of their ends. Raises RolloutError, or what `on_sample` raises."""
+        self._fleet.forget_losses()
         size = self._call_size(len(requests))
-        self._slots = asyncio.Semaphore(max(1, self._engine.concurrent_requests // size))
+        self._slots = asyncio.Semaphore(max(1, self._concurrent_requests // size))
         calls = [requests[start : start + size] for start in range(0, len(requests), size)]
         self._unfinished = len(calls)
-        limit = httpx.Timeout(self._engine.request_timeout_s, connect=CONNECT_TIMEOUT_S)
+        limit = httpx.Timeout(self._request_timeout_s, connect=CONNECT_TIMEOUT_S)
         limits = httpx.Limits(max_connections=None)
         try:
             async with (
                 httpx.AsyncClient(
                     timeout=limit,
                     limits=limits,
-                    headers=self._engine.access.headers,
+                    headers=self._fleet.access.headers,
                     trust_env=False,
                     verify=_tls(),
                 ) as self._http,
@@ -95,8 +81,8 @@ class Flight:
 
     def _call_size(self, requests: int) -> int:
         """Requests a call: no more than leaves every server busy, nor than may be in flight."""
-        servers = len(self._servers)
-        return max(1, min(REQUESTS_A_CALL, requests // servers, self._engine.concurrent_requests // servers))
+        servers = len(self._fleet.servers)
+        return max(1, min(REQUESTS_A_CALL, requests // servers, self._concurrent_requests // servers))
 
     # ---- calls
 
@@ -117,13 +103,13 @@ class Flight:
         server = await self._least_loaded()
         life = server.life
         body = generate_body(requests, self._sampling)
-        self._engine.access.check(server.url, "generate")
-        post = asyncio.ensure_future(self._http.post(f"{server.url}/generate", json=body))
+        self._fleet.access.check(server.url, GENERATE.name)
+        post = asyncio.ensure_future(self._http.post(f"{server.url}{GENERATE.path}", json=body))
         post.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more
-        server.posts.add(post)
+        self._posts[server].add(post)
         server.load += len(requests)
         try:
-            limit = self._engine.request_timeout_s
+            limit = self._request_timeout_s
             done, _ = await asyncio.wait([post], timeout=limit)
             if not done:  # it answers, byte by byte
                 raise httpx.ReadTimeout(f"no whole answer in {limit:g} s")
@@ -133,7 +119,7 @@ class Flight:
             return None
         finally:
             post.cancel()
-            server.posts.discard(post)
+            self._posts[server].discard(post)
             server.load -= len(requests)
 
     def _read(self, requests: Sequence[Request], reply: httpx.Response) -> list[Sample]:
@@ -143,14 +129,14 @@ class Flight:
         return read_samples(requests, from_json(reply.content), self._expected)
 
     async def _least_loaded(self) -> Server:
-        while not (up := [server for server in self._servers if server.up]):
+        while (server := self._fleet.least_loaded()) is None:
             await asyncio.wait(self._restarting, return_when=asyncio.FIRST_COMPLETED)
-        return min(up, key=lambda server: server.load)
+        return server
 
     async def _judge(self, server: Server, life: int, requests: Sequence[Request], error: Exception) -> None:
         """Returns if the requests are to be sent again; raises RolloutError if they failed for good."""
         if not isinstance(error, (httpx.TimeoutException, Refused)):
-            await self._ends_soon(server)
+            await server.ends_soon()
         if not server.up or server.life != life:
             return
         problem = self._explain(server, requests, error)
@@ -159,24 +145,17 @@ class Flight:
         else:
             raise problem from error
 
-    async def _ends_soon(self, server: Server) -> bool:
-        """Whether the process behind a failure is gone, or is so in a moment."""
-        end = asyncio.get_running_loop().time() + DEATH_WAIT_S
-        while server.process and not server.has_ended and asyncio.get_running_loop().time() < end:
-            await asyncio.sleep(0.05)
-        return server.has_ended
-
     def _explain(self, server: Server, requests: Sequence[Request], error: Exception) -> RolloutError:
         names = _names(requests)
         if server.has_ended:
-            return RolloutError(f"engine died during generation of {names}: {server.tail().strip()}")
+            return RolloutError(f"engine died during generation of {names}: {server.obituary().strip()}")
+        tail = f"\n{server.obituary()}" if server.process is not None and not isinstance(error, Refused) else ""
         if isinstance(error, httpx.TimeoutException):
-            limit = f"rollout.request_timeout_s = {self._engine.request_timeout_s:g} s"
-            return RolloutError(f"engine {server.url}: no answer for {names} within {limit}{server.tail()}")
+            limit = f"rollout.request_timeout_s = {self._request_timeout_s:g} s"
+            return RolloutError(f"engine {server.url}: no answer for {names} within {limit}{tail}")
         if isinstance(error, httpx.TransportError):
             error = RuntimeError(f"connection lost ({type(error).__name__}: {error})")
-        tail = "" if isinstance(error, Refused) else server.tail()
-        return RolloutError(f"engine {server.url}: /generate failed for {names}: {error}{tail}")
+        return RolloutError(f"engine {server.url}: {GENERATE.path} failed for {names}: {error}{tail}")
 
     # ---- servers
 
@@ -184,44 +163,25 @@ class Flight:
         """A broken server need not break its connections."""
         while True:
             await asyncio.sleep(WATCH_S)
-            for server in self._servers:
+            for server in self._fleet.servers:
                 if server.up and server.has_ended:
-                    error = RolloutError(f"engine died during generation: {server.tail().strip()}")
-                    self._lose(server, error)
+                    self._lose(server, RolloutError(f"engine died during generation: {server.obituary().strip()}"))
 
     def _lose(self, server: Server, error: RolloutError) -> None:
         """Raises `error` if the server cannot be started again."""
-        if server.process is None:
-            raise error
-        self._engine.restarts.take(server.process, error)
-        server.up = False
-        for post in server.posts:
+        self._fleet.lose(server, error)
+        for post in self._posts[server]:
             post.cancel()
-        task = self._tasks.create_task(self._bring_back(server, server.process))
+        task = self._tasks.create_task(self._fleet.bring_back(server))
         self._restarting.add(task)
         task.add_done_callback(self._restarting.discard)
 
-    async def _bring_back(self, server: Server, process: EngineProcess) -> None:
-        while True:
-            try:
-                await self._engine.start_again(process)
-                self._engine.restarts.give_weights(server.url)
-                break
-            except Exception as error:
-                if isinstance(error, PortTaken) or not await self._ends_soon(server):
-                    raise
-                again = f"engine died again before it had its weights: {process.obituary()}"
-                self._engine.restarts.take(process, RolloutError(again))
-        server.life += 1
-        server.up = True
-
     def _abort_running(self) -> None:
-        for server in self._servers:
+        for server in self._fleet.servers:
             if server.up and not server.has_ended:
-                client = self._engine.client(server.url, timeout_s=5.0)
-                with suppress(EngineError):  # the error that brought us here is the one to report
-                    client.abort_all()
-                client.close()
+                with closing(self._fleet.client(server.url, ABORT_TIMEOUT_S)) as client:
+                    with suppress(EngineError):  # the error that brought us here is the one to report
+                        client.abort_all()
 
 
 @cache

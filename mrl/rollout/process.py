@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import os
 import shutil
@@ -12,37 +13,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import httpx
-
-from mrl.rollout.client import OPEN, Access
+from mrl.rollout.access import OPEN, Access
+from mrl.rollout.client import EngineClient
+from mrl.rollout.errors import EngineStartError, PortTaken
+from mrl.rollout.launch import Launch
 from mrl.rollout.listener import listeners
 
 FORMER_ENGINE_S = 30.0  # its supervisor needs GRACE_S and a little more to end it
 GRACE_S = 3.0  # between SIGTERM and SIGKILL: an engine has nothing to save
 POLL_S = 0.1
+ANSWER_S = 5.0
 LOG_TAIL_LINES = 40
 LAST_WORDS_LINES = 5  # at least, of an engine that wrote less than that since it was ready
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
-
-
-class EngineStartError(RuntimeError):
-    """An engine did not come up; the message holds the end of its log."""
-
-
-class PortTaken(EngineStartError):
-    """Another process listens where the engine was to be; nothing was sent to it."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How an engine is started."""
-
-    command: list[str]
-    env: dict[str, str]
 
 
 class EngineProcess:
@@ -164,11 +150,8 @@ class EngineProcess:
         )
 
     def _answers(self) -> bool:
-        try:
-            url, headers = f"{self.url}/model_info", self._access.headers
-            return httpx.get(url, headers=headers, timeout=5.0, trust_env=False).status_code == 200
-        except httpx.TransportError:
-            return False
+        with contextlib.closing(EngineClient(self.url, ANSWER_S, self._access)) as client:
+            return client.is_up()
 
     def close(self) -> None:
         """End the engine and everything it started. Safe to call twice and from an exit handler."""

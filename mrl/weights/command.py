@@ -146,10 +146,10 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _summary(report: Report, target: Path) -> str:
-    from mrl.weights.disk.staging import size
+    from mrl.directories import size_text
 
-    rate = size(report.nbytes / max(report.seconds, 1e-9))
-    return f"{target}: {report.role}, {size(report.nbytes)} in {report.seconds:.1f} s ({rate}/s)"
+    rate = size_text(report.nbytes / max(report.seconds, 1e-9))
+    return f"{target}: {report.role}, {size_text(report.nbytes)} in {report.seconds:.1f} s ({rate}/s)"
 
 
 def _verify(hf: Path, megatron: Path, args: argparse.Namespace, meshes: Meshes, *, as_json: bool) -> bool:

@@ -1,4 +1,4 @@
-"""A row of the weight table, and the four ways in which Hugging Face tensors and a Megatron parameter correspond.
+"""The four ways in which Hugging Face tensors and a Megatron parameter correspond: the kinds of a weight table's row.
 
 Every kind is a pair of pure functions: `to_megatron` cuts one tensor-parallel rank's shard straight out of the Hugging
 Face tensors (touching no more of them than it needs), `to_hf` takes the shards of all ranks and gives the Hugging Face
@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mrl.models.arch import ModelArch
-
-Kind = Literal["copy", "vocab", "qkv", "gate_up"]
+from mrl.families import ModelArch
+from mrl.families.rows import Row
 
 
 class Sliceable(Protocol):
@@ -32,41 +31,6 @@ class Sliceable(Protocol):
     def shape(self) -> Sequence[int]: ...
 
     def __getitem__(self, index: Any, /) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Alias:
-    """Another on-disk form of a tensor: a block of the tensor `name`.
-
-    `ranges` gives (start, stop) for each dimension of `shape`; a leading dimension that the wanted tensor does not
-    have is an expert number, one wide.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    ranges: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One Megatron parameter (unsharded) and the Hugging Face tensors that it is made of.
-
-    shapes: of the Hugging Face tensors, in the order of `hf`
-    tp_dim: the dimension that tensor parallelism cuts; None: replicated
-    expert: the parameter belongs to one expert (expert parallel, cut by expert tensor parallelism)
-    copy_of: a second copy of another parameter: written on load, never exported
-    optional: the checkpoint may lack it; the parameter then stays as built
-    aliases: other on-disk forms, one a tensor of `hf`, or none
-    """
-
-    kind: Kind
-    hf: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    tp_dim: int | None = None
-    expert: bool = False
-    copy_of: str | None = None
-    optional: bool = False
-    aliases: tuple[Alias, ...] = ()
 
 
 def to_megatron(

@@ -26,8 +26,8 @@ from mrl.learner import Learner  # noqa: E402
 from mrl.options.estimators import ESTIMATORS  # noqa: E402
 from mrl.options.losses import POLICY_LOSSES  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
-from mrl.trainers.experience import make_experience  # noqa: E402
-from mrl.trainers.rl import update  # noqa: E402
+from mrl.trainers.rl.experience import forward_passes, make_experience  # noqa: E402
+from mrl.trainers.rl.loop import update  # noqa: E402
 from tests.bare_run import bare_run  # noqa: E402
 from tests.worlds.gradients import TEN_STEPS, TIMEOUT_S, build, compare, everywhere, make_rollout, parse  # noqa: E402
 
@@ -145,7 +145,8 @@ class Trainer:
         run = bare_run(cfg, self.actor, critic)
         ref: Any = EnginesPolicy() if cfg.algorithm.kl.use_in_loss else None
         for rollout in rollouts:
-            experience = make_experience(cfg.algorithm, 1.0, rollout, self.actor, critic, ref, 0.0, single_update=False)
+            passes = forward_passes(cfg.algorithm, rollout, 1.0, self.actor, critic, ref)
+            experience = make_experience(cfg.algorithm, rollout, passes, 0.0)
             update(run, experience, trains_actor=True)
         return self.weights()
 

@@ -22,8 +22,8 @@ from megatron.core import dist_checkpointing  # noqa: E402
 from mrl import checkpoint  # noqa: E402
 from mrl.checkpoint import Part, Saver, torch_dist  # noqa: E402
 from mrl.config.schema import CheckpointConfig, OptimizerConfig, TrainConfig, ValueLossConfig  # noqa: E402
+from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner, losses  # noqa: E402
-from mrl.models import load_arch  # noqa: E402
 from mrl.parallel import Meshes, rank, world_size  # noqa: E402
 
 OPTIMIZER = OptimizerConfig(lr=2e-2, warmup_steps=6, weight_decay=0.1)  # still warming up when saved

@@ -228,9 +228,9 @@ def report_poisoned(world: World, learners: dict[str, Learner], good: Path) -> N
         if rank() == 0:
             shutil.copytree(good, path)
             file = change(path, Poison(ran))
-            manifest = json.loads((path / directory.MARKER).read_text())
+            manifest = json.loads((path / directory.MANIFEST).read_text())
             manifest["files"] = {name: (path / name).stat().st_size for name in manifest["files"]}
-            (path / directory.MARKER).write_text(json.dumps(manifest))
+            (path / directory.MANIFEST).write_text(json.dumps(manifest))
         named = [str(file.relative_to(path)) if rank() == 0 else ""]
         torch.distributed.broadcast_object_list(named)
 

@@ -26,11 +26,12 @@ platform.install()
 from mrl.config.schema import RLConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
 from mrl.data import pack  # noqa: E402
+from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
-from mrl.models import ModelBatch, load_arch  # noqa: E402
+from mrl.models.batch import ModelBatch  # noqa: E402
 from mrl.parallel import Mesh, Meshes  # noqa: E402
-from mrl.trainers.rl import experience_of, update  # noqa: E402
-from mrl.trainers.setup import RLRun  # noqa: E402
+from mrl.trainers.rl.loop import experience_of, update  # noqa: E402
+from mrl.trainers.rl.run import RLRun  # noqa: E402
 from tests.bare_run import bare_run  # noqa: E402
 
 STEPS, SAMPLES, KEYS, RESPONSE = 80, 128, 8, 12

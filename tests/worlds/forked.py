@@ -19,7 +19,7 @@ import torch._dynamo  # noqa: E402, F401 (torch's optimizers would)
 import transformers.modeling_rope_utils  # noqa: E402, F401
 
 import mrl.checkpoint  # noqa: E402, F401
-import mrl.trainers.rl  # noqa: E402, F401
+import mrl.trainers.rl.loop  # noqa: E402, F401
 from mrl.ports import free_port  # noqa: E402
 from mrl.resilience.rank import die_with_parent  # noqa: E402
 

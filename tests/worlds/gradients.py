@@ -30,11 +30,11 @@ from mrl.config.schema import (  # noqa: E402
 )
 from mrl.config.sections.policy import policy_loss  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
+from mrl.families import ModelArch, load_arch  # noqa: E402
 from mrl.learner import Learner, Loss, losses  # noqa: E402
-from mrl.models import ModelArch, load_arch  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
-from mrl.trainers.experience import make_experience  # noqa: E402
-from mrl.trainers.rl import update  # noqa: E402
+from mrl.trainers.rl.experience import forward_passes, make_experience  # noqa: E402
+from mrl.trainers.rl.loop import update  # noqa: E402
 from mrl.weights.model.export import Exporter  # noqa: E402
 from tests.bare_run import bare_run  # noqa: E402
 
@@ -201,7 +201,8 @@ def ten_steps(model_dir: str, mesh: Mesh) -> dict[str, torch.Tensor]:
     run = bare_run(cfg, actor, critic)
     for step in range(10):
         rollout = make_rollout(actor.arch.vocab_size, seed=step)
-        experience = make_experience(cfg.algorithm, 1.0, rollout, actor, critic, None, 0.0, single_update=False)
+        passes = forward_passes(cfg.algorithm, rollout, 1.0, actor, critic)
+        experience = make_experience(cfg.algorithm, rollout, passes, 0.0)
         update(run, experience, trains_actor=True)
     return {
         f"{name}:{key}": tensor

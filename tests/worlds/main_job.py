@@ -19,8 +19,8 @@ platform.install()
 
 from mrl.config.schema import ParallelConfig, TrainConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
+from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
-from mrl.models import load_arch  # noqa: E402
 from mrl.parallel import Meshes  # noqa: E402
 
 

@@ -25,8 +25,11 @@ from mrl.algo import log_probs  # noqa: E402
 from mrl.config.schema import ParallelConfig, TrainConfig  # noqa: E402
 from mrl.core import PackedBatch, Rollout  # noqa: E402
 from mrl.data.packing import pack  # noqa: E402
+from mrl.families import load_arch  # noqa: E402
 from mrl.kernels.linear_logprob import linear_log_prob  # noqa: E402
-from mrl.models import ModelBatch, build_model, load_arch, unwrap  # noqa: E402
+from mrl.models.batch import ModelBatch  # noqa: E402
+from mrl.models.build import build_model  # noqa: E402
+from mrl.models.naming import unwrap  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
 
 TEMPERATURE = 0.7

@@ -32,8 +32,8 @@ from mrl.config.schema import (  # noqa: E402
 )
 from mrl.config.sections.policy import policy_loss  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
+from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner, Loss, losses  # noqa: E402
-from mrl.models import load_arch  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
 
 POISON = 77

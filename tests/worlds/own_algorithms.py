@@ -20,8 +20,8 @@ platform.install()
 from mrl.config.schema import RLConfig, TrainConfig  # noqa: E402
 from mrl.learner import losses  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
-from mrl.trainers.experience import make_experience  # noqa: E402
-from mrl.trainers.policy_update import policy_targets  # noqa: E402
+from mrl.trainers.rl.experience import forward_passes, make_experience  # noqa: E402
+from mrl.trainers.rl.policy_update import policy_targets  # noqa: E402
 from tests.bare_run import bare_run  # noqa: E402
 from tests.worlds.gradients import TEN_STEPS, TIMEOUT_S, build, compare, everywhere, make_rollout, parse  # noqa: E402
 
@@ -39,7 +39,7 @@ def gradients(model_dir: str, file: str, meshes: Meshes, layout: str) -> Result:
         "old_log_probs": "engine",
     }
     cfg = RLConfig.model_validate(TEN_STEPS | {"algorithm": algorithm})
-    experience = make_experience(cfg.algorithm, 1.0, rollout, actor, None, None, 0.0, single_update=False)
+    experience = make_experience(cfg.algorithm, rollout, forward_passes(cfg.algorithm, rollout, 1.0, actor), 0.0)
     samples = range(rollout.num_samples)
     targets = policy_targets(bare_run(cfg, actor, None), experience, samples, 1)
     loss = losses.policy(cfg.algorithm.policy_loss, cfg.algorithm.kl, 0.0, targets)

@@ -18,13 +18,13 @@ from transformers import AutoModelForSequenceClassification
 from mrl import checkpoint, platform
 from mrl.config.schema import KLConfig, ParallelConfig, RLConfig, TrainConfig
 from mrl.config.sections.policy import policy_loss
+from mrl.families import load_arch
 from mrl.learner import Learner, Term, losses
 from mrl.learner.losses import PolicyTargets
 from mrl.learner.optimizer import main_parameters
 from mrl.learner.policy_copy import PolicyCopy
-from mrl.models import load_arch
 from mrl.parallel import gather
-from mrl.trainers.models import RefreshedReference, build_models
+from mrl.trainers.rl.models import RefreshedReference, build_models
 from mrl.weights.errors import WeightError
 
 SHARE = 0.25

@@ -22,10 +22,10 @@ from mrl.config.schema import OptimizerConfig, RLConfig, TrainConfig  # noqa: E4
 from mrl.core import Rollout  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
-from mrl.trainers.experience import make_experience  # noqa: E402
-from mrl.trainers.policy_update import policy_targets, update_actor  # noqa: E402
-from mrl.trainers.rl import update  # noqa: E402
-from mrl.trainers.setup import RLRun  # noqa: E402
+from mrl.trainers.rl.experience import forward_passes, make_experience  # noqa: E402
+from mrl.trainers.rl.loop import update, update_actor  # noqa: E402
+from mrl.trainers.rl.policy_update import policy_targets  # noqa: E402
+from mrl.trainers.rl.run import RLRun  # noqa: E402
 from tests.bare_run import bare_run  # noqa: E402
 from tests.worlds.gradients import SEQ, TEN_STEPS, TIMEOUT_S, build, make_rollout, parse  # noqa: E402
 
@@ -58,7 +58,8 @@ class World:
         cfg = RLConfig.model_validate(TEN_STEPS | {"algorithm": algorithm, "batch": batch})
         single = single and cfg.batch.epochs_per_step == 1
         run = bare_run(cfg, actor, None)
-        return run, make_experience(cfg.algorithm, 1.0, rollout, actor, None, None, 0.0, single_update=single)
+        passes = forward_passes(cfg.algorithm, rollout, 1.0, actor, single_update=single)
+        return run, make_experience(cfg.algorithm, rollout, passes, 0.0)
 
     def rollout(self) -> Rollout:
         rollout = make_rollout(self.still.arch.vocab_size)

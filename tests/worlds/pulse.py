@@ -30,7 +30,7 @@ def main() -> None:
     adopt()
     from mrl import platform
     from mrl.parallel import rank
-    from mrl.trainers.world import World
+    from mrl.trainers.shared.world import World
 
     timeout_s, work_s = map(float, sys.argv[1:])
 

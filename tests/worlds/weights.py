@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,16 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from mrl.config.schema import ParallelConfig, TrainConfig  # noqa: E402
 from mrl.core import PackedBatch  # noqa: E402
-from mrl.models import ModelBatch, build_model, load_arch  # noqa: E402
-from mrl.models.arch import ModelArch  # noqa: E402
+from mrl.families import ModelArch, load_arch  # noqa: E402
+from mrl.families.table import OUTPUT  # noqa: E402
+from mrl.models.batch import ModelBatch  # noqa: E402
+from mrl.models.build import build_model  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank, world_size  # noqa: E402
 from mrl.weights.disk.safetensors_io import HFCheckpoint  # noqa: E402
 from mrl.weights.errors import WeightError  # noqa: E402
 from mrl.weights.model import export, load  # noqa: E402
 from mrl.weights.model.export import Exporter, save_hf  # noqa: E402
 from mrl.weights.model.load import load_hf  # noqa: E402
-from mrl.weights.table import OUTPUT  # noqa: E402
 
 
 class Wrapper(nn.Module):
@@ -242,7 +244,7 @@ def load_errors(job: Job) -> dict[str, str]:
         save_file(tensors, job.out / "model.safetensors")
     dist.barrier()
     leftovers = error_of(lambda: job.load(path=job.out))
-    deeper = job.arch.__class__(**{**vars(job.arch), "num_layers": job.arch.num_layers + 1})
+    deeper = replace(job.arch, layers=(*job.arch.layers, job.arch.layers[0]))
     small = job.build()
     too_small = error_of(lambda: load_hf(small, deeper, job.path, job.mesh))
     missing = error_of(lambda: job.load(path=job.out / "nowhere"))

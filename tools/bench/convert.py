@@ -38,10 +38,10 @@ def make_model(path: Path, nbytes: int) -> None:
     """config.json and shards of random bytes; every exponent is a usual one."""
     import torch
 
-    from mrl.models import load_arch
+    from mrl.families import load_arch
+    from mrl.families.table import weight_table
     from mrl.weights.convert.plan import create_files, header_of
     from mrl.weights.model.export import TensorMeta, plan_files, write_index
-    from mrl.weights.table import weight_table
 
     layer = 2 * (HIDDEN * HIDDEN * 2 + 2 * HIDDEN * HIDDEN * KV_HEADS // HEADS + 3 * HIDDEN * FFN)
     config = {

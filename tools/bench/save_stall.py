@@ -62,8 +62,8 @@ class Bench:
         platform.install()
         from mrl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
         from mrl.core import Rollout
+        from mrl.families import load_arch
         from mrl.learner import Learner, losses
-        from mrl.models import load_arch
         from mrl.parallel import Meshes
 
         platform.init_process_group(WORLD_TIMEOUT_S)

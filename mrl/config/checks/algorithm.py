@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from mrl.config.checks.base import changed, inert
 from mrl.config.checks.reward import OF_A_GROUP, check_function
-from mrl.config.derived import needs_ref, prompts_per_round
 from mrl.config.problems import Problem
 from mrl.config.schema import RefConfig, RLConfig, ValueLossConfig
+from mrl.config.trainers.rl import needs_ref, prompts_per_round
 from mrl.options.estimators import GDPO, OwnEstimator, Whitening
 
 ESTIMATOR = "algorithm.adv_estimator"

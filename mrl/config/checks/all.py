@@ -5,29 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mrl.config.checks import algorithm, data, layout, models, policy, reuse, reward, rollout, run
+from mrl.config.checks import data, layout, models, run
 from mrl.config.checks.base import Archs
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem, printable
-from mrl.config.schema import RLConfig, SFTConfig
+from mrl.config.trainers.base import Config
+from mrl.config.trainers.table import trainer_of
 
 MAX_SECONDS = 2e6  # operating systems count milliseconds in 31 bits
 SEVERAL_LINES = ("rollout.sampling.stop", "reward.format.pattern", "model.eos_token")
 
 
-def check_all(cfg: RLConfig | SFTConfig, machine: Machine) -> list[Problem]:
+def check_all(cfg: Config, machine: Machine) -> list[Problem]:
     """`check`, after the files that the configuration names have been looked at."""
-    problems = list(data.check_sources(cfg))
-    if isinstance(cfg, RLConfig):
-        problems += rollout.check_key_file(cfg.rollout)
-        problems += reward.check_functions(cfg.reward)
-        problems += algorithm.check_files(cfg)
-        problems += policy.check_file(cfg)
+    problems = [*data.check_sources(cfg), *trainer_of(cfg).check_files(cfg)]
     archs = models.read_archs(cfg, problems)
     return problems + check(cfg, archs, machine)
 
 
-def check(cfg: RLConfig | SFTConfig, archs: Archs, machine: Machine) -> list[Problem]:
+def check(cfg: Config, archs: Archs, machine: Machine) -> list[Problem]:
     """Contradictions, impossible layouts and settings without effect; each names every key that it takes part in."""
     problems = list(layout.check(cfg, archs, machine))
     problems += _values(cfg.model_dump())
@@ -36,16 +32,8 @@ def check(cfg: RLConfig | SFTConfig, archs: Archs, machine: Machine) -> list[Pro
     problems += run.check_checkpoint(cfg)
     problems += models.check_optimizers(cfg)
     problems += run.check_resilience(cfg)
-    if isinstance(cfg, SFTConfig):
-        return problems + list(data.check_sft(cfg, archs, machine))
-    problems += data.check_batch(cfg, machine)
-    problems += models.check_critic(cfg)
-    problems += algorithm.check_kl(cfg)
-    problems += rollout.check(cfg, archs.actor, machine)
-    problems += policy.check(cfg)
-    problems += algorithm.check(cfg)
-    problems += reward.check(cfg)
-    problems += reuse.check(cfg, archs, machine)
+    problems += data.check_answers(cfg, archs)
+    problems += trainer_of(cfg).check(cfg, archs, machine)
     return problems
 
 

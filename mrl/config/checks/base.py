@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import BaseModel
 
 from mrl.config.problems import Problem
-from mrl.models.arch import ModelArch
+from mrl.families import ModelArch
 
-
-@dataclass(frozen=True)
-class Archs:
-    """The models of a run, None where one could not be read. `critic` and `ref` are the actor's unless given."""
-
-    actor: ModelArch | None
-    critic: ModelArch | None
-    ref: ModelArch | None
-    reward: ModelArch | None = None
+Archs = Mapping[str, ModelArch | None]  # by Config.models()' names; None where one could not be read
 
 
 def changed(section: BaseModel, *names: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""Are the sources of the data there, with what the data section names, and do the batches fit? Reads first rows and
-schemas only: the data room checks every row as it reads it."""
+"""Are the sources of the data there, with what the data section names? Reads first rows and schemas only: the data room
+checks every row as it reads it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.checks.base import Archs
-from mrl.config.checks.layout import dp_sizes
-from mrl.config.derived import Machine, data_sections, samples_per_minibatch, samples_per_step
 from mrl.config.json_rows import BOM, DECODER, as_row, parse_row
 from mrl.config.problems import Problem, no_file, reason
-from mrl.config.schema import DataConfig, RLConfig, SFTConfig, SourceConfig
+from mrl.config.sections.data import DataConfig, SourceConfig
+from mrl.config.trainers.base import Config
 from mrl.foreign import read_json
 
 HEAD_BYTES = 1 << 20
@@ -27,16 +26,16 @@ class _Unreadable(Exception):
     """Why a source cannot be used."""
 
 
-def check_sources(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
-    for key, data in data_sections(cfg).items():
-        is_sampled = isinstance(cfg, RLConfig) and key == "data"
-        yield from _sources(key, "train", data, data.train, needs_answer=not is_sampled)
+def check_sources(cfg: Config) -> Iterator[Problem]:
+    for key, use in cfg.data_uses().items():
+        data = use.cfg
+        yield from _sources(key, "train", data, data.train, needs_answer=not use.is_sampled)
         yield from _weights(f"{key}.train", data.train)
-        if data.validation is not None and is_sampled:
+        if data.validation is not None and use.is_sampled:
             yield from _sources(key, "validation", data, data.validation, needs_answer=False)
             yield from _validation_weights(data.validation)
         elif data.validation is not None:
-            other = "ptx" if key == "ptx.data" else "trainer"
+            other = key.rpartition(".")[0] or "trainer"
             yield Problem((f"{key}.validation", other), "has no effect: only what is sampled is validated")
 
 
@@ -188,30 +187,10 @@ def _feature(feature: Any) -> type | None:
     return str if feature.get("dtype") in ("string", "large_string") else None
 
 
-def check_batch(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
-    total, minibatch = samples_per_step(cfg), samples_per_minibatch(cfg)
-    product = f"{cfg.batch.prompts_per_step} prompts x {cfg.batch.samples_per_prompt} samples = {total}"
-    if total % minibatch:
-        yield Problem(
-            ("batch.samples_per_minibatch", "batch.prompts_per_step", "batch.samples_per_prompt"),
-            f"{minibatch} does not divide the {product} samples of a step",
-        )
-    for key, dp in dp_sizes(cfg, machine).items():
-        if minibatch < dp:
-            explicit = cfg.batch.samples_per_minibatch is not None
-            yield Problem(
-                ("batch.samples_per_minibatch" if explicit else "batch.prompts_per_step", key),
-                f"{minibatch} samples an update are fewer than the {dp} data-parallel replicas that share them",
-            )
-
-
-def check_sft(cfg: SFTConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
-    for key, dp in dp_sizes(cfg, machine).items():
-        if cfg.batch.samples_per_step < dp:
-            message = (
-                f"{cfg.batch.samples_per_step} samples are fewer than the {dp} data-parallel replicas that share them"
-            )
-            yield Problem(("batch.samples_per_step", key), message)
-    if archs.actor is not None and cfg.data.max_prompt_tokens >= archs.actor.max_positions:
-        message = f"leaves no room for answers in the model's {archs.actor.max_positions} positions"
-        yield Problem(("data.max_prompt_tokens", "model.path"), message)
+def check_answers(cfg: Config, archs: Archs) -> Iterator[Problem]:
+    """What is learnt from has answers, which need a place beside their prompts."""
+    arch = archs["actor"]
+    for key, use in cfg.data_uses().items():
+        if arch is not None and not use.is_sampled and use.cfg.max_prompt_tokens >= arch.max_positions:
+            message = f"leaves no room for answers in the model's {arch.max_positions} positions"
+            yield Problem((f"{key}.max_prompt_tokens", "model.path"), message)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mrl.config.checks.base import Archs, either
-from mrl.config.derived import Machine, data_parallel, expert_size, layouts, model_size
+from mrl.config.derived import Machine, data_parallel, expert_size, model_size
 from mrl.config.problems import Problem
-from mrl.config.schema import ParallelConfig, RLConfig, SFTConfig
-from mrl.models.arch import ModelArch
+from mrl.config.sections.models import ParallelConfig
+from mrl.config.trainers.base import Config
+from mrl.families import ModelArch
 
 
-def check(cfg: RLConfig | SFTConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
-    models = {"actor.parallel": archs.actor, "critic.parallel": archs.critic, "ref.parallel": archs.ref}
-    models["reward.model.parallel"] = archs.reward
-    for key, layout in layouts(cfg).items():
-        path_key = _path_key(cfg, key)
-        arch = models[key]
+def check(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    for name, use in cfg.models().items():
+        if use.parallel is None:
+            continue
+        key, layout, arch = f"{name}.parallel", use.parallel, archs[name]
+        path_key = "model.path" if use.path is None else f"{name}.path"
         yield from _world(key, layout, machine, arch)
         yield from _virtual(key, layout)
         if arch is not None:
@@ -25,18 +26,6 @@ def check(cfg: RLConfig | SFTConfig, archs: Archs, machine: Machine) -> Iterator
             yield from _pipeline(key, layout, arch, path_key)
             yield from _experts(key, layout, arch, path_key)
     yield from _machine(cfg, machine)
-
-
-def _path_key(cfg: RLConfig | SFTConfig, key: str) -> str:
-    """The key that names the model of a layout."""
-    if isinstance(cfg, RLConfig):
-        if key.startswith("critic") and cfg.critic is not None and cfg.critic.path is not None:
-            return "critic.path"
-        if key.startswith("ref") and cfg.ref.path is not None:
-            return "ref.path"
-        if key.startswith("reward"):
-            return "reward.model.path"
-    return "model.path"
 
 
 def _world(key: str, p: ParallelConfig, machine: Machine, arch: ModelArch | None) -> Iterator[Problem]:
@@ -93,7 +82,7 @@ def _tensor(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iter
 def _widths(arch: ModelArch) -> dict[str, int]:
     """What tensor parallelism divides."""
     widths = {"attention heads": arch.num_heads, "key-value heads": arch.num_kv_heads}
-    return widths if arch.num_experts is not None else widths | {"feed-forward width": arch.ffn_size}
+    return widths if arch.dense_width is None else widths | {"feed-forward width": arch.dense_width}
 
 
 def _pipeline(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iterator[Problem]:
@@ -156,17 +145,17 @@ def _amounts(layers: dict[str, int]) -> str:
 
 
 def _experts(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iterator[Problem]:
-    if arch.num_experts is None:
+    if arch.experts is None or arch.expert_width is None:
         for name, size in (("expert", p.expert), ("expert_tensor", p.expert_tensor or 1)):
             if size > 1:
                 yield Problem((f"{key}.{name}", path_key), f"{size} is for models with experts; this one is dense")
         return
-    if arch.num_experts % p.expert:
-        message = f"{p.expert} does not divide the model's {arch.num_experts} experts: "
-        yield Problem((f"{key}.expert", path_key), message + f"{_divisors(arch.num_experts)} would")
-    if arch.ffn_size % p.expert_tensor_size:
-        message = f"{p.expert_tensor_size} does not divide the experts' feed-forward width {arch.ffn_size}: "
-        message += f"{_divisors(arch.ffn_size)} would"
+    if arch.experts.count % p.expert:
+        message = f"{p.expert} does not divide the model's {arch.experts.count} experts: "
+        yield Problem((f"{key}.expert", path_key), message + f"{_divisors(arch.experts.count)} would")
+    if arch.expert_width % p.expert_tensor_size:
+        message = f"{p.expert_tensor_size} does not divide the experts' feed-forward width {arch.expert_width}: "
+        message += f"{_divisors(arch.expert_width)} would"
         yield Problem((f"{key}.expert_tensor", path_key), message)
     if p.expert == 1 and p.expert_tensor_size != p.tensor:
         size = p.expert_tensor_size
@@ -177,7 +166,7 @@ def _experts(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Ite
         yield Problem((f"{key}.sequence", f"{key}.tensor"), message)
 
 
-def _machine(cfg: RLConfig | SFTConfig, machine: Machine) -> Iterator[Problem]:
+def _machine(cfg: Config, machine: Machine) -> Iterator[Problem]:
     if machine.gpus and machine.local_world_size > machine.gpus:
         yield Problem(
             ("run.nproc",), f"{machine.local_world_size} processes for the {machine.gpus} GPUs of this machine"
@@ -189,10 +178,15 @@ def _machine(cfg: RLConfig | SFTConfig, machine: Machine) -> Iterator[Problem]:
         yield Problem(("run.nproc",), message)
 
 
-def dp_sizes(cfg: RLConfig | SFTConfig, machine: Machine) -> dict[str, int]:
-    """Data-parallel size by layout key, for the trained layouts that fit the world."""
-    return {
-        key: data_parallel(layout, machine.world_size)
-        for key, layout in layouts(cfg).items()
-        if key != "ref.parallel" and machine.world_size % model_size(layout) == 0
-    }
+def check_shares(
+    cfg: Config, machine: Machine, key: str, count: int, what: str = "samples", models: Sequence[str] | None = None
+) -> Iterator[Problem]:
+    """The `count` samples under `key` that an update learns from are shared by the replicas of each trained model, or
+    of `models`: are there enough?"""
+    for name, use in cfg.models().items():
+        if use.parallel is None or use.optimizer is None or (models is not None and name not in models):
+            continue
+        dp = data_parallel(use.parallel, machine.world_size)
+        if machine.world_size % model_size(use.parallel) == 0 and count < dp:
+            message = f"{count} {what} are fewer than the {dp} data-parallel replicas that share them"
+            yield Problem((key, f"{name}.parallel"), message)

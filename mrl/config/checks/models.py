@@ -9,11 +9,13 @@ from mrl.config import tokenizer_files
 from mrl.config.checks.base import Archs, inert
 from mrl.config.model_dirs import is_converted, read_converted
 from mrl.config.problems import Problem, reason
-from mrl.config.schema import OptimizerConfig, RLConfig, SFTConfig
-from mrl.models.arch import ModelArch, UnsupportedModel, is_reward_model, load_arch
+from mrl.config.sections.models import ModelConfig, OptimizerConfig
+from mrl.config.trainers.base import Config, ModelUse
+from mrl.config.trainers.rl import RLConfig
+from mrl.families import ModelArch, UnsupportedModel, is_reward_model, load_arch
 
 
-def read_archs(cfg: RLConfig | SFTConfig, problems: list[Problem]) -> Archs:
+def read_archs(cfg: Config, problems: list[Problem]) -> Archs:
     """The shapes of the run's models; what is wrong with their directories is added to `problems`."""
     model = cfg.model
     actor = _arch("model.path", model.path, problems)
@@ -22,23 +24,27 @@ def read_archs(cfg: RLConfig | SFTConfig, problems: list[Problem]) -> Archs:
     if actor is not None:
         found_in_tokenizer = tokenizer_files.problems(model.path, actor.vocab_size, model.eos_token)
         problems.extend(Problem((key,), message) for key, message in found_in_tokenizer)
-    if not isinstance(cfg, RLConfig):
-        return Archs(actor, None, None)
-    others = {"critic.path": cfg.critic.path if cfg.critic else None, "ref.path": cfg.ref.path}
-    if cfg.reward.model is not None:
-        others["reward.model.path"] = cfg.reward.model.path
-    found: dict[str, ModelArch | None] = dict.fromkeys(others, actor)
-    for key, path in others.items():
-        if path is not None:
-            found[key] = arch = _arch(key, path, problems)
-            if arch is not None:
-                problems.extend(_weights(key, path, model.allow_pickle))
-            if arch is not None and actor is not None and arch.vocab_size != actor.vocab_size:
-                message = f"vocabulary of {arch.vocab_size} tokens, the actor's has {actor.vocab_size}"
-                problems.append(Problem((key, "model.path"), message))
-    if found.get("reward.model.path") is not None and not is_reward_model(others["reward.model.path"] or ""):
-        problems.append(Problem(("reward.model.path",), "has no score head: expected a ...ForSequenceClassification"))
-    return Archs(actor, found["critic.path"], found["ref.path"], found.get("reward.model.path"))
+    archs: dict[str, ModelArch | None] = {}
+    for name, use in cfg.models().items():
+        archs[name] = actor if use.path is None else _other(f"{name}.path", use, model, actor, problems)
+    return archs
+
+
+def _other(
+    key: str, use: ModelUse, model: ModelConfig, actor: ModelArch | None, problems: list[Problem]
+) -> ModelArch | None:
+    """Of a model with a directory of its own."""
+    assert use.path is not None
+    arch = _arch(key, use.path, problems)
+    if arch is None:
+        return None
+    problems.extend(_weights(key, use.path, model.allow_pickle))
+    if actor is not None and arch.vocab_size != actor.vocab_size:
+        message = f"vocabulary of {arch.vocab_size} tokens, the actor's has {actor.vocab_size}"
+        problems.append(Problem((key, "model.path"), message))
+    if use.scores and not is_reward_model(use.path):
+        problems.append(Problem((key,), "has no score head: expected a ...ForSequenceClassification"))
+    return arch
 
 
 def _arch(key: str, path: str, problems: list[Problem]) -> ModelArch | None:
@@ -76,16 +82,16 @@ def _weights(key: str, path: str, allow_pickle: bool) -> Iterator[Problem]:
         yield Problem((key, *["model.from_scratch"] * may_be_random), f"{path} has no safetensors{hint}")
 
 
-def check_pickle(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
-    paths = (cfg.critic.path if cfg.critic is not None else None, cfg.ref.path) if isinstance(cfg, RLConfig) else ()
+def check_pickle(cfg: Config) -> Iterator[Problem]:
+    paths = [use.path for use in cfg.models().values()]
     if cfg.model.from_scratch and cfg.model.allow_pickle and not any(paths):
         yield Problem(("model.allow_pickle", "model.from_scratch"), "has no effect: from_scratch reads no weights")
 
 
-def check_optimizers(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
-    yield from _optimizer("actor.optimizer", cfg.actor.optimizer)
-    if isinstance(cfg, RLConfig) and cfg.critic is not None:
-        yield from _optimizer("critic.optimizer", cfg.critic.optimizer)
+def check_optimizers(cfg: Config) -> Iterator[Problem]:
+    for name, use in cfg.models().items():
+        if use.optimizer is not None:
+            yield from _optimizer(f"{name}.optimizer", use.optimizer)
 
 
 def _optimizer(key: str, opt: OptimizerConfig) -> Iterator[Problem]:

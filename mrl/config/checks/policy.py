@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from mrl.config.checks.base import inert
 from mrl.config.checks.reward import check_function
-from mrl.config.derived import updates_per_step
 from mrl.config.problems import Problem
 from mrl.config.schema import RLConfig
+from mrl.config.trainers.rl import updates_per_step
 from mrl.options.losses import KLCov, OwnLoss, Vespo
 
 LOSS, VALUE_LOSS, CORRECTION = "algorithm.policy_loss", "algorithm.value_loss", "algorithm.rollout_correction"

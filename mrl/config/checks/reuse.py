@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
-from mrl.config.checks.base import Archs, inert
-from mrl.config.checks.layout import dp_sizes
-from mrl.config.derived import Machine, needs_ref, reused_samples_per_step
+from mrl.config.checks.base import inert
+from mrl.config.checks.layout import check_shares
+from mrl.config.derived import Machine
 from mrl.config.problems import Problem
-from mrl.config.schema import RLConfig
+from mrl.config.trainers.rl import RLConfig, needs_ref, reused_samples_per_step
 
 
-def check(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
+def check(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
     yield from _ema(cfg)
     if needs_ref(cfg):
         yield from _reference(cfg)
     yield from _replay(cfg)
-    yield from _ptx(cfg, archs, machine)
+    if cfg.ptx is not None:
+        key, count = "ptx.samples_per_update", cfg.ptx.samples_per_update
+        yield from check_shares(cfg, machine, key, count, models=["actor"])
 
 
 def _ema(cfg: RLConfig) -> Iterator[Problem]:
@@ -80,15 +82,3 @@ def _age(cfg: RLConfig) -> Iterator[Problem]:
     elif age >= kept:
         message = f"has no effect: {replay.buffer_prompts} prompts are those of the last {kept} steps"
         yield Problem((key, "replay.buffer_prompts"), message)
-
-
-def _ptx(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
-    if cfg.ptx is None:
-        return
-    dp = dp_sizes(cfg, machine).get("actor.parallel", 1)
-    if cfg.ptx.samples_per_update < dp:
-        message = f"{cfg.ptx.samples_per_update} samples are fewer than the {dp} data-parallel replicas that share them"
-        yield Problem(("ptx.samples_per_update", "actor.parallel"), message)
-    if archs.actor is not None and cfg.ptx.data.max_prompt_tokens >= archs.actor.max_positions:
-        message = f"leaves no room for answers in the model's {archs.actor.max_positions} positions"
-        yield Problem(("ptx.data.max_prompt_tokens", "model.path"), message)

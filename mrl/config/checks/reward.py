@@ -10,15 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from mrl.config.builtin_rewards import BUILTIN_REWARDS, RESERVED, WITH_SECTION
 from mrl.config.checks.base import inert
 from mrl.config.problems import Problem, no_file, reason
 from mrl.config.schema import RewardConfig, RLConfig
 
-BUILTIN_REWARDS = (
-    *("exact_match", "sorted_digits", "arithmetic", "math", "multiple_choice"),
-    *("code", "format", "length", "overlong"),
-)
-WITH_SECTION = ("format", "length", "overlong", "code")
 USES = {
     "naive": ("function", "functions"),
     "dapo": ("function", "functions"),
@@ -28,7 +24,6 @@ USES = {
     "recipe": ("recipe", "servers", "model"),
 }
 BATCH, MODEL = "batch", "model"
-RESERVED = ("mean", "failed")  # metrics beside the components' scores
 SANDBOX_START_S = 10.0
 OF_A_SAMPLE, OF_A_BATCH = ("prompt", "response", "row"), ("prompts", "responses", "rows")
 OF_A_GROUP = ("group",)

@@ -7,10 +7,11 @@ from urllib.parse import urlsplit
 
 from mrl.config.checks.base import either, inert
 from mrl.config.derived import Machine
+from mrl.config.engines import ENGINES
 from mrl.config.problems import Problem
 from mrl.config.schema import RLConfig, RolloutConfig, SamplingConfig, ValidationConfig
 from mrl.config.secret_file import read_secret
-from mrl.models.arch import ModelArch
+from mrl.families import ModelArch
 
 MOST_CPU_ENGINES = 64
 
@@ -69,15 +70,15 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
         rollout, "rollout", ["api_key_file"], "engines that mrl starts get a key of the run's", "rollout.urls"
     )
     yield from _server_args(rollout.server_args)
-    if rollout.engine == "transformers":
-        names = ["tensor", "memory_fraction", "server_args"]
-        yield from inert(rollout, "rollout", names, "it is SGLang's, the engine is transformers", "rollout.engine")
-    elif arch is not None and not _fits(rollout.tensor, arch):
+    ignored = ENGINES[rollout.engine].ignores
+    because = f"it is SGLang's, the engine is {rollout.engine}"
+    yield from inert(rollout, "rollout", ignored, because, "rollout.engine")
+    if "tensor" not in ignored and arch is not None and not _fits(rollout.tensor, arch):
         heads = f"{arch.num_heads} heads and {arch.num_kv_heads} key-value heads"
         would = [size for size in range(1, min(arch.num_heads, 64) + 1) if _fits(size, arch)]
         message = f"{rollout.tensor} does not divide the model's {heads}: {either(would)} would"
         yield Problem(("rollout.tensor", "model.path"), message)
-    if rollout.engine == "sglang" and any(argument.startswith("--trust") for argument in rollout.server_args):
+    if "server_args" not in ignored and any(argument.startswith("--trust") for argument in rollout.server_args):
         message = "--trust-remote-code would run code that comes with a model, which mrl never does: leave it out"
         yield Problem(("rollout.server_args",), message)
     engines = rollout.servers * rollout.tensor

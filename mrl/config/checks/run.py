@@ -9,7 +9,8 @@ from pathlib import Path
 from mrl.config import resume
 from mrl.config.checks.base import inert
 from mrl.config.problems import Problem, printable, reason
-from mrl.config.schema import RLConfig, RunConfig, SectionTimeouts, SFTConfig
+from mrl.config.sections.run import RunConfig
+from mrl.config.trainers.base import Config
 
 LONGEST_NAME, LONGEST_PATH = 200, 3000  # bytes; a file below it needs some too
 
@@ -35,7 +36,7 @@ def check_directory(run: RunConfig) -> Iterator[Problem]:
         yield Problem(("run.root",), f"{there} {said}: the run directory is made below run.root")
 
 
-def check_checkpoint(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
+def check_checkpoint(cfg: Config) -> Iterator[Problem]:
     checkpoint, every = cfg.checkpoint, "checkpoint.every_steps"
     kept = checkpoint.keep_every_steps
     if checkpoint.every_steps is None:
@@ -49,7 +50,7 @@ def check_checkpoint(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
             yield Problem(("checkpoint.accept_changes",), f"{key!r} is no key of this configuration")
 
 
-def check_resilience(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
+def check_resilience(cfg: Config) -> Iterator[Problem]:
     saves, key = cfg.checkpoint.every_steps is not None, "checkpoint.every_steps"
     if cfg.run.launcher != "ft":
         because = f"launcher {cfg.run.launcher} restarts no ranks, and does not watch them"
@@ -63,13 +64,13 @@ def check_resilience(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
     if cfg.resilience.straggler_ratio <= 1:
         message = f"must be greater than 1, got {cfg.resilience.straggler_ratio:g}: a rank is always as slow as itself"
         yield Problem(("resilience.straggler_ratio",), message)
-    yield from _timeouts(cfg.resilience.timeouts_s, isinstance(cfg, RLConfig))
+    yield from _timeouts(cfg)
 
 
-def _timeouts(timeouts: SectionTimeouts, is_rl: bool) -> Iterator[Problem]:
-    key = "resilience.timeouts_s"
-    if not is_rl:
-        yield from inert(timeouts, key, ["rollout", "reward", "sync"], "sft does not sample", "trainer")
+def _timeouts(cfg: Config) -> Iterator[Problem]:
+    timeouts, key = cfg.resilience.timeouts_s, "resilience.timeouts_s"
+    if not cfg.is_sampling:
+        yield from inert(timeouts, key, ["rollout", "reward", "sync"], f"{cfg.trainer} does not sample", "trainer")
     elif timeouts.reward > timeouts.rollout:
         message = f"{timeouts.reward:g} s is never reached: the rollout, of which rewards are a part, has less"
         yield Problem((f"{key}.reward", f"{key}.rollout"), message)

@@ -1,8 +1,6 @@
 """What every section is made of."""
 
 from mrl.options.base import (
-    FLOAT32_MAX,
-    FLOAT32_TINY,
     MAX_INT,
     Fraction,
     NonNegativeFloat,
@@ -14,8 +12,6 @@ from mrl.options.base import (
 )
 
 __all__ = [
-    "FLOAT32_MAX",
-    "FLOAT32_TINY",
     "MAX_INT",
     "Fraction",
     "NonNegativeFloat",

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from mrl.config.engines import EngineName
 from mrl.config.sections.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
@@ -33,7 +34,7 @@ class MismatchConfig(Section):
 class RolloutConfig(Section):
     """The engines that sample."""
 
-    engine: Literal["sglang", "transformers"] = "sglang"  # SGLang, or mrl's small server around transformers' generate
+    engine: EngineName = "sglang"  # SGLang, or mrl's small server around transformers' generate
     urls: tuple[str, ...] = ()  # running engines; mrl starts its own when empty
     api_key_file: str | None = None  # the key that the engines at urls want: a file that its owner alone can read
     servers: PositiveInt = 1  # engines that mrl starts
@@ -56,7 +57,14 @@ class SyncConfig(Section):
     """How the actor's weights get to the engines."""
 
     # auto: cuda_ipc or shared_memory on this machine, distributed beyond it
-    transport: Literal["auto", "shared_memory", "http", "distributed", "disk", "cuda_ipc"] = "auto"
+    transport: Literal[
+        "auto",
+        "shared_memory",
+        "http",
+        "distributed",
+        "disk",
+        "cuda_ipc",
+    ] = "auto"
     bucket_mib: PositiveInt = 512  # MiB of weights sent at once, at most
     # checksum: hash every tensor on both sides after a push; a difference ends the run
     verify: Literal["off", "checksum"] = "off"

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
-from mrl.config.schema import RolloutConfig
-from mrl.rollout.process import Launch
-from mrl.rollout.sglang.command import EngineUnavailable, read_config, without_launcher
-from mrl.rollout.transformers_engine import KEY_VARIABLE
+from mrl.rollout.errors import EngineUnavailable
+from mrl.rollout.launch import Launch, ServerSpec, environment
+from mrl.rollout.serving import KEY_VARIABLE
 
 
-def transformers_launch(
-    cfg: RolloutConfig, model_path: str, dtype: str, port: int, *, gpu: bool, api_key: str
-) -> Launch:
+def transformers_launch(spec: ServerSpec) -> Launch:
+    """The key is in its environment, which its own account alone can read."""
+    cfg = spec.cfg
     if cfg.tensor > 1:
         raise EngineUnavailable(
             f"rollout.tensor = {cfg.tensor}: the transformers engine runs on one device; set it to 1"
         )
-    context = cfg.max_context_tokens or read_config(model_path).get("max_position_embeddings", 2048)
-    command = [sys.executable, "-m", "mrl.rollout.transformers_engine.server", "--model-path", model_path]
-    command += ["--dtype", dtype, "--port", str(port), "--device", "cuda" if gpu else "cpu"]
+    context = cfg.max_context_tokens or spec.arch.max_positions
+    command = [sys.executable, "-m", "mrl.rollout.transformers_engine.server", "--model-path", spec.model_path]
+    command += ["--dtype", spec.dtype, "--port", str(spec.port), "--device", "cuda" if spec.gpu else "cpu"]
     command += ["--max-running-requests", str(cfg.max_running_requests or 256)]
     command += ["--context-length", str(context)]
-    env = without_launcher(dict(os.environ))
-    env[KEY_VARIABLE] = api_key
-    env["OMP_NUM_THREADS"] = "1" if not gpu else env.get("OMP_NUM_THREADS", "4")
+    env = environment()
+    env["OMP_NUM_THREADS"] = "1" if not spec.gpu else env.get("OMP_NUM_THREADS", "4")
+    if spec.api_key is not None:
+        env[KEY_VARIABLE] = spec.api_key
     return Launch([*command, *cfg.server_args], env)

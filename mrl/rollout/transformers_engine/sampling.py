@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
-from mrl.rollout.cpu_shim.mrl_cpu_engine.kernels import murmur_hash32_cpu
+from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.kernels import murmur_hash32_cpu
 
 UINT32_MAX = (1 << 32) - 1
 

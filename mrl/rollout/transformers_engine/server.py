@@ -1,4 +1,4 @@
-"""The HTTP front of the transformers engine: the subset of SGLang's interface that `EngineClient` uses.
+"""The HTTP front of the transformers engine: `mrl.rollout.protocol` answered.
 
     MRL_ENGINE_KEY=... python -m mrl.rollout.transformers_engine.server --model-path DIR --port N --context-length N
 
@@ -9,27 +9,20 @@ Not here: update groups (use the shared_memory, http or disk transport), pausing
 from __future__ import annotations
 
 import argparse
-import hmac
-import json
 import logging
 import os
-import sys
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
 
-from mrl.rollout.transformers_engine import KEY_VARIABLE
+from mrl.rollout import protocol
+from mrl.rollout.protocol import Generated, MetaInfo
+from mrl.rollout.serving import KEY_VARIABLE, BadRequest, Route, serve
 from mrl.rollout.transformers_engine.sampling import Job, parse_job
 from mrl.rollout.transformers_engine.worker import Worker
 
 log = logging.getLogger("transformers_engine")
-STRANGER_S = 10.0  # how long one may take to show the key
-
-
-class BadRequest(ValueError):
-    """The caller's mistake: answered with 400 and this text."""
 
 
 class Endpoints:
@@ -38,25 +31,28 @@ class Endpoints:
     def __init__(self, worker: Worker, context: int) -> None:
         self._worker = worker
         self._context = context
-        self.routes: dict[str, Callable[[dict[str, Any]], Any]] = {
+        self.routes: dict[str, Route] = {
             "/health": lambda body: {},
-            "/model_info": self.model_info,
-            "/server_info": lambda body: {"enable_deterministic_inference": True, "skip_tokenizer_init": False},
-            "/flush_cache": lambda body: {"success": True},
-            "/abort_request": lambda body: {"success": True},
-            "/generate": self.generate,
-            "/begin_weight_update": self.begin_weight_update,
-            "/end_weight_update": self.end_weight_update,
-            "/update_weights_from_tensor": self.update_weights_from_tensor,
-            "/update_weights_from_disk": self.update_weights_from_disk,
-            "/update_weight_version": self.update_weight_version,
-            "/weights_checker": self.weights_checker,
+            protocol.MODEL_INFO.path: self.model_info,
+            protocol.SERVER_INFO.path: self.server_info,
+            protocol.FLUSH_CACHE.path: lambda body: {"success": True},
+            protocol.ABORT.path: lambda body: {"success": True},
+            protocol.GENERATE.path: self.generate,
+            protocol.BEGIN_UPDATE.path: lambda body: _attempt(worker.begin_update),
+            protocol.END_UPDATE.path: lambda body: _attempt(worker.end_update),
+            protocol.UPDATE_FROM_TENSOR.path: self.update_weights_from_tensor,
+            protocol.UPDATE_FROM_DISK.path: self.update_weights_from_disk,
+            protocol.UPDATE_VERSION.path: self.update_weight_version,
+            protocol.CHECKSUMS.path: self.weights_checker,
         }
 
     def model_info(self, body: dict[str, Any]) -> Any:
         model_type = self._worker.model.config.model_type
         version = self._worker.weight_version
         return {"model_path": self._worker.model_path, "model_type": model_type, "weight_version": version}
+
+    def server_info(self, body: dict[str, Any]) -> Any:
+        return {"enable_deterministic_inference": True, "skip_tokenizer_init": False}
 
     def generate(self, body: dict[str, Any]) -> Any:
         many = isinstance(body["input_ids"][0], list) if body["input_ids"] else False
@@ -73,12 +69,6 @@ class Endpoints:
         tokens = self._worker.generate(jobs)
         answers = [_answer(job, ids, version) for job, ids in zip(jobs, tokens)]
         return answers if many else answers[0]
-
-    def begin_weight_update(self, body: dict[str, Any]) -> Any:
-        return _attempt(self._worker.begin_update)
-
-    def end_weight_update(self, body: dict[str, Any]) -> Any:
-        return _attempt(self._worker.end_update)
 
     def update_weights_from_tensor(self, body: dict[str, Any]) -> Any:
         payload, version = body["serialized_named_tensors"][0], body.get("weight_version")
@@ -107,8 +97,8 @@ def _attempt(run: Callable[[], None]) -> dict[str, Any]:
     return {"success": True, "message": "Success"}
 
 
-def _answer(job: Job, tokens: list[int], version: str) -> dict[str, Any]:
-    meta = {
+def _answer(job: Job, tokens: list[int], version: str) -> Generated:
+    meta: MetaInfo = {
         "finish_reason": job.finish,
         "prompt_tokens": len(job.prompt),
         "completion_tokens": len(tokens),
@@ -116,64 +106,6 @@ def _answer(job: Job, tokens: list[int], version: str) -> dict[str, Any]:
         "output_token_logprobs": [[value, token, None] for value, token in zip(job.log_probs, tokens)],
     }
     return {"output_ids": tokens, "meta_info": meta}
-
-
-def make_handler(routes: dict[str, Callable[[dict[str, Any]], Any]], key: str) -> type[BaseHTTPRequestHandler]:
-    wanted = f"Bearer {key}".encode()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # an answer's head and body are two writes: the second would wait 40 ms
-        timeout = STRANGER_S
-
-        def do_GET(self) -> None:
-            self._serve()
-
-        def do_POST(self) -> None:
-            self._serve()
-
-        def _serve(self) -> None:
-            given = self.headers.get("Authorization", "").encode("utf-8", "replace")
-            if not hmac.compare_digest(given, wanted):
-                self.close_connection = True
-                return self._reply(401, {"message": "Unauthorized"})
-            self.connection.settimeout(None)
-            data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            endpoint = routes.get(self.path.partition("?")[0])
-            if endpoint is None:
-                return self._reply(404, {"message": f"no endpoint {self.path}"})
-            try:
-                self._reply(200, endpoint(json.loads(data) if data else {}))
-            except (BadRequest, KeyError) as error:
-                self._reply(400, {"success": False, "message": str(error)})
-            except Exception as error:
-                log.exception("%s failed", self.path)
-                self._reply(500, {"success": False, "message": f"{type(error).__name__}: {error}"})
-
-        def _reply(self, status: int, answer: Any) -> None:
-            data = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            if self.close_connection:  # else the client would send its next request into the closing one
-                self.send_header("Connection", "close")
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass  # one line a request says nothing that the trainer does not know
-
-    return Handler
-
-
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 256
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Not a connection that broke, ours or a stranger's: its end knows. The log is for what the engine did."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
 
 
 def main() -> None:
@@ -190,9 +122,8 @@ def main() -> None:
         parser.error(f"set {KEY_VARIABLE}: without a key anybody on this machine could change the weights")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     worker = Worker(args.model_path, getattr(torch, args.dtype), args.device, args.max_running_requests)
-    server = Server(("127.0.0.1", args.port), make_handler(Endpoints(worker, args.context_length).routes, key))
-    log.info("serving %s on port %d", args.model_path, args.port)
-    server.serve_forever()
+    log.info("%s is loaded", args.model_path)
+    serve(args.port, key, Endpoints(worker, args.context_length).routes)
 
 
 if __name__ == "__main__":

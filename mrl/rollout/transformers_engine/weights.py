@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import pickle
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mrl.rollout.checksum import tensor_checksum
-
-VOCAB_PADDING = 64  # SGLang rounds its embedding rows up to this; the rows beyond the vocabulary are zero
-_EXPERT = re.compile(
-    r"(?P<layer>model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.(?P<expert>\d+)\.(?P<part>\w+)\."
-)
-_GATE_UP = {"w1": 0, "gate_proj": 0, "w3": 1, "up_proj": 1}
+from mrl.families import ModelArch
+from mrl.families.engine_names import VOCAB_MULTIPLE, Source, fused_parameters
+from mrl.families.rows import Row
+from mrl.families.table import HF_OUTPUT, weight_table
 
 
 def _tensor_from_bytes(data: bytes) -> Any:
@@ -61,61 +58,54 @@ def read_payload(payload: str, load_format: str | None) -> list[tuple[str, Tenso
     return [(m.name, flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape)) for m in value["metadata"]]
 
 
-def load_named(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy tensors under checkpoint names into the model. Raises KeyError for a name without a place and ValueError
-    for a wrong shape."""
-    places = dict(model.named_parameters())
-    tied = bool(model.config.get_text_config().tie_word_embeddings)  # type: ignore[union-attr,operator]
-    with torch.no_grad():
+class ModelWeights:
+    """The memory of a transformers model under the names that checkpoints may have: its parameters, and the experts in
+    those where transformers joins them. Raises KeyError if the model lacks what its family has."""
+
+    def __init__(self, model: nn.Module, arch: ModelArch) -> None:
+        self._arch = arch
+        self._places: dict[str, Tensor] = {name: parameter.data for name, parameter in model.named_parameters()}
+        for row in weight_table(arch).values():
+            for i, name in enumerate(row.hf):
+                if name not in self._places:
+                    self._places[name] = self._part(row, i)
+
+    def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies tensors under checkpoint names into the model. Raises KeyError for a name without a place and
+        ValueError for a wrong shape."""
         for name, tensor in named:
-            if tied and name == "lm_head.weight":
+            if self._arch.tied_embeddings and name == HF_OUTPUT:
                 continue
-            target = _place(places, name)
+            if name not in self._places:
+                raise KeyError(f"the model has no parameter {name}")
+            target = self._places[name]
             if target.shape != tensor.shape:
                 raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, the model has {tuple(target.shape)}")
             target.copy_(tensor)
 
+    def checksums(self) -> dict[str, str]:
+        """The hash of every parameter under SGLang's names and in its fused layout (one tensor-parallel rank)."""
+        return {
+            name: tensor_checksum(self._fused(sources))
+            for name, sources in fused_parameters(self._arch).items()
+            if not sources[0].row.copy_of
+        }
 
-def _place(places: dict[str, nn.Parameter], name: str) -> Tensor:
-    """The parameter, or the part of a fused expert parameter, that a checkpoint name stands for."""
-    if name in places:
-        return places[name]
-    match = _EXPERT.match(name)
-    if match is None:
-        renamed = name.replace(".block_sparse_moe.", ".mlp.")
-        if renamed in places:
-            return places[renamed]
-        raise KeyError(f"the model has no parameter {name}")
-    prefix, expert, part = f"{match['layer']}.mlp.experts", int(match["expert"]), match["part"]
-    if part in _GATE_UP:
-        fused = places[f"{prefix}.gate_up_proj"][expert]
-        return fused.chunk(2)[_GATE_UP[part]]
-    return places[f"{prefix}.down_proj"][expert]
+    def _fused(self, sources: Sequence[Source]) -> Tensor:
+        tensor = torch.cat([self._places[source.name] for source in sources])
+        if sources[0].row.kind == "vocab":
+            return nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[0] % VOCAB_MULTIPLE))
+        return tensor
+
+    def _part(self, row: Row, i: int) -> Tensor:
+        """The tensor number `i` of a row, in the other form that it may have."""
+        if not row.aliases:
+            raise KeyError(f"the model has no parameter {row.hf[i]}")
+        part = self._places[row.aliases[i].name][tuple(slice(*limits) for limits in row.aliases[i].ranges)]
+        return part.squeeze(0) if part.dim() > len(row.shapes[i]) else part
 
 
-def checksums(model: nn.Module) -> dict[str, str]:
-    """The hash of every parameter under SGLang's names and in its fused layout (one tensor-parallel rank)."""
-    return {name: tensor_checksum(tensor) for name, tensor in _engine_layout(model).items()}
-
-
-def _engine_layout(model: nn.Module) -> dict[str, Tensor]:
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
-    mixtral = model.config.model_type == "mixtral"  # type: ignore[union-attr]
-    out: dict[str, Tensor] = {}
-    for name, tensor in parameters.items():
-        if ".q_proj." in name:
-            parts = [parameters[name.replace(".q_proj.", f".{part}.")] for part in ("q_proj", "k_proj", "v_proj")]
-            out[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat(parts)
-        elif ".gate_proj." in name:
-            out[name.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat(
-                [tensor, parameters[name.replace(".gate_proj.", ".up_proj.")]]
-            )
-        elif ".k_proj." in name or ".v_proj." in name or ".up_proj." in name:
-            continue
-        elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
-            out[name] = nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[0] % VOCAB_PADDING))
-        else:
-            name = name.replace(".experts.gate_up_proj", ".experts.w13_weight")
-            name = name.replace(".experts.down_proj", ".experts.w2_weight")
-            out[name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name] = tensor
-    return out
+def tensor_checksum(tensor: Tensor) -> str:
+    """16 hex digits, as SGLang's on CPU: the first 8 bytes of SHA-256 over the contiguous bytes, of any dtype."""
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(raw.data).hexdigest()[:16]

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from mrl.families import load_arch
 from mrl.rollout.transformers_engine.sampling import Job, PerRowStop, SeededSampler
-from mrl.rollout.transformers_engine.weights import checksums, load_named, read_payload
+from mrl.rollout.transformers_engine.weights import ModelWeights, read_payload
 
 log = logging.getLogger(__name__)
 _LOCAL: Any = {"trust_remote_code": False, "local_files_only": True}  # a model's own code is never run
@@ -44,6 +45,7 @@ class Worker:
         self._device = device
         self._max_batch = max_batch
         self.model = _load(model_path, dtype).to(device).eval()
+        self._weights = ModelWeights(self.model, load_arch(model_path))
         self.eos_ids = _eos_ids(self.model.generation_config)
         self._tokenizer: Any = None
         self._queue: queue.Queue[_Generation | _Task] = queue.Queue()
@@ -71,7 +73,7 @@ class Worker:
         self._do(lambda: self._load_disk(model_path, version))
 
     def checksums(self) -> dict[str, str]:
-        return self._do(lambda: checksums(self.model))
+        return self._do(self._weights.checksums)
 
     def _do(self, run: Callable[[], Any]) -> Any:
         task = _Task(run, Future())
@@ -155,7 +157,7 @@ class Worker:
     def _load_payload(self, payload: str, load_format: str | None, version: str | None) -> None:
         if not self._session:
             raise ValueError("update_weights_from_tensor must run between begin_weight_update and end_weight_update")
-        load_named(self.model, read_payload(payload, load_format))
+        self._weights.load(read_payload(payload, load_format))
         self.weight_version = version or self.weight_version
 
     def _load_disk(self, model_path: str, version: str | None) -> None:
@@ -163,7 +165,7 @@ class Worker:
         if not files:
             raise ValueError(f"{model_path} has no safetensors")
         for file in files:
-            load_named(self.model, load_file(file).items())
+            self._weights.load(load_file(file).items())
         self.model_path = model_path
         self.weight_version = version or self.weight_version
 

@@ -18,14 +18,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mrl import platform
 from mrl.config.schema import ParallelConfig, TrainConfig
 from mrl.core import PackedBatch
-from mrl.models import ModelBatch, build_model
+from mrl.directories import size_text
+from mrl.families.table import weight_table
+from mrl.models.batch import ModelBatch
+from mrl.models.build import build_model
 from mrl.parallel import Meshes
 from mrl.weights.disk.megatron_dirs import MegatronModel
-from mrl.weights.disk.staging import size
 from mrl.weights.disk.torch_dist_files import load_metadata
 from mrl.weights.disk.torch_dist_load import load
 from mrl.weights.errors import WeightError
-from mrl.weights.table import weight_table
 
 LENGTHS = (3, 17, 64)  # of the fixed prompts
 BOUND = 1e-4  # of the largest |logit|
@@ -62,7 +63,9 @@ def _require_memory(model: MegatronModel) -> None:
     values = sum(torch.Size(shape).numel() for row in rows if row.copy_of is None for shape in row.shapes)
     needed, free = 5 * values, psutil.virtual_memory().available  # four bytes each, and room to load them
     if needed > free:
-        raise WeightError(f"comparing logits needs {size(needed)} of memory, {size(free)} are free: use --skip-logits")
+        raise WeightError(
+            f"comparing logits needs {size_text(needed)} of memory, {size_text(free)} are free: use --skip-logits"
+        )
 
 
 @torch.no_grad()

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mrl.families.rows import Row
+from mrl.families.table import weight_table
 from mrl.weights.disk.hf_rows import hf_rows
 from mrl.weights.disk.megatron_dirs import MegatronModel
 from mrl.weights.disk.megatron_source import MegatronCheckpoint
@@ -14,9 +16,7 @@ from mrl.weights.disk.rows import Rows, ZeroRows, flat_shape, memory, row_blocks
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.stored_names import Names, pattern_of
 from mrl.weights.errors import WeightError
-from mrl.weights.kinds import Row
 from mrl.weights.model.load import unused_tensors
-from mrl.weights.table import weight_table
 
 BLOCK_BYTES = 32 << 20
 

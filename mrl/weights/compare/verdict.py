@@ -10,16 +10,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mrl.models import load_arch
+from mrl.directories import size_text
+from mrl.families import load_arch
+from mrl.families.table import Role
 from mrl.parallel import Meshes
 from mrl.weights.compare.logits import BOUND, Logits, compare_logits
 from mrl.weights.compare.tensors import Comparison, Group, compare_tensors
 from mrl.weights.disk.megatron_dirs import open_megatron
 from mrl.weights.disk.safetensors_io import HFCheckpoint
-from mrl.weights.disk.staging import size
 from mrl.weights.disk.stored_names import stored_names
 from mrl.weights.errors import WeightError
-from mrl.weights.table import Role
 
 MAX_LISTED = 12
 WIDTH = 160  # where there is no terminal
@@ -75,7 +75,7 @@ class Verdict:
             scale, error = self.logits.scale, self.logits.error
             logits = f"logits differ by {error:.1e}, {how} {BOUND:g} of their scale {scale:.3g}"
         head = "[green]the same model[/green]" if self.same else "[red]NOT the same model[/red]"
-        return f"{head}: {count} tensors, {size(nbytes)}; {logits}"
+        return f"{head}: {count} tensors, {size_text(nbytes)}; {logits}"
 
 
 def judge(

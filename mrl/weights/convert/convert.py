@@ -8,18 +8,18 @@ written.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
-from mrl.config.model_dirs import FORMAT, MANIFEST, RELEASE, TRACKER, VERSION
-from mrl.files import sizes, sync
-from mrl.models import ModelArch, load_arch
+from mrl.config.model_dirs import FORMAT, RELEASE, TRACKER, VERSION
+from mrl.directories import Staging, write_manifest
+from mrl.families import ModelArch, load_arch
+from mrl.families.table import Role, weight_table
 from mrl.parallel import Meshes
 from mrl.weights.agreement import raise_together
 from mrl.weights.convert import WORKERS
@@ -37,13 +37,12 @@ from mrl.weights.disk.megatron_dirs import open_megatron
 from mrl.weights.disk.megatron_source import MegatronCheckpoint
 from mrl.weights.disk.model_files import copy_model_files, role_of
 from mrl.weights.disk.safetensors_io import HFCheckpoint
-from mrl.weights.disk.staging import Staging
+from mrl.weights.disk.staging import staged
 from mrl.weights.disk.stored_names import stored_names
 from mrl.weights.disk.torch_dist_files import Item, write_metadata
 from mrl.weights.errors import WeightError
 from mrl.weights.model.export import write_index
 from mrl.weights.model.load import unused_tensors
-from mrl.weights.table import Role, weight_table
 
 BUCKET_BYTES = 32 << 20
 
@@ -92,7 +91,7 @@ def hf_to_megatron(path: Path, target: Path, options: Options, meshes: Meshes) -
         plan = plan_torch_dist(checkpoint, source, options.dtype, options.allow_pickle, options.bucket_bytes)
     shares = cut(plan.blocks, crew.size)
     nbytes = _bytes(plan.blocks)
-    with _staged(target, nbytes, crew) as staging:
+    with staged(target, nbytes) as staging:
         weights = staging.directory / RELEASE
         crew.on_main(f"making {weights}", weights.mkdir)
         files = [weights / f"__{number}_0.distcp" for number in range(crew.size)]
@@ -125,7 +124,7 @@ def megatron_to_hf(path: Path, target: Path, options: Options, meshes: Meshes) -
             checkpoint, source, partial, options.dtype, options.max_file_bytes, options.bucket_bytes
         )
         nbytes = _bytes(plan.blocks)
-        with _staged(target, nbytes, crew) as staging:
+        with staged(target, nbytes) as staging:
             crew.on_main(f"making files in {partial}", lambda: create_files(plan.files, partial))
             crew.move([Share(blocks) for blocks in cut(plan.blocks, crew.size)])
 
@@ -176,18 +175,6 @@ def _bytes(blocks: Sequence[Block]) -> int:
     return sum(block.nbytes for block in blocks)
 
 
-@contextlib.contextmanager
-def _staged(target: Path, nbytes: int, crew: Crew) -> Iterator[Staging]:
-    """The staged directory, entered and left by rank 0; known to all."""
-    staging = Staging(target, nbytes)
-    crew.on_main(f"beginning {target}", staging.__enter__)
-    try:
-        yield staging
-    finally:
-        if crew.is_main:
-            staging.__exit__(None, None, None)
-
-
 def _complete_megatron(staging: Staging, source: Source, plan: TorchDistPlan, items: Sequence[Item]) -> None:
     root, weights = staging.directory, staging.directory / RELEASE
     write_metadata(weights, plan.tensors, items)
@@ -196,9 +183,6 @@ def _complete_megatron(staging: Staging, source: Source, plan: TorchDistPlan, it
     (root / TRACKER).write_text(RELEASE)
     dtype = plan.blocks[0].dtype
     copy_model_files(source.path, root, dtype, source.role)
-    files = sizes(root)
-    for name in files:
-        sync(root / name)
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -207,8 +191,6 @@ def _complete_megatron(staging: Staging, source: Source, plan: TorchDistPlan, it
         "dtype": str(dtype).removeprefix("torch."),
         "vocabulary_rows": source.arch.vocab_size,
         "keys": dict(source.names.keys),
-        "files": files,
     }
-    (root / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    sync(root / MANIFEST)
+    write_manifest(root, manifest)
     staging.commit()

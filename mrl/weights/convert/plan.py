@@ -11,7 +11,9 @@ from pathlib import Path
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from mrl.models import ModelArch
+from mrl.families import ModelArch
+from mrl.families.rows import Row
+from mrl.families.table import Role, weight_table
 from mrl.weights.convert.blocks import Block, Place, Span
 from mrl.weights.disk.hf_rows import parameter_rows, source_dtypes
 from mrl.weights.disk.megatron_source import MegatronCheckpoint
@@ -20,9 +22,7 @@ from mrl.weights.disk.safetensors_io import FLOATS, HFCheckpoint
 from mrl.weights.disk.stored_names import Names, leading_shape
 from mrl.weights.disk.torch_dist_files import pickled
 from mrl.weights.errors import WeightError
-from mrl.weights.kinds import Row
 from mrl.weights.model.export import OutputFile, TensorMeta, plan_files
-from mrl.weights.table import Role, weight_table
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mrl.models import ModelArch
+from mrl.families import ModelArch
+from mrl.families.rows import Alias, Row
 from mrl.weights.disk.rows import FileRows, Mosaic, Rows, ZeroRows, flat_shape, stacked
 from mrl.weights.disk.safetensors_io import HFCheckpoint
-from mrl.weights.kinds import Alias, Row, segments
+from mrl.weights.kinds import segments
 
 
 @dataclass(frozen=True)

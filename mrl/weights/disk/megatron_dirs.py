@@ -10,14 +10,15 @@ from typing import Any
 
 import yaml
 
-from mrl.config.model_dirs import FORMAT, MANIFEST, RELEASE, TRACKER, read_converted, read_manifest
+from mrl.config.model_dirs import FORMAT, RELEASE, TRACKER, read_converted
+from mrl.directories import MANIFEST, read_manifest
+from mrl.families import ModelArch, load_arch
+from mrl.families.table import Role
 from mrl.files import lock_for_reading
-from mrl.models import ModelArch, load_arch
 from mrl.weights.disk.model_files import role_of
 from mrl.weights.disk.stored_names import Names
 from mrl.weights.disk.torch_dist_files import METADATA
 from mrl.weights.errors import WeightError
-from mrl.weights.table import Role
 
 RUN_STATE, RUN_CONFIG = "state.json", "config.yaml"
 UNNAMED = Names({}, ())

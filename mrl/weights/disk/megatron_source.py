@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
-from mrl.models import ModelArch
+from mrl.families import ModelArch
+from mrl.families.rows import Row
+from mrl.families.table import weight_table
 from mrl.weights.disk.rows import Mosaic, Piece, Rows, RowsTensor, flat_shape, stacked
 from mrl.weights.disk.stored_names import Names
 from mrl.weights.disk.torch_dist_files import ArchiveRows, Item, StoredTensor, read_metadata
 from mrl.weights.errors import WeightError
-from mrl.weights.kinds import Row, segments
-from mrl.weights.table import weight_table
+from mrl.weights.kinds import segments
 
 OTHER_STATE = ("optimizer.", "chained_", "rng_state", "rerun_state")  # of training, beside the model
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from mrl.config.model_dirs import TRACKER
+from mrl.families import VALUE_HEAD_SUFFIX, architecture_of, read_hf_config
+from mrl.families.table import Role
 from mrl.foreign import TEMPLATES
-from mrl.models.arch import VALUE_HEAD_SUFFIX, architecture_of, read_hf_config
-from mrl.weights.table import Role
 
 _KEPT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", TEMPLATES)
 

@@ -14,11 +14,12 @@ from typing import Any
 
 from mrl import platform
 from mrl.config.schema import ParallelConfig
-from mrl.models import ModelArch, global_name
+from mrl.families import ModelArch
+from mrl.families.table import Role, weight_table
 from mrl.models.build import build_skeleton
+from mrl.models.naming import global_name
 from mrl.parallel import Meshes
 from mrl.weights.errors import WeightError
-from mrl.weights.table import Role, weight_table
 
 platform.install()
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory  # noqa: E402
@@ -46,13 +47,13 @@ def pattern_of(name: str) -> str:
 
 def leading_shape(arch: ModelArch, dimensions: int) -> tuple[int, ...]:
     """The stacked dimensions: none, (layers,) or (layers, experts)."""
-    return (arch.num_layers, arch.num_experts or 0)[:dimensions]
+    return (arch.num_layers, arch.experts.count if arch.experts else 0)[:dimensions]
 
 
 def stored_names(arch: ModelArch, hf_path: str, role: Role, meshes: Meshes) -> Names:
     """Collective over the world, as every Mesh is. Raises WeightError if Megatron does not stack as said above."""
     mesh = meshes.get(_ONE_PROCESS)
-    small = replace(arch, num_layers=min(2, arch.num_layers))
+    small = replace(arch, layers=arch.layers[:2])
     with mesh.active():
         model = build_skeleton(small, hf_path, mesh, role)
         state = model.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp_group})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +13,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mrl.models.arch import ModelArch
+from mrl.families import ModelArch
+from mrl.families.rows import Row
+from mrl.families.table import VALUE_HEAD, Role, weight_table
+from mrl.files import sync
 from mrl.parallel import Mesh, gather, rank
-from mrl.weights.agreement import raise_together
+from mrl.weights.agreement import WeightAgreement, raise_together
 from mrl.weights.disk.model_files import copy_model_files
 from mrl.weights.disk.safetensors_io import INDEX, SINGLE
-from mrl.weights.kinds import Row, to_hf
-from mrl.weights.model.load import cut_of
+from mrl.weights.disk.staging import staged
+from mrl.weights.kinds import to_hf
 from mrl.weights.model.names import named_parameters
-from mrl.weights.table import VALUE_HEAD, Role, weight_table
 
 GIB = 1 << 30
 
@@ -102,7 +102,7 @@ class Exporter:
 
     def _gather(self, row: Row, shard: Tensor) -> list[Tensor] | None:
         """All shards on the sender, None elsewhere."""
-        tp, tp_rank = cut_of(row, self.mesh)
+        tp, tp_rank = self.mesh.tensor_cut(row.expert)
         if row.tp_dim is None or tp == 1:
             return [shard] if tp_rank == 0 else None
         shard = shard.contiguous()
@@ -115,7 +115,7 @@ class Exporter:
         mine = [
             TensorMeta(name, shape, parameter.dtype, rank())
             for row, parameter in self._mine
-            if cut_of(row, self.mesh)[1] == 0
+            if self.mesh.tensor_cut(row.expert)[1] == 0
             for name, shape in zip(row.hf, row.shapes, strict=True)
         ]
         return [meta for metas in gather(mine) for meta in metas]
@@ -164,28 +164,24 @@ def save_hf(
 
     Weights come from the exporter, at most one file's worth of them at a time on a sender; config.json (with the
     weights' dtype), tokenizer, generation config and chat template from `src_dir`. Everything is written next to
-    `dst_dir` and renamed at the end, so a directory of that name is complete or was not touched.
+    `dst_dir` and renamed when it is durable, so a directory of that name is complete or was not touched.
 
-    Raises WeightError on every rank if `dst_dir` is not empty (unless `overwrite`) or a file cannot be written.
+    Raises WeightError on every rank if `dst_dir` is not empty (unless `overwrite`) or a file cannot be written; nothing
+    of it is left then.
     """
-    source, target = Path(src_dir), Path(dst_dir)
-    partial = target.with_name(f".{target.name}.partial")
-    files = plan_files(exporter.metas(), max_file_bytes)
+    target, metas = Path(dst_dir), exporter.metas()
+    files = plan_files(metas, max_file_bytes)
     what = f"writing {target} failed"
-    raise_together(_begin(target, partial, overwrite) if rank() == 0 else [], what)
-    raise_together(_write_weights(exporter, files, partial), what)
-    raise_together(_finish(files, source, target, partial, exporter.role) if rank() == 0 else [], what)
+    with staged(target, sum(meta.nbytes for meta in metas), overwrite=overwrite) as staging:
 
+        def complete() -> None:
+            copy_model_files(Path(src_dir), staging.directory, metas[0].dtype, exporter.role)
+            if len(files) > 1:
+                write_index(files, staging.directory)
+            staging.commit()
 
-def _begin(target: Path, partial: Path, overwrite: bool) -> list[str]:
-    if target.exists() and not overwrite and not (target.is_dir() and not any(target.iterdir())):
-        return [f"{target} exists and is not empty; remove it or choose another directory"]
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    except OSError as e:
-        return [str(e)]
-    return []
+        raise_together(_write_weights(exporter, files, staging.directory), what)
+        WeightAgreement().on_main(what, complete)
 
 
 def _write_weights(exporter: Exporter, files: Sequence[OutputFile], directory: Path) -> list[str]:
@@ -202,21 +198,11 @@ def _write_weights(exporter: Exporter, files: Sequence[OutputFile], directory: P
         file = todo.pop(0)
         try:
             save_file(pending, directory / file.name, metadata={"format": "pt"})
+            sync(directory / file.name)
         except (OSError, SafetensorError) as e:
             problems.append(f"{directory / file.name}: {e}")
         pending = {}
     return problems
-
-
-def _finish(files: Sequence[OutputFile], source: Path, target: Path, partial: Path, role: Role) -> list[str]:
-    try:
-        copy_model_files(source, partial, files[0].tensors[0].dtype, role)
-        if len(files) > 1:
-            write_index(files, partial)
-        _replace(partial, target)
-    except (OSError, ValueError) as e:
-        return [str(e)]
-    return []
 
 
 def write_index(files: Sequence[OutputFile], directory: Path) -> None:
@@ -225,12 +211,3 @@ def write_index(files: Sequence[OutputFile], directory: Path) -> None:
         "weight_map": {meta.name: file.name for file in files for meta in file.tensors},
     }
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _replace(partial: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        os.replace(target, old)
-    os.replace(partial, target)
-    shutil.rmtree(old, ignore_errors=True)

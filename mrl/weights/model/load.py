@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from mrl import platform
 from mrl.config.model_dirs import is_converted
-from mrl.models.arch import ModelArch, is_reward_model
+from mrl.families import ModelArch, is_reward_model
+from mrl.families.rows import Row
+from mrl.families.table import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, HF_VALUE_HEAD, OUTPUT, Role, weight_table
 from mrl.parallel import Mesh
 from mrl.weights.agreement import raise_together
 from mrl.weights.disk.megatron_dirs import converted
@@ -22,9 +24,8 @@ from mrl.weights.disk.megatron_source import MegatronCheckpoint
 from mrl.weights.disk.rows import all_finite, row_blocks
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.errors import WeightError
-from mrl.weights.kinds import Row, Sliceable, to_megatron
+from mrl.weights.kinds import Sliceable, to_megatron
 from mrl.weights.model.names import named_parameters
-from mrl.weights.table import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, HF_VALUE_HEAD, OUTPUT, Role, weight_table
 
 BUFFERS = ("rotary_emb.inv_freq",)  # old checkpoints hold them; they follow from config.json
 COMPARED_BYTES = 32 << 20  # at once
@@ -156,11 +157,6 @@ def _load(
     raise_together(_tied_problems(items, mesh), f"loading {path} failed")
 
 
-def cut_of(row: Row, mesh: Mesh) -> tuple[int, int]:
-    """(size, rank) of the tensor parallelism that cuts this parameter."""
-    return (mesh.etp, mesh.etp_rank) if row.expert else (mesh.tp, mesh.tp_rank)
-
-
 def _match(
     chunks: Sequence[nn.Module], table: Mapping[str, Row], problems: list[str]
 ) -> tuple[dict[str, nn.Parameter], list[str]]:
@@ -241,7 +237,7 @@ def _untied(checkpoint: Checkpoint, shape: tuple[int, int]) -> Iterator[str]:
 
 
 def _fill(item: Item, arch: ModelArch, mesh: Mesh) -> None:
-    tp, tp_rank = cut_of(item.row, mesh)
+    tp, tp_rank = mesh.tensor_cut(item.row.expert)
     parameter = item.parameter
     padded_vocab = parameter.shape[0] * tp if item.row.kind == "vocab" else 0
     shard = to_megatron(item.row, item.sources, arch, tp, tp_rank, padded_vocab)

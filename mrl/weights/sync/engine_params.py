@@ -6,22 +6,14 @@ its tensor-parallel ranks; an engine that keeps the Hugging Face names is the ca
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from mrl.models.arch import ModelArch
+from mrl.families import ModelArch
+from mrl.families.engine_names import VOCAB_MULTIPLE, Source, fused_parameters, plain_parameters
 from mrl.weights.sync.payload import TensorMeta, nbytes
-
-VOCAB_MULTIPLE = 64
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_STACKED = re.compile(r"(?P<experts>.*\.experts)\.(?P<kind>w13_weight|w2_weight|gate_up_proj|down_proj)$")
-_EXPERT_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-_CUT_COLUMNS = re.compile(r"(o_proj|down_proj|w2)\.weight$")
-_CUT_ROWS = re.compile(r"(gate_proj|up_proj|w1|w3)\.(weight|bias)$")
-_VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True)
@@ -87,61 +79,40 @@ class _Cutter:
     def __init__(self, shape: EngineShape, rank: int, metas: Mapping[str, TensorMeta], arch: ModelArch) -> None:
         self.shape, self.rank, self.metas, self.arch = shape, rank, metas, arch
         self.tp = shape.tensor if shape.fuses else 1
+        self.sources = fused_parameters(arch) if shape.fuses else plain_parameters(arch)
 
     def param(self, name: str) -> EngineParam | None:
         """None when no exported tensor fills it."""
-        sources = self._sources(name)
-        if sources is None or any(source not in self.metas for source in sources):
+        sources = self.sources.get(name, ())
+        if not sources or any(source.name not in self.metas for source in sources):
             return None
-        parts = tuple(self._part(self.metas[source]) for source in sources)
-        padding = self._vocab_padding(parts[0]) if name in _VOCAB and self.shape.fuses else 0
+        parts = tuple(self._part(source) for source in sources)
+        padding = self._vocab_padding(parts[0]) if sources[0].row.kind == "vocab" and self.shape.fuses else 0
         return EngineParam(name, parts, padding)
 
-    def _sources(self, name: str) -> list[str] | None:
-        stacked = _STACKED.match(name)
-        if stacked and self.arch.num_experts:
-            return self._expert_sources(stacked["experts"], stacked["kind"])
-        for fused, pieces in _FUSED.items():
-            if f".{fused}." in name:
-                return [name.replace(f".{fused}.", f".{piece}.") for piece in pieces]
-        if name == "lm_head.weight" and self.arch.tied_embeddings:
-            return ["model.embed_tokens.weight"]
-        return [name]
-
-    def _expert_sources(self, experts: str, kind: str) -> list[str] | None:
-        for gate, up, down in _EXPERT_NAMES:
-            if f"{experts}.0.{gate}.weight" in self.metas:
-                pieces = (gate, up) if kind in ("w13_weight", "gate_up_proj") else (down,)
-                count = self.arch.num_experts or 0
-                return [f"{experts}.{e}.{piece}.weight" for e in range(count) for piece in pieces]
-        return None
-
-    def _part(self, meta: TensorMeta) -> Part:
-        cut = self._range(meta)
+    def _part(self, source: Source) -> Part:
+        meta = self.metas[source.name]
+        cut = self._range(source, meta)
         if cut is None or self.tp == 1:
             return Part(meta.name, nbytes(meta))
         dim, start, size = cut
         return Part(meta.name, nbytes(meta) // meta.shape[dim] * size, dim, start, size)
 
-    def _range(self, meta: TensorMeta) -> tuple[int, int, int] | None:
+    def _range(self, source: Source, meta: TensorMeta) -> tuple[int, int, int] | None:
         """(dim, start, size) of this engine rank's share."""
-        name, rows = meta.name, meta.shape[0]
-        if name in _VOCAB:
+        kind, rows = source.row.kind, meta.shape[0]
+        if kind == "vocab":
             per_rank = self._vocab_rows()
             start = min(rows, self.rank * per_rank)
             return 0, start, min(rows, start + per_rank) - start
-        if ".q_proj." in name:
-            return 0, self.rank * (rows // self.tp), rows // self.tp
-        if ".k_proj." in name or ".v_proj." in name:
+        if kind == "qkv" and source.index > 0:
             kv_heads = self.arch.num_kv_heads
             shares = min(kv_heads, self.tp)  # fewer heads than ranks: neighbours hold the same one
             return 0, self.rank * shares // self.tp * (rows // shares), rows // shares
-        if _CUT_ROWS.search(name):
-            return 0, self.rank * (rows // self.tp), rows // self.tp
-        if _CUT_COLUMNS.search(name):
-            columns = meta.shape[1] // self.tp
-            return 1, self.rank * columns, columns
-        return None
+        if source.row.tp_dim is None:
+            return None
+        size = meta.shape[source.row.tp_dim] // self.tp
+        return source.row.tp_dim, self.rank * size, size
 
     def _vocab_rows(self) -> int:
         """Rows of the padded vocabulary on each engine rank."""

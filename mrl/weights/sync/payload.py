@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from mrl.models.arch import ModelArch
+from mrl.families import ModelArch
 
 
 class TensorMeta(Protocol):

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.config.schema import SyncConfig
-from mrl.rollout.client import OPEN, Access, EngineClient, EngineError
+from mrl.rollout.access import OPEN, Access
+from mrl.rollout.client import EngineClient
+from mrl.rollout.errors import EngineError
 from mrl.weights.agreement import SyncAgreement
 from mrl.weights.errors import SyncError, SyncMismatch, WeightError
 from mrl.weights.sync import transports
@@ -152,12 +154,14 @@ class WeightSync:
         def decide() -> tuple[str, Path | None]:
             colocated = one_machine and transports.is_local([client.url for client in self._engines.clients])
             name = transports.resolve(self._cfg.transport, colocated, self._directory)
-            return name, transports.make_directory(self._directory) if name == "disk" else None
+            needs_directory = transports.TRANSPORTS[name].needs_directory
+            return name, transports.make_directory(self._directory) if needs_directory else None
 
         name, directory = self._on_rank_0("choosing a transport", decide)
 
         def build() -> None:
-            self._transport = transports.build(name, self._engines, Place(self._rank, platform.device(), directory))
+            place = Place(self._rank, platform.device(), directory)
+            self._transport = transports.TRANSPORTS[name](self._engines, place)
 
         self._everywhere(f"setting up transport {name}", build)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from mrl.models.arch import ModelArch
-from mrl.rollout.answers import RankChecksums
+from mrl.families import ModelArch
+from mrl.families.table import HF_OUTPUT
 from mrl.rollout.client import EngineClient
+from mrl.rollout.protocol import RankChecksums, ServerInfo
 from mrl.weights.agreement import SyncAgreement
 from mrl.weights.errors import SyncMismatch, WeightError
 from mrl.weights.sync.checksum import Key, Mismatch, ParamHash, Sha256Hash, StreamHasher, TileHash
@@ -34,7 +34,7 @@ class Verifier:
             self._params |= {(rank, name): param for name, param in params.items()}
         covered = {source for param in self._params.values() for source in param.sources}
         if arch.tied_embeddings:
-            covered.add("lm_head.weight")
+            covered.add(HF_OUTPUT)
         unheld = [meta.name for meta in metas if meta.name not in covered]
         if unknown or unheld:
             raise WeightError(
@@ -86,8 +86,8 @@ def ask_shape(engines: Engines) -> tuple[EngineShape, type[ParamHash]]:
     return shapes[0]
 
 
-def hash_kind(server_info: Mapping[str, Any]) -> type[ParamHash]:
-    return TileHash if str(server_info.get("device", "cpu")).startswith("cuda") else Sha256Hash
+def hash_kind(server: ServerInfo) -> type[ParamHash]:
+    return TileHash if server.device.startswith("cuda") else Sha256Hash
 
 
 def check(verifier: Verifier, engines: Engines, expected: Mapping[Key, str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,21 +17,22 @@ from mrl.weights.sync.transports.distributed import Distributed, own_address
 from mrl.weights.sync.transports.http import Http
 from mrl.weights.sync.transports.shared_memory import SharedMemory
 
-__all__ = ["Deadline", "Engines", "Place", "Transport", "build", "is_local", "make_directory", "resolve"]
+__all__ = ["TRANSPORTS", "Deadline", "Engines", "Place", "Transport", "is_local", "make_directory", "resolve"]
 
-SAME_MACHINE = ("shared_memory", "cuda_ipc")
-
-_BUILDERS: dict[str, Callable[[Engines, Place], Transport]] = {
-    "shared_memory": SharedMemory,
-    "http": Http,
-    "distributed": lambda engines, place: Distributed(engines, place, platform.backend()),
-    "disk": Disk,
-    "cuda_ipc": CudaIpc,
+TRANSPORTS: dict[str, type[Transport]] = {
+    kind.name: kind
+    for kind in (
+        SharedMemory,
+        Http,
+        Distributed,
+        Disk,
+        CudaIpc,
+    )
 }
 
 
 def resolve(transport: str, colocated: bool, directory: Path | None) -> str:
-    """`auto`: through memory on one machine, over a process group between machines.
+    """The name of the transport to use. `auto`: through memory on one machine, over a process group between machines.
 
     Raises WeightError for a transport that cannot reach engines on another machine.
     """
@@ -39,15 +40,12 @@ def resolve(transport: str, colocated: bool, directory: Path | None) -> str:
         if not colocated:
             return "distributed"
         return "cuda_ipc" if platform.device().type == "cuda" else "shared_memory"
-    if not colocated and (transport in SAME_MACHINE or (transport == "disk" and directory is None)):
+    kind = TRANSPORTS[transport]
+    if not colocated and (kind.one_machine or (kind.needs_directory and directory is None)):
         raise WeightError(
             f"sync.transport {transport} needs the engines and all senders on one machine: use distributed or http"
         )
     return transport
-
-
-def build(transport: str, engines: Engines, place: Place) -> Transport:
-    return _BUILDERS[transport](engines, place)
 
 
 def is_local(urls: Sequence[str]) -> bool:

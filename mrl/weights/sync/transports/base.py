@@ -86,6 +86,8 @@ class Transport(ABC):
 
     name: ClassVar[str]
     uses_session: ClassVar[bool] = True  # the engine wants begin_weight_update around it, where it knows sessions
+    one_machine: ClassVar[bool] = False  # senders and engines have to share one
+    needs_directory: ClassVar[bool] = False  # that senders and engines see: `Place.directory`
 
     def __init__(self, engines: Engines, place: Place) -> None:
         self.engines, self.place = engines, place

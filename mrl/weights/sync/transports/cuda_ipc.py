@@ -26,6 +26,7 @@ class CudaIpc(Transport):
     """
 
     name = "cuda_ipc"
+    one_machine = True
     _flat: Tensor | None = None
 
     def __init__(self, engines: Engines, place: Place) -> None:

@@ -24,6 +24,7 @@ class Disk(Transport):
 
     name = "disk"
     uses_session = False
+    needs_directory = True
     _flat: Tensor | None = None
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.rollout.client import EngineClient, EngineError
+from mrl import platform
+from mrl.rollout.client import EngineClient
+from mrl.rollout.errors import EngineError
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket
 from mrl.weights.sync.transports.base import Engines, Place, Transport, largest
@@ -36,10 +38,10 @@ class Distributed(Transport):
 
     name = "distributed"
 
-    def __init__(self, engines: Engines, place: Place, backend: str) -> None:
+    def __init__(self, engines: Engines, place: Place) -> None:
         super().__init__(engines, place)
-        self._backend = backend
-        self._device = place.device if backend == "nccl" else torch.device("cpu")
+        self._backend = platform.backend()
+        self._device = place.device if self._backend == "nccl" else torch.device("cpu")
         self._groups: dict[EngineClient, tuple[str, Any]] = {}
         self._abandoned: list[Any] = []
         self._flat: Tensor | None = None

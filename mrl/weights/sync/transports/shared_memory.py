@@ -19,6 +19,7 @@ class SharedMemory(Transport):
     """One buffer a sender, as large as its largest bucket, reused by all of them and freed after each push."""
 
     name = "shared_memory"
+    one_machine = True
     _buffer: SharedBuffer | None = None
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:

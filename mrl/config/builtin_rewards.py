@@ -1,0 +1,15 @@
+"""The built-in rewards by name, and where each stands. The standard library only: reward workers start with it."""
+
+from __future__ import annotations
+
+COMPARISONS = {  # f(response, answer), the answer being the row's
+    "exact_match": "mrl.reward.functions",
+    "sorted_digits": "mrl.reward.functions",
+    "arithmetic": "mrl.reward.functions",
+    "math": "mrl.reward.math_answer",
+    "multiple_choice": "mrl.reward.functions",
+}
+SHAPES = dict.fromkeys(("format", "length", "overlong"), "mrl.reward.shaping")  # f(response, tokens, **its section)
+WITH_SECTION = ("code", *SHAPES)  # `reward` has a section of settings for each
+BUILTIN_REWARDS = (*COMPARISONS, *WITH_SECTION)
+RESERVED = ("mean", "failed")  # metrics beside the components' scores and their parts

@@ -1,0 +1,30 @@
+"""What is checked of `trainer: rl` beside what every trainer is checked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config.checks import algorithm, batch, models, policy, reuse, reward, rollout
+from mrl.config.checks.base import Archs
+from mrl.config.derived import Machine
+from mrl.config.problems import Problem
+from mrl.config.trainers.rl import RLConfig
+
+
+def check_files(cfg: RLConfig) -> Iterator[Problem]:
+    """Of keys and functions that it names."""
+    yield from rollout.check_key_file(cfg.rollout)
+    yield from reward.check_functions(cfg.reward)
+    yield from algorithm.check_files(cfg)
+    yield from policy.check_file(cfg)
+
+
+def check(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    yield from batch.check(cfg, machine)
+    yield from models.check_critic(cfg)
+    yield from algorithm.check_kl(cfg)
+    yield from rollout.check(cfg, archs["actor"], machine)
+    yield from policy.check(cfg)
+    yield from algorithm.check(cfg)
+    yield from reward.check(cfg)
+    yield from reuse.check(cfg, machine)

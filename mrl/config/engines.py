@@ -1,0 +1,39 @@
+"""The engines that `rollout.engine` can name: a line for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticKnownError
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """A program that answers `mrl.rollout.protocol`.
+
+    launch: `module:function` of mrl.rollout.launch.ServerSpec -> Launch, imported when a run starts such an engine
+    ignores: keys of `rollout` that have no effect on it
+    """
+
+    launch: str
+    ignores: tuple[str, ...] = ()
+
+
+ENGINES = {
+    "sglang": EngineKind("mrl.rollout.sglang.command:sglang_launch"),
+    "transformers": EngineKind(
+        "mrl.rollout.transformers_engine.command:transformers_launch",
+        ignores=("tensor", "memory_fraction", "server_args"),
+    ),
+}
+
+
+def _in_the_table(name: Any) -> Any:
+    if isinstance(name, str) and name in ENGINES:
+        return name
+    raise PydanticKnownError("literal_error", {"expected": " or ".join(f"'{known}'" for known in ENGINES)})
+
+
+EngineName = Annotated[str, Field(description=" | ".join(ENGINES)), BeforeValidator(_in_the_table)]

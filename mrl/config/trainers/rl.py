@@ -1,0 +1,110 @@
+"""`trainer: rl`, and the numbers that follow from its keys."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mrl.config.sections.algorithm import Algorithm, AlgorithmConfig
+from mrl.config.sections.data import BatchConfig
+from mrl.config.sections.models import CriticConfig, RefConfig
+from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
+from mrl.config.sections.reward import RewardConfig
+from mrl.config.sections.rollout import RolloutConfig, SyncConfig, ValidationConfig
+from mrl.config.trainers.base import Config, DataUse, ModelUse
+
+
+class RLConfig(Config):
+    """`trainer: rl`: PPO, GRPO and their kin."""
+
+    trainer: Literal["rl"]  # PPO, GRPO and their kin
+    critic: CriticConfig | None = None
+    ref: RefConfig = RefConfig()
+    ema: EMAConfig | None = None
+    batch: BatchConfig
+    rollout: RolloutConfig = RolloutConfig()
+    sync: SyncConfig = SyncConfig()
+    reward: RewardConfig
+    algorithm: Algorithm
+    replay: ReplayConfig | None = None
+    ptx: PTXConfig | None = None
+    validation: ValidationConfig = ValidationConfig()
+
+    def models(self) -> dict[str, ModelUse]:
+        found = super().models()
+        if (critic := self.critic) is not None:
+            found["critic"] = ModelUse(critic.path, critic.parallel, critic.optimizer)
+        found["ref"] = ModelUse(self.ref.path, self.ref.parallel if needs_ref(self) else None)
+        if (judge := self.reward.model) is not None:
+            found["reward.model"] = ModelUse(judge.path, judge.parallel or self.actor.parallel, scores=True)
+        return found
+
+    def data_uses(self) -> dict[str, DataUse]:
+        found = {"data": DataUse(self.data, self.batch.prompts_per_step, is_sampled=True)}
+        if self.ptx is not None:
+            found["ptx.data"] = DataUse(self.ptx.data, most_updates_per_step(self) * self.ptx.samples_per_update)
+        return found
+
+    def rewards(self) -> RewardConfig:
+        return self.reward
+
+    def algorithm_used(self) -> AlgorithmConfig:
+        return self.algorithm
+
+    def given_urls(self) -> tuple[str, ...]:
+        return self.rollout.urls
+
+    def summary(self) -> list[tuple[str, str]]:
+        batch, new, reused = self.batch, samples_per_step(self), reused_samples_per_step(self)
+        minibatch = batch.samples_per_minibatch or new + reused
+        updates = f"{batch.epochs_per_step} x {(new + reused) // minibatch} mini-batches of {minibatch} samples"
+        rows = [("step", f"{batch.prompts_per_step} prompts x {batch.samples_per_prompt} = {new} samples")]
+        if (groups := self.algorithm.filter_groups).is_on:
+            bound = f"at most {groups.max_num_gen_batches} rounds of {prompts_per_round(self)} prompts a step"
+            rows.append(("dynamic sampling", bound))
+        if self.replay is not None:
+            kept = f"at most {self.replay.buffer_prompts} prompts are kept"
+            rows.append(("replay", f"{reused} samples of earlier steps beside them; {kept}"))
+        rows.append(("updates", f"{most_updates_per_step(self)} a step: {updates}"))
+        own = f"{self.rollout.servers} x tensor {self.rollout.tensor}"
+        where = own if not self.rollout.urls else "at given addresses"
+        return [*rows, ("engine", f"{self.rollout.engine}, {where}")]
+
+
+def needs_ref(cfg: RLConfig) -> bool:
+    return cfg.algorithm.kl.use_in_reward or cfg.algorithm.kl.use_in_loss
+
+
+def samples_per_step(cfg: RLConfig) -> int:
+    return cfg.batch.prompts_per_step * cfg.batch.samples_per_prompt
+
+
+def prompts_per_round(cfg: RLConfig) -> int:
+    """Prompts that are sampled at once."""
+    return cfg.algorithm.filter_groups.prompts_per_round or cfg.batch.prompts_per_step
+
+
+def most_samples_per_step(cfg: RLConfig) -> int:
+    """Responses that a step may draw: every round of dynamic sampling, and the greedy ones."""
+    groups = cfg.algorithm.filter_groups
+    drawn = prompts_per_round(cfg) * groups.max_num_gen_batches if groups.is_on else cfg.batch.prompts_per_step
+    greedy = cfg.batch.prompts_per_step if cfg.algorithm.needs_greedy else 0
+    return drawn * cfg.batch.samples_per_prompt + greedy
+
+
+def samples_per_minibatch(cfg: RLConfig) -> int:
+    return cfg.batch.samples_per_minibatch or samples_per_step(cfg)
+
+
+def updates_per_step(cfg: RLConfig) -> int:
+    return cfg.batch.epochs_per_step * (samples_per_step(cfg) // samples_per_minibatch(cfg))
+
+
+def reused_samples_per_step(cfg: RLConfig) -> int:
+    """Of earlier steps, once the replay buffer has enough."""
+    return cfg.replay.prompts_per_step * cfg.batch.samples_per_prompt if cfg.replay is not None else 0
+
+
+def most_updates_per_step(cfg: RLConfig) -> int:
+    """With re-used samples among those of the step."""
+    total = samples_per_step(cfg) + reused_samples_per_step(cfg)
+    return cfg.batch.epochs_per_step * (total // (cfg.batch.samples_per_minibatch or total))

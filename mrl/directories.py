@@ -1,0 +1,169 @@
+"""Whole directories: made under a hidden name, listed by a manifest, and given their name once they are on the disk.
+
+The standard library only: config checks read it before torch is imported.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mrl.files import rename_durably, sizes, sync, sync_folders, write_atomically
+from mrl.foreign import own_file, read_json
+
+MANIFEST = "complete"  # the last file that is written; lists every other one with its size
+SPARE_BYTES = 16 << 20  # for everything small: descriptions, tokenizer, the file system's own
+MAX_LISTED = 8
+
+
+class Unwritable(OSError):
+    """A directory that cannot be made: its place is taken, or written to by another process, or without room."""
+
+
+class Staging:
+    """A directory on its way to be `target`: between `begin` and `end` there is `directory`, a hidden one beside it.
+
+    needed_bytes: what will be in it, so that a disk without room is found first
+    overwrite: `commit` replaces what is there; else only a target that is absent or empty is taken
+    """
+
+    def __init__(self, target: Path, needed_bytes: int, *, overwrite: bool = False) -> None:
+        self.target = target.absolute()
+        self.directory = self._beside("partial")
+        self._needed_bytes, self._overwrite = needed_bytes, overwrite
+        self._lock = -1
+
+    def begin(self) -> None:
+        """Makes the directory, after removing what a killed process has left of it. Raises Unwritable."""
+        target = self.target
+        if target.exists() and not (target.is_dir() and (self._overwrite or not any(target.iterdir()))):
+            raise Unwritable(f"{target} exists and is not empty; remove it or choose another directory")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self._beside("lock"))
+            shutil.rmtree(self.directory, ignore_errors=True)
+            require_space(target, self._needed_bytes)
+            self.directory.mkdir()
+        except OSError as error:
+            self._release()
+            known = isinstance(error, Unwritable)
+            raise error if known else Unwritable(f"cannot write {target}: {error}") from error
+
+    def commit(self) -> None:
+        """Everything becomes durable, then visible under its name. Raises OSError, with the target as it was."""
+        make_durable(self.directory)
+        old = self._beside("old")
+        shutil.rmtree(old, ignore_errors=True)
+        if self.target.exists():
+            os.rename(self.target, old)
+        try:
+            rename_durably(self.directory, self.target)
+        except OSError:
+            if old.exists() and not self.target.exists():
+                os.rename(old, self.target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+    def end(self) -> None:
+        """Removes what has not been committed."""
+        if self._lock >= 0:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self._release()
+
+    def _beside(self, kind: str) -> Path:
+        return self.target.with_name(f".{self.target.name}.{kind}")
+
+    def _release(self) -> None:
+        if self._lock >= 0:
+            self._beside("lock").unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def make_durable(directory: Path) -> None:
+    """Of a tree: all files, and all names, survive a power cut."""
+    for name in sizes(directory):
+        sync(directory / name)
+    sync_folders(directory)
+
+
+def write_manifest(directory: Path, content: Mapping[str, Any]) -> None:
+    """`content`, which JSON can hold, and all files with their sizes; these become durable first."""
+    files = sizes(directory)
+    make_durable(directory)
+    write_atomically(directory / MANIFEST, json.dumps({**content, "files": files}, indent=1), durable=True)
+
+
+def read_manifest(directory: Path, *, remedy: str = "", **expected: object) -> dict[str, Any]:
+    """What `write_manifest` has written, once the directory is found to be whole.
+
+    expected: what the format of the directory is told by, and what that has to be
+    remedy: for the end of the messages on a directory that is not whole
+
+    Raises ValueError if there is no manifest, if it is none or of another format, and if a file of it is missing, cut
+    off or outside of the directory.
+    """
+    marker, remedy = directory / MANIFEST, f"; {remedy}" if remedy else ""
+    if not marker.is_file():
+        raise ValueError(f"{directory} is not complete: it has no file {MANIFEST!r}{remedy}")
+    manifest = read_json(marker)
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{marker} is not a list of files")
+    if any(manifest.get(key) != value for key, value in expected.items()):
+        found = " ".join(str(manifest.get(key)) for key in expected)
+        here = " ".join(map(str, expected.values()))
+        raise ValueError(f"{directory} has format {found}; this version of mrl reads format {here}")
+    try:
+        files = {str(name): int(size) for name, size in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{marker} is not a list of files ({error!r})") from error
+    wrong = [problem for name, size in files.items() if (problem := _problem(directory, name, size))]
+    if wrong:
+        more = "; ..." if len(wrong) > MAX_LISTED else ""
+        raise ValueError(f"{directory} is damaged: {'; '.join(wrong[:MAX_LISTED])}{more}{remedy}")
+    return manifest
+
+
+def require_space(target: Path, needed_bytes: int) -> None:
+    """Raises Unwritable, with both sizes, if the disk of `target`'s parent has less room."""
+    needed, free = needed_bytes + SPARE_BYTES, shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise Unwritable(f"no room for {target}: {size_text(needed)} needed, {size_text(free)} free on its disk")
+
+
+def size_text(count: float) -> str:
+    """Bytes with their unit, such as "1.5 GB"; units are powers of 1000."""
+    units = ["bytes", "KB", "MB", "GB", "TB"]
+    while count >= 1000 and len(units) > 1:
+        count /= 1000
+        units.pop(0)
+    return f"{count:.4g} {units[0]}"
+
+
+def _problem(root: Path, name: str, size: int) -> str | None:
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts:
+        return f"{MANIFEST} names {name!r}, outside of the directory"
+    if not (root / name).is_file():
+        return f"{name} is missing"
+    try:
+        own_file(root, name)
+    except ValueError as error:
+        return str(error)
+    found = (root / name).stat().st_size
+    return None if found == size else f"{name} has {found} bytes, {size} were written"
+
+
+def _locked(file: Path) -> int:
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise Unwritable(f"another process is writing there (it holds {file})") from None
+    return descriptor

@@ -1,0 +1,127 @@
+"""The plain pre-norm decoder: grouped-query attention, rotary embeddings, a gated MLP. Every family is one of these,
+and says in its own file what it has otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl import float32
+from mrl.families.arch import Experts, Layer, ModelArch
+from mrl.families.keys import Keys, UnsupportedModel, short
+from mrl.families.rope import refuse_rope
+from mrl.families.rows import Rows, attention, dense_mlp, prefixes
+
+MAX_WIDTH, MAX_VOCAB, MAX_LAYERS, MAX_HEADS = 1 << 20, 1 << 24, 4096, 1 << 14  # beyond these a number is a mistake
+MAX_POSITIONS = 1 << 30
+
+
+class Decoder:
+    """How a family's config.json is read, what is refused by name, and the rows of its layers.
+
+    name: `model_type` in config.json; architecture: its `...ForCausalLM`
+    """
+
+    name: str
+    architecture: str
+    width_key = "intermediate_size"  # what config.json calls the width of the MLP, or of one expert's
+    norm_eps = 1e-6  # where config.json has none
+    head_dim: int | None = None  # where config.json has none; None: hidden_size / num_attention_heads
+    qkv_bias = False
+    qk_norm = False
+    ignores_attention_bias = False  # transformers' code of the family does not read the key
+
+    def read(self, keys: Keys) -> ModelArch:
+        """The shape that config.json describes, its values checked one by one. Raises UnsupportedModel, naming the
+        key, for values of a wrong kind, zero or absurd."""
+        vocabulary, hidden = keys.size("vocab_size", MAX_VOCAB), keys.size("hidden_size", MAX_WIDTH)
+        heads = keys.size("num_attention_heads", MAX_HEADS)
+        experts = self.experts(keys)
+        return ModelArch(
+            family=self.name,
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            layers=self.layers(keys, keys.size("num_hidden_layers", MAX_LAYERS)),
+            num_heads=heads,
+            num_kv_heads=_kv_heads(keys, heads),
+            head_dim=self._head_dim(keys, hidden, heads),
+            norm_eps=keys.number("rms_norm_eps", self.norm_eps, float32.TINY, 1.0),
+            tied_embeddings=keys.flag("tie_word_embeddings", False),
+            qkv_bias=self.qkv_bias,
+            qk_norm=self.qk_norm,
+            max_positions=positions(keys),
+            initializer_range=keys.number("initializer_range", 0.02, 0.0, 1e3),
+            eos_token_ids=keys.token_ids("eos_token_id", vocabulary),
+            experts=experts,
+        )
+
+    def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
+        """The `count` layers, from the first to the last."""
+        return (Layer(keys.size(self.width_key, MAX_WIDTH)),) * count
+
+    def experts(self, keys: Keys) -> Experts | None:
+        """What the expert layers share; None without any."""
+        return None
+
+    def refuse(self, keys: Keys) -> None:
+        """Raises UnsupportedModel, naming the keys under which our forward would silently compute something else than
+        transformers' does."""
+        wrong = list(self.differences(keys))
+        if wrong:
+            raise UnsupportedModel(f"{keys.where}: not supported for {self.name}: " + "; ".join(wrong))
+        refuse_rope(keys)
+
+    def differences(self, keys: Keys) -> Iterator[str]:
+        """What `refuse` complains of, one text a key."""
+        if keys["model_type"] != self.name:
+            yield f"model_type={short(keys['model_type'])} (architectures say {self.name})"
+        if keys.content.get("hidden_act", "silu") != "silu":
+            yield f"hidden_act={short(keys['hidden_act'])} (only silu)"
+        if keys["attention_dropout"]:
+            yield f"attention_dropout={short(keys['attention_dropout'])} (only 0)"
+        if keys["attention_bias"] and not self.ignores_attention_bias:
+            yield "attention_bias=true (its o_proj bias has no place)"
+        if keys["mlp_bias"]:
+            yield "mlp_bias=true"
+        if keys["use_sliding_window"]:
+            yield "use_sliding_window=true"
+        if keys["quantization_config"]:
+            yield "quantization_config (train from unquantized weights)"
+        if keys["auto_map"]:
+            yield "auto_map (code of the model's own, which is never run)"
+
+    def layer_rows(self, arch: ModelArch, index: int) -> Rows:
+        """Megatron's parameters of layer `index` (from 0), under global names, in the order of the forward pass."""
+        m, h = prefixes(index)
+        return {**attention(arch, m, h), **self.ffn_rows(arch, arch.layers[index], m, h)}
+
+    def ffn_rows(self, arch: ModelArch, layer: Layer, m: str, h: str) -> Rows:
+        """Those of the feed-forward part alone."""
+        return dense_mlp(arch.hidden_size, layer.ffn_size, m, h)
+
+    def _head_dim(self, keys: Keys, hidden: int, heads: int) -> int:
+        if keys["head_dim"] is None and self.head_dim is None and hidden % heads:
+            raise keys.wrong("hidden_size", f"a multiple of num_attention_heads ({heads}) where head_dim is not given")
+        found = keys.size("head_dim", MAX_WIDTH, self.head_dim or hidden // heads)
+        if found % 2:
+            raise UnsupportedModel(f"{keys.where}: a head has {found} channels; rotary embeddings turn pairs of them")
+        return found
+
+
+def positions(keys: Keys) -> int:
+    """The longest sequence in tokens."""
+    return keys.size("max_position_embeddings", MAX_POSITIONS, 2048)
+
+
+def short_window(keys: Keys) -> Iterator[str]:
+    """The difference of a sliding window that a sequence can outgrow, for families that slide wherever one is named."""
+    if keys["sliding_window"] is not None:
+        window = keys.size("sliding_window", MAX_POSITIONS)
+        if window < positions(keys):
+            yield f"sliding_window={window} below max_position_embeddings"
+
+
+def _kv_heads(keys: Keys, heads: int) -> int:
+    found = keys.size("num_key_value_heads", MAX_HEADS, heads)
+    if heads % found:
+        raise keys.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    return found

@@ -1,0 +1,44 @@
+"""What decoders with experts share."""
+
+from __future__ import annotations
+
+from mrl.families.arch import Experts, Layer, ModelArch
+from mrl.families.decoder import MAX_WIDTH, Decoder
+from mrl.families.keys import Keys
+from mrl.families.rows import Rows, expert_mlps
+
+MAX_EXPERTS = 1 << 16
+
+
+class ExpertDecoder(Decoder):
+    """Experts in every layer. A family whose layers differ overrides `layers`.
+
+    router, expert_names: the hub's names in a layer; {} is the expert's number, the order gate, up, down
+    """
+
+    router: str
+    expert_names: tuple[str, str, str]
+
+    def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
+        return (Layer(keys.size(self.width_key, MAX_WIDTH), experts=True),) * count
+
+    def experts(self, keys: Keys) -> Experts | None:
+        count = keys.size(self.count_key(keys), MAX_EXPERTS)
+        per_token, normalize = keys.size("num_experts_per_tok", count), self.normalizes(keys)
+        if per_token == 1 and normalize:
+            raise keys.wrong("num_experts_per_tok", "2 or more: with normalised router weights every weight would be 1")
+        return Experts(count, per_token, normalize)
+
+    def count_key(self, keys: Keys) -> str:
+        """What config.json calls the number of experts."""
+        return "num_local_experts"
+
+    def normalizes(self, keys: Keys) -> bool:
+        """Whether the chosen experts' weights are scaled to add up to 1."""
+        return True
+
+    def ffn_rows(self, arch: ModelArch, layer: Layer, m: str, h: str) -> Rows:
+        if not layer.experts or arch.experts is None:
+            return super().ffn_rows(arch, layer, m, h)
+        shape = arch.hidden_size, layer.ffn_size, arch.experts.count
+        return expert_mlps(*shape, m, h, router=self.router, names=self.expert_names)

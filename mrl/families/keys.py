@@ -1,0 +1,69 @@
+"""The values of a config.json, each checked as it is read: of the right kind, and not absurd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class UnsupportedModel(ValueError):
+    """The config describes something that mrl would compute wrongly; the message names the key."""
+
+
+class Keys:
+    """Raises UnsupportedModel, naming file and key, for whatever is not what is asked for. A null is a missing key."""
+
+    def __init__(self, content: dict[str, Any], where: str) -> None:
+        self.content, self.where = content, where
+
+    def __getitem__(self, key: str) -> Any:
+        return self.content.get(key)
+
+    def size(self, key: str, largest: int, default: int | None = None) -> int:
+        """A whole number from 1 to `largest`. Without a default the key must be there."""
+        value = self._value(key, default)
+        if type(value) is not int or not 1 <= value <= largest:
+            raise self.wrong(key, f"a whole number from 1 to {largest}")
+        return value
+
+    def number(self, key: str, default: float | None, low: float, high: float) -> float:
+        """A finite number from `low` to `high`."""
+        value = self._value(key, default)
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise self.wrong(key, f"a number from {low:.4g} to {high:.4g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._value(key, default)
+        if type(value) is not bool:
+            raise self.wrong(key, "true or false")
+        return value
+
+    def table(self, key: str) -> Keys | None:
+        """An object with keys of its own; None where it is missing."""
+        value = self[key]
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.wrong(key, "an object")
+        return Keys(value, f"{self.where}: {key}")
+
+    def token_ids(self, key: str, vocabulary: int) -> tuple[int, ...]:
+        """One id or a list of them, each below `vocabulary`; none where the key is missing."""
+        value = self[key]
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
+            raise self.wrong(key, f"token ids from 0 to {vocabulary - 1}")
+        return tuple(ids)
+
+    def wrong(self, key: str, wanted: str) -> UnsupportedModel:
+        if self[key] is None:
+            return UnsupportedModel(f"{self.where} lacks {key!r}: expected {wanted}")
+        return UnsupportedModel(f"{self.where}: {key} must be {wanted}, not {short(self[key])}")
+
+    def _value(self, key: str, default: Any) -> Any:
+        return default if self[key] is None else self[key]
+
+
+def short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,38 @@
+"""What opens the engines of a run, and what is looked at before it is shown."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from mrl.rollout.errors import EngineError
+from mrl.rollout.listener import listeners
+
+
+@dataclass(frozen=True)
+class Access:
+    """What opens the engines of a run, the same for all of them.
+
+    api_key: sent with every request; None: they want none
+    ours: mrl started them on this machine, so that what listens there without being this account's is a stranger
+    """
+
+    api_key: str | None = field(default=None, repr=False)
+    ours: bool = False
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+
+    def check(self, url: str, endpoint: str) -> None:
+        """Before anything is sent: raises EngineError if a stranger has taken the engine's port."""
+        if not self.ours:
+            return
+        for listener in listeners(urlsplit(url).port or 0):
+            if listener.user != os.geteuid():
+                text = f"not asked: a process of user {listener.user} listens there, it is no engine of this run"
+                raise EngineError(url, endpoint, None, text)
+
+
+OPEN = Access()

@@ -1,0 +1,82 @@
+"""What a server must show before it is used: that it is shut for strangers, and serves the run's model."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from mrl.config.schema import RolloutConfig
+from mrl.rollout.access import Access
+from mrl.rollout.client import CONNECT_TIMEOUT_S, DENIED, EngineClient
+from mrl.rollout.errors import EngineError, EngineStartError
+from mrl.rollout.fleet import Checked
+from mrl.rollout.protocol import MODEL_INFO, ModelInfo, ServerInfo
+
+
+def check_server(url: str, access: Access, cfg: RolloutConfig, model_path: str, model_type: str) -> Checked:
+    """What there is to know of a server that may be used. Draws one token to warm it up.
+
+    Raises EngineStartError or EngineError if it lets strangers in, does not answer, refuses the key or serves a model
+    of another type."""
+    if access.ours:
+        _check_refusal(url)
+    end = time.monotonic() + cfg.startup_timeout_s
+    with contextlib.closing(EngineClient(url, cfg.startup_timeout_s, access)) as client:
+        try:
+            info = _get_to_know(client, end, cfg, model_path, model_type)
+        except EngineError as error:
+            if error.status in DENIED:
+                wants = f"engine {url} wants a key, or another one (HTTP {error.status})"
+                raise EngineStartError(f"{wants}: rollout.api_key_file names its file") from error
+            if error.status is not None or time.monotonic() < end:
+                raise
+            limit = f"rollout.startup_timeout_s = {cfg.startup_timeout_s:g} s"
+            text = f"engine {url} did not answer within {limit}: {error.endpoint}: {error.text}"
+            raise EngineStartError(text) from error
+    return Checked(tuple(_notes(url, info, cfg)), info.has_tokenizer)
+
+
+def _notes(url: str, info: ServerInfo, cfg: RolloutConfig) -> Iterator[str]:
+    if cfg.deterministic and not info.is_deterministic:
+        yield (
+            f"engine {url} runs without --enable-deterministic-inference: it ignores sampling seeds, so the same "
+            "(run seed, step, sample) need not give the same tokens, and a resumed run will sample differently "
+            "(rollout.deterministic: false says that this is meant)"
+        )
+
+
+def _get_to_know(client: EngineClient, end: float, cfg: RolloutConfig, model_path: str, model_type: str) -> ServerInfo:
+    """The engine's settings. Nothing is waited for beyond `end`."""
+
+    def in_time() -> EngineClient:
+        client.timeout_s = max(0.1, end - time.monotonic())
+        return client
+
+    if cfg.urls:  # a run that was killed may have left an update of the weights half-way and requests running
+        for tidy in (client.end_weight_update, client.abort_all):
+            in_time()
+            with contextlib.suppress(EngineError):  # nothing is open
+                tidy()
+    _check_model(client.url, in_time().model_info(), model_path, model_type)
+    in_time().generate({"input_ids": [1], "sampling_params": {"max_new_tokens": 2, "temperature": 1.0}})
+    return in_time().server_info()
+
+
+def _check_refusal(url: str) -> None:
+    """An engine of ours must be shut for strangers, whatever `rollout.server_args` has made of it. The second host name
+    is one that some web servers take for the path, and /health is open to everybody."""
+    with contextlib.closing(EngineClient(url, CONNECT_TIMEOUT_S, Access(ours=True))) as stranger:
+        for host in (urlsplit(url).netloc, "x/health?"):
+            if stranger.is_let_in(host):
+                raise EngineStartError(
+                    f"engine {url} answers without the run's key ({MODEL_INFO.path}, host {host!r}): anybody on this "
+                    "machine could change its weights. Is one of rollout.server_args the cause?"
+                )
+
+
+def _check_model(url: str, info: ModelInfo, model_path: str, wanted: str) -> None:
+    if info.model_type != wanted:
+        text = f"serves {info.model_path}, a {info.model_type} model; the trainer has {model_path}, a {wanted} model"
+        raise EngineError(url, MODEL_INFO.name, 200, text)

@@ -1,0 +1,82 @@
+"""What an engine is told when it is started, and what it makes of that: the one form in which engines differ.
+
+An engine of another kind is a function of a ServerSpec, named in `mrl.config.engines.ENGINES`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mrl.config.engines import ENGINES
+from mrl.config.schema import RolloutConfig
+from mrl.families import ModelArch, engine_arch
+
+# Variables of whoever launched the ranks
+LAUNCHER = frozenset(
+    (
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR"),
+        *("MASTER_PORT", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_NAME"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """One server that is to be started.
+
+    model_path: Hugging Face directory; without safetensors the weights are random until the first push
+    dtype: "float32" or "bfloat16"
+    port: where on 127.0.0.1 it has to listen
+    index: among `cfg.servers`
+    seed: for what it draws without a sample's own seed; the same for all servers
+    gpu: serve on GPUs, else on the CPU
+    folder: this account's alone; goes with the engine
+    api_key: what every request will carry, for the engine to refuse all others; None: it lets everybody in
+    """
+
+    cfg: RolloutConfig
+    model_path: str
+    dtype: str
+    port: int
+    index: int
+    seed: int
+    gpu: bool
+    folder: Path
+    api_key: str | None = field(default=None, repr=False)
+
+    @property
+    def arch(self) -> ModelArch:
+        """The model's shape."""
+        return engine_arch(self.model_path)
+
+    def secret_file(self, name: str, content: str) -> Path:
+        """Writes a file that this account alone can read: anybody could read a command line."""
+        file = self.folder / name
+        file.touch(0o600)
+        file.write_text(content)
+        return file
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How an engine is started. env: all of its environment, which may hold its key."""
+
+    command: list[str]
+    env: dict[str, str] = field(repr=False)
+
+
+def launcher(engine: str) -> Callable[[ServerSpec], Launch]:
+    """Of an engine in the table: how a server of it is started. Raises EngineUnavailable where that cannot be."""
+    module, _, name = ENGINES[engine].launch.partition(":")
+    found: Callable[[ServerSpec], Launch] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def environment() -> dict[str, str]:
+    """This process's, as engines get it: they make process groups of their own, which torchrun's variables would
+    disturb."""
+    return {k: v for k, v in os.environ.items() if k not in LAUNCHER and not k.startswith("TORCHELASTIC_")}

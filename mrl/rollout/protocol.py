@@ -1,0 +1,230 @@
+"""What mrl and an engine say to each other: the part of SGLang's native HTTP interface that mrl uses, and no more.
+
+Bodies and answers are JSON; token ids travel in both directions, text never does. Every request carries the run's key
+as `Authorization: Bearer KEY`. An engine refuses with a status of 400 to 499, or with 200 and `{"success": false}`;
+either way `message` holds its reason. An endpoint that it does not have is 404.
+
+`EngineClient` asks these endpoints one by one, a flight asks GENERATE for many samples at once, and an engine of mrl's
+own answers them. Their URLs are written nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NotRequired, TypedDict, TypeVar
+
+from mrl.rollout.answers import field, shown, typed
+from mrl.rollout.errors import BadAnswer
+
+Body = TypeVar("Body")
+Answer = TypeVar("Answer")
+LoadFormat = Literal["flattened_bucket"]
+
+
+@dataclass(frozen=True)
+class Endpoint(Generic[Body, Answer]):
+    """One URL of an engine.
+
+    name: the path without its first slash
+    read: what the caller gets of the JSON answer (None where it was none); raises BadAnswer for one that cannot be
+    """
+
+    name: str
+    read: Callable[[Any], Answer]
+    method: Literal["GET", "POST"] = "POST"
+
+    @property
+    def path(self) -> str:
+        return f"/{self.name}"
+
+
+# ---- what is asked
+
+
+class SamplingBody(TypedDict):
+    """How the tokens after one prompt are drawn. A greedy draw has temperature 0."""
+
+    temperature: float  # logits are divided by it
+    top_p: NotRequired[float]
+    top_k: NotRequired[int]  # -1: all
+    max_new_tokens: int
+    stop: NotRequired[list[str]]  # texts, for engines with a tokenizer
+    stop_token_ids: NotRequired[list[int]]  # besides the model's own end tokens
+    sampling_seed: NotRequired[int]  # of the sample's own random stream
+    skip_special_tokens: NotRequired[bool]
+    no_stop_trim: NotRequired[bool]  # what ends a response stays in it
+
+
+class GenerateBody(TypedDict):
+    """One prompt and its parameters, or a list of each."""
+
+    input_ids: list[int] | list[list[int]]
+    sampling_params: SamplingBody | list[SamplingBody]
+    return_logprob: NotRequired[bool]
+
+
+class AbortBody(TypedDict):
+    rid: str  # "" with abort_all
+    abort_all: bool
+
+
+class SessionBody(TypedDict):
+    selector: Literal["all"]
+
+
+class EmptyBody(TypedDict):
+    pass
+
+
+class TensorsBody(TypedDict):
+    """Weights under Hugging Face names, in the request or in shared memory.
+
+    serialized_named_tensors: one base64 pickle for each tensor-parallel rank of the engine, of [(name, tensor), ...]
+    or, as "flattened_bucket", of {"flattened_tensor": uint8 tensor, "metadata": [...]}
+    """
+
+    serialized_named_tensors: list[str]
+    load_format: LoadFormat | None
+    flush_cache: bool
+    weight_version: str | None  # None: it keeps the name that it has
+
+
+class GroupBody(TypedDict):
+    """The process group of one sender, its rank 0, and the ranks of this engine."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str
+
+
+class BroadcastBody(TypedDict):
+    """Weights that rank 0 of the group broadcasts. dtypes like "float32"."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str
+    load_format: LoadFormat | None
+    flush_cache: bool
+    weight_version: str | None
+
+
+class LeaveBody(TypedDict):
+    group_name: str
+
+
+class DiskBody(TypedDict):
+    """All weights, from a Hugging Face directory that the engine's machine can read."""
+
+    model_path: str
+    load_format: Literal["auto"]  # without it a server that started with random weights would refuse to read any
+    weight_version: str
+    flush_cache: bool
+
+
+class VersionBody(TypedDict):
+    new_version: str
+    abort_all_requests: bool
+
+
+class CheckerBody(TypedDict):
+    action: Literal["checksum"]
+
+
+# ---- what is answered
+
+
+class MetaInfo(TypedDict):
+    finish_reason: Any  # {"type": "stop" | "length" | "abort", ...}
+    prompt_tokens: int
+    completion_tokens: int
+    weight_version: str
+    output_token_logprobs: list[Any]  # [log-prob, token, null] of each token: of logits / temperature, unfiltered
+
+
+class Generated(TypedDict):
+    """One sample, as `mrl.rollout.samples.read_samples` wants it. The token that ended it is there."""
+
+    output_ids: list[int]
+    meta_info: MetaInfo
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What an engine says it serves."""
+
+    model_path: str
+    model_type: str
+    weight_version: str
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """An engine's settings, as it reports them.
+
+    device: "cpu" where it says nothing
+    is_deterministic: the same seed gives the same tokens, whatever else is in the batch
+    has_tokenizer: it can look for stop strings
+    """
+
+    device: str
+    is_deterministic: bool
+    has_tokenizer: bool
+
+
+@dataclass(frozen=True)
+class RankChecksums:
+    """One engine process: its tensor-parallel rank and the hash of each of its own (fused, sharded) parameters."""
+
+    tp_rank: int
+    tp_size: int
+    checksums: dict[str, str]
+
+
+def read_nothing(answer: Any) -> None:
+    """Of an answer that says no more than its status."""
+
+
+def read_model_info(answer: Any) -> ModelInfo:
+    return ModelInfo(*(field(answer, name, str) for name in ("model_path", "model_type", "weight_version")))
+
+
+def read_server_info(answer: Any) -> ServerInfo:
+    info = typed(answer, "the answer", dict)
+    seeded, no_text = info.get("enable_deterministic_inference"), info.get("skip_tokenizer_init")
+    return ServerInfo(str(info.get("device", "cpu")), bool(seeded), not no_text)
+
+
+def read_checksums(answer: Any) -> list[RankChecksums]:
+    """In the order of the engine's tensor-parallel ranks."""
+    found = []
+    for rank in field(answer, "ranks", list):
+        checksums = field(rank, "checksums", dict)
+        info = rank.get("parallelism_info")
+        place = info[0] if isinstance(info, list) and info else info
+        if not set(map(type, checksums.values())) <= {str}:
+            raise BadAnswer(f"checksums is {shown(checksums)}, expected texts by name")
+        found.append(RankChecksums(field(place, "tp_rank", int), field(place, "tp_size", int), checksums))
+    return sorted(found, key=lambda rank: rank.tp_rank)
+
+
+# ---- the endpoints
+
+MODEL_INFO = Endpoint[None, ModelInfo]("model_info", read_model_info, "GET")
+SERVER_INFO = Endpoint[None, ServerInfo]("server_info", read_server_info, "GET")
+GENERATE = Endpoint[GenerateBody, Any]("generate", lambda answer: answer)  # a Generated, or a list of them
+ABORT = Endpoint[AbortBody, None]("abort_request", read_nothing)
+FLUSH_CACHE = Endpoint[None, None]("flush_cache", read_nothing)
+BEGIN_UPDATE = Endpoint[SessionBody, None]("begin_weight_update", read_nothing)
+END_UPDATE = Endpoint[EmptyBody, None]("end_weight_update", read_nothing)
+UPDATE_FROM_TENSOR = Endpoint[TensorsBody, None]("update_weights_from_tensor", read_nothing)
+JOIN_GROUP = Endpoint[GroupBody, None]("init_weights_update_group", read_nothing)
+UPDATE_FROM_BROADCAST = Endpoint[BroadcastBody, None]("update_weights_from_distributed", read_nothing)
+LEAVE_GROUP = Endpoint[LeaveBody, None]("destroy_weights_update_group", read_nothing)
+UPDATE_FROM_DISK = Endpoint[DiskBody, None]("update_weights_from_disk", read_nothing)
+UPDATE_VERSION = Endpoint[VersionBody, None]("update_weight_version", read_nothing)
+CHECKSUMS = Endpoint[CheckerBody, list[RankChecksums]]("weights_checker", read_checksums)

@@ -1,0 +1,106 @@
+"""From a step's requests to what an engine is asked, and from its answers to samples."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.core import Request, Sample, SamplingParams
+from mrl.rollout.answers import field, shown
+from mrl.rollout.errors import BadAnswer
+from mrl.rollout.protocol import GenerateBody, SamplingBody
+
+ABOVE_ZERO = 1e-3  # what rounding may make of a log-prob of 0
+LARGEST = sys.float_info.max
+FINISH_REASONS = ("stop", "length")
+
+
+def generate_body(requests: Sequence[Request], sampling: SamplingParams) -> GenerateBody:
+    """One call for several requests: lists of token ids and of sampling parameters, in order."""
+    shared: SamplingBody = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": sampling.max_new_tokens,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if sampling.stop:
+        shared["stop"] = list(sampling.stop)
+    if sampling.stop_token_ids:
+        shared["stop_token_ids"] = list(sampling.stop_token_ids)
+    return {
+        "input_ids": [list(request.prompt.token_ids) for request in requests],
+        "sampling_params": [{**shared, "sampling_seed": request.seed} for request in requests],
+        "return_logprob": True,
+    }
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What every sample must keep to. weight_version: of the weights that the run gave the engines; None: none yet."""
+
+    vocab_size: int
+    max_new_tokens: int
+    weight_version: str | None = None
+
+
+def read_samples(requests: Sequence[Request], answer: Any, expected: Expected) -> list[Sample]:
+    """One Sample a request. Raises BadAnswer, which names sample and field, if anything is not as `expected`."""
+    answers = answer if isinstance(answer, list) else [answer]
+    if len(answers) != len(requests):
+        raise BadAnswer(f"{len(requests)} requests, {len(answers)} answers")
+    return [_read(request, one, expected) for request, one in zip(requests, answers)]
+
+
+def _read(request: Request, answer: Any, expected: Expected) -> Sample:
+    try:
+        meta = field(answer, "meta_info", dict)
+        reason = _finish_reason(meta)
+        ids = field(answer, "output_ids", list)
+        _check_ids(ids, expected)
+        version = field(meta, "weight_version", str)
+        if expected.weight_version not in (None, version):
+            raise BadAnswer(
+                f"weight_version is {shown(version)}, but the run gave the engine {expected.weight_version!r}: "
+                "somebody else changes its weights"
+            )
+        return Sample(request, ids, _log_probs(meta, ids), reason, version)
+    except BadAnswer as error:
+        raise BadAnswer(f"sample {request.sample_id}: {error}") from error
+
+
+def _finish_reason(meta: dict[str, Any]) -> str:
+    reason = field(meta, "finish_reason", dict)
+    kind = field(reason, "type", str)
+    if kind == "abort":
+        raise BadAnswer(f"aborted by the engine: {shown(reason.get('message', 'no reason given'))}")
+    if kind not in FINISH_REASONS:
+        raise BadAnswer(f"finish_reason is {shown(kind)}, expected one of {', '.join(FINISH_REASONS)}")
+    return kind
+
+
+def _check_ids(ids: list[Any], expected: Expected) -> None:
+    if not set(map(type, ids)) <= {int}:
+        raise BadAnswer(f"output_ids is {shown(ids)}, expected whole numbers")
+    if len(ids) > expected.max_new_tokens:
+        raise BadAnswer(f"output_ids has {len(ids)} tokens, max_new_tokens is {expected.max_new_tokens}")
+    if ids and not 0 <= min(ids) <= max(ids) < expected.vocab_size:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise BadAnswer(f"output_ids has token {shown(wrong)}, the vocabulary has {expected.vocab_size}")
+
+
+def _log_probs(meta: dict[str, Any], ids: list[int]) -> list[float]:
+    pairs = meta.get("output_token_logprobs") or []  # SGLang leaves it out where there are no tokens
+    if type(pairs) is not list or not set(map(type, pairs)) <= {list} or min(map(len, pairs), default=2) < 2:
+        raise BadAnswer(f"output_token_logprobs is {shown(pairs)}, expected a list of [log-prob, token, ...]")
+    if [pair[1] for pair in pairs] != ids:
+        raise BadAnswer(f"{len(ids)} tokens came with output_token_logprobs of {len(pairs)} tokens, or of others")
+    values = [pair[0] for pair in pairs]
+    if not set(map(type, values)) <= {float, int}:
+        raise BadAnswer(f"output_token_logprobs has {shown(values)}, expected numbers")
+    if wrong := [value for value in values if not -LARGEST <= value <= ABOVE_ZERO]:
+        raise BadAnswer(f"output_token_logprobs has {shown(wrong[0])}, expected finite numbers of at most 0")
+    return list(map(float, values))

@@ -1,0 +1,184 @@
+"""PPO, GRPO and their kin: the loop.
+
+prompts -> engine -> score -> log-probs and values -> advantages -> update -> sync -> engine
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from mrl.algo import explained_variance
+from mrl.config.schema import RLConfig
+from mrl.config.trainers.rl import updates_per_step
+from mrl.core import Rollout, StepStats
+from mrl.learner import losses
+from mrl.trainers.rl.experience import Experience, forward_passes, make_experience, minibatch_weights, resampled
+from mrl.trainers.rl.models import RefreshedReference
+from mrl.trainers.rl.policy_update import check_samples, drop_if_far, policy_targets
+from mrl.trainers.rl.run import RLRun, open_rl_run
+from mrl.trainers.shared.updates import named
+
+
+def main(cfg: RLConfig) -> None:
+    """Trains to `run.steps`, going on from the run directory's last checkpoint. Called on every rank."""
+    with open_rl_run(cfg) as run:
+        if run.start_step == 0 and cfg.validation.at_start:
+            validate(run, 0)
+        for step in range(run.start_step, cfg.run.steps):
+            run.leave_if_warned(step)
+            train_step(run, step)
+            run.saving.after_step(step + 1)
+        run.finish()
+
+
+def train_step(run: RLRun, step: int) -> None:
+    """One step: sample with the current weights, learn from the samples, give the engine the new weights."""
+    cfg, phase = run.cfg, run.phase
+    stats, started, restarts = run.saving.new_stats(step + 1), time.monotonic(), run.engine_restarts
+
+    with phase("rollout", stats):
+        rollout, metrics = run.generate(step)
+    stats.metrics |= metrics
+
+    trains_actor = cfg.critic is None or step >= cfg.critic.warmup_steps
+    with phase("experience", stats):
+        experience, metrics = experience_of(run, rollout, trains_actor)
+    stats.metrics |= metrics
+
+    with phase("update", stats):
+        stats.metrics |= update(run, experience, trains_actor)
+        run.updates.end_of_step(step + 1)
+        if isinstance(run.ref, RefreshedReference):
+            run.ref.after_step(step + 1)
+    stats.metrics |= adapt_kl(run, experience, stats.metrics)
+
+    if trains_actor:
+        with phase("sync", stats):
+            run.push_weights(step + 1)
+
+    stats.metrics["perf/tokens_per_s"] = rollout.num_response_tokens / (time.monotonic() - started)
+    if (step + 1) % cfg.validation.every_steps == 0 or step + 1 == cfg.run.steps:
+        validate(run, step + 1, stats)
+    stats.metrics["rollout/engine_restarts"] = run.engine_restarts - restarts
+    phase.end_of_step(stats)
+    run.recorder.log(stats)
+
+
+def experience_of(run: RLRun, rollout: Rollout, trains_actor: bool) -> tuple[Experience, dict[str, float]]:
+    """What the step learns from: its new samples and, with a replay buffer, older ones. Raises MismatchError for
+    samples of other weights than the actor's, where its log-probs are known before the first update."""
+    cfg, reused = run.cfg, None
+    metrics: dict[str, float] = {}
+    if run.replay is not None:
+        rollout, reused, metrics = run.replay.mix(rollout)
+    temperature, single = cfg.rollout.sampling.temperature, updates_per_step(cfg) == 1 and run.replay is None
+    passes = forward_passes(cfg.algorithm, rollout, temperature, run.actor, run.critic, run.ref, single_update=single)
+    experience = make_experience(cfg.algorithm, rollout, passes, run.kl_controller.value, reused)
+    log_probs = experience.trainer_log_probs
+    if log_probs is None and not trains_actor:  # no update of the actor will tell
+        log_probs, _ = run.actor.log_probs(rollout, temperature)
+    if log_probs is not None:
+        metrics |= run.mismatch.check(rollout, log_probs, experience.is_new)
+    if run.replay is not None:
+        assert experience.old_log_probs is not None
+        run.replay.keep(rollout, reused, experience.old_log_probs)
+    return experience, metrics
+
+
+def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
+    """All epochs and mini-batches of one step; metrics as `over_updates` puts them together."""
+    made: dict[str, list[dict[str, float]]] = {"critic": [], "actor": []}
+    metrics, drawn = exp.metrics, exp
+    exp = resampled(run.cfg.algorithm.pf_ppo, drawn, run.cfg.run.seed)
+    minibatches = run.minibatches(exp.rollout)
+    for _ in range(run.cfg.batch.epochs_per_step):
+        for sample_ids in minibatches:
+            if trains_actor:  # first: it finds samples that nothing may be learnt from
+                made["actor"].append(update_actor(run, exp, sample_ids, len(made["actor"])))
+            if run.critic is not None and run.critic.trainable:
+                made["critic"].append(update_critic(run, exp, sample_ids))
+        if is_far_enough(run.cfg.algorithm.target_kl, made["actor"]):
+            break
+    if run.cfg.algorithm.target_kl is not None:
+        metrics["actor/epochs"] = len(made["actor"]) / len(minibatches)
+    for role, rows in made.items():
+        metrics |= named(role, over_updates(rows)) if rows else {}
+    if drawn.values is not None:
+        rollout = drawn.rollout
+        metrics["critic/explained_variance"] = float(
+            explained_variance(rollout.dense(drawn.values), rollout.dense(drawn.returns), rollout.response_mask)
+        )
+    return metrics
+
+
+def is_far_enough(target_kl: float | None, updates: list[dict[str, float]]) -> bool:
+    """TRL's early stop: looks at the last update of an epoch."""
+    return target_kl is not None and bool(updates) and updates[-1]["actor/ppo_kl"] > 1.5 * target_kl
+
+
+def over_updates(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the updates that were applied (over all if none was), and how many were skipped."""
+    applied = [row for row in rows if not row["skipped"]]
+    means = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row[name] for row in applied if name in row] or [row[name] for row in rows if name in row]
+        means[name] = sum(values) / len(values)
+    return means | {"skipped": sum(row["skipped"] for row in rows)}
+
+
+def update_actor(run: RLRun, exp: Experience, sample_ids: range, number: int) -> dict[str, float]:
+    """Metrics of one update. number: how many of the step came before."""
+    cfg = run.cfg.algorithm
+    targets = policy_targets(run, exp, sample_ids, number)
+    metrics = run.actor.backward(
+        exp.rollout,
+        sample_ids,
+        losses.policy(cfg.policy_loss, cfg.kl, run.kl_controller.value, targets),
+        run.cfg.rollout.sampling.temperature,
+        entropy_grad=cfg.policy_loss.entropy_coef > 0,
+        also=[run.demonstrations.term(exp.rollout.step, number)] if run.demonstrations is not None else [],
+    )
+    metrics |= drop_if_far(run, metrics) | check_samples(run, exp, number)
+    metrics |= run.actor.step()
+    run.updates.note("actor", run.actor, exp.rollout, sample_ids, metrics, exp.targets())
+    if run.ema is not None and not metrics["skipped"]:
+        run.ema.after_update()
+    return metrics
+
+
+def update_critic(run: RLRun, exp: Experience, sample_ids: range) -> dict[str, float]:
+    assert run.critic is not None and exp.values is not None
+    cfg = run.cfg.algorithm.value_loss
+    scale = cfg.loss_scale_factor or run.cfg.rollout.sampling.max_new_tokens
+    weights = minibatch_weights(exp.rollout, sample_ids, cfg.loss_agg_mode, scale)
+    mean_weights = minibatch_weights(exp.rollout, sample_ids, "token-mean")
+    loss = losses.value(cfg, exp.values, exp.returns, weights, mean_weights)
+    metrics = run.critic.backward(exp.rollout, sample_ids, loss, temperature=1.0)
+    metrics |= run.critic.step()
+    run.updates.note("critic", run.critic, exp.rollout, sample_ids, metrics, exp.targets())
+    return metrics
+
+
+def adapt_kl(run: RLRun, exp: Experience, metrics: dict[str, float]) -> dict[str, float]:
+    if run.ref is None:
+        return {}
+    mean_kl = exp.mean_ref_kl if exp.mean_ref_kl is not None else metrics.get("actor/ref_kl", 0.0)
+    used = run.kl_controller.value
+    if math.isfinite(mean_kl):
+        run.kl_controller.update(mean_kl, exp.num_new_samples)
+    return {"kl/ref": mean_kl, "kl/coef": used}
+
+
+def validate(run: RLRun, step: int, stats: StepStats | None = None) -> None:
+    """Scores held-out prompts; logged with the step's other metrics, or alone before the first step."""
+    if run.cfg.data.validation is None:
+        return
+    alone = stats is None
+    stats = stats or StepStats(step)
+    with run.phase("validation", stats):
+        stats.metrics |= run.validate(step)
+        if not alone and run.cfg.ema is not None and run.cfg.ema.in_validation:
+            stats.metrics |= run.validate_average(step)
+    if alone:
+        run.recorder.log(stats)

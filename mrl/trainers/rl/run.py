@@ -1,0 +1,234 @@
+"""Everything an RL run holds, built in the order that overlaps the engine's start with the models'."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl import platform
+from mrl.algo import kl
+from mrl.config.schema import RLConfig
+from mrl.config.trainers.rl import most_samples_per_step, samples_per_step
+from mrl.core import Rollout, Sample
+from mrl.data import PromptDataset, load_tokenizer
+from mrl.learner import Learner
+from mrl.learner.policy_copy import PolicyCopy
+from mrl.observe import Recorder, SilentRecorder
+from mrl.reward import RewardManager, longest_wait_s
+from mrl.reward.check import row_check
+from mrl.rollout import Access, Engine, start_engine
+from mrl.trainers.rl.demonstrations import Demonstrations
+from mrl.trainers.rl.generate import Generator, Sampled, Sampler
+from mrl.trainers.rl.mismatch import MismatchLimits
+from mrl.trainers.rl.models import Models, MovingAverage, build_models
+from mrl.trainers.rl.models import notes as model_notes
+from mrl.trainers.rl.replay import Replay
+from mrl.trainers.rl.reward_scores import ToScore, score
+from mrl.trainers.rl.scores import ScoreControl
+from mrl.trainers.shared.checkpoints import Kept
+from mrl.trainers.shared.run import Run, Start, started
+from mrl.weights.sync.push import SyncError, SyncReport, WeightSync
+
+
+@dataclass
+class RLRun(Run):
+    cfg: RLConfig
+    critic: Learner | None
+    ref: Learner | PolicyCopy | None
+    reward_model: Learner | None
+    ema: MovingAverage | None
+    kl_controller: kl.Controller
+    scores: ScoreControl
+    generator: Generator | None  # rank 0 only
+    replay: Replay | None
+    demonstrations: Demonstrations | None
+    sync: WeightSync
+    mismatch: MismatchLimits
+
+    def minibatches(self, rollout: Rollout) -> list[range]:
+        size = self.cfg.batch.samples_per_minibatch or rollout.num_samples
+        return [range(i, i + size) for i in range(0, rollout.num_samples, size)]
+
+    def generate(self, step: int) -> Sampled:
+        """The step's samples with their controlled scores, the same on every rank."""
+        return self.sampler.start(step).result()
+
+    @property
+    def sampler(self) -> Sampler:
+        return Sampler(self.world, self._sample, self._together, self.scores)
+
+    def _sample(self, step: int) -> Sampled:
+        return self._generator.rollout(step, self._ticker(samples_per_step(self.cfg)))
+
+    def validate(self, step: int, name: str = "validation") -> dict[str, float]:
+        prompts = self.cfg.validation.prompts
+        return self.world.from_main(
+            "validation",
+            lambda: self._generator.validate(step, self._ticker(prompts), name),
+            together=self._together,
+        )
+
+    def validate_average(self, step: int) -> dict[str, float]:
+        """As `validate`, of the moving average of the actor's weights; the engines then get the actor's again."""
+        assert self.ema is not None
+        with self.ema.in_place():
+            self.push_weights(f"{step}-ema")
+            metrics = self.validate(step, "validation_ema")
+        self.push_weights(step)
+        return metrics
+
+    def _together(self, argument: ToScore | str) -> object:
+        """What rank 0 may ask of all ranks while it samples: a reward model's scores, or the weights for an engine."""
+        if isinstance(argument, ToScore):
+            assert self.reward_model is not None
+            return score(self.reward_model, argument.sequences)
+        return self.sync.restore(argument)
+
+    def push_weights(self, version: int | str, *, verify: bool = False) -> SyncReport:
+        """Gives the actor's weights to every engine; `version` comes back with every sample. If an engine of ours dies
+        in it, that one is started again, and all get the weights once more, verified."""
+        while True:
+            try:
+                report = self.sync.push(str(version), verify=verify)
+                break
+            except SyncError as error:
+                if not self._revived(error):
+                    raise
+            verify = True
+        if self.generator is not None:
+            self.generator.engine.weight_version = str(version)
+        return report
+
+    def _revived(self, error: SyncError) -> bool:
+        return self.world.from_main("starting the engine again", lambda: self._generator.engine.revive(error))
+
+    @property
+    def engine_restarts(self) -> int:
+        """So far, as rank 0 knows them."""
+        return self.generator.engine.restarts.made if self.generator else 0
+
+    def _ticker(self, total: int) -> Callable[[Sample], None]:
+        self.recorder.expect(total)
+        return lambda sample: self.recorder.advance()
+
+    @property
+    def _generator(self) -> Generator:
+        assert self.generator is not None, "only rank 0 talks to the engine"
+        return self.generator
+
+
+@dataclass
+class MainParts:
+    """What rank 0 alone has, closed with the setup's stack; the other ranks hold one with nothing in it."""
+
+    cfg: RLConfig
+    setup: Start
+    engine: Engine | None = None
+    rewards: RewardManager | None = None
+    generator: Generator | None = None
+
+    def start(self) -> None:
+        """Starts what takes its time: the engine and the reward workers."""
+        cfg, enter = self.cfg, self.setup.stack.enter_context
+        gpu = platform.device().type == "cuda"
+        rewards = RewardManager(
+            cfg.reward,
+            prompt_key=cfg.data.prompt_key,
+            answer_key=cfg.data.answer_key,
+            data_source_key=cfg.data.data_source_key,
+            max_response_tokens=cfg.rollout.sampling.max_new_tokens,
+        )
+        self.rewards = enter(contextlib.closing(rewards))
+        logs, model = self.setup.run_dir / "logs", cfg.model
+        engine = start_engine(cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, gpu=gpu)
+        self.engine = enter(contextlib.closing(engine))
+
+    def ready(self) -> tuple[tuple[str, ...], Access]:
+        """Waits for the engine; its addresses, and what opens them."""
+        assert self.engine is not None and self.rewards is not None
+        recorder = self.setup.recorder
+        recorder.note("waiting for the engine")
+        self.engine.wait_ready()
+        self.generator = make_generator(self.cfg, self.setup.run_dir, self.engine, self.rewards, recorder)
+        for note in (*self.engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
+            recorder.note(note)
+        return self.engine.urls, self.engine.access
+
+
+@contextlib.contextmanager
+def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
+    """Builds the run on every rank; closes engine, reward workers, files and process group on any exit."""
+    with started(cfg, _longest_wait(cfg)) as setup:
+        world, note, main = setup.world, setup.recorder.note, MainParts(cfg, setup)
+        world.from_main("starting the run", main.start)
+        models = build_models(cfg, world)
+        demonstrations = Demonstrations(cfg) if cfg.ptx is not None else None
+        urls, access = world.from_main("starting the engine", main.ready)
+        sync = WeightSync(models.actor.exporter, urls, cfg.sync, cfg.rollout.tensor, access=access)
+        run = build_run(main, models, demonstrations, sync)
+        setup.stack.callback(sync.close)
+        if main.engine is not None:
+            main.engine.restarts.allow(note, world.together)
+        if main.rewards is not None:
+            main.rewards.use_model(lambda sequences: world.together(ToScore(tuple(sequences))))
+        run.resume()
+        pushed = run.push_weights(run.start_step, verify=cfg.run.launcher == "ft")
+        if pushed.verified:
+            note(f"the engine has the weights of step {run.start_step}, all {pushed.verified} tensors")
+        for line in demonstrations.notes if demonstrations is not None else []:
+            note(line)
+        setup.is_set_up()
+        yield run
+
+
+def build_run(main: MainParts, models: Models, demonstrations: Demonstrations | None, sync: WeightSync) -> RLRun:
+    cfg, setup, kl_cfg = main.cfg, main.setup, main.cfg.algorithm.kl
+    controller = kl.make_controller(
+        kl_cfg.controller, coef=kl_cfg.coef, target=kl_cfg.target, horizon_samples=kl_cfg.horizon_samples
+    )
+    scores = ScoreControl(cfg.algorithm)
+    replay = Replay(cfg.replay, cfg.run.seed, setup.world) if cfg.replay is not None else None
+    states: dict[str, Kept] = {"kl_controller": controller, "score_moments": scores.moments}
+    base = setup.begin(models.actor, models.saved, states, kept=replay.buffer if replay is not None else None)
+    return RLRun(
+        **vars(base),
+        critic=models.critic,
+        ref=models.ref,
+        reward_model=models.reward,
+        ema=models.ema,
+        kl_controller=controller,
+        scores=scores,
+        generator=main.generator,
+        replay=replay,
+        demonstrations=demonstrations,
+        sync=sync,
+        mismatch=MismatchLimits(cfg.rollout.mismatch, setup.recorder.note),
+    )
+
+
+def make_generator(
+    cfg: RLConfig, run_dir: Path, engine: Engine, rewards: RewardManager, recorder: Recorder | SilentRecorder
+) -> Generator:
+    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
+    check = row_check(cfg.reward, cfg.data)
+    train = PromptDataset(cfg.data.train, cfg.data, tokenizer, check=check)
+    held_out = cfg.data.validation
+    validation = PromptDataset(held_out, cfg.data, tokenizer, check=check) if held_out else None
+    return Generator(cfg, run_dir, engine, rewards, recorder.note, tokenizer, train, validation)
+
+
+def _longest_wait(cfg: RLConfig) -> float:
+    """Seconds that rank 0's sampling may take: every request in turn, each up to its own time-out, and
+    all restarts of engines."""
+    samples = max(most_samples_per_step(cfg), cfg.validation.prompts)
+    rounds = math.ceil(samples / cfg.rollout.concurrent_requests)
+    return (
+        cfg.run.timeout_s
+        + cfg.rollout.startup_timeout_s
+        + rounds * cfg.rollout.request_timeout_s
+        + cfg.rollout.max_restarts * (cfg.rollout.startup_timeout_s + cfg.rollout.request_timeout_s)
+        + longest_wait_s(cfg.reward, samples)
+    )

@@ -1,0 +1,207 @@
+"""When a run is saved, what a failed save means for it, and how it goes on: the same for every trainer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from mrl import checkpoint
+from mrl.checkpoint import CheckpointError, Part, Saver, Written
+from mrl.config import resume
+from mrl.config.schema import Config
+from mrl.core import StepStats
+from mrl.learner import Learner
+from mrl.learner.policy_copy import PolicyCopy
+from mrl.observe import (
+    Recorder,
+    RunDir,
+    is_of_this_launch,
+    move_aside,
+    note_launch,
+    refuse_existing,
+    rewind,
+    trackers,
+    written,
+)
+from mrl.resilience import preemption
+from mrl.resilience.protocol import attempt, started_by_torchelastic
+from mrl.trainers.shared.phases import Phases
+from mrl.trainers.shared.updates import Updates
+from mrl.weights.errors import WeightError
+from mrl.weights.model.export import save_hf
+
+MIB = 1 << 20
+
+
+class Kept(Protocol):
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values that nobody changes in place."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def open_run_dir(cfg: Config, run_dir: Path, stack: ExitStack) -> Recorder:
+    """On rank 0, before anything is started: owns the run directory and, if that has a checkpoint, looks whether the
+    configuration can go on from it (ConfigChanged). What a run without one has left is never written over, except by a
+    restart of the same launch."""
+    notes: list[str] = []
+
+    def check() -> None:
+        found = checkpoint.latest(run_dir)
+        if found is not None:
+            stored = checkpoint.read(found)[1]
+            changes = resume.check_resume(stored, cfg, found)
+            notes.extend(f"changed since the checkpoint: {change}" for change in changes)
+            notes.extend(resume.unknown(stored, cfg))
+        elif not (attempt() and is_of_this_launch(run_dir)):  # an earlier attempt may not have come as far as this
+            refuse_existing(cfg)
+            if written(run_dir):
+                notes.append(f"what an earlier run without a checkpoint had written is now in {move_aside(run_dir)}")
+
+    stack.enter_context(RunDir.open(cfg, check))
+    if started_by_torchelastic():
+        note_launch(run_dir)
+    preemption.begin(run_dir)
+    on_error = cfg.checkpoint.on_error
+    recorder = stack.enter_context(Recorder(run_dir, cfg.run.steps, trackers.wanted(cfg.run), on_error=on_error))
+    for note in notes:
+        recorder.note(note)
+    return recorder
+
+
+class Saving:
+    """The checkpoints of one run. Construction and all methods but `close` are collective.
+
+    parts: the trained models and copies of their weights by name, "actor" among them
+    states: what the loop keeps from step to step besides `updates`, by name, for JSON
+    kept: what rank 0 alone keeps
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        phase: Phases,
+        parts: Mapping[str, Part],
+        updates: Updates,
+        states: Mapping[str, Kept],
+        kept: Kept | None = None,
+    ) -> None:
+        self._cfg, self._phase, self._recorder, self._run_dir = cfg, phase, phase.recorder, phase.run_dir
+        self._parts, self._updates, self._states, self._kept = parts, updates, states, kept
+        self._saver = Saver(self._run_dir, cfg.checkpoint, self._note_written)
+        self._config = self._from_main("reading data.train", lambda: resume.snapshot(cfg))
+        self._since_row = StepStats(0)
+        self._step = 0  # steps that the learners have made
+
+    def resume(self) -> int:
+        """Goes on from the newest complete checkpoint; returns how many steps it is of, 0 if there is none.
+
+        What the run has written down after it (metrics, samples) is dropped: those steps are made again.
+        """
+        path = self._from_main("looking for a checkpoint", lambda: checkpoint.latest(self._run_dir))
+        state = checkpoint.load(path, self._parts) if path is not None else None
+        if path is not None and self._kept is not None:
+            kept = self._kept
+            self._from_main(f"restoring {path}", lambda: kept.load_state_dict(checkpoint.load_kept(path)))
+        if state is not None:
+            self._step = state["step"]
+            self._updates.load_state_dict(state)
+            for name, each in self._states.items():
+                each.load_state_dict(state[name])
+        dropped = self._from_main("dropping what is to be made again", lambda: rewind(self._run_dir, self._step))
+        after = f"; dropped of what was written down after it: {dropped}" if dropped else ""
+        if path is not None:
+            left = max(0, self._cfg.run.steps - self._step)
+            to_do = f"{left} steps are left" if left else "none is left: raise run.steps to train on"
+            self._recorder.note(f"continuing from {path} (step {self._step}), {to_do}{after}")
+        elif dropped:
+            self._recorder.note(f"no complete checkpoint: beginning again; dropped: {dropped}")
+        return self._step
+
+    def new_stats(self, step: int) -> StepStats:
+        """For the row of step `step`, which also says how long saving has taken since the last row."""
+        stats, self._since_row = self._since_row, StepStats(0)
+        stats.step = step
+        return stats
+
+    def after_step(self, step: int) -> None:
+        """Saves what is due after `step` steps. The step's metrics have been written down: a checkpoint is never of
+        more steps than they are."""
+        self._step = step
+        cfg, last = self._cfg.checkpoint, step == self._cfg.run.steps
+        self._attempt(self._saver.poll)
+        if cfg.every_steps and (step % cfg.every_steps == 0 or last):
+            with self._phase("checkpoint", self._since_row):
+                self._attempt(self._saver.wait)
+                self._attempt(self._save)
+        if cfg.weights_every_steps and step % cfg.weights_every_steps == 0:
+            with self._phase("checkpoint", self._since_row):
+                self._attempt(lambda: self._save_hf(f"hf_step_{step}"))
+
+    def save_now(self, deadline_s: float) -> int:
+        """Between two steps: the step that a restart would go on from. The newest, unless it could not be saved within
+        `deadline_s`; a note then says why."""
+        end = time.monotonic() + deadline_s
+        with self._phase("checkpoint", self._since_row):
+            problem = self._try(lambda: self._saver.wait(deadline_s))
+            if not self._saver.is_writing and self._step != self._newest():
+                problem = self._try(self._save) or self._try(lambda: self._saver.wait(max(0.0, end - time.monotonic())))
+            newest = self._newest()
+        if problem:
+            self._recorder.note(f"step {self._step} is not saved: {problem}")
+        return newest
+
+    def finish(self) -> None:
+        """Waits until the last checkpoint is complete; then writes RUN_DIR/hf, and hf_ema, if asked for."""
+        with self._phase("checkpoint", self._since_row):
+            self._attempt(self._saver.wait)
+            if self._cfg.checkpoint.export_hf:
+                self._save_hf("hf")
+                if isinstance(average := self._parts.get("ema"), PolicyCopy):
+                    with average.in_place():
+                        self._save_hf("hf_ema")
+
+    def close(self) -> None:
+        """After a failure too: what is being written is given time to get whole."""
+        self._saver.close()
+
+    def _save(self) -> None:
+        states = {name: each.state_dict() for name, each in self._states.items()}
+        state = {"step": self._step, **states, **self._updates.state_dict(), **self._config}
+        self._saver.save(self._step, self._parts, state, self._kept.state_dict() if self._kept is not None else None)
+
+    def _save_hf(self, name: str) -> None:
+        actor = self._parts["actor"]
+        assert isinstance(actor, Learner)
+        save_hf(actor.exporter, self._cfg.model.path, self._run_dir / name, overwrite=True)
+
+    def _newest(self) -> int:
+        path = self._from_main("looking for a checkpoint", lambda: checkpoint.latest(self._run_dir))
+        return checkpoint.step_of(path) if path is not None else 0
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """A save that fails ends the run, or is counted and told, as configured."""
+        if self._cfg.checkpoint.on_error == "stop":
+            action()
+        elif problem := self._try(action):
+            failed = self._since_row.metrics.get("checkpoint/failed", 0.0)
+            self._since_row.metrics["checkpoint/failed"] = failed + 1
+            self._recorder.note(f"not saved, training goes on (checkpoint.on_error: warn): {problem}")
+
+    def _try(self, action: Callable[[], None]) -> str | None:
+        try:
+            action()
+        except (CheckpointError, WeightError) as error:
+            return str(error)
+        return None
+
+    def _note_written(self, done: Written) -> None:
+        self._since_row.seconds |= {"checkpoint_copy": done.copy_s, "checkpoint_write": done.write_s}
+        size, meanwhile = f"{done.nbytes / MIB:.1f} MiB", " beside the training" * self._cfg.checkpoint.asynchronous
+        self._recorder.note(f"{done.path} is complete: {size} written in {done.write_s:.2f} s{meanwhile}")
+
+    def _from_main(self, what: str, make: Callable[[], Any]) -> Any:
+        return self._phase.world.from_main(what, make)

@@ -1,0 +1,30 @@
+"""A model of a run, from its configuration."""
+
+from __future__ import annotations
+
+import torch
+
+from mrl.config.schema import Config, TrainConfig
+from mrl.families import load_arch
+from mrl.learner import Learner
+from mrl.learner.learner import Role
+from mrl.trainers.shared.world import World
+
+
+def build_learner(
+    cfg: Config, world: World, role: Role, path: str | None, train: TrainConfig, *, trainable: bool = True
+) -> Learner:
+    """path: of a model with weights; None: the run's model, which may start at random. Collective."""
+    where = path or cfg.model.path
+    return Learner(
+        role,
+        load_arch(where),
+        where,
+        train,
+        world.meshes.get(train.parallel),
+        dtype=getattr(torch, cfg.model.dtype),
+        seed=cfg.run.seed,
+        from_scratch=cfg.model.from_scratch and path is None,
+        allow_pickle=cfg.model.allow_pickle,
+        trainable=trainable,
+    )

@@ -1,0 +1,76 @@
+"""The parts of a step: each is timed and shown, watched as a section, and compared over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.config.schema import ResilienceConfig
+from mrl.core import StepStats
+from mrl.observe import Recorder, SilentRecorder, append_jsonl
+from mrl.resilience import preemption, sections
+from mrl.resilience.stragglers import Stragglers
+from mrl.trainers.shared.world import World
+
+SECTION_OF = {
+    "rollout": "rollout",
+    "validation": "rollout",
+    "experience": "update",
+    "update": "update",
+    "sync": "sync",
+    "checkpoint": "checkpoint",
+    "save_weights": "checkpoint",
+}
+
+
+@dataclass
+class Phases:
+    """Of one run. `phases(name, stats)` goes around a part of a step."""
+
+    world: World
+    run_dir: Path
+    recorder: Recorder | SilentRecorder
+    stragglers: Stragglers
+    save_deadline_s: float
+
+    @classmethod
+    def of(
+        cls, cfg: ResilienceConfig, world: World, run_dir: Path, recorder: Recorder | SilentRecorder, peers: int
+    ) -> Phases:
+        """peers: the same number on ranks that have the same work"""
+        stragglers = Stragglers(world.gather, peers, cfg.straggler_every_steps, cfg.straggler_ratio)
+        return cls(world, run_dir, recorder, stragglers, cfg.save_deadline_s)
+
+    @contextmanager
+    def __call__(self, name: str, stats: StepStats) -> Iterator[None]:
+        section = SECTION_OF[name]
+        with self.stragglers.timed(section), sections.section(section), self.recorder.phase(name, stats):
+            yield
+
+    def end_of_step(self, stats: StepStats) -> None:
+        """Adds which rank was slowest, when it is time to compare. Collective then."""
+        report = self.stragglers.end_of_step()
+        if report is None:
+            return
+        stats.metrics |= report.metrics()
+        if self.world.is_main:
+            row = {"step": stats.step, "steps": report.steps, **report.seconds}
+            file = self.run_dir / "stragglers.jsonl"
+            self.recorder.write_down("the ranks' times", lambda: append_jsonl(file, row))
+        note = report.note()
+        if note is not None:
+            self.recorder.note(f"step {stats.step}: {note}")
+
+    def leave_if_warned(self, step: int, save: Callable[[float], int] | None) -> None:
+        """Before a step: if a scheduler's signal has reached any rank, saves and ends this process. Collective.
+
+        step: how many are done. save: takes the seconds it may need, gives the newest step on disk; None if there is
+        nothing new to save.
+        """
+        if not self.world.any(preemption.is_warned()):
+            return
+        saved = step if save is None else save(preemption.left_s(self.save_deadline_s))
+        self.recorder.note(f"told to stop after step {step}: step {saved} is saved, leaving")
+        preemption.leave(self.run_dir, saved)

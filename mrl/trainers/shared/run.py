@@ -1,0 +1,108 @@
+"""What every trainer's run begins with, holds from step to step, and ends with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mrl import failure
+from mrl.checkpoint import Part
+from mrl.config.schema import Config
+from mrl.learner import Learner
+from mrl.observe import Recorder, SilentRecorder
+from mrl.resilience import sections
+from mrl.trainers.shared.checkpoints import Kept, Saving, open_run_dir
+from mrl.trainers.shared.phases import Phases
+from mrl.trainers.shared.updates import Updates
+from mrl.trainers.shared.world import World
+
+
+@dataclass
+class Run:
+    """What the loop of every trainer works with, on every rank. A trainer's own run adds its other models and its data.
+
+    start_step: steps that have been made by the launches before this one
+    """
+
+    cfg: Config
+    world: World
+    run_dir: Path
+    recorder: Recorder | SilentRecorder
+    actor: Learner
+    phase: Phases
+    updates: Updates
+    saving: Saving
+    start_step: int
+
+    def resume(self) -> None:
+        """Goes on from the run directory's newest complete checkpoint, if there is one. Collective."""
+        self.start_step = self.saving.resume()
+
+    def leave_if_warned(self, step: int) -> None:
+        """Before a step, of which `step` are done: if a scheduler has told this run to stop, saves what is new and ends
+        this process. Collective."""
+        self.phase.leave_if_warned(step, self.saving.save_now if step > self.start_step else None)
+
+    def finish(self) -> None:
+        """After the last step. Raises NonFiniteError, with everything saved, if that one taught a model nothing."""
+        self.saving.finish()
+        self.updates.end_of_run()
+
+
+@dataclass
+class Start:
+    """A run that is being set up: it has the world and, on rank 0, its directory.
+
+    stack: closes, on any exit, what the setup opens
+    is_set_up: to be called at the end of the setup, which is watched until then
+    """
+
+    cfg: Config
+    world: World
+    run_dir: Path
+    stack: contextlib.ExitStack
+    is_set_up: Callable[[], None]
+    recorder: Recorder | SilentRecorder = field(default_factory=SilentRecorder)
+
+    def begin(
+        self,
+        actor: Learner,
+        parts: Mapping[str, Part] | None = None,
+        states: Mapping[str, Kept] | None = None,
+        kept: Kept | None = None,
+    ) -> Run:
+        """What every run has, at step 0. Collective.
+
+        parts: what a checkpoint holds of models, by name; None: the actor alone
+        states: what a trainer's loop keeps from step to step, the same on every rank, for JSON
+        kept: what rank 0 alone keeps
+        """
+        cfg, run_dir, recorder = self.cfg, self.run_dir, self.recorder
+        phase = Phases.of(cfg.resilience, self.world, run_dir, recorder, peers=actor.mesh.pp_rank)
+        updates = Updates(run_dir, cfg.run.max_nonfinite_steps, recorder, writes=self.world.is_main)
+        saving = Saving(cfg, phase, parts or {"actor": actor}, updates, states or {}, kept)
+        self.stack.callback(saving.close)
+        return Run(cfg, self.world, run_dir, recorder, actor, phase, updates, saving, start_step=0)
+
+
+@contextlib.contextmanager
+def started(cfg: Config, longest_wait_s: float | None = None) -> Iterator[Start]:
+    """On every rank: joins the world and, on rank 0, owns the run directory; closes both, and what the setup has opened
+    besides, on any exit.
+
+    longest_wait_s: how long the others wait for rank 0, if longer than `run.timeout_s`
+    """
+    with contextlib.ExitStack() as stack, failure.noted():
+        world = World(cfg.run.timeout_s, longest_wait_s or cfg.run.timeout_s, cfg.run.seed)
+        stack.callback(world.close)
+        run_dir = Path(cfg.run.root) / cfg.run.name
+        is_set_up = stack.enter_context(sections.watched(cfg.resilience.timeouts_s, run_dir))
+        start = Start(cfg, world, run_dir, stack, is_set_up)
+
+        def own_directory() -> None:
+            start.recorder = open_run_dir(cfg, run_dir, stack)
+
+        world.from_main("starting the run", own_directory)
+        yield start

@@ -1,0 +1,124 @@
+"""Updates that are skipped because a loss or a gradient is not finite: counted, written down, and too many end the run.
+
+All ranks see the same losses and gradient norms, so each comes to the same verdict by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.core import Rollout
+from mrl.learner import Learner
+from mrl.observe import Recorder, SilentRecorder, append_jsonl
+
+FILE = "nonfinite.jsonl"
+
+
+class NonFiniteError(RuntimeError):
+    """Too many steps in a row had an update that could not be made, or the last step made none. On every rank."""
+
+
+class Updates:
+    """Counts the learners' updates. A skipped one leaves a line in RUN_DIR/nonfinite.jsonl:
+
+    step, update: as in metrics.jsonl, and which of the step's updates of this role (from 1)
+    role, loss, grad_norm: the last two as text where JSON has no number for them
+    by: what told the samples: "outputs" (the model's output at their tokens was not finite), "targets" (what it was
+    held against was not), or "mini-batch" (neither: these are all of the update's samples)
+    sample_ids, rows: places among the samples that the step learns from, and their rows in data.train
+
+    limit: steps in a row with a skipped update that end the run
+    writes: on one rank only
+    """
+
+    def __init__(self, run_dir: Path, limit: int, recorder: Recorder | SilentRecorder, *, writes: bool) -> None:
+        self.file, self._limit = run_dir / FILE, limit
+        self._recorder, self._writes = recorder, writes
+        self._made: dict[str, int] = {}  # updates of this step, by role
+        self._skipped: dict[str, int] = {}  # of these
+        self.unlearned: list[str] = []  # roles whose last step of this launch had updates, and none was applied
+        self.in_a_row = 0  # steps with a skipped update, up to the last one; both are part of the run's state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"nonfinite_in_a_row": self.in_a_row, "unlearned": self.unlearned}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.in_a_row, self.unlearned = state["nonfinite_in_a_row"], state.get("unlearned", [])
+
+    def note(
+        self,
+        role: str,
+        learner: Learner,
+        rollout: Rollout,
+        sample_ids: range,
+        metrics: dict[str, float],
+        targets: Sequence[Tensor] = (),
+    ) -> None:
+        """After a `learner.backward` over `sample_ids` and the `learner.step` that followed, which gave `metrics`.
+        Collective.
+
+        targets: flat [R] vectors of the step that went into the loss, such as advantages
+        """
+        self._made[role] = self._made.get(role, 0) + 1
+        if metrics["skipped"]:
+            self._skipped[role] = self._skipped.get(role, 0) + 1
+            self._write_down(role, metrics, rollout, *_suspects(learner, rollout, sample_ids, targets))
+
+    def end_of_step(self, step: int) -> None:
+        """`step`: from 1. Raises NonFiniteError after `limit` steps in a row with a skipped update."""
+        made, skipped = sum(self._made.values()), sum(self._skipped.values())
+        self.unlearned = [role for role, count in self._made.items() if count == self._skipped.get(role, 0)]
+        self._made, self._skipped = {}, {}
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        if not skipped:
+            return
+        why = "loss or gradient was not finite"
+        self._recorder.note(f"step {step}: {skipped} of {made} updates skipped, the {why}; the samples: {self.file}")
+        if self.in_a_row == self._limit:
+            raise NonFiniteError(
+                f"{self._limit} steps in a row, to step {step}, had an update whose {why} (run.max_nonfinite_steps). "
+                f"None of these updates was applied. {self.file} names their samples and data rows"
+            )
+
+    def end_of_run(self) -> None:
+        """After the last step, with all that is to be saved on disk. Raises NonFiniteError if that step applied no
+        update of some role: a model that has stopped to learn is no success, however few steps it has missed."""
+        if self.unlearned:
+            raise NonFiniteError(
+                f"the run's last step applied no update of the {' and the '.join(self.unlearned)}: loss or gradient "
+                f"was not finite. What is saved are the weights before it. {self.file} names the samples and data rows"
+            )
+
+    def _write_down(
+        self, role: str, metrics: dict[str, float], rollout: Rollout, by: str, sample_ids: Sequence[int]
+    ) -> None:
+        if not self._writes:
+            return
+        rows = rollout.rows.tolist() if rollout.rows is not None else [None] * rollout.num_samples
+        line = {"step": rollout.step + 1, "update": self._made[role], "role": role}
+        values = {name: metrics[name] for name in ("loss", "grad_norm")}
+        samples = {"by": by, "sample_ids": list(sample_ids), "rows": [rows[sample] for sample in sample_ids]}
+        row = line | values | samples
+        self._recorder.write_down("the skipped update's samples", lambda: append_jsonl(self.file, row))
+
+
+def _suspects(
+    learner: Learner, rollout: Rollout, sample_ids: range, targets: Sequence[Tensor]
+) -> tuple[str, Sequence[int]]:
+    if outputs := learner.nonfinite_samples(rollout):
+        return "outputs", outputs
+    if targets:
+        bad = rollout.dense(~torch.stack(list(targets)).isfinite().all(0)).any(1)
+        if found := [sample for sample in sample_ids if bad[sample]]:
+            return "targets", found
+    return "mini-batch", sample_ids
+
+
+def named(role: str, metrics: dict[str, float]) -> dict[str, float]:
+    """Metrics as they are written down: `loss` is ROLE/loss; one that has a slash has its name already."""
+    return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,100 @@
+"""What every trainer starts with: the process group, a control group for results of rank 0, seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from mrl import failure, platform
+from mrl.parallel import Agreement, Meshes, rank
+from mrl.trainers.shared.pulse import Pulse
+
+T = TypeVar("T")
+
+
+class RankZeroError(RuntimeError):
+    """Something only rank 0 does (the engine, rewards, files) failed; raised on every rank with rank 0's message."""
+
+
+class _RankZero(Agreement[str]):
+    """The others hear of its answer by the pulse."""
+
+    def report(self, error: BaseException) -> str:
+        return failure.describe(error)
+
+    def verdict(self, what: str, reports: Mapping[int, str]) -> RankZeroError:
+        return RankZeroError(f"{what} failed: {reports[0]}")
+
+
+@dataclass(frozen=True)
+class _Summons:
+    argument: object
+
+
+class World:
+    """The torchrun world. `wait_s` bounds rank 0's own part of a step, `timeout_s` every sign of life in between."""
+
+    def __init__(self, timeout_s: float, wait_s: float, seed: int) -> None:
+        platform.init_process_group(timeout_s)
+        torch.manual_seed(seed)
+        self.is_main = rank() == 0
+        self.meshes = Meshes(timeout_s, seed)
+        self._together: Callable[[Any], object] | None = None
+        self._pulse = Pulse(timeout_s, wait_s)
+        self._control = self._pulse.group
+        self._rank_zero = _RankZero()
+
+    def from_main(self, what: str, make: Callable[[], T], together: Callable[[Any], object] | None = None) -> T:
+        """Runs `make` on rank 0 and gives its result to every rank; if it fails, every rank raises.
+
+        While `make` runs, rank 0 may call `self.together(argument)`: `together(argument)`, which may be collective,
+        then runs on every rank, and rank 0 has its own result.
+        """
+        self._together = together
+        if not self.is_main:
+            return self._follow(what)
+        with self._pulse.working(what):
+            value, problem, cause = self._rank_zero.run(make)
+        self._pulse.tell((value, problem))
+        return self._rank_zero.judge(what, [(value, problem)], cause)[0]
+
+    def together(self, argument: object) -> Any:
+        """Rank 0, inside `from_main`."""
+        assert self.is_main and self._together is not None
+        with self._pulse.talk:
+            self._pulse.tell(_Summons(argument))
+            return self._together(argument)
+
+    def _follow(self, what: str) -> Any:
+        mine: Exception | None = None
+        while isinstance(message := self._pulse.hear(), _Summons):
+            mine = None
+            try:
+                assert self._together is not None
+                self._together(message.argument)
+            except Exception as error:  # rank 0 has failed too, and says what comes of it
+                mine = error
+        (value,) = self._rank_zero.judge(what, [message], mine)
+        if mine is not None:
+            raise mine
+        return value
+
+    def any(self, value: bool) -> bool:
+        """Whether it is true on any rank; collective."""
+        box = torch.tensor([value], dtype=torch.int32)
+        dist.all_reduce(box, dist.ReduceOp.MAX, group=self._control)
+        return bool(box)
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's numbers, on every rank; as many from each. Collective."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, mine, group=self._control)
+        return [row.tolist() for row in rows]
+
+    def close(self) -> None:
+        dist.destroy_process_group()

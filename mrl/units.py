@@ -1,0 +1,147 @@
+"""What the items of a batch's tensors are: every field says it once, and cutting and joining batches follow from it.
+
+A batch is a dataclass. `tokens: PerToken` declares a tensor whose first dimension counts tokens, and `rows: PerSample |
+None` one that may be missing. How many items of a unit each sample has is an attribute of the batch, which the unit
+names: items of another kind (turns, say) are one more `Unit`. A field may itself be a batch of the same samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a tensor's first dimension counts. lengths: the batch's attribute [B] int64 that says how many of them each
+    sample has; None: one."""
+
+    name: str
+    lengths: str | None = None
+
+    def count(self, of: Any) -> int:
+        """How many the batch `of` has. Raises ValueError if it has no lengths for them."""
+        return of.num_samples if self.lengths is None else int(self._each(of).sum())
+
+    def places(self, of: Any, samples: Tensor) -> Tensor:
+        """[m] int64: where the items of `samples` [b] int64 are in a tensor of the batch `of`, in that order. Raises
+        ValueError as `count`."""
+        if self.lengths is None:
+            return samples
+        each = self._each(of)
+        starts, count = (each.cumsum(0) - each)[samples], each[samples]
+        before = count.cumsum(0) - count
+        return torch.arange(int(count.sum())) + (starts - before).repeat_interleave(count)
+
+    def _each(self, of: Any) -> Tensor:
+        assert self.lengths is not None
+        lengths = getattr(of, self.lengths)
+        if lengths is None:
+            raise ValueError(f"{self.lengths} is None: how many {self.name}s each sample has is not known")
+        return lengths
+
+
+SAMPLE = Unit("sample")
+TOKEN = Unit("token", "seq_lens")
+RESPONSE_TOKEN = Unit("response token", "response_lens")
+IMAGE = Unit("image", "image_counts")
+NUMBERING = "the values number things of this batch alone: `join` gives those of each batch other numbers"
+
+PerSample = Annotated[Tensor, SAMPLE]
+PerToken = Annotated[Tensor, TOKEN]
+PerResponseToken = Annotated[Tensor, RESPONSE_TOKEN]
+PerImage = Annotated[Tensor, IMAGE]
+
+
+def check(batch: object, of: object = None) -> None:
+    """Raises ValueError for a tensor that has not one item for each of its unit, TypeError for what is no tensor where
+    one is declared. of: the batch that knows the lengths, if not this one itself."""
+    kind, of = type(batch).__name__, batch if of is None else of
+    for name, (unit, *_) in declared(batch).items():
+        value = getattr(batch, name)
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{kind}.{name} must be a tensor, got {type(value).__name__}")
+        if value.shape[:1] != (count := unit.count(of),):
+            raise ValueError(f"{kind}.{name} has the shape {list(value.shape)}, and there are {count} {unit.name}s")
+
+
+def pick(batch: T, samples: Tensor, of: object = None) -> T:
+    """Of some of the samples, in the order of `samples` [b] int64, which may name one more than once. of: as in
+    `check`."""
+    whole: Any = batch
+    of, units, changes = whole if of is None else of, declared(whole), {}
+    for name, value in _values(whole).items():
+        if _is_batch(value):
+            changes[name] = pick(value, samples, of)
+        elif name in units and value is not None:
+            changes[name] = value[units[name][0].places(of, samples)]
+    return replace(whole, **changes)
+
+
+def join(batches: Sequence[T]) -> T:
+    """The samples of the first batch, then those of the next, ...; what has no unit is the first one's. Raises
+    ValueError for a field that only some of them have, TypeError for batches of several kinds."""
+    first: Any = batches[0]
+    if len(kinds := {type(batch).__name__ for batch in batches}) > 1:
+        raise TypeError(f"batches of several kinds: {', '.join(sorted(kinds))}")
+    units, changes = declared(first), {}
+    for name in _values(first):
+        values = [_values(batch)[name] for batch in batches]
+        inner, have = any(map(_is_batch, values)), [value is not None for value in values]
+        if not any(have) or (name not in units and not inner):
+            continue
+        if not all(have):
+            raise ValueError(f"{type(first).__name__}.{name}: some of the batches to be joined have it, others do not")
+        numbers = not inner and NUMBERING in units[name]
+        changes[name] = join(values) if inner else torch.cat(_numbered_on(values) if numbers else values)
+    return replace(first, **changes)
+
+
+def declared(batch: Any) -> Mapping[str, tuple[Any, ...]]:
+    """By name the unit, and what else is declared, of each field of a batch, or of its class, that holds a tensor.
+    Raises TypeError for a tensor without a unit."""
+    kind: Any = batch if isinstance(batch, type) else type(batch)
+    return _declared(kind)
+
+
+@cache
+def _declared(kind: Any) -> Mapping[str, tuple[Any, ...]]:
+    hints, found = get_type_hints(kind, include_extras=True), {}
+    for name in (field.name for field in fields(kind)):
+        tensors = [part for part in (hints[name], *get_args(hints[name])) if _is_tensor(part)]
+        if not tensors:
+            continue
+        marks: tuple[Any, ...] = getattr(tensors[0], "__metadata__", ())
+        if not marks or not isinstance(marks[0], Unit):
+            raise TypeError(f"{kind.__name__}.{name} is a tensor of which nothing says what its items are")
+        found[name] = marks
+    return found
+
+
+def _values(batch: Any) -> dict[str, Any]:
+    return {field.name: getattr(batch, field.name) for field in fields(batch)}
+
+
+def _is_tensor(hint: Any) -> bool:
+    return hint is Tensor or (get_origin(hint) is Annotated and hint.__origin__ is Tensor)
+
+
+def _is_batch(value: object) -> bool:
+    if not is_dataclass(value) or isinstance(value, type):
+        return False
+    return bool(declared(value)) or any(map(_is_batch, _values(value).values()))
+
+
+def _numbered_on(values: Sequence[Tensor]) -> list[Tensor]:
+    """Each one's numbers, from 0, after those of the ones before it."""
+    counts = torch.tensor([0, *(int(value.max()) + 1 for value in values[:-1])])
+    return [value + before for value, before in zip(values, counts.cumsum(0), strict=True)]

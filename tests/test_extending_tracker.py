@@ -1,0 +1,60 @@
+"""A tracker is one file, its line in the table, and its key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mrl.cli import main
+from mrl.config.schema import SFTConfig
+from mrl.observe import trackers
+from tests.recipe import Recipe
+
+CODE = """
+import sys
+from pathlib import Path
+from mrl.config.schema import RunConfig
+from mrl.core import StepStats
+from mrl.observe import Recorder, trackers
+
+assert trackers.wanted(RunConfig(name="one", tensorboard=False)) == []
+names = trackers.wanted(RunConfig(name="one", tensorboard=False, csv=True))
+with Recorder(Path(sys.argv[1]), 2, names, live=False) as recorder:
+    for step in (1, 2):
+        recorder.log(StepStats(step, {"reward/mean": step / 4}))
+"""
+
+
+def test_the_recipe(tmp_path: Path) -> None:
+    recipe = Recipe("A tracker", tmp_path)
+    recipe.run(CODE, tmp_path)
+    assert (tmp_path / "metrics.csv").read_text() == "1,reward/mean,0.25\n2,reward/mean,0.5\n"
+    assert (len(recipe.new), len(recipe.changed)) == (1, 2)
+
+
+@pytest.fixture
+def sft(tmp_path: Path) -> SFTConfig:
+    return SFTConfig.model_validate(
+        {
+            "trainer": "sft",
+            "run": {"name": "one", "root": str(tmp_path / "runs"), "steps": 3},
+            "model": {"path": "models/tiny"},
+            "data": {"train": "train.jsonl"},
+            "batch": {"samples_per_step": 4},
+        }
+    )
+
+
+def test_a_package_that_is_missing_is_said_before_anything_starts(
+    sft: SFTConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda package: None)
+    monkeypatch.setattr("mrl.config.loader.load", lambda *args, **more: sft)
+    monkeypatch.setattr("mrl.cli._is_refused", lambda cfg: False)  # its data
+    assert main(["train", "config.yaml"]) == 1
+    assert capfd.readouterr().err == (
+        "mrl: run.tensorboard needs the package tensorboard, which is not installed: install it, or say "
+        "run.tensorboard=false\n"
+    )
+    assert not (tmp_path / "runs").exists()

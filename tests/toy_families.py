@@ -1,0 +1,48 @@
+"""Families that only tests have: what the recipe of docs/extending.md makes, and one whose layers differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from transformers import AutoConfig, LlamaConfig
+
+from mrl.families import Decoder, Keys, Layer
+from mrl.families.decoder import MAX_WIDTH
+from mrl.families.qwen3_moe import Qwen3Moe
+
+
+class Toy(Decoder):
+    """Toy: Llama with another word for the width of its MLP."""
+
+    name, architecture = "toy", "ToyForCausalLM"
+    width_key = "ffn_dim"
+
+
+class EverySecond(Qwen3Moe):
+    """Qwen3-MoE with a dense MLP, of another width, in every second layer."""
+
+    def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
+        step = keys.size("decoder_sparse_step", count, 1)
+        dense, experts = keys.size("intermediate_size", MAX_WIDTH), keys.size("moe_intermediate_size", MAX_WIDTH)
+        return tuple(Layer(dense) if (i + 1) % step else Layer(experts, experts=True) for i in range(count))
+
+    def differences(self, keys: Keys) -> Iterator[str]:
+        return (text for text in super().differences(keys) if not text.startswith("dense layers"))
+
+
+TOYS: dict[str, Decoder] = {"toy": Toy(), "qwen3_moe": EverySecond()}
+
+
+class ToyConfig(LlamaConfig):
+    """What transformers has to know of the toy."""
+
+    model_type = "toy"
+    attribute_map = {"ffn_dim": "intermediate_size"}
+
+
+def add_toys() -> None:
+    """To this process for good: for the ranks of a world. Tests add TOYS to FAMILIES by monkeypatch."""
+    from mrl.families import FAMILIES
+
+    FAMILIES.update(TOYS)
+    AutoConfig.register("toy", ToyConfig)
