@@ -19,12 +19,12 @@ def check(cfg: Config) -> None:
 
     Of long data the first rows only: the run reads them all, with the same demands, before its first step.
     """
+    if (algorithm := cfg.algorithm_used()) is not None:
+        check_own(algorithm, has_values="critic" in cfg.models())
     if (rewards := cfg.rewards()) is not None:
         check_functions(rewards)
         sources = {f"data {source.path}": source.path for source, _ in _sources(cfg)}
         check_hidden(rewards, {"run.root": cfg.run.root, **sources})
-    if (algorithm := cfg.learns_by()) is not None:
-        check_own(algorithm, has_values="critic" in cfg.models())
     for source, reader in _sources(cfg):
         check_first(source, reader)
     dressed = [(source, reader) for source, reader in _sources(cfg) if reader.cfg.chat_template]
@@ -36,8 +36,7 @@ def check(cfg: Config) -> None:
 
 def check_own(algorithm: AlgorithmConfig, has_values: bool) -> None:
     """Loads the user's own loss and estimator, and tries them out on a few tokens."""
-    loss = algorithm.policy_loss
-    if isinstance(loss, OwnLoss):
+    if isinstance(loss := algorithm.policy_loss, OwnLoss):
         own.load_loss(loss.function, loss.options)
     if isinstance(algorithm, OwnEstimator):
         own.load_estimator(algorithm.advantage.function, algorithm.advantage.options, has_values)

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "mrl"
 BELOW = (
-    *("units", "core", "families", "options", "config", "platform", "parallel", "models", "kernels", "algo", "data"),
+    *("units", "core", "options", "families", "config", "platform", "parallel", "models", "kernels", "algo", "data"),
     "weights",
 )
 ON_DISK = ("directories", "files", "foreign")
@@ -19,9 +19,9 @@ ON_DISK = ("directories", "files", "foreign")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "units": (),
     "core": ("units",),
-    "families": ("float32", "foreign"),
     "options": ("float32",),
-    "config": ("core", "families", "options", "directories", "float32", "foreign", "redaction"),
+    "families": ("float32", "foreign"),
+    "config": ("core", "options", "families", "directories", "float32", "foreign", "redaction"),
     "platform": ("ports",),
     "parallel": ("config", "platform"),
     "kernels": (),

@@ -6,13 +6,7 @@ cross-field rules live in `mrl.config.checks`.
 
 from __future__ import annotations
 
-from mrl.config.sections.algorithm import (
-    AlgorithmConfig,
-    FilterGroupsConfig,
-    KLConfig,
-    PFPPOConfig,
-    ValueLossConfig,
-)
+from mrl.config.sections.algorithm import AlgorithmConfig, FilterGroupsConfig, KLConfig, PFPPOConfig, ValueLossConfig
 from mrl.config.sections.base import Section
 from mrl.config.sections.data import BatchConfig, DataConfig, SFTBatchConfig, SourceConfig, Sources
 from mrl.config.sections.models import (

@@ -65,8 +65,8 @@ class Config(Section):
         """What scores the samples; None: nothing does."""
         return None
 
-    def learns_by(self) -> AlgorithmConfig | None:
-        """How advantages and the policy's loss are made of scores; None: the trainer's loss is its own."""
+    def algorithm_used(self) -> AlgorithmConfig | None:
+        """What makes advantages of scores, and losses of these; None: nothing does."""
         return None
 
     def given_urls(self) -> tuple[str, ...]:

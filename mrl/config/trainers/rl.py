@@ -47,7 +47,7 @@ class RLConfig(Config):
     def rewards(self) -> RewardConfig:
         return self.reward
 
-    def learns_by(self) -> AlgorithmConfig:
+    def algorithm_used(self) -> AlgorithmConfig:
         return self.algorithm
 
     def given_urls(self) -> tuple[str, ...]:
