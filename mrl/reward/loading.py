@@ -43,7 +43,7 @@ def load_batch(spec: str, where: str = "function") -> Callable[[Sequence[Call]],
 
 
 def load_file(spec: str, where: str, arguments: tuple[Any, ...], signature: str) -> Callable[..., Any]:
-    """The function of `path/to/file.py:name`, which must take `arguments`.
+    """The function of `path/to/file.py:name`, which must take `arguments`. Raises RewardError if there is no such one.
 
     The file's folder is put on sys.path, so that it can import its neighbours.
     """
@@ -170,7 +170,8 @@ def check_result(result: object) -> Outcome:
 
 
 def check_results(results: object, count: int) -> list[Any]:
-    """What a batch function returned, one item a sample (each still to be checked)."""
+    """What a batch function returned, one item a sample (each still to be checked). Raises TypeError or ValueError if
+    it is no list of `count` items."""
     if isinstance(results, (str, bytes, dict)) or not hasattr(results, "__len__") or not hasattr(results, "__iter__"):
         raise TypeError(f"must return a list of {count} scores, got {type(results).__name__} {str(results)[:80]!r}")
     if len(results) != count:

@@ -93,7 +93,10 @@ def _columns(
 
 
 def read_columns(source: SourceConfig) -> Columns | None:
-    """The keys of the first row and the types of their values; None where only the whole data can tell."""
+    """The keys of the first row and the types of their values; None where only the whole data can tell.
+
+    Raises _Unreadable, or FileNotFoundError where no path is given.
+    """
     path = Path(source.path)
     if not source.path:
         raise FileNotFoundError
@@ -189,6 +192,7 @@ def _feature(feature: Any) -> type | None:
 
 
 def check_batch(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
+    """Samples that mini-batches or data-parallel replicas cannot share."""
     total, minibatch = samples_per_step(cfg), samples_per_minibatch(cfg)
     product = f"{cfg.batch.prompts_per_step} prompts x {cfg.batch.samples_per_prompt} samples = {total}"
     if total % minibatch:
@@ -206,6 +210,7 @@ def check_batch(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
 
 
 def check_sft(cfg: SFTConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    """Samples that replicas cannot share; prompts that leave no room for answers."""
     for key, dp in dp_sizes(cfg, machine).items():
         if cfg.batch.samples_per_step < dp:
             message = (

@@ -13,6 +13,7 @@ from mrl.models.arch import ModelArch
 
 
 def check(cfg: RLConfig | SFTConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    """Worlds that a layout does not fill, and models that it cannot cut."""
     models = {"actor.parallel": archs.actor, "critic.parallel": archs.critic, "ref.parallel": archs.ref}
     models["reward.model.parallel"] = archs.reward
     for key, layout in layouts(cfg).items():

@@ -77,12 +77,14 @@ def _weights(key: str, path: str, allow_pickle: bool) -> Iterator[Problem]:
 
 
 def check_pickle(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
+    """A permission to read pickled weights where none are read."""
     paths = (cfg.critic.path if cfg.critic is not None else None, cfg.ref.path) if isinstance(cfg, RLConfig) else ()
     if cfg.model.from_scratch and cfg.model.allow_pickle and not any(paths):
         yield Problem(("model.allow_pickle", "model.from_scratch"), "has no effect: from_scratch reads no weights")
 
 
 def check_optimizers(cfg: RLConfig | SFTConfig) -> Iterator[Problem]:
+    """Settings of the optimizers that contradict each other or have no effect."""
     yield from _optimizer("actor.optimizer", cfg.actor.optimizer)
     if isinstance(cfg, RLConfig) and cfg.critic is not None:
         yield from _optimizer("critic.optimizer", cfg.critic.optimizer)
@@ -105,6 +107,7 @@ def _optimizer(key: str, opt: OptimizerConfig) -> Iterator[Problem]:
 
 
 def check_critic(cfg: RLConfig) -> Iterator[Problem]:
+    """Settings of a critic that is frozen, or trained so long that the actor never is."""
     if cfg.critic is None:
         return
     if cfg.critic.frozen:

@@ -15,6 +15,7 @@ WITHOUT_RATIO = ("gpg",)  # policy losses that take every sample for one of the 
 
 
 def check(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    """Averages, references, replayed samples and demonstrations: what does not fit together."""
     yield from _ema(cfg)
     if needs_ref(cfg):
         yield from _reference(cfg)

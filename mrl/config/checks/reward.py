@@ -31,6 +31,8 @@ PLAIN_VALUES = (ast.Constant, ast.Dict, ast.List, ast.Tuple, ast.Set)
 
 
 def check(cfg: RLConfig) -> Iterator[Problem]:
+    """What a manager needs and does not have, or has and does not use; scorers and components that cannot be told
+    apart."""
     reward = cfg.reward
     yield from _manager(reward)
     yield from _servers(reward)
@@ -158,8 +160,8 @@ def _limits(cfg: RLConfig, used: set[str]) -> Iterator[Problem]:
 
 
 def check_function(key: str, spec: str, takes: Sequence[str], built_in: bool = False) -> Iterator[Problem]:
-    """Is `spec` FILE:NAME of a function (or class) that is there and takes these arguments, or a built-in where that is
-    allowed?"""
+    """A `spec` that is no FILE:NAME of a function (or class) that is there and takes these arguments, and no built-in
+    where that is allowed. A file that cannot be read is a problem, no error; none is run."""
     path, separator, name = spec.rpartition(":")
     if not separator:
         if spec not in BUILTIN_REWARDS or not built_in:
