@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from mrl.config.schema import RunConfig
 from mrl.core import StepStats
@@ -18,7 +18,7 @@ class TrackerMissing(RuntimeError):
 class Tracker(Protocol):
     """Made on rank 0 from the run directory, whose config.yaml is written by then. Called in one thread."""
 
-    package: ClassVar[str]  # has to be installed, and is imported by nothing but the tracker's own methods
+    package: str  # of the class; has to be installed, and is imported by nothing but the tracker's own methods
 
     def __init__(self, run_dir: Path) -> None: ...
 
