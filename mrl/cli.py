@@ -170,6 +170,8 @@ def config_manual(key: str | None, as_markdown: bool) -> int:
 
 
 def report(run_dir: Path) -> int:
+    """Writes the report and prints answers before and after. Exit code 1: there is no run, or a file of it is
+    broken."""
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl")):
         what = "holds no run" if run_dir.is_dir() else "is no directory"
         print(f"{run_dir} {what}: expected a run directory, such as runs/NAME", file=sys.stderr)
@@ -189,6 +191,7 @@ def report(run_dir: Path) -> int:
 
 
 def doctor() -> int:
+    """Prints what is installed and what works here. Always exit code 0."""
     from rich.console import Console
 
     from mrl.platform import Feature, doctor_table

@@ -18,7 +18,8 @@ class NoFreePort(RuntimeError):
 
 
 def free_port() -> int:
-    """Not one from which outgoing connections are made: an engine that is started again must find its port free."""
+    """Not one from which outgoing connections are made: an engine that is started again must find its port free. Raises
+    NoFreePort after 100 tries."""
     for port in random.SystemRandom().sample(PORTS, 100):
         with socket.socket() as probe:
             try:

@@ -39,6 +39,7 @@ class CheckpointAgreement(Agreement[Report]):
 
 
 def describe(error: BaseException) -> str:
+    """What went wrong: this program's errors by their message, others with their type."""
     if isinstance(error, CheckpointError | WeightError):
         return str(error)
     found = file_error(error)

@@ -48,6 +48,7 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
+    """N of .../step_N. Raises ValueError for another name."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path} is not named step_N")
@@ -63,7 +64,10 @@ def begin(tmp: Path) -> None:
 
 
 def finish(tmp: Path, final: Path, learners: dict[str, Any], state: dict[str, Any]) -> None:
-    """Writes `state` and the manifest, makes everything durable and gives `tmp` its final name."""
+    """Writes `state` and the manifest, makes everything durable and gives `tmp` its final name.
+
+    Raises ValueError if there is one of this name that somebody reads.
+    """
     write_atomically(tmp / STATE, json.dumps(state, indent=1))
     write_manifest(tmp, {"version": VERSION, "step": step_of(final), "learners": learners})
     if final.exists() and not remove(final):  # the same step once more, or something without a marker

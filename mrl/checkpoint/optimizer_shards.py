@@ -38,7 +38,10 @@ def optimizer_shards(optimizer: Any, models: dict[str, Any]) -> list[ShardedTens
 
 
 def weight_shards(optimizer: Any, models: dict[str, Any], weights: dict[Tensor, Tensor]) -> list[ShardedTensor]:
-    """Other weights of the model, under its own names. weights: by parameter, the range of it that this rank updates"""
+    """Other weights of the model, under its own names.
+
+    weights: parameter -> [n], the range of it that this rank updates
+    """
     return _shards(optimizer, models, lambda _, parameter: {"": weights[parameter].view(-1)})
 
 

@@ -176,7 +176,8 @@ def load(path: Path, learners: Mapping[str, Part]) -> dict[str, Any]:
 
 
 def load_kept(path: Path) -> Any:
-    """What rank 0 gave to `stage` as `kept`; for rank 0 alone, after `load`."""
+    """What rank 0 gave to `stage` as `kept`; for rank 0 alone, after `load`. Raises CheckpointError if there is
+    nothing, or it cannot be read."""
     file = path / directory.KEPT
     if not file.is_file():
         raise CheckpointError(f"there is no {directory.KEPT} in {path}, the samples of a replay buffer")

@@ -42,6 +42,7 @@ class Loader(yaml.SafeLoader):
         self._anchored: dict[str, _Extent] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        """The node, or what an alias stands for. Raises ComposerError for a tag, a depth or a size that is refused."""
         event: Any = self.peek_event()
         is_alias = isinstance(event, yaml.AliasEvent)
         if not is_alias and event.tag not in _TAGS:

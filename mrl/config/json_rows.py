@@ -44,6 +44,7 @@ def parse_row(raw: bytes) -> dict[str, Any]:
 
 
 def as_row(value: Any) -> dict[str, Any]:
+    """The value itself. Raises ValueError if it is no JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"a row must be a JSON object, not {type(value).__name__}")
     return value

@@ -152,6 +152,7 @@ def _size(source: Tree) -> str:
 
 
 def may_change(key: str) -> bool:
+    """Whether a run that goes on may have another value there: what covers the key most closely decides."""
     allowed, forbidden = _covers(MAY_CHANGE, key), _covers(MUST_NOT_CHANGE, key)
     return len(allowed) > len(forbidden)
 

@@ -31,6 +31,7 @@ class Node:
     value: Any
 
     def plain(self) -> Any:
+        """The value without places: mappings of plain values, and leaves as they are."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}
         return self.value

@@ -22,6 +22,8 @@ def plan_micro_batches(
     each sequence counted with its padding to a multiple of `align`; a longer sequence gets a micro-batch of its own.
     Tokens are balanced over all micro-batches and over the ranks (longest first, then repair by swaps); micro-batches
     with the same index are of similar size on all ranks. Micro-batches can be empty.
+
+    Raises ValueError for a number below 1.
     """
     if min(dp, max_tokens, align, multiple_of) < 1:
         raise ValueError(

@@ -60,7 +60,10 @@ class PromptDataset:
 
     def prompts_for_step(self, step: int, n: int, seed: int) -> list[Prompt]:
         """The n prompts of step `step` (from 0): places step*n ... of an endless row, in which each source goes through
-        epochs, each a permutation of its prompts. Without weights an epoch of all sources has each prompt once."""
+        epochs, each a permutation of its prompts. Without weights an epoch of all sources has each prompt once.
+
+        Raises ValueError for a negative step.
+        """
         if step < 0:
             raise ValueError(f"step {step} is negative")
         return self._at(range(step * n, (step + 1) * n), seed if self.cfg.shuffle else None)

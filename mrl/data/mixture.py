@@ -34,7 +34,8 @@ class Mixture:
         return self._places / self._places.sum()
 
     def draws(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each place of the run: (source, epoch of that source, place in that epoch)."""
+        """For each place of the run, places int64 [n]: (source, epoch of that source, place in that epoch), [n]
+        each."""
         block, at = np.divmod(places, len(self._source))
         source = self._source[at]
         draw = block * self._places[source] + self._number[at]

@@ -66,7 +66,7 @@ def _lengths(data: PromptDataset, with_answers: bool) -> np.ndarray:
 
 
 def histogram(lengths: np.ndarray, what: str) -> Iterator[str]:
-    """At most ten bars of equal width over the lengths, each with its number of rows."""
+    """At most ten bars of equal width over the lengths int [n], in tokens, each with its number of rows."""
     low, high = int(lengths.min()), int(lengths.max())
     width = math.ceil((high - low + 1) / BARS)
     counts = np.bincount((lengths - low) // width)

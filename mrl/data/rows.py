@@ -52,6 +52,7 @@ class RowReader:
         return found
 
     def answer_problem(self, row: Row) -> str | None:
+        """Why the row has no answer to learn from; None if it has one."""
         key = self.cfg.answer_key
         if key not in row:
             return _missing(row, key, "data.answer_key")

@@ -26,7 +26,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension in float32, rounded to the dtype of x, then times weight."""
+    """x / sqrt(mean(x^2) + eps) over the last dimension in float32, rounded to the dtype of x, then times weight.
+
+    x [..., d], weight [d]; the result has the shape and dtype of x.
+    """
     out: Tensor = _RMSNorm.apply(x, weight, eps)
     return out
 

@@ -37,6 +37,7 @@ class Log:
     start: int
 
     def tail(self) -> str:
+        """The last lines that this attempt has written; empty if there are none."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(max(self.start, self.path.stat().st_size - 200 * TAIL_LINES))
             return "\n".join(file.read().decode(errors="replace").splitlines()[-TAIL_LINES:])

@@ -37,7 +37,7 @@ Output = Literal["log_probs", "distribution", "values"]
 
 @dataclass(frozen=True)
 class LossParts:
-    """What a loss gives for one micro-batch: its local sum, and metrics to add up."""
+    """What a loss gives for one micro-batch: its local sum, and metrics to add up; all 0-d."""
 
     loss: Tensor
     sums: list[Tensor]
@@ -222,7 +222,8 @@ class Learner:
         return log_probs, seen.bool()
 
     def total_over_context(self, partial: Tensor) -> Tensor:
-        """The sum of a tensor over the context-parallel ranks, which hold parts of the same sequences; in place."""
+        """The sum of a tensor of any shape over the context-parallel ranks, which hold parts of the same sequences; in
+        place."""
         if self.mesh.cp > 1:
             dist.all_reduce(partial, group=self.mesh.cp_group)
         return partial

@@ -121,7 +121,7 @@ def _kept(threshold: float | None, t: PolicyTargets, log_probs: Tensor, dest: Te
 
 
 def value(cfg: ValueLossConfig, old_values: Tensor, returns: Tensor, weights: Tensor, mean_weights: Tensor) -> Loss:
-    """Clipped squared error to the returns."""
+    """Clipped squared error to the returns (`mrl.algo.value_loss`). All tensors are flat [R], as in PolicyTargets."""
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
         loss, metrics = value_loss.compute(
@@ -140,7 +140,7 @@ def value(cfg: ValueLossConfig, old_values: Tensor, returns: Tensor, weights: Te
 
 def ptx(weights: Tensor, coef: float) -> Loss:
     """coef * the negative log-likelihood of the response tokens, beside another loss (InstructGPT's PPO-ptx, arXiv
-    2203.02155). The metric is without the coefficient."""
+    2203.02155). weights [R]. The metric is without the coefficient."""
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
         loss = -(weights[dest] * output[0]).sum()
@@ -150,7 +150,7 @@ def ptx(weights: Tensor, coef: float) -> Loss:
 
 
 def cross_entropy(weights: Tensor) -> Loss:
-    """Negative log-likelihood of the response tokens (supervised fine-tuning)."""
+    """Negative log-likelihood of the response tokens (supervised fine-tuning), nats; weights [R] sum a token loss."""
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
         w = weights[dest]

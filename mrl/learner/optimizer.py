@@ -84,7 +84,7 @@ def apply_update(optimizer: ChainedOptimizer, norm: float) -> None:
 
 
 def main_parameters(optimizer: ChainedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """(parameter of the model, float32 main weights of the range of it that this data-parallel rank updates)."""
+    """(parameter of the model, float32 main weights [n] of the range of it that this data-parallel rank updates)."""
     for part in optimizer.chained_optimizers:
         groups = part.optimizer.param_groups
         for parameter, (group, place) in part.model_param_group_index_map.items():

@@ -52,7 +52,7 @@ class PolicyCopy:
         self._give(own)
 
     def log_probs(self, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
-        """As Learner.log_probs, under these weights."""
+        """Log-probs and entropies as Learner.log_probs, [R] each, under these weights."""
         with self.in_place() as learner:
             return learner.log_probs(rollout, temperature)
 

@@ -175,7 +175,7 @@ def _plot(axes: Axes, line: Line, x: np.ndarray, y: np.ndarray, color: str) -> N
 
 
 def moving_mean(y: np.ndarray, half: int) -> np.ndarray:
-    """Centred mean over up to 2 * half + 1 points, fewer at both ends."""
+    """Centred mean [n] over up to 2 * half + 1 points of y [n], fewer at both ends."""
     total = np.concatenate([[0.0], np.cumsum(y)])
     index = np.arange(len(y))
     low, high = (index - half).clip(0), (index + half + 1).clip(max=len(y))

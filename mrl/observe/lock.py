@@ -84,6 +84,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def read_owner(file: Path) -> Owner | None:
+    """Who has written the lock file; None if there is none. Raises RunLocked for a file that is no lock."""
     try:
         return Owner(**json.loads(file.read_text()))
     except FileNotFoundError:

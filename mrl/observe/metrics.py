@@ -28,6 +28,7 @@ class MetricsFile:
         append(file, "")
 
     def write(self, stats: StepStats) -> list[str]:
+        """Names of the metrics that are not finite. Raises OSError, and then nothing is written."""
         values = flatten(stats)
         bad = [name for name, value in values.items() if not math.isfinite(value)]
         row: dict[str, Any] = {"step": stats.step, "unix_time": round(time.time(), 3)}

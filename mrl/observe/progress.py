@@ -44,6 +44,7 @@ def headlines(metrics: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def clock(seconds: float) -> str:
+    """Seconds as "1h05m", "5m07s" or "7s"."""
     whole = int(seconds)
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"
@@ -147,6 +148,7 @@ class LiveDisplay:
         self._live.stop()
 
     def render(self) -> RenderableType:
+        """The panel as it is at this moment; rich asks for it four times a second."""
         p = self._progress
         body: list[RenderableType] = [self._bars(), Text(), self._metrics()]
         if p.latest.seconds:

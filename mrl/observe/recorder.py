@@ -23,6 +23,7 @@ class SilentRecorder:
 
     @contextmanager
     def phase(self, name: str, stats: StepStats | None = None) -> Iterator[None]:
+        """Adds the seconds of a part of the step to `stats.seconds[name]`, also where it fails."""
         began = time.monotonic()
         try:
             yield

@@ -60,6 +60,7 @@ class Run:
 
     @property
     def total_steps(self) -> int | None:
+        """run.steps, None if config.yaml does not say."""
         steps = self.config.get("run", {}).get("steps")
         return steps if isinstance(steps, int) else None
 
@@ -104,11 +105,13 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def load_run(run_dir: Path) -> Run:
+    """What the run directory holds so far. Raises Unreadable."""
     text, config = read_config(run_dir)
     return Run(run_dir.resolve().name, read_metrics(run_dir), config, text, before_after(run_dir))
 
 
 def render(run: Run) -> str:
+    """The whole page as HTML, pictures and all; what a run has not made yet is left out."""
     sections = [_header(run), _tiles(run), _curves(run), _answers(run.answers), _config(run.config_text)]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

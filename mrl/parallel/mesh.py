@@ -111,6 +111,7 @@ class Meshes:
         self._by_layout: dict[ParallelConfig, Mesh] = {}
 
     def get(self, cfg: ParallelConfig) -> Mesh:
+        """The mesh of this layout: the same one for every model that has it. Collective where it is new."""
         if cfg not in self._by_layout:
             self._by_layout[cfg] = Mesh(cfg, self.timeout_s, self.seed)
         return self._by_layout[cfg]

@@ -67,7 +67,7 @@ def begin(run_dir: Path) -> None:
 def leave(run_dir: Path, step: int) -> NoReturn:
     """Ends this rank after its state has been saved. Rank 0 writes down that the run is to be continued.
 
-    torchrun and ft_launcher take every exit code but 0 for a failure: under them the ranks end with 0.
+    Raises SystemExit. torchrun and ft_launcher take every exit code but 0 for a failure: under them it is 0.
     """
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     if os.environ.get("RANK", "0") == "0":

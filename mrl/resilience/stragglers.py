@@ -34,6 +34,7 @@ class Stragglers:
 
     @contextmanager
     def timed(self, section: str) -> Iterator[None]:
+        """Adds the processor seconds of a part of the step to its section, also where it fails."""
         began = platform.busy_seconds()
         try:
             yield
@@ -73,6 +74,7 @@ class Report:
         return max(found)
 
     def metrics(self) -> dict[str, float]:
+        """How many times its peers' median the slowest rank needs, and which one it is."""
         slowdown, rank, _ = self.slowest()
         return {"straggler/slowdown": slowdown, "straggler/slowest_rank": float(rank)}
 

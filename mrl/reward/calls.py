@@ -46,6 +46,7 @@ class Unsettled:
         self._futures: dict[int, Future[Outcome]] = {}
 
     def new(self) -> Future[Outcome]:
+        """A future for one more sample. Raises what `end` was given, if that has been called."""
         future: Future[Outcome] = Future()
         with self._lock:
             if self.ended is not None:

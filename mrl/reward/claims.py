@@ -51,6 +51,8 @@ class Expressions:
     of_program: bool = False  # names of FUNCTIONS are the program's
 
     def check(self, node: ast.expr) -> None:
+        """Notes what an assertion asks of the program and what must then be true. Raises Unsplit for one that cannot be
+        split, or can never hold."""
         names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} - self.known.keys()
         # assert sum(10, 15) == 6: of a program that defines sum
         self.of_program = not self.helpers & names and all(hasattr(builtins, name) for name in names)
@@ -86,6 +88,7 @@ class Expressions:
         return found if len(self.claims) > before or isinstance(found, ast.Constant) else self.folded(found)
 
     def folded(self, node: ast.expr) -> ast.Constant:
+        """The value of an expression that holds no claim, as a constant. Raises Unsplit where it has none."""
         if isinstance(node, ast.Constant):
             return node
         try:
@@ -94,6 +97,7 @@ class Expressions:
             raise Unsplit(f"{shown(node)} has no plain value: {error or type(error).__name__}") from None
 
     def parts(self, node: ast.expr, compared: bool) -> ast.expr:
+        """The expression as it is evaluated outside: values that are known, and claims for the program to tell."""
         match node:
             case ast.Constant():
                 return node
@@ -126,7 +130,8 @@ class Expressions:
         return self.claim(node, compared)
 
     def sides(self, nodes: list[ast.expr], compared: bool | None) -> list[ast.expr]:
-        """Operands. Of two beside each other the program must not tell both: it could make them equal.
+        """Operands. Of two beside each other the program must not tell both (Unsplit is raised): it could make them
+        equal.
 
         `compared` None: with each other, where a truth value or None is easy to guess.
         """
@@ -145,6 +150,8 @@ class Expressions:
         return name if name in FUNCTIONS and not taken else None
 
     def call(self, node: ast.Call, compared: bool) -> ast.expr:
+        """The call of a function that is known outside, with its arguments split. Raises Unsplit for one that is not
+        plain."""
         name = self.function(node) or ""
         keywords = [self.value(keyword.value) for keyword in node.keywords if keyword.arg]
         if len(keywords) != len(node.keywords) or not all(keywords):
@@ -170,7 +177,8 @@ class Expressions:
         return ast.Call(ast.Attribute(base, node.func.attr, ast.Load()), [a for a in arguments if a], [])
 
     def claim(self, node: ast.expr, compared: bool) -> ast.Constant:
-        """The program is asked for this expression's value."""
+        """The program is asked for this expression's value. Raises Unsplit where it could give one that decides the
+        test."""
         if not isinstance(node, (ast.Call, ast.Attribute, ast.Subscript, ast.Name, *_COMPREHENSIONS)):
             raise Unsplit(f"{shown(node)} is a {type(node).__name__}")
         asked = node.elt if isinstance(node, _COMPREHENSIONS) else node
@@ -187,7 +195,7 @@ class Expressions:
         return constant(Claimed(len(self.claims) - 1))
 
     def refuse_comparisons(self, node: ast.AST) -> None:
-        """Of what the program gives: its objects may be equal to everything."""
+        """Raises Unsplit for comparisons of what the program gives: its objects may be equal to everything."""
         own = {name for name in self.known if not self.may_have_changed(name)}
         for inner in ast.walk(node):
             if isinstance(inner, ast.comprehension) and self.value(inner.iter) is not None:
@@ -223,6 +231,7 @@ class Expressions:
 
 
 def unchanging(value: Any) -> bool:
+    """Whether the value cannot be changed in place, all that it holds included."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(unchanging, value))
     return isinstance(value, _UNCHANGING)

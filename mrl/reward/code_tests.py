@@ -122,6 +122,7 @@ def check_answer(answer: Any, unsplit: Literal["refuse", "trust"]) -> None:
 
 
 def extract_program(response: str) -> str:
+    """The last fenced block of Python in the response; the response itself if there is none."""
     blocks = [text for language, text in _BLOCK.findall(response) if language.lower() in _LANGUAGES]
     return blocks[-1] if blocks else response
 

@@ -108,7 +108,8 @@ def check_result(result: object) -> Outcome:
 
 
 def check_results(results: object, count: int) -> list[Any]:
-    """What a batch function returned, one item a sample (each still to be checked)."""
+    """What a batch function returned, one item a sample (each still to be checked). Raises TypeError or ValueError if
+    it is no list of `count` items."""
     if isinstance(results, (str, bytes, dict)) or not hasattr(results, "__len__") or not hasattr(results, "__iter__"):
         raise TypeError(f"must return a list of {count} scores, got {type(results).__name__} {str(results)[:80]!r}")
     if len(results) != count:

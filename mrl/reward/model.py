@@ -21,6 +21,7 @@ class ModelSource:
         self._waiting: list[tuple[Call, str, Future[Outcome]]] = []
 
     def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]:
+        """A future that `flush` settles: the model scores all samples at once."""
         future: Future[Outcome] = Future()
         self._waiting.append((call, label, future))
         return future

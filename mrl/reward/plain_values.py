@@ -50,7 +50,8 @@ class Claimed:
 
 
 def decode(line: bytes) -> list[Any] | None:
-    """The values of one line of `answer_calls`; None where something was raised. NotPlain: it is no such line."""
+    """The values of one line of `answer_calls`; None where something was raised. Raises NotPlain if it is no such
+    line."""
     try:
         found = json.loads(line)
         return None if found is None else _Decoder().items(found, 0)

@@ -92,7 +92,10 @@ def _columns(
 
 
 def read_columns(source: SourceConfig) -> Columns | None:
-    """The keys of the first row and the types of their values; None where only the whole data can tell."""
+    """The keys of the first row and the types of their values; None where only the whole data can tell.
+
+    Raises _Unreadable, or FileNotFoundError where no path is given.
+    """
     path = Path(source.path)
     if not source.path:
         raise FileNotFoundError

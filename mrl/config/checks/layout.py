@@ -14,6 +14,7 @@ from mrl.families import ModelArch
 
 
 def check(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    """Worlds that a layout does not fill, and models that it cannot cut."""
     for name, use in cfg.models().items():
         if use.parallel is None:
             continue

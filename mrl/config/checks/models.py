@@ -83,12 +83,14 @@ def _weights(key: str, path: str, allow_pickle: bool) -> Iterator[Problem]:
 
 
 def check_pickle(cfg: Config) -> Iterator[Problem]:
+    """A permission to read pickled weights where none are read."""
     paths = [use.path for use in cfg.models().values()]
     if cfg.model.from_scratch and cfg.model.allow_pickle and not any(paths):
         yield Problem(("model.allow_pickle", "model.from_scratch"), "has no effect: from_scratch reads no weights")
 
 
 def check_optimizers(cfg: Config) -> Iterator[Problem]:
+    """Settings of the optimizers that contradict each other or have no effect."""
     for name, use in cfg.models().items():
         if use.optimizer is not None:
             yield from _optimizer(f"{name}.optimizer", use.optimizer)
@@ -111,6 +113,7 @@ def _optimizer(key: str, opt: OptimizerConfig) -> Iterator[Problem]:
 
 
 def check_critic(cfg: RLConfig) -> Iterator[Problem]:
+    """Settings of a critic that is frozen, or trained so long that the actor never is."""
     if cfg.critic is None:
         return
     if cfg.critic.frozen:

@@ -13,6 +13,7 @@ from mrl.config.trainers.rl import RLConfig, needs_ref, reused_samples_per_step
 
 
 def check(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
+    """Averages, references, replayed samples and demonstrations: what does not fit together."""
     yield from _ema(cfg)
     if needs_ref(cfg):
         yield from _reference(cfg)

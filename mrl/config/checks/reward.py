@@ -31,6 +31,8 @@ PLAIN_VALUES = (ast.Constant, ast.Dict, ast.List, ast.Tuple, ast.Set)
 
 
 def check(cfg: RLConfig) -> Iterator[Problem]:
+    """What a manager needs and does not have, or has and does not use; scorers and components that cannot be told
+    apart."""
     reward = cfg.reward
     yield from _manager(reward)
     yield from _servers(reward)

@@ -17,6 +17,7 @@ MOST_CPU_ENGINES = 64
 
 
 def check(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[Problem]:
+    """Lengths, engines and transports that do not fit the model, the machine or each other."""
     yield from _lengths(cfg, arch)
     yield from _engine(cfg, arch, machine)
     yield from _sync(cfg, machine)

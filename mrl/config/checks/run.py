@@ -37,6 +37,7 @@ def check_directory(run: RunConfig) -> Iterator[Problem]:
 
 
 def check_checkpoint(cfg: Config) -> Iterator[Problem]:
+    """Settings for checkpoints that are never written, or never at such a step."""
     checkpoint, every = cfg.checkpoint, "checkpoint.every_steps"
     kept = checkpoint.keep_every_steps
     if checkpoint.every_steps is None:
@@ -51,6 +52,7 @@ def check_checkpoint(cfg: Config) -> Iterator[Problem]:
 
 
 def check_resilience(cfg: Config) -> Iterator[Problem]:
+    """Limits that nothing watches or that are never reached, and restarts with nothing to go on from."""
     saves, key = cfg.checkpoint.every_steps is not None, "checkpoint.every_steps"
     if cfg.run.launcher != "ft":
         because = f"launcher {cfg.run.launcher} restarts no ranks, and does not watch them"

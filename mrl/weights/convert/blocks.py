@@ -151,6 +151,7 @@ def _write_spans(share: Share, stopped: Callable[[], bool]) -> list[Item]:
 
 
 def write_at(descriptor: int, offset: int, tensor: Tensor) -> None:
+    """Writes the bytes of a contiguous tensor of any shape to the file from `offset`."""
     view, done = memory(tensor), 0
     while done < len(view):
         done += os.pwrite(descriptor, view[done:], offset + done)

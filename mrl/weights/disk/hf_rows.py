@@ -33,6 +33,7 @@ class IndexedRows:
         return f"{self.path}: {self.name}"
 
     def read(self, start: int, out: Tensor) -> None:
+        """Fills `out` [n, columns]. One thread at a time opens the file: a pickled one comes into memory whole."""
         with _OPENING:
             source = _opened(self.path, self.allow_pickle).source(self.name)
         if self.alias is None:

@@ -52,6 +52,7 @@ class FileRows:
         return f"{self.file}: {self.name}"
 
     def read(self, start: int, out: Tensor) -> None:
+        """Fills `out` [n, columns]; where it has another dtype, a piece at a time."""
         row_bytes = self.shape[1] * self.dtype.itemsize
         if out.dtype == self.dtype:
             read_at(self.file, self.offset + start * row_bytes, out)
@@ -69,6 +70,7 @@ class ZeroRows:
     label: str = "zeros"
 
     def read(self, start: int, out: Tensor) -> None:
+        """Fills `out` [n, columns]."""
         out.zero_()
 
 
@@ -96,6 +98,7 @@ class Mosaic:
         return self.pieces[0].source.label
 
     def read(self, start: int, out: Tensor) -> None:
+        """Fills `out` [n, columns] from the pieces that lie there."""
         stop = start + out.shape[0]
         for piece in self.pieces:
             first, last = max(start, piece.at_row), min(stop, piece.at_row + piece.rows)
@@ -138,12 +141,13 @@ class RowsTensor:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Without NaN and infinity. One pass at the memory's speed, and no second tensor."""
+    """Whether a tensor of any shape is without NaN and infinity. One pass at the memory's speed, and no second
+    tensor."""
     return all(bool(extreme.isfinite()) for extreme in values.aminmax())
 
 
 def require_finite(rows: Rows, start: int, values: Tensor) -> None:
-    """Raises WeightError, naming file and tensor, if `values`, read from `start`, hold NaN or infinity."""
+    """Raises WeightError, naming file and tensor, if `values` [n, columns], read from `start`, hold NaN or infinity."""
     if all_finite(values):
         return
     stop = start + values.shape[0]
@@ -165,7 +169,8 @@ def flat_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def read_at(file: Path, offset: int, out: Tensor) -> None:
-    """Fills the contiguous `out` with the file's bytes from `offset`. Raises WeightError if the file ends before."""
+    """Fills `out`, contiguous and of any shape, with the file's bytes from `offset`. Raises WeightError if the file
+    ends before."""
     done, view = 0, memory(out)
     descriptor = os.open(file, os.O_RDONLY)
     try:
@@ -179,7 +184,7 @@ def read_at(file: Path, offset: int, out: Tensor) -> None:
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
+    """The bytes of a contiguous CPU tensor of any shape, not copied."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 

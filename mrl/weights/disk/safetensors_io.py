@@ -103,7 +103,8 @@ class HFCheckpoint:
         return len(self._file_of)
 
     def source(self, name: str, shape: tuple[int, ...] | None = None) -> TensorSource:
-        """The tensor `name`, unread; checked against `shape` if that is given."""
+        """The tensor `name`, unread. Raises WeightError if it is missing, quantized, or not of `shape` where that is
+        given."""
         file = self._file_of.get(name)
         if file is None:
             raise WeightError(f"{self.path}: no tensor {name}")

@@ -169,6 +169,7 @@ class ArchiveRows:
         return f"{self.directory / self.item.file}: {self.item.key}"
 
     def read(self, start: int, out: Tensor) -> None:
+        """Fills `out` [n, columns]. Raises WeightError unless the archive holds just this tensor, contiguous."""
         FileRows(self.directory / self.item.file, self._data, self.shape, self.dtype).read(start, out)
 
     @cached_property

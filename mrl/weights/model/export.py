@@ -84,7 +84,7 @@ class Exporter:
 
     @torch.no_grad()
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of the tensors that this rank sends; empty on the others.
+        """(name, tensor of its full shape) of the tensors that this rank sends; empty on the others.
 
         Every rank has to run it to the end: the ranks of a sender's tensor-parallel group bring their parts. Tensors
         are contiguous and on the model's device; some are views of parameters: use them before the next update, and do

@@ -32,14 +32,15 @@ class ParamHash(ABC):
 
     @abstractmethod
     def add(self, index: int, part: Tensor) -> None:
-        """Part number `index`, already cut."""
+        """Part number `index`, already cut; of any shape, since its bytes count."""
 
     @abstractmethod
     def state(self) -> Any:
         """What another rank needs to continue; only for parameters whose parts are on several ranks."""
 
     @abstractmethod
-    def merge(self, state: Any) -> None: ...
+    def merge(self, state: Any) -> None:
+        """Takes in another rank's `state`."""
 
     @abstractmethod
     def hexdigest(self) -> str:
@@ -68,9 +69,11 @@ class Sha256Hash(ParamHash):
         self._next += 1
 
     def state(self) -> dict[int, Tensor]:
+        """Part number -> its bytes, uint8 [n]: those that still wait for an earlier one."""
         return self._waiting
 
     def merge(self, state: Mapping[int, Tensor]) -> None:
+        """Takes in the parts of another rank: uint8 [n] each, by number."""
         for index in sorted(state):
             self.add(index, state[index])
 
@@ -122,9 +125,11 @@ class TileHash(ParamHash):
         self._sums &= _M32
 
     def state(self) -> Tensor | None:
+        """The sums of this rank's words, int64 [2, tiles] on the CPU; None if it has seen no part."""
         return None if self._sums is None else self._sums.cpu()
 
     def merge(self, state: Tensor | None) -> None:
+        """Adds another rank's sums, int64 [2, tiles]."""
         if state is not None:
             self._sums = state if self._sums is None else (self._sums.cpu() + state) & _M32
 
@@ -185,6 +190,7 @@ class StreamHasher:
         return list(dict.fromkeys(self._senders[source] for source in param.sources))
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Hashes the exported tensor `name`, of its full shape, wherever the engine's parameters have a part of it."""
         for key, index in self._uses.get(name, ()):
             hashing = self._hashes[key]
             hashing.add(index, hashing.param.parts[index].cut(tensor))

@@ -27,6 +27,7 @@ class Part:
     size: int = 0
 
     def cut(self, tensor: Tensor) -> Tensor:
+        """The part of the exported tensor `tensor`: a view, of the same shape but for `dim`."""
         return tensor if self.dim is None else tensor.narrow(self.dim, self.start, self.size)
 
 

@@ -40,7 +40,8 @@ class WeightSource(Protocol):
     @property
     def arch(self) -> ModelArch: ...
     def metas(self) -> Sequence[TensorMeta]: ...
-    def stream(self) -> Iterator[tuple[str, Tensor]]: ...
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor of the shape that `metas` says) of the tensors that this rank sends, in their order."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Slot:
     end: int
 
     def view(self, flat: Tensor) -> Tensor:
+        """The tensor's place in the bucket's bytes, `flat` uint8 [n], under its own shape and dtype."""
         return flat[self.start : self.end].view(self.dtype).view(self.shape)
 
 
@@ -68,6 +70,7 @@ class Bucket:
         return self.slots[-1].end
 
     def views(self, flat: Tensor) -> list[tuple[str, Tensor]]:
+        """(name, view) of the tensors, each in its own shape, in the bucket's bytes `flat` uint8 [n]."""
         return [(slot.name, slot.view(flat)) for slot in self.slots]
 
 

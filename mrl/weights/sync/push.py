@@ -246,7 +246,10 @@ class Filler:
         self._next = 0
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Raises WeightError if this is not the tensor that the plan has next."""
+        """Puts the stream's next tensor, of any shape, into its place; sends the bucket that it fills.
+
+        Raises WeightError if this is not the tensor that the plan has next.
+        """
         if self._next == len(self._todo):
             raise WeightError(f"the export stream has {name} after the last planned tensor")
         bucket, slot = self._todo[self._next]
@@ -264,5 +267,6 @@ class Filler:
             self._transport.send(bucket, flat)
 
     def check_done(self) -> None:
+        """Raises WeightError if the stream had fewer tensors than the plan."""
         if self._next < len(self._todo):
             raise WeightError(f"the export stream ended before {self._todo[self._next][1].name}")

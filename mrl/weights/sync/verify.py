@@ -59,6 +59,8 @@ class Verifier:
         return {key: digest for part in parts for key, digest in part.items()}
 
     def mismatches(self, url: str, expected: Mapping[Key, str], held: Sequence[RankChecksums]) -> list[Mismatch]:
+        """The parameters of the engine at `url` whose digest is not the expected one; one that it alone has is among
+        them."""
         found = []
         for rank in held:
             for name, digest in rank.checksums.items():
@@ -71,7 +73,7 @@ class Verifier:
 
 
 def ask_shape(engines: Engines) -> tuple[EngineShape, type[ParamHash]]:
-    """What the engines hold and how they hash it, from the engines. They must all be alike."""
+    """What the engines hold and how they hash it, from the engines. Raises WeightError if they are not all alike."""
     shapes: list[tuple[EngineShape, type[ParamHash]]] = []
     for client in engines.clients:
         client.timeout_s = engines.deadline.left()

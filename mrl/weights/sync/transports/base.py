@@ -94,15 +94,19 @@ class Transport(ABC):
 
     @abstractmethod
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        """Get ready to send these."""
+        """Get ready to send these. Raises WeightError where there is no room for them, or EngineError."""
 
     @abstractmethod
     def buffer(self, bucket: Bucket) -> Tensor:
-        """The uint8 buffer that the bucket's tensors are to be written into, valid until `send` returns."""
+        """uint8 [at least bucket.nbytes], which the bucket's tensors are to be written into; valid until `send`
+        returns."""
 
     @abstractmethod
     def send(self, bucket: Bucket, flat: Tensor) -> None:
-        """Returns when every engine has loaded the bucket."""
+        """Returns when every engine has loaded the bucket, which is in `flat` uint8 [n] from its first byte on.
+
+        Raises WeightError or EngineError.
+        """
 
     def commit(self, version: str) -> None:  # noqa: B027 - most transports are done when the last bucket is
         """Rank 0, after every sender has sent everything."""

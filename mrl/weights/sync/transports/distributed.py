@@ -199,7 +199,7 @@ def _broadcast(group: Any, flat: Tensor) -> Any:
 
 
 def own_address(url: str) -> str:
-    """This machine's address as the engine at `url` sees it."""
+    """This machine's address as the engine at `url` sees it. Raises WeightError if that cannot be reached."""
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     try:
