@@ -175,7 +175,7 @@ class EngineClient:
 
     # ---- the wire
 
-    def _call(self, endpoint: Endpoint[Body, Answer], body: Body, headers: Mapping[str, str] | None = None) -> Answer:
+    def _call(self, endpoint: Endpoint[Body, Answer], body: Body) -> Answer:
         """What the endpoint reads in the answer."""
         reply = self._send(endpoint, body)
         if reply.status_code != 200:
