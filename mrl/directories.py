@@ -5,7 +5,6 @@ The standard library only: config checks read it before torch is imported.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mrl.files import rename_durably, sizes, sync, sync_folders, write_atomically
+from mrl.files import lock, rename_durably, sizes, sync, sync_folders, write_atomically
 from mrl.foreign import own_file, read_json
 
 MANIFEST = "complete"  # the last file that is written; lists every other one with its size
@@ -161,9 +160,7 @@ def _problem(root: Path, name: str, size: int) -> str | None:
 
 def _locked(file: Path) -> int:
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock(descriptor):
         os.close(descriptor)
-        raise Unwritable(f"another process is writing there (it holds {file})") from None
+        raise Unwritable(f"another process is writing there (it holds {file})")
     return descriptor

@@ -8,6 +8,8 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,17 +24,24 @@ def make_private(directory: Path) -> None:
 
 
 def write_atomically(file: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Writes a hidden neighbour, then renames it: a reader finds the old content or the new one, never a part.
+    """The content as `replacing` writes it. Its mode is as the umask has it. durable: as there."""
+    with replacing(file, durable=durable) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing(file: Path, *, durable: bool = False) -> Iterator[Path]:
+    """A hidden neighbour to write, which is `file` after that: a reader finds the old content or the new one, never a
+    part.
 
     If that fails (disk full) or is broken off by a signal, the old content stays and nothing is left of the new one. A
-    killed process can leave the neighbour, .NAME.PID.tmp. Its mode is as the umask has it. Processes may write the same
-    file: the last one wins.
+    killed process can leave the neighbour, .NAME.PID.tmp. Processes may write the same file: the last one wins.
 
     durable: it survives a power cut from then on
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        yield temporary
         if durable:
             sync(temporary)
             rename_durably(temporary, file)
@@ -75,13 +84,21 @@ def lock_for_reading(file: IO[Any], timeout_s: float = LOCK_TIMEOUT_S) -> None:
 
     Raises ValueError if somebody holds it longer than `timeout_s`.
     """
+    if not lock(file, shared=True, timeout_s=timeout_s):
+        raise ValueError(f"{file.name} has been locked by another process for {timeout_s:g} s")
+
+
+def lock(file: IO[Any] | int, *, shared: bool = False, timeout_s: float = 0.0) -> bool:
+    """Whether an open file's lock could be had within `timeout_s`: alone, or shared with others who share it. It is
+    held until the file, and what processes have inherited of it, is closed."""
     end = time.monotonic() + timeout_s
     while True:
         try:
-            return fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
             if time.monotonic() >= end:
-                raise ValueError(f"{file.name} has been locked by another process for {timeout_s:g} s") from None
+                return False
             time.sleep(_POLL_S)
 
 

@@ -11,9 +11,9 @@ from mrl import platform
 
 platform.install()
 
-from mrl.algo.rollout_correction import Correction  # noqa: E402
 from mrl.config.schema import PFPPOConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
+from mrl.trainers.rl.correction import FlatCorrection  # noqa: E402
 from mrl.trainers.rl.experience import Experience, resampled  # noqa: E402
 from mrl.trainers.rl.replay import Reused  # noqa: E402
 
@@ -46,7 +46,7 @@ def experience(step: int = 0) -> Experience:
         mean_ref_kl=0.7,
         is_old_policy=True,
         entropies=place + 0.6,
-        correction=Correction(place + 0.7, place < 400, {"a": 1.0}),
+        correction=FlatCorrection(place + 0.7, place < 400, {"a": 1.0}),
         reused=Reused(old, old.repeat_interleave(LENGTHS), place + 0.8),
     )
 

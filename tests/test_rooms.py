@@ -26,7 +26,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "parallel": ("config", "platform"),
     "kernels": (),
     "models": ("core", "families", "config", "platform", "parallel", "kernels"),
-    "rollout": ("core", "families", "config", "ports"),
+    "rollout": ("core", "families", "config", "files", "ports"),
     "reward": ("core", "config", "user_functions"),
     "algo": ("kernels", "options", "user_functions"),
     "data": ("core", "config", "foreign"),

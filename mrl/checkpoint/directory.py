@@ -8,7 +8,6 @@ a shared lock on that file, and whoever would remove it needs the exclusive one.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.directories import MANIFEST, read_manifest, write_manifest
-from mrl.files import lock_for_reading, rename_durably, write_atomically
+from mrl.files import lock, lock_for_reading, rename_durably, write_atomically
 from mrl.foreign import read_json
 
 STATE = "state.json"
@@ -95,9 +94,7 @@ def remove(path: Path) -> bool:
     with contextlib.ExitStack() as stack:
         if (path / MANIFEST).is_file():
             marker = stack.enter_context((path / MANIFEST).open("r+b"))
-            try:
-                fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not lock(marker):
                 return False
         os.rename(path, doomed)
     shutil.rmtree(doomed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shlex
 import socket
@@ -15,7 +14,7 @@ from typing import BinaryIO
 
 from mrl import failure
 from mrl.failure import Failure
-from mrl.files import make_private
+from mrl.files import lock, make_private
 from mrl.redaction import redact
 from mrl.resilience.protocol import EXIT_PREEMPTED
 from mrl.terminal import Terminal
@@ -108,19 +107,18 @@ def owned(log_dir: Path) -> Iterator[BinaryIO]:
     """One launcher a directory. Raises LaunchError if another one writes there."""
     make_private(log_dir.parent)
     log_dir.mkdir(exist_ok=True)
-    with (log_dir / ".launcher.lock").open("a+b") as lock:
+    with (log_dir / ".launcher.lock").open("a+b") as marker:
+        if not lock(marker):
+            marker.seek(0)
+            owner = marker.read().decode() or "a process that has just started"
+            raise LaunchError(
+                f"{log_dir} belongs to a run that is going on: stop it ({owner}), or choose another run.name"
+            )
+        marker.truncate(0)
+        marker.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        marker.flush()
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            owner = lock.read().decode() or "a process that has just started"
-            message = f"{log_dir} belongs to a run that is going on: stop it ({owner}), or choose another run.name"
-            raise LaunchError(message) from None
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-        lock.flush()
-        try:
-            yield lock
+            yield marker
         finally:
             for unused in log_dir.glob("*.reserve"):
                 unused.unlink(missing_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from mrl.files import lock
 from mrl.rollout.access import OPEN, Access
 from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import EngineStartError, PortTaken
@@ -76,15 +76,9 @@ class EngineProcess:
     def _hold(self, log: BinaryIO) -> None:
         """Locks the log, through the handle that the engine's whole tree inherits: none of a former engine's processes
         (the run's before a restart) is left then, with the memory that it had."""
-        deadline = time.monotonic() + FORMER_ENGINE_S
-        while True:
-            try:
-                return fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    text = f"an engine that was started before still runs after {FORMER_ENGINE_S:g} s ({self.log})"
-                    raise EngineStartError(f"{self.name} did not start: {text}; end it first") from None
-                time.sleep(POLL_S)
+        if not lock(log, timeout_s=FORMER_ENGINE_S):
+            text = f"an engine that was started before still runs after {FORMER_ENGINE_S:g} s ({self.log})"
+            raise EngineStartError(f"{self.name} did not start: {text}; end it first")
 
     def restart(self) -> None:
         """Ends what is left of the engine and starts it anew, at the same address; returns at once."""

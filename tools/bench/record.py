@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from mrl.files import write_atomically
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "megatron-core", "safetensors", "sglang", "transformers", "nvidia-resiliency-ext")
@@ -22,9 +24,7 @@ def write(file: Path, figures: Mapping[str, Any]) -> None:
     """`figures` under a header that says what they were measured on; the load is that at the end. By rename."""
     header = {"commit": _commit(), "date": time.strftime("%F"), "machine": _machine(), "versions": _versions()}
     file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(".tmp")
-    draft.write_text(json.dumps({**header, **figures}, indent=1) + "\n")
-    draft.rename(file)
+    write_atomically(file, json.dumps({**header, **figures}, indent=1) + "\n")
     print(f"written to {file}")
 
 

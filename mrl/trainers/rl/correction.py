@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from mrl.algo.rollout_correction import Correction, Criterion, correct
+from mrl.algo.rollout_correction import Criterion, correct
 from mrl.config.schema import RolloutCorrectionConfig
 from mrl.core import Rollout
+from mrl.units import PerResponseToken
 
 
-def correction_of(cfg: RolloutCorrectionConfig, rollout: Rollout, trainer_log_probs: Tensor) -> Correction:
-    """weights [R] float32 and keep [R] of a step's tokens. trainer_log_probs [R]: of the policy at its start.
+@dataclass(frozen=True)
+class FlatCorrection:
+    """`mrl.algo.rollout_correction.Correction` of a rollout's response tokens: weights [R] float32, keep [R] bool."""
+
+    weights: PerResponseToken | None
+    keep: PerResponseToken
+    metrics: dict[str, float]
+
+
+def correction_of(cfg: RolloutCorrectionConfig, rollout: Rollout, trainer_log_probs: Tensor) -> FlatCorrection:
+    """Of a step's tokens. trainer_log_probs [R]: of the policy at its start.
 
     Advantages are made from all samples, and the critic learns from all (in verl, rejected tokens are out of gae's
     whitening and of the value loss too).
@@ -26,7 +38,7 @@ def correction_of(cfg: RolloutCorrectionConfig, rollout: Rollout, trainer_log_pr
         batch_normalize=cfg.rollout_is_batch_normalize,
         criteria=[Criterion(*criterion) for criterion in cfg.criteria()],
     )
-    return Correction(
+    return FlatCorrection(
         None if made.weights is None else rollout.flat(made.weights),
         rollout.flat(made.keep),
         {f"rollout_corr/{name}": value for name, value in made.metrics.items()},

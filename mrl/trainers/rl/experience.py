@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mrl import units
 from mrl.algo import advantages, aggregate, kl, own, resampling, token_rewards
 from mrl.algo.advantages import Estimator
-from mrl.algo.rollout_correction import Correction
 from mrl.config.schema import AlgorithmConfig, KLConfig, PFPPOConfig, RolloutCorrectionConfig
 from mrl.core import Rollout
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.options.estimators import OwnEstimator
 from mrl.rollout.seeds import sample_seed
-from mrl.trainers.rl.correction import correction_of
+from mrl.trainers.rl.correction import FlatCorrection, correction_of
 from mrl.trainers.rl.replay import Reused
+from mrl.units import PerResponseToken
 
 RESAMPLING_STREAM = 1 << 44  # keeps the draws of samples apart from all others
 
@@ -41,7 +42,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Experience:
-    """Flat [R] vectors of one step.
+    """Flat [R] vectors of one step. Raises ValueError for those that do not fit the rollout.
 
     trainer_log_probs, entropies: see Passes. old_log_probs None: see mrl.learner.losses.PolicyTargets
     is_old_policy: the old log-probs are the trainer's own, known or not
@@ -49,17 +50,20 @@ class Experience:
     """
 
     rollout: Rollout
-    advantages: Tensor
-    returns: Tensor
-    old_log_probs: Tensor | None
-    trainer_log_probs: Tensor | None
-    ref_log_probs: Tensor | None
-    values: Tensor | None
+    advantages: PerResponseToken
+    returns: PerResponseToken
+    old_log_probs: PerResponseToken | None
+    trainer_log_probs: PerResponseToken | None
+    ref_log_probs: PerResponseToken | None
+    values: PerResponseToken | None
     mean_ref_kl: float | None
     is_old_policy: bool
-    entropies: Tensor | None = None
-    correction: Correction | None = None
+    entropies: PerResponseToken | None = None
+    correction: FlatCorrection | None = None
     reused: Reused | None = None
+
+    def __post_init__(self) -> None:
+        units.check(self, self.rollout)
 
     @property
     def is_new(self) -> Tensor:
@@ -76,17 +80,7 @@ class Experience:
 
     def pick(self, samples: Tensor) -> Experience:
         """Of some of the samples, in the order of `samples` [b] int64, which may name one more than once."""
-
-        def of(vector: Tensor) -> Tensor:
-            return self.rollout.flat_of(samples, vector)
-
-        changes: dict[str, Any] = {name: of(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        if (made := self.correction) is not None:
-            weights = None if made.weights is None else of(made.weights)
-            changes["correction"] = replace(made, weights=weights, keep=of(made.keep))
-        if (old := self.reused) is not None:
-            changes["reused"] = Reused(old.samples[samples], of(old.tokens), of(old.old_log_probs))
-        return replace(self, rollout=self.rollout.pick(samples), **changes)
+        return units.pick(self, samples, of=self.rollout)
 
     def targets(self) -> list[Tensor]:
         """All flat vectors that a loss may be made of."""

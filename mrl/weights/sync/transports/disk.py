@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mrl.files import replacing
 from mrl.weights.sync.payload import Bucket
 from mrl.weights.sync.transports.base import Transport, largest
 
@@ -38,9 +39,8 @@ class Disk(Transport):
     def send(self, bucket: Bucket, flat: Tensor) -> None:
         name = f"rank-{self.place.rank:05d}-{self._count:05d}.safetensors"
         self._count += 1
-        partial = self._directory / f".{name}"
-        save_file(dict(bucket.views(flat)), partial, metadata={"format": "pt"})
-        partial.rename(self._directory / name)
+        with replacing(self._directory / name) as partial:
+            save_file(dict(bucket.views(flat)), partial, metadata={"format": "pt"})
 
     def commit(self, version: str) -> None:
         directory = str(self._directory)
