@@ -4,7 +4,8 @@ Call `install()` before the first `import megatron.core`, in training processes 
 """
 
 from mrl.platform.adaptations import REGISTRY, Adaptation, applied, install
-from mrl.platform.features import Feature, apex_usable, doctor_table, features, transformer_engine_usable
+from mrl.platform.features import Feature, doctor_table, features
+from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable
 from mrl.platform.memory import peak_memory_bytes, release_cached_memory, reset_peak_memory
 from mrl.platform.optimizer_state import prime_adam, unshare_steps
 from mrl.platform.process import (
@@ -43,6 +44,7 @@ __all__ = [
     "reset_peak_memory",
     "restore_random_state",
     "synchronize",
+    "transformer_engine_problem",
     "transformer_engine_usable",
     "unshare_steps",
 ]

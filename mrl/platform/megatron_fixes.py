@@ -6,7 +6,6 @@ Each `needed` check looks for the fault itself, so a repair retires when a relea
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -14,28 +13,12 @@ from typing import Any
 import torch
 
 from mrl.platform.adaptations import Stage, adaptation
-
-
-def transformer_engine_fault() -> str | None:
-    """Why an installed transformer-engine cannot be imported; None if it is absent or works.
-
-    The `transformer-engine` package on its own is a shell without the compiled part. Importing it raises RuntimeError
-    (or OSError for a build against another CUDA), where megatron-core expects ImportError.
-    """
-    if "transformer_engine" in sys.modules or importlib.util.find_spec("transformer_engine") is None:
-        return None
-    try:
-        importlib.import_module("transformer_engine")
-    except ImportError:
-        return None
-    except (RuntimeError, OSError) as error:
-        return str(error).strip().split("\n")[0]
-    return None
+from mrl.platform.fused import transformer_engine_fault
 
 
 @adaptation(
     "broken_te",
-    why="a transformer-engine that raises RuntimeError on import stops the import of megatron's layer specs",
+    why="of a transformer-engine whose import fails megatron expects ImportError from every part, or it believes in it",
     stage=Stage.BEFORE_IMPORT,
     needed=lambda: transformer_engine_fault() is not None,
 )
