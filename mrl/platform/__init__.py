@@ -11,11 +11,13 @@ from mrl.platform.optimizer_state import prime_adam, unshare_steps
 from mrl.platform.process import (
     WorldError,
     backend,
+    collect_shared,
     device,
     device_uuid,
     gpu_count,
     init_process_group,
     synchronize,
+    use_device,
 )
 from mrl.platform.random_state import random_state, restore_random_state
 from mrl.platform.speed import busy_seconds, probe_seconds
@@ -29,6 +31,7 @@ __all__ = [
     "applied",
     "backend",
     "busy_seconds",
+    "collect_shared",
     "device",
     "device_uuid",
     "doctor_table",
@@ -47,4 +50,5 @@ __all__ = [
     "transformer_engine_problem",
     "transformer_engine_usable",
     "unshare_steps",
+    "use_device",
 ]
