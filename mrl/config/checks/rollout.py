@@ -137,6 +137,9 @@ def _sync(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
             f"{transport} cannot reach {', '.join(remote)} on another machine: use distributed, http, disk or auto"
         )
         yield Problem(("sync.transport", "rollout.urls"), message)
+    if transport in ("cuda_ipc", "distributed") and cfg.rollout.engine == "transformers":
+        message = f"the transformers engine does not know {transport}: use shared_memory, http, disk or auto"
+        yield Problem(("sync.transport", "rollout.engine"), message)
     if transport == "disk":
         yield from inert(cfg.sync, "sync", ["bucket_mib"], "disk transport writes files, not buckets", "sync.transport")
 

@@ -55,7 +55,8 @@ class RolloutConfig(Section):
 class SyncConfig(Section):
     """How the actor's weights get to the engines."""
 
-    # auto: cuda_ipc or shared_memory on this machine, distributed beyond it
+    # auto: cuda_ipc or shared_memory on this machine, distributed beyond it; with the transformers engine
+    # shared_memory and http
     transport: Literal["auto", "shared_memory", "http", "distributed", "disk", "cuda_ipc"] = "auto"
     bucket_mib: PositiveInt = 512  # MiB of weights sent at once, at most
     # checksum: hash every tensor on both sides after a push; a difference ends the run

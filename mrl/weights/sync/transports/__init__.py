@@ -30,15 +30,16 @@ _BUILDERS: dict[str, Callable[[Engines, Place], Transport]] = {
 }
 
 
-def resolve(transport: str, colocated: bool, directory: Path | None) -> str:
+def resolve(transport: str, colocated: bool, directory: Path | None, plain: bool = False) -> str:
     """`auto`: through memory on one machine, over a process group between machines.
 
+    plain: the engines know CPU tensors and files only, neither GPU memory nor process groups
     Raises WeightError for a transport that cannot reach engines on another machine.
     """
     if transport == "auto":
         if not colocated:
-            return "distributed"
-        return "cuda_ipc" if platform.device().type == "cuda" else "shared_memory"
+            return "http" if plain else "distributed"
+        return "cuda_ipc" if platform.device().type == "cuda" and not plain else "shared_memory"
     if not colocated and (transport in SAME_MACHINE or (transport == "disk" and directory is None)):
         raise WeightError(
             f"sync.transport {transport} needs the engines and all senders on one machine: use distributed or http"
