@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mrl.config.schema import DataConfig, ParallelConfig, RLConfig, SFTConfig
+from mrl.config.schema import DataConfig, ParallelConfig, RLConfig, SFTConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,12 @@ def layouts(cfg: RLConfig | SFTConfig) -> dict[str, ParallelConfig]:
         if cfg.reward.model is not None:
             found["reward.model.parallel"] = cfg.reward.model.parallel or cfg.actor.parallel
     return found
+
+
+def trained(cfg: RLConfig | SFTConfig) -> dict[str, TrainConfig]:
+    """By its key, each model that has settings of its own; others follow the actor's."""
+    critic = {"critic": cfg.critic} if isinstance(cfg, RLConfig) and cfg.critic is not None else {}
+    return {"actor": cfg.actor, **critic}
 
 
 def data_sections(cfg: RLConfig | SFTConfig) -> dict[str, DataConfig]:

@@ -1,5 +1,4 @@
-"""Which modules a layer is made of: transformer-engine's where it is usable, else Megatron's own with our attention
-and norm."""
+"""Which modules a layer is made of: transformer-engine's, or Megatron's own with our attention and norm."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from mrl import platform
 from mrl.config.schema import TrainConfig
 from mrl.models.arch import ModelArch
+from mrl.models.layer_kind import layer_kind
 from mrl.models.mcore import TransformerConfig
 from mrl.parallel import Mesh
 
@@ -24,6 +25,8 @@ def padded_vocab_size(arch: ModelArch, tp: int) -> int:
 
 
 def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
+    """Raises UnsupportedModel for layers that this machine does not have."""
+    fused = layer_kind(train.layers, dtype) == "transformer_engine"
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -46,10 +49,10 @@ def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: t
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the only one for variable lengths, also asked of dense models
         **_initialisation(),
-        **_fusions(),
+        **_fusions(fused),
         **_layout(train, mesh),
         **_recompute(train),
-        **_experts(arch, mesh),
+        **_experts(arch, mesh, fused),
     )
 
 
@@ -69,8 +72,7 @@ def _initialisation() -> dict[str, Any]:
     }
 
 
-def _fusions() -> dict[str, Any]:
-    fused = platform.transformer_engine_usable()
+def _fusions(fused: bool) -> dict[str, Any]:
     return {
         "transformer_impl": "transformer_engine" if fused else "local",
         "apply_rope_fusion": fused,
@@ -115,7 +117,7 @@ def _recompute(train: TrainConfig) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _experts(arch: ModelArch, mesh: Mesh) -> dict[str, Any]:
+def _experts(arch: ModelArch, mesh: Mesh, fused: bool) -> dict[str, Any]:
     """Softmax over the chosen experts equals softmax over all, renormalised; without renormalisation it comes first."""
     if arch.num_experts is None:
         return {}
@@ -127,5 +129,5 @@ def _experts(arch: ModelArch, mesh: Mesh) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": platform.transformer_engine_usable(),
+        "moe_grouped_gemm": fused,
     }

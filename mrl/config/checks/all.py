@@ -34,6 +34,7 @@ def check(cfg: RLConfig | SFTConfig, archs: Archs, machine: Machine) -> list[Pro
     problems += models.check_pickle(cfg)
     problems += run.check_checkpoint(cfg)
     problems += models.check_optimizers(cfg)
+    problems += models.check_layers(cfg, machine)
     problems += run.check_resilience(cfg)
     if isinstance(cfg, SFTConfig):
         return problems + list(data.check_sft(cfg, archs, machine))

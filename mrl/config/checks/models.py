@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mrl.config import tokenizer_files
 from mrl.config.checks.base import Archs, inert
+from mrl.config.derived import Machine, trained
 from mrl.config.model_dirs import is_converted, read_converted
 from mrl.config.problems import Problem, reason
 from mrl.config.schema import OptimizerConfig, RLConfig, SFTConfig
@@ -102,6 +103,19 @@ def _optimizer(key: str, opt: OptimizerConfig) -> Iterator[Problem]:
     for name, beta in (("beta1", opt.beta1), ("beta2", opt.beta2)):
         if beta == 1:
             yield Problem((f"{key}.{name}",), "must be below 1")
+
+
+def check_layers(cfg: RLConfig | SFTConfig, machine: Machine) -> Iterator[Problem]:
+    asked = [f"{key}.layers" for key, train in trained(cfg).items() if train.layers == "transformer_engine"]
+    for key in asked:
+        if cfg.model.dtype == "float32":
+            message = (
+                "transformer-engine multiplies float32 as TF32, with errors near 1e-3, and has no flash attention for "
+                "it: use local or auto, or dtype bfloat16"
+            )
+            yield Problem((key, "model.dtype"), message)
+        elif machine.gpus == 0:
+            yield Problem((key,), "transformer_engine needs GPUs, this machine has none: use auto or local")
 
 
 def check_critic(cfg: RLConfig) -> Iterator[Problem]:
