@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
+from typing import Any
+
 from torch import Tensor
 
 from mrl.kernels.layers import swiglu
@@ -11,11 +14,15 @@ from mrl.models.mcore import (
     ModuleSpec,
     TransformerBlockSubmodules,
     TransformerConfig,
+    TransformerLayer,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
     get_num_layers_to_build,
 )
 from mrl.models.norm import RMSNorm
+
+# where checkpoints keep the norm before the MLP, whatever the layers: the local spec of megatron-core says so
+MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -25,6 +32,16 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=norm
     )
+
+
+class InPlaceGradients(TransformerLayer):
+    """transformer-engine's products add to weight gradients in place. The model's own configuration does not say so:
+    Megatron's output layer, which goes by it too, would ask for apex' kernel."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        config = copy(config)
+        config.gradient_accumulation_fusion = True
+        super().__init__(config, *args, **kwargs)
 
 
 class SwiGLU(MegatronModule):
@@ -59,5 +76,8 @@ def _transformer_engine_layer(config: TransformerConfig) -> tuple[ModuleSpec, ty
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
     )
+    layer.module = InPlaceGradients
     layer.submodules.self_attention.submodules.core_attention = transformer_engine_attention()
+    if config.num_moe_experts:  # whose norm is a module of its own: stored as the local layers' is
+        layer.submodules.sharded_state_dict_keys_map |= MLP_NORM
     return layer, TENorm

@@ -49,7 +49,7 @@ def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: t
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the only one for variable lengths, also asked of dense models
         **_initialisation(),
-        **_fusions(fused),
+        **_fusions(fused, dtype),
         **_layout(train, mesh),
         **_recompute(train),
         **_experts(arch, mesh, fused),
@@ -72,14 +72,15 @@ def _initialisation() -> dict[str, Any]:
     }
 
 
-def _fusions(fused: bool) -> dict[str, Any]:
+def _fusions(fused: bool, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "transformer_impl": "transformer_engine" if fused else "local",
         "apply_rope_fusion": fused,
         "bias_activation_fusion": fused,
         "use_te_activation_func": not fused,  # here: specs.SwiGLU
         "bias_dropout_fusion": fused,
-        "gradient_accumulation_fusion": fused and platform.apex_usable(),  # its kernel is apex'
+        # by apex' kernel; transformer-engine has its own: specs.InPlaceGradients
+        "gradient_accumulation_fusion": not fused and dtype == torch.bfloat16 and platform.apex_usable(),
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "cross_entropy_loss_fusion": False,

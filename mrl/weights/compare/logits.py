@@ -25,6 +25,7 @@ from mrl.weights.disk.staging import size
 from mrl.weights.disk.torch_dist_files import load_metadata
 from mrl.weights.disk.torch_dist_load import load
 from mrl.weights.errors import WeightError
+from mrl.weights.model.state import fill, parameters
 from mrl.weights.table import weight_table
 
 LENGTHS = (3, 17, 64)  # of the fixed prompts
@@ -93,7 +94,7 @@ def _of_megatron(model: MegatronModel, prompts: list[Tensor], meshes: Meshes) ->
         chunk = build_model(
             model.arch, str(model.model_files), TrainConfig(), mesh, torch.float32, model.role, seed=None
         )[0]
-        wanted = {"model": chunk.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp_group})}
+        wanted = {"model": parameters(chunk.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp_group}))}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch, at every use that Megatron makes of it
             try:
@@ -101,7 +102,7 @@ def _of_megatron(model: MegatronModel, prompts: list[Tensor], meshes: Meshes) ->
             except CheckpointException as error:  # no Exception; its text has the ranks' tracebacks
                 reasons = [str(reason) for reason, _ in error.failures.values()]
                 raise WeightError("; ".join(reasons)) from error
-        chunk.load_state_dict(loaded["model"])
+        fill(chunk, loaded["model"])
         chunk.eval()
         batch = _packed(prompts)
         made = ModelBatch.make(batch, mesh, 1.0, "logits" if model.role == "policy" else "values")
