@@ -12,6 +12,7 @@ import torch
 from mrl import platform
 from mrl.checkpoint import saver
 from mrl.config.schema import CheckpointConfig
+from mrl.resilience.stragglers import DEVICE, TIMED, Report, judged_here
 from mrl.weights.sync.transports.background import InBackground
 
 
@@ -71,3 +72,12 @@ def test_threads_that_meet_tensors_take_the_device_first(monkeypatch: pytest.Mon
     done.clear()
     InBackground(note("call")).result(10.0, "the call")
     assert [what for _, what in done] == ["device", "call"]
+
+
+def test_on_gpus_only_the_fixed_work_tells_a_slow_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hosts of a fast rank's GPU spin while it waits for the others: their processor time is no work."""
+    seconds = {name: [1.0, 9.0] for name in TIMED} | {DEVICE: [0.01, 0.01]}
+    for where, slowdown in (("cpu", 9.0), ("cuda:0", 1.0)):
+        monkeypatch.setattr(platform, "device", lambda where=where: torch.device(where))
+        report = Report([0, 0], seconds, 10, 2.0, judged_here())
+        assert report.metrics()["straggler/slowdown"] == slowdown

@@ -70,3 +70,23 @@ def test_the_imitation_refuses_what_cuda_refuses_and_nothing_else() -> None:
                 mixed()
         assert (there * here.sum()).device == there[index].device == here.to(DEVICE).device == DEVICE
         there.copy_(here)
+
+
+def test_the_gradient_norm_does_not_wait_for_the_device() -> None:
+    """`meta` has no numbers, so that asking for one fails."""
+    platform.install()
+    from megatron.core.utils import local_multi_tensor_applier
+
+    from mrl.platform.megatron_fixes import norm_of_all
+
+    tensors = [torch.randn(5), torch.randn(3, 4), torch.zeros(0)]
+    with SecondDevice():
+        there = [torch.empty_like(tensor, device=DEVICE) for tensor in tensors]
+        found, _ = local_multi_tensor_applier(norm_of_all, None, [there], False)
+    assert found.device == DEVICE and found.shape == (1,)
+    here, theirs = (local_multi_tensor_applier(f, None, [tensors], False)[0] for f in (norm_of_all, _theirs))
+    assert torch.allclose(here, theirs)
+
+
+def _theirs(chunk_size: int, noop_flag: None, tensor_lists: list[list[Tensor]], *args: bool) -> tuple[Tensor, None]:
+    return torch.cat([tensor.flatten() for tensor in tensor_lists[0]]).norm().view(1), None

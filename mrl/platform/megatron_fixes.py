@@ -131,3 +131,31 @@ def adam_step() -> None:
         original(self, model_param, {"step": state["step"], **tensors} if "step" in state else tensors)
 
     cls._set_main_param_and_optimizer_states = with_step
+
+
+def _clip_grads() -> Any:
+    import megatron.core.optimizer.clip_grads as clip_grads
+
+    return clip_grads
+
+
+def _norm_waits_for_the_gpu() -> bool:
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    return torch.cuda.is_available() and _clip_grads().l2_norm_impl is local_multi_tensor_l2_norm
+
+
+@adaptation(
+    "grad_norm",
+    why="without transformer-engine and apex the gradient norm waits for the GPU once a parameter",
+    stage=Stage.AFTER_IMPORT,
+    needed=_norm_waits_for_the_gpu,
+)
+def grad_norm() -> None:
+    _clip_grads().l2_norm_impl = norm_of_all
+
+
+def norm_of_all(chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], *args: Any) -> Any:
+    """([1] float32 norm over all tensors, on their device; None), as amp_C.multi_tensor_l2norm gives it."""
+    norms = [norm for tensors in tensor_lists for norm in torch._foreach_norm(tensors)]
+    return torch.linalg.vector_norm(torch.stack(norms).float()).view(1), None
