@@ -29,7 +29,7 @@ def test_transformer_engine_is_one_that_megatron_takes() -> None:
     assert not any(version in ours.specifier or version in theirs.specifier for version in ("2.8.0", "2.12.0"))
 
 
-def test_torch_is_there_before_what_is_compiled_against_it(tmp_path: Path) -> None:
+def test_torch_is_there_before_what_is_compiled_against_it() -> None:
     done = subprocess.run(
         ["make", "--dry-run", "gpu-env", f"PYTHON={sys.executable}"],
         cwd=ROOT,

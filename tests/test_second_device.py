@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from mrl.learner import losses
 from mrl.learner.learner import Loss
 from mrl.learner.losses import PolicyTargets
 from tests.second_device import DEVICE, SecondDevice
+from tests.world import run_world
 
 TOKENS = 6
 
@@ -59,6 +61,13 @@ def test_a_loss_of_cpu_vectors_takes_outputs_of_the_model_s_device(name: str, el
         parts.loss.backward()
     assert {part.device for part in (parts.loss, *parts.sums)} == {DEVICE}
     assert output.grad is not None and len(parts.sums) == len(loss.sums)
+
+
+def test_a_learner_s_whole_step_runs_on_the_second_device(tiny_models: Callable[..., Path]) -> None:
+    """Log-probs, values, updates by every loss, copies, export: no CPU tensor meets the model's anywhere."""
+    output = run_world(1, "second_device.py", tiny_models("qwen2", tied=True, weights=False))
+    assert {"update, gspo", "update, sft", "update, critic", "bfloat16"} < set(output.splitlines())
+    assert output.splitlines()[-1] == "export"
 
 
 def test_the_imitation_refuses_what_cuda_refuses_and_nothing_else() -> None:
