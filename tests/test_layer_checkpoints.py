@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from mrl import platform
+from mrl.weights.disk.stored_names import OF_EXPERTS
 from mrl.weights.errors import WeightError
 from mrl.weights.kinds import Row
 from mrl.weights.model.load import Item, _mark
 from tests import fake_te
+from tests.test_convert import mrl
 from tests.test_platform import run_python
 from tests.world import run_world
 
@@ -77,6 +82,34 @@ def test_only_the_layers_are_told_to_add_to_gradients_in_place(monkeypatch: pyte
     config: Any = SimpleNamespace(gradient_accumulation_fusion=False)
     specs.InPlaceGradients(config, layer_number=1)
     assert told == [True] and config.gradient_accumulation_fusion is False
+
+
+def rename(metadata: Path, ours: str, theirs: str) -> None:
+    content = pickle.loads(metadata.read_bytes())
+    content.state_dict_metadata[theirs] = content.state_dict_metadata.pop(ours)
+    for index in [index for index in content.storage_data if index.fqn == ours]:
+        content.storage_data[replace(index, fqn=theirs)] = content.storage_data.pop(index)
+    metadata.write_bytes(pickle.dumps(content))
+
+
+def test_a_checkpoint_of_megatron_s_own_experts_is_converted(tiny_models: Callable[..., Path], tmp_path: Path) -> None:
+    """Made with transformer-engine's layers, elsewhere: the norm before the experts has its own name there."""
+    model = tiny_models("qwen3_moe")
+    code, _, errors = mrl("convert", "hf-to-megatron", model, tmp_path / "made")
+    assert code == 0, errors
+    rename(tmp_path / "made" / "release" / ".metadata", *OF_EXPERTS)
+    code, _, errors = mrl(
+        "convert",
+        "megatron-to-hf",
+        tmp_path / "made" / "release",
+        tmp_path / "back",
+        "--model-files",
+        model,
+        "--verify",
+    )
+    assert code == 0, errors
+    want, got = (load_file(path / "model.safetensors") for path in (model, tmp_path / "back"))
+    assert want.keys() == got.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
 class Layer(nn.Module):

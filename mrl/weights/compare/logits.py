@@ -22,6 +22,7 @@ from mrl.models import ModelBatch, build_model
 from mrl.parallel import Meshes
 from mrl.weights.disk.megatron_dirs import MegatronModel
 from mrl.weights.disk.staging import size
+from mrl.weights.disk.stored_names import stored_key
 from mrl.weights.disk.torch_dist_files import load_metadata
 from mrl.weights.disk.torch_dist_load import load
 from mrl.weights.errors import WeightError
@@ -95,10 +96,13 @@ def _of_megatron(model: MegatronModel, prompts: list[Tensor], meshes: Meshes) ->
             model.arch, str(model.model_files), TrainConfig(), mesh, torch.float32, model.role, seed=None
         )[0]
         wanted = {"model": parameters(chunk.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp_group}))}
+        metadata = load_metadata(model.weights)
+        for entry in wanted["model"].values():
+            entry.key = stored_key(entry.key, metadata.state_dict_metadata)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch, at every use that Megatron makes of it
             try:
-                loaded = load(wanted, model.weights, load_metadata(model.weights))
+                loaded = load(wanted, model.weights, metadata)
             except CheckpointException as error:  # no Exception; its text has the ranks' tracebacks
                 reasons = [str(reason) for reason, _ in error.failures.values()]
                 raise WeightError("; ".join(reasons)) from error
