@@ -17,6 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl import platform
+from mrl.config.checks import rollout as rollout_checks
+from mrl.config.derived import Machine
+from mrl.config.schema import RLConfig, RolloutConfig, SyncConfig
 from mrl.rollout.client import EngineError
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket, plan_buckets
@@ -46,6 +49,16 @@ def test_auto_on_gpus_is_cuda_ipc_but_for_engines_that_know_cpu_tensors_only(mon
     assert [resolve("auto", near, None) for near in (True, False)] == ["cuda_ipc", "distributed"]
     assert [resolve("auto", near, None, plain=True) for near in (True, False)] == ["shared_memory", "http"]
     assert resolve("auto", False, None, plain=True) == resolve("http", False, None, plain=True)
+
+
+def test_a_group_with_engines_on_the_trainer_s_gpus_is_refused_before_the_start() -> None:
+    def problems(gpus: int, *urls: str) -> list[Any]:
+        cfg = RLConfig.model_construct(sync=SyncConfig(transport="distributed"), rollout=RolloutConfig(urls=urls))
+        return list(rollout_checks._sync(cfg, Machine(1, 1, gpus)))
+
+    (found,) = problems(8)
+    assert found.keys[0] == "sync.transport" and "two members on one GPU" in found.message
+    assert not problems(8, "http://far:30000") and not problems(0)
 
 
 class SlowReader:
