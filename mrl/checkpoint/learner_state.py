@@ -16,7 +16,7 @@ from mrl import platform
 from mrl.checkpoint.optimizer_shards import optimizer_shards, parts, weight_shards
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
-from mrl.weights.model.state import fill, parameters
+from mrl.weights.model.state import fill
 
 ADAM_UPDATES = "adam_updates"
 SCHEDULE_UPDATES = "schedule_updates"
@@ -79,8 +79,7 @@ def _metadata(learner: Learner) -> dict[str, Any]:
 
 
 def _models(learner: Learner, metadata: dict[str, Any]) -> dict[str, Any]:
-    chunks = enumerate(learner.bare)
-    return {f"model{i}": parameters(chunk.sharded_state_dict(metadata=metadata)) for i, chunk in chunks}
+    return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(learner.bare)}
 
 
 def tied_copies_are_equal(learner: Learner) -> bool:

@@ -26,7 +26,7 @@ from mrl.weights.disk.stored_names import stored_key
 from mrl.weights.disk.torch_dist_files import load_metadata
 from mrl.weights.disk.torch_dist_load import load
 from mrl.weights.errors import WeightError
-from mrl.weights.model.state import fill, parameters
+from mrl.weights.model.state import fill, wanted
 from mrl.weights.table import weight_table
 
 LENGTHS = (3, 17, 64)  # of the fixed prompts
@@ -95,14 +95,15 @@ def _of_megatron(model: MegatronModel, prompts: list[Tensor], meshes: Meshes) ->
         chunk = build_model(
             model.arch, str(model.model_files), TrainConfig(), mesh, torch.float32, model.role, seed=None
         )[0]
-        wanted = {"model": parameters(chunk.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp_group}))}
         metadata = load_metadata(model.weights)
-        for entry in wanted["model"].values():
+        state = chunk.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp_group})
+        for entry in state.values():
             entry.key = stored_key(entry.key, metadata.state_dict_metadata)
+        asked = {"model": wanted(state, metadata.state_dict_metadata)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch, at every use that Megatron makes of it
             try:
-                loaded = load(wanted, model.weights, metadata)
+                loaded = load(asked, model.weights, metadata)
             except CheckpointException as error:  # no Exception; its text has the ranks' tracebacks
                 reasons = [str(reason) for reason, _ in error.failures.values()]
                 raise WeightError("; ".join(reasons)) from error

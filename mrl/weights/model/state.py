@@ -1,12 +1,12 @@
-"""A model's state as checkpoints hold it: parameters, and nothing of what a kind of layer keeps beside them.
+"""A model's state out of a checkpoint that other layers may have written.
 
-transformer-engine's layers keep their fp8 state in objects, empty without fp8, which other layers do not have. Without
-them a checkpoint fits every kind of layer.
+transformer-engine's layers keep their fp8 state in objects, empty without fp8, which other layers do not have. What a
+checkpoint has none of is not asked for, and what nothing takes is left there: it fits every kind of layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from torch import nn
@@ -20,13 +20,18 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 BESIDE = "_extra_state"
 
 
-def parameters(sharded: Mapping[str, Any]) -> dict[str, Any]:
-    """Those entries of a `sharded_state_dict` that hold parameters."""
-    return {name: entry for name, entry in sharded.items() if not _is_beside(entry)}
+def wanted(sharded: Mapping[str, Any], stored: Container[str]) -> dict[str, Any]:
+    """Of a `sharded_state_dict`, nested or not, what a checkpoint with the keys `stored` can be asked for: parameters,
+    there or not, and such objects as it has."""
+    return {
+        name: wanted(entry, stored) if isinstance(entry, dict) else entry
+        for name, entry in sharded.items()
+        if not (_is_beside(entry) and entry.unique_key not in stored)
+    }
 
 
 def _is_beside(entry: Any) -> bool:
-    return isinstance(entry, ShardedObject) and entry.key.rpartition(".")[2].endswith(BESIDE)
+    return isinstance(entry, ShardedObject) and entry.key.endswith(BESIDE)
 
 
 def fill(chunk: nn.Module, state: dict[str, Any]) -> None:
