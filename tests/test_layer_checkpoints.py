@@ -55,9 +55,9 @@ SPECS = """
 from types import SimpleNamespace
 from mrl.models import specs
 config = SimpleNamespace(num_moe_experts=4, moe_grouped_gemm=True, qk_layernorm=True)
-kinds = [specs._local_layer(config)[0], specs._transformer_engine_layer(config)[0]]
+kinds = [specs._local_layer(config, True), specs._transformer_engine_layer(config, True)]
 print([kind.submodules.sharded_state_dict_keys_map.get("pre_mlp_layernorm.") for kind in kinds])
-print([kind.module.__name__ for kind in kinds], specs._transformer_engine_layer(config)[1].__name__)
+print([kind.module.__name__ for kind in kinds], specs._transformer_engine_norm().__name__)
 """
 
 

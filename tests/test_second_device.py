@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.algo import Sequences
-from mrl.config.schema import KLConfig, PolicyLossConfig, ValueLossConfig
+from mrl.config.schema import KLConfig, ValueLossConfig
+from mrl.config.sections.policy import policy_loss
 from mrl.learner import losses
 from mrl.learner.learner import Loss
 from mrl.learner.losses import PolicyTargets
@@ -33,13 +34,13 @@ def flat() -> Tensor:
 
 def policy() -> Loss:
     targets = PolicyTargets(flat(), flat(), flat(), flat(), flat(), flat())
-    return losses.policy(PolicyLossConfig(entropy_coef=0.1), KLConfig(use_in_loss=True), 0.1, targets)
+    return losses.policy(policy_loss(entropy_coef=0.1), KLConfig(use_in_loss=True), 0.1, targets)
 
 
 def policy_of_sequences() -> Loss:
     sequences = Sequences.of_mask(torch.ones(2, TOKENS // 2))
     targets = PolicyTargets(flat(), flat(), flat(), flat(), flat(), sampling_log_probs=flat(), sequences=sequences)
-    cfg = PolicyLossConfig(loss_mode="gspo", off_policy_mask_threshold=0.5)
+    cfg = policy_loss(loss_mode="gspo", off_policy_mask_threshold=0.5)
     return losses.policy(cfg, KLConfig(), 0.1, targets)
 
 

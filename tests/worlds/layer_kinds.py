@@ -30,20 +30,8 @@ class NormWithState(RMSNorm):
         pass
 
 
-PLAIN = specs._local_layer
-
-
-def other_layer(config: Any) -> tuple[Any, type]:
-    layer, _ = PLAIN(config)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = NormWithState
-    attention = layer.submodules.self_attention.submodules
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = NormWithState
-    return layer, NormWithState
-
-
 def learner(world: World, model: str, kind: str, seed: int) -> dict[str, Learner]:
-    specs._local_layer = other_layer if kind == "other" else PLAIN
+    vars(specs)["RMSNorm"] = NormWithState if kind == "other" else RMSNorm
     return {"actor": world.learner("policy", model, "dp1", seed)}
 
 

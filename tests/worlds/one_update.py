@@ -20,8 +20,8 @@ from gradients import make_rollout  # noqa: E402
 from mrl.algo import aggregate  # noqa: E402
 from mrl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig, ValueLossConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
+from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner, losses  # noqa: E402
-from mrl.models import load_arch  # noqa: E402
 from mrl.parallel import Meshes  # noqa: E402
 
 # with its usual eps Adam makes a whole step of a gradient that is rounding alone, such as that of a key's bias

@@ -17,10 +17,11 @@ platform.install()
 from gradients import make_rollout  # noqa: E402
 
 from mrl.algo import Sequences, aggregate  # noqa: E402
-from mrl.config.schema import KLConfig, ParallelConfig, PolicyLossConfig, TrainConfig, ValueLossConfig  # noqa: E402
+from mrl.config.schema import KLConfig, ParallelConfig, TrainConfig, ValueLossConfig  # noqa: E402
+from mrl.config.sections.policy import policy_loss  # noqa: E402
+from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner, losses  # noqa: E402
 from mrl.learner.policy_copy import PolicyCopy  # noqa: E402
-from mrl.models import load_arch  # noqa: E402
 from mrl.parallel import Meshes  # noqa: E402
 from mrl.platform import megatron_fixes, torch_cuda  # noqa: E402
 from tests.second_device import DEVICE, SecondDevice  # noqa: E402
@@ -75,7 +76,7 @@ def main() -> None:
     targets = losses.PolicyTargets(weights, weights, weights, weights, log_probs, log_probs, log_probs)
     targets = losses.PolicyTargets(**{**vars(targets), "sequences": Sequences.of_mask(rollout.response_mask)})
     for mode in ("vanilla", "gspo", "cispo"):
-        cfg = PolicyLossConfig(loss_mode=mode, entropy_coef=0.1, off_policy_mask_threshold=0.5)  # type: ignore[arg-type]
+        cfg = policy_loss(loss_mode=mode, entropy_coef=0.1, off_policy_mask_threshold=0.5)  # type: ignore[arg-type]
         loss = losses.policy(cfg, KLConfig(use_in_loss=True), 0.1, targets)
         passed(f"update, {mode}", lambda loss=loss: update(actor, loss))
     passed("update, sft", lambda: update(actor, losses.cross_entropy(weights)))
