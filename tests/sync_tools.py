@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from mrl.families import ModelArch, load_arch
-
-
-@dataclass(frozen=True)
-class Meta:
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    sender: int
+from mrl.weights.meta import TensorMeta
 
 
 class FileExporter:
@@ -29,8 +21,8 @@ class FileExporter:
         self.rank, self.sender_of = rank, sender_of
         self.gather: Callable[[], None] = lambda: None  # stands for the collective that brings the shards together
 
-    def metas(self) -> list[Meta]:
-        return [Meta(n, tuple(t.shape), t.dtype, self.sender_of(n)) for n, t in self.tensors.items()]
+    def metas(self) -> list[TensorMeta]:
+        return [TensorMeta(n, tuple(t.shape), t.dtype, self.sender_of(n)) for n, t in self.tensors.items()]
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.tensors.items():

@@ -51,7 +51,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "user_functions": (),
     "launcher": ("terminal", "failure", "files", "ports", "redaction", "resilience.protocol", "resilience.rank"),
 }
-LOWEST = ("errors", "agreement", "kinds")
+LOWEST = ("errors", "agreement", "kinds", "meta")
 TALK = ("errors", "answers", "protocol", "access", "client")
 # room with rooms inside -> inner room or module, "*" for any other -> what it may import of the whole, besides itself
 INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
@@ -82,9 +82,10 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
         "errors": (),
         "agreement": ("errors",),
         "kinds": (),
+        "meta": (),
         "disk": LOWEST,
         "model": (*LOWEST, "disk"),
-        "sync": ("errors", "agreement"),
+        "sync": ("errors", "agreement", "meta"),
         "convert": (*LOWEST, "disk", "model"),
         "compare": (*LOWEST, "disk", "model"),
         "command": ("errors", "disk", "convert", "compare"),

@@ -15,16 +15,17 @@ from torch import Tensor
 from mrl.families import load_arch
 from mrl.rollout.transformers_engine.weights import tensor_checksum
 from mrl.weights.errors import WeightError
+from mrl.weights.meta import TensorMeta
 from mrl.weights.sync.checksum import ParamHash, Sha256Hash, StreamHasher, TileHash
 from mrl.weights.sync.engine_params import EngineParam, EngineShape, Part, engine_params
 from mrl.weights.sync.payload import SharedBuffer, pickle_by_value, plan_buckets
 from mrl.weights.sync.transports import resolve
 from mrl.weights.sync.verify import Verifier
-from tests.sync_tools import FileExporter, Meta
+from tests.sync_tools import FileExporter
 
 
-def meta(name: str, *shape: int, dtype: torch.dtype = torch.float32, sender: int = 0) -> Meta:
-    return Meta(name, shape, dtype, sender)
+def meta(name: str, *shape: int, dtype: torch.dtype = torch.float32, sender: int = 0) -> TensorMeta:
+    return TensorMeta(name, shape, dtype, sender)
 
 
 def test_buckets_keep_order_and_bound_and_a_large_tensor_travels_alone() -> None:
@@ -43,7 +44,7 @@ def test_buckets_have_no_gaps_and_no_misaligned_tensor() -> None:
             end = slot.end
 
 
-def fill(metas: list[Meta], flat: Tensor) -> list[tuple[str, Tensor]]:
+def fill(metas: list[TensorMeta], flat: Tensor) -> list[tuple[str, Tensor]]:
     (bucket,) = plan_buckets(metas, limit=1 << 20)
     named = bucket.views(flat)
     for _, view in named:

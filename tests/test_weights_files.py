@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from mrl.weights.agreement import MAX_LISTED, raise_together
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.errors import WeightError
-from mrl.weights.model.export import TensorMeta, plan_files, save_hf
+from mrl.weights.meta import TensorMeta  # noqa: E402
+from mrl.weights.model.export import plan_files, save_hf
 from tests.full_disk import full_disk
 
 A, B = torch.arange(24.0).view(2, 3, 4), torch.arange(6.0)

@@ -9,7 +9,7 @@ from mrl import float32
 from mrl.families.arch import Experts, Layer, ModelArch
 from mrl.families.keys import Keys, UnsupportedModel, short
 from mrl.families.rope import refuse_rope
-from mrl.families.rows import Rows, attention, dense_mlp, prefixes
+from mrl.families.rows import Table, attention, dense_mlp, prefixes
 
 MAX_WIDTH, MAX_VOCAB, MAX_LAYERS, MAX_HEADS = 1 << 20, 1 << 24, 4096, 1 << 14  # beyond these a number is a mistake
 MAX_POSITIONS = 1 << 30
@@ -89,12 +89,12 @@ class Decoder:
         if keys["auto_map"]:
             yield "auto_map (code of the model's own, which is never run)"
 
-    def layer_rows(self, arch: ModelArch, index: int) -> Rows:
+    def layer_rows(self, arch: ModelArch, index: int) -> Table:
         """Megatron's parameters of layer `index` (from 0), under global names, in the order of the forward pass."""
         m, h = prefixes(index)
         return {**attention(arch, m, h), **self.ffn_rows(arch, arch.layers[index], m, h)}
 
-    def ffn_rows(self, arch: ModelArch, layer: Layer, m: str, h: str) -> Rows:
+    def ffn_rows(self, arch: ModelArch, layer: Layer, m: str, h: str) -> Table:
         """Those of the feed-forward part alone."""
         return dense_mlp(arch.hidden_size, layer.ffn_size, m, h)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mrl.families.arch import Experts, Layer, ModelArch
 from mrl.families.decoder import MAX_WIDTH, Decoder
 from mrl.families.keys import Keys
-from mrl.families.rows import Rows, expert_mlps
+from mrl.families.rows import Table, expert_mlps
 
 MAX_EXPERTS = 1 << 16
 
@@ -37,7 +37,7 @@ class ExpertDecoder(Decoder):
         """Whether the chosen experts' weights are scaled to add up to 1."""
         return True
 
-    def ffn_rows(self, arch: ModelArch, layer: Layer, m: str, h: str) -> Rows:
+    def ffn_rows(self, arch: ModelArch, layer: Layer, m: str, h: str) -> Table:
         if not layer.experts or arch.experts is None:
             return super().ffn_rows(arch, layer, m, h)
         shape = arch.hidden_size, layer.ffn_size, arch.experts.count

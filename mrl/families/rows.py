@@ -51,7 +51,7 @@ class Row:
     aliases: tuple[Alias, ...] = ()
 
 
-Rows = dict[str, Row]
+Table = dict[str, Row]
 
 
 def prefixes(layer: int) -> tuple[str, str]:
@@ -64,7 +64,7 @@ def norm(name: str, size: int) -> Row:
     return Row("copy", (name,), ((size,),), start="ones")
 
 
-def attention(arch: ModelArch, m: str, h: str) -> Rows:
+def attention(arch: ModelArch, m: str, h: str) -> Table:
     """Rows of a layer's projections and of both its norms, with the biases and q/k norms that the model has."""
     width, kv_width, hidden = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.hidden_size
     rows = {
@@ -91,7 +91,7 @@ def attention(arch: ModelArch, m: str, h: str) -> Rows:
     return rows
 
 
-def dense_mlp(hidden: int, ffn: int, m: str, h: str) -> Rows:
+def dense_mlp(hidden: int, ffn: int, m: str, h: str) -> Table:
     """Rows of a gated MLP [hidden -> ffn -> hidden]."""
     return {
         m + "mlp.linear_fc1.weight": Row(
@@ -104,7 +104,9 @@ def dense_mlp(hidden: int, ffn: int, m: str, h: str) -> Rows:
     }
 
 
-def expert_mlps(hidden: int, ffn: int, count: int, m: str, h: str, *, router: str, names: tuple[str, str, str]) -> Rows:
+def expert_mlps(
+    hidden: int, ffn: int, count: int, m: str, h: str, *, router: str, names: tuple[str, str, str]
+) -> Table:
     """Rows of a router and of `count` gated MLPs [hidden -> ffn -> hidden].
 
     `router` and `names` (gate, up, down; {} is the expert's number) are the hub's, relative to the layer.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,13 @@ from mrl.core import PackedBatch, Rollout
 from mrl.data.balance import plan_micro_batches
 from mrl.data.packing import pack, require_ids, sequence_align
 from mrl.families import ModelArch
+from mrl.families.table import Role
 from mrl.learner.optimizer import apply_update, build_optimizer, grad_norm, has_finite_gradients, wrap_ddp
-from mrl.models.batch import ModelBatch
+from mrl.models.batch import ModelBatch, Output
 from mrl.models.build import build_model
 from mrl.parallel import Mesh
 from mrl.weights.model.export import Exporter
 from mrl.weights.model.load import load_pretrained
-
-Role = Literal["policy", "critic"]
-Output = Literal["log_probs", "distribution", "values"]
 
 
 @dataclass(frozen=True)

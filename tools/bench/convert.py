@@ -41,7 +41,8 @@ def make_model(path: Path, nbytes: int) -> None:
     from mrl.families import load_arch
     from mrl.families.table import weight_table
     from mrl.weights.convert.plan import create_files, header_of
-    from mrl.weights.model.export import TensorMeta, plan_files, write_index
+    from mrl.weights.meta import TensorMeta
+    from mrl.weights.model.export import plan_files, write_index
 
     layer = 2 * (HIDDEN * HIDDEN * 2 + 2 * HIDDEN * HIDDEN * KV_HEADS // HEADS + 3 * HIDDEN * FFN)
     config = {

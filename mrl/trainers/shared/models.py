@@ -6,8 +6,8 @@ import torch
 
 from mrl.config.schema import Config, TrainConfig
 from mrl.families import load_arch
+from mrl.families.table import Role
 from mrl.learner import Learner
-from mrl.learner.learner import Role
 from mrl.trainers.shared.world import World
 
 

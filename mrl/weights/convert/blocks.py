@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mrl.files import file_error
 from mrl.weights.disk.rows import Rows, memory, require_finite
-from mrl.weights.disk.torch_dist_files import Item
+from mrl.weights.disk.torch_dist_files import Extent
 from mrl.weights.errors import WeightError
 
 FLUSH_BYTES = 32 << 20  # the disk is not left idle until the kernel thinks it time to write
@@ -31,7 +31,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorBlock:
     """A block of a tensor of a torch_dist checkpoint."""
 
     key: str
@@ -47,7 +47,7 @@ class Block:
     start: int
     rows: int
     dtype: torch.dtype
-    target: Span | Place
+    target: Span | TensorBlock
 
     @property
     def nbytes(self) -> int:
@@ -56,15 +56,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker does. `archive`: the file that it writes blocks with a Place to, and `objects` before them."""
+    """What one worker does. `archive`: the file that it writes each TensorBlock to, and `objects` before them."""
 
     blocks: tuple[Block, ...]
     archive: Path | None = None
     objects: tuple[tuple[str, bytes], ...] = ()
 
 
-def move(share: Share, stopped: Callable[[], bool]) -> list[Item]:
-    """Does a share, durably; where the blocks with a Place lie now. Ends between two blocks once it is `stopped`.
+def move(share: Share, stopped: Callable[[], bool]) -> list[Extent]:
+    """Does a share, durably; where each TensorBlock lies now. Ends between two blocks once it is `stopped`.
 
     Raises WeightError, naming the file.
     """
@@ -105,19 +105,19 @@ class _Bucket:
         return values
 
 
-def _write_archive(share: Share, file: Path, stopped: Callable[[], bool]) -> list[Item]:
+def _write_archive(share: Share, file: Path, stopped: Callable[[], bool]) -> list[Extent]:
     items, bucket, flushed = [], _Bucket(share), 0
     with file.open("xb") as out:
         for key, content in share.objects:
-            items.append(Item(key, (), None, file.name, out.tell(), len(content)))
+            items.append(Extent(key, (), None, file.name, out.tell(), len(content)))
             out.write(content)
         for block in share.blocks:
             if stopped():
                 break
-            assert isinstance(block.target, Place)
+            assert isinstance(block.target, TensorBlock)
             offset, place = out.tell(), block.target
             torch.save(bucket.read(block).view(place.sizes), out)
-            items.append(Item(place.key, place.offsets, place.sizes, file.name, offset, out.tell() - offset))
+            items.append(Extent(place.key, place.offsets, place.sizes, file.name, offset, out.tell() - offset))
             if out.tell() - flushed >= FLUSH_BYTES:
                 flushed = out.tell()
                 os.fdatasync(out.fileno())
@@ -126,7 +126,7 @@ def _write_archive(share: Share, file: Path, stopped: Callable[[], bool]) -> lis
     return items
 
 
-def _write_spans(share: Share, stopped: Callable[[], bool]) -> list[Item]:
+def _write_spans(share: Share, stopped: Callable[[], bool]) -> list[Extent]:
     files: dict[Path, int] = {}
     bucket, pending = _Bucket(share), 0
     try:

@@ -39,7 +39,7 @@ from mrl.weights.disk.model_files import copy_model_files, role_of
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.staging import staged
 from mrl.weights.disk.stored_names import stored_names
-from mrl.weights.disk.torch_dist_files import Item, write_metadata
+from mrl.weights.disk.torch_dist_files import Extent, write_metadata
 from mrl.weights.errors import WeightError
 from mrl.weights.model.export import write_index
 from mrl.weights.model.load import unused_tensors
@@ -175,7 +175,7 @@ def _bytes(blocks: Sequence[Block]) -> int:
     return sum(block.nbytes for block in blocks)
 
 
-def _complete_megatron(staging: Staging, source: Source, plan: TorchDistPlan, items: Sequence[Item]) -> None:
+def _complete_megatron(staging: Staging, source: Source, plan: TorchDistPlan, items: Sequence[Extent]) -> None:
     root, weights = staging.directory, staging.directory / RELEASE
     write_metadata(weights, plan.tensors, items)
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, weights / "common.pt")

@@ -13,7 +13,7 @@ from torch.serialization import set_crc32_options
 from mrl.parallel import rank, world_size
 from mrl.weights.agreement import WeightAgreement
 from mrl.weights.convert.blocks import Share, move
-from mrl.weights.disk.torch_dist_files import Item
+from mrl.weights.disk.torch_dist_files import Extent
 from mrl.weights.errors import WeightError
 
 END_TIMEOUT_S = 30.0  # for workers that were told to stop, before what they have written is removed
@@ -38,14 +38,14 @@ class Crew:
         """`action` on rank 0; its error, if any, on every rank."""
         self._ranks.together(f"{what} failed", action if self.is_main else lambda: None)
 
-    def move(self, shares: Sequence[Share]) -> list[Item]:
+    def move(self, shares: Sequence[Share]) -> list[Extent]:
         """One share a worker; where the blocks lie, on every rank. Raises the same WeightError on every rank."""
         mine = [share for share in shares[rank() :: world_size()] if share.blocks or share.objects]
         everyone = self._ranks.each("the conversion failed", lambda: self._move_at_once(mine))
         return [item for items in everyone for item in items]
 
-    def _move_at_once(self, shares: Sequence[Share]) -> list[Item]:
-        done: queue.SimpleQueue[list[Item] | Exception] = queue.SimpleQueue()
+    def _move_at_once(self, shares: Sequence[Share]) -> list[Extent]:
+        done: queue.SimpleQueue[list[Extent] | Exception] = queue.SimpleQueue()
         stop = threading.Event()
 
         def work(share: Share) -> None:
@@ -58,7 +58,7 @@ class Crew:
 
         workers = [threading.Thread(target=work, args=(share,), daemon=True) for share in shares]
         end = time.monotonic() + self.timeout_s
-        items: list[Item] = []
+        items: list[Extent] = []
         try:
             for worker in workers:
                 worker.start()

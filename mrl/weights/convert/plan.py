@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from mrl.families import ModelArch
 from mrl.families.rows import Row
 from mrl.families.table import Role, weight_table
-from mrl.weights.convert.blocks import Block, Place, Span
+from mrl.weights.convert.blocks import Block, Span, TensorBlock
 from mrl.weights.disk.hf_rows import parameter_rows, source_dtypes
 from mrl.weights.disk.megatron_source import MegatronCheckpoint
 from mrl.weights.disk.rows import Rows, row_blocks
@@ -22,7 +22,8 @@ from mrl.weights.disk.safetensors_io import FLOATS, HFCheckpoint
 from mrl.weights.disk.stored_names import Names, leading_shape
 from mrl.weights.disk.torch_dist_files import pickled
 from mrl.weights.errors import WeightError
-from mrl.weights.model.export import OutputFile, TensorMeta, plan_files
+from mrl.weights.meta import TensorMeta
+from mrl.weights.model.export import OutputFile, plan_files
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def plan_torch_dist(
         plan.tensors[key] = shape, dtypes[key]
         for start, count in row_blocks(rows.shape, dtypes[key].itemsize, bucket_bytes):
             at, sizes = (start, 0)[:dimensions], (count, rows.shape[1])[:dimensions]
-            place = Place(key, (*lead, *at), (*(1 for _ in lead), *sizes))
+            place = TensorBlock(key, (*lead, *at), (*(1 for _ in lead), *sizes))
             plan.blocks.append(Block(rows, start, count, dtypes[key], place))
     return plan
 

@@ -13,7 +13,7 @@ from mrl.families.rows import Row
 from mrl.families.table import weight_table
 from mrl.weights.disk.rows import Mosaic, Piece, Rows, RowsTensor, flat_shape, stacked
 from mrl.weights.disk.stored_names import Names, stored_key
-from mrl.weights.disk.torch_dist_files import ArchiveRows, Item, StoredTensor, read_metadata
+from mrl.weights.disk.torch_dist_files import ArchiveRows, Extent, StoredTensor, read_metadata
 from mrl.weights.errors import WeightError
 from mrl.weights.kinds import segments
 
@@ -30,7 +30,7 @@ class MegatronCheckpoint:
     def __init__(self, path: str | Path, names: Names, arch: ModelArch) -> None:
         self.path, self._arch, self._names = Path(path), arch, names
         self._stored = read_metadata(self.path)
-        self._blocks: dict[str, dict[tuple[int, ...], list[Item]]] = {}
+        self._blocks: dict[str, dict[tuple[int, ...], list[Extent]]] = {}
         rows = {**weight_table(arch, "critic"), **weight_table(arch, "policy")}
         self._home = {
             hf: (name, row, i) for name, row in rows.items() if row.copy_of is None for i, hf in enumerate(row.hf)
@@ -100,8 +100,8 @@ class MegatronCheckpoint:
             yield Piece(at[len(lead)], rows, source, index * rows, column)
 
 
-def _by_lead(stored: StoredTensor, dimensions: int) -> dict[tuple[int, ...], list[Item]]:
-    blocks: dict[tuple[int, ...], list[Item]] = {}
+def _by_lead(stored: StoredTensor, dimensions: int) -> dict[tuple[int, ...], list[Extent]]:
+    blocks: dict[tuple[int, ...], list[Extent]] = {}
     for item in stored.items:
         ranges = [range(at, at + size) for at, size in zip(item.offsets, item.sizes or (), strict=False)][:dimensions]
         for lead in product(*ranges):

@@ -47,7 +47,7 @@ _ENTRIES = (dcp.TensorStorageMetadata, dcp.BytesStorageMetadata)
 
 
 @dataclass(frozen=True)
-class Item:
+class Extent:
     """A block of the tensor `key`, or with sizes None an object: bytes `offset` .. `offset + length` of `file`."""
 
     key: str
@@ -62,7 +62,7 @@ class Item:
 class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
-    items: tuple[Item, ...]
+    items: tuple[Extent, ...]
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -114,7 +114,7 @@ def _stored(key: str, entry: dcp.TensorStorageMetadata, places: Mapping[Any, Any
         if place is None:
             raise WeightError(f"{file}: {key} at {tuple(chunk.offsets)} is stored nowhere")
         where = str(place.relative_path)
-        items.append(Item(key, tuple(chunk.offsets), tuple(chunk.sizes), where, place.offset, place.length))
+        items.append(Extent(key, tuple(chunk.offsets), tuple(chunk.sizes), where, place.offset, place.length))
     return StoredTensor(tuple(entry.size), entry.properties.dtype, tuple(items))
 
 
@@ -134,7 +134,7 @@ def read_plain(file: Path | IO[bytes], name: str | Path) -> Any:
 
 
 def write_metadata(
-    directory: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], items: Iterable[Item]
+    directory: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], items: Iterable[Extent]
 ) -> None:
     """`tensors`: shape and dtype of every key."""
     described: dict[str, Any] = {
@@ -160,7 +160,7 @@ class ArchiveRows:
     """A tensor inside of a `.distcp` file, seen as a matrix of `shape`."""
 
     directory: Path
-    item: Item
+    item: Extent
     dtype: torch.dtype
     shape: tuple[int, int]
 

@@ -23,23 +23,10 @@ from mrl.weights.disk.model_files import copy_model_files
 from mrl.weights.disk.safetensors_io import INDEX, SINGLE
 from mrl.weights.disk.staging import staged
 from mrl.weights.kinds import to_hf
+from mrl.weights.meta import TensorMeta
 from mrl.weights.model.names import named_parameters
 
 GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class TensorMeta:
-    """A tensor of the exported model. `sender`: the world rank that has the whole tensor when it is streamed."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    sender: int
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class Exporter:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mrl.families import ModelArch
 from mrl.families.engine_names import VOCAB_MULTIPLE, Source, fused_parameters, plain_parameters
-from mrl.weights.sync.payload import TensorMeta, nbytes
+from mrl.weights.meta import TensorMeta
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ class _Cutter:
         meta = self.metas[source.name]
         cut = self._range(source, meta)
         if cut is None or self.tp == 1:
-            return Part(meta.name, nbytes(meta))
+            return Part(meta.name, meta.nbytes)
         dim, start, size = cut
-        return Part(meta.name, nbytes(meta) // meta.shape[dim] * size, dim, start, size)
+        return Part(meta.name, meta.nbytes // meta.shape[dim] * size, dim, start, size)
 
     def _range(self, source: Source, meta: TensorMeta) -> tuple[int, int, int] | None:
         """(dim, start, size) of this engine rank's share."""
@@ -124,7 +124,7 @@ class _Cutter:
 
     def _vocab_padding(self, part: Part) -> int:
         meta = self.metas[part.name]
-        return self._vocab_rows() * (nbytes(meta) // meta.shape[0]) - part.nbytes
+        return self._vocab_rows() * (meta.nbytes // meta.shape[0]) - part.nbytes
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -19,19 +19,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from mrl.families import ModelArch
-
-
-class TensorMeta(Protocol):
-    """What is known of an exported tensor before it is there; `sender` is the world rank that will hold it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> Sequence[int]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def sender(self) -> int: ...
+from mrl.weights.meta import TensorMeta
 
 
 class WeightSource(Protocol):
@@ -74,10 +62,6 @@ class Bucket:
         return [(slot.name, slot.view(flat)) for slot in self.slots]
 
 
-def nbytes(meta: TensorMeta) -> int:
-    return torch.Size(meta.shape).numel() * meta.dtype.itemsize
-
-
 def plan_buckets(metas: Sequence[TensorMeta], limit: int) -> tuple[Bucket, ...]:
     """One sender's tensors in stream order, cut into buckets of at most `limit` bytes.
 
@@ -88,11 +72,11 @@ def plan_buckets(metas: Sequence[TensorMeta], limit: int) -> tuple[Bucket, ...]:
     slots: list[Slot] = []
     offset = 0
     for meta in metas:
-        size = nbytes(meta)
+        size = meta.nbytes
         if slots and (offset + size > limit or offset % meta.dtype.itemsize):
             buckets.append(Bucket(tuple(slots)))
             slots, offset = [], 0
-        slots.append(Slot(meta.name, tuple(meta.shape), meta.dtype, offset, offset + size))
+        slots.append(Slot(meta.name, meta.shape, meta.dtype, offset, offset + size))
         offset += size
     if slots:
         buckets.append(Bucket(tuple(slots)))

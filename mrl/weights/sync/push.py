@@ -26,7 +26,7 @@ from mrl.weights.agreement import SyncAgreement
 from mrl.weights.errors import SyncError, SyncMismatch, WeightError
 from mrl.weights.sync import transports
 from mrl.weights.sync.checksum import StreamHasher
-from mrl.weights.sync.payload import Bucket, WeightSource, nbytes, plan_buckets
+from mrl.weights.sync.payload import Bucket, WeightSource, plan_buckets
 from mrl.weights.sync.transports import Deadline, Engines, Place, Transport
 from mrl.weights.sync.verify import Verifier, ask_shape, check
 
@@ -119,7 +119,7 @@ class WeightSync:
             self._verify(verifier, hasher)
         return SyncReport(
             seconds=time.monotonic() - started,
-            bytes=sum(nbytes(meta) for meta in self._metas),
+            bytes=sum(meta.nbytes for meta in self._metas),
             tensors=len(self._metas),
             verified=len(self._metas) if verifier is not None else 0,
             transport=transport.name,

@@ -10,9 +10,9 @@ from mrl.rollout.client import EngineClient
 from mrl.rollout.protocol import RankChecksums, ServerInfo
 from mrl.weights.agreement import SyncAgreement
 from mrl.weights.errors import SyncMismatch, WeightError
+from mrl.weights.meta import TensorMeta
 from mrl.weights.sync.checksum import Key, Mismatch, ParamHash, Sha256Hash, StreamHasher, TileHash
 from mrl.weights.sync.engine_params import EngineParam, EngineShape, engine_params
-from mrl.weights.sync.payload import TensorMeta
 from mrl.weights.sync.transports import Engines
 
 MAX_LISTED = 8
