@@ -198,7 +198,8 @@ def report(run_dir: Path) -> int:
         return 1
     print(f"run      {run_dir}")
     print(f"report   {page}")
-    print(f"picture  {run_dir / 'reward_curve.png'}")
+    if (picture := run_dir / "reward_curve.png").exists():  # once there is something to draw
+        print(f"picture  {picture}")
     return 0
 
 

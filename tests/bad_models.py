@@ -148,6 +148,8 @@ BAD_MODELS = [
     config("rope_theta", -1.0, "number from 1"),
     config("partial_rotary_factor", 0.5, "supported: 1"),
     config("auto_map", {"AutoModelForCausalLM": "modeling.Mine"}, "never run"),
+    config("layer_types", ["sliding_attention"] * 4, "only full_attention"),
+    config("layer_types", ["full_attention"] * 3, "for every layer"),
     config("num_experts_per_tok", 5, "from 1 to 4", **EXPERTS),
     config("num_experts_per_tok", 1, "2 or more", **EXPERTS),
     config("num_local_experts", None, "lacks", **{k: EXPERTS[k] for k in ("architectures", "model_type")}),

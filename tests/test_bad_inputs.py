@@ -143,6 +143,28 @@ def test_an_algorithm_of_the_user_s_own_that_fails(model: Path, key: str, capsys
     assert line.startswith(f"algorithm.{key}.function 'mine.py:f', tried out on a few tokens: AttributeError: "), line
 
 
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("value", [".nan", "null", "[1]"])
+def test_an_option_that_no_function_can_take(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, of the key as it is written."""
+    Path("mine.py").write_text("def f(inputs, slope=1): ...\n")
+    Path("c.yaml").write_text(PPO)
+    options = f"{{function: mine.py:f, options: {{slope: {value}}}}}"
+    line = refusal(capsys, "train", "c.yaml", f"algorithm.policy_loss={options}", code=2)
+    assert "algorithm.policy_loss.options.slope: must be a finite number, a string, true or false, got " in line
+    loss = load("c.yaml", [f"algorithm.policy_loss={options.replace(value, '3')}"], gpus=0).algorithm.policy_loss
+    assert type(loss.options["slope"]) is int, "a function may count with it"
+
+
+@pytest.mark.usefixtures("files")
+def test_a_former_name_does_not_hide_other_mistakes() -> None:
+    Path("c.yaml").write_text(PPO.replace("tensor: 2", "tensor: 4"))
+    with pytest.raises(ConfigError) as refused:
+        load("c.yaml", ["algorithm.policy_loss={loss_mode: dppo_kl, clip_ratio_low: x}"], gpus=0)
+    keys = [problem.keys[0] for problem in refused.value.problems]
+    assert keys[0] == "algorithm.policy_loss.clip_ratio_low" and "actor.parallel.tensor" in keys
+
+
 @pytest.mark.parametrize("bad", ROWS, ids=lambda bad: bad.id)
 def test_a_row_that_no_run_can_use(model: Path, bad: BadInput, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(model, bad.contents)

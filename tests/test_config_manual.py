@@ -104,6 +104,8 @@ def test_pages(capsys: pytest.CaptureFixture[str]) -> None:
         ("clip_ratio_low", "did you mean algorithm.policy_loss.clip_ratio_low?"),
         ("sampling.top_p", "did you mean rollout.sampling.top_p?"),
         ("batch.samples_per_stp", "did you mean batch.samples_per_step?"),
+        ("gspo", "see `mrl config algorithm.policy_loss`"),
+        ("gpg", "see `mrl config algorithm` and `mrl config algorithm.policy_loss`"),
         ("a\nb", "is called 'a\\nb': see `mrl config`"),
         ("", "see `mrl config`"),
     ],

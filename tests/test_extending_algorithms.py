@@ -91,7 +91,7 @@ def test_another_function_or_option_is_another_run(tmp_path: Path) -> None:
     assert changes(policy_loss={"function": "other.py:loss", "options": {"slope": 2.0}}) == [
         f'{key}.function: "mine.py:loss" -> "other.py:loss"'
     ]
-    assert changes(policy_loss={"function": "mine.py:loss"}) == [f"{key}.options: a section -> a section"]
+    assert changes(policy_loss={"function": "mine.py:loss"}) == [f'{key}.options: {{"slope": 2.0}} -> {{}}']
     assert changes(policy_loss={"loss_mode": "gspo"}) == [f'{key}.loss_mode: "function" -> "gspo"']
     assert resume.is_key(RLConfig, f"{key}.function") and resume.is_key(RLConfig, "algorithm.advantage.options")
     assert not resume.is_key(RLConfig, f"{key}.functions")
@@ -117,6 +117,12 @@ LOSSES = {  # a file's text -> what is said of it
     "def f(inputs): return TokenLoss(inputs.log_probs, metrics={'gate': inputs.advantages})": "declares the metrics []",
     "def f(inputs): return TokenLoss(inputs.log_probs * gone)": "NameError: name 'gone' is not defined",
     "def f(inputs): return TokenLoss((inputs.log_ratio - inputs.log_ratio.detach()).sqrt())": "missing or not finite",
+    "def f(inputs): return TokenLoss(inputs.log_probs, metrics={'ratio': inputs.log_probs})": "declares the metrics []",
+    "def f(inputs): return TokenLoss(inputs.log_probs * inputs.advantages.mul_(2))": "changes advantages in place",
+    "def f(inputs): return TokenLoss(inputs.log_probs * inputs.old_log_probs.zero_())": "changes old_log_probs in",
+    "def f(inputs): return TokenLoss(inputs.log_probs * 1j)": "value has complex numbers",
+    "def f(inputs): raise SystemExit(0)": "calls sys.exit(0)",
+    "from torch import relu as f": "TypeError: relu()",
     "import gone": "importing",
     "f = 3": "is a int, not a function",
 }
@@ -137,6 +143,10 @@ ESTIMATES = {
     "return t.token_rewards": "must return (advantages, returns), got Tensor",
     "return t.token_rewards.sum(1), t.token_rewards": "must be a tensor of the inputs' shape [4, 3], got shape [4]",
     "return t.token_rewards, t.token_rewards / 0": "returns is NaN or infinite at",
+    "return t.token_rewards.mul_(2), t.token_rewards": "changes token_rewards in place",
+    "return t.token_rewards, t.mask.fill_(True) * 1.0": "changes mask in place",
+    "return t.token_rewards * 1j, t.token_rewards": "advantages has complex numbers",
+    "raise SystemExit(0)": "calls sys.exit(0)",
     "return t.values, t.values": "advantages must be a tensor of the inputs' shape [4, 3], got NoneType",
 }
 
@@ -177,6 +187,21 @@ def test_what_fails_later_is_the_same_error(tmp_path: Path) -> None:
 def test_metrics_of_every_loss_cannot_be_taken() -> None:
     with pytest.raises(ValueError, match="every loss has a metric clipfrac, entropy"):
         with_metrics("clipfrac", "gate", "entropy")(lambda inputs: TokenLoss(inputs.log_probs))
+    with pytest.raises(ValueError, match="every loss has a metric grad_norm, loss, off_policy_masked"):
+        with_metrics("loss", "grad_norm", "off_policy_masked")
+    with pytest.raises(ValueError, match="'a b' is no name of a metric"):
+        with_metrics("gate", "a b")
+
+
+def test_a_metric_named_like_a_part_does_not_hide_it(tmp_path: Path) -> None:
+    path = tmp_path / "hides.py"
+    path.write_text(
+        "from mrl.algo.policy_loss import TokenLoss, with_metrics\n"
+        "@with_metrics('value')\n"
+        "def f(t): return TokenLoss(t.log_probs / 0, metrics={'value': t.advantages})\n"
+    )
+    with pytest.raises(FunctionError, match="value is NaN or infinite at"):
+        own.load_loss(f"{path}:f", {})
 
 
 # --- in mrl itself

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from mrl.cli import main
 from mrl.config.schema import SFTConfig
 from mrl.core import Prompt, Request, Sample, StepStats
 from mrl.observe import (
@@ -359,6 +360,18 @@ def test_report_of_an_empty_run(tmp_path: Path) -> None:
     assert not (tmp_path / "reward_curve.png").exists()
     with pytest.raises(FileNotFoundError, match="is not a run directory"):
         write_report(tmp_path / "nowhere")
+
+
+def test_a_report_names_the_picture_that_it_has_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Recorder(tmp_path, 2, live=False) as recorder:
+        recorder.log(StepStats(1, {"actor/loss": 0.0}))
+        assert main(["report", str(tmp_path)]) == 0
+        assert "reward_curve.png" not in capsys.readouterr().out
+        text = (tmp_path / "report.html").read_text()
+        assert "not drawn: loss of the policy" in text and "No step has been logged" not in text
+        recorder.log(StepStats(2, {"actor/loss": 1.0}))
+    assert main(["report", str(tmp_path)]) == 0
+    assert f"picture  {tmp_path / 'reward_curve.png'}" in capsys.readouterr().out
 
 
 def test_moving_mean_is_centred_and_shrinks_at_the_ends() -> None:

@@ -43,17 +43,17 @@ def _loss(spec: str, options: tuple[tuple[str, Any], ...]) -> PolicyLoss:
     where, function, given = _load(spec, LOSS_KEY, options)
 
     def loss(inputs: PolicyInputs) -> TokenLoss:
-        tokens = function(inputs, **given)
+        tokens = _called(where, function, inputs, given)
         if not isinstance(tokens, TokenLoss):
             raise FunctionError(f"{where} must return a TokenLoss, got {type(tokens).__name__}")
         of = (inputs.log_probs, inputs.old_log_probs, inputs.advantages)
-        maybe = {"value": tokens.value, "clipped": tokens.clipped, "clipped_lower": tokens.clipped_lower}
-        for name, part in {**maybe, **tokens.metrics}.items():
-            if part is not None or name == "value":
-                _check(f"{where}: {name}", part, inputs.log_probs, of)
+        maybe = {"clipped": tokens.clipped, "clipped_lower": tokens.clipped_lower}
+        parts = [(name, part) for name, part in maybe.items() if part is not None]
+        for name, part in [("value", tokens.value), *parts, *tokens.metrics.items()]:
+            _check(f"{where}: {name}", part, inputs.log_probs, of)
         return tokens
 
-    loss.__dict__["metrics"] = vars(function).get("metrics", ())
+    loss.__dict__["metrics"] = getattr(function, "metrics", ())
     _tried(where, lambda: _try_loss(loss))
     return loss
 
@@ -81,14 +81,14 @@ def _estimator(spec: str, options: tuple[tuple[str, Any], ...], has_values: bool
     where, function, given = _load(spec, ESTIMATOR_KEY, options)
 
     def estimator(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-        made = function(inputs, **given)
+        made = _called(where, function, inputs, given)
         if not isinstance(made, tuple) or len(made) != 2:
             raise FunctionError(f"{where} must return (advantages, returns), got {type(made).__name__}")
         of = [inputs.token_rewards, *([] if inputs.values is None else [inputs.values])]
         inside = [x.masked_fill(~inputs.mask, 0) for x in of]
         for name, part in zip(("advantages", "returns"), made, strict=True):
             _check(f"{where}: {name}", part, inputs.token_rewards, inside, inputs.mask)
-        adv, returns = (x.to(inputs.token_rewards.dtype).masked_fill(~inputs.mask, 0) for x in made)
+        adv, returns = (x.detach().to(inputs.token_rewards.dtype).masked_fill(~inputs.mask, 0) for x in made)
         return adv, returns
 
     values = torch.linspace(0.1, 0.5, TRIAL_MASK.numel()).view(TRIAL_MASK.shape) if has_values else None
@@ -104,6 +104,18 @@ def _load(spec: str, key: str, options: tuple[tuple[str, Any], ...]) -> tuple[st
     given = dict(options)
     signature = f"({', '.join(['inputs', *(f'{name}=' for name in given)])})"
     return f"{key} {spec!r}", user_functions.load(spec, key, (None,), signature, given), given
+
+
+def _called(where: str, function: Callable[..., Any], inputs: PolicyInputs | AdvantageInputs, given: Options) -> Any:
+    """What it returns. FunctionError if it ends the process, or writes into tensors that others go on to use."""
+    before = {name: x._version for name, x in vars(inputs).items() if isinstance(x, Tensor)}
+    try:
+        made = function(inputs, **given)
+    except SystemExit as error:
+        raise FunctionError(f"{where} calls sys.exit({error.code!r})") from error
+    if changed := [name for name, version in before.items() if vars(inputs)[name]._version != version]:
+        raise FunctionError(f"{where} changes {', '.join(changed)} in place: make a new tensor")
+    return made
 
 
 def _tried(where: str, run: Callable[[], object]) -> None:
@@ -123,6 +135,8 @@ def _check(what: str, part: Any, like: Tensor, of: Iterable[Tensor], mask: Tenso
         raise FunctionError(f"{what} must be a tensor of the inputs' shape {list(like.shape)}, got {got}")
     if part.device != like.device:
         raise FunctionError(f"{what} is on {part.device}, the inputs are on {like.device}")
+    if part.is_complex():
+        raise FunctionError(f"{what} has complex numbers")
     bad = ~part.isfinite() if mask is None else ~part.isfinite() & mask
     if bool(bad.any()) and all(bool(x.isfinite().all()) for x in of):
         raise FunctionError(

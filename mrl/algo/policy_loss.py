@@ -7,6 +7,7 @@ and gradient are spread over their tokens; `Sequences` brings together what lies
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,12 +63,18 @@ class TokenLoss:
 PolicyLoss = Callable[..., TokenLoss]  # f(PolicyInputs, its options)
 LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 EVERY_LOSS = ("clipfrac", "ppo_kl", "clipfrac_lower", "approxkl", "ratio")  # metrics
+TAKEN = {  # names of metrics that an update has beside its loss's own
+    *EVERY_LOSS, "pg_loss", "entropy", "ref_kl", "off_policy_masked", "loss", "loss_zeroed", "epochs", "grad_norm",
+    "lr", "skipped",
+}  # fmt: skip
 
 
 def with_metrics(*names: str) -> Callable[[F], F]:
     """Decorator of a policy loss that has metrics of its own, `TokenLoss.metrics`: these, always all of them.
-    ValueError for a name that every loss has."""
-    if taken := {*names} & {*EVERY_LOSS, "pg_loss", "entropy", "ref_kl"}:
+    ValueError for what is no name, and for one that every update has."""
+    if wrong := [name for name in names if not (isinstance(name, str) and re.fullmatch(r"[\w./-]+", name))]:
+        raise ValueError(f'{wrong[0]!r} is no name of a metric: with_metrics takes such as "gate"')
+    if taken := {*names} & TAKEN:
         raise ValueError(f"every loss has a metric {', '.join(sorted(taken))}: choose another name")
 
     def declare(loss: F) -> F:
@@ -126,8 +133,8 @@ def compute(
     inputs = PolicyInputs(log_probs, old_log_probs.detach(), advantages.detach(), sequences, chosen)
     tokens = loss(inputs)
     metrics = _metrics(inputs.bounded_log_ratio.detach(), tokens, metric_weights)
-    if metrics.keys() != {*metrics_of(name)}:
-        own = metrics_of(name)[len(EVERY_LOSS) :]
+    own = metrics_of(name)[len(EVERY_LOSS) :]
+    if tokens.metrics.keys() != {*own}:
         raise ValueError(f"the loss declares the metrics {[*own]} (with_metrics), and gives {[*tokens.metrics]}")
     return (weights * tokens.value).sum(), metrics
 

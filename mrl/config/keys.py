@@ -41,6 +41,7 @@ class Key:
     default: as YAML; None for a section with defaults of its own, and where there is none
     section: the class of what is below
     only_with: of a key that its section has only then: ("loss_mode", "gspo")
+    former: the path of the name that it had before
     kinds: of a section that has such keys: the values of its key `by`, each with what it is
     """
 
@@ -52,6 +53,7 @@ class Key:
     section: type[BaseModel] | None = None
     below: tuple[Key, ...] = ()
     only_with: tuple[str, str] | None = None
+    former: str | None = None
     kinds: tuple[Kind, ...] = ()
 
     @property
@@ -93,23 +95,34 @@ def nearest_keys(
     keys: Sequence[Key], path: Sequence[str], chosen: Collection[str] | None = None
 ) -> tuple[list[Key], list[Key]]:
     """(those beside a key that does not exist, those that may be meant): one beside it whose name is close, else of the
-    same name elsewhere, else one beside it that is not too far. chosen: the kinds of sections that the file has."""
-    beside = list(keys)
+    same name elsewhere, else a close one that the section has by another choice, else one beside it that is not too
+    far. chosen: the kinds of sections that the file has."""
+    there = list(keys)
     for part in path[:-1]:
-        beside = [below for key in beside if key.name == part for below in key.below] or beside
-    beside = [key for key in beside if not (chosen and key.only_with) or key.only_with[1] in chosen]
-    beside = list({key.path: key for key in beside}.values())
-    names = [key.name for key in beside]
-    close = difflib.get_close_matches(path[-1], names, n=1, cutoff=0.75)
-    elsewhere = list({key.path: key for key in walk(keys) if key.name == path[-1]}.values())
-    if not close and elsewhere:
-        return beside, elsewhere
-    meant = close or difflib.get_close_matches(path[-1], names, n=1, cutoff=0.5)
-    return beside, [key for key in beside if key.name in meant]
+        there = [below for key in there if key.name == part for below in key.below] or there
+    beside = _once(key for key in there if not (chosen and key.only_with) or key.only_with[1] in chosen)
+    elsewhere = _once(key for key in walk(keys) if key.name == path[-1])
+    found = _close(beside, path[-1], 0.75) or elsewhere or _close(_once(there), path[-1], 0.75)
+    return beside, found or _close(beside, path[-1], 0.5)
+
+
+def _once(keys: Iterable[Key]) -> list[Key]:
+    return list({key.path: key for key in keys}.values())
+
+
+def _close(keys: Sequence[Key], name: str, cutoff: float) -> list[Key]:
+    """The one whose name is closest, if it is close enough."""
+    meant = difflib.get_close_matches(name, [key.name for key in keys], n=1, cutoff=cutoff)
+    return [key for key in keys if key.name in meant]
 
 
 def _key(
-    section: type[BaseModel], name: str, path: str, annotation: Any, only_with: tuple[str, str] | None = None
+    section: type[BaseModel],
+    name: str,
+    path: str,
+    annotation: Any,
+    only_with: tuple[str, str] | None = None,
+    former: str | None = None,
 ) -> Key:
     field, inner = section.model_fields[name], _section_in(annotation)
     own = field.is_required() or isinstance(field.default, BaseModel)
@@ -124,6 +137,7 @@ def _key(
         inner,
         (*below, *(key for kind in kinds for key in kind.keys)),
         only_with,
+        former,
         kinds,
     )
 
@@ -133,8 +147,12 @@ def _kinds(annotation: Any, prefix: str) -> Iterator[Kind]:
         if isinstance(mark, Variants):
             for value, options in mark.kinds.items():
                 types, only_with = get_type_hints(options, include_extras=True), (mark.by, value)
-                keys = [_key(options, name, prefix + name, types[name], only_with) for name in options.model_fields]
-                yield Kind(mark.by, value, mark.noun, _docstring(options), tuple(keys))
+                former = {new: prefix + old for old, new in options.renamed.items()}
+                keys = tuple(
+                    _key(options, name, prefix + name, types[name], only_with, former.get(name))
+                    for name in options.model_fields
+                )
+                yield Kind(mark.by, value, mark.noun, _docstring(options), keys)
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from mrl.config.checks.all import check_all
 from mrl.config.derived import Machine
 from mrl.config.dialect import Dumper
-from mrl.config.keys import keys_of, nearest_keys, walk
+from mrl.config.keys import Key, keys_of, nearest_keys, walk
 from mrl.config.problems import ConfigError, Problem
 from mrl.config.sections.variants import TAG
 from mrl.config.trainers.base import Config
@@ -31,6 +31,7 @@ _EXPECTED = {
     "string_type": "must be a string",
     "bool_type": "must be true or false",
     "tuple_type": "must be a list",
+    "dict_type": "must be a section (keys below it)",
     "model_type": "must be a section (keys below it)",
     "finite_number": "must be a finite number",
 }
@@ -52,12 +53,14 @@ def load(
     problems += [_foreign(schema, tree, error) or _problem(schema, tree, error) for error in errors[:MAX_ERRORS]]
     if cfg is None:
         for error in errors:
-            tree.drop(_path(error))
+            tree.drop(_as_written(schema, tree, _path(error)))
         cfg, _ = _validate(schema, tree)
     if cfg is not None:
         found = check_all(cfg, joined or Machine.starting(cfg, gpus))
         unclear = [error for error in errors if not _owners(schema, error)]
-        problems += [_placed(tree, p) for p in found if not any(_tainted(key, e) for key in p.keys for e in unclear)]
+        problems += [
+            _placed(schema, tree, p) for p in found if not any(_tainted(key, e) for key in p.keys for e in unclear)
+        ]
     if problems or cfg is None:
         raise ConfigError(str(path), problems)
     return cfg
@@ -114,7 +117,7 @@ def _foreign(schema: type[Config], tree: Node, error: dict[str, Any]) -> Problem
     path, section = ".".join(_path(error)), ".".join(_path(error)[:-1])
     kind = next(key.kinds[0] for key in walk(keys_of(schema)) if key.path == section)
     message = f"has no effect: the {kind.noun} is {_chosen(error)[-1]}; it is a key of {', '.join(owners)}"
-    return _placed(tree, Problem((path, f"{section}.{kind.by}"), message))
+    return _placed(schema, tree, Problem((path, f"{section}.{kind.by}"), message))
 
 
 def _tainted(key: str, error: dict[str, Any]) -> bool:
@@ -134,7 +137,7 @@ def _tainted(key: str, error: dict[str, Any]) -> bool:
 def _problem(schema: type[Config], tree: Node, error: dict[str, Any]) -> Problem:
     path, kind, value = _path(error), error["type"], error["input"]
     if kind == "extra_forbidden":
-        message = f"unknown key{_meant_key(schema, path, _chosen(error))}"
+        message = f"unknown key{_of_others(schema, path) or _meant_key(schema, path, _chosen(error))}"
     elif kind == "missing":
         message = "required key is missing"
     elif kind == "literal_error":
@@ -145,8 +148,10 @@ def _problem(schema: type[Config], tree: Node, error: dict[str, Any]) -> Problem
             "Input should be", "must be"
         )
         of_a_list = "every item " if any(isinstance(part, int) for part in error["loc"]) else ""
-        message = f"{of_a_list}{expected}, got {describe(value)}"
-    return Problem((".".join(path),), message, (tree.find(path)[0].place,))
+        of_its_keys = kind == "value_error" and isinstance(value, dict)
+        message = f"{of_a_list}{expected}" + ("" if of_its_keys else f", got {describe(value)}")
+    written = _as_written(schema, tree, path)
+    return Problem((".".join(written),), message, (tree.find(written)[0].place,))
 
 
 def _nearest(word: str, choices: Sequence[str]) -> str:
@@ -158,10 +163,32 @@ def _meant_key(schema: type[Config], path: Sequence[str], chosen: Sequence[str])
     beside, meant = nearest_keys(keys_of(schema), path, chosen)
     if not meant:
         return f"; this section has {', '.join(key.name for key in beside)}"
-    return f"; did you mean {' or '.join(key.name if key in beside else key.path for key in meant[:3])}?"
+    return f"; did you mean {' or '.join(key.name if key in beside else _called(schema, key) for key in meant[:3])}?"
 
 
-def _placed(tree: Node, problem: Problem) -> Problem:
-    found = {key: tree.find(key.split(".")) for key in problem.keys}
-    unwritten = frozenset(key for key, (_, depth) in found.items() if depth < len(key.split(".")))
-    return Problem(problem.keys, problem.message, tuple(node.place for node, _ in found.values()), unwritten)
+def _called(schema: type[Config], key: Key) -> str:
+    """Of a key that is not beside the one that was written."""
+    owners = [same.only_with[1] for same in walk(keys_of(schema)) if same.path == key.path and same.only_with]
+    return f"{key.path} (a key of {', '.join(owners)})" if owners else key.path
+
+
+def _of_others(schema: type[Config], path: Sequence[str]) -> str:
+    """Of a key that other trainers have."""
+    has = {name for name, of in TRAINERS.items() if any(k.path == ".".join(path) for k in walk(keys_of(of.schema)))}
+    here = ", ".join(name for name, trainer in TRAINERS.items() if trainer.schema is schema)
+    return f"; it is a key of trainer {', '.join(sorted(has))}, and this is trainer {here}" if has else ""
+
+
+def _as_written(schema: type[Config], tree: Node, path: list[str]) -> list[str]:
+    """The path by its key's former name, where the file has that."""
+    if tree.find(path)[1] == len(path):
+        return path
+    former = [key.former.split(".") for key in walk(keys_of(schema)) if key.path == ".".join(path) and key.former]
+    return next((old for old in former if tree.find(old)[1] == len(old)), path)
+
+
+def _placed(schema: type[Config], tree: Node, problem: Problem) -> Problem:
+    paths = [_as_written(schema, tree, key.split(".")) for key in problem.keys]
+    keys, found = tuple(".".join(path) for path in paths), [tree.find(path) for path in paths]
+    unwritten = {key for key, path, (_, depth) in zip(keys, paths, found, strict=True) if depth < len(path)}
+    return Problem(keys, problem.message, tuple(node.place for node, _ in found), frozenset(unwritten))

@@ -52,7 +52,9 @@ def text(path: str | None = None) -> str:
     ]
     if not pages:
         _, meant = nearest_keys([*manual()], path.split("."))
+        chosen = [key.path for key in walk(manual()) for kind in key.kinds if kind.value == path]
         near = f"did you mean {' or '.join(key.path for key in meant[:3])}?" if meant else "see `mrl config`"
+        near = f"see `mrl config {'` and `mrl config '.join(chosen)}`" if chosen else near
         raise UnknownKey(printable(f"no section and no key of a configuration is called {path!r}: {near}"))
     return "\n\n".join(pages)
 

@@ -193,5 +193,6 @@ def _covers(entries: tuple[str, ...], key: str) -> str:
 
 
 def _short(value: Any) -> str:
-    """As YAML has it; a section by its name only."""
-    return "a section" if isinstance(value, dict) else json.dumps(value)
+    """As YAML has it; a section that holds others, by its name only."""
+    holds_sections = isinstance(value, dict) and any(isinstance(inner, dict | list) for inner in value.values())
+    return "a section" if holds_sections else json.dumps(value)

@@ -84,6 +84,8 @@ class Decoder:
             yield "mlp_bias=true"
         if keys["use_sliding_window"]:
             yield "use_sliding_window=true"
+        if keys["layer_types"] not in (None, ["full_attention"] * keys.size("num_hidden_layers", MAX_LAYERS)):
+            yield f"layer_types={short(keys['layer_types'])} (only full_attention, for every layer)"
         if keys["quantization_config"]:
             yield "quantization_config (train from unquantized weights)"
         if keys["auto_map"]:

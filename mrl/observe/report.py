@@ -171,7 +171,7 @@ def _curves(run: Run) -> str:
     phases = draw_phases(run.rows)
     if phases is not None:
         cards.append(_card("Time of each phase", "seconds a step", phases))
-    if not cards:
+    if not run.rows:
         return '<p class="empty">No step has been logged yet.</p>'
     return f'<h2>Curves</h2>{_zeros(run)}<div class="curves">{"".join(cards)}</div>'
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
 
 from mrl import float32
 
@@ -19,12 +20,21 @@ def _in_float32(value: float) -> float:
     return value
 
 
+def _of_a_function(value: Any) -> float | str | bool:
+    """As it is written: 3 stays an integer, since functions may count with it."""
+    if isinstance(value, str | bool) or (isinstance(value, int | float) and math.isfinite(value)):
+        return value
+    raise ValueError("must be a finite number, a string, true or false")
+
+
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0), AfterValidator(_in_float32)]
 NonNegativeFloat = Annotated[float, Field(ge=0), AfterValidator(_in_float32)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+OptionValue = Annotated[Any, PlainValidator(_of_a_function), Field(description="number or string or true | false")]
+OwnOptions = dict[str, OptionValue]
 
 
 class Section(BaseModel):

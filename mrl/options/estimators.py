@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from mrl.options.base import Fraction, Options, PositiveFloat, Section
+from mrl.options.base import Fraction, Options, OwnOptions, PositiveFloat, Section
 
 
 class EstimatorOptions(Options):
@@ -127,7 +127,7 @@ class OwnAdvantage(Section):
     """An estimator of your own: see docs/extending.md."""
 
     function: str  # path/to/file.py:name, f(AdvantageInputs, **options) -> (advantages, returns)
-    options: dict[str, float | str | bool] = {}  # its arguments besides the first, by their names
+    options: OwnOptions = {}  # its arguments besides the first, by their names
 
 
 class OwnEstimator(EstimatorOptions, name="function"):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from mrl.options.base import Options, PositiveFloat
+from mrl.options.base import Options, OwnOptions, PositiveFloat
 
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 TokenShare = Annotated[float, Field(gt=0, le=1)]
@@ -47,7 +47,7 @@ class Vanilla(LossOptions, name="vanilla"):
 
     clip_ratio_low: PositiveFloat = 0.2  # ratios count down to 1 - this
     clip_ratio_high: PositiveFloat = 0.2  # ratios count up to 1 + this
-    clip_ratio_c: float = 3.0  # > 1: ratios count up to this where the advantage is negative
+    clip_ratio_c: PositiveFloat = 3.0  # > 1: ratios count up to this where the advantage is negative
 
     def wrong(self) -> Iterator[Wrong]:
         if self.clip_ratio_c <= 1:
@@ -178,7 +178,7 @@ class OwnLoss(LossOptions, name="function"):
     implied_by: ClassVar[str | None] = "function"
 
     function: str  # path/to/file.py:name, f(PolicyInputs, **options) -> TokenLoss
-    options: dict[str, float | str | bool] = {}  # its arguments besides the first, by their names
+    options: OwnOptions = {}  # its arguments besides the first, by their names
 
 
 def _low_of_1(loss: str, low: float, key: str = "clip_ratio_low", because: str = NEVER_CLIPPED) -> Iterator[Wrong]:

@@ -164,8 +164,8 @@ def check_function(
 ) -> Iterator[Problem]:
     """Is `spec` FILE:NAME of a function (or class) that is there and takes these arguments and those `named`, or a
     built-in where that is allowed?"""
-    path, separator, name = spec.rpartition(":")
-    if not separator:
+    path, _, name = spec.rpartition(":")
+    if not path or not name:
         if spec not in BUILTIN_REWARDS or not built_in:
             yield Problem((key,), _unknown(spec, built_in))
         return
