@@ -4,7 +4,10 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3,$(shell comma
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install --no-warn-conflicts
 
-.PHONY: quickstart test lint clean
+GPU := .venv-gpu/bin
+GPU_PIP := $(GPU)/python -m pip --disable-pip-version-check install
+
+.PHONY: quickstart test lint gpu-env clean
 
 quickstart: .venv/.mrl-run  ## train a tiny model by SFT and PPO, TP2 x PP2, with SGLang, on this machine
 	@$(BIN)/python tools/quickstart.py
@@ -31,5 +34,16 @@ lint: .venv/.mrl-dev
 	@$(PIP) --constraint constraints.txt --editable '.[cpu,resilience,dev]'
 	@touch $@
 
+# SGLang names the versions of torch and CUDA (13), so it comes first. Then transformer-engine, whose torch part is
+# compiled against that torch: without isolation, and with the headers that torch's own CUDA packages bring.
+gpu-env:  ## not tried yet: an environment for GPUs, .venv-gpu, with SGLang and transformer-engine; needs nvcc 13
+	@command -v nvcc >/dev/null || { echo "nvcc is not there, which transformer-engine is compiled with: docs/gpu.md"; exit 1; }
+	test -x $(GPU)/python || $(PYTHON) -m venv .venv-gpu
+	$(GPU_PIP) --editable '.[sglang,resilience,dev]'
+	$(GPU_PIP) setuptools wheel ninja pybind11
+	CPATH=$$(ls -d $(CURDIR)/.venv-gpu/lib/python3*/site-packages/nvidia/*/include | paste -sd: -) NVTE_FRAMEWORK=pytorch \
+	$(GPU_PIP) --no-build-isolation --editable '.[gpu]'
+	$(GPU)/mrl doctor
+
 clean:  ## the environment and what tools leave behind; never runs/
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-gpu build *.egg-info .mypy_cache .ruff_cache .pytest_cache

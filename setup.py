@@ -27,8 +27,9 @@ REQUIRED = [
 ]
 
 EXTRAS = {
-    # Trainer parts that need CUDA; mrl runs without each of them (`mrl doctor` says what then happens).
-    "gpu": ["transformer-engine[pytorch]>=2.8"],
+    # Trainer parts that need CUDA; mrl runs without each of them (`mrl doctor` says what then happens). megatron-core
+    # bounds the versions; the torch part is compiled against the torch that is there: docs/gpu.md has the order.
+    "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12", "triton>=3.4"],
     # The engine on a GPU machine, with its own CUDA dependencies.
     "sglang": ["sglang==0.5.23"],
     # What the engine imports on a CPU machine, where sglang itself is installed with --no-deps.

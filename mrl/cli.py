@@ -116,7 +116,7 @@ def train(config: Path, overrides: Sequence[str]) -> int:
         return 1
     if in_a_world:
         return _be_a_rank(cfg)
-    return 1 if _is_refused(cfg) else _start_world(cfg, config, overrides)
+    return 1 if _is_refused(cfg) or _lacks_layers(cfg) else _start_world(cfg, config, overrides)
 
 
 def data(config: Path, overrides: Sequence[str], samples: int) -> int:
@@ -155,6 +155,18 @@ def _is_refused(cfg: Config) -> bool:
         print(error, file=sys.stderr)
         return True
     return False
+
+
+def _lacks_layers(cfg: Config) -> bool:
+    """Says why, if models are to be made of transformer-engine's layers and cannot be."""
+    from mrl import platform
+    from mrl.config.derived import asks_for_transformer_engine
+
+    asked = asks_for_transformer_engine(cfg)
+    problem = platform.transformer_engine_problem() if asked else None
+    if problem is not None:
+        print(f"mrl: {', '.join(asked)}: transformer_engine cannot be used here: {problem}", file=sys.stderr)
+    return problem is not None
 
 
 def config_manual(key: str | None, as_markdown: bool) -> int:

@@ -755,6 +755,14 @@ BAD = [
         "sync:",
     ),
     Bad(
+        "a process group with the transformers engine",
+        "rollout:",
+        "sync: {transport: distributed}\nrollout:\n  engine: transformers",
+        "sync.transport",
+        ("transformers engine does not know distributed", "shared_memory, http, disk or auto"),
+        "sync:",
+    ),
+    Bad(
         "shared memory far away",
         "rollout:",
         "sync: {transport: shared_memory}\nrollout:\n  urls: [http://far:1]",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,28 +107,6 @@ def test_absent_parts_have_no_version() -> None:
     assert by_name["torch"].version == torch.__version__
     assert all(f.used_for and f.without for f in by_name.values())
     assert by_name["apex"].usable == platform.apex_usable()
-
-
-@pytest.fixture
-def nothing_looked_for() -> Iterator[None]:
-    look = sys.modules["mrl.platform.features"]._problem
-    look.cache_clear()
-    yield
-    look.cache_clear()
-
-
-def test_an_absent_part_is_looked_for_once(nothing_looked_for: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every forward pass asks whether transformer-engine is there."""
-    looked: list[str] = []
-
-    def absent(name: str) -> None:
-        looked.append(name)
-        raise ImportError(f"No module named {name!r}")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("importlib.import_module", absent)
-    assert not any(platform.transformer_engine_usable() for _ in range(3))
-    assert looked == ["transformer_engine"]
 
 
 def adam() -> tuple[torch.optim.AdamW, SimpleNamespace]:

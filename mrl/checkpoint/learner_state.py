@@ -16,6 +16,7 @@ from mrl import platform
 from mrl.checkpoint.optimizer_shards import optimizer_shards, parts, weight_shards
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
+from mrl.weights.model.state import fill
 
 ADAM_UPDATES = "adam_updates"
 SCHEDULE_UPDATES = "schedule_updates"
@@ -50,7 +51,7 @@ class StateToLoad:
     def restore(self, loaded: dict[str, Any]) -> None:
         """`loaded`: `sharded()` filled, and the counters."""
         for i, chunk in enumerate(self.learner.bare):
-            chunk.load_state_dict(loaded[f"model{i}"])
+            fill(chunk, loaded[f"model{i}"])
         parts = [{**part, "param_state": loaded["optimizer"][str(i)]} for i, part in enumerate(self._parts)]
         for part in parts:
             for group in part["optimizer"]["param_groups"]:

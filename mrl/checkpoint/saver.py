@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mrl import platform
 from mrl.checkpoint import directory
 from mrl.checkpoint.agreement import CheckpointAgreement, CheckpointError, describe
 from mrl.checkpoint.run import Part, Staged, stage
@@ -129,6 +130,7 @@ class _Writing:
         began = time.monotonic()
         final, ranks = self.staged.final, CheckpointAgreement(group)
         try:
+            platform.use_device()
             self.staged.write(ranks)
             ranks.on_main(f"removing old checkpoints beside {final}", lambda: self._prune(final))
         except Exception as error:

@@ -26,6 +26,7 @@ from mrl.checkpoint.agreement import RANKS, CheckpointError
 from mrl.parallel import gather, rank
 from mrl.weights.disk.torch_dist_files import load_metadata
 from mrl.weights.disk.torch_dist_load import load
+from mrl.weights.model.state import wanted
 
 platform.install()
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402
@@ -144,12 +145,14 @@ def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
 
     Raises CheckpointError on every rank, before anything is loaded, if names or shapes differ.
     """
-    wanted, _ = extract_sharded_base(load_preprocess(state)[0])
-    tensors = {t.key: t for t in nested_values(wanted) if isinstance(t, ShardedTensor)}
+    sharded, _ = extract_sharded_base(load_preprocess(state)[0])
+    tensors = {t.key: t for t in nested_values(sharded) if isinstance(t, ShardedTensor)}
     asked_for = set().union(*gather(set(tensors)))
     metadata = RANKS.together(f"comparing the model with {directory}", lambda: _compare(tensors, asked_for, directory))
     with _no_advice():
-        return RANKS.together(f"reading {directory}", lambda: load(state, directory, metadata))
+        return RANKS.together(
+            f"reading {directory}", lambda: load(wanted(state, metadata.state_dict_metadata), directory, metadata)
+        )
 
 
 def _compare(tensors: dict[str, ShardedTensor], asked_for: set[str], directory: Path) -> Metadata:

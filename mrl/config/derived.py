@@ -46,6 +46,12 @@ def layouts(cfg: Config) -> dict[str, ParallelConfig]:
     return {f"{name}.parallel": use.parallel for name, use in uses if use.parallel is not None}
 
 
+def asks_for_transformer_engine(cfg: Config) -> list[str]:
+    """The keys that do."""
+    trains = ((name, use.train) for name, use in cfg.models().items())
+    return [f"{name}.layers" for name, train in trains if train is not None and train.layers == "transformer_engine"]
+
+
 def smallest_world(cfg: Config) -> int:
     """The fewest ranks over which every layout of the run can be laid out."""
     return math.lcm(*(math.lcm(model_size(p), expert_size(p)) for p in layouts(cfg).values()))

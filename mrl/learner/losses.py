@@ -1,7 +1,8 @@
 """The training losses as sums over response tokens, built once a mini-batch from flat vectors.
 
 Each takes the model's output at some tokens and those tokens' places in the flat vectors of the step (`dest`); all
-per-token inputs are looked up there. The weights hold the one global denominator of the mini-batch.
+per-token inputs are looked up there, on the device of the model. The weights hold the one global denominator of the
+mini-batch.
 """
 
 from __future__ import annotations
@@ -111,8 +112,13 @@ def _kept(threshold: float | None, t: PolicyTargets, log_probs: Tensor, dest: Te
     )
 
 
+def _on_device(vector: Tensor) -> Tensor:
+    return vector.to(platform.device())
+
+
 def value(cfg: ValueLossConfig, old_values: Tensor, returns: Tensor, weights: Tensor, mean_weights: Tensor) -> Loss:
     """Clipped squared error to the returns (`mrl.algo.value_loss`). All tensors are flat [R], as in PolicyTargets."""
+    old_values, returns, weights, mean_weights = map(_on_device, (old_values, returns, weights, mean_weights))
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
         loss, metrics = value_loss.compute(
@@ -132,6 +138,7 @@ def value(cfg: ValueLossConfig, old_values: Tensor, returns: Tensor, weights: Te
 def ptx(weights: Tensor, coef: float) -> Loss:
     """coef * the negative log-likelihood of the response tokens, beside another loss (InstructGPT's PPO-ptx, arXiv
     2203.02155). weights [R]. The metric is without the coefficient."""
+    weights = _on_device(weights)
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
         loss = -(weights[dest] * output[0]).sum()
@@ -142,6 +149,7 @@ def ptx(weights: Tensor, coef: float) -> Loss:
 
 def cross_entropy(weights: Tensor) -> Loss:
     """Negative log-likelihood of the response tokens (supervised fine-tuning), nats; weights [R] sum a token loss."""
+    weights = _on_device(weights)
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
         w = weights[dest]

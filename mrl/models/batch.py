@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -35,17 +36,17 @@ class ModelBatch(PackedSeqParams):
     temperature: float = 1.0
     output: Output = "log_probs"
     entropy_grad: bool = False
-    plan: AttentionPlan | None = None
     cos_sin: tuple[Tensor, Tensor] | None = None  # of the tokens' rotary angles, filled in by the model
-    thd: PackedSeqParams | None = None  # the same sequences, as transformer-engine wants them
+    starts: Tensor = field(default_factory=_none)  # [S + 1]: of the padded sequences, before the context-parallel cut
+    longest: int = 0  # tokens of such a sequence
+    cp: tuple[int, int] = (1, 0)  # context-parallel size and rank
 
     @staticmethod
     def make(
         batch: PackedBatch, mesh: Mesh, temperature: float, output: Output, entropy_grad: bool = False
     ) -> ModelBatch:
-        """Move the batch to this rank's device and plan its attention: once a micro-batch, for all layers."""
+        """Move the batch to this rank's device."""
         where = platform.device()
-        fused = platform.transformer_engine_usable()
         return ModelBatch(
             qkv_format="packed",
             rows=batch.rows.to(where),
@@ -53,17 +54,24 @@ class ModelBatch(PackedSeqParams):
             temperature=temperature,
             output=output,
             entropy_grad=entropy_grad,
-            plan=None if fused else AttentionPlan.make(batch.cu_seqlens, mesh.cp, mesh.cp_rank, where),
-            thd=_thd(batch, where) if fused else None,
+            starts=batch.cu_seqlens,
+            longest=batch.max_seqlen,
+            cp=(mesh.cp, mesh.cp_rank),
         )
 
+    @cached_property
+    def plan(self) -> AttentionPlan:
+        """For our own attention; made once for all layers."""
+        return AttentionPlan.make(self.starts, *self.cp, platform.device())
 
-def _thd(batch: PackedBatch, where: torch.device) -> PackedSeqParams:
-    starts = batch.cu_seqlens.to(where, torch.int32)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=starts,
-        cu_seqlens_kv=starts,
-        max_seqlen_q=batch.max_seqlen,
-        max_seqlen_kv=batch.max_seqlen,
-    )
+    @cached_property
+    def thd(self) -> PackedSeqParams:
+        """For transformer-engine's attention; made once for all layers."""
+        starts = self.starts.to(platform.device(), torch.int32)
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            max_seqlen_q=self.longest,
+            max_seqlen_kv=self.longest,
+        )

@@ -55,7 +55,7 @@ class PackedGPT(GPTModel):
         No angles for our own attention: it finds their cosines in the batch, computed once for all layers."""
         if self.pre_process and decoder_input is None:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
-        if platform.transformer_engine_usable():
+        if self.config.transformer_impl == "transformer_engine":
             return decoder_input, self.rotary(position_ids), None, None, None, None
         packed_seq_params.cos_sin = self.rotary.cos_sin(position_ids, self.config.params_dtype)
         return decoder_input, None, None, None, None, None

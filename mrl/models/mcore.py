@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset  # noqa: E402
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # noqa: E402
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "ProcessGroupCollection",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "TransformerLayer",
     "copy_to_tensor_model_parallel_region",
     "ensure_metadata_has_dp_cp_group",
     "gather_from_sequence_parallel_region",

@@ -1,7 +1,9 @@
-"""Which modules a layer is made of: transformer-engine's where it is usable, else Megatron's own with our attention
-and norm."""
+"""Which modules a layer is made of: transformer-engine's, or Megatron's own with our attention and norm."""
 
 from __future__ import annotations
+
+from copy import copy
+from typing import Any
 
 from torch import Tensor
 
@@ -13,12 +15,16 @@ from mrl.models.mcore import (
     ModuleSpec,
     TransformerBlockSubmodules,
     TransformerConfig,
+    TransformerLayer,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
     get_num_layers_to_build,
     get_transformer_layer_offset,
 )
 from mrl.models.norm import RMSNorm
+
+# where checkpoints keep the norm before the MLP, whatever the layers: the local spec of megatron-core says so
+MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def block_spec(arch: ModelArch, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -29,6 +35,16 @@ def block_spec(arch: ModelArch, config: TransformerConfig, vp_stage: int | None)
     layers = arch.layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
     made = {experts: layer_spec(config, experts) for experts in {layer.experts for layer in layers}}
     return TransformerBlockSubmodules(layer_specs=[made[layer.experts] for layer in layers], layer_norm=norm)
+
+
+class InPlaceGradients(TransformerLayer):
+    """transformer-engine's products add to weight gradients in place. The model's own configuration does not say so:
+    Megatron's output layer, which goes by it too, would ask for apex' kernel."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        config = copy(config)
+        config.gradient_accumulation_fusion = True
+        super().__init__(config, *args, **kwargs)
 
 
 class SwiGLU(MegatronModule):
@@ -61,7 +77,10 @@ def _transformer_engine_layer(config: TransformerConfig, experts: bool) -> Modul
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
     )
+    layer.module = InPlaceGradients
     layer.submodules.self_attention.submodules.core_attention = transformer_engine_attention()
+    if experts:  # whose norm is a module of its own: stored as the local layers' is
+        layer.submodules.sharded_state_dict_keys_map |= MLP_NORM
     return layer
 
 

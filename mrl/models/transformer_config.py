@@ -11,6 +11,7 @@ from torch import Tensor
 from mrl import platform
 from mrl.config.schema import TrainConfig
 from mrl.families import ModelArch
+from mrl.models.layer_kind import layer_kind
 from mrl.models.mcore import TransformerConfig
 from mrl.parallel import Mesh
 
@@ -24,6 +25,8 @@ def padded_vocab_size(arch: ModelArch, tp: int) -> int:
 
 
 def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
+    """Raises UnsupportedModel for layers that this machine does not have."""
+    fused = layer_kind(train.layers, dtype) == "transformer_engine"
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -46,10 +49,10 @@ def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: t
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the only one for variable lengths, also asked of dense models
         **_initialisation(),
-        **_fusions(),
+        **_fusions(fused, dtype),
         **_layout(train, mesh),
         **_recompute(train),
-        **_experts(arch, mesh),
+        **_experts(arch, mesh, fused),
     )
 
 
@@ -69,15 +72,15 @@ def _initialisation() -> dict[str, Any]:
     }
 
 
-def _fusions() -> dict[str, Any]:
-    fused = platform.transformer_engine_usable()
+def _fusions(fused: bool, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "transformer_impl": "transformer_engine" if fused else "local",
         "apply_rope_fusion": fused,
         "bias_activation_fusion": fused,
         "use_te_activation_func": not fused,  # here: specs.SwiGLU
         "bias_dropout_fusion": fused,
-        "gradient_accumulation_fusion": fused and platform.apex_usable(),  # its kernel is apex'
+        # by apex' kernel; transformer-engine has its own: specs.InPlaceGradients
+        "gradient_accumulation_fusion": not fused and dtype == torch.bfloat16 and platform.apex_usable(),
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "cross_entropy_loss_fusion": False,
@@ -115,7 +118,7 @@ def _recompute(train: TrainConfig) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _experts(arch: ModelArch, mesh: Mesh) -> dict[str, Any]:
+def _experts(arch: ModelArch, mesh: Mesh, fused: bool) -> dict[str, Any]:
     """Softmax over the chosen experts equals softmax over all, renormalised; without renormalisation it comes first."""
     if arch.experts is None:
         return {}
@@ -128,6 +131,6 @@ def _experts(arch: ModelArch, mesh: Mesh) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": platform.transformer_engine_usable(),
+        "moe_grouped_gemm": fused,
         **(kinds if arch.layers_differ else {}),
     }

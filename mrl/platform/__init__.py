@@ -4,17 +4,20 @@ Call `install()` before the first `import megatron.core`, in training processes 
 """
 
 from mrl.platform.adaptations import applied, install
-from mrl.platform.features import Feature, apex_usable, doctor_table, features, transformer_engine_usable
+from mrl.platform.features import Feature, doctor_table, features
+from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable
 from mrl.platform.memory import peak_memory_bytes, reset_peak_memory
 from mrl.platform.optimizer_state import prime_adam, unshare_steps
 from mrl.platform.process import (
     WorldError,
     backend,
+    collect_shared,
     device,
     device_uuid,
     gpu_count,
     init_process_group,
     synchronize,
+    use_device,
 )
 from mrl.platform.random_state import random_state, restore_random_state
 from mrl.platform.registry import REGISTRY, Adaptation
@@ -29,6 +32,7 @@ __all__ = [
     "applied",
     "backend",
     "busy_seconds",
+    "collect_shared",
     "device",
     "device_uuid",
     "doctor_table",
@@ -43,6 +47,8 @@ __all__ = [
     "reset_peak_memory",
     "restore_random_state",
     "synchronize",
+    "transformer_engine_problem",
     "transformer_engine_usable",
     "unshare_steps",
+    "use_device",
 ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+import os
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib import metadata
 
 import torch
 from rich.table import Table
+
+from mrl.platform.fused import APEX_KERNEL, import_problem, transformer_engine_fault, transformer_engine_problem
 
 
 @dataclass(frozen=True)
@@ -30,28 +32,42 @@ class Feature:
 @dataclass(frozen=True)
 class _Part:
     package: str
-    module: str
     used_for: str
     without: str
-    import_it: bool = False  # an installed version says little: only an import shows that it works
+    problem: Callable[[], str | None] = lambda: None  # where an installed version says little
+
+
+def _transformer_engine() -> str | None:
+    return transformer_engine_problem() if torch.cuda.is_available() else transformer_engine_fault()
+
+
+def compiler_problem() -> str | None:
+    named = os.environ.get("CC")
+    if any(shutil.which(name) for name in ([named] if named else ["cc", "gcc", "clang"])):
+        return None
+    return f"there is no C compiler ({named or 'cc, gcc or clang'}), which it calls at run time"
 
 
 _PARTS = (
-    _Part("torch", "torch", "tensors, autograd, collectives", "mrl does not run"),
-    _Part("megatron-core", "megatron.core", "models, parallelism, optimizer, checkpoints", "mrl does not train"),
-    _Part("transformers", "transformers", "tokenizers, rope tables, the transformers engine", "mrl does not run"),
-    _Part("sglang", "sglang", "rollout.engine: sglang", "use rollout.engine: transformers, or rollout.urls"),
+    _Part("torch", "tensors, autograd, collectives", "mrl does not run"),
+    _Part("megatron-core", "models, parallelism, optimizer, checkpoints", "mrl does not train"),
+    _Part("transformers", "tokenizers, rope tables, the transformers engine", "mrl does not run"),
+    _Part("sglang", "rollout.engine: sglang", "use rollout.engine: transformers, or rollout.urls"),
     _Part(
         "transformer-engine",
-        "transformer_engine",
         "fused layers and flash attention on GPUs",
         "mrl's own attention and RMSNorm on torch",
-        import_it=True,
+        _transformer_engine,
     ),
-    _Part("apex", "apex", "fused Adam and gradient accumulation on GPUs", "torch's AdamW", import_it=True),
+    _Part(
+        "apex",
+        "fused Adam without transformer-engine, weight gradients added in place; on GPUs",
+        "torch's AdamW, gradients added one by one",
+        lambda: import_problem(APEX_KERNEL),
+    ),
+    _Part("triton", "kernels that torch compiles on GPUs", "the torch form of each kernel", compiler_problem),
     _Part(
         "nvidia-resiliency-ext",
-        "nvidia_resiliency_ext",
         "run.launcher: ft (restarts failed and hung ranks)",
         "a failed rank ends the run; the same command goes on from the last checkpoint",
     ),
@@ -65,33 +81,12 @@ def features() -> list[Feature]:
     return rows + [_feature(part) for part in _PARTS]
 
 
-def transformer_engine_usable() -> bool:
-    """CUDA is there and transformer-engine can be imported."""
-    return torch.cuda.is_available() and _problem("transformer_engine") is None
-
-
-def apex_usable() -> bool:
-    return torch.cuda.is_available() and _problem("apex") is None
-
-
 def _feature(part: _Part) -> Feature:
     try:
         version = metadata.version(part.package)
     except metadata.PackageNotFoundError:
         return Feature(part.package, None, part.used_for, part.without)
-    problem = _problem(part.module) if part.import_it else None
-    return Feature(part.package, version, part.used_for, part.without, problem)
-
-
-@cache
-def _problem(module: str) -> str | None:
-    """Why the module cannot be imported, in one line; None if it can. A shell package raises RuntimeError, a build
-    against other libraries OSError. Tried once a process: forward passes ask for it."""
-    try:
-        importlib.import_module(module)
-    except (ImportError, RuntimeError, OSError) as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else module}"
-    return None
+    return Feature(part.package, version, part.used_for, part.without, part.problem())
 
 
 def doctor_table(more: Sequence[Feature] = ()) -> Table:

@@ -6,36 +6,19 @@ Each `needed` check looks for the fault itself, so a repair retires when a relea
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from mrl.platform.fused import transformer_engine_fault
 from mrl.platform.registry import Stage, adaptation
-
-
-def transformer_engine_fault() -> str | None:
-    """Why an installed transformer-engine cannot be imported; None if it is absent or works.
-
-    The `transformer-engine` package on its own is a shell without the compiled part. Importing it raises RuntimeError
-    (or OSError for a build against another CUDA), where megatron-core expects ImportError.
-    """
-    if "transformer_engine" in sys.modules or importlib.util.find_spec("transformer_engine") is None:
-        return None
-    try:
-        importlib.import_module("transformer_engine")
-    except ImportError:
-        return None
-    except (RuntimeError, OSError) as error:
-        return str(error).strip().split("\n")[0]
-    return None
 
 
 @adaptation(
     "broken_te",
-    why="a transformer-engine that raises RuntimeError on import stops the import of megatron's layer specs",
+    why="of a transformer-engine whose import fails megatron expects ImportError from every part, or it believes in it",
     stage=Stage.BEFORE_IMPORT,
     needed=lambda: transformer_engine_fault() is not None,
 )
@@ -148,3 +131,31 @@ def adam_step() -> None:
         original(self, model_param, {"step": state["step"], **tensors} if "step" in state else tensors)
 
     cls._set_main_param_and_optimizer_states = with_step
+
+
+def _clip_grads() -> Any:
+    import megatron.core.optimizer.clip_grads as clip_grads
+
+    return clip_grads
+
+
+def _norm_waits_for_the_gpu() -> bool:
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    return torch.cuda.is_available() and _clip_grads().l2_norm_impl is local_multi_tensor_l2_norm
+
+
+@adaptation(
+    "grad_norm",
+    why="without transformer-engine and apex the gradient norm waits for the GPU once a parameter",
+    stage=Stage.AFTER_IMPORT,
+    needed=_norm_waits_for_the_gpu,
+)
+def grad_norm() -> None:
+    _clip_grads().l2_norm_impl = norm_of_all
+
+
+def norm_of_all(chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], *args: Any) -> Any:
+    """([1] float32 norm over all tensors, on their device; None), as amp_C.multi_tensor_l2norm gives it."""
+    norms = [norm for tensors in tensor_lists for norm in torch._foreach_norm(tensors)]
+    return torch.linalg.vector_norm(torch.stack(norms).float()).view(1), None

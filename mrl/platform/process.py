@@ -17,10 +17,19 @@ _POLL_S = 0.01
 
 
 def device() -> torch.device:
-    """The GPU with this process' LOCAL_RANK where CUDA is there, else the CPU."""
+    """The GPU with this process' LOCAL_RANK where CUDA is there, else the CPU. A launcher may show each process its
+    own GPU alone: it is number 0 then, whatever LOCAL_RANK."""
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        alone = torch.cuda.device_count() == 1
+        return torch.device("cuda", 0 if alone else int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
+
+
+def use_device() -> None:
+    """First in every thread that meets the model's tensors: a new thread's current device is GPU 0, and what waits for
+    its streams would wait for the wrong ones. Does nothing on a CPU."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device())
 
 
 def backend() -> Literal["gloo", "nccl"]:
@@ -93,6 +102,12 @@ def synchronize() -> None:
     """Wait until this process' device has done all its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def collect_shared() -> None:
+    """Free GPU memory that other processes had mapped and have given back."""
+    if torch.cuda.is_available():
+        torch.cuda.ipc_collect()
 
 
 def device_uuid(index: int) -> str:

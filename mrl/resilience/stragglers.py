@@ -21,6 +21,11 @@ _TOO_SHORT_S = 1e-4  # to be compared
 Gather = Callable[[Sequence[float]], list[list[float]]]
 
 
+def judged_here() -> tuple[str, ...]:
+    """On a GPU the fixed work alone: a host that waits for its GPU spins, and so do those that wait for its peers'."""
+    return JUDGED if platform.device().type == "cpu" else (DEVICE,)
+
+
 @dataclass
 class Stragglers:
     """gather: a rank's numbers to all ranks; collective. peers: the same number on ranks that have the same work."""
@@ -49,24 +54,26 @@ class Stragglers:
         mine = [self._busy.get(name, 0.0) for name in TIMED[:-1]]
         rows = self.gather([float(self.peers), *mine, platform.probe_seconds()])
         seconds = {name: [row[1 + column] for row in rows] for column, name in enumerate(TIMED)}
-        report = Report([int(row[0]) for row in rows], seconds, self._steps, self.ratio)
+        report = Report([int(row[0]) for row in rows], seconds, self._steps, self.ratio, judged_here())
         self._busy, self._steps = {}, 0
         return report
 
 
 @dataclass(frozen=True)
 class Report:
-    """peers, and seconds by section: a number a rank. steps: over which they are summed (not for the device)."""
+    """peers, and seconds by section: a number a rank. steps: over which they are summed (not for the device). judged:
+    the sections whose seconds are work alone."""
 
     peers: list[int]
     seconds: dict[str, list[float]]
     steps: int
     ratio: float
+    judged: tuple[str, ...] = JUDGED
 
     def slowest(self) -> tuple[float, int, str]:
         """(times the median of its peers, rank, section) of the rank that stands out most; 1.0 if none has peers."""
-        found = [(1.0, 0, JUDGED[0])]
-        for section in JUDGED:
+        found = [(1.0, 0, self.judged[0])]
+        for section in self.judged:
             for rank, value in enumerate(self.seconds[section]):
                 median = self._median(section, self.peers[rank])
                 if median > _TOO_SHORT_S:

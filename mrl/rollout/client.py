@@ -72,14 +72,12 @@ class EngineClient:
         return False
 
     def is_let_in(self, host: str) -> bool:
-        """False if the engine refuses one who has not its key, if there is one, and asks under this host name."""
-        try:
-            self._call(protocol.MODEL_INFO, None, {"Host": host})
-        except EngineError as error:
-            if error.status in (*DENIED, 400):
-                return False
-            raise
-        return True
+        """False if the engine refuses one who has not its key, if there is one, and asks under this host name; what it
+        says to one whom it lets in does not matter."""
+        reply = self._send(protocol.MODEL_INFO, None, {"Host": host})
+        if reply.status_code not in (200, 400, *DENIED):
+            raise EngineError(self.url, protocol.MODEL_INFO.name, reply.status_code, error_message(reply.content))
+        return reply.status_code == 200
 
     def model_info(self) -> ModelInfo:
         """What it serves, and the name of the weights."""
@@ -177,15 +175,14 @@ class EngineClient:
 
     # ---- the wire
 
-    def _call(self, endpoint: Endpoint[Body, Answer], body: Body, headers: Mapping[str, str] | None = None) -> Answer:
+    def _call(self, endpoint: Endpoint[Body, Answer], body: Body) -> Answer:
         """What the endpoint reads in the answer."""
-        reply = self._send(endpoint, body, headers)
+        reply = self._send(endpoint, body)
         if reply.status_code != 200:
             raise EngineError(self.url, endpoint.name, reply.status_code, error_message(reply.content))
-        if not reply.headers.get("content-type", "").startswith("application/json"):
-            return endpoint.read(None)
+        is_json = reply.headers.get("content-type", "").startswith("application/json")
         try:
-            answer = from_json(reply.content)
+            answer = from_json(reply.content) if is_json else None
             if isinstance(answer, dict) and answer.get("success") is False:
                 text = str(answer.get("message", answer))[:MOST_TEXT]
                 raise EngineError(self.url, endpoint.name, reply.status_code, text)

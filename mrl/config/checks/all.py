@@ -31,6 +31,7 @@ def check(cfg: Config, archs: Archs, machine: Machine) -> list[Problem]:
     problems += models.check_pickle(cfg)
     problems += run.check_checkpoint(cfg)
     problems += models.check_optimizers(cfg)
+    problems += models.check_layers(cfg, machine)
     problems += run.check_resilience(cfg)
     problems += data.check_answers(cfg, archs)
     problems += trainer_of(cfg).check(cfg, archs, machine)

@@ -185,7 +185,7 @@ def check_shares(
     """The `count` samples under `key` that an update learns from are shared by the replicas of each trained model, or
     of `models`: are there enough?"""
     for name, use in cfg.models().items():
-        if use.parallel is None or use.optimizer is None or (models is not None and name not in models):
+        if use.parallel is None or use.train is None or (models is not None and name not in models):
             continue
         dp = data_parallel(use.parallel, machine.world_size)
         if machine.world_size % model_size(use.parallel) == 0 and count < dp:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mrl.config import tokenizer_files
 from mrl.config.checks.base import Archs, inert
+from mrl.config.derived import Machine, asks_for_transformer_engine
 from mrl.config.model_dirs import is_converted, read_converted
 from mrl.config.problems import Problem, reason
 from mrl.config.sections.models import ModelConfig, OptimizerConfig
@@ -92,8 +93,8 @@ def check_pickle(cfg: Config) -> Iterator[Problem]:
 def check_optimizers(cfg: Config) -> Iterator[Problem]:
     """Settings of the optimizers that contradict each other or have no effect."""
     for name, use in cfg.models().items():
-        if use.optimizer is not None:
-            yield from _optimizer(f"{name}.optimizer", use.optimizer)
+        if use.train is not None:
+            yield from _optimizer(f"{name}.optimizer", use.train.optimizer)
 
 
 def _optimizer(key: str, opt: OptimizerConfig) -> Iterator[Problem]:
@@ -110,6 +111,18 @@ def _optimizer(key: str, opt: OptimizerConfig) -> Iterator[Problem]:
     for name, beta in (("beta1", opt.beta1), ("beta2", opt.beta2)):
         if beta == 1:
             yield Problem((f"{key}.{name}",), "must be below 1")
+
+
+def check_layers(cfg: Config, machine: Machine) -> Iterator[Problem]:
+    for key in asks_for_transformer_engine(cfg):
+        if cfg.model.dtype == "float32":
+            message = (
+                "transformer-engine multiplies float32 as TF32, with errors near 1e-3, and has no flash attention for "
+                "it: use local or auto, or dtype bfloat16"
+            )
+            yield Problem((key, "model.dtype"), message)
+        elif machine.gpus == 0:
+            yield Problem((key,), "transformer_engine needs GPUs, this machine has none: use auto or local")
 
 
 def check_critic(cfg: RLConfig) -> Iterator[Problem]:

@@ -139,6 +139,15 @@ def _sync(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
             f"{transport} cannot reach {', '.join(remote)} on another machine: use distributed, http, disk or auto"
         )
         yield Problem(("sync.transport", "rollout.urls"), message)
+    if transport in ("cuda_ipc", "distributed") and cfg.rollout.engine == "transformers":
+        message = f"the transformers engine does not know {transport}: use shared_memory, http, disk or auto"
+        yield Problem(("sync.transport", "rollout.engine"), message)
+    elif transport == "distributed" and machine.gpus and not cfg.rollout.urls:
+        message = (
+            "mrl's own engines are on GPUs of the trainer, and NCCL takes no group with two members on one GPU: use "
+            "cuda_ipc, shared_memory, http, disk or auto"
+        )
+        yield Problem(("sync.transport", "rollout.urls"), message)
     if transport == "disk":
         yield from inert(cfg.sync, "sync", ["bucket_mib"], "disk transport writes files, not buckets", "sync.transport")
 

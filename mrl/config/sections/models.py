@@ -52,6 +52,9 @@ class TrainConfig(Section):
     max_tokens_per_microbatch: PositiveInt = 16384  # tokens of packed sequences in one pass, at most: bounds memory
     # activations computed again in the backward pass: of attention, or of every layer
     recompute: Literal["none", "selective", "full"] = "none"
+    # what the layers are made of: mrl's on torch (local), or transformer-engine's; auto: transformer-engine's where it
+    # can be used, but local for float32, which it multiplies as TF32
+    layers: Literal["auto", "local", "transformer_engine"] = "auto"
 
 
 class CriticConfig(TrainConfig):

@@ -56,7 +56,8 @@ class RolloutConfig(Section):
 class SyncConfig(Section):
     """How the actor's weights get to the engines."""
 
-    # auto: cuda_ipc or shared_memory on this machine, distributed beyond it
+    # auto: cuda_ipc or shared_memory on this machine, distributed beyond it; with the transformers engine
+    # shared_memory and http
     transport: Literal[
         "auto",
         "shared_memory",

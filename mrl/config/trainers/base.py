@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mrl.config.sections.algorithm import AlgorithmConfig
 from mrl.config.sections.base import Section
 from mrl.config.sections.data import DataConfig
-from mrl.config.sections.models import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mrl.config.sections.models import ModelConfig, ParallelConfig, TrainConfig
 from mrl.config.sections.reward import RewardConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig
 
@@ -19,13 +19,13 @@ class ModelUse:
 
     path: its directory; None: that of the run's model
     parallel: its layout; None: it has none of its own
-    optimizer: None: it is never trained
+    train: what its training is told; None: it is never trained
     scores: it needs a score head
     """
 
     path: str | None = None
     parallel: ParallelConfig | None = None
-    optimizer: OptimizerConfig | None = None
+    train: TrainConfig | None = None
     scores: bool = False
 
 
@@ -55,7 +55,7 @@ class Config(Section):
 
     def models(self) -> dict[str, ModelUse]:
         """Every model of the run, by the section that its keys `path`, `parallel` and `optimizer` are in."""
-        return {"actor": ModelUse(None, self.actor.parallel, self.actor.optimizer)}
+        return {"actor": ModelUse(None, self.actor.parallel, self.actor)}
 
     @abstractmethod
     def data_uses(self) -> dict[str, DataUse]:

@@ -167,7 +167,8 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         models = build_models(cfg, world)
         demonstrations = Demonstrations(cfg) if cfg.ptx is not None else None
         urls, access = world.from_main("starting the engine", main.ready)
-        sync = WeightSync(models.actor.exporter, urls, cfg.sync, cfg.rollout.tensor, access=access)
+        plain = cfg.rollout.engine == "transformers"
+        sync = WeightSync(models.actor.exporter, urls, cfg.sync, cfg.rollout.tensor, access=access, plain=plain)
         run = build_run(main, models, demonstrations, sync)
         setup.stack.callback(sync.close)
         if main.engine is not None:

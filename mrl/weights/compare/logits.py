@@ -24,9 +24,11 @@ from mrl.models.batch import ModelBatch
 from mrl.models.build import build_model
 from mrl.parallel import Meshes
 from mrl.weights.disk.megatron_dirs import MegatronModel
+from mrl.weights.disk.stored_names import stored_key
 from mrl.weights.disk.torch_dist_files import load_metadata
 from mrl.weights.disk.torch_dist_load import load
 from mrl.weights.errors import WeightError
+from mrl.weights.model.state import fill, wanted
 
 LENGTHS = (3, 17, 64)  # of the fixed prompts
 BOUND = 1e-4  # of the largest |logit|
@@ -96,15 +98,19 @@ def _of_megatron(model: MegatronModel, prompts: list[Tensor], meshes: Meshes) ->
         chunk = build_model(
             model.arch, str(model.model_files), TrainConfig(), mesh, torch.float32, model.role, seed=None
         )[0]
-        wanted = {"model": chunk.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp_group})}
+        metadata = load_metadata(model.weights)
+        state = chunk.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp_group})
+        for entry in state.values():
+            entry.key = stored_key(entry.key, metadata.state_dict_metadata)
+        asked = {"model": wanted(state, metadata.state_dict_metadata)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch, at every use that Megatron makes of it
             try:
-                loaded = load(wanted, model.weights, load_metadata(model.weights))
+                loaded = load(asked, model.weights, metadata)
             except CheckpointException as error:  # no Exception; its text has the ranks' tracebacks
                 reasons = [str(reason) for reason, _ in error.failures.values()]
                 raise WeightError("; ".join(reasons)) from error
-        chunk.load_state_dict(loaded["model"])
+        fill(chunk, loaded["model"])
         chunk.eval()
         batch = _packed(prompts)
         made = ModelBatch.make(batch, mesh, 1.0, "logits" if model.role == "policy" else "values")

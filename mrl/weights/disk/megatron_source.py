@@ -12,7 +12,7 @@ from mrl.families import ModelArch
 from mrl.families.rows import Row
 from mrl.families.table import weight_table
 from mrl.weights.disk.rows import Mosaic, Piece, Rows, RowsTensor, flat_shape, stacked
-from mrl.weights.disk.stored_names import Names
+from mrl.weights.disk.stored_names import Names, stored_key
 from mrl.weights.disk.torch_dist_files import ArchiveRows, Extent, StoredTensor, read_metadata
 from mrl.weights.errors import WeightError
 from mrl.weights.kinds import segments
@@ -36,12 +36,16 @@ class MegatronCheckpoint:
             hf: (name, row, i) for name, row in rows.items() if row.copy_of is None for i, hf in enumerate(row.hf)
         }
 
+    def _place(self, name: str) -> tuple[str, tuple[int, ...]]:
+        key, lead = self._names.place(name)
+        return stored_key(key, self._stored), lead
+
     def __contains__(self, name: str) -> bool:
-        return name in self._home and self._names.place(self._home[name][0])[0] in self._stored
+        return name in self._home and self._place(self._home[name][0])[0] in self._stored
 
     def __iter__(self) -> Iterator[str]:
         yield from (name for name in self._home if name in self)
-        known = {self._names.place(row_name)[0] for row_name, _, _ in self._home.values()}
+        known = {self._place(row_name)[0] for row_name, _, _ in self._home.values()}
         yield from (key for key in self._stored if key not in known and not key.startswith(OTHER_STATE))
 
     def close(self) -> None:
@@ -63,7 +67,7 @@ class MegatronCheckpoint:
 
     def _parameter(self, name: str, row: Row) -> Mosaic:
         """The Megatron parameter, put together from its blocks; padded rows of the vocabulary are left out."""
-        key, lead = self._names.place(name)
+        key, lead = self._place(name)
         if key not in self._stored:
             raise WeightError(f"{self.path}: no tensor {key}, which holds {', '.join(row.hf)}")
         stored = self._stored[key]

@@ -258,7 +258,10 @@ def _fill(item: Item, arch: ModelArch, mesh: Mesh) -> None:
 
 
 def _mark(item: Item, tp: int) -> None:
-    """Sets Megatron's tensor-parallel attributes, which the gradient norm goes by; refuses contradictory ones."""
+    """Sets Megatron's tensor-parallel attributes, which the gradient norm goes by; refuses contradictory ones.
+
+    Of experts the table's word counts: transformer-engine, which is not told how they are cut, says dimension 0 of all.
+    """
     attributes = vars(item.parameter)
     cut, dim = attributes.get("tensor_model_parallel"), attributes.get("partition_dim", -1)
     wanted = item.row.tp_dim
@@ -266,9 +269,9 @@ def _mark(item: Item, tp: int) -> None:
         if cut and tp > 1:
             raise WeightError(f"{item.name}: the model cuts it by tensor parallelism, the weight table does not")
         return
-    if cut and dim != wanted:
+    if cut and dim != wanted and not item.row.expert:
         raise WeightError(f"{item.name}: the model cuts dimension {dim}, the weight table dimension {wanted}")
-    if not cut:
+    if not cut or dim != wanted:
         attributes.update(tensor_model_parallel=True, partition_dim=wanted, partition_stride=1)
 
 

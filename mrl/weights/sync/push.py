@@ -54,7 +54,7 @@ class WeightSync:
 
     engine_tensor: tensor-parallel size of each engine. access: what opens them.
     directory: where the disk transport writes, seen by all senders and engines under the same path; a temporary
-    directory, which needs one machine, when None.
+    directory, which needs one machine, when None. plain: as `transports.resolve` takes it.
     """
 
     def __init__(
@@ -66,8 +66,9 @@ class WeightSync:
         *,
         access: Access = OPEN,
         directory: Path | None = None,
+        plain: bool = False,
     ) -> None:
-        self._exporter, self._cfg, self._directory = exporter, sync, directory
+        self._exporter, self._cfg, self._directory, self._plain = exporter, sync, directory, plain
         self._agreement = SyncAgreement(sync.timeout_s + GRACE_S)
         self._rank = self._agreement.rank
         self._metas = exporter.metas()
@@ -153,7 +154,7 @@ class WeightSync:
 
         def decide() -> tuple[str, Path | None]:
             colocated = one_machine and transports.is_local([client.url for client in self._engines.clients])
-            name = transports.resolve(self._cfg.transport, colocated, self._directory)
+            name = transports.resolve(self._cfg.transport, colocated, self._directory, self._plain)
             needs_directory = transports.TRANSPORTS[name].needs_directory
             return name, transports.make_directory(self._directory) if needs_directory else None
 

@@ -31,15 +31,16 @@ TRANSPORTS: dict[str, type[Transport]] = {
 }
 
 
-def resolve(transport: str, colocated: bool, directory: Path | None) -> str:
+def resolve(transport: str, colocated: bool, directory: Path | None, plain: bool = False) -> str:
     """The name of the transport to use. `auto`: through memory on one machine, over a process group between machines.
 
+    plain: the engines know CPU tensors and files only, neither GPU memory nor process groups
     Raises WeightError for a transport that cannot reach engines on another machine.
     """
     if transport == "auto":
         if not colocated:
-            return "distributed"
-        return "cuda_ipc" if platform.device().type == "cuda" else "shared_memory"
+            return "http" if plain else "distributed"
+        return "cuda_ipc" if platform.device().type == "cuda" and not plain else "shared_memory"
     kind = TRANSPORTS[transport]
     if not colocated and (kind.one_machine or (kind.needs_directory and directory is None)):
         raise WeightError(

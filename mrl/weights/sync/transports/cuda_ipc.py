@@ -13,16 +13,16 @@ from mrl import platform
 from mrl.rollout.client import EngineClient
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket, pickle_flat
-from mrl.weights.sync.transports.base import Engines, Place, Transport, largest
+from mrl.weights.sync.transports.base import Engines, Place, Transport
 
 _DEVICE_ARGUMENT = 6  # of reductions.rebuild_cuda_tensor
 
 
 class CudaIpc(Transport):
-    """One buffer a sender on its own GPU. Every engine process must see that GPU (CUDA_VISIBLE_DEVICES).
+    """A buffer a bucket on the sender's own GPU. Every engine process must see that GPU (CUDA_VISIBLE_DEVICES).
 
-    The buffer is written again only after the reply, when the engine has copied its contents: `send` waits for our own
-    writes first and the engine replies after its reads.
+    No buffer is written again: the reply comes from the engine's first rank, and the others may still read. torch keeps
+    a shared block until every reader has given it back.
     """
 
     name = "cuda_ipc"
@@ -38,10 +38,11 @@ class CudaIpc(Transport):
         super().__init__(engines, place)
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        self._flat = torch.empty(largest(buckets), dtype=torch.uint8, device=self.place.device)
+        self._flat = None
 
     def buffer(self, bucket: Bucket) -> Tensor:
-        assert self._flat is not None
+        if self._flat is None:
+            self._flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.place.device)
         return self._flat
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
@@ -53,9 +54,11 @@ class CudaIpc(Transport):
             client.update_weights_from_tensor(payloads, load_format="flattened_bucket")
 
         self.engines.call(update)
+        self._flat = None
 
     def release(self, failed: bool) -> None:
         self._flat = None
+        platform.collect_shared()
 
 
 def _exported(flat: Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -7,9 +7,9 @@ for each other: engine A inside the first one's broadcast, engine B inside the s
 from __future__ import annotations
 
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,17 +23,29 @@ from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import EngineError
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket
+from mrl.weights.sync.transports.background import InBackground
 from mrl.weights.sync.transports.base import Engines, Place, Transport, largest
 
 CLEANUP_TIMEOUT_S = 5.0
+LEAVING_S = 1.0  # until a broadcast that the engine has left ends; NCCL's may not
 POLL_S = 0.005
+
+
+@dataclass
+class _Joined:
+    """A group that we are in with an engine, and the last broadcast in it."""
+
+    name: str
+    group: Any
+    broadcast: InBackground | None = None
 
 
 class Distributed(Transport):
     """Groups are joined in the first push and kept; a failed push drops them, the next one joins new ones.
 
-    The engine is in its receive only after it has accepted the request for it. So the broadcast is started without
-    waiting, then the engine's reply is awaited, and only a good reply is followed by waiting for the broadcast.
+    The engine is in its receive only after it has accepted the request for it, and NCCL's first broadcast returns only
+    when both are in theirs: it makes the connection. So request and broadcast run in a thread each, and a refused
+    request leaves the broadcast, and with it the group, to itself.
     """
 
     name = "distributed"
@@ -42,8 +54,8 @@ class Distributed(Transport):
         super().__init__(engines, place)
         self._backend = platform.backend()
         self._device = place.device if self._backend == "nccl" else torch.device("cpu")
-        self._groups: dict[EngineClient, tuple[str, Any]] = {}
-        self._abandoned: list[Any] = []
+        self._groups: dict[EngineClient, _Joined] = {}
+        self._abandoned: list[_Joined] = []
         self._flat: Tensor | None = None
         self._generation = 0
 
@@ -58,23 +70,37 @@ class Distributed(Transport):
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
         part = flat[: bucket.nbytes]
-        works = [_broadcast(self._groups[client][1], part) for client in self.engines.clients]
+        self.engines.call(lambda client: self._deliver(client, bucket, part))
 
-        def receive(client: EngineClient) -> None:
+    def _deliver(self, client: EngineClient, bucket: Bucket, part: Tensor) -> None:
+        joined = self._groups[client]
+
+        def ask() -> None:
             client.update_weights_from_distributed(
                 names=[slot.name for slot in bucket.slots],
                 dtypes=[str(slot.dtype).removeprefix("torch.") for slot in bucket.slots],
                 shapes=[slot.shape for slot in bucket.slots],
-                group_name=self._groups[client][0],
+                group_name=joined.name,
                 load_format="flattened_bucket",
             )
 
-        self.engines.call(receive)
-        for client, work in zip(self.engines.clients, works, strict=True):
+        left = timedelta(seconds=self.engines.deadline.left())
+        reply = InBackground(ask)
+        joined.broadcast = broadcast = InBackground(lambda: _broadcast(joined.group, part, left))
+        while not reply.wait(POLL_S):
+            if broadcast.failed:
+                reply.wait(CLEANUP_TIMEOUT_S)  # an engine that is gone says so itself, more plainly
+                break
+        what = f"engine {client.url}: the broadcast to it"
+        if reply.done:
+            reply.result(0, what)
+        if broadcast.wait(self.engines.deadline.left()):
             try:
-                work.wait(timedelta(seconds=self.engines.deadline.left()))
+                broadcast.result(0, what)
             except RuntimeError as error:
-                raise WeightError(f"engine {client.url}: the broadcast to it failed: {error}") from error
+                raise WeightError(f"{what} failed: {error}") from error
+        else:
+            raise WeightError(f"{what} did not end within {self.engines.deadline.seconds:g} s")
 
     def release(self, failed: bool) -> None:
         self._flat = None
@@ -83,7 +109,7 @@ class Distributed(Transport):
 
     def forget(self, client: EngineClient) -> None:
         if client in self._groups:
-            self._abandoned.append(self._groups.pop(client)[1])
+            self._abandoned.append(self._groups.pop(client))
 
     def close(self) -> None:
         super().close()
@@ -92,12 +118,15 @@ class Distributed(Transport):
     def _leave(self) -> None:
         """Ask the engines to leave the groups, which also ends a broadcast that nobody receives."""
         groups, self._groups = self._groups, {}
-        for client, (name, group) in groups.items():
+        for client, joined in groups.items():
             client.timeout_s = CLEANUP_TIMEOUT_S
             try:
-                client.destroy_weights_update_group(name)
+                client.destroy_weights_update_group(joined.name)
             except EngineError:
-                self._abandoned.append(group)  # destroying it would wait for its unfinished broadcast
+                self._abandoned.append(joined)  # destroying it would wait for its unfinished broadcast
+                continue
+            if joined.broadcast is not None and not joined.broadcast.wait(LEAVING_S):
+                self._abandoned.append(joined)
 
     def _join(self, client: EngineClient) -> None:
         """Become rank 0 of a new group whose other ranks are the engine's processes, unless there is one already."""
@@ -109,7 +138,7 @@ class Distributed(Transport):
         name = f"mrl-sync-{self.place.rank}-{self._generation}"
         store = _store_at(address, timeout)
         empty = store.num_keys()
-        reply = _InBackground(
+        reply = InBackground(
             lambda: client.init_weights_update_group(
                 master_address=address,
                 master_port=store.port,
@@ -123,9 +152,9 @@ class Distributed(Transport):
         self._await_first_key(store, empty, reply, what)
         group = self._rendezvous(store, name, size, timeout, address)
         reply.result(self.engines.deadline.left(), what)
-        self._groups[client] = name, group
+        self._groups[client] = _Joined(name, group)
 
-    def _await_first_key(self, store: dist.TCPStore, empty: int, reply: _InBackground, what: str) -> None:
+    def _await_first_key(self, store: dist.TCPStore, empty: int, reply: InBackground, what: str) -> None:
         """Until the engine has written to the store: only then is it safe to enter the rendezvous and block."""
         while store.num_keys() == empty:
             if reply.done and store.num_keys() == empty:
@@ -149,32 +178,6 @@ class Distributed(Transport):
         return dist.ProcessGroupNCCL(keys, 0, size, nccl)
 
 
-class _InBackground:
-    """A request to an engine that is answered only after we have done our own part."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
-        self._thread.start()
-
-    def _run(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:  # handed over by result()
-            self._error = error
-
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def result(self, timeout_s: float, what: str) -> None:
-        self._thread.join(timeout_s)
-        if not self.done:
-            raise WeightError(f"{what}: not done after {timeout_s:.0f} s")
-        if self._error is not None:
-            raise self._error
-
-
 def _store_at(address: str, timeout: timedelta) -> dist.TCPStore:
     """A store that can be reached at this address of ours alone: by itself a TCPStore listens on all of them."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
@@ -191,11 +194,13 @@ def _store_at(address: str, timeout: timedelta) -> dist.TCPStore:
         )
 
 
-def _broadcast(group: Any, flat: Tensor) -> Any:
+def _broadcast(group: Any, flat: Tensor, timeout: timedelta) -> None:
+    """Returns when `flat` may be written again."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.asyncOp = True
-    return group.broadcast([flat], options)
+    group.broadcast([flat], options).wait(timeout)
+    platform.synchronize()
 
 
 def own_address(url: str) -> str:

@@ -1,0 +1,58 @@
+"""Whether the fused layers and kernels for GPUs can be used here, and if not why: decided once a process."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from functools import cache
+
+import torch
+
+TRANSFORMER_ENGINE = "transformer_engine.pytorch"  # its top package is a shell, which hides what is wrong below it
+APEX_KERNEL = "fused_weight_gradient_mlp_cuda"  # what is wanted of apex; a build without CUDA has none
+
+
+@cache
+def import_problem(module: str) -> str | None:
+    """Why the module cannot be imported, in one line; None if it can. Its import may raise anything: of
+    transformer-engine RuntimeError (the shell alone), OSError (built against other libraries), AssertionError (parts
+    of different versions)."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        text = str(error).strip() or module
+        return f"{type(error).__name__}: {text.splitlines()[0]}"
+    return None
+
+
+@cache
+def transformer_engine_fault() -> str | None:
+    """Why an installed transformer-engine cannot be imported; None if it is absent or can be."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return None
+    return import_problem(TRANSFORMER_ENGINE)
+
+
+@cache
+def transformer_engine_problem() -> str | None:
+    """Why layers cannot be transformer-engine's here, in one line; None if they can. Imports Megatron if it may be."""
+    if not torch.cuda.is_available():
+        return "it needs CUDA"
+    return import_problem(TRANSFORMER_ENGINE) or _megatron_problem()
+
+
+def _megatron_problem() -> str | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.extensions.transformer_engine import HAVE_TE
+    return None if HAVE_TE else "megatron-core does not know this version of it"
+
+
+def transformer_engine_usable() -> bool:
+    return transformer_engine_problem() is None
+
+
+def apex_usable() -> bool:
+    """CUDA is there, and the kernel that adds to gradients in place."""
+    return torch.cuda.is_available() and import_problem(APEX_KERNEL) is None

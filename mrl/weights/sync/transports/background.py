@@ -1,0 +1,45 @@
+"""Calls that may never come back, in threads that somebody watches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from mrl import platform
+from mrl.weights.errors import WeightError
+
+
+class InBackground:
+    """A call in a thread of its own, on this process' device. A thread whose call hangs is left behind."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
+        self._thread.start()
+
+    def _run(self, call: Callable[[], None]) -> None:
+        try:
+            platform.use_device()
+            call()
+        except Exception as error:  # handed over by result()
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        return self.done and self._error is not None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it is done, which is waited for this long."""
+        self._thread.join(timeout_s)
+        return self.done
+
+    def result(self, timeout_s: float, what: str) -> None:
+        """Raises what the call raised, or WeightError if it takes longer."""
+        if not self.wait(timeout_s):
+            raise WeightError(f"{what}: not done after {timeout_s:.0f} s")
+        if self._error is not None:
+            raise self._error

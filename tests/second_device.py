@@ -1,0 +1,70 @@
+"""A second device for machines that have none: torch's `meta`, with the rules of CUDA about tensors that meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+DEVICE = torch.device("meta")
+aten = torch.ops.aten
+_COPIES = (aten.copy_.default, aten._to_copy.default)
+_INDEXED = (aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default)
+
+
+class SecondDevice(TorchDispatchMode):
+    """Inside, `meta` tensors refuse what CUDA's would: to be computed with beside CPU tensors, single numbers and
+    indices into them excepted. By itself `meta` lets a CPU tensor be indexed by one of its own.
+
+    What is copied back from it, which `meta` cannot, is zero, and so is what collectives give and take.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _COPIES:
+            return _copy(func, args, kwargs)
+        if func.namespace == "c10d":
+            return func(*tree_map(_on_cpu, args), **kwargs)
+        if func is aten._local_scalar_dense.default and args[0].device == DEVICE:
+            return torch.zeros((), dtype=args[0].dtype).item()
+        _require_one_device(func, list(_tensors((args[:1], args[2:]) if func in _INDEXED else args)))
+        if func in _INDEXED and args[0].device.type == "cpu":
+            _require_one_device(func, [args[0], *_tensors(args[1])])
+        return func(*args, **kwargs)
+
+
+def _on_cpu(value: Any) -> Any:
+    return (
+        torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) and value.device == DEVICE else value
+    )
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func is aten.copy_.default:
+        target, source, *_ = args
+        back = source.device == DEVICE and target.device.type == "cpu"
+        return target.zero_() if back else func(*args, **kwargs)
+    (source,) = args
+    if source.device == DEVICE and torch.device(kwargs.get("device") or DEVICE).type == "cpu":
+        return torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
+    return func(*args, **kwargs)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _require_one_device(func: Callable[..., Any], tensors: list[Tensor]) -> None:
+    devices = {tensor.device for tensor in tensors if tensor.dim() > 0 or tensor.device.type != "cpu"}
+    if len(devices) > 1:
+        raise RuntimeError(f"{func}: expected all tensors on one device, found {sorted(map(str, devices))}")

@@ -1,0 +1,106 @@
+"""`layers`: what the machine has, what the weights' dtype allows, and errors before anything starts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mrl import platform
+from mrl.config.checks import models as checks
+from mrl.config.derived import Machine
+from mrl.config.schema import ModelConfig, SFTConfig, TrainConfig
+from mrl.core import PackedBatch
+from mrl.families import UnsupportedModel
+from mrl.models.batch import ModelBatch
+from mrl.models.layer_kind import layer_kind
+from tests import fake_te
+from tests.test_platform import run_python
+
+ABSENT = "ImportError: no such thing"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "dtype", "problem", "kind"),
+    [
+        ("auto", torch.bfloat16, None, "transformer_engine"),
+        ("auto", torch.bfloat16, ABSENT, "local"),
+        ("auto", torch.float32, None, "local"),
+        ("local", torch.bfloat16, None, "local"),
+        ("transformer_engine", torch.bfloat16, None, "transformer_engine"),
+    ],
+)
+def test_the_kind_of_layers(
+    wanted: str, dtype: torch.dtype, problem: str | None, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "transformer_engine_problem", lambda: problem)
+    assert layer_kind(wanted, dtype) == kind  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("dtype", "says"), [(torch.bfloat16, ABSENT), (torch.float32, "TF32")])
+def test_layers_that_cannot_be_had_are_an_error(dtype: torch.dtype, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = ABSENT if dtype == torch.bfloat16 else None
+    monkeypatch.setattr(platform, "transformer_engine_problem", lambda: problem)
+    with pytest.raises(UnsupportedModel, match=says):
+        layer_kind("transformer_engine", dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layers", "gpus", "says"),
+    [
+        ("float32", "transformer_engine", 8, "TF32.*use local or auto, or dtype bfloat16"),
+        ("bfloat16", "transformer_engine", 0, "this machine has none"),
+        ("bfloat16", "transformer_engine", 8, None),
+        ("float32", "auto", 8, None),
+        ("float32", "local", 0, None),
+    ],
+)
+def test_contradictions_are_told_before_the_start(dtype: str, layers: str, gpus: int, says: str | None) -> None:
+    cfg = SFTConfig.model_construct(
+        model=ModelConfig(path="m", dtype=dtype),
+        actor=TrainConfig(layers=layers),  # type: ignore[arg-type]
+    )
+    found = [str(problem) for problem in checks.check_layers(cfg, Machine(1, 1, gpus))]
+    assert len(found) == (says is not None)
+    assert says is None or re.search(rf"^actor.layers.*{says}", found[0])
+
+
+def test_a_batch_has_what_either_attention_wants() -> None:
+    packed = PackedBatch(
+        tokens=torch.zeros(1, 6, dtype=torch.int64),
+        position_ids=torch.tensor([[0, 1, 2, 3, 0, 1]]),
+        rows=torch.arange(6),
+        labels=torch.zeros(6, dtype=torch.int64),
+        dest=torch.arange(6),
+        cu_seqlens=torch.tensor([0, 4, 6], dtype=torch.int32),
+        max_seqlen=4,
+    )
+    made = ModelBatch.make(packed, SimpleNamespace(cp=1, cp_rank=0), 1.0, "log_probs")  # type: ignore[arg-type]
+    assert made.plan is made.plan and made.thd is made.thd, "made once for all layers"
+    assert made.qkv_format != "thd" and made.thd.qkv_format == "thd" and made.thd.max_seqlen_q == 4
+    assert made.thd.cu_seqlens_q.tolist() == [0, 4, 6] and made.thd.cu_seqlens_q.dtype == torch.int32
+    assert made.plan.query_slot.numel() == 6
+
+
+START = """
+import torch
+torch.cuda.is_available = lambda: True
+from types import SimpleNamespace
+from mrl import cli
+from mrl.config.schema import TrainConfig
+from mrl.config.trainers.base import ModelUse
+for name in ("auto", "transformer_engine"):
+    use = ModelUse(train=TrainConfig(layers=name))
+    print(cli._lacks_layers(SimpleNamespace(models=lambda: {"actor": use})))
+"""
+
+
+def test_a_broken_package_is_told_before_the_start(tmp_path: Path) -> None:
+    source, says = fake_te.BROKEN["versions that differ"]
+    path = fake_te.make(tmp_path, source)
+    done = run_python(START, path=path)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+    assert done.stderr.strip().endswith(f"mrl: actor.layers: transformer_engine cannot be used here: {says}")

@@ -1,0 +1,61 @@
+"""Run as one process, on its GPU where it has one: what a model computes, and one update of it.
+
+Usage: one_update.py MODEL_DIR OUT DTYPE LAYERS. OUT: log-probs, entropies and weights after a step of SFT, values and
+weights after a step of a critic's; float32 on the CPU, with the kind of layers that were taken.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from mrl import platform
+
+platform.install()
+
+from gradients import make_rollout  # noqa: E402
+
+from mrl.algo import aggregate  # noqa: E402
+from mrl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig, ValueLossConfig  # noqa: E402
+from mrl.core import Rollout  # noqa: E402
+from mrl.families import load_arch  # noqa: E402
+from mrl.learner import Learner, losses  # noqa: E402
+from mrl.parallel import Meshes  # noqa: E402
+
+# with its usual eps Adam makes a whole step of a gradient that is rounding alone, such as that of a key's bias
+SMOOTH = OptimizerConfig(lr=1e-2, eps=0.1)
+MODEL, OUT, DTYPE, LAYERS = sys.argv[1:]
+
+
+def make(role: Any, meshes: Meshes) -> Learner:
+    train = TrainConfig(layers=LAYERS, optimizer=SMOOTH)  # type: ignore[arg-type]
+    mesh = meshes.get(ParallelConfig())
+    return Learner(role, load_arch(MODEL), MODEL, train, mesh, dtype=getattr(torch, DTYPE), seed=1)
+
+
+def updated(learner: Learner, rollout: Rollout, loss: losses.Loss) -> dict[str, Any]:
+    metrics = learner.backward(rollout, range(rollout.num_samples), loss, 1.0) | learner.step()
+    weights = {name: tensor.float().cpu().clone() for name, tensor in learner.exporter.stream()}
+    return {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "weights": weights}
+
+
+def main() -> None:
+    platform.init_process_group(120.0)
+    meshes = Meshes(120)
+    actor, critic = make("policy", meshes), make("critic", meshes)
+    rollout = make_rollout(actor.arch.vocab_size)
+    weights = rollout.flat(aggregate.token_weights("token-mean", rollout.response_mask))
+    log_probs, entropy = actor.log_probs(rollout, 0.7)
+    values = critic.values(rollout)
+    sft = updated(actor, rollout, losses.cross_entropy(weights))
+    returns = torch.linspace(-1, 1, rollout.num_response_tokens)
+    of_critic = updated(critic, rollout, losses.value(ValueLossConfig(), values, returns, weights, weights))
+    outputs = {"log_probs": log_probs, "entropy": entropy, "values": values}
+    kind = actor.bare[0].config.transformer_impl
+    torch.save({"outputs": outputs, "actor": sft, "critic": of_critic, "layers": kind}, OUT)
+    torch.distributed.destroy_process_group()
+
+
+main()

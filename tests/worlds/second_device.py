@@ -1,0 +1,93 @@
+"""Run with 1 process: a learner's whole step on a second device, imitated by torch's `meta`. Usage: second_device.py
+MODEL_DIR ...; a line for each part of a step that was passed. What the device computes is zero when it is read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mrl import platform
+
+platform.install()
+
+from gradients import make_rollout  # noqa: E402
+
+from mrl.algo import Sequences, aggregate  # noqa: E402
+from mrl.config.schema import KLConfig, ParallelConfig, TrainConfig, ValueLossConfig  # noqa: E402
+from mrl.config.sections.policy import policy_loss  # noqa: E402
+from mrl.families import load_arch  # noqa: E402
+from mrl.learner import Learner, losses  # noqa: E402
+from mrl.learner.policy_copy import PolicyCopy  # noqa: E402
+from mrl.parallel import Meshes  # noqa: E402
+from mrl.platform import megatron_fixes, torch_cuda  # noqa: E402
+from tests.second_device import DEVICE, SecondDevice  # noqa: E402
+
+MODEL = sys.argv[1]
+
+
+def imitate() -> None:
+    """Megatron's "cuda" and mrl's device are the second one."""
+    torch_cuda.CPU = DEVICE
+    megatron_fixes.grad_norm()  # as on GPUs
+    platform.device = lambda: DEVICE  # type: ignore[assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self.to(DEVICE)  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, device=None: self.to(DEVICE)  # type: ignore[method-assign]
+    named = torch.Tensor.type
+    torch.Tensor.type = lambda self, *args: _cuda(named(self, *args))  # type: ignore[method-assign,assignment]
+
+
+def _cuda(found: Any) -> Any:
+    return found.replace(".meta.", ".") if isinstance(found, str) else found
+
+
+def make(role: str, dtype: torch.dtype = torch.float32) -> Learner:
+    mesh = Meshes(120).get(ParallelConfig())
+    arch = load_arch(MODEL)
+    return Learner(role, arch, MODEL, TrainConfig(), mesh, dtype=dtype, seed=1, from_scratch=True)  # type: ignore[arg-type]
+
+
+def passed(what: str, part: Callable[[], Any]) -> Any:
+    with SecondDevice():
+        result = part()
+    print(what, flush=True)
+    return result
+
+
+def main() -> None:
+    platform.init_process_group(120.0)
+    imitate()
+    actor = passed("actor", lambda: make("policy"))
+    critic = passed("critic", lambda: make("critic"))
+    rollout = make_rollout(actor.arch.vocab_size)
+    weights = rollout.flat(aggregate.token_weights("token-mean", rollout.response_mask))
+    log_probs, _ = passed("log-probs", lambda: actor.log_probs(rollout, 0.7))
+    passed("distribution", lambda: actor.distribution(rollout, 0.7))
+    values = passed("values", lambda: critic.values(rollout))
+    samples = range(rollout.num_samples)
+
+    def update(learner: Learner, loss: losses.Loss) -> None:
+        learner.backward(rollout, samples, loss, 1.0, entropy_grad=learner.role == "policy")
+        learner.step()
+
+    targets = losses.PolicyTargets(weights, weights, weights, weights, log_probs, log_probs, log_probs)
+    targets = losses.PolicyTargets(**{**vars(targets), "sequences": Sequences.of_mask(rollout.response_mask)})
+    for mode in ("vanilla", "gspo", "cispo"):
+        cfg = policy_loss(loss_mode=mode, entropy_coef=0.1, off_policy_mask_threshold=0.5)  # type: ignore[arg-type]
+        loss = losses.policy(cfg, KLConfig(use_in_loss=True), 0.1, targets)
+        passed(f"update, {mode}", lambda loss=loss: update(actor, loss))
+    passed("update, sft", lambda: update(actor, losses.cross_entropy(weights)))
+    passed("update, critic", lambda: update(critic, losses.value(ValueLossConfig(), values, weights, weights, weights)))
+    passed("log-probs of the update", lambda: actor.last_log_probs(rollout))
+    kept = passed("copy", lambda: PolicyCopy(actor, offload=True))
+    passed("copy follows", lambda: kept.follow(0.5))
+    passed("log-probs of the copy", lambda: kept.log_probs(rollout, 1.0))
+    passed("bfloat16", lambda: update(make("policy", dtype=torch.bfloat16), losses.cross_entropy(weights)))
+    passed("export", lambda: [tensor.cpu() for _, tensor in actor.exporter.stream()])
+    dist.destroy_process_group()
+
+
+main()
