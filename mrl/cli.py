@@ -240,7 +240,7 @@ def _joined() -> Machine:
 
 
 def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
-    from mrl.config.derived import Machine
+    from mrl.config.derived import Machine, is_on_one_machine
     from mrl.launcher import Elastic, LaunchError, launch, launch_elastic
     from mrl.observe import RunExists, refuse_existing, trackers
     from mrl.ports import GLOO, LOOPBACK
@@ -252,7 +252,7 @@ def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
     timeouts = cfg.resilience.timeouts_s
     try:
         trackers.wanted(cfg.run)
-        os.environ.update(LOOPBACK if _is_on_this_machine(cfg) else {GLOO: LOOPBACK[GLOO]})
+        os.environ.update(LOOPBACK if is_on_one_machine(cfg) else {GLOO: LOOPBACK[GLOO]})
         if not (run_dir / "lock").exists():  # else rank 0 looks, who knows whether the run there is going on
             refuse_existing(cfg)
         if cfg.run.launcher == "mrl":
@@ -271,14 +271,6 @@ def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
     except (LaunchError, RunExists, trackers.TrackerMissing, OSError) as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
-
-
-def _is_on_this_machine(cfg: Config) -> bool:
-    """With all engines: the ranks that are started here may have to reach given ones elsewhere, by nccl. (By gloo they
-    do it over an address of their own choice; see mrl.weights.sync.transports.distributed.)"""
-    from urllib.parse import urlsplit
-
-    return all(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in cfg.given_urls())
 
 
 def _be_a_rank(cfg: Config) -> int:

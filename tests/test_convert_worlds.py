@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-from test_weights_worlds import EP2PP2, MODELS, MOE, TP2PP2, VPP2, check_parity, key, layout_of, write_reference
+from test_weights_worlds import EP2PP2, MODELS, MOE, TP2PP2, VPP2, World, check_parity, key, layout_of, write_reference
 from tiny import make_tiny
 
 from tests.world import run_world
@@ -20,15 +18,6 @@ LAYOUTS += [(model, layout) for model in MOE for layout in (EP2, EP2PP2)]
 LAYOUTS += [("qwen2_tied", VPP2)]
 CRITICS = ("llama_tied", "qwen3", "mixtral")
 RUNS = ("qwen2_tied", "qwen3_moe")
-
-
-@dataclass(frozen=True)
-class World:
-    results: dict[str, Any]
-    out: Path
-
-    def __call__(self, check: str, model: str, layout: dict[str, int]) -> Any:
-        return self.results[key(check, model, layout)]
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from mrl.algo.policy_loss import TokenLoss, with_metrics
 from mrl.config import resume
 from mrl.config.schema import RLConfig
 from mrl.user_functions import FunctionError
+from tests.recipe import section
 from tests.tiny import make_tiny
 from tests.world import ROOT, run_world
 
@@ -29,9 +30,7 @@ Results = dict[str, tuple[float, float, str, dict[str, float], dict[str, float]]
 
 def recipe() -> tuple[str, ...]:
     """The pieces of code in the page, as it has them."""
-    page = (ROOT / "docs" / "extending.md").read_text()
-    chapter = page.split("## A policy loss or an advantage estimator of your own")[1].split("\n## ")[0]
-    return tuple(re.findall(r"```python\n(.*?)```", chapter, re.DOTALL))
+    return tuple(re.findall(r"```python\n(.*?)```", section("A policy loss or an advantage estimator"), re.DOTALL))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from mrl.config.sections.models import ParallelConfig
 from mrl.config.trainers.base import Config
@@ -50,6 +51,12 @@ def asks_for_transformer_engine(cfg: Config) -> list[str]:
     """The keys that do."""
     trains = ((name, use.train) for name, use in cfg.models().items())
     return [f"{name}.layers" for name, train in trains if train is not None and train.layers == "transformer_engine"]
+
+
+def is_on_one_machine(cfg: Config) -> bool:
+    """With all engines: the ranks that `mrl train` starts may have to reach given ones elsewhere, by nccl (by gloo
+    they do it over an address of their own choice: mrl.weights.sync.transports.distributed)."""
+    return all(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in cfg.given_urls())
 
 
 def smallest_world(cfg: Config) -> int:

@@ -15,14 +15,16 @@ class EngineKind:
 
     launch: `module:function` of mrl.rollout.launch.ServerSpec -> Launch, imported when a run starts such an engine
     ignores: keys of `rollout` that have no effect on it
+    is_plain: its weights reach it as CPU tensors or files, neither in GPU memory nor by a process group
     """
 
     launch: str
     ignores: tuple[str, ...] = ()
+    is_plain: bool = True
 
 
 ENGINES = {
-    "sglang": EngineKind("mrl.rollout.sglang.command:sglang_launch"),
+    "sglang": EngineKind("mrl.rollout.sglang.command:sglang_launch", is_plain=False),
     "transformers": EngineKind(
         "mrl.rollout.transformers_engine.command:transformers_launch",
         ignores=("tensor", "memory_fraction", "server_args"),

@@ -180,13 +180,7 @@ class Learner:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         output: Output = "log_probs" if self.role == "policy" else "values"
-        self._schedule(
-            batches,
-            output,
-            compute,
-            forward_only=False,
-            force_all_reduce=full_gradients,
-        )
+        self._schedule(batches, output, compute, forward_only=False, force_all_reduce=full_gradients)
         return self._reduce_metrics([(term.loss, made) for term, made in zip(terms, parts, strict=True)])
 
     def step(self) -> dict[str, float]:

@@ -7,7 +7,7 @@ mini-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,17 +42,8 @@ class PolicyTargets:
     chosen: Tensor | None = None
 
     def to(self, device: torch.device) -> PolicyTargets:
-        return PolicyTargets(
-            advantages=self.advantages.to(device),
-            policy_weights=self.policy_weights.to(device),
-            weights=self.weights.to(device),
-            mean_weights=self.mean_weights.to(device),
-            old_log_probs=None if self.old_log_probs is None else self.old_log_probs.to(device),
-            ref_log_probs=None if self.ref_log_probs is None else self.ref_log_probs.to(device),
-            sampling_log_probs=None if self.sampling_log_probs is None else self.sampling_log_probs.to(device),
-            sequences=None if self.sequences is None else self.sequences.to(device),
-            chosen=None if self.chosen is None else self.chosen.to(device),
-        )
+        """Each vector on the device."""
+        return replace(self, **{name: x.to(device) for name, x in vars(self).items() if x is not None})
 
 
 POLICY_SUMS = ("actor/pg_loss", "actor/entropy", "actor/ref_kl")  # before those of the loss itself

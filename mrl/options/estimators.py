@@ -24,6 +24,11 @@ class EstimatorOptions(Options):
             ESTIMATORS[name] = cls
 
     @property
+    def score_parts(self) -> tuple[str, ...]:
+        """The components of the reward that it needs, by name."""
+        return ()
+
+    @property
     def is_scale_free(self) -> bool:
         """Whether scores that are all twice as large give the same advantages."""
         return False
@@ -86,6 +91,10 @@ class GDPO(Whitening, GroupScale, name="gdpo"):
 
     gdpo_reward_keys: tuple[str, ...] = ()  # required: components of the reward, "score" among them if it is one
     gdpo_reward_weights: tuple[float, ...] | None = None  # of gdpo_reward_keys; all 1 when null
+
+    @property
+    def score_parts(self) -> tuple[str, ...]:
+        return self.gdpo_reward_keys
 
 
 class ReinforcePlusPlus(Whitening, name="reinforce_plus_plus"):

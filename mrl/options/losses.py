@@ -25,6 +25,8 @@ class LossOptions(Options):
     is_fixed_aggregate: ClassVar[bool] = False  # no other one is possible
     one_weight_a_response: ClassVar[bool] = False  # importance weights of tokens become one of the response
     uses_ratio: ClassVar[bool] = True
+    uses_whole_ratio: ClassVar[bool] = False  # of a response: it corrects for the old policy by itself
+    needs_moved_policy: ClassVar[bool] = False  # while the ratio is 1 it is the plain policy gradient
     chooses_tokens: ClassVar[bool] = False  # by the function of the same name in mrl.algo.token_choice
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
@@ -120,6 +122,7 @@ class KLCov(LossOptions, name="kl_cov"):
     """KL-Cov (arXiv 2505.22617): nothing is clipped, and the few tokens of highest covariance get a KL penalty."""
 
     chooses_tokens: ClassVar[bool] = True
+    needs_moved_policy: ClassVar[bool] = True
 
     kl_cov_ratio: TokenShare = 0.0002  # share of the mini-batch's tokens (at least one) that get the penalty
     ppo_kl_coef: PositiveFloat = 1.0  # its coefficient
@@ -165,6 +168,8 @@ class GPG(LossOptions, name="gpg"):
 class Vespo(LossOptions, name="vespo"):
     """Variational sequence-level soft policy optimisation (arXiv 2602.10693): a response counts by
     W^k * exp(lambda * (1 - W)), W its whole ratio."""
+
+    uses_whole_ratio: ClassVar[bool] = True
 
     vespo_k_pos: PositiveFloat = 2.0  # k where the advantage is not negative
     vespo_lambda_pos: PositiveFloat = 3.0  # lambda where the advantage is not negative

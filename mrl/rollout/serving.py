@@ -32,62 +32,62 @@ def serve(port: int, key: str, routes: Mapping[str, Route]) -> None:
 
     routes: by path
     """
-    server = _Server(("127.0.0.1", port), _handler(routes, key))
+    server = _Server(port, key, routes)
     log.info("serving on port %d", port)
     server.serve_forever()
 
 
-def _handler(routes: Mapping[str, Route], key: str) -> type[BaseHTTPRequestHandler]:
-    wanted = f"Bearer {key}".encode()
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # an answer's head and body are two writes: the second would wait 40 ms
+    timeout = STRANGER_S
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # an answer's head and body are two writes: the second would wait 40 ms
-        timeout = STRANGER_S
+    def do_GET(self) -> None:
+        self._serve()
 
-        def do_GET(self) -> None:
-            self._serve()
+    def do_POST(self) -> None:
+        self._serve()
 
-        def do_POST(self) -> None:
-            self._serve()
+    def _serve(self) -> None:
+        given = self.headers.get("Authorization", "").encode("utf-8", "replace")
+        if not hmac.compare_digest(given, self.server.wanted):
+            self.close_connection = True
+            return self._reply(401, {"message": "Unauthorized"})
+        self.connection.settimeout(None)
+        data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        endpoint = self.server.routes.get(self.path.partition("?")[0])
+        if endpoint is None:
+            return self._reply(404, {"message": f"no endpoint {self.path}"})
+        try:
+            self._reply(200, endpoint(json.loads(data) if data else {}))
+        except (BadRequest, KeyError) as error:
+            self._reply(400, {"success": False, "message": str(error)})
+        except Exception as error:
+            log.exception("%s failed", self.path)
+            self._reply(500, {"success": False, "message": f"{type(error).__name__}: {error}"})
 
-        def _serve(self) -> None:
-            given = self.headers.get("Authorization", "").encode("utf-8", "replace")
-            if not hmac.compare_digest(given, wanted):
-                self.close_connection = True
-                return self._reply(401, {"message": "Unauthorized"})
-            self.connection.settimeout(None)
-            data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            endpoint = routes.get(self.path.partition("?")[0])
-            if endpoint is None:
-                return self._reply(404, {"message": f"no endpoint {self.path}"})
-            try:
-                self._reply(200, endpoint(json.loads(data) if data else {}))
-            except (BadRequest, KeyError) as error:
-                self._reply(400, {"success": False, "message": str(error)})
-            except Exception as error:
-                log.exception("%s failed", self.path)
-                self._reply(500, {"success": False, "message": f"{type(error).__name__}: {error}"})
+    def _reply(self, status: int, answer: Any) -> None:
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        if self.close_connection:  # else the client would send its next request into the closing one
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(data)
 
-        def _reply(self, status: int, answer: Any) -> None:
-            data = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            if self.close_connection:  # else the client would send its next request into the closing one
-                self.send_header("Connection", "close")
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass  # one line a request says nothing that the trainer does not know
-
-    return Handler
+    def log_message(self, format: str, *args: Any) -> None:
+        pass  # one line a request says nothing that the trainer does not know
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
+
+    def __init__(self, port: int, key: str, routes: Mapping[str, Route]) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.wanted, self.routes = f"Bearer {key}".encode(), routes
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Not a connection that broke, ours or a stranger's: its end knows. The log is for what the engine did."""

@@ -81,14 +81,7 @@ def shifted(rollout: Rollout, by: float, sample: int | None = None) -> Rollout:
 def without(run: RLRun, exp: Any, sample: int) -> Metrics:
     """An update as if the sample had never been drawn, with the others' advantages."""
     others = torch.tensor([i for i in EVERY if i != sample])
-    smaller = replace(
-        exp,
-        rollout=exp.rollout.pick(others),
-        advantages=exp.rollout.flat_of(others, exp.advantages),
-        returns=exp.rollout.flat_of(others, exp.returns),
-        old_log_probs=exp.rollout.flat_of(others, exp.old_log_probs),
-        trainer_log_probs=exp.rollout.flat_of(others, exp.trainer_log_probs),
-    )
+    smaller = exp.pick(others)
     return update_actor(run, smaller, range(len(others)), 0)
 
 

@@ -9,7 +9,7 @@ from mrl.config.checks.reward import check_function
 from mrl.config.problems import Problem
 from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import updates_per_step
-from mrl.options.losses import KLCov, OwnLoss, Vespo
+from mrl.options.losses import OwnLoss
 
 LOSS, VALUE_LOSS, CORRECTION = "algorithm.policy_loss", "algorithm.value_loss", "algorithm.rollout_correction"
 ONE_UPDATE = "a step makes one update, from the trainer's own log-probs, so every ratio is 1"
@@ -61,8 +61,9 @@ def _importance_weights(cfg: RLConfig) -> Iterator[Problem]:
     if cfg.algorithm.old_log_probs == "engine":
         message = "the loss's ratio is to the engine's policy already: the weights would count it twice"
         yield Problem((where, "algorithm.old_log_probs"), message)
-    elif isinstance(cfg.algorithm.policy_loss, Vespo):
-        message = "vespo weighs a response by its whole ratio: with old_log_probs: engine it counts the engine's policy"
+    elif (loss := cfg.algorithm.policy_loss).uses_whole_ratio:
+        weighs = f"{loss.loss_mode} weighs a response by its whole ratio"
+        message = f"{weighs}: with old_log_probs: engine it counts the engine's policy"
         yield Problem((where, f"{LOSS}.loss_mode"), message)
 
 
@@ -86,8 +87,8 @@ def _controls(cfg: RLConfig) -> Iterator[Problem]:
     one_update = updates_per_step(cfg) == 1 and algorithm.old_log_probs == "trainer" and always_new
     if one_update:
         yield from inert(algorithm, "algorithm", ["ratio_threshold"], ONE_UPDATE, batch)
-    if one_update and isinstance(algorithm.policy_loss, KLCov):
-        yield Problem((f"{LOSS}.loss_mode", batch), f"kl_cov has no effect: {ONE_UPDATE}")
+    if one_update and algorithm.policy_loss.needs_moved_policy:
+        yield Problem((f"{LOSS}.loss_mode", batch), f"{algorithm.policy_loss.loss_mode} has no effect: {ONE_UPDATE}")
     if cfg.batch.epochs_per_step == 1:
         because = "a step has one epoch, which nothing follows"
         yield from inert(algorithm, "algorithm", ["target_kl"], because, "batch.epochs_per_step")

@@ -139,8 +139,8 @@ def _sync(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
             f"{transport} cannot reach {', '.join(remote)} on another machine: use distributed, http, disk or auto"
         )
         yield Problem(("sync.transport", "rollout.urls"), message)
-    if transport in ("cuda_ipc", "distributed") and cfg.rollout.engine == "transformers":
-        message = f"the transformers engine does not know {transport}: use shared_memory, http, disk or auto"
+    if transport in ("cuda_ipc", "distributed") and ENGINES[cfg.rollout.engine].is_plain:
+        message = f"the {cfg.rollout.engine} engine does not know {transport}: use shared_memory, http, disk or auto"
         yield Problem(("sync.transport", "rollout.engine"), message)
     elif transport == "distributed" and machine.gpus and not cfg.rollout.urls:
         message = (

@@ -15,7 +15,6 @@ from mrl.config.trainers.rl import prompts_per_round
 from mrl.core import Prompt, Request, Rollout, Sample, SamplingParams
 from mrl.data import PromptDataset, Tokenizer, collate, data_notes
 from mrl.observe import save_samples, write_down
-from mrl.options.estimators import GDPO
 from mrl.resilience.sections import section
 from mrl.reward import RewardManager
 from mrl.rollout import Engine, sample_seed
@@ -109,8 +108,8 @@ class Generator:
         groups, metrics = self._groups(step, on_sample)
         samples = in_order(groups)
         rollout = collate(step, samples)
-        if isinstance(algorithm, GDPO):
-            rollout = replace(rollout, score_parts=_parts(samples, algorithm.gdpo_reward_keys))
+        if algorithm.score_parts:
+            rollout = replace(rollout, score_parts=_parts(samples, algorithm.score_parts))
         greedy = self._greedy(groups, step, on_sample) if algorithm.needs_greedy else []
         if greedy:
             by_group = torch.tensor([sample.score for sample in greedy], dtype=torch.float32)

@@ -89,7 +89,7 @@ def experience_of(run: RLRun, rollout: Rollout, trains_actor: bool) -> tuple[Exp
 def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
     """All epochs and mini-batches of one step; metrics as `over_updates` puts them together."""
     made: dict[str, list[dict[str, float]]] = {"critic": [], "actor": []}
-    metrics, drawn = exp.metrics, exp
+    metrics, drawn = dict(exp.metrics), exp
     exp = resampled(run.cfg.algorithm.pf_ppo, drawn, run.cfg.run.seed)
     minibatches = run.minibatches(exp.rollout)
     for _ in range(run.cfg.batch.epochs_per_step):
@@ -128,7 +128,8 @@ def over_updates(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def update_actor(run: RLRun, exp: Experience, sample_ids: range, number: int) -> dict[str, float]:
-    """Metrics of one update. number: how many of the step came before."""
+    """Metrics of an update: the gradients, what judges them, and the optimizer's step, which does nothing where loss
+    or gradients are not finite. number: how many updates of the step came before."""
     cfg = run.cfg.algorithm
     targets = policy_targets(run, exp, sample_ids, number)
     metrics = run.actor.backward(
@@ -139,7 +140,8 @@ def update_actor(run: RLRun, exp: Experience, sample_ids: range, number: int) ->
         entropy_grad=cfg.policy_loss.entropy_coef > 0,
         also=[run.demonstrations.term(exp.rollout.step, number)] if run.demonstrations is not None else [],
     )
-    metrics |= drop_if_far(run, metrics) | check_samples(run, exp, number)
+    metrics |= drop_if_far(run, metrics)
+    metrics |= check_samples(run, exp, number)
     metrics |= run.actor.step()
     run.updates.note("actor", run.actor, exp.rollout, sample_ids, metrics, exp.targets())
     if run.ema is not None and not metrics["skipped"]:

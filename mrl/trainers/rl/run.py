@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mrl import platform
 from mrl.algo import kl
+from mrl.config.engines import ENGINES
 from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import most_samples_per_step, samples_per_step
 from mrl.core import Rollout, Sample
@@ -167,7 +168,7 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         models = build_models(cfg, world)
         demonstrations = Demonstrations(cfg) if cfg.ptx is not None else None
         urls, access = world.from_main("starting the engine", main.ready)
-        plain = cfg.rollout.engine == "transformers"
+        plain = ENGINES[cfg.rollout.engine].is_plain
         sync = WeightSync(models.actor.exporter, urls, cfg.sync, cfg.rollout.tensor, access=access, plain=plain)
         run = build_run(main, models, demonstrations, sync)
         setup.stack.callback(sync.close)
