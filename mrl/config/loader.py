@@ -174,8 +174,9 @@ def _called(schema: type[Config], key: Key) -> str:
 
 def _of_others(schema: type[Config], path: Sequence[str]) -> str:
     """Of a key that other trainers have."""
-    has = {name for name, of in TRAINERS.items() if any(k.path == ".".join(path) for k in walk(keys_of(of.schema)))}
-    here = ", ".join(name for name, trainer in TRAINERS.items() if trainer.schema is schema)
+    schemas: dict[str, type[Config]] = {name: trainer.schema for name, trainer in TRAINERS.items()}
+    has = {name for name, of in schemas.items() if any(key.path == ".".join(path) for key in walk(keys_of(of)))}
+    here = ", ".join(name for name, of in schemas.items() if of is schema)
     return f"; it is a key of trainer {', '.join(sorted(has))}, and this is trainer {here}" if has else ""
 
 
