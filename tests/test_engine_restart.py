@@ -77,7 +77,7 @@ def test_the_samples_are_those_of_an_undisturbed_rollout(
     engine, undisturbed = two
     engine.restarts.made = 0
     trainer = Trainer(engine, tiny_models("llama", seed=1), deaths)
-    engine.request_timeout_s = 5.0 if signal.SIGSTOP in signals.values() else 600.0
+    engine.request_timeout_s = 15.0 if signal.SIGSTOP in signals.values() else 600.0
     finished: list[int] = []
 
     def on_sample(sample: Sample) -> None:
@@ -92,8 +92,8 @@ def test_the_samples_are_those_of_an_undisturbed_rollout(
     assert sorted(finished) == list(range(len(ASKED))), "each sample is finished once"
     assert engine.restarts.made == len(trainer.notes) == len(signals) + deaths
     how = "does not answer" if signal.SIGSTOP in signals.values() else r"ended with exit code 137 (SIGKILL)"
-    server = min(signals)
-    assert f"engine {server} {how}: starting it again (restart 1 of 2; " in trainer.notes[0]
+    first = [f"engine {server} {how}: starting it again (restart 1 of 2; " for server in signals]
+    assert any(note in trainer.notes[0] for note in first), "whichever is seen first"
 
 
 def test_when_the_restarts_are_used_up_the_rollout_fails(two: tuple[Engine, Any], tmp_path: Path) -> None:

@@ -22,19 +22,19 @@ from mrl.config.derived import Machine
 from mrl.config.schema import RLConfig, RolloutConfig, SyncConfig
 from mrl.rollout.client import EngineError
 from mrl.weights.errors import WeightError
+from mrl.weights.meta import TensorMeta
 from mrl.weights.sync.payload import Bucket, plan_buckets
 from mrl.weights.sync.transports import Deadline, Engines, Place, resolve
 from mrl.weights.sync.transports import cuda_ipc as cuda_ipc_module
 from mrl.weights.sync.transports.cuda_ipc import CudaIpc
 from mrl.weights.sync.transports.distributed import Distributed
-from tests.sync_tools import Meta
 
 CPU = torch.device("cpu")
 LIMIT_S = 30.0  # a deadlock ends here
 
 
 def buckets(count: int = 1) -> tuple[Bucket, ...]:
-    return plan_buckets([Meta(f"w{i}", (8,), torch.float32, 0) for i in range(count)], limit=32)
+    return plan_buckets([TensorMeta(f"w{i}", (8,), torch.float32, 0) for i in range(count)], limit=32)
 
 
 def fill(transport: Any, bucket: Bucket, value: float) -> Tensor:

@@ -22,6 +22,7 @@ from rich.console import Console
 from mrl.cli import main
 from mrl.config.schema import SFTConfig
 from mrl.core import Prompt, Request, Sample, StepStats
+from mrl.files import write_atomically
 from mrl.observe import (
     Recorder,
     RunDir,
@@ -128,7 +129,7 @@ def test_the_lock_beats_and_leaves_a_successor_alone(tmp_path: Path) -> None:
     while file.stat().st_mtime_ns == first:
         assert time.monotonic() < deadline, "no heart-beat"
         time.sleep(0.02)
-    file.write_text(json.dumps({"host": "elsewhere", "pid": 7, "born": "1"}))
+    write_atomically(file, json.dumps({"host": "elsewhere", "pid": 7, "born": "1"}))
     lock.release()
     assert json.loads(file.read_text())["host"] == "elsewhere"
 
