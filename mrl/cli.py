@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mrl import __version__, failure
 from mrl.weights import command
@@ -18,6 +18,7 @@ from mrl.weights import command
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
     from mrl.config.schema import Config
+    from mrl.launcher import Nursery
 
 CONFIG_ERROR = 2
 # Of ranks and engines. Torch's own place is in /tmp, by a name that anybody can take first; what is there is run.
@@ -92,20 +93,31 @@ def _parser() -> argparse.ArgumentParser:
 def train(config: Path, overrides: Sequence[str]) -> int:
     """Loads and checks the configuration, then is a rank of the world around it, or starts one."""
     os.environ.setdefault(*COMPILED)
-    in_a_world = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if in_a_world:
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from mrl.resilience import preemption, rank
 
         preemption.die_at_once()
         rank.adopt()
+        cfg = _load(config, overrides, joined=_joined())
+        return cfg if isinstance(cfg, int) else _be_a_rank(cfg)
+
+    cfg = _load(config, overrides)  # most mistakes are found here, before torch has been imported to count GPUs
+    if isinstance(cfg, int):
+        return cfg
+    if cfg.run.launcher != "mrl":
+        return _lead(config, overrides, None)
+    from mrl.launcher import Nursery
+
+    with Nursery() as nursery:  # imports while the rest is checked
+        return _lead(config, overrides, nursery)
+
+
+def _load(config: Path, overrides: Sequence[str], **machine: Any) -> Config | int:
+    """The configuration, or the exit code of one that cannot be used."""
     from mrl.config.loader import ConfigError, load
 
     try:
-        if in_a_world:
-            cfg = load(config, overrides, joined=_joined())
-        else:
-            load(config, overrides)  # most mistakes are found here, before torch has been imported to count GPUs
-            cfg = load(config, overrides, gpus=_gpus())
+        cfg = load(config, overrides, **machine)
         _check_temporary_files()
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -114,9 +126,14 @@ def train(config: Path, overrides: Sequence[str]) -> int:
     except OSError as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
-    if in_a_world:
-        return _be_a_rank(cfg)
-    return 1 if _is_refused(cfg) or _lacks_layers(cfg) else _start_world(cfg, config, overrides)
+    return cfg
+
+
+def _lead(config: Path, overrides: Sequence[str], nursery: Nursery | None) -> int:
+    cfg = _load(config, overrides, gpus=_gpus())
+    if isinstance(cfg, int):
+        return cfg
+    return 1 if _is_refused(cfg) or _lacks_layers(cfg) else _start_world(cfg, config, overrides, nursery)
 
 
 def data(config: Path, overrides: Sequence[str], samples: int) -> int:
@@ -239,7 +256,7 @@ def _joined() -> Machine:
     return Machine(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), _gpus(), joined=True)
 
 
-def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
+def _start_world(cfg: Config, config: Path, overrides: Sequence[str], nursery: Nursery | None) -> int:
     from mrl.config.derived import Machine, is_on_one_machine
     from mrl.launcher import Elastic, LaunchError, launch, launch_elastic
     from mrl.observe import RunExists, refuse_existing, trackers
@@ -256,7 +273,8 @@ def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
         if not (run_dir / "lock").exists():  # else rank 0 looks, who knows whether the run there is going on
             refuse_existing(cfg)
         if cfg.run.launcher == "mrl":
-            return launch([sys.executable, "-m", *arguments], nproc, run_dir / "logs", save_s=save_s)
+            command = [sys.executable, "-m", *arguments]
+            return launch(command, nproc, run_dir / "logs", save_s=save_s, nursery=nursery)
         is_ft = cfg.run.launcher == "ft"
         job = Elastic(
             cfg.run.launcher,
