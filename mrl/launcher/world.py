@@ -191,7 +191,8 @@ def _start(
             own = {"RANK": str(number), "LOCAL_RANK": str(number)}
             own[failure.FILE_VARIABLE] = str(log.failure_file.absolute())
             with log.path.open("ab") as file, open(os.devnull, "rb") as nothing:
-                files = (nothing.fileno(), *[file.fileno() if number else terminal.for_rank] * 2)
+                out = file.fileno() if number else terminal.for_rank
+                files = (nothing.fileno(), out, out)
                 made = nursery.start(command, {**shared, **own}, files) if nursery else None
                 ranks.append(Rank(number, made or _start_program(command, {**shared, **own}, files), log))
     except OSError as error:
