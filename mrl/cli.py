@@ -26,22 +26,22 @@ COMPILED = ("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/mrl/torchind
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; returns the exit code."""
+    """Runs one subcommand; returns the exit code. argv: None in a process that is here for nothing else."""
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        return _run(sys.argv[1:] if argv is None else argv, is_program=argv is None)
     except KeyboardInterrupt:
         print("mrl: stopped by Ctrl-C", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
-def _run(argv: Sequence[str]) -> int:
+def _run(argv: Sequence[str], is_program: bool) -> int:
     for word in argv:
         if re.search("[\ud800-\udfff]", word):
             print(f"mrl: an argument is not UTF-8: {os.fsencode(word)!r}", file=sys.stderr)
             return CONFIG_ERROR
     args = _parser().parse_args(argv)
     if args.command == "train":
-        return train(args.config, args.overrides)
+        return train(args.config, args.overrides, may_be_copied=is_program)
     if args.command == "data":
         return data(args.config, args.overrides, args.samples)
     if args.command == "config":
@@ -90,8 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def train(config: Path, overrides: Sequence[str]) -> int:
-    """Loads and checks the configuration, then is a rank of the world around it, or starts one."""
+def train(config: Path, overrides: Sequence[str], may_be_copied: bool) -> int:
+    """Loads and checks the configuration, then is a rank of the world around it, or starts one, whose ranks may be
+    copies of this process as it is now."""
     os.environ.setdefault(*COMPILED)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from mrl.resilience import preemption, rank
@@ -104,7 +105,7 @@ def train(config: Path, overrides: Sequence[str]) -> int:
     cfg = _load(config, overrides)  # most mistakes are found here, before torch has been imported to count GPUs
     if isinstance(cfg, int):
         return cfg
-    if cfg.run.launcher != "mrl":
+    if cfg.run.launcher != "mrl" or not may_be_copied:
         return _lead(config, overrides, None)
     from mrl.launcher import Nursery
 
