@@ -13,16 +13,15 @@ import torch
 import torch.distributed as dist
 
 from mrl import platform
-
-platform.install()
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
-
 from mrl.checkpoint.optimizer_shards import optimizer_shards, parts, weight_shards
 from mrl.learner import Learner
 from mrl.learner.optimizer import prime
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.weights.model.state import fill
+
+platform.install()
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
 
 ADAM_UPDATES = "adam_updates"
 SCHEDULE_UPDATES = "schedule_updates"
