@@ -130,8 +130,12 @@ class Job:
         sums = {f"push {i}": sum(float(t.double().abs().sum()) for t in w.values()) for i, w in enumerate(pushed)}
         self.metrics.append(metrics | sums | {f"score {i}": x for i, x in enumerate(scores)})
 
-    def moved(self) -> dict[str, float]:
-        return self.memory.metrics()
+    def beyond(self) -> Bytes:
+        """Bytes of tensors by phase that were not there before the models, are not theirs, and are not the average's,
+        which lies in host memory."""
+        average = sum(live(self.models.ema.kept.values()).values()) if self.models.ema else 0
+        seen, everything = self.memory.seen, self.memory.everything
+        return {phase: everything[phase] - sum(seen[phase].values()) - self.before - average for phase in seen}
 
 
 def settings(model: str, layout: str, dtype: str, *, critic: bool) -> dict[str, Any]:
@@ -157,19 +161,20 @@ def variants(world: World, case: str, make: Callable[[str], Job], offloads: tupl
             if step == SAVED_AFTER:
                 paths[offload] = save(world.work / case / offload, step, job.saved, {}, keep_last=9)
             job.step(step)
-        moved = job.moved()
+        moved = job.memory.metrics()
         end = save(world.work / case / offload, STEPS, job.saved, {}, keep_last=9)
-        want, before = want or job.metrics, job.before
+        want = want or job.metrics
         paths[f"{offload} end"] = end
         report(
-            f"{case} {offload}",
+            f"{case}, {offload}",
             metrics=job.metrics == want,
             stored=stored_difference(paths[f"{offloads[0]} end"], end, job.run.actor.arch.vocab_size),
             seen=job.memory.seen,
-            beyond={phase: total - before - sum(job.memory.seen[phase].values()) for phase, total in job.memory.everything.items()},
+            beyond=job.beyond(),
             parts={name: parts_of(each) for name, each in job.memory._learners.items()},
             moved=moved,
-        )  # fmt: skip
+        )
+        del job
     for old, new in ((offloads[0], offloads[-1]), (offloads[-1], offloads[0])):
         job = make(new)
         job.memory.begin("resume")
@@ -178,7 +183,7 @@ def variants(world: World, case: str, make: Callable[[str], Job], offloads: tupl
         job.step(SAVED_AFTER)
         end = save(world.work / case / f"{old} to {new}", STEPS, job.saved, {}, keep_last=9)
         stored = stored_difference(paths[f"{old} end"], end, job.run.actor.arch.vocab_size)
-        report(f"{case} {old} to {new}", metrics=job.metrics == want[SAVED_AFTER:], stored=stored, held=held)
+        report(f"{case}, {old} to {new}", metrics=job.metrics == want[SAVED_AFTER:], stored=stored, held=held)
 
 
 def parts_of(learner: Learner) -> Bytes:
