@@ -56,7 +56,7 @@ def test_what_is_on_the_device_in_each_phase_is_what_the_table_says(
     world: dict[str, Any], case: str, offload: str
 ) -> None:
     found = world[f"{case}, {offload}"]
-    assert set(found["seen"]) >= {"rollout", "scoring", "experience", "actor update", "sync"}
+    assert set(found["seen"]) >= {"rollout", "scoring", "experience", "actor_update", "sync"}
     for phase, seen in found["seen"].items():
         for model, held in seen.items():
             parts, level = found["parts"][model], ORDER[phase].models[model]
@@ -107,7 +107,7 @@ def test_what_is_away_is_refused_by_name(world: dict[str, Any]) -> None:
 
 def test_a_rank_that_cannot_move_is_one_error_that_names_it_and_the_phase(world: dict[str, Any]) -> None:
     said = world["refusals"]["no host memory"]
-    want = "giving up memory before 'critic update' failed: rank 2: actor: RuntimeError: out of host memory"
+    want = "giving up memory before 'critic_update' failed: rank 2: actor: RuntimeError: out of host memory"
     assert said == f"OffloadError: {want}"
 
 
@@ -150,7 +150,7 @@ class Engines:
         self.told.append(("resume", parts))
 
 
-STEP = ("rollout", "experience", "update", "actor update", "critic update", "sync", "checkpoint", "rollout")
+STEP = ("rollout", "experience", "update", "actor_update", "critic_update", "sync", "checkpoint", "rollout")
 
 
 def test_the_engines_release_and_resume_in_the_order_that_a_push_needs() -> None:

@@ -219,11 +219,11 @@ def refusals(job: Job) -> None:
     }
     job.memory.begin("experience")
     found["update without the optimizer"] = said(lambda: train({"actor": actor}, range(1)))
-    job.memory.begin("actor update")
+    job.memory.begin("actor_update")
     room = platform.HostRoom.take
     if rank() == 2:
         platform.HostRoom.take = no_host_memory  # type: ignore[method-assign]
-    found["no host memory"] = said(lambda: job.memory.begin("critic update"))
+    found["no host memory"] = said(lambda: job.memory.begin("critic_update"))
     platform.HostRoom.take = room  # type: ignore[method-assign]
     report("refusals", **found)
 

@@ -94,7 +94,7 @@ def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
     exp = resampled(run.cfg.algorithm.pf_ppo, drawn, run.cfg.run.seed)
     minibatches, epochs = run.minibatches(exp.rollout), run.cfg.batch.epochs_per_step
     if trains_actor:  # first: it finds samples that nothing may be learnt from
-        run.memory.begin("actor update")
+        run.memory.begin("actor_update")
         for epoch in range(1, epochs + 1):
             for sample_ids in minibatches:
                 made["actor"].append(update_actor(run, exp, sample_ids, len(made["actor"])))
@@ -102,7 +102,7 @@ def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
                 epochs = epoch
                 break
     if run.critic is not None and run.critic.trainable:
-        run.memory.begin("critic update")
+        run.memory.begin("critic_update")
         made["critic"] = [update_critic(run, exp, sample_ids) for _ in range(epochs) for sample_ids in minibatches]
     if run.cfg.algorithm.target_kl is not None:
         metrics["actor/epochs"] = len(made["actor"]) / len(minibatches)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from mrl.learner.memory import Level
-from mrl.rollout import Engine
 from mrl.trainers.shared.memory import AWAKE, EnginePart, Needs
 from mrl.trainers.shared.world import World
 
@@ -25,16 +26,24 @@ ORDER: dict[str, Needs] = {
     "resume":         _row("nothing",    "nothing",    "nothing",    "nothing",    ASLEEP),
     "rollout":        _row("nothing",    "nothing",    "nothing",    "nothing",    AWAKE),
     "scoring":        _row("nothing",    "nothing",    "nothing",    "parameters", AS_IT_IS),
-    "engine restart": _row("parameters", "nothing",    "nothing",    "nothing",    AS_IT_IS),
+    "engine_restart": _row("parameters", "nothing",    "nothing",    "nothing",    AS_IT_IS),
     "experience":     _row("parameters", "parameters", "parameters", "nothing",    ASLEEP),
-    "actor update":   _row("all",        "nothing",    "nothing",    "nothing",    ASLEEP),
-    "critic update":  _row("nothing",    "all",        "nothing",    "nothing",    ASLEEP),
+    "actor_update":   _row("all",        "nothing",    "nothing",    "nothing",    ASLEEP),
+    "critic_update":  _row("nothing",    "all",        "nothing",    "nothing",    ASLEEP),
     "sync":           _row("parameters", "nothing",    "nothing",    "nothing",    WEIGHTS),
     "validation":     _row("nothing",    "nothing",    "nothing",    "nothing",    AWAKE),
     "export":         _row("parameters", "nothing",    "nothing",    "nothing",    WEIGHTS),
     # "checkpoint" is not here: it reads what it writes where that lies. A load brings one model at a time.
 }
 # fmt: on
+
+
+class GivesMemory(Protocol):
+    """Rank 0's engine: each call takes it to that state, from wherever it is."""
+
+    def release_memory(self, parts: Sequence[EnginePart]) -> None: ...
+
+    def resume_memory(self, parts: Sequence[EnginePart]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class Engines:
 
     world: World
     parts: tuple[EnginePart, ...]
-    engine: Engine | None
+    engine: GivesMemory | None
 
     def release(self, parts: tuple[EnginePart, ...]) -> None:
         self.world.from_main("releasing the engines' memory", lambda: self._engine.release_memory(parts))
@@ -56,6 +65,6 @@ class Engines:
         self.world.from_main("resuming the engines' memory", lambda: self._engine.resume_memory(parts))
 
     @property
-    def _engine(self) -> Engine:
+    def _engine(self) -> GivesMemory:
         assert self.engine is not None, "only rank 0 talks to the engines"
         return self.engine

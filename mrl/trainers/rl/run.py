@@ -91,7 +91,7 @@ class RLRun(Run):
             assert self.reward_model is not None
             with self.memory.during("scoring"):
                 return score(self.reward_model, argument.sequences)
-        with self.memory.during("engine restart"):
+        with self.memory.during("engine_restart"):
             return self.sync.restore(argument)
 
     def push_weights(self, version: int | str, *, verify: bool = False) -> SyncReport:
