@@ -6,7 +6,14 @@ Call `install()` before the first `import megatron.core`, in training processes 
 from mrl.platform.adaptations import applied, install
 from mrl.platform.features import Feature, doctor_table, features
 from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable
-from mrl.platform.memory import peak_memory_bytes, reset_peak_memory
+from mrl.platform.host_room import HostRoom
+from mrl.platform.memory import (
+    peak_device_bytes,
+    peak_memory_bytes,
+    release_cached_memory,
+    reset_peak_device_bytes,
+    reset_peak_memory,
+)
 from mrl.platform.optimizer_state import prime_adam, unshare_steps
 from mrl.platform.process import (
     WorldError,
@@ -27,6 +34,7 @@ __all__ = [
     "REGISTRY",
     "Adaptation",
     "Feature",
+    "HostRoom",
     "WorldError",
     "apex_usable",
     "applied",
@@ -40,10 +48,13 @@ __all__ = [
     "gpu_count",
     "init_process_group",
     "install",
+    "peak_device_bytes",
     "peak_memory_bytes",
     "prime_adam",
     "probe_seconds",
     "random_state",
+    "release_cached_memory",
+    "reset_peak_device_bytes",
     "reset_peak_memory",
     "restore_random_state",
     "synchronize",
