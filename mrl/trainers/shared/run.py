@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mrl import failure
+from mrl import failure, platform
 from mrl.checkpoint import Part
 from mrl.config.schema import Config
 from mrl.learner import Learner
@@ -100,6 +100,8 @@ def started(cfg: Config, longest_wait_s: float | None = None) -> Iterator[Start]
     longest_wait_s: how long the others wait for rank 0, if longer than `run.timeout_s`
     """
     with contextlib.ExitStack() as stack, failure.noted():
+        if cfg.run.deterministic:
+            platform.be_deterministic()  # before the GPU is used, and before any engine starts
         world = World(cfg.run.timeout_s, longest_wait_s or cfg.run.timeout_s, cfg.run.seed)
         stack.callback(world.close)
         run_dir = Path(cfg.run.root) / cfg.run.name
