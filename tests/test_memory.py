@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mrl.platform import HostRoom
+from mrl.platform import HostRoom, host_bytes
 from mrl.trainers.rl.memory_order import ORDER
 from mrl.trainers.shared.memory import AWAKE, EnginePart, MemoryOrder
 from tests.conftest import TinyModels
@@ -134,6 +134,19 @@ def test_a_room_keeps_views_and_bits_and_is_made_once() -> None:
     assert room._room is memory
     room.give_back()
     assert torch.equal(half, torch.full_like(half, 2))
+
+
+def test_memory_that_is_shared_is_not_given_up_and_its_bytes_can_be_read_without_sharing_it() -> None:
+    alone, shared = torch.arange(6).reshape(2, 3), torch.zeros(2)
+    assert bytes(host_bytes(alone)) == alone.numpy().tobytes()
+    alone, other = alone.clone(), shared.numpy()
+    host_bytes(alone)
+    room = HostRoom()
+    with pytest.raises(RuntimeError, match="something shares this memory"):
+        room.take(storages([alone, shared]))
+    assert not room.is_away and alone.sum() == 15 and other.sum() == 0
+    room.take(storages([alone]))
+    room.give_back()
 
 
 class Engines:
