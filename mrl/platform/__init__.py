@@ -6,7 +6,7 @@ Call `install()` before the first `import megatron.core`, in training processes 
 from mrl.platform.adaptations import applied, install
 from mrl.platform.features import Feature, doctor_table, features
 from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable
-from mrl.platform.memory import peak_memory_bytes, reset_peak_memory
+from mrl.platform.memory import peak_memory_bytes, release_cached_memory, reset_peak_memory
 from mrl.platform.optimizer_state import prime_adam, unshare_steps
 from mrl.platform.process import (
     WorldError,
@@ -44,6 +44,7 @@ __all__ = [
     "prime_adam",
     "probe_seconds",
     "random_state",
+    "release_cached_memory",
     "reset_peak_memory",
     "restore_random_state",
     "synchronize",

@@ -31,3 +31,9 @@ def peak_memory_bytes() -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def release_cached_memory() -> None:
+    """Gives the GPU what torch keeps of it without using it, for another process to take."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
