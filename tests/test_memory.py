@@ -153,14 +153,17 @@ class Engines:
     """Writes down what it is told."""
 
     def __init__(self, parts: tuple[EnginePart, ...]) -> None:
-        self.parts = parts
+        self.parts, self.lacks_weights = parts, False
         self.told: list[tuple[str, tuple[EnginePart, ...]]] = []
 
-    def release(self, parts: tuple[EnginePart, ...]) -> None:
+    def release(self, parts: tuple[EnginePart, ...]) -> bool:
         self.told.append(("release", parts))
+        self.lacks_weights |= "weights" in parts
+        return self.lacks_weights
 
-    def resume(self, parts: tuple[EnginePart, ...]) -> None:
+    def resume(self, parts: tuple[EnginePart, ...]) -> bool:
         self.told.append(("resume", parts))
+        return self.lacks_weights
 
 
 STEP = ("rollout", "experience", "update", "actor_update", "critic_update", "sync", "checkpoint", "rollout")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,13 +33,20 @@ ORDER: dict[str, Needs] = {
     "sync":           _row("parameters", "nothing",    "nothing",    "nothing",    WEIGHTS),
     "validation":     _row("nothing",    "nothing",    "nothing",    "nothing",    AWAKE),
     "export":         _row("parameters", "nothing",    "nothing",    "nothing",    WEIGHTS),
+    "end":            _row("nothing",    "nothing",    "nothing",    "nothing",    AWAKE),
     # "checkpoint" is not here: it reads what it writes where that lies. A load brings one model at a time.
 }
 # fmt: on
 
 
 class GivesMemory(Protocol):
-    """Rank 0's engine: each call takes it to that state, from wherever it is."""
+    """Rank 0's engine: each call takes it to that state, from wherever it is.
+
+    lacks_weights: whether it must be given weights before it samples
+    """
+
+    @property
+    def lacks_weights(self) -> bool: ...
 
     def release_memory(self, parts: Sequence[EnginePart]) -> None: ...
 
@@ -58,13 +65,16 @@ class Engines:
     parts: tuple[EnginePart, ...]
     engine: GivesMemory | None
 
-    def release(self, parts: tuple[EnginePart, ...]) -> None:
-        self.world.from_main("releasing the engines' memory", lambda: self._engine.release_memory(parts))
+    def release(self, parts: tuple[EnginePart, ...]) -> bool:
+        return self._move("releasing the engines' memory", lambda engine: engine.release_memory(parts))
 
-    def resume(self, parts: tuple[EnginePart, ...]) -> None:
-        self.world.from_main("resuming the engines' memory", lambda: self._engine.resume_memory(parts))
+    def resume(self, parts: tuple[EnginePart, ...]) -> bool:
+        return self._move("resuming the engines' memory", lambda engine: engine.resume_memory(parts))
 
-    @property
-    def _engine(self) -> GivesMemory:
-        assert self.engine is not None, "only rank 0 talks to the engines"
-        return self.engine
+    def _move(self, what: str, move: Callable[[GivesMemory], None]) -> bool:
+        def on_main() -> bool:
+            assert self.engine is not None, "only rank 0 talks to the engines"
+            move(self.engine)
+            return self.engine.lacks_weights
+
+        return self.world.from_main(what, on_main)
