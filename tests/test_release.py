@@ -6,14 +6,23 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from mrl.config.schema import AlgorithmConfig, RLConfig, RolloutConfig, ValidationConfig
 from mrl.observe import read_metrics
+from mrl.trainers.rl.memory_order import ORDER, Engines
+from mrl.trainers.rl.run import RLRun
+from mrl.trainers.shared.memory import AWAKE, EnginePart, MemoryOrder
+from mrl.trainers.shared.world import RankZeroError
+from tests.bare_run import bare_run
 from tests.conftest import TinyModels
 from tests.train_tools import Train, write_config
 
@@ -94,3 +103,101 @@ def test_a_run_that_gives_everything_up_and_whose_engine_dies_over_it_is_the_sam
     rows = read_metrics(folder / "runs/run")
     assert all(row["memory/offloaded_gib"] > 0 and "time/sync" in row for row in rows[1:])
     assert json.loads(ours["step_1.jsonl"][0])["weight_version"] == "0", "warm-up: the same weights, the same name"
+
+
+class Engine:
+    """On rank 0. told: what it was asked, pushes too. losses: how often it loses its weights over the next moves."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.losses, self.lacks_weights, self.refuses = 0, False, False
+
+    def release_memory(self, parts: Sequence[EnginePart]) -> None:
+        self._move("release", parts)
+        self.lacks_weights |= "weights" in parts
+
+    def resume_memory(self, parts: Sequence[EnginePart]) -> None:
+        self._move("resume", parts)
+
+    def push(self, version: str, *, verify: bool) -> None:
+        self.told.append(f"push {version}")
+        self.lacks_weights = False
+
+    def _move(self, what: str, parts: Sequence[EnginePart]) -> None:
+        if self.refuses:
+            raise RuntimeError("HTTP 500")
+        self.told.append(f"{what} {' '.join(parts)}")
+        if self.losses:
+            self.losses, self.lacks_weights = self.losses - 1, True
+
+
+class World:
+    """Of one rank, where sampling gives nothing."""
+
+    def from_main(self, what: str, make: Any, together: Any = None) -> Any:
+        if what == "validation":
+            return {}
+        try:
+            return make()
+        except Exception as error:
+            raise RankZeroError(f"{what} failed: {error}") from error
+
+
+def run_with(engine: Engine, parts: tuple[EnginePart, ...], *urls: str) -> RLRun:
+    cfg = RLConfig.model_construct(
+        algorithm=AlgorithmConfig(adv_estimator="grpo"),
+        rollout=RolloutConfig(urls=urls, release="all"),
+        validation=ValidationConfig(),
+    )
+    world: Any = World()
+    actor: Any = SimpleNamespace()
+    run = replace(bare_run(cfg, actor, None), world=world, memory=MemoryOrder(ORDER, {}, Engines(world, parts, engine)))
+    run.sync = engine  # type: ignore[assignment]
+    return run
+
+
+CACHE: tuple[EnginePart, ...] = ("kv_cache", "cuda_graph")
+
+
+def test_an_engine_that_was_lost_while_memory_moved_has_its_weights_before_it_samples() -> None:
+    """Also if that happens once more on the way back from the push."""
+    engine = Engine()
+    run = run_with(engine, CACHE)
+    run.memory.begin("experience")
+    run.push_weights(7)
+    engine.told.clear()
+    engine.losses = 2
+    run.memory.begin("validation")
+    run.validate(7)
+    sleep, wake = "release kv_cache cuda_graph", "resume kv_cache cuda_graph"
+    assert engine.told == [wake, sleep, "push 7", wake] and not engine.lacks_weights
+    engine.told.clear()
+    engine.losses = 1
+    run.memory.begin("experience")
+    engine.losses = 1
+    run.memory.begin("validation")
+    run.validate(7)
+    assert engine.told == [sleep, wake, sleep, "push 7", wake]
+    assert run.memory.phase == "validation"
+
+
+def test_engines_of_others_are_awake_with_the_last_weights_when_a_run_ends() -> None:
+    engine = Engine()
+    run = run_with(engine, AWAKE, "http://other")
+    run.memory.begin("sync")
+    run.push_weights(3)
+    run.memory.begin("critic_update")
+    engine.told.clear()
+    run.let_go()
+    asked = "resume weights kv_cache cuda_graph", "release kv_cache cuda_graph", "push 3", "resume kv_cache cuda_graph"
+    assert engine.told == list(asked)
+    run.memory.begin("critic_update")
+    engine.refuses = True
+    notes: list[str] = []
+    run.recorder.note = notes.append  # type: ignore[method-assign]
+    run.let_go()
+    assert "may be left without memory or weights: resuming the engines' memory failed: HTTP 500" in notes[0]
+    mine = run_with(Engine(), AWAKE)
+    mine.memory.begin("sync")
+    mine.let_go()
+    assert mine.memory.phase == "sync", "engines of the run's own end with it"

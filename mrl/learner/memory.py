@@ -42,7 +42,7 @@ class LearnerMemory:
         self._gradients: list[tuple[UntypedStorage, int]] = []  # that are given up, and their sizes
         self._unchanged = False  # the parameters, since they came from host memory
         if optimizer is not None:
-            prime(optimizer)  # Adam's moments exist from now on: what is moved, or left to an engine, is always the same
+            prime(optimizer)  # Adam's moments exist from now on: what is moved, or left for an engine, is the same
 
     def moves(self, level: Level) -> bool:
         """Whether `move` to it would change anything."""

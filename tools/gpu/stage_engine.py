@@ -1,5 +1,5 @@
-"""The engine on the trainer's GPU: weights by CUDA IPC, proved by checksum; log-probs in bfloat16; memory that each gives
-up for the other; a model of 0.6B."""
+"""The engine on the trainer's GPU: weights by CUDA IPC, proved by checksum; log-probs in bfloat16; memory that each
+gives up for the other; a model of 0.6B."""
 
 from __future__ import annotations
 

@@ -38,10 +38,12 @@ def of_data(made: Path) -> list[str]:
     return [f"data.train={made}/data/train.jsonl", f"data.validation={made}/data/validation.jsonl"]
 
 
-def train(setting: Setting, name: str, config: str, overrides: Sequence[str], limit_s: float, gpus: int = 1) -> list[Row]:
+def train(
+    setting: Setting, name: str, config: str, overrides: Sequence[str], limit_s: float, gpus: int = 1
+) -> list[Row]:
     """Its metrics, a row a step. Failed, with the end of what its terminal showed.
 
-    In a rehearsal the configuration is read and checked as it would be on a machine with so many GPUs, and Skipped says so.
+    In a rehearsal the configuration is read and checked as it would be on a machine with so many GPUs; Skipped says so.
     """
     words = [f"run.name={name}", f"run.root={setting.work}/runs", *overrides]
     if setting.rehearsal:
