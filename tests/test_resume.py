@@ -120,14 +120,14 @@ class Runs:
 @pytest.fixture(scope="module")
 def ppo(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Actor TP2, critic PP2, in two processes; four updates a step (six with re-used samples), each with demonstrations
-    too; an adaptive KL coefficient, a reference that moves, an average of the weights. What dies has its memory in the
-    host's."""
+    too; an adaptive KL coefficient, a reference that moves, an average of the weights. What dies gives
+    memory up between its phases, the engine too."""
     folder = tmp_path_factory.mktemp("resume_ppo")
     data = {"validation": str(folder / "validation.jsonl")}
     demonstrations = {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32}
     ptx = {"data": demonstrations, "coef": 0.1, "samples_per_update": 2}
     config = write_config(folder, tiny_models("qwen2", tied=True), data=data, ptx=ptx, **PPO)
-    return Runs(folder, config, before=("actor.offload=all", "critic.offload=optimizer"))
+    return Runs(folder, config, before=("actor.offload=all", "critic.offload=optimizer", "rollout.release=all"))
 
 
 def assert_the_same(runs: Runs) -> None:
