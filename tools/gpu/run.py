@@ -1,10 +1,9 @@
 """Whether mrl works on this machine's GPU: `make test-gpu`, or python -m tools.gpu.run [--stages cuda,engine]
 
 Runs stages one after the other, each in a process of its own with a time-out, all within 10 minutes: cuda (without
-transformer-engine), engine (SGLang, or mrl's own, on the same GPU), transformer_engine, fp8, speed. Every check
-prints its verdict; what a stage lacks, or dies of, hides nothing of another. One file a stage goes to tools/gpu/results,
-to be committed: docs/support.md is made of them by python -m tools.gpu.support. Nothing is written before a stage is
-over.
+transformer-engine), engine (SGLang, or mrl's own, on the same GPU), transformer_engine, fp8, speed. Every check prints
+its verdict; what a stage lacks, or dies of, hides nothing of another. A file a stage goes to tools/gpu/results, to be
+committed: docs/support.md is made of them by python -m tools.gpu.support. Nothing is written before a stage is over.
 
 Exit code: 0 if nothing failed, 1 if something did, 2 without a GPU.
 """

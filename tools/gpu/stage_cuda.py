@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tools.gpu.parity import CPU, FAMILIES, GPU, LOCAL, parity, processes, same_bits
 from tools.gpu.stage import Failed, Numbers, Setting, require
-from tools.gpu.trained import ONE_RANK, Row, learnt, of_data, sampled, started, task, train
+from tools.gpu.trained import ONE_RANK, Row, learnt, of_data, sampled, task, train
 
 RUN_S = 100.0
 NOT_CUT = ("tensor=1", "pipeline=1", "context=1")
@@ -27,10 +27,6 @@ def of_sft(made: object) -> list[str]:
 
 
 def grpo(setting: Setting) -> Numbers:
-    if setting.rehearsal:
-        few = ["run.steps=1", "batch.prompts_per_step=4", "validation.prompts=4", "checkpoint.every_steps=1"]
-        words = [f"run.root={setting.work}/runs", "run.name=grpo", *of_rl(setting, "actor"), *few]
-        return judged(started(setting, "grpo", "quickstart_grpo", words, RUN_S))
     return judged(train(setting, "grpo", "quickstart_grpo", [*of_rl(setting, "actor"), "run.steps=8"], RUN_S))
 
 
