@@ -6,7 +6,7 @@ import importlib.util
 import math
 from pathlib import Path
 
-from tools.gpu.stage import Numbers, Setting, Skipped, require
+from tools.gpu.stage import Failed, Numbers, Setting, Skipped, require
 from tools.gpu.stage_cuda import of_sft
 from tools.gpu.trained import ONE_RANK, learnt, of_data, sampled, task, train
 
@@ -54,6 +54,17 @@ def grpo(setting: Setting, name: str, sglang: bool) -> Numbers:
     return require(sampled(train(setting, name, "quickstart_gpu", words, RUN_S)), mismatch_mean=ROUNDED_NATS)
 
 
+def given_up(setting: Setting) -> Numbers:
+    """The same run with everything of the actor in host memory while it is not needed."""
+    words = [*of_grpo(setting), *engine(has_sglang()), "actor.offload=all", "run.steps=3"]
+    rows = train(setting, "given up", "quickstart_gpu", words, RUN_S)
+    moved = {name: rows[-1][name] for name in ("memory/offloaded_gib", "memory/offload_s")}
+    peaks = {name: value for name, value in rows[-1].items() if name.startswith("memory/peak_gib")}
+    if not moved["memory/offloaded_gib"]:
+        raise Failed("nothing was moved", moved)
+    return require(sampled(rows) | moved | peaks, mismatch_mean=ROUNDED_NATS)
+
+
 def of_grpo(setting: Setting) -> list[str]:
     made, left = task(setting, SMALL), setting.work / "runs" / "sft bf16" / "hf"
     scratch = not (left / "config.json").is_file()
@@ -97,4 +108,5 @@ CHECKS = {
     "GRPO, bfloat16, SGLang, weights by CUDA IPC with checksum": by_sglang,
     "GRPO, bfloat16, transformers engine": by_transformers,
     "GRPO of a 0.6B model": large,
+    "memory given up between the parts of a step": given_up,
 }
