@@ -83,14 +83,16 @@ def test_all_that_is_asked_for_runs_and_each_leaves_a_file(
 
     real = run.run_stage
     monkeypatch.setattr(run, "run_stage", started)
-    assert run.main(["--stages", "cuda,engine,speed", "--results", str(tmp_path)]) == 1
-    files = {file.stem: json.loads(file.read_text()) for file in tmp_path.iterdir()}
+    results, work = tmp_path / "results", ["--work", str(tmp_path / "work")]
+    assert run.main(["--stages", "cuda,engine,speed", "--results", str(results), *work, "--commit", "0123"]) == 1
+    files = {file.stem: json.loads(file.read_text()) for file in results.iterdir()}
     assert {name: file["verdict"] for name, file in files.items()} == {
         "cuda": "failed", "engine": "skipped", "speed": "passed",
     }  # fmt: skip
-    assert {"commit", "date", "versions", "card", "seconds", "checks"} < files["speed"].keys()
+    assert {"date", "versions", "card", "seconds", "checks"} < files["speed"].keys()
+    assert files["speed"]["commit"] == "0123"
     assert "engine: skipped" in capsys.readouterr().out
-    assert run.main(["--stages", "speed", "--results", str(tmp_path)]) == 0
+    assert run.main(["--stages", "speed", "--results", str(results), "--work", str(tmp_path / "again")]) == 0
 
 
 def test_without_a_gpu_nothing_is_written(tmp_path: Path) -> None:
