@@ -6,8 +6,6 @@ import importlib.util
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.observe import read_metrics
 from mrl.rollout import Engine
+from tests import zygote
 from tests.conftest import TinyModels
-from tests.train_tools import ROOT, Train, given, write_config
+from tests.train_tools import Train, given, write_config
 from tools.gpu.trained import sampled
 
 pytestmark = [
@@ -133,8 +132,7 @@ def test_ppo_the_same_command_goes_on(ppo: Path, metrics: list[dict[str, float]]
     assert results(rows[3]) == pytest.approx(results(metrics[3]), rel=1e-5, abs=1e-7)
     assert rows[4]["mismatch/max_abs"] < LOG_PROB_TOLERANCE
     assert {sample["weight_version"] for sample in rows_of(run_dir / "rollouts/step_3.jsonl")} == {"3"}
-    command = [sys.executable, "-m", "mrl", "report", str(run_dir)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = zygote.run("mrl", "report", run_dir)
     assert done.returncode == 0, done.stderr
     page = next(run_dir.glob("*.html")).read_text()
     assert "<h3>Reward" in page and "<h3>Value explained variance" in page
