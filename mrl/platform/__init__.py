@@ -6,6 +6,7 @@ Call `install()` before the first `import megatron.core`, in training processes 
 from mrl.platform.adaptations import applied, install
 from mrl.platform.features import Feature, doctor_table, features
 from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable
+from mrl.platform.imagined import imagined_rank
 from mrl.platform.memory import peak_memory_bytes, reset_peak_memory
 from mrl.platform.optimizer_state import prime_adam, unshare_steps
 from mrl.platform.process import (
@@ -38,6 +39,7 @@ __all__ = [
     "doctor_table",
     "features",
     "gpu_count",
+    "imagined_rank",
     "init_process_group",
     "install",
     "peak_memory_bytes",
