@@ -1,4 +1,4 @@
-"""The plan's bytes against the real thing: every rank of small layouts, and the recipes' largest models without memory."""
+"""The plan's bytes against the real thing: every rank of small layouts, and large models without memory."""
 
 from __future__ import annotations
 

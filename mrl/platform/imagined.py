@@ -1,5 +1,4 @@
-"""One rank of a world that is not there, for looking at what it would build: collectives give back what they are given."""
-
+"""One rank of a world that is not there, to look at what it would build."""
 from __future__ import annotations
 
 import contextlib
