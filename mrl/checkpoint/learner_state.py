@@ -13,8 +13,14 @@ import torch
 import torch.distributed as dist
 
 from mrl import platform
+
+platform.install()
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
+
 from mrl.checkpoint.optimizer_shards import optimizer_shards, parts, weight_shards
 from mrl.learner import Learner
+from mrl.learner.optimizer import prime
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.weights.model.state import fill
 
@@ -23,14 +29,18 @@ SCHEDULE_UPDATES = "schedule_updates"
 
 
 def to_write(learner: Learner) -> tuple[dict[str, Any], dict[str, int]]:
-    """What this rank holds of the learner, without a copy, and the counters, which are the same on every rank. Call it
-    inside the learner's mesh."""
-    _prime(learner.optimizer)
+    """What this rank holds of the learner, without a copy, where it lies: in host memory what is given up; and the
+    counters, which are the same on every rank. Call it inside the learner's mesh."""
+    prime(learner.optimizer)
     models = _models(learner, _metadata(learner))
     shards = optimizer_shards(learner.optimizer, models)
     group = parts(learner.optimizer)[0].state_dict()["optimizer"]["param_groups"][0]
     counters = {ADAM_UPDATES: int(group.get("step", 0)), SCHEDULE_UPDATES: learner.schedule.num_steps}
-    return {**models, "optimizer": shards}, counters
+    state = {**models, "optimizer": shards}
+    for entry in nested_values(state):
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory):
+            entry.data = learner.memory.read(entry.data)
+    return state, counters
 
 
 class StateToLoad:
@@ -39,7 +49,8 @@ class StateToLoad:
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
         metadata = _metadata(learner)
-        _prime(learner.optimizer)
+        learner.memory.require("all", "loading a checkpoint")
+        prime(learner.optimizer)
         self.models = _models(learner, metadata)
         whole = learner.optimizer.sharded_state_dict(self.models, is_loading=True, metadata=metadata)
         self._parts: list[dict[str, Any]] = list(whole.values()) if 0 in whole else [whole]
@@ -96,10 +107,3 @@ def tied_copies_are_equal(learner: Learner) -> bool:
     largest = weight.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=chunk.embd_group)
     return torch.equal(largest, weight)
-
-
-def _prime(optimizer: Any) -> None:
-    """Before the first update there is no Adam state yet; make the zeros that the first update would start from."""
-    platform.prime_adam(optimizer)
-    for part in parts(optimizer):
-        part.init_state_fn(part.optimizer, part.config)

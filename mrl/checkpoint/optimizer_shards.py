@@ -105,7 +105,7 @@ def _tensors(base: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
 def _start_in(tensor: ShardedTensor, parameter: Tensor) -> int:
     """Where the tensor, a slice of the parameter that the checkpoint keeps apart, begins in the flattened parameter."""
     data = tensor.data
-    if not data.is_contiguous() or data.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+    if not data.is_contiguous() or data.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
         raise ValueError(f"{tensor.key}: what the checkpoint holds of it is no slice of the parameter")
     return data.storage_offset() - parameter.storage_offset()
 

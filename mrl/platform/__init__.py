@@ -6,8 +6,9 @@ Call `install()` before the first `import megatron.core`, in training processes 
 from mrl.platform.adaptations import applied, install
 from mrl.platform.features import Feature, doctor_table, features
 from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable
+from mrl.platform.host_room import HostRoom
 from mrl.platform.imagined import imagined_rank
-from mrl.platform.memory import peak_memory_bytes, reset_peak_memory
+from mrl.platform.memory import peak_device_bytes, peak_memory_bytes, release_cached_memory, reset_peak_memory
 from mrl.platform.optimizer_state import prime_adam, unshare_steps
 from mrl.platform.process import (
     WorldError,
@@ -28,6 +29,7 @@ __all__ = [
     "REGISTRY",
     "Adaptation",
     "Feature",
+    "HostRoom",
     "WorldError",
     "apex_usable",
     "applied",
@@ -42,10 +44,12 @@ __all__ = [
     "imagined_rank",
     "init_process_group",
     "install",
+    "peak_device_bytes",
     "peak_memory_bytes",
     "prime_adam",
     "probe_seconds",
     "random_state",
+    "release_cached_memory",
     "reset_peak_memory",
     "restore_random_state",
     "synchronize",

@@ -75,8 +75,12 @@ class Exporter:
 
         Every rank has to run it to the end: the ranks of a sender's tensor-parallel group bring their parts. Tensors
         are contiguous and on the model's device; some are views of parameters: use them before the next update, and do
-        not write to them.
+        not write to them. Raises WeightError, on every rank, for parameters that are not on the device.
         """
+        for row, parameter in self._mine:
+            if parameter.numel() and not parameter.untyped_storage().nbytes():
+                names = ", ".join(row.hf)
+                raise WeightError(f"{names} cannot be read: the model's parameters were given up (offload)")
         for row, parameter in self._mine:
             shards = self._gather(row, self._read(parameter))
             if shards is not None:
