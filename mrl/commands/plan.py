@@ -1,0 +1,63 @@
+"""`mrl plan`: what a run will need, before it holds a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from mrl.commands import shared
+
+DOES_NOT_FIT = 1
+
+
+def add(commands: Any) -> None:
+    """The subcommand's arguments."""
+    parser = commands.add_parser("plan", help="does it fit, what takes how long, who is where: before a GPU is held")
+    shared.add_config(parser, "actor.parallel.tensor=8")
+    parser.add_argument("--gpu", metavar="KIND", help="such as h100-80g (default), h200, b200, a100-80g")
+    parser.add_argument("--gpus", type=int, metavar="N", help="ranks (default: run.nodes x run.nproc)")
+    parser.add_argument("--per-node", type=int, default=8, metavar="N", help="GPUs of a node (default: 8)")
+    parser.add_argument("--json", action="store_true", help="everything, as data")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw who is where")
+    parser.add_argument("--search", action="store_true", help="layouts of the actor and critic that fit, best first")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="with --search: write the best one, based on CONFIG")
+    parser.description = (
+        "Arithmetic alone: memory of each rank in each phase, host memory, disk, the batch in numbers, seconds of a "
+        "step. Needs the model's config.json, no weights, no tokenizer, no data. Exit code 1: it does not fit."
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan."""
+    from mrl.config.loader import ConfigError, load
+    from mrl.plan import text
+    from mrl.plan.chips import CHIPS, DEFAULT, Assumptions, Cluster
+    from mrl.plan.plan import machine_of, make, read_shapes
+
+    kind = args.gpu or DEFAULT
+    if problem := _wrong(args, kind, list(CHIPS)):
+        print(f"mrl: {problem}", file=sys.stderr)
+        return shared.CONFIG_ERROR
+    try:
+        cfg = load(args.config, args.overrides, planned=lambda cfg: machine_of(cfg, args.gpus, args.per_node))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return shared.CONFIG_ERROR
+    cluster = Cluster(CHIPS[kind], machine_of(cfg, args.gpus, args.per_node).world_size, args.per_node)
+    plan = make(cfg, cluster, read_shapes(cfg), Assumptions())
+    print(json.dumps(text.data(plan), indent=2) if args.json else "\n".join(text.lines(plan)))
+    return DOES_NOT_FIT if plan.problems else 0
+
+
+def _wrong(args: argparse.Namespace, kind: str, kinds: list[str]) -> str | None:
+    if kind not in kinds:
+        return f"--gpu {kind}: expected one of {', '.join(kinds)}"
+    if args.per_node < 1 or (args.gpus is not None and args.gpus < 1):
+        return "--gpus and --per-node take a number of at least 1"
+    if args.out is not None and not args.search:
+        return "--out is for --search"
+    return None
