@@ -6,9 +6,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mrl.commands import shared
+
+if TYPE_CHECKING:
+    from mrl.config.schema import Config
+    from mrl.plan.chips import Cluster
 
 DOES_NOT_FIT = 1
 
@@ -34,7 +38,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the plan."""
     from mrl.config.loader import ConfigError, load
-    from mrl.plan import text
+    from mrl.plan import picture, text
     from mrl.plan.chips import CHIPS, DEFAULT, Assumptions, Cluster
     from mrl.plan.plan import machine_of, make, read_shapes
 
@@ -48,9 +52,26 @@ def run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
     cluster = Cluster(CHIPS[kind], machine_of(cfg, args.gpus, args.per_node).world_size, args.per_node)
+    if args.search:
+        return _search(args, cfg, cluster)
     plan = make(cfg, cluster, read_shapes(cfg), Assumptions())
+    if args.svg is not None:
+        args.svg.write_text(picture.draw(plan))
     print(json.dumps(text.data(plan), indent=2) if args.json else "\n".join(text.lines(plan)))
     return DOES_NOT_FIT if plan.problems else 0
+
+
+def _search(args: argparse.Namespace, cfg: Config, cluster: Cluster) -> int:
+    from mrl.plan import search
+    from mrl.plan.chips import Assumptions
+    from mrl.plan.plan import read_shapes
+
+    found = search.search(cfg, cluster, read_shapes(cfg), Assumptions())
+    print("\n".join(search.lines(found)))
+    if found and args.out is not None:
+        args.out.write_text(search.written(found, args.config, args.out))
+        print(f"written  {args.out}")
+    return 0 if found else DOES_NOT_FIT
 
 
 def _wrong(args: argparse.Namespace, kind: str, kinds: list[str]) -> str | None:

@@ -74,6 +74,7 @@ class Assumptions:
     engine_workspace: float = 2.0 * GIB  # bytes: CUDA graphs and activations of an engine
     fragments_share: float = 0.05  # of the memory of what the trainer computes with, lost between allocations
     disk: float = 2e9  # bytes a second that a node writes checkpoints with
+    spare_share: float = 0.08  # of a GPU's memory, that --search leaves free
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value, bytes in GiB."""

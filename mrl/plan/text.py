@@ -145,7 +145,8 @@ def memory(plan: Plan) -> Iterator[str]:
         engine = plan.engine
         yield (
             f"an engine's GPU: weights {engine.weights / GIB:.1f}, cache {engine.cache / GIB:.1f} = "
-            f"{engine.cache_tokens} tokens: {engine.holds} sequences of {engine.context_tokens}, asked for {engine.wanted} at once"
+            f"{engine.cache_tokens} tokens: {engine.holds} sequences of {engine.context_tokens}, asked for "
+            f"{engine.wanted} at once"
         )
         if engine.holds < engine.wanted:
             yield "  (the others wait, or the engine takes some back when responses grow long)"
