@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from mrl.config.sections.rollout import RolloutConfig
@@ -46,6 +47,7 @@ class EnginePlan:
         return self.context + (self.weights if kept_weights else 0) + (self.cache + self.workspace if kept_cache else 0)
 
 
+@lru_cache(maxsize=64)
 def weights_per_gpu(arch: ModelArch, tensor: int, dtype: int) -> int:
     """SGLang cuts matrices `tensor` ways, experts too, and rounds the vocabulary up; norms, routers and key-value heads
     that are fewer than its GPUs are whole or repeated."""

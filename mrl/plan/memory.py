@@ -8,6 +8,7 @@ from functools import lru_cache
 from math import prod
 from typing import Literal
 
+from mrl.families import ModelArch
 from mrl.families.table import padded_vocab_size, weight_table
 from mrl.plan import activations
 from mrl.plan.activations import FLOAT32, Shapes, Tokens
@@ -54,7 +55,6 @@ class Phase:
         return sum(item.nbytes for item in self.items)
 
 
-@lru_cache(maxsize=4096)
 def model_held(model: Model, seat: Seat) -> Held:
     return held(model.arch, model.role, model.grid, seat)
 
@@ -139,9 +139,14 @@ def _logits(model: Model) -> float:
 def sync_peak(model: Model, seat: Seat, bucket: int) -> Iterator[Item]:
     """On a sender: the parts of its largest tensor, that tensor, and two buckets, one that the engines still read."""
     if seat.tp == 0 and seat.dp == 0 and seat.cp == 0:
-        largest = max(sum(prod(shape) for shape in row.shapes) for row in weight_table(model.arch).values())
-        whole = largest * model.dtype
+        whole = _largest_tensor(model.arch) * model.dtype
         yield Item(model.name, "sync buckets", 2 * max(bucket, whole) + 2 * whole)
+
+
+@lru_cache(maxsize=64)
+def _largest_tensor(arch: ModelArch) -> int:
+    """Elements of the largest parameter, uncut."""
+    return max(sum(prod(shape) for shape in row.shapes) for row in weight_table(arch).values())
 
 
 def phases(work: Work, rank: int, engine: EnginePlan | None, assumed: Assumptions) -> list[Phase]:

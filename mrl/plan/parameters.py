@@ -5,9 +5,10 @@ Sizes come from the weight table; the order is that of the local layers' modules
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from math import lcm, prod
 
 from mrl.config.sections.models import ParallelConfig
@@ -16,6 +17,7 @@ from mrl.families.rows import Row
 from mrl.families.table import EMBEDDING, OUTPUT, VALUE_HEAD, Role, padded_vocab_size, weight_table
 from mrl.plan.grid import Grid, Seat, chunk_layers
 
+_LAYER = "decoder.layers."
 FINAL_NORM = "decoder.final_layernorm.weight"
 MODULES = (  # of a layer, in the order of its parameters
     "input_layernorm",
@@ -44,14 +46,13 @@ class Parameter:
 
 
 def chunks(arch: ModelArch, role: Role, layout: ParallelConfig, seat: Seat) -> list[tuple[Parameter, ...]]:
-    """A rank's parameters by chunk of its stage, each in the order of `named_parameters`."""
-    return [_chunk(arch, role, layout, seat.pp, seat.ep, number) for number in range(layout.virtual_pipeline or 1)]
+    """A rank's parameters by chunk of its stage, each in the order of `named_parameters`. Layers are counted over the
+    whole model, experts over the rank's."""
+    return [_chunk(arch, role, layout, seat.pp, number) for number in range(layout.virtual_pipeline or 1)]
 
 
 @lru_cache(maxsize=512)
-def _chunk(
-    arch: ModelArch, role: Role, layout: ParallelConfig, stage: int, ep: int, number: int
-) -> tuple[Parameter, ...]:
+def _chunk(arch: ModelArch, role: Role, layout: ParallelConfig, stage: int, number: int) -> tuple[Parameter, ...]:
     last_chunk = (layout.virtual_pipeline or 1) - 1
     is_first = stage == 0 and number == 0
     is_last = stage == layout.pipeline - 1 and number == last_chunk
@@ -60,14 +61,13 @@ def _chunk(
     found: list[Parameter] = []
 
     def take(name: str, apart: bool = False) -> None:
-        row = table[name]
-        found.append(Parameter(name, local_numel(row, arch, layout), row.expert and layout.expert > 1, apart))
+        found.append(Parameter(name, local_numel(table[name], arch, layout), apart=apart))
 
     if is_first:
         take(EMBEDDING, apart)
-    for layer in chunk_layers(layout, arch.num_layers, stage)[number]:
-        for name in _layer(arch, layer, layout.expert, ep):
-            take(name)
+    for index in chunk_layers(layout, arch.num_layers, stage)[number]:
+        layer = _layer(arch, index, layout)
+        found += [Parameter(f"{_LAYER}{index}.{each.name}", each.numel, each.expert) for each in layer]
     if is_last:
         take(FINAL_NORM)
         if role == "critic":
@@ -77,26 +77,21 @@ def _chunk(
     return tuple(found)
 
 
-def _layer(arch: ModelArch, index: int, ep_size: int, ep: int) -> Iterator[str]:
-    """Names of a layer's parameters that expert-parallel rank `ep` has."""
-    table, prefix = weight_table(arch), f"decoder.layers.{index}."
-    local = arch.experts.count // ep_size if arch.experts is not None else 0
-    names = _names_by_layer(arch)[index]
-    for module in MODULES:
-        for name in names:
-            if name.startswith(prefix + module) and (
-                not table[name].expert or ep * local <= _expert(name) < (ep + 1) * local
-            ):
-                yield name
+def _layer(arch: ModelArch, index: int, layout: ParallelConfig) -> tuple[Parameter, ...]:
+    """Of a layer, under their names inside of it. Layers of a kind are alike."""
+    return _kind_of_layer(arch, arch.layers.index(arch.layers[index]), layout)
 
 
-@lru_cache(maxsize=16)
-def _names_by_layer(arch: ModelArch) -> list[list[str]]:
-    found: list[list[str]] = [[] for _ in range(arch.num_layers)]
-    for name in weight_table(arch):
-        if name.startswith("decoder.layers."):
-            found[int(name.split(".")[2])].append(name)
-    return found
+@lru_cache(maxsize=256)
+def _kind_of_layer(arch: ModelArch, index: int, layout: ParallelConfig) -> tuple[Parameter, ...]:
+    prefix, local = f"{_LAYER}{index}.", arch.experts.count // layout.expert if arch.experts is not None else 0
+    rows = {name.removeprefix(prefix): row for name, row in weight_table(arch).items() if name.startswith(prefix)}
+    return tuple(
+        Parameter(name, local_numel(row, arch, layout), row.expert and layout.expert > 1)
+        for module in MODULES
+        for name, row in rows.items()
+        if name.startswith(module) and not (row.expert and _expert(name) >= local)
+    )
 
 
 def _expert(name: str) -> int:
@@ -135,21 +130,46 @@ class Held:
         return self.shard * (ADAM_BYTES + (MAIN_BYTES if dtype < MAIN_BYTES else 0))
 
 
+@lru_cache(maxsize=1 << 14)
 def held(arch: ModelArch, role: Role, grid: Grid, seat: Seat) -> Held:
     layout = grid.layout
-    owned = chunks(arch, role, layout, seat)
+    numbers = range(layout.virtual_pipeline or 1)
     dense, expert = (grid.dp * layout.context, seat.cp + layout.context * seat.dp), (grid.edp, seat.edp)
-    buffers = [
-        _Buffer.of(tuple(p for p in chunk if p.expert == is_expert), size)
-        for chunk in owned
-        for is_expert, (size, _) in ((False, dense), (True, expert))
+    shares = [(is_expert, size, rank) for is_expert, (size, rank) in ((False, dense), (True, expert))]
+    parts = [
+        (_buffer(arch, role, layout, seat.pp, number, is_expert, size), rank)
+        for number in numbers
+        for is_expert, size, rank in shares
     ]
-    ranks = [rank for _ in owned for rank in (dense[1], expert[1])]
     return Held(
-        weights=sum(p.numel for chunk in owned for p in chunk),
-        buffer=sum(buffer.numel for buffer in buffers),
-        shard=sum(buffer.shard(rank) for buffer, rank in zip(buffers, ranks, strict=True)),
+        weights=sum(buffer.weights for buffer, _ in parts),
+        buffer=sum(buffer.numel for buffer, _ in parts),
+        shard=sum(buffer.shard(rank) for buffer, rank in parts),
     )
+
+
+@lru_cache(maxsize=2048)
+def _buffer(
+    arch: ModelArch, role: Role, layout: ParallelConfig, stage: int, number: int, expert: bool, size: int
+) -> _Buffer:
+    parameters = [each for each in _chunk(arch, role, layout, stage, number) if each.expert == expert]
+    unit = lcm(size, BUCKET_ALIGN)
+    places: list[tuple[int, int]] = []
+    buckets: list[tuple[int, int]] = []
+    begin = end = 0
+    for parameter in reversed(parameters):
+        start = _up(end, PARAM_ALIGN)
+        if parameter.apart and places and places[-1][0] >= begin:
+            buckets.append((begin, _up(start, unit)))
+            begin = start = buckets[-1][1]
+        end = start + parameter.numel
+        places.append((start, end))
+        if parameter.apart:
+            buckets.append((begin, _up(end, unit)))
+            begin = end = buckets[-1][1]
+    if places and places[-1][0] >= begin:
+        buckets.append((begin, _up(end, unit)))
+    return _Buffer(tuple(places), tuple(buckets), size)
 
 
 @dataclass(frozen=True)
@@ -163,24 +183,10 @@ class _Buffer:
     buckets: tuple[tuple[int, int], ...]
     size: int
 
-    @staticmethod
-    @lru_cache(maxsize=2048)
-    def of(parameters: Sequence[Parameter], size: int) -> _Buffer:
-        unit = lcm(size, BUCKET_ALIGN)
-        places, buckets, begin, end = [], [], 0, 0
-        for parameter in reversed(parameters):
-            start = _up(end, PARAM_ALIGN)
-            if parameter.apart and places and places[-1][0] >= begin:
-                buckets.append((begin, _up(start, unit)))
-                begin = start = buckets[-1][1]
-            end = start + parameter.numel
-            places.append((start, end))
-            if parameter.apart:
-                buckets.append((begin, _up(end, unit)))
-                begin = end = buckets[-1][1]
-        if places and places[-1][0] >= begin:
-            buckets.append((begin, _up(end, unit)))
-        return _Buffer(tuple(places), tuple(buckets), size)
+    @cached_property
+    def weights(self) -> int:
+        """Elements of the parameters."""
+        return sum(end - start for start, end in self.places)
 
     @property
     def numel(self) -> int:
@@ -188,8 +194,24 @@ class _Buffer:
 
     def shard(self, rank: int) -> int:
         """Elements of parameters in the rank's part of every bucket."""
-        parts = [(start + rank * (end - start) // self.size, (end - start) // self.size) for start, end in self.buckets]
-        return sum(max(0, min(end, at + length) - max(start, at)) for at, length in parts for start, end in self.places)
+        found = 0
+        for start, end in self.buckets:
+            part = (end - start) // self.size
+            found += self._before(start + (rank + 1) * part) - self._before(start + rank * part)
+        return found
+
+    def _before(self, position: int) -> int:
+        """Elements of parameters below a position."""
+        index = bisect_right(self._starts, position)
+        return self._sums[index] - max(0, self.places[index - 1][1] - position) if index else 0
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [start for start, _ in self.places]
+
+    @cached_property
+    def _sums(self) -> list[int]:
+        return [0, *accumulate(end - start for start, end in self.places)]
 
 
 def _up(value: int, unit: int) -> int:

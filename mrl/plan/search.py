@@ -29,10 +29,11 @@ LENGTH_OF_A_CUT = 4096  # tokens that a context-parallel rank should have of the
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout of all trained models, and what it comes to."""
+    """A layout of all trained models, and what it comes to. tokens: of a micro-batch, at most."""
 
     layout: ParallelConfig
     recompute: Recompute
+    tokens: int
     plan: Plan
 
     @property
@@ -45,7 +46,7 @@ class Candidate:
         sizes = {"TP": p.tensor, "PP": p.pipeline, "CP": p.context, "EP": p.expert}
         dp = self.plan.work.models["actor"].grid.dp
         parts = [f"{name}{size}" for name, size in (sizes | {"DP": dp}).items() if size > 1] or ["one copy"]
-        return f"{' x '.join(parts)}, recompute {self.recompute}"
+        return f"{' x '.join(parts)}, {self.tokens} tokens, recompute {self.recompute}"
 
 
 def search(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assumed: Assumptions) -> list[Candidate]:
@@ -54,13 +55,13 @@ def search(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assume
     machine = Machine(cluster.gpus, min(cluster.gpus, cluster.per_node), gpus=cluster.gpus, planned=True)
     checked = _checked(cfg, archs)
     for layout in _layouts(cfg, cluster, archs["actor"]):
-        for recompute in RECOMPUTES:
-            variant = _with(cfg, layout, recompute)
+        for recompute, tokens in product(RECOMPUTES, _micro_batches(cfg)):
+            variant = _with(cfg, layout, recompute, tokens)
             if any(_problems(variant, checked, machine)):
                 break
             plan = make(variant, cluster, archs, assumed)
             if not plan.problems and _leaves_room(plan):
-                found.append(Candidate(layout, recompute, plan))
+                found.append(Candidate(layout, recompute, tokens, plan))
                 break  # with more recomputation it is slower
     best = min((each.plan.seconds for each in found), default=0.0)
     return sorted(found, key=lambda each: (int(100 * each.plan.seconds / best), each.tightest))
@@ -94,13 +95,21 @@ def _problems(cfg: Config, archs: Archs, machine: Machine) -> Iterator[object]:
     yield from trainer_of(cfg).check(cfg, archs, machine)
 
 
-def _with(cfg: Config, layout: ParallelConfig, recompute: Recompute) -> Config:
+def _micro_batches(cfg: Config) -> list[int]:
+    """Tokens: as many as it says, or as the longest sequence has."""
+    given, size = cfg.actor.max_tokens_per_microbatch, cfg.step_size()
+    longest = (size.prompt_tokens or 0) + (size.response_tokens or 0)
+    return [given, longest] if 0 < longest < given else [given]
+
+
+def _with(cfg: Config, layout: ParallelConfig, recompute: Recompute, tokens: int) -> Config:
     """The configuration with this layout for every model that is trained; the others follow the actor."""
     changed: dict[str, Any] = {}
     for name, use in cfg.models().items():
         section = dict(cfg).get(name)
         if use.train is not None and isinstance(section, TrainConfig):
-            changed[name] = section.model_copy(update={"parallel": layout, "recompute": recompute})
+            keys = {"parallel": layout, "recompute": recompute, "max_tokens_per_microbatch": tokens}
+            changed[name] = section.model_copy(update=keys)
         elif name == "ref" and section is not None:
             changed[name] = section.model_copy(update={"parallel": None})
     return cfg.model_copy(update=changed)
@@ -113,10 +122,10 @@ def lines(found: Sequence[Candidate], most: int = 10) -> Iterator[str]:
         yield "max_tokens_per_microbatch."
         return
     best = found[0]
-    yield f"{'layout':<44} {'step':>8} {'most memory':>12}  what it loses against the best"
+    yield f"{'layout':<56} {'step':>8} {'most memory':>12}  what it loses against the best"
     for each in found[:most]:
         lost = _lost(each, best) if each is not best else "the best"
-        yield f"{each.words():<44} {each.plan.seconds:6.0f} s {each.tightest / GIB:8.1f} GiB  {lost}"
+        yield f"{each.words():<56} {each.plan.seconds:6.0f} s {each.tightest / GIB:8.1f} GiB  {lost}"
     yield from ("", *_reasons(found))
 
 
@@ -164,7 +173,10 @@ def written(found: Sequence[Candidate], config: Path, out: Path) -> str:
     base = os.path.relpath(config.absolute(), out.absolute().parent)
     trained = [model.name for model in best.plan.work.models.values() if model.is_trained]
     tree = {"base": base, "run": {"nodes": cluster.nodes, "nproc": min(cluster.per_node, cluster.gpus)}}
-    tree |= dict.fromkeys(trained, section)
-    reasons = "".join(f"# {line}\n" for line in _reasons(best))
+    tree |= {
+        name: {"parallel": dict(sizes), "recompute": best.recompute, "max_tokens_per_microbatch": best.tokens}
+        for name in trained
+    }
+    reasons = "".join(f"# {line}\n" for line in _reasons(found))
     head = f"# By mrl plan --search for {cluster.gpus} x {cluster.chip.name}: {best.words()}\n{reasons}"
     return head + yaml.safe_dump(tree, sort_keys=False)

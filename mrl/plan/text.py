@@ -79,6 +79,9 @@ def batch(plan: Plan) -> Iterator[str]:
         longest = f"{size.prompt_tokens} + {size.response_tokens} = {work.lengths.longest}"
         mean = f"{work.lengths.prompt:.0f} + {work.lengths.response:.0f}"
         yield f"a sample: at most {longest} tokens of prompt and response; assumed in the mean {mean}"
+    for name, words in plan.cfg.summary():
+        if name in ("dynamic sampling", "replay"):
+            yield f"{name}: {words}; the times below are of one round without it"
     minibatches = size.learnt // size.minibatch
     updates = f"{size.epochs} x {minibatches} = {size.epochs * minibatches} updates of {size.minibatch} samples"
     yield f"{size.learnt} samples -> {updates}"
