@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,27 @@ def run(args: argparse.Namespace) -> int:
         args.svg.write_text(picture.draw(plan))
     print(json.dumps(text.data(plan), indent=2) if args.json else "\n".join(text.lines(plan)))
     return DOES_NOT_FIT if plan.problems else 0
+
+
+def dry_run(config: Path, overrides: Sequence[str]) -> int:
+    """`mrl train --dry-run`: needs config.json alone, and says which files are not here. Exit code 1: it would fail."""
+    from mrl.config.loader import ConfigError, load
+    from mrl.plan.chips import CHIPS, DEFAULT, Assumptions, Cluster
+    from mrl.plan.plan import PER_NODE, machine_of, make, read_shapes
+
+    try:
+        cfg = load(config, overrides, planned=lambda cfg: machine_of(cfg, None, PER_NODE))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return shared.CONFIG_ERROR
+    cluster = Cluster(CHIPS[DEFAULT], machine_of(cfg, None, PER_NODE).world_size, PER_NODE)
+    from mrl.plan.dry_run import DryRun
+
+    run = DryRun(make(cfg, cluster, read_shapes(cfg), Assumptions()))
+    for line in run.lines():
+        print(line)
+    is_refused = not run.absent and shared.is_refused(cfg)  # data and rewards, where they are here
+    return DOES_NOT_FIT if run.problems or is_refused else 0
 
 
 def _search(args: argparse.Namespace, cfg: Config, cluster: Cluster) -> int:

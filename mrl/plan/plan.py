@@ -18,6 +18,8 @@ from mrl.plan.memory import Item, Phase
 from mrl.plan.timing import Clock, Part
 from mrl.plan.workload import Work, models_of
 
+PER_NODE = 8  # GPUs, where nobody says otherwise
+
 
 def world_of(cfg: Config, per_node: int) -> int:
     """Ranks that the configuration is made for: run.nodes machines with run.nproc processes each, or a node's GPUs; the

@@ -96,9 +96,10 @@ class Config(Section):
         """Every model that the run has weights of, by its name."""
         return {"actor": Built(None, self.actor, is_trained=True)}
 
-    @abstractmethod
     def step_size(self) -> StepSize:
         """What one step works on."""
+        rows = self.data_uses()["data"].rows_per_step
+        return StepSize(learnt=rows, minibatch=rows)
 
     @abstractmethod
     def data_uses(self) -> dict[str, DataUse]:

@@ -10,7 +10,7 @@ from mrl.config.checks.layout import check_shares
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
 from mrl.config.sections.data import SFTBatchConfig
-from mrl.config.trainers.base import Config, DataUse, StepSize
+from mrl.config.trainers.base import Config, DataUse
 
 
 class SFTConfig(Config):
@@ -21,9 +21,6 @@ class SFTConfig(Config):
 
     def data_uses(self) -> dict[str, DataUse]:
         return {"data": DataUse(self.data, self.batch.samples_per_step)}
-
-    def step_size(self) -> StepSize:
-        return StepSize(learnt=self.batch.samples_per_step, minibatch=self.batch.samples_per_step)
 
     def summary(self) -> list[tuple[str, str]]:
         return [("step", f"{self.batch.samples_per_step} samples, 1 update")]
