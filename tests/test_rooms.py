@@ -40,6 +40,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "resilience": ("core", "config", "platform", "parallel", "failure", "files"),
     "trainers": (*BELOW, "rollout", "reward", "learner", "checkpoint", "observe", "resilience", "failure"),
     "plan": ("core", "families", "config", "platform", "parallel", "models", "learner", "data"),
+    "preload": ("config", "platform", "checkpoint"),
     "preflight": ("config", "data", "reward", "options", "algo"),
     "terminal": (),
     "failure": ("files", "redaction"),

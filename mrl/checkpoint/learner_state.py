@@ -13,11 +13,6 @@ import torch
 import torch.distributed as dist
 
 from mrl import platform
-
-platform.install()
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
-
 from mrl.checkpoint.optimizer_shards import optimizer_shards, parts, weight_shards
 from mrl.learner import Learner
 from mrl.learner.optimizer import prime
@@ -33,14 +28,10 @@ def to_write(learner: Learner) -> tuple[dict[str, Any], dict[str, int]]:
     counters, which are the same on every rank. Call it inside the learner's mesh."""
     prime(learner.optimizer)
     models = _models(learner, _metadata(learner))
-    shards = optimizer_shards(learner.optimizer, models)
+    shards = optimizer_shards(learner.optimizer, models, learner.memory.read)
     group = parts(learner.optimizer)[0].state_dict()["optimizer"]["param_groups"][0]
     counters = {ADAM_UPDATES: int(group.get("step", 0)), SCHEDULE_UPDATES: learner.schedule.num_steps}
-    state = {**models, "optimizer": shards}
-    for entry in nested_values(state):
-        if isinstance(entry, ShardedTensor | ShardedTensorFactory):
-            entry.data = learner.memory.read(entry.data)
-    return state, counters
+    return {**models, "optimizer": shards}, counters
 
 
 class StateToLoad:
@@ -77,8 +68,9 @@ class StateToLoad:
 def copy_shards(copy: PolicyCopy) -> dict[str, Any]:
     """What this rank keeps of the copy, where it lies: to be written, or to be read into. Call it inside its learner's
     mesh."""
-    models = _models(copy.learner, _metadata(copy.learner))
-    return {"weights": weight_shards(copy.learner.optimizer, models, copy.kept)}
+    learner = copy.learner
+    models = _models(learner, _metadata(learner))
+    return {"weights": weight_shards(learner.optimizer, models, learner.memory.read, copy.kept)}
 
 
 def _metadata(learner: Learner) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from mrl.commands import plan, shared, world
 
 if TYPE_CHECKING:
     from mrl.config.schema import Config
+    from mrl.launcher import Nursery
 
 # Of ranks and engines. Torch's own place is in /tmp, by a name that anybody can take first; what is there is run.
 COMPILED = ("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/mrl/torchinductor"))
@@ -32,25 +33,36 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads and checks the configuration, then is a rank of the world around it, or starts one."""
-    config, overrides = args.config, args.overrides
+    """Loads and checks the configuration, then is a rank of the world around it, or starts one, whose ranks are copies
+    of this process as it is now, where they can be."""
     if args.dry_run:
-        return plan.dry_run(config, overrides)
+        return plan.dry_run(args.config, args.overrides)
     os.environ.setdefault(*COMPILED)
-    in_a_world = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if in_a_world:
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from mrl.resilience import preemption, rank
 
         preemption.die_at_once()
         rank.adopt()
+        cfg = _load(args, joined=world.joined())
+        return cfg if isinstance(cfg, int) else world.be_a_rank(cfg)
+
+    cfg = _load(args)  # most mistakes are found here, before torch has been imported to count GPUs
+    if isinstance(cfg, int):
+        return cfg
+    if cfg.run.launcher != "mrl" or not args.is_program:
+        return _lead(args, None)
+    from mrl.launcher import Nursery
+
+    with Nursery() as nursery:  # imports while the rest is checked
+        return _lead(args, nursery)
+
+
+def _load(args: argparse.Namespace, **machine: Any) -> Config | int:
+    """The configuration, or the exit code of one that cannot be used."""
     from mrl.config.loader import ConfigError, load
 
     try:
-        if in_a_world:
-            cfg = load(config, overrides, joined=world.joined())
-        else:
-            load(config, overrides)  # most mistakes are found here, before torch has been imported to count GPUs
-            cfg = load(config, overrides, gpus=world.gpus())
+        cfg = load(args.config, args.overrides, **machine)
         _check_temporary_files()
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -59,9 +71,16 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
-    if in_a_world:
-        return world.be_a_rank(cfg)
-    return 1 if shared.is_refused(cfg) or lacks_layers(cfg) else world.start(cfg, config, overrides)
+    return cfg
+
+
+def _lead(args: argparse.Namespace, nursery: Nursery | None) -> int:
+    cfg = _load(args, gpus=world.gpus())
+    if isinstance(cfg, int):
+        return cfg
+    if shared.is_refused(cfg) or lacks_layers(cfg):
+        return 1
+    return world.start(cfg, args.config, args.overrides, nursery)
 
 
 def lacks_layers(cfg: Config) -> bool:

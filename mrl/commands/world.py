@@ -13,6 +13,7 @@ from mrl import failure
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
     from mrl.config.schema import Config
+    from mrl.launcher import Nursery
 
 
 def gpus() -> int:
@@ -30,8 +31,9 @@ def joined() -> Machine:
     return Machine(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), gpus(), joined=True)
 
 
-def start(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
-    """Exit code of a world of its own, on this machine, of `mrl train CONFIG OVERRIDES`."""
+def start(cfg: Config, config: Path, overrides: Sequence[str], nursery: Nursery | None) -> int:
+    """Exit code of a world of its own, on this machine, of `mrl train CONFIG OVERRIDES`. nursery: of the own launcher's
+    ranks."""
     from mrl.config.derived import Machine, is_on_one_machine
     from mrl.launcher import Elastic, LaunchError, launch, launch_elastic
     from mrl.observe import RunExists, refuse_existing, trackers
@@ -48,7 +50,8 @@ def start(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
         if not (run_dir / "lock").exists():  # else rank 0 looks, who knows whether the run there is going on
             refuse_existing(cfg)
         if cfg.run.launcher == "mrl":
-            return launch([sys.executable, "-m", *arguments], nproc, run_dir / "logs", save_s=save_s)
+            command = [sys.executable, "-m", *arguments]
+            return launch(command, nproc, run_dir / "logs", save_s=save_s, nursery=nursery)
         is_ft = cfg.run.launcher == "ft"
         job = Elastic(
             cfg.run.launcher,

@@ -33,7 +33,7 @@ class LearnerMemory:
     def __init__(
         self, model: str, offload: Offload, parameters: Iterable[Tensor], chunks: list[Any], optimizer: Any
     ) -> None:
-        """optimizer: Megatron's, with the DDP `chunks` whose gradients it takes; None for a model that is not trained"""
+        """chunks: Megatron's DDP; optimizer: what takes their gradients, None for a model that is not trained"""
         self.model, self.offload = model, offload
         self.level: Level = "all"
         self.bytes_copied = 0
@@ -128,7 +128,6 @@ class LearnerMemory:
         for chunk in self._chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 yield buffer.grad_data
-
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:

@@ -72,7 +72,7 @@ class HostRoom:
         assert self._room is not None
         offset = place // tensor.element_size() + tensor.storage_offset()
         room = torch.empty(0, dtype=tensor.dtype)
-        return room.set_(self._room.untyped_storage(), offset, tensor.size(), tensor.stride())  # type: ignore[call-overload,no-any-return]
+        return room.set_(self._room.untyped_storage(), offset, tensor.size(), tensor.stride())
 
     def _fit(self, sizes: list[int]) -> None:
         if self._room is None or sizes != self._sizes:
@@ -96,7 +96,7 @@ def _aligned(size: int) -> int:
 
 def _flat(storage: UntypedStorage) -> Tensor:
     """All its bytes."""
-    flat: Tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    flat: Tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return flat
 
 

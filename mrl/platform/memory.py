@@ -1,4 +1,4 @@
-"""Memory of this process: the peak of its GPU where it has one, else of its resident set; what the GPU's cache keeps."""
+"""Memory of this process: its peak, of its GPU where it has one, else its resident set; and what the GPU caches."""
 
 from __future__ import annotations
 
@@ -33,8 +33,14 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def reset_peak_device_bytes() -> None:
+    """Start a new peak of the GPU; does nothing where there is none."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
 def peak_device_bytes() -> int | None:
-    """Of tensors on the GPU, since the last `reset_peak_memory`; None where there is none."""
+    """Of tensors on the GPU, since the last reset; None where there is none."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
