@@ -25,9 +25,10 @@ NEEDS: dict[str, tuple[dict[str, Level], tuple[bool, bool]]] = {
     "rollout": ({}, (True, True)),
     "scoring": ({"reward": "parameters"}, (True, True)),
     "experience": ({"actor": "parameters", "critic": "parameters", "ref": "parameters"}, (False, False)),
-    "actor update": ({"actor": "all"}, (False, False)),
-    "critic update": ({"critic": "all"}, (False, False)),
+    "actor_update": ({"actor": "all"}, (False, False)),
+    "critic_update": ({"critic": "all"}, (False, False)),
     "sync": ({"actor": "parameters"}, (True, False)),
+    "checkpoint": ({"actor": "parameters"}, (True, False)),  # reads what it writes where that lies, after a sync
 }
 SAMPLE_VECTORS, DENSE_VECTORS = 10, 8  # float32 of a step's response tokens, flat and padded to the longest
 OBJECT_BYTES = 76  # of a response token on rank 0: two places in lists, an int, a float
@@ -169,11 +170,11 @@ def phases(work: Work, rank: int, engine: EnginePlan | None, assumed: Assumption
 
 
 def phase_names(work: Work) -> list[str]:
-    updates = [f"{model.name} update" for model in work.models.values() if model.is_trained]
+    updates = [f"{model.name}_update" for model in work.models.values() if model.is_trained]
     if not work.is_sampling:
-        return updates
+        return [*updates, "checkpoint"]
     scoring = ["scoring"] if "reward" in work.models else []
-    return ["rollout", *scoring, *(["experience"] if work.size.passes else []), *updates, "sync"]
+    return ["rollout", *scoring, *(["experience"] if work.size.passes else []), *updates, "sync", "checkpoint"]
 
 
 def left_for_engine(work: Work, rank: int, memory: float, assumed: Assumptions) -> float:
@@ -191,7 +192,7 @@ def _engine_words(engine: EnginePlan, weights: bool, cache: bool) -> str:
 
 def _transient(phase: str, work: Work, seats: Mapping[str, Seat]) -> list[Item]:
     models = work.models
-    if phase == "rollout":
+    if phase in ("rollout", "checkpoint"):
         return []
     if phase == "scoring":
         return list(forward_peak(models["reward"], seats["reward"], work.tokens["reward"]))
@@ -201,7 +202,7 @@ def _transient(phase: str, work: Work, seats: Mapping[str, Seat]) -> list[Item]:
         return max(each, key=lambda items: sum(item.nbytes for item in items), default=[])
     if phase == "sync":
         return list(sync_peak(models["actor"], seats["actor"], work.bucket))
-    name = phase.removesuffix(" update")
+    name = phase.removesuffix("_update")
     return list(update_peak(models[name], seats[name], work.tokens[name], work.batches[name].count))
 
 

@@ -207,7 +207,7 @@ def step(clock: Clock, work: Work, engine: EnginePlan | None) -> list[Part]:
     updates = size.epochs * max(1, size.learnt // size.minibatch)
     for name, model in work.models.items():
         if model.is_trained:
-            phase = f"{name} update"
+            phase = f"{name}_update"
             once = [*passes(clock, model, phase, work.batches[name], lengths, trained=True)]
             once += step_of_optimizer(clock, model, phase)
             found += [Part(part.phase, part.what, part.seconds * updates, part.limit) for part in once]
