@@ -160,6 +160,7 @@ def phases(work: Work, rank: int, engine: EnginePlan | None, assumed: Assumption
         for model in work.models.values():
             level = levels.get(model.name, "nothing") if work.is_sampling else "all"
             items += resident(model, seats[model.name], level)
+        items += _copies(work, seats["actor"], on_host=False)
         items += _transient(name, work, seats)
         computed = sum(item.nbytes for item in items[1:])
         items.append(Item("process", "fragments", assumed.fragments_share * computed))
@@ -206,18 +207,23 @@ def _transient(phase: str, work: Work, seats: Mapping[str, Seat]) -> list[Item]:
     return list(update_peak(models[name], seats[name], work.tokens[name], work.batches[name].count))
 
 
-def host_items(work: Work, rank: int, keeps_copy: bool, asynchronous: bool) -> list[Item]:
+def _copies(work: Work, seat: Seat, on_host: bool) -> Iterator[Item]:
+    """Of the actor's weights: each rank has of them what it updates."""
+    for name, is_on_host in work.copies.items():
+        if is_on_host == on_host:
+            yield Item("actor", name, FLOAT32 * model_held(work.models["actor"], seat).shard)
+
+
+def host_items(work: Work, rank: int, asynchronous: bool) -> list[Item]:
     """Of one rank's process, beyond its code: what is offloaded, copies of the actor, a checkpoint that is written in
-    the background, the step's samples. keeps_copy: a moving average or a refreshed reference, in host memory."""
+    the background (`asynchronous`), the step's samples."""
     found: list[Item] = []
     for model in work.models.values():
         seat = model.grid.seat(rank)
         found += on_host(model, seat)
         if model.is_trained and asynchronous:
             found.append(Item(model.name, "checkpoint being written", checkpoint_bytes(model, seat)))
-    if keeps_copy:
-        actor = work.models["actor"]
-        found.append(Item("actor", "float32 copy", FLOAT32 * model_held(actor, actor.grid.seat(rank)).shard))
+    found += _copies(work, work.models["actor"].grid.seat(rank), on_host=True)
     size, mean = work.size, work.lengths
     flat = size.learnt * (mean.mean * 8 + mean.response * FLOAT32 * SAMPLE_VECTORS)
     dense = size.learnt * (work.size.response_tokens or work.lengths.longest) * FLOAT32 * DENSE_VECTORS

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from mrl.config.checks.models import read_archs
 from mrl.config.derived import Machine, smallest_world
-from mrl.config.schema import RLConfig
+from mrl.config.sections.rollout import RolloutConfig
 from mrl.config.trainers.base import Config
 from mrl.families import ModelArch
 from mrl.plan import memory, timing
@@ -97,12 +97,8 @@ class Plan:
 
     def host(self, rank: int) -> list[Item]:
         """What a rank's process has in host memory."""
-        cfg = self.cfg
-        copies = isinstance(cfg, RLConfig) and (
-            cfg.ref.policy == "refreshed" or (cfg.ema is not None and cfg.ema.offload)
-        )
-        asynchronous = cfg.checkpoint.every_steps is not None and cfg.checkpoint.asynchronous
-        return memory.host_items(self.work, rank, copies, asynchronous)
+        checkpoint = self.cfg.checkpoint
+        return memory.host_items(self.work, rank, checkpoint.every_steps is not None and checkpoint.asynchronous)
 
     @property
     def host_of_node(self) -> float:
@@ -130,22 +126,24 @@ class Plan:
 
 def make(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assumed: Assumptions) -> Plan:
     """archs: as `read_shapes` gives them. Raises ValueError for a world that a layout does not fill."""
-    models = models_of(cfg, archs, cluster.gpus, on_gpu=True)
-    bucket = cfg.sync.bucket_mib << 20 if isinstance(cfg, RLConfig) else 0
-    work = Work.of(cfg, models, bucket, assumed)
-    engine = _engine(cfg, cluster, work, assumed) if isinstance(cfg, RLConfig) else None
+    work = Work.of(cfg, models_of(cfg, archs, cluster.gpus, on_gpu=True), assumed)
+    engines = cfg.engines()
+    engine = _engine(engines[0], cluster, work, assumed) if engines is not None else None
     return Plan(cfg, cluster, assumed, work, engine)
 
 
-def _engine(cfg: RLConfig, cluster: Cluster, work: Work, assumed: Assumptions) -> EnginePlan | None:
-    if cfg.rollout.urls:
+def _engine(rollout: RolloutConfig, cluster: Cluster, work: Work, assumed: Assumptions) -> EnginePlan | None:
+    if rollout.urls:
         return None
-    actor, held = work.models["actor"], range(cluster.gpus)
-    kinds = {tuple(memory.model_held(m, m.grid.seat(rank)) for m in work.models.values()): rank for rank in held}
+    actor = work.models["actor"]
+    kinds = {
+        tuple(memory.model_held(m, m.grid.seat(rank)) for m in work.models.values()): rank
+        for rank in range(cluster.gpus)
+    }
     left = min(memory.left_for_engine(work, rank, cluster.chip.memory, assumed) for rank in kinds.values())
     return plan_engine(
         actor.arch,
-        cfg.rollout,
+        rollout,
         actor.dtype,
         left,
         requests=work.size.sampled,

@@ -124,7 +124,10 @@ def largest_micro_batch(model: Model, lengths: Lengths, samples: int) -> Tokens:
 
 @dataclass(frozen=True)
 class Work:
-    """A step of a run, for every model of it. tokens: of the largest micro-batch; bucket: bytes of one of a push."""
+    """A step of a run, for every model of it.
+
+    tokens: of the largest micro-batch; bucket: bytes of one of a push; copies: as `Config.copies` has them
+    """
 
     models: dict[str, Model]
     size: StepSize
@@ -132,14 +135,15 @@ class Work:
     batches: dict[str, Batches]
     tokens: dict[str, Tokens]
     bucket: int
+    copies: dict[str, bool]
 
     @property
     def is_sampling(self) -> bool:
         return self.size.sampled > 0
 
     @staticmethod
-    def of(cfg: Config, models: tuple[Model, ...], bucket: int, assumed: Assumptions) -> Work:
-        size = cfg.step_size()
+    def of(cfg: Config, models: tuple[Model, ...], assumed: Assumptions) -> Work:
+        size, engines = cfg.step_size(), cfg.engines()
         lengths = Lengths.of(size, models[0].train, assumed)
         learnt = {model.name: size.minibatch if model.is_trained else size.learnt for model in models}
         return Work(
@@ -148,5 +152,6 @@ class Work:
             lengths,
             {model.name: Batches.of(model, learnt[model.name], lengths.mean) for model in models},
             {model.name: largest_micro_batch(model, lengths, learnt[model.name]) for model in models},
-            bucket,
+            engines[1].bucket_mib << 20 if engines is not None else 0,
+            cfg.copies(),
         )

@@ -10,6 +10,7 @@ from mrl.config.sections.base import Section
 from mrl.config.sections.data import DataConfig
 from mrl.config.sections.models import ModelConfig, ParallelConfig, TrainConfig
 from mrl.config.sections.reward import RewardConfig
+from mrl.config.sections.rollout import RolloutConfig, SyncConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig
 
 
@@ -95,6 +96,14 @@ class Config(Section):
     def built(self) -> dict[str, Built]:
         """Every model that the run has weights of, by its name."""
         return {"actor": Built(None, self.actor, is_trained=True)}
+
+    def copies(self) -> dict[str, bool]:
+        """Float32 weights that are kept beside the actor's, by name, and whether they are in host memory."""
+        return {}
+
+    def engines(self) -> tuple[RolloutConfig, SyncConfig] | None:
+        """What samples, and how it gets the weights; None: nothing does."""
+        return None
 
     def step_size(self) -> StepSize:
         """What one step works on."""

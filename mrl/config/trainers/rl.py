@@ -54,6 +54,13 @@ class RLConfig(Config):
         given = {name: dict(own)[name] for name in ("parallel", "max_tokens_per_microbatch", "offload")}
         return self.actor.model_copy(update={name: value for name, value in given.items() if value is not None})
 
+    def copies(self) -> dict[str, bool]:
+        found = {"moving average": self.ema.offload} if self.ema is not None else {}
+        return found | ({"reference": True} if needs_ref(self) and self.ref.policy == "refreshed" else {})
+
+    def engines(self) -> tuple[RolloutConfig, SyncConfig]:
+        return self.rollout, self.sync
+
     def step_size(self) -> StepSize:
         single = updates_per_step(self) == 1 and self.replay is None
         needed = {"actor": needs_forward_pass(self.algorithm, single), "ref": needs_ref(self), "critic": self.critic}
