@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 
 from mrl.config.schema import AlgorithmConfig, RLConfig, RolloutConfig, ValidationConfig
 from mrl.observe import read_metrics
+from mrl.rollout import MemoryPart
 from mrl.trainers.rl.memory_order import ORDER, Engines
 from mrl.trainers.rl.run import RLRun
-from mrl.trainers.shared.memory import AWAKE, EnginePart, MemoryOrder
+from mrl.trainers.shared.memory import AWAKE, MemoryOrder
 from mrl.trainers.shared.world import RankZeroError
 from tests.bare_run import bare_run
 from tests.conftest import TinyModels
@@ -112,18 +113,18 @@ class Engine:
         self.told: list[str] = []
         self.losses, self.lacks_weights, self.refuses = 0, False, False
 
-    def release_memory(self, parts: Sequence[EnginePart]) -> None:
+    def release_memory(self, parts: Sequence[MemoryPart]) -> None:
         self._move("release", parts)
         self.lacks_weights |= "weights" in parts
 
-    def resume_memory(self, parts: Sequence[EnginePart]) -> None:
+    def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
         self._move("resume", parts)
 
     def push(self, version: str, *, verify: bool) -> None:
         self.told.append(f"push {version}")
         self.lacks_weights = False
 
-    def _move(self, what: str, parts: Sequence[EnginePart]) -> None:
+    def _move(self, what: str, parts: Sequence[MemoryPart]) -> None:
         if self.refuses:
             raise RuntimeError("HTTP 500")
         self.told.append(f"{what} {' '.join(parts)}")
@@ -143,7 +144,7 @@ class World:
             raise RankZeroError(f"{what} failed: {error}") from error
 
 
-def run_with(engine: Engine, parts: tuple[EnginePart, ...], *urls: str) -> RLRun:
+def run_with(engine: Engine, parts: tuple[MemoryPart, ...], *urls: str) -> RLRun:
     cfg = RLConfig.model_construct(
         algorithm=AlgorithmConfig(adv_estimator="grpo"),
         rollout=RolloutConfig(urls=urls, release="all"),
@@ -156,7 +157,7 @@ def run_with(engine: Engine, parts: tuple[EnginePart, ...], *urls: str) -> RLRun
     return run
 
 
-CACHE: tuple[EnginePart, ...] = ("kv_cache", "cuda_graph")
+CACHE: tuple[MemoryPart, ...] = ("kv_cache", "cuda_graph")
 
 
 def test_an_engine_that_was_lost_while_memory_moved_has_its_weights_before_it_samples() -> None:

@@ -8,13 +8,14 @@ import math
 from pathlib import Path
 
 from tools.gpu.sleep import sleep
-from tools.gpu.stage import Numbers, Setting, Skipped, require
+from tools.gpu.stage import Failed, Numbers, Setting, Skipped, require
 from tools.gpu.stage_cuda import of_sft
 from tools.gpu.trained import ONE_RANK, learnt, of_data, sampled, task, train
 
 ROUNDED_NATS = 0.05  # a token's log-prob in the mean, both sides in bfloat16; about 0.01 is usual
 RUN_S = 110.0
 LAYERS = "actor.layers=local"  # what transformer-engine may do is its own stage's business
+NOTHING_GIVEN_UP = ("actor.offload=none", "rollout.release=none")
 SMALL, LARGE = "sort-20m", "qwen3-0.6b"
 
 
@@ -25,7 +26,7 @@ def has_sglang() -> bool:
 def engine(sglang: bool) -> list[str]:
     """SGLang with the kernels that are there, or mrl's own."""
     if not sglang:
-        return ["rollout.engine=transformers", "sync.transport=shared_memory"]
+        return ["rollout.engine=transformers", "sync.transport=shared_memory", "rollout.memory_fraction=0.7"]
     own = [f"rollout.server_args=[{','.join(words)}]"] if (words := server_args()) else []
     return ["rollout.engine=sglang", "sync.transport=cuda_ipc", *own]
 
@@ -40,6 +41,11 @@ def sft(setting: Setting) -> Numbers:
     words = [*of_sft(made), LAYERS, "run.steps=60", "actor.optimizer.warmup_steps=10"]
     numbers = learnt(train(setting, "sft bf16", "quickstart_gpu_sft", words, RUN_S))
     return require(numbers | {"of the first": numbers["last loss"] / numbers["first loss"]}, **{"of the first": 0.9})
+
+
+def release() -> str:
+    """What the engines can give up here."""
+    return "all" if has_sglang() and importlib.util.find_spec("torch_memory_saver") is not None else "none"
 
 
 def by_sglang(setting: Setting) -> Numbers:
@@ -65,19 +71,36 @@ def apart(setting: Setting) -> Numbers:
         raise Skipped("sglang is not installed")
     if (found := gpu_count()) < 2 and not setting.rehearsal:
         raise Skipped(f"needs 2 GPUs, there is {found}")
-    words = [*of_grpo(setting), *engine(True), "rollout.gpus=[1]", "rollout.release=none", "run.steps=1"]
+    words = [*of_grpo(setting), *engine(True), *NOTHING_GIVEN_UP, "rollout.gpus=[1]", "run.steps=1"]
     return require(sampled(train(setting, "apart", "quickstart_gpu", words, RUN_S, gpus=2)), mismatch_mean=ROUNDED_NATS)
 
 
 def by_transformers(setting: Setting) -> Numbers:
-    if has_sglang():
+    if has_sglang() and not setting.rehearsal:
         raise Skipped("SGLang is there")
     return grpo(setting, "transformers", sglang=False)
 
 
 def grpo(setting: Setting, name: str, sglang: bool) -> Numbers:
-    words = [*of_grpo(setting), *engine(sglang), "run.steps=6"]
+    words = [*of_grpo(setting), *engine(sglang), *NOTHING_GIVEN_UP, "run.steps=6"]
     return require(sampled(train(setting, name, "quickstart_gpu", words, RUN_S)), mismatch_mean=ROUNDED_NATS)
+
+
+def given_up(setting: Setting) -> Numbers:
+    """The same run with everything of the actor in host memory while it is not needed, and SGLang's memory given up."""
+    words = [
+        *of_grpo(setting),
+        *engine(has_sglang()),
+        "actor.offload=all",
+        f"rollout.release={release()}",
+        "run.steps=3",
+    ]
+    rows = train(setting, "given up", "quickstart_gpu", words, RUN_S)
+    moved = {name: rows[-1][name] for name in ("memory/offloaded_gib", "memory/offload_s")}
+    peaks = {name: value for name, value in rows[-1].items() if name.startswith("memory/peak_gib")}
+    if not moved["memory/offloaded_gib"]:
+        raise Failed("nothing was moved", moved)
+    return require(sampled(rows) | {"release": release()} | moved | peaks, mismatch_mean=ROUNDED_NATS)
 
 
 def of_grpo(setting: Setting) -> list[str]:
@@ -94,7 +117,7 @@ def large(setting: Setting) -> Numbers:
     small = {
         "run.steps": 3,
         "data.max_prompt_tokens": 64,
-        "batch.prompts_per_step": 32,
+        "batch.prompts_per_step": 32 if has_sglang() else 4,  # mrl's own engine samples on the CPU
         "batch.samples_per_minibatch": "null",
         "rollout.sampling.max_new_tokens": 64,
         "rollout.max_context_tokens": 128,
@@ -102,6 +125,7 @@ def large(setting: Setting) -> Numbers:
         "validation.prompts": 16,
         "checkpoint.every_steps": "null",
         "checkpoint.export_hf": "false",
+        "rollout.release": release(),
     }
     words = [*ONE_RANK, *own, *(f"{key}={value}" for key, value in small.items()), *engine(has_sglang()), LAYERS]
     numbers = sampled(train(setting, "qwen", "grpo_qwen0.6b_1gpu", words, 150.0))
@@ -124,5 +148,6 @@ CHECKS = {
     "GRPO, bfloat16, transformers engine": by_transformers,
     "SGLang gives memory up and takes it back": sleeps,
     "GRPO of a 0.6B model": large,
+    "memory given up between the parts of a step": given_up,
     "GRPO, SGLang on the second GPU, weights by CUDA IPC": apart,
 }

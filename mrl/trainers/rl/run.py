@@ -264,8 +264,7 @@ def build_run(main: MainParts, models: Models, demonstrations: Demonstrations | 
     replay = Replay(cfg.replay, cfg.run.seed, setup.world) if cfg.replay is not None else None
     states: dict[str, Kept] = {"kl_controller": controller, "score_moments": scores.moments}
     kept = replay.buffer if replay is not None else None
-    parts = RELEASED_PARTS[cfg.rollout.release]
-    engines = Engines(setup.world, parts, main.engine) if parts else None
+    engines = Engines(setup.world, RELEASED_PARTS[cfg.rollout.release], main.engine)
     base = setup.begin(models.actor, models.saved, states, kept, MemoryOrder(ORDER, models.learners, engines))
     return RLRun(
         **vars(base),
