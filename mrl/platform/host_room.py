@@ -105,8 +105,8 @@ def _flat(storage: UntypedStorage) -> Tensor:
 
 
 def host_memory(nbytes: int) -> Tensor:
-    """[nbytes] uint8 on pages of its own, pinned where there is CUDA (torch's own pinned memory is rounded up to a power
-    of two). Raises OSError or RuntimeError if there is not so much."""
+    """[nbytes] uint8 on pages of its own, pinned where there is CUDA (by torch it would be rounded up to a power of
+    two). Raises OSError or RuntimeError if there is not so much."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
