@@ -19,6 +19,7 @@ from mrl.rollout import Engine
 from tests import zygote
 from tests.conftest import TinyModels
 from tests.train_tools import Train, given, write_config
+from tools.gpu.trained import sampled
 
 pytestmark = [
     pytest.mark.engine,
@@ -90,6 +91,8 @@ def test_ppo_a_line_of_finite_metrics_a_step(ppo: Path, metrics: list[dict[str, 
     assert [row["step"] for row in metrics if "validation/mean" in row] == [0, 2, 3]
     raw = (ppo / "runs/run/metrics.jsonl").read_text()
     assert "null" not in raw
+    numbers = sampled(metrics[1:])  # what the stages of `make test-gpu` read
+    assert numbers["steps"] == 3 and numbers["mismatch_max"] < LOG_PROB_TOLERANCE and numbers["sync s"] > 0
 
 
 def test_ppo_the_engine_and_the_trainer_agree_after_every_update(metrics: list[dict[str, float]]) -> None:

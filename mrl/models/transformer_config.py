@@ -15,14 +15,6 @@ from mrl.models.layer_kind import layer_kind
 from mrl.models.mcore import TransformerConfig
 from mrl.parallel import Mesh
 
-VOCAB_ALIGN = 8
-
-
-def padded_vocab_size(arch: ModelArch, tp: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks: the next multiple of 8 * tp."""
-    unit = VOCAB_ALIGN * tp
-    return -(-arch.vocab_size // unit) * unit
-
 
 def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
     """Raises UnsupportedModel for layers that this machine does not have."""
@@ -47,6 +39,8 @@ def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: t
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=True,
+        deterministic_mode=platform.is_deterministic(),
+        timers=platform.pass_timers(),
         moe_token_dispatcher_type="alltoall",  # the only one for variable lengths, also asked of dense models
         **_initialisation(),
         **_fusions(fused, dtype),

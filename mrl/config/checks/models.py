@@ -16,30 +16,32 @@ from mrl.config.trainers.rl import RLConfig
 from mrl.families import ModelArch, UnsupportedModel, is_reward_model, load_arch
 
 
-def read_archs(cfg: Config, problems: list[Problem]) -> Archs:
-    """The shapes of the run's models; what is wrong with their directories is added to `problems`."""
+def read_archs(cfg: Config, problems: list[Problem], shapes_only: bool = False) -> Archs:
+    """The shapes of the run's models; what is wrong with their directories is added to `problems`, of config.json alone
+    with `shapes_only`."""
     model = cfg.model
     actor = _arch("model.path", model.path, problems)
-    if actor is not None and not model.from_scratch:
+    if actor is not None and not model.from_scratch and not shapes_only:
         problems.extend(_weights("model.path", model.path, model.allow_pickle))
-    if actor is not None:
+    if actor is not None and not shapes_only:
         found_in_tokenizer = tokenizer_files.problems(model.path, actor.vocab_size, model.eos_token)
         problems.extend(Problem((key,), message) for key, message in found_in_tokenizer)
     archs: dict[str, ModelArch | None] = {}
     for name, use in cfg.models().items():
-        archs[name] = actor if use.path is None else _other(f"{name}.path", use, model, actor, problems)
+        archs[name] = actor if use.path is None else _other(f"{name}.path", use, model, actor, problems, shapes_only)
     return archs
 
 
 def _other(
-    key: str, use: ModelUse, model: ModelConfig, actor: ModelArch | None, problems: list[Problem]
+    key: str, use: ModelUse, model: ModelConfig, actor: ModelArch | None, problems: list[Problem], shapes_only: bool
 ) -> ModelArch | None:
     """Of a model with a directory of its own."""
     assert use.path is not None
     arch = _arch(key, use.path, problems)
     if arch is None:
         return None
-    problems.extend(_weights(key, use.path, model.allow_pickle))
+    if not shapes_only:
+        problems.extend(_weights(key, use.path, model.allow_pickle))
     if actor is not None and arch.vocab_size != actor.vocab_size:
         message = f"vocabulary of {arch.vocab_size} tokens, the actor's has {actor.vocab_size}"
         problems.append(Problem((key, "model.path"), message))
@@ -125,6 +127,15 @@ def check_layers(cfg: Config, machine: Machine) -> Iterator[Problem]:
             yield Problem((key,), "transformer_engine needs GPUs, this machine has none: use auto or local")
 
 
+def check_offload(cfg: Config) -> Iterator[Problem]:
+    if cfg.gives_up_memory():
+        return
+    for name, use in cfg.models().items():
+        if use.train is not None:
+            because = f"{cfg.trainer} updates it all the time and gives no memory up"
+            yield from inert(use.train, name, ["offload"], because, "trainer")
+
+
 def check_critic(cfg: RLConfig) -> Iterator[Problem]:
     """Settings of a critic that is frozen, or trained so long that the actor never is."""
     if cfg.critic is None:
@@ -132,6 +143,9 @@ def check_critic(cfg: RLConfig) -> Iterator[Problem]:
     if cfg.critic.frozen:
         names = ["warmup_steps", "optimizer", "recompute"]
         yield from inert(cfg.critic, "critic", names, "the critic is frozen", "critic.frozen")
+        if cfg.critic.offload == "optimizer":
+            message = "has no effect: the critic is frozen and has no optimizer: none, or all for its parameters"
+            yield Problem(("critic.offload", "critic.frozen"), message)
         yield from inert(cfg.algorithm, "algorithm", ["value_loss"], "the critic is frozen", "critic.frozen")
     elif cfg.critic.warmup_steps >= cfg.run.steps:
         message = f"{cfg.critic.warmup_steps} critic-only steps of {cfg.run.steps}: the actor would never be trained"

@@ -14,8 +14,12 @@ class RunConfig(Section):
     root: str = "runs"  # directory of run directories
     existing: Literal["refuse", "move_aside"] = "refuse"  # what a run left there that has no checkpoint to go on from
     seed: Seed = 1  # of weights from scratch, prompts and samples
+    # on GPUs: the same bits from the same run again, where a fixed order of sums can be had; slower. CPUs: always so
+    deterministic: bool = False
     steps: PositiveInt = 100  # of the whole run, those before a resume included
     nproc: PositiveInt | None = None  # processes on this machine; the smallest world of the layout when null
+    # machines that the run is made for, nproc processes on each; null: as many as it is started on
+    nodes: PositiveInt | None = None
     tensorboard: bool = True  # also write RUN_DIR/tensorboard
     timeout_s: PositiveFloat = 600.0  # seconds of every collective
     launcher: Literal["mrl", "torchrun", "ft"] = "mrl"  # who starts this machine's processes; ft restarts failed ones
