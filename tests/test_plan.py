@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,7 +77,7 @@ def test_a_recipe_fits(name: str, gpus: int, capsys: pytest.CaptureFixture[str])
 
 def test_what_does_not_fit_is_said_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["actor.offload=none", "critic.offload=none", "ref.offload=none"]
-    assert main(["plan", "yaml_configs/ppo_llama70b_64gpu.yaml", "--gpu", "a100-40g", *keys]) == 1
+    assert main(["plan", "yaml_configs/ppo_llama70b_64gpu.yaml", *keys, "--gpu", "a100-40g"]) == 1
     printed = capsys.readouterr().out
     assert "It does not fit" in printed and "rank 0 needs" in printed and "actor optimizer" in printed
 
@@ -172,7 +173,7 @@ def test_search_writes_a_configuration_that_fits(tmp_path: Path, capsys: pytest.
     assert main([*arguments, "--search", "--out", str(out)]) == 0
     table = capsys.readouterr().out.splitlines()
     seconds = [float(line.split(" s ")[0].split()[-1]) for line in table[1:] if " s " in line and "GiB  " in line]
-    assert len(seconds) > 3 and seconds == sorted(seconds, key=lambda each: round(each / seconds[0], 2))
+    assert len(seconds) > 3 and all(after > 0.98 * before for before, after in pairwise(seconds))
     assert main(["plan", str(out), "--gpu", "h200"]) == 0
     printed = capsys.readouterr().out
     assert "16 x h200 on 2 nodes" in printed and f" about {seconds[0]:.0f} s" in printed
