@@ -42,8 +42,8 @@ def _notes(url: str, info: ServerInfo, cfg: RolloutConfig) -> Iterator[str]:
     if cfg.release != "none" and not info.releases_memory:
         if info.releases_memory is None or info.device != "cpu":
             raise EngineStartError(
-                f"engine {url} cannot give memory up as rollout.release = {cfg.release} asks: start it with "
-                "--enable-memory-saver, or set rollout.release: none"
+                f"engine {url} cannot give memory up as rollout.release = {cfg.release} asks (SGLang can with "
+                "--enable-memory-saver): set rollout.release: none"
             )
         yield f"engine {url} serves on a CPU: it says that it gives memory up (rollout.release), and gives none"
     if cfg.deterministic and not info.is_deterministic:

@@ -103,20 +103,21 @@ class Engine:
         """Gives up these parts of every server's memory, as far as it holds them. Waits until no request runs.
 
         Weights are gone then, and back with the first push after `resume_memory`. A server of ours that dies or does
-        not answer within rollout.request_timeout_s is started again as often as `restarts` allows, and gives up its
-        own. Raises RolloutError when that is not allowed, or a server refuses.
+        not answer within rollout.request_timeout_s is started again as often as `restarts` allows, gives up as much,
+        and lacks its weights (`lacks_weights`). Raises RolloutError when that is not allowed, or a server refuses.
         """
         self.wait_ready()
         self.fleet.settle(lambda released: released | set(parts))
 
     def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
         """Takes back these parts of every server's memory, as far as they are given up; restarts and errors as in
-        `release_memory`. A server that is started again has its weights, or lacks them, as it had before."""
+        `release_memory`."""
         self.fleet.settle(lambda released: released - set(parts))
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether a server has given its weights up and got no others since."""
+        """Whether a server has given its weights up, or lost them with its life, and got no others since: they must be
+        pushed before it samples."""
         return not all(server.has_weights for server in self.fleet.servers)
 
     def check_push(self, url: str) -> None:

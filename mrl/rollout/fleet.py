@@ -109,8 +109,8 @@ class Fleet:
         server.up = False
 
     async def bring_back(self, server: Server) -> None:
-        """Until a lost server has been started again and has its weights, unless it had none, with as many more
-        restarts as it takes."""
+        """Until a lost server has been started again and has its weights, unless it is to wait for them, with as many
+        more restarts as it takes."""
         process = server.process
         assert process is not None, "only ours are lost"
         while True:
@@ -161,8 +161,8 @@ class Fleet:
     def settle(self, change: Callable[[Parts], Parts]) -> None:
         """Brings every server from the parts of memory that it has given up to `change` of them, all at once.
 
-        One that dies or does not answer in it is lost, started again, and brought there too. Raises RolloutError when
-        that is not allowed, or if a server refuses.
+        One that dies or does not answer in it is lost, started again, and brought there too, without its weights.
+        Raises RolloutError when that is not allowed, or if a server refuses.
         """
         wanted = {server: change(server.released) for server in self.servers}
         todo = list(self.servers)
@@ -188,6 +188,7 @@ class Fleet:
         if error.status is not None and not ended:
             raise problem from error
         self.lose(server, problem)
+        server.has_weights = False  # the trainer's are not at hand where memory moves
         asyncio.run(self.bring_back(server))
 
     # ---- checks

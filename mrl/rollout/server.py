@@ -27,7 +27,7 @@ class Server:
     life: counts its restarts, so that the failure of an earlier life is not taken for one of this
     up: False from its loss until it is started again, checked, and has its weights
     released: parts of its memory that it has given up in this life
-    has_weights: False from when it gave its weights up, or was started again in that state, until the next push
+    has_weights: False from when it gave its weights up, or was started again without them, until the next push
     """
 
     url: str
@@ -86,7 +86,7 @@ class Server:
         """Why it cannot sample; None if it can."""
         if self.released:
             return f"engine {self.url} has given up its {', '.join(_in_order(self.released))}: take it back first"
-        return None if self.has_weights else f"engine {self.url} gave its weights up: push them first"
+        return None if self.has_weights else f"engine {self.url} lacks its weights: push them first"
 
 
 def _in_order(parts: Collection[MemoryPart]) -> list[MemoryPart]:

@@ -105,9 +105,8 @@ def _gpus(rollout: RolloutConfig, gpus: tuple[int, ...], machine: Machine) -> It
     if twice and "memory_fraction" not in ENGINES[rollout.engine].ignores:
         message = f"{', '.join(map(str, twice))}: twice, and each engine takes its memory_fraction of what is free"
         yield Problem((key,), message)
-    absent = sorted({gpu for gpu in gpus if machine.gpus and gpu >= machine.gpus})
-    if absent:
-        numbers = f"{machine.gpus} GPUs, number 0 to {machine.gpus - 1}" if machine.gpus > 1 else "1 GPU, number 0"
+    if (there := machine.gpus) and (absent := sorted({gpu for gpu in gpus if gpu >= there})):
+        numbers = f"{there} GPUs, number 0 to {there - 1}" if there > 1 else "1 GPU, number 0"
         yield Problem((key,), f"{', '.join(map(str, absent))}: this machine has {numbers}")
 
 

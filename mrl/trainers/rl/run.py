@@ -26,10 +26,10 @@ from mrl.learner.policy_copy import PolicyCopy
 from mrl.observe import Recorder, SilentRecorder
 from mrl.reward import RewardManager, longest_wait_s
 from mrl.reward.check import row_check
-from mrl.rollout import Access, Engine, start_engine
+from mrl.rollout import RELEASED_PARTS, Access, Engine, start_engine
 from mrl.trainers.rl.demonstrations import Demonstrations
 from mrl.trainers.rl.generate import Generator, Sampled, Sampler
-from mrl.trainers.rl.memory_order import ORDER
+from mrl.trainers.rl.memory_order import ORDER, Engines
 from mrl.trainers.rl.mismatch import MismatchLimits
 from mrl.trainers.rl.models import Models, MovingAverage, build_models
 from mrl.trainers.rl.models import notes as model_notes
@@ -239,7 +239,8 @@ def build_run(main: MainParts, models: Models, demonstrations: Demonstrations | 
     replay = Replay(cfg.replay, cfg.run.seed, setup.world) if cfg.replay is not None else None
     states: dict[str, Kept] = {"kl_controller": controller, "score_moments": scores.moments}
     kept = replay.buffer if replay is not None else None
-    base = setup.begin(models.actor, models.saved, states, kept, MemoryOrder(ORDER, models.learners))
+    engines = Engines(setup.world, RELEASED_PARTS[cfg.rollout.release], main.engine)
+    base = setup.begin(models.actor, models.saved, states, kept, MemoryOrder(ORDER, models.learners, engines))
     return RLRun(
         **vars(base),
         critic=models.critic,
