@@ -100,6 +100,19 @@ def test_offload_takes_a_model_away_while_another_computes() -> None:
     assert {"actor", "critic", "ref"} < away["experience"]
 
 
+def test_engines_apart_share_no_memory() -> None:
+    """On GPUs of their own, or at addresses that the plan knows nothing of."""
+    together, gpus = plan_of("dapo_qwen7b_8gpu"), ",".join(map(str, range(8, 16)))
+    apart = plan_of("dapo_qwen7b_8gpu", f"rollout.gpus=[{gpus}]", "rollout.release=none")
+    assert together.engine is not None and apart.engine is not None
+    assert apart.engine.cache > together.engine.cache
+    owners = {item.owner for _, phase in apart.worst.values() for item in phase.items}
+    assert "engine" not in owners and apart.engine.at(3) is None and apart.engine.at(9) == 1
+    keys = ["rollout.urls=[http://a:1]", "rollout.servers=1", "rollout.memory_fraction=0.7"]
+    elsewhere = plan_of("dapo_qwen7b_8gpu", *keys, "rollout.release=none")
+    assert elsewhere.engine is None and {part.phase for part in elsewhere.parts} & {"rollout", "sync"} == {"sync"}
+
+
 def test_the_plan_and_the_trainer_move_memory_alike() -> None:
     assert NEEDS.keys() - ORDER.keys() == {"checkpoint"}
     for phase, (levels, (weights, cache)) in ((name, NEEDS[name]) for name in NEEDS if name in ORDER):
