@@ -7,12 +7,12 @@ import os
 import re
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl import __version__, failure
+from mrl.redaction import redact
 from mrl.weights import command
 
 if TYPE_CHECKING:
@@ -41,12 +41,16 @@ def _run(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     if args.command == "train":
         return train(args.config, args.overrides)
+    if args.command == "preflight":
+        return preflight(args)
+    if args.command == "profile":
+        return profile(args.config, args.overrides, args.steps, args.ranks)
     if args.command == "data":
         return data(args.config, args.overrides, args.samples)
     if args.command == "config":
         return config_manual(args.key, args.markdown)
     if args.command == "report":
-        return report(args.run_dir)
+        return report(args.run_dir, args.follow, args.every_s)
     if args.command in ("convert", "verify"):
         return (command.convert if args.command == "convert" else command.verify)(args)
     return doctor()
@@ -67,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         "Under torchrun or ft_launcher it joins the world that they started."
     )
 
+    _add_preflight(commands)
+
     data_parser = commands.add_parser("data", help="show what a configuration's data looks like to the model")
     data_parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
     data_parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as data.chat_template=true")
@@ -83,10 +89,40 @@ def _parser() -> argparse.ArgumentParser:
 
     report_parser = commands.add_parser("report", help="write a run's report: one HTML page and the reward curve")
     report_parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    report_parser.add_argument("--follow", action="store_true", help="write it again as the run goes on, until it ends")
+    report_parser.add_argument("--every-s", type=float, default=10.0, metavar="S", help="with --follow (default: 10)")
+
+    profile_parser = commands.add_parser("profile", help="train a few steps under torch's profiler")
+    profile_parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
+    profile_parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as run.nproc=4")
+    profile_parser.add_argument("--steps", default="2", metavar="N,N", help="numbers of steps, from 1 (default: 2)")
+    profile_parser.add_argument("--ranks", default="0", metavar="N,N", help="whose (default: 0)")
+    profile_parser.description = (
+        "Trains to the last of these steps as run NAME-profile, a run of its own. For each step and rank, its folder "
+        "profile/ gets a trace and a table of the ten largest operations. A longer run: run.profile, see mrl config."
+    )
 
     command.add_parsers(commands)
     commands.add_parser("doctor", help="what is installed here, what it is used for, what happens without it")
     return parser
+
+
+def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("preflight", help="look for everything that would stop a run, before it starts")
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as run.root=/scratch/runs")
+    parser.add_argument("--ranks", type=int, metavar="N", help="of the whole world, if other nodes take part")
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="of these, on this machine (default: all)")
+    parser.add_argument("--json", action="store_true", help="for programs, instead of the table")
+    parser.add_argument(
+        "--network", action="store_true", help="run by torchrun or srun as every rank: measures an all-reduce instead"
+    )
+    parser.add_argument("--mib", type=int, default=256, metavar="N", help="with --network: size of it (default: 256)")
+    parser.add_argument("--at-least", type=float, metavar="GB_PER_S", help="with --network: less is a problem")
+    parser.description = (
+        "Starts nothing of the run. Exit code 0: ready; 2: the configuration is wrong; 1: something else is. What mrl "
+        "train refuses is found here, all at once."
+    )
 
 
 def train(config: Path, overrides: Sequence[str]) -> int:
@@ -106,17 +142,64 @@ def train(config: Path, overrides: Sequence[str]) -> int:
         else:
             load(config, overrides)  # most mistakes are found here, before torch has been imported to count GPUs
             cfg = load(config, overrides, gpus=_gpus())
-        _check_temporary_files()
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(error, file=sys.stderr)
         return CONFIG_ERROR
-    except OSError as error:
-        print(f"mrl: {error}", file=sys.stderr)
+    if _is_refused(cfg, in_a_world):
         return 1
-    if in_a_world:
-        return _be_a_rank(cfg)
-    return 1 if _is_refused(cfg) or _lacks_layers(cfg) else _start_world(cfg, config, overrides)
+    return _be_a_rank(cfg) if in_a_world else _start_world(cfg, config, overrides)
+
+
+def preflight(args: argparse.Namespace) -> int:
+    """Shows all that is wrong, in one table. Exit code 2: the configuration is wrong; 1: something else is."""
+    from mrl.config.loader import ConfigError, load
+    from mrl.preflight import look, network, of_configuration, problems, show
+
+    source = str(args.config)
+    if args.network:
+        return network.main(args.mib, args.at_least, as_json=args.json)
+    try:
+        load(args.config, args.overrides, joined=_planned(args))
+        cfg = load(args.config, args.overrides, joined=_planned(args), gpus=_gpus())
+    except ConfigError as error:
+        findings, code = of_configuration(error), CONFIG_ERROR
+    else:
+        findings = [*of_configuration(None), *look(cfg)]
+        code = 1 if problems(findings) else 0
+    if args.json:
+        print(show.as_json(findings, source, code))
+        return code
+    from rich.console import Console
+
+    console = Console()
+    console.print(show.table(findings, source))
+    console.print(show.verdict(findings))
+    return code
+
+
+def _planned(args: argparse.Namespace) -> Machine | None:
+    """The world of --ranks; None: the one that `mrl train` would start on this machine."""
+    from mrl.config.derived import Machine
+
+    return None if args.ranks is None else Machine(args.ranks, args.ranks_per_node or args.ranks, _gpus(), joined=True)
+
+
+def profile(config: Path, overrides: Sequence[str], steps: str, ranks: str) -> int:
+    """Trains a run of its own under the profiler. Exit codes as `train`'s."""
+    from mrl.config.loader import ConfigError, load
+
+    try:
+        name = load(config, overrides).run.name
+        last = max(int(step) for step in steps.split(","))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return CONFIG_ERROR
+    except ValueError:
+        print(f"mrl: --steps {steps}: expected numbers such as 2 or 2,3", file=sys.stderr)
+        return CONFIG_ERROR
+    own = [f"run.name={name}-profile", "run.existing=move_aside", f"run.steps={last}"]
+    return train(config, [*overrides, *own, f"run.profile={{steps: [{steps}], ranks: [{ranks}]}}"])
 
 
 def data(config: Path, overrides: Sequence[str], samples: int) -> int:
@@ -124,14 +207,15 @@ def data(config: Path, overrides: Sequence[str], samples: int) -> int:
     from mrl.config.loader import ConfigError, load
     from mrl.data import DataError, TokenizerError
     from mrl.data.preview import preview
-    from mrl.preflight import check_of_sampled
+    from mrl.preflight import OF_INPUTS, check_of_sampled, look, problems
 
     try:
         cfg = load(config, overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return CONFIG_ERROR
-    if _is_refused(cfg):
+    if wrong := problems(list(look(cfg, OF_INPUTS))):
+        print("\n".join(map(str, wrong)), file=sys.stderr)
         return 1
     try:
         for line in preview(cfg, samples, check_of_sampled(cfg)):
@@ -142,31 +226,22 @@ def data(config: Path, overrides: Sequence[str], samples: int) -> int:
     return 0
 
 
-def _is_refused(cfg: Config) -> bool:
-    """Says what is wrong with the data and the rewards, as far as it shows without a world."""
+def _is_refused(cfg: Config, in_a_world: bool = False) -> bool:
+    """Says all that preflight finds wrong. Of a world's ranks rank 0 looks, and for its own machine the first one of
+    every other node; not those whose launcher `mrl train` has looked before it started them, nor restarted ones."""
     from mrl import preflight
-    from mrl.data import DataError, TokenizerError
-    from mrl.reward import RewardError
-    from mrl.user_functions import FunctionError
+    from mrl.ports import MEETING_VARIABLE
+    from mrl.resilience.protocol import attempt
 
-    try:
-        preflight.check(cfg)
-    except (DataError, TokenizerError, RewardError, FunctionError) as error:
-        print(error, file=sys.stderr)
-        return True
-    return False
-
-
-def _lacks_layers(cfg: Config) -> bool:
-    """Says why, if models are to be made of transformer-engine's layers and cannot be."""
-    from mrl import platform
-    from mrl.config.derived import asks_for_transformer_engine
-
-    asked = asks_for_transformer_engine(cfg)
-    problem = platform.transformer_engine_problem() if asked else None
-    if problem is not None:
-        print(f"mrl: {', '.join(asked)}: transformer_engine cannot be used here: {problem}", file=sys.stderr)
-    return problem is not None
+    looks = (*preflight.OF_RUN, *preflight.OF_MACHINE)
+    if in_a_world:
+        if MEETING_VARIABLE in os.environ or attempt() or os.environ.get("LOCAL_RANK", "0") != "0":
+            return False
+        looks = looks if os.environ["RANK"] == "0" else preflight.OF_MACHINE
+    wrong = preflight.problems(list(preflight.look(cfg, looks)))
+    for finding in wrong:
+        print(redact(str(finding)), file=sys.stderr)
+    return bool(wrong)
 
 
 def config_manual(key: str | None, as_markdown: bool) -> int:
@@ -181,7 +256,7 @@ def config_manual(key: str | None, as_markdown: bool) -> int:
     return 0
 
 
-def report(run_dir: Path) -> int:
+def report(run_dir: Path, follow: bool = False, every_s: float = 10.0) -> int:
     """Writes the report and prints answers before and after. Exit code 1: there is no run, or a file of it is
     broken."""
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl")):
@@ -219,13 +294,6 @@ def doctor() -> int:
     return 0
 
 
-def _check_temporary_files() -> None:
-    """Raises OSError where none can be made: engines, torch and the sandbox make some."""
-    wanted = os.environ.get("TMPDIR") or tempfile.gettempdir()
-    if not os.path.isdir(wanted) or not os.access(wanted, os.W_OK | os.X_OK):
-        raise OSError(f"TMPDIR is {wanted!r}, where no files can be made: name a directory that is there and writable")
-
-
 def _gpus() -> int:
     from mrl.platform import gpu_count
 
@@ -242,7 +310,7 @@ def _joined() -> Machine:
 def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
     from mrl.config.derived import Machine, is_on_one_machine
     from mrl.launcher import Elastic, LaunchError, launch, launch_elastic
-    from mrl.observe import RunExists, refuse_existing, trackers
+    from mrl.observe import RunExists, refuse_existing
     from mrl.ports import GLOO, LOOPBACK
     from mrl.resilience import ft_config
 
@@ -251,7 +319,6 @@ def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
     save_s = cfg.resilience.save_deadline_s if cfg.checkpoint.every_steps else None
     timeouts = cfg.resilience.timeouts_s
     try:
-        trackers.wanted(cfg.run)
         os.environ.update(LOOPBACK if is_on_one_machine(cfg) else {GLOO: LOOPBACK[GLOO]})
         if not (run_dir / "lock").exists():  # else rank 0 looks, who knows whether the run there is going on
             refuse_existing(cfg)
@@ -268,7 +335,7 @@ def _start_world(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
             ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
         )
         return launch_elastic(job, run_dir)
-    except (LaunchError, RunExists, trackers.TrackerMissing, OSError) as error:
+    except (LaunchError, RunExists, OSError) as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
 

@@ -36,10 +36,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "learner": BELOW,
     "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", *ON_DISK),
-    "observe": ("core", "config", "files", "redaction"),
+    "observe": ("core", "config", "files", "packages", "redaction"),
     "resilience": ("core", "config", "platform", "parallel", "failure", "files"),
     "trainers": (*BELOW, "rollout", "reward", "learner", "checkpoint", "observe", "resilience", "failure"),
-    "preflight": ("config", "data", "reward", "options", "algo"),
+    "preflight": (
+        *("families", "config", "platform", "algo", "options", "data", "reward", "rollout", "observe", "launcher"),
+        *("weights.disk", "weights.errors", "directories", "packages", "ports", "redaction", "user_functions"),
+    ),
+    "packages": (),
     "terminal": (),
     "failure": ("files", "redaction"),
     "directories": ("files", "foreign"),
@@ -49,7 +53,16 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ports": (),
     "redaction": (),
     "user_functions": (),
-    "launcher": ("terminal", "failure", "files", "ports", "redaction", "resilience.protocol", "resilience.rank"),
+    "launcher": (
+        "terminal",
+        "failure",
+        "files",
+        "packages",
+        "ports",
+        "redaction",
+        "resilience.protocol",
+        "resilience.rank",
+    ),
 }
 LOWEST = ("errors", "agreement", "kinds", "meta")
 TALK = ("errors", "answers", "protocol", "access", "client")
@@ -215,7 +228,9 @@ def test_a_plan_inside_a_room_has_no_circle(room: str) -> None:
 
 def test_the_families_are_plain() -> None:
     """mrl.families is read by the config room: the standard library only, and what reads foreign files with it."""
-    standard = {*("__future__", "collections", "dataclasses", "functools", "json", "os", "pathlib", "stat", "types")}
+    standard = {
+        *("__future__", "collections", "dataclasses", "functools", "json", "math", "os", "pathlib", "stat", "types")
+    }
     files = [*(PACKAGE / "families").rglob("*.py"), PACKAGE / "foreign.py", PACKAGE / "float32.py"]
     found = {name for file in files for name in imports(file, ast.parse(file.read_text()))}
     assert {name.split(".")[0] for name in found} == standard | {"typing", "mrl"}

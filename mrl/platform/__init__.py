@@ -6,6 +6,7 @@ Call `install()` before the first `import megatron.core`, in training processes 
 from mrl.platform.adaptations import applied, install
 from mrl.platform.features import Feature, doctor_table, features
 from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable
+from mrl.platform.gpu_health import GpuHealth, GpuTimeout, gpu_health
 from mrl.platform.memory import peak_memory_bytes, reset_peak_memory
 from mrl.platform.optimizer_state import prime_adam, unshare_steps
 from mrl.platform.process import (
@@ -27,6 +28,8 @@ __all__ = [
     "REGISTRY",
     "Adaptation",
     "Feature",
+    "GpuHealth",
+    "GpuTimeout",
     "WorldError",
     "apex_usable",
     "applied",
@@ -38,6 +41,7 @@ __all__ = [
     "doctor_table",
     "features",
     "gpu_count",
+    "gpu_health",
     "init_process_group",
     "install",
     "peak_memory_bytes",

@@ -10,6 +10,7 @@ from mrl.config.sections.base import Section
 from mrl.config.sections.data import DataConfig
 from mrl.config.sections.models import ModelConfig, ParallelConfig, TrainConfig
 from mrl.config.sections.reward import RewardConfig
+from mrl.config.sections.rollout import RolloutConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig
 
 
@@ -21,12 +22,14 @@ class ModelUse:
     parallel: its layout; None: it has none of its own
     train: what its training is told; None: it is never trained
     scores: it needs a score head
+    frozen: never trained, whatever `train` says
     """
 
     path: str | None = None
     parallel: ParallelConfig | None = None
     train: TrainConfig | None = None
     scores: bool = False
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,14 @@ class Config(Section):
     def algorithm_used(self) -> AlgorithmConfig | None:
         """What makes advantages of scores, and losses of these; None: nothing does."""
         return None
+
+    def engines(self) -> RolloutConfig | None:
+        """What samples; None: nothing does."""
+        return None
+
+    def copies(self) -> int:
+        """Float32 copies of the actor's weights that a checkpoint holds beside it."""
+        return 0
 
     def given_urls(self) -> tuple[str, ...]:
         """Addresses of services, started by somebody else, that ranks may have to reach."""

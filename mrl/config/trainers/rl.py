@@ -32,7 +32,7 @@ class RLConfig(Config):
     def models(self) -> dict[str, ModelUse]:
         found = super().models()
         if (critic := self.critic) is not None:
-            found["critic"] = ModelUse(critic.path, critic.parallel, critic)
+            found["critic"] = ModelUse(critic.path, critic.parallel, critic, frozen=critic.frozen)
         found["ref"] = ModelUse(self.ref.path, self.ref.parallel if needs_ref(self) else None)
         if (judge := self.reward.model) is not None:
             found["reward.model"] = ModelUse(judge.path, judge.parallel or self.actor.parallel, scores=True)
@@ -49,6 +49,12 @@ class RLConfig(Config):
 
     def algorithm_used(self) -> AlgorithmConfig:
         return self.algorithm
+
+    def engines(self) -> RolloutConfig:
+        return self.rollout
+
+    def copies(self) -> int:
+        return (self.ema is not None) + (needs_ref(self) and self.ref.policy == "refreshed")
 
     def given_urls(self) -> tuple[str, ...]:
         return self.rollout.urls
