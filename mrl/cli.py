@@ -38,7 +38,7 @@ def _run(argv: Sequence[str]) -> int:
         if re.search("[\ud800-\udfff]", word):
             print(f"mrl: an argument is not UTF-8: {os.fsencode(word)!r}", file=sys.stderr)
             return CONFIG_ERROR
-    args = _parser().parse_args(argv)
+    args = _parsed(argv)
     if args.command == "train":
         return train(args.config, args.overrides)
     if args.command == "preflight":
@@ -54,6 +54,17 @@ def _run(argv: Sequence[str]) -> int:
     if args.command in ("convert", "verify"):
         return (command.convert if args.command == "convert" else command.verify)(args)
     return doctor()
+
+
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """Overrides may stand after options too, which argparse does not take."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if any(word.startswith("-") or not hasattr(args, "overrides") for word in rest):
+        parser.parse_args(argv)
+    if rest:
+        args.overrides += rest
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -31,6 +31,7 @@ from mrl.observe import (
     before_after_table,
     read_metrics,
     save_samples,
+    trackers,
     write_report,
 )
 from mrl.observe.curves import moving_mean
@@ -203,7 +204,7 @@ def test_a_continued_run_replaces_the_abandoned_steps(tmp_path: Path) -> None:
 
 def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with Recorder(tmp_path, 2, ["tensorboard"], live=False) as recorder:
+    with Recorder(tmp_path, 2, trackers.make(config(tmp_path), tmp_path), live=False) as recorder:
         for step in (1, 2):
             recorder.log(StepStats(step, {"reward/mean": step / 4}, {"rollout": 1.5}))
     loaded = events.EventAccumulator(str(tmp_path / "tensorboard")).Reload()

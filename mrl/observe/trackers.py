@@ -13,7 +13,7 @@ from mrl.observe.mlflow_tracker import Mlflow
 from mrl.observe.sender import Outcome, Remote, Sender
 from mrl.observe.tensorboard import TensorboardWriter
 from mrl.observe.wandb_tracker import Wandb
-from mrl.packages import pip_install_extra
+from mrl.packages import pip_install, pip_install_extra
 
 
 class TrackerMissing(RuntimeError):
@@ -47,9 +47,10 @@ def missing(run: RunConfig) -> Iterator[str]:
     for name in run.trackers:
         package = TRACKERS[name].package
         if find_spec(package) is None:
+            command = pip_install(package) if name == "tensorboard" else pip_install_extra("trackers")
             yield (
-                f"run.trackers: {name} needs the package {package}, which is not installed: "
-                f"{pip_install_extra('trackers')}, or leave {name} out"
+                f"run.trackers: {name} needs the package {package}, which is not installed: {command}, or leave {name} "
+                "out"
             )
 
 

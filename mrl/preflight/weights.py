@@ -39,7 +39,9 @@ def look_at_weights(cfg: Config) -> Iterator[Finding]:
         if len(found) > MAX_SHOWN:
             yield Finding("weights", "problem", f"{key}: {len(found) - MAX_SHOWN} more tensors of {path} do not fit")
         if not found:
-            yield Finding("weights", "ok", f"{key}: {path} has every tensor of a {arch.family} of its config.json")
+            head = " (the value head may start at 0)" if role == "critic" else ""
+            text = f"{key}, as {role}: {path} has every tensor of a {arch.family} with its config.json{head}"
+            yield Finding("weights", "ok", text)
 
 
 def _models(cfg: Config) -> Iterator[tuple[str, str, Role]]:

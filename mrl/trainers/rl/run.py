@@ -195,6 +195,7 @@ def build_run(main: MainParts, models: Models, demonstrations: Demonstrations | 
     replay = Replay(cfg.replay, cfg.run.seed, setup.world) if cfg.replay is not None else None
     states: dict[str, Kept] = {"kl_controller": controller, "score_moments": scores.moments}
     base = setup.begin(models.actor, models.saved, states, kept=replay.buffer if replay is not None else None)
+    base.speed.watch(models.critic, models.ref)
     return RLRun(
         **vars(base),
         critic=models.critic,
