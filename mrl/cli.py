@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl import __version__, failure
-from mrl.redaction import redact
+from mrl.preflight import command as preflight
 from mrl.weights import command
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _run(argv: Sequence[str]) -> int:
     if args.command == "train":
         return train(args.config, args.overrides)
     if args.command == "preflight":
-        return preflight(args)
+        return preflight.main(args, _gpus)
     if args.command == "profile":
         return profile(args.config, args.overrides, args.steps, args.ranks)
     if args.command == "data":
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         "Under torchrun or ft_launcher it joins the world that they started."
     )
 
-    _add_preflight(commands)
+    preflight.add_parser(commands)
 
     data_parser = commands.add_parser("data", help="show what a configuration's data looks like to the model")
     data_parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
@@ -118,24 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("preflight", help="look for everything that would stop a run, before it starts")
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as run.root=/scratch/runs")
-    parser.add_argument("--ranks", type=int, metavar="N", help="of the whole world, if other nodes take part")
-    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="of these, on this machine (default: all)")
-    parser.add_argument("--json", action="store_true", help="for programs, instead of the table")
-    parser.add_argument(
-        "--network", action="store_true", help="run by torchrun or srun as every rank: measures an all-reduce instead"
-    )
-    parser.add_argument("--mib", type=int, default=256, metavar="N", help="with --network: size of it (default: 256)")
-    parser.add_argument("--at-least", type=float, metavar="GB_PER_S", help="with --network: less is a problem")
-    parser.description = (
-        "Starts nothing of the run. Exit code 0: ready; 2: the configuration is wrong; 1: something else is. What mrl "
-        "train refuses is found here, all at once."
-    )
-
-
 def train(config: Path, overrides: Sequence[str]) -> int:
     """Loads and checks the configuration, then is a rank of the world around it, or starts one."""
     os.environ.setdefault(*COMPILED)
@@ -157,43 +139,9 @@ def train(config: Path, overrides: Sequence[str]) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(error, file=sys.stderr)
         return CONFIG_ERROR
-    if _is_refused(cfg, in_a_world):
+    if preflight.is_refused(cfg, in_a_world):
         return 1
     return _be_a_rank(cfg) if in_a_world else _start_world(cfg, config, overrides)
-
-
-def preflight(args: argparse.Namespace) -> int:
-    """Shows all that is wrong, in one table. Exit code 2: the configuration is wrong; 1: something else is."""
-    from mrl.config.loader import ConfigError, load
-    from mrl.preflight import look, network, of_configuration, problems, show
-
-    source = str(args.config)
-    if args.network:
-        return network.main(args.mib, args.at_least, as_json=args.json)
-    try:
-        load(args.config, args.overrides, joined=_planned(args))
-        cfg = load(args.config, args.overrides, joined=_planned(args), gpus=_gpus())
-    except ConfigError as error:
-        findings, code = of_configuration(error), CONFIG_ERROR
-    else:
-        findings = [*of_configuration(None), *look(cfg)]
-        code = 1 if problems(findings) else 0
-    if args.json:
-        print(show.as_json(findings, source, code))
-        return code
-    from rich.console import Console
-
-    console = Console()
-    console.print(show.table(findings, source))
-    console.print(show.verdict(findings))
-    return code
-
-
-def _planned(args: argparse.Namespace) -> Machine | None:
-    """The world of --ranks; None: the one that `mrl train` would start on this machine."""
-    from mrl.config.derived import Machine
-
-    return None if args.ranks is None else Machine(args.ranks, args.ranks_per_node or args.ranks, _gpus(), joined=True)
 
 
 def profile(config: Path, overrides: Sequence[str], steps: str, ranks: str) -> int:
@@ -218,7 +166,9 @@ def data(config: Path, overrides: Sequence[str], samples: int) -> int:
     from mrl.config.loader import ConfigError, load
     from mrl.data import DataError, TokenizerError
     from mrl.data.preview import preview
-    from mrl.preflight import OF_INPUTS, check_of_sampled, look, problems
+    from mrl.preflight.finding import problems
+    from mrl.preflight.inputs import check_of_sampled
+    from mrl.preflight.look import OF_INPUTS, look
 
     try:
         cfg = load(config, overrides)
@@ -237,24 +187,6 @@ def data(config: Path, overrides: Sequence[str], samples: int) -> int:
     return 0
 
 
-def _is_refused(cfg: Config, in_a_world: bool = False) -> bool:
-    """Says all that preflight finds wrong. Of a world's ranks rank 0 looks, and for its own machine the first one of
-    every other node; not those whose launcher `mrl train` has looked before it started them, nor restarted ones."""
-    from mrl import preflight
-    from mrl.ports import MEETING_VARIABLE
-    from mrl.resilience.protocol import attempt
-
-    looks = (*preflight.OF_RUN, *preflight.OF_MACHINE)
-    if in_a_world:
-        if MEETING_VARIABLE in os.environ or attempt() or os.environ.get("LOCAL_RANK", "0") != "0":
-            return False
-        looks = looks if os.environ["RANK"] == "0" else preflight.OF_MACHINE
-    wrong = preflight.problems(list(preflight.look(cfg, looks)))
-    for finding in wrong:
-        print(redact(str(finding)), file=sys.stderr)
-    return bool(wrong)
-
-
 def config_manual(key: str | None, as_markdown: bool) -> int:
     """Shows what a section or key is; of none, which sections there are."""
     from mrl.config import manual
@@ -267,18 +199,25 @@ def config_manual(key: str | None, as_markdown: bool) -> int:
     return 0
 
 
-def report(run_dir: Path, follow: bool = False, every_s: float = 10.0) -> int:
-    """Writes the report and prints answers before and after. Exit code 1: there is no run, or a file of it is
+def report(run_dir: Path, is_followed: bool = False, every_s: float = 10.0) -> int:
+    """Writes the report and prints answers before and after; if it is followed, as long as the run goes on, or until
+    Ctrl-C, which leaves the page as it is by then. Exit code 1: there is no run, or a file of it is
     broken."""
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl")):
         what = "holds no run" if run_dir.is_dir() else "is no directory"
         print(f"{run_dir} {what}: expected a run directory, such as runs/NAME", file=sys.stderr)
         return 1
-    from mrl.observe import Unreadable, before_after_table, write_report
+    from mrl.observe import Unreadable, before_after_table, follow, write_report
 
     try:
+        if is_followed:
+            print(f"mrl: {follow(run_dir, max(0.5, every_s), print)}")
         page = write_report(run_dir)
         before_after_table(run_dir)
+    except KeyboardInterrupt:
+        if not is_followed:
+            raise
+        page = write_report(run_dir)
     except (Unreadable, OSError) as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1

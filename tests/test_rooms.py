@@ -42,6 +42,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "preflight": (
         *("families", "config", "platform", "algo", "options", "data", "reward", "rollout", "observe", "launcher"),
         *("weights.disk", "weights.errors", "directories", "packages", "ports", "redaction", "user_functions"),
+        "resilience.protocol",
     ),
     "packages": (),
     "terminal": (),

@@ -114,7 +114,7 @@ class TestNothingIsWrittenOver:
         left_by_a_run(tmp_path)
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         monkeypatch.setattr("mrl.config.loader.load", lambda *args, **more: sft(tmp_path))
-        monkeypatch.setattr("mrl.preflight.OF_RUN", (look_at_directory,))
+        monkeypatch.setattr("mrl.preflight.look.OF_RUN", (look_at_directory,))
         assert main(["train", "config.yaml"]) == 1
         said = capfd.readouterr().err
         assert said.count("\n") == 1 and "run.existing=move_aside" in said
@@ -326,6 +326,7 @@ def test_words_that_are_no_text_and_no_place_for_temporary_files(
     assert main(["train", "config.yaml", "run.name=\udcff"]) == 2
     assert capfd.readouterr().err == "mrl: an argument is not UTF-8: b'run.name=\\xff'\n"
     monkeypatch.setattr("mrl.config.loader.load", lambda *args, **more: sft(tmp_path))
+    monkeypatch.setattr("mrl.preflight.look.OF_RUN", ())
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
     assert main(["train", "config.yaml"]) == 1
-    assert capfd.readouterr().err.startswith(f"mrl: TMPDIR is '{tmp_path / 'missing'}', where no files can be made")
+    assert capfd.readouterr().err.startswith(f"TMPDIR is '{tmp_path / 'missing'}', where no files can be made")

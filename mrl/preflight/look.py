@@ -23,11 +23,10 @@ OF_RUN: tuple[Look, ...] = (
     space.look_at_space,
     machine.look_at_services,
 )
-OF_MACHINE: tuple[Look, ...] = (
+OF_NODE: tuple[Look, ...] = (machine.look_at_packages, machine.look_at_layers)
+OF_MACHINE: tuple[Callable[[], Iterator[Finding]], ...] = (  # whatever runs there
     machine.look_at_temporary_files,
-    machine.look_at_packages,
-    machine.look_at_layers,
-    lambda cfg: tested.look_at_versions(),
+    tested.look_at_versions,
     machine.look_at_ports,
     machine.look_at_gpus,
 )
@@ -40,7 +39,12 @@ def of_configuration(error: ConfigError | None) -> list[Finding]:
     return [Finding("configuration", "problem", str(problem)) for problem in error.problems]
 
 
-def look(cfg: Config, looks: Sequence[Look] = (*OF_RUN, *OF_MACHINE)) -> Iterator[Finding]:
+def look(cfg: Config, looks: Sequence[Look] = (*OF_RUN, *OF_NODE)) -> Iterator[Finding]:
     """What is found of a checked configuration, one after the other. Only what a look needs itself is started."""
     for each in looks:
         yield from each(cfg)
+
+
+def look_at_machine() -> Iterator[Finding]:
+    for each in OF_MACHINE:
+        yield from each()

@@ -22,7 +22,7 @@ CONNECT_S = 5.0
 DEFAULT_PORTS = {"https": 443, "http": 80}
 
 
-def look_at_temporary_files(cfg: Config) -> Iterator[Finding]:
+def look_at_temporary_files() -> Iterator[Finding]:
     """Engines, torch and the sandbox make some."""
     wanted = os.environ.get("TMPDIR") or tempfile.gettempdir()
     if os.path.isdir(wanted) and os.access(wanted, os.W_OK | os.X_OK):
@@ -58,7 +58,7 @@ def look_at_packages(cfg: Config) -> Iterator[Finding]:
         yield Finding("packages", "ok", "what launcher, trackers and engine need is installed")
 
 
-def look_at_ports(cfg: Config) -> Iterator[Finding]:
+def look_at_ports() -> Iterator[Finding]:
     """Where ranks and engines meet."""
     try:
         port = ports.free_port()
@@ -117,7 +117,7 @@ def _unreachable(url: str) -> str | None:
     return None
 
 
-def look_at_gpus(cfg: Config) -> Iterator[Finding]:
+def look_at_gpus() -> Iterator[Finding]:
     """Each multiplies, and its memory is free."""
     try:
         found = platform.gpu_health()

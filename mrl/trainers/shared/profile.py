@@ -3,6 +3,7 @@ chrome://tracing or Perfetto, step_N_rank_R.txt the ten largest operations. Step
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 from mrl import platform
 from mrl.config.schema import RunConfig
-from mrl.files import write_atomically
 from mrl.observe import Recorder, SilentRecorder
 from mrl.parallel import rank
 
@@ -23,6 +23,7 @@ def profiled(cfg: RunConfig, step: int, run_dir: Path, recorder: Recorder | Sile
     if cfg.profile is None or step not in cfg.profile.steps or rank() not in cfg.profile.ranks:
         yield
         return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it says on stderr that it starts and stops
     import torch.profiler
 
     on_gpu = platform.backend() == "nccl"
@@ -37,7 +38,7 @@ def profiled(cfg: RunConfig, step: int, run_dir: Path, recorder: Recorder | Sile
     def write() -> None:
         folder.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
-        write_atomically(folder / f"{name}.txt", table(largest, total, on_gpu))
+        (folder / f"{name}.txt").write_text(table(largest, total, on_gpu))
 
     largest, total = _largest(profiler.key_averages(), on_gpu)
     recorder.write_down("the profile", write)
