@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     command.add_parsers(commands)
-    commands.add_parser("doctor", help="what is installed here, what it is used for, what happens without it")
+    commands.add_parser("doctor", help="what this machine can do, what it lacks, and the commands for that")
     return parser
 
 
@@ -229,19 +229,17 @@ def report(run_dir: Path, is_followed: bool = False, every_s: float = 10.0) -> i
 
 
 def doctor() -> int:
-    """Prints what is installed and what works here. Always exit code 0."""
-    from rich.console import Console
+    """Prints what this machine can do, and how to close each gap. Always exit code 0."""
+    from importlib.util import find_spec
 
-    from mrl.platform import Feature, doctor_table
-    from mrl.reward import sandbox
+    if find_spec("torch") is None:
+        from mrl.packages import pip_install
 
-    (version, problem), unbound = sandbox.found(), sandbox.groups.problem()
-    without = "such rewards are refused, unless reward.code.isolation is none"
-    row = Feature("bubblewrap", version, "reward code: shuts in the programs that a model wrote", without, problem)
-    bound = "reward code: the kernel's own bound on a program's memory and processes"
-    group = Feature("control groups", "found", bound, "limits of each process, not of the kernel's buffers", unbound)
-    Console().print(doctor_table([row, group]))
-    return 0
+        print(f"torch is not installed, without which mrl does nothing: {pip_install('torch')}")
+        return 0
+    from mrl import doctor
+
+    return doctor.main()
 
 
 def _gpus() -> int:

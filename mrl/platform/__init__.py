@@ -4,7 +4,7 @@ Call `install()` before the first `import megatron.core`, in training processes 
 """
 
 from mrl.platform.adaptations import applied, install
-from mrl.platform.features import Feature, doctor_table, features
+from mrl.platform.features import Feature, features
 from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable
 from mrl.platform.gpu_health import GpuHealth, GpuTimeout, gpu_health
 from mrl.platform.memory import peak_memory_bytes, reset_peak_memory
@@ -16,6 +16,7 @@ from mrl.platform.process import (
     device,
     device_uuid,
     gpu_count,
+    gpu_names,
     init_process_group,
     synchronize,
     use_device,
@@ -38,10 +39,10 @@ __all__ = [
     "collect_shared",
     "device",
     "device_uuid",
-    "doctor_table",
     "features",
     "gpu_count",
     "gpu_health",
+    "gpu_names",
     "init_process_group",
     "install",
     "peak_memory_bytes",
