@@ -15,11 +15,12 @@ import torch
 import yaml
 
 from mrl import cli
+from mrl.commands import shared
 from mrl.config.checkpoint_size import checkpoint_bytes
 from mrl.config.loader import load
 from mrl.families import load_arch
 from mrl.packages import pip_install, pip_install_extra
-from mrl.preflight import command, look, machine, space, tested
+from mrl.preflight import look, machine, space, tested
 from tests.bad_runs import MISTAKES, SCORE, Mistake, full, in_config_json, left_by_a_run, scores, written
 from tests.conftest import TinyModels
 from tests.train_tools import write_config
@@ -115,7 +116,7 @@ NEED_NOT_LOOK = [{"MRL_MEETING": "x"}, {"TORCHELASTIC_RESTART_COUNT": "1"}, {"LO
 def test_ranks_that_need_not_look_do_not(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "LOCAL_RANK": "0", **environment}.items():
         monkeypatch.setenv(name, value)
-    assert not command.is_refused(None, in_a_world=True)  # type: ignore[arg-type]
+    assert not shared.is_refused(None, in_a_world=True)  # type: ignore[arg-type]
 
 
 def test_the_first_rank_of_another_node_looks_at_its_own_machine(
@@ -126,7 +127,7 @@ def test_the_first_rank_of_another_node_looks_at_its_own_machine(
     monkeypatch.setattr(look, "OF_NODE", ())
     monkeypatch.setattr(look, "OF_MACHINE", (machine.look_at_temporary_files,))
     monkeypatch.setenv("TMPDIR", "/nowhere")
-    assert command.is_refused(None, in_a_world=True)  # type: ignore[arg-type]
+    assert shared.is_refused(None, in_a_world=True)  # type: ignore[arg-type]
     assert capsys.readouterr().err.startswith(f"{socket.gethostname()}: TMPDIR is '/nowhere'")
 
 

@@ -1,28 +1,20 @@
-"""`mrl preflight`, and what `mrl train` looks at first. Imports torch when it runs, not before."""
+"""`mrl preflight`: everything that would stop a run, in one table, before it starts."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import socket
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mrl.redaction import redact
+from mrl.commands import shared, world
 
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
-    from mrl.config.schema import Config
-
-WRONG_CONFIGURATION = 2
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: Any) -> None:
+    """The subcommand's arguments."""
     parser = commands.add_parser("preflight", help="look for everything that would stop a run, before it starts")
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as run.root=/scratch/runs")
+    shared.add_config(parser, "run.root=/scratch/runs")
     parser.add_argument("--ranks", type=int, metavar="N", help="of the whole world, if other nodes take part")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="of these, on this machine (default: all)")
     parser.add_argument("--json", action="store_true", help="for programs, instead of the table")
@@ -35,9 +27,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "Starts nothing of the run. Exit code 0: ready; 2: the configuration is wrong; 1: something else is. What mrl "
         "train refuses is found here, all at once."
     )
+    parser.set_defaults(run=run)
 
 
-def main(args: argparse.Namespace, count_gpus: Callable[[], int]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Shows all that is wrong, in one table. Exit code 2: the configuration is wrong; 1: something else is."""
     from mrl.config.loader import ConfigError, load
     from mrl.preflight import network, show
@@ -48,10 +41,10 @@ def main(args: argparse.Namespace, count_gpus: Callable[[], int]) -> int:
     if args.network:
         return network.main(args.mib, args.at_least, as_json=args.json)
     try:
-        load(args.config, args.overrides, joined=_planned(args, None))  # before torch is imported
-        cfg = load(args.config, args.overrides, joined=_planned(args, count_gpus()), gpus=count_gpus())
+        gpus = world.gpus()
+        cfg = load(args.config, args.overrides, joined=_planned(args, gpus), gpus=gpus)
     except ConfigError as error:
-        findings, code = of_configuration(error), WRONG_CONFIGURATION
+        findings, code = of_configuration(error), shared.CONFIG_ERROR
     else:
         findings, code = [*of_configuration(None), *look(cfg)], 0
     findings += look_at_machine()
@@ -67,28 +60,8 @@ def main(args: argparse.Namespace, count_gpus: Callable[[], int]) -> int:
     return code
 
 
-def _planned(args: argparse.Namespace, gpus: int | None) -> Machine | None:
+def _planned(args: argparse.Namespace, gpus: int) -> Machine | None:
     """The world of --ranks; None: the one that `mrl train` would start on this machine."""
     from mrl.config.derived import Machine
 
     return None if args.ranks is None else Machine(args.ranks, args.ranks_per_node or args.ranks, gpus, joined=True)
-
-
-def is_refused(cfg: Config, in_a_world: bool) -> bool:
-    """Says all that preflight finds wrong. Of a world's ranks rank 0 looks, and for its own machine the first one of
-    every other node; not those whose launcher `mrl train` has looked before it started them, nor restarted ones."""
-    from mrl.ports import MEETING_VARIABLE
-    from mrl.preflight.finding import problems
-    from mrl.preflight.look import OF_NODE, OF_RUN, look, look_at_machine
-    from mrl.resilience.protocol import attempt
-
-    looks = (*OF_RUN, *OF_NODE)
-    if in_a_world:
-        if MEETING_VARIABLE in os.environ or attempt() or os.environ.get("LOCAL_RANK", "0") != "0":
-            return False
-        looks = looks if os.environ["RANK"] == "0" else OF_NODE
-    wrong = problems([*look(cfg, looks), *look_at_machine()])
-    node = f"{socket.gethostname()}: " if in_a_world else ""
-    for finding in wrong:
-        print(node + redact(str(finding)), file=sys.stderr)
-    return bool(wrong)

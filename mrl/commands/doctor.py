@@ -1,0 +1,25 @@
+"""`mrl doctor`: what this machine can do, and how to close each gap."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    """The subcommand, which has no arguments."""
+    parser = commands.add_parser("doctor", help="what this machine can do, what it lacks, and the commands for that")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Always exit code 0."""
+    if find_spec("torch") is None:
+        from mrl.packages import pip_install
+
+        print(f"torch is not installed, without which mrl does nothing: {pip_install('torch')}")
+        return 0
+    from mrl import doctor
+
+    return doctor.main()
