@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mrl import platform, ports
-from mrl.config.derived import asks_for_transformer_engine
+from mrl.config.derived import Machine, asks_for_transformer_engine
 from mrl.config.schema import Config
 from mrl.launcher.elastic import missing
 from mrl.observe import trackers
@@ -48,7 +48,8 @@ def look_at_packages(cfg: Config) -> Iterator[Finding]:
         yield Finding("packages", "problem", problem)
     engines = cfg.engines()
     if engines is not None and not engines.urls:
-        spec = ServerSpec(engines, cfg.model.path, cfg.model.dtype, 0, 0, 0, platform.gpu_count() > 0, Path())
+        here = Machine.starting(cfg, platform.gpu_count())
+        spec = ServerSpec(engines, cfg.model.path, cfg.model.dtype, 0, 0, 0, here, Path())
         try:
             launcher(engines.engine)(spec)
         except EngineUnavailable as error:
