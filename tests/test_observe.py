@@ -395,7 +395,7 @@ def test_a_followed_report_is_written_again_until_the_run_ends(tmp_path: Path, m
         if len(pages) == 2:
             lock.release()
 
-    monkeypatch.setattr("mrl.observe.follow.time.sleep", sleep)
+    monkeypatch.setattr("mrl.observe.following.time.sleep", sleep)
     assert follow(tmp_path, 7.0, said.append) == "no run goes on there; it came to step 3"
     assert [line.partition(":")[0] for line in said] == ["step 1", "step 2", "step 3"]
     assert all('<meta http-equiv="refresh" content="7">' in page for page in pages)
@@ -412,7 +412,7 @@ def test_ctrl_c_ends_a_followed_report(
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mrl.observe.follow.time.sleep", interrupted)
+    monkeypatch.setattr("mrl.observe.following.time.sleep", interrupted)
     assert main(["report", str(tmp_path), "--follow"]) == 0
     lock.release()
     assert f"report   {tmp_path / 'report.html'}" in capsys.readouterr().out

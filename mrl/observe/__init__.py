@@ -2,7 +2,7 @@
 
 from mrl.observe import trackers
 from mrl.observe.files import NotWritten, Unreadable, append_jsonl, write_down
-from mrl.observe.follow import follow
+from mrl.observe.following import follow
 from mrl.observe.lock import RunLocked
 from mrl.observe.metrics import read_metrics
 from mrl.observe.recorder import Recorder, SilentRecorder
