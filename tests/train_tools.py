@@ -37,7 +37,7 @@ def write_config(folder: Path, model: Path, **sections: dict[str, Any] | None) -
     (folder / "reward.py").write_text(REWARD)
     config: dict[str, Any] = {
         "trainer": "rl",
-        "run": {"name": "run", "root": str(folder / "runs"), "steps": 1, "tensorboard": False, "timeout_s": 120.0},
+        "run": {"name": "run", "root": str(folder / "runs"), "steps": 1, "trackers": [], "timeout_s": 120.0},
         "model": {"path": str(model), "dtype": "float32"},
         "actor": {"optimizer": {"lr": 1e-3}},
         "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32},
