@@ -22,7 +22,7 @@ def be_deterministic() -> None:
     later inherits the environment."""
     os.environ.update({**CHOSEN, **{name: os.environ[name] for name in CHOSEN if name in os.environ}, **REQUIRED})
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # mrl and Megatron write before they read
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # written before it is read
 
 
 def is_deterministic() -> bool:
