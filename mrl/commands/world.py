@@ -36,7 +36,7 @@ def start(cfg: Config, config: Path, overrides: Sequence[str], nursery: Nursery 
     ranks."""
     from mrl.config.derived import Machine, is_on_one_machine
     from mrl.launcher import Elastic, LaunchError, launch, launch_elastic
-    from mrl.observe import RunExists, refuse_existing, trackers
+    from mrl.observe import RunExists, refuse_existing
     from mrl.ports import GLOO, LOOPBACK
     from mrl.resilience import ft_config
 
@@ -45,7 +45,6 @@ def start(cfg: Config, config: Path, overrides: Sequence[str], nursery: Nursery 
     save_s = cfg.resilience.save_deadline_s if cfg.checkpoint.every_steps else None
     timeouts = cfg.resilience.timeouts_s
     try:
-        trackers.wanted(cfg.run)
         os.environ.update(LOOPBACK if is_on_one_machine(cfg) else {GLOO: LOOPBACK[GLOO]})
         if not (run_dir / "lock").exists():  # else rank 0 looks, who knows whether the run there is going on
             refuse_existing(cfg)
@@ -63,7 +62,7 @@ def start(cfg: Config, config: Path, overrides: Sequence[str], nursery: Nursery 
             ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
         )
         return launch_elastic(job, run_dir)
-    except (LaunchError, RunExists, trackers.TrackerMissing, OSError) as error:
+    except (LaunchError, RunExists, OSError) as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
 

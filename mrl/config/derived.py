@@ -28,9 +28,10 @@ class Machine:
 
     @classmethod
     def starting(cls, cfg: Config, gpus: int | None = None) -> Machine:
-        """The world that `mrl train` starts on this machine."""
+        """The world that `mrl train` starts on this machine; of a run that is made for several, the whole of it, which
+        the checks refuse to start here."""
         nproc = cfg.run.nproc or smallest_world(cfg)
-        return cls(nproc, nproc, gpus)
+        return cls(nproc * (cfg.run.nodes or 1), nproc, gpus)
 
 
 def model_size(layout: ParallelConfig) -> int:

@@ -23,6 +23,7 @@ from typing import Literal
 from mrl.launcher import signals
 from mrl.launcher.logs import LEFT, LaunchError, Log, cause, open_logs, owned, report, take_failures
 from mrl.launcher.restarts import Restarts
+from mrl.packages import pip_install_extra
 from mrl.ports import MEETING_VARIABLE
 from mrl.resilience.protocol import EXIT_PREEMPTED, LOG_DIR_VARIABLE, MARKER
 from mrl.terminal import Terminal
@@ -48,13 +49,20 @@ class Elastic:
     ft_config: Path | None
 
 
+def missing(launcher: str) -> str | None:
+    """What `run.launcher` needs and is not installed, with the command that installs it; None if nothing is."""
+    if launcher != "ft" or importlib.util.find_spec("nvidia_resiliency_ext") is not None:
+        return None
+    return f"run.launcher: ft needs nvidia-resiliency-ext: {pip_install_extra('resilience')}"
+
+
 def launch_elastic(job: Elastic, run_dir: Path, grace_s: float = 30.0) -> int:
     """Runs the job to its end; the exit code is that of `launch`, or 1 when the ranks failed once too often.
 
     Raises LaunchError if another launcher writes there, or ft_launcher is not installed.
     """
-    if job.kind == "ft" and importlib.util.find_spec("nvidia_resiliency_ext") is None:
-        raise LaunchError("run.launcher: ft needs nvidia-resiliency-ext: pip install 'mrl[resilience]'")
+    if (problem := missing(job.kind)) is not None:
+        raise LaunchError(problem)
     log_dir = run_dir / "logs"
     with owned(log_dir), signals.collected() as received:
         logs = open_logs(log_dir, job.nproc, job.arguments)

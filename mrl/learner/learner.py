@@ -24,6 +24,7 @@ from mrl.core import PackedBatch, Rollout
 from mrl.data.balance import plan_micro_batches
 from mrl.data.packing import pack, require_ids, sequence_align
 from mrl.families import ModelArch
+from mrl.families.flops import BACKWARD, ForwardFlops
 from mrl.families.table import Role
 from mrl.learner.memory import LearnerMemory
 from mrl.learner.optimizer import (
@@ -115,6 +116,8 @@ class Learner:
         parameters = [parameter for chunk in self.bare for parameter in chunk.parameters()]
         optimizer = self.optimizer if trainable else None
         self.memory = LearnerMemory(role, train.offload, parameters, self.chunks, optimizer)
+        self.flops = 0  # of all passes so far, over all ranks; recomputed activations are not counted
+        self._flops = ForwardFlops.of(arch, role)
         self._outputs: list[tuple[Tensor, Tensor]] = []  # of the last backward: the model's at some tokens, their dest
         self._finite = True  # its loss and every rank's gradients
 
@@ -138,7 +141,9 @@ class Learner:
         self, rollout: Rollout, output: Output, channels: int, temperature: float, sample_ids: range | None = None
     ) -> Tensor:
         self.memory.require("parameters", f"computing {output}")
-        packed = self._micro_batches(rollout, range(rollout.num_samples) if sample_ids is None else sample_ids)
+        samples = range(rollout.num_samples) if sample_ids is None else sample_ids
+        self._count_flops(rollout, samples, passes=1)
+        packed = self._micro_batches(rollout, samples)
         batches = [_MicroBatch(batch, temperature) for batch in packed]
         result = torch.zeros(channels, rollout.num_response_tokens, device=platform.device())
 
@@ -177,6 +182,8 @@ class Learner:
             for number, term in enumerate(terms)
             for packed in self._micro_batches(term.rollout, term.sample_ids)
         ]
+        for term in terms:
+            self._count_flops(term.rollout, term.sample_ids, passes=1 + BACKWARD)
         scale = len(batches) * self.mesh.dp
         parts: list[list[LossParts]] = [[] for _ in terms]
         self._outputs = []
@@ -247,6 +254,11 @@ class Learner:
             bad[dest] = (~values.isfinite().all(0)).float()
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         return rollout.dense(bad.cpu()).any(1).nonzero().flatten().tolist()
+
+    def _count_flops(self, rollout: Rollout, sample_ids: range | list[int], passes: int) -> None:
+        ids = list(sample_ids)
+        lens, outputs = rollout.seq_lens[ids], int(rollout.response_lens[ids].sum())
+        self.flops += passes * self._flops.total(int(lens.sum()), int((lens * (lens + 1) // 2).sum()), outputs)
 
     def _micro_batches(self, rollout: Rollout, sample_ids: range | list[int]) -> list[PackedBatch]:
         """This rank's micro-batches; their number is the same on every rank."""

@@ -211,6 +211,6 @@ def step(clock: Clock, work: Work, engine: EnginePlan | None) -> list[Part]:
             once = [*passes(clock, model, phase, work.batches[name], lengths, trained=True)]
             once += step_of_optimizer(clock, model, phase)
             found += [Part(part.phase, part.what, part.seconds * updates, part.limit) for part in once]
-    if engine is not None:
+    if work.is_sampling:
         found += [*sync(clock, work), *offload(clock, work)]
     return found

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
 import torch
-from rich.table import Table
 
 from mrl.platform.fused import APEX_KERNEL, import_problem, transformer_engine_fault, transformer_engine_problem
 
@@ -100,16 +99,3 @@ def _feature(part: _Part) -> Feature:
     except metadata.PackageNotFoundError:
         return Feature(part.package, None, part.used_for, part.without)
     return Feature(part.package, version, part.used_for, part.without, part.problem())
-
-
-def doctor_table(more: Sequence[Feature] = ()) -> Table:
-    """`features()` and `more` as a table to print with rich."""
-    table = Table(title="mrl doctor", title_justify="left")
-    for column in ("part", "version", "used for", "without it"):
-        table.add_column(column, overflow="fold")
-    for f in (*features(), *more):
-        version = f.version or "[dim]absent[/dim]"
-        if f.problem:
-            version = f"[yellow]{f.version}, unusable[/yellow] ({f.problem})"
-        table.add_row(f.part, version, f.used_for, f.without)
-    return table

@@ -121,3 +121,8 @@ def device_uuid(index: int) -> str:
 def gpu_count() -> int:
     """GPUs that this process may use, 0 on a CPU machine. Starts nothing on them."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpu_names() -> list[str]:
+    """Of each GPU that this process may use, by index."""
+    return [torch.cuda.get_device_name(index) for index in range(gpu_count())]

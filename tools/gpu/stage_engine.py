@@ -16,7 +16,7 @@ ROUNDED_NATS = 0.05  # a token's log-prob in the mean, both sides in bfloat16; a
 RUN_S = 110.0
 LAYERS = "actor.layers=local"  # what transformer-engine may do is its own stage's business
 NOTHING_GIVEN_UP = ("actor.offload=none", "rollout.release=none")
-SMALL, LARGE = "sort-20m", "qwen3-0.6b"
+SMALL, LARGE = "sort-20m", "Qwen3-0.6B"
 
 
 def has_sglang() -> bool:

@@ -14,7 +14,7 @@ from tools import make_sort_task
 from tools.gpu.stage import ROOT, Failed, Numbers, Setting, Skipped
 
 Row = dict[str, Any]
-ONE_RANK = ("run.nproc=1", "run.tensorboard=false", "run.timeout_s=120", "validation.at_start=false")
+ONE_RANK = ("run.nproc=1", "run.trackers=[]", "run.timeout_s=120", "validation.at_start=false")
 
 
 def task(setting: Setting, sizes: str | None = None) -> Path:

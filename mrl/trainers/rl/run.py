@@ -266,6 +266,7 @@ def build_run(main: MainParts, models: Models, demonstrations: Demonstrations | 
     kept = replay.buffer if replay is not None else None
     engines = Engines(setup.world, RELEASED_PARTS[cfg.rollout.release], main.engine)
     base = setup.begin(models.actor, models.saved, states, kept, MemoryOrder(ORDER, models.learners, engines))
+    base.speed.watch(models.critic, models.ref)
     return RLRun(
         **vars(base),
         critic=models.critic,
