@@ -28,7 +28,7 @@ from mrl.families.table import Role
 from mrl.learner.optimizer import apply_update, build_optimizer, grad_norm, has_finite_gradients, wrap_ddp
 from mrl.models.batch import ModelBatch, Output
 from mrl.models.build import build_model
-from mrl.parallel import Mesh
+from mrl.parallel import Mesh, communication
 from mrl.weights.model.export import Exporter
 from mrl.weights.model.load import load_pretrained
 
@@ -258,14 +258,16 @@ class Learner:
             positions = batch.packed.position_ids.to(platform.device())
             return model(tokens, positions, None, packed_seq_params=made), partial(on_output, batch=batch)
 
+        lengths = [batch.packed.tokens.size(1) for batch in batches]
         with self.mesh.active():
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=[iter(batches) for _ in self.chunks] if self.mesh.vpp else iter(batches),
                 model=self.chunks if self.mesh.vpp else self.chunks[0],
                 num_microbatches=len(batches),
-                seq_length=1,  # real lengths travel between the stages (variable_seq_lengths)
+                seq_length=1,  # not looked at (variable_seq_lengths): each micro-batch has its own
                 micro_batch_size=1,
+                **communication(self.mesh, self.bare[0].config, lengths),
                 **megatron_args,
             )
 
