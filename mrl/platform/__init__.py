@@ -4,8 +4,9 @@ Call `install()` before the first `import megatron.core`, in training processes 
 """
 
 from mrl.platform.adaptations import applied, install
+from mrl.platform.copies import to_device, to_host
 from mrl.platform.features import Feature, doctor_table, features
-from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable
+from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable, triton_usable
 from mrl.platform.memory import peak_memory_bytes, reset_peak_memory
 from mrl.platform.optimizer_state import prime_adam, unshare_steps
 from mrl.platform.process import (
@@ -47,8 +48,11 @@ __all__ = [
     "reset_peak_memory",
     "restore_random_state",
     "synchronize",
+    "to_device",
+    "to_host",
     "transformer_engine_problem",
     "transformer_engine_usable",
+    "triton_usable",
     "unshare_steps",
     "use_device",
 ]
