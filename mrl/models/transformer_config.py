@@ -16,11 +16,12 @@ from mrl.models.mcore import TransformerConfig
 from mrl.parallel import Mesh
 
 VOCAB_ALIGN = 8
+VOCAB_ALIGN_GPU = 128  # whole tiles of tensor cores; checkpoints are the same, which leave the padding out
 
 
 def padded_vocab_size(arch: ModelArch, tp: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks: the next multiple of 8 * tp."""
-    unit = VOCAB_ALIGN * tp
+    """Rows of the embedding over all tensor-parallel ranks: each holds a multiple of 8 of them, on GPUs of 128."""
+    unit = tp * (VOCAB_ALIGN if platform.device().type == "cpu" else VOCAB_ALIGN_GPU)
     return -(-arch.vocab_size // unit) * unit
 
 
@@ -51,7 +52,7 @@ def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: t
         **_initialisation(),
         **_fusions(fused, dtype),
         **_layout(train, mesh),
-        **_recompute(train),
+        **_recompute(train, fused, experts=arch.experts is not None),
         **_experts(arch, mesh, fused),
     )
 
@@ -111,11 +112,15 @@ def _layout(train: TrainConfig, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def _recompute(train: TrainConfig) -> dict[str, Any]:
+def _recompute(train: TrainConfig, fused: bool, *, experts: bool) -> dict[str, Any]:
+    """Of what takes most memory for its computation, for "selective": the dense MLP, three activations of its width a
+    token; of local layers attention too, which keeps sequences of similar length padded to one. transformer-engine's
+    keeps nothing that its backward pass does not compute anyway, but the activation of its experts can be left out."""
     if train.recompute == "none":
         return {}
     if train.recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        own = ["moe_act"] if experts else []
+        return {"recompute_granularity": "selective", "recompute_modules": ["mlp", *(own if fused else ["core_attn"])]}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -133,5 +138,6 @@ def _experts(arch: ModelArch, mesh: Mesh, fused: bool) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": fused,
+        "moe_permute_fusion": fused and platform.triton_usable(),  # transformer-engine's, which triton compiles
         **(kinds if arch.layers_differ else {}),
     }
