@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,15 @@ from mrl.data.balance import plan_micro_batches
 from mrl.data.packing import pack, require_ids, sequence_align
 from mrl.families import ModelArch
 from mrl.families.table import Role
-from mrl.learner.optimizer import apply_update, build_optimizer, grad_norm, has_finite_gradients, wrap_ddp
-from mrl.models.batch import ModelBatch, Output
+from mrl.learner.optimizer import (
+    apply_update,
+    build_optimizer,
+    grad_norm,
+    has_finite_gradients,
+    sums_overlap,
+    wrap_ddp,
+)
+from mrl.models.batch import ModelBatch, Output, on_device
 from mrl.models.build import build_model
 from mrl.parallel import Mesh, communication
 from mrl.weights.model.export import Exporter
@@ -100,7 +107,7 @@ class Learner:
                 load_pretrained(self.bare, arch, hf_path, mesh, role=role, allow_pickle=allow_pickle)
             self.chunks: list[Any] = list(self.bare)
             if trainable:
-                self.chunks = list(wrap_ddp(self.bare))
+                self.chunks = list(wrap_ddp(self.bare, overlap=sums_overlap(mesh)))
                 self.optimizer, self.schedule = build_optimizer(train.optimizer, self.chunks, dtype)
                 self.bare[0].config.finalize_model_grads_func = finalize_model_grads
             self.exporter = Exporter(self.bare, arch, mesh)
@@ -172,12 +179,13 @@ class Learner:
             dest = batch.packed.dest
             if batch.term == 0:
                 self._outputs.append((values.detach(), dest))
-            part = terms[batch.term].loss.compute(values, dest.to(values.device))
+            part = terms[batch.term].loss.compute(values, dest)
             parts[batch.term].append(LossParts(part.loss.detach().clone(), part.sums))
             return part.loss * scale, {}
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+            chunk.force_all_reduce = full_gradients  # of buckets that are summed before the end of the pass
         self.optimizer.zero_grad()
         output: Output = "log_probs" if self.role == "policy" else "values"
         self._schedule(batches, output, compute, forward_only=False, force_all_reduce=full_gradients)
@@ -253,10 +261,10 @@ class Learner:
     ) -> None:
         def forward_step(it: Iterator[_MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(it)
+            batch = replace(batch, packed=on_device(batch.packed))
             made = ModelBatch.make(batch.packed, self.mesh, batch.temperature, output, batch.entropy_grad)
-            tokens = batch.packed.tokens.to(platform.device())
-            positions = batch.packed.position_ids.to(platform.device())
-            return model(tokens, positions, None, packed_seq_params=made), partial(on_output, batch=batch)
+            out = model(batch.packed.tokens, batch.packed.position_ids, None, packed_seq_params=made)
+            return out, partial(on_output, batch=batch)
 
         lengths = [batch.packed.tokens.size(1) for batch in batches]
         with self.mesh.active():
