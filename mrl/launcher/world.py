@@ -20,6 +20,7 @@ from pathlib import Path
 from mrl import failure
 from mrl.failure import Failure
 from mrl.launcher import signals
+from mrl.launcher.environment import FOR_RANKS
 from mrl.launcher.logs import LEFT, LaunchError, Log, cause, open_logs, owned, report, take_failures
 from mrl.ports import MEETING_VARIABLE
 from mrl.resilience.protocol import EXIT_PREEMPTED
@@ -177,7 +178,7 @@ class _World:
 
 def _start(command: Sequence[str], logs: Sequence[Log], env: Mapping[str, str], terminal: Terminal) -> list[Rank]:
     shared = {
-        **{"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env},
+        **{**FOR_RANKS, "PYTHONUNBUFFERED": "1", **env},
         **{"WORLD_SIZE": str(len(logs)), "LOCAL_WORLD_SIZE": str(len(logs))},
     }
     prepare = signals.as_child()
