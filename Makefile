@@ -5,9 +5,10 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install --no-warn-conflicts
 
 GPU := .venv-gpu/bin
+GPU_PYTHON ?= $(firstword $(wildcard $(GPU)/python) python3)
 GPU_PIP := $(GPU)/python -m pip --disable-pip-version-check install
 
-.PHONY: quickstart test lint gpu-env clean
+.PHONY: quickstart test test-gpu lint gpu-env clean
 
 quickstart: .venv/.mrl-run  ## train a tiny model by SFT and PPO, TP2 x PP2, with SGLang, on this machine
 	@$(BIN)/python tools/quickstart.py
@@ -15,6 +16,9 @@ quickstart: .venv/.mrl-run  ## train a tiny model by SFT and PPO, TP2 x PP2, wit
 # Two files of tests at a time: many wait for processes that start or hang.
 test: lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
+test-gpu:  ## on a machine with a GPU, within 10 minutes: STAGES=cuda,engine for some of the stages; writes tools/gpu/results
+	@$(GPU_PYTHON) -m tools.gpu.run $(if $(STAGES),--stages $(STAGES))
 
 lint: .venv/.mrl-dev
 	@$(BIN)/ruff check .

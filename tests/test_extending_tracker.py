@@ -51,7 +51,7 @@ def test_a_package_that_is_missing_is_said_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda package: None)
     monkeypatch.setattr("mrl.config.loader.load", lambda *args, **more: sft)
-    monkeypatch.setattr("mrl.cli._is_refused", lambda cfg: False)  # its data
+    monkeypatch.setattr("mrl.commands.shared.is_refused", lambda cfg: False)  # its data
     assert main(["train", "config.yaml"]) == 1
     assert capfd.readouterr().err == (
         "mrl: run.tensorboard needs the package tensorboard, which is not installed: install it, or say "

@@ -89,12 +89,12 @@ START = """
 import torch
 torch.cuda.is_available = lambda: True
 from types import SimpleNamespace
-from mrl import cli
+from mrl.commands import train
 from mrl.config.schema import TrainConfig
 from mrl.config.trainers.base import ModelUse
 for name in ("auto", "transformer_engine"):
     use = ModelUse(train=TrainConfig(layers=name))
-    print(cli._lacks_layers(SimpleNamespace(models=lambda: {"actor": use})))
+    print(train.lacks_layers(SimpleNamespace(models=lambda: {"actor": use})))
 """
 
 

@@ -39,6 +39,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "observe": ("core", "config", "files", "redaction"),
     "resilience": ("core", "config", "platform", "parallel", "failure", "files"),
     "trainers": (*BELOW, "rollout", "reward", "learner", "checkpoint", "observe", "resilience", "failure"),
+    "preload": ("config", "platform", "checkpoint"),
     "preflight": ("config", "data", "reward", "options", "algo"),
     "terminal": (),
     "failure": ("files", "redaction"),
@@ -92,7 +93,7 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "trainers": {"shared": (), "*": ("shared",)},  # no trainer imports another
 }
-ANYTHING = ("cli", "__main__", "__init__")
+ANYTHING = ("cli", "commands", "__main__", "__init__")
 WITHOUT_MEGATRON = ("options", "algo", "reward", "rollout", "data", "config", "observe", "kernels", "core", "units")
 FILES = sorted(PACKAGE.rglob("*.py"))
 

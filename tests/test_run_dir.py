@@ -113,7 +113,7 @@ class TestNothingIsWrittenOver:
         left_by_a_run(tmp_path)
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         monkeypatch.setattr("mrl.config.loader.load", lambda *args, **more: sft(tmp_path))
-        monkeypatch.setattr("mrl.cli._is_refused", lambda cfg: False)  # its data
+        monkeypatch.setattr("mrl.commands.shared.is_refused", lambda cfg: False)  # its data
         assert main(["train", "config.yaml"]) == 1
         said = capfd.readouterr().err
         assert said.count("\n") == 1 and "run.existing=move_aside" in said

@@ -2,6 +2,7 @@
 
 from mrl.launcher.elastic import Elastic, launch_elastic
 from mrl.launcher.logs import LaunchError
+from mrl.launcher.nursery import Nursery
 from mrl.launcher.world import launch
 
-__all__ = ["Elastic", "LaunchError", "launch", "launch_elastic"]
+__all__ = ["Elastic", "LaunchError", "Nursery", "launch", "launch_elastic"]

@@ -37,6 +37,7 @@ def add_parsers(commands: Any) -> None:
     )
     convert.add_argument("--verify", action="store_true", help="compare the two directories when it is done")
     convert.add_argument("--shard-gb", type=float, default=5.0, help="largest safetensors file (5)")
+    convert.set_defaults(run=run_convert)
     _add_common(convert)
     convert.description = (
         "Streams the weights block by block. DST appears when it is whole. Under torchrun its ranks share the work."
@@ -45,6 +46,7 @@ def add_parsers(commands: Any) -> None:
     verify.add_argument("source", type=Path, metavar="HF_DIR")
     verify.add_argument("target", type=Path, metavar="MEGATRON_DIR")
     verify.add_argument("--json", action="store_true", help="the verdict as JSON, not as a table")
+    verify.set_defaults(run=run_verify)
     _add_common(verify)
     verify.description = (
         "Names, shapes and bits of every tensor, then logits of fixed prompts in float32 on both sides. "
@@ -70,12 +72,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def convert(args: argparse.Namespace) -> int:
+def run_convert(args: argparse.Namespace) -> int:
     """Exit code of `mrl convert`."""
     return _in_a_world(lambda meshes: _convert(args, meshes))
 
 
-def verify(args: argparse.Namespace) -> int:
+def run_verify(args: argparse.Namespace) -> int:
     """Exit code of `mrl verify`."""
     return _in_a_world(lambda meshes: _verify(args.source, args.target, args, meshes, as_json=args.json))
 

@@ -1,0 +1,44 @@
+"""`mrl data`: what a configuration's data looks like to the model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from mrl.commands import shared
+
+
+def add(commands: Any) -> None:
+    """The subcommand's arguments."""
+    parser = commands.add_parser("data", help="show what a configuration's data looks like to the model")
+    shared.add_config(parser, "data.chat_template=true")
+    parser.add_argument("--samples", type=int, default=3, metavar="N", help="prompts to show (default: 3)")
+    parser.description = (
+        "Reads and tokenises all sources as the run would, and shows what is left out or cut, the lengths in tokens, "
+        "and the run's first prompts after the chat template."
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0; 1: the data cannot be used."""
+    from mrl.config.loader import ConfigError, load
+    from mrl.data import DataError, TokenizerError
+    from mrl.data.preview import preview
+    from mrl.preflight import check_of_sampled
+
+    try:
+        cfg = load(args.config, args.overrides)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return shared.CONFIG_ERROR
+    if shared.is_refused(cfg):
+        return 1
+    try:
+        for line in preview(cfg, args.samples, check_of_sampled(cfg)):
+            print(line)
+    except (DataError, TokenizerError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0

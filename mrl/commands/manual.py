@@ -1,0 +1,30 @@
+"""`mrl config`: what a configuration can hold, with defaults and meaning."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from mrl.commands import shared
+
+
+def add(commands: Any) -> None:
+    """The subcommand's arguments."""
+    parser = commands.add_parser("config", help="show what a configuration can hold, with defaults and meaning")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("key", nargs="?", metavar="SECTION|KEY", help="such as rollout or actor.optimizer.lr")
+    what.add_argument("--markdown", action="store_true", help="all sections and keys, as docs/configuration.md")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Shows what a section or key is; of none, which sections there are."""
+    from mrl.config import manual
+
+    try:
+        print(manual.markdown() if args.markdown else manual.text(args.key), end="" if args.markdown else "\n")
+    except manual.UnknownKey as error:
+        print(f"mrl: {error}", file=sys.stderr)
+        return shared.CONFIG_ERROR
+    return 0

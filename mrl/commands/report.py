@@ -1,0 +1,38 @@
+"""`mrl report`: a run's page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    """The subcommand's arguments."""
+    parser = commands.add_parser("report", help="write a run's report: one HTML page and the reward curve")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the report and prints answers before and after. Exit code 1: there is no run, or a file of it is
+    broken."""
+    run_dir = args.run_dir
+    if not run_dir.is_dir() or not any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl")):
+        what = "holds no run" if run_dir.is_dir() else "is no directory"
+        print(f"{run_dir} {what}: expected a run directory, such as runs/NAME", file=sys.stderr)
+        return 1
+    from mrl.observe import Unreadable, before_after_table, write_report
+
+    try:
+        page = write_report(run_dir)
+        before_after_table(run_dir)
+    except (Unreadable, OSError) as error:
+        print(f"mrl: {error}", file=sys.stderr)
+        return 1
+    print(f"run      {run_dir}")
+    print(f"report   {page}")
+    if (picture := run_dir / "reward_curve.png").exists():  # once there is something to draw
+        print(f"picture  {picture}")
+    return 0

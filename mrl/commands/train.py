@@ -1,0 +1,97 @@
+"""`mrl train`: checks first, then the processes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+from mrl.commands import shared, world
+
+if TYPE_CHECKING:
+    from mrl.config.schema import Config
+    from mrl.launcher import Nursery
+
+# Of ranks and engines. Torch's own place is in /tmp, by a name that anybody can take first; what is there is run.
+COMPILED = ("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/mrl/torchinductor"))
+
+
+def add(commands: Any) -> None:
+    """The subcommand's arguments."""
+    parser = commands.add_parser("train", help="train as a configuration says")
+    shared.add_config(parser, "actor.optimizer.lr=1e-6")
+    parser.description = (
+        "Checks the configuration, then starts the processes that its layout needs on this machine. "
+        "Under torchrun or ft_launcher it joins the world that they started."
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Loads and checks the configuration, then is a rank of the world around it, or starts one, whose ranks are copies
+    of this process as it is now, where they can be."""
+    os.environ.setdefault(*COMPILED)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        from mrl.resilience import preemption, rank
+
+        preemption.die_at_once()
+        rank.adopt()
+        cfg = _load(args, joined=world.joined())
+        return cfg if isinstance(cfg, int) else world.be_a_rank(cfg)
+
+    cfg = _load(args)  # most mistakes are found here, before torch has been imported to count GPUs
+    if isinstance(cfg, int):
+        return cfg
+    if cfg.run.launcher != "mrl" or not args.is_program:
+        return _lead(args, None)
+    from mrl.launcher import Nursery
+
+    with Nursery() as nursery:  # imports while the rest is checked
+        return _lead(args, nursery)
+
+
+def _load(args: argparse.Namespace, **machine: Any) -> Config | int:
+    """The configuration, or the exit code of one that cannot be used."""
+    from mrl.config.loader import ConfigError, load
+
+    try:
+        cfg = load(args.config, args.overrides, **machine)
+        _check_temporary_files()
+    except ConfigError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(error, file=sys.stderr)
+        return shared.CONFIG_ERROR
+    except OSError as error:
+        print(f"mrl: {error}", file=sys.stderr)
+        return 1
+    return cfg
+
+
+def _lead(args: argparse.Namespace, nursery: Nursery | None) -> int:
+    cfg = _load(args, gpus=world.gpus())
+    if isinstance(cfg, int):
+        return cfg
+    if shared.is_refused(cfg) or lacks_layers(cfg):
+        return 1
+    return world.start(cfg, args.config, args.overrides, nursery)
+
+
+def lacks_layers(cfg: Config) -> bool:
+    """Says why, if models are to be made of transformer-engine's layers and cannot be."""
+    from mrl import platform
+    from mrl.config.derived import asks_for_transformer_engine
+
+    asked = asks_for_transformer_engine(cfg)
+    problem = platform.transformer_engine_problem() if asked else None
+    if problem is not None:
+        print(f"mrl: {', '.join(asked)}: transformer_engine cannot be used here: {problem}", file=sys.stderr)
+    return problem is not None
+
+
+def _check_temporary_files() -> None:
+    """Raises OSError where none can be made: engines, torch and the sandbox make some."""
+    wanted = os.environ.get("TMPDIR") or tempfile.gettempdir()
+    if not os.path.isdir(wanted) or not os.access(wanted, os.W_OK | os.X_OK):
+        raise OSError(f"TMPDIR is {wanted!r}, where no files can be made: name a directory that is there and writable")

@@ -1,0 +1,91 @@
+"""From a checked configuration to a world: starting one, or being one of its ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mrl import failure
+
+if TYPE_CHECKING:
+    from mrl.config.derived import Machine
+    from mrl.config.schema import Config
+    from mrl.launcher import Nursery
+
+
+def gpus() -> int:
+    """GPUs that this process sees."""
+    from mrl.platform import gpu_count
+
+    return gpu_count()
+
+
+def joined() -> Machine:
+    """The world that a launcher has put this process in."""
+    from mrl.config.derived import Machine
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    return Machine(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), gpus(), joined=True)
+
+
+def start(cfg: Config, config: Path, overrides: Sequence[str], nursery: Nursery | None) -> int:
+    """Exit code of a world of its own, on this machine, of `mrl train CONFIG OVERRIDES`. nursery: of the own launcher's
+    ranks."""
+    from mrl.config.derived import Machine, is_on_one_machine
+    from mrl.launcher import Elastic, LaunchError, launch, launch_elastic
+    from mrl.observe import RunExists, refuse_existing, trackers
+    from mrl.ports import GLOO, LOOPBACK
+    from mrl.resilience import ft_config
+
+    arguments = ["mrl", "train", str(config), *overrides]
+    nproc, run_dir = Machine.starting(cfg).world_size, Path(cfg.run.root) / cfg.run.name
+    save_s = cfg.resilience.save_deadline_s if cfg.checkpoint.every_steps else None
+    timeouts = cfg.resilience.timeouts_s
+    try:
+        trackers.wanted(cfg.run)
+        os.environ.update(LOOPBACK if is_on_one_machine(cfg) else {GLOO: LOOPBACK[GLOO]})
+        if not (run_dir / "lock").exists():  # else rank 0 looks, who knows whether the run there is going on
+            refuse_existing(cfg)
+        if cfg.run.launcher == "mrl":
+            command = [sys.executable, "-m", *arguments]
+            return launch(command, nproc, run_dir / "logs", save_s=save_s, nursery=nursery)
+        is_ft = cfg.run.launcher == "ft"
+        job = Elastic(
+            cfg.run.launcher,
+            arguments,
+            nproc,
+            max_restarts=cfg.run.max_restarts if is_ft else 0,
+            save_s=save_s,
+            limits=timeouts.model_dump() if is_ft else {},
+            ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
+        )
+        return launch_elastic(job, run_dir)
+    except (LaunchError, RunExists, trackers.TrackerMissing, OSError) as error:
+        print(f"mrl: {error}", file=sys.stderr)
+        return 1
+
+
+def be_a_rank(cfg: Config) -> int:
+    """Trains. The stopping signals become SystemExit, so that everything that is open gets closed; where checkpoints
+    are written, SIGTERM and SIGUSR1 let the run save first."""
+    from mrl.config.derived import summary
+    from mrl.config.trainers.table import trainer_of
+    from mrl.resilience import preemption
+
+    if cfg.checkpoint.every_steps:
+        preemption.save_first(cfg.resilience.save_deadline_s)
+    if os.environ["RANK"] == "0":
+        for name, value in summary(cfg, int(os.environ["WORLD_SIZE"])):
+            print(f"{name:>8}  {value}")
+    try:
+        train = trainer_of(cfg).load_main()
+        preemption.close_first()
+        train(cfg)
+    except Exception as error:
+        if not failure.note(error):
+            raise
+        return 1
+    return 0
