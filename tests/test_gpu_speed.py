@@ -17,6 +17,7 @@ platform.install()
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 
 from mrl.config.schema import TrainConfig  # noqa: E402
+from mrl.families.arch import Experts, Layer  # noqa: E402
 from mrl.kernels import linear_logprob  # noqa: E402
 from mrl.learner.optimizer import sums_overlap  # noqa: E402
 from mrl.models import attention, transformer_config  # noqa: E402
@@ -148,6 +149,23 @@ def test_triton_s_kernels_need_its_compiler(compiler: str, usable: bool, monkeyp
     fused.triton_usable.cache_clear()
     assert platform.triton_usable() == usable
     fused.triton_usable.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("fused_layers", "usable", "permuted"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_experts_are_permuted_by_a_kernel_that_can_be_compiled(
+    fused_layers: bool, usable: bool, permuted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "triton_usable", lambda: usable)
+    arch: Any = SimpleNamespace(
+        experts=Experts(4, 2, normalize_topk=True),
+        expert_width=8,
+        layers=(Layer(8, experts=True),),
+        layers_differ=False,
+    )
+    asked = transformer_config._experts(arch, None, fused_layers)  # type: ignore[arg-type]
+    assert asked["moe_permute_fusion"] == permuted and asked["moe_grouped_gemm"] == fused_layers
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def _layout(train: TrainConfig, mesh: Mesh) -> dict[str, Any]:
         "sequence_parallel": cfg.sequence and mesh.tp > 1,
         "overlap_p2p_comm": mesh.vpp is not None,
         "batch_p2p_comm": mesh.vpp is None,
-        "batch_p2p_sync": False,  # a wait for the device after each call, for versions of torch before 2.0
+        "batch_p2p_sync": False,  # a wait for the device after each call, for a fault of older versions of torch
         "deallocate_pipeline_outputs": platform.backend() == "nccl",
         **(uneven if mesh.pp > 1 else {}),
     }
