@@ -18,9 +18,11 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  #
 
 from mrl.config.schema import TrainConfig  # noqa: E402
 from mrl.families.arch import Experts, Layer  # noqa: E402
+from mrl.families.table import padded_vocab_size  # noqa: E402
 from mrl.kernels import linear_logprob  # noqa: E402
 from mrl.learner.optimizer import sums_overlap  # noqa: E402
 from mrl.models import attention, transformer_config  # noqa: E402
+from mrl.models.gpt import vocab_align  # noqa: E402
 from mrl.parallel.stages import KnownShapes, arrivals  # noqa: E402
 from mrl.platform import copies, fused, process  # noqa: E402
 from mrl.weights.model import load  # noqa: E402
@@ -127,7 +129,7 @@ def test_the_vocabulary_fills_whole_tiles_of_a_gpu(
     where: str, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "device", lambda: torch.device(where))
-    assert [transformer_config.padded_vocab_size(small_arch(), tp) for tp in (1, 2)] == rows
+    assert [padded_vocab_size(small_arch(), tp, vocab_align()) for tp in (1, 2)] == rows
 
 
 @pytest.mark.parametrize(

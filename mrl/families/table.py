@@ -25,6 +25,9 @@ HF_EMBEDDING = "model.embed_tokens.weight"
 HF_OUTPUT = "lm_head.weight"
 HF_VALUE_HEAD = "score.weight"
 
+VOCAB_ALIGN = 8
+VOCAB_ALIGN_GPU = 128  # whole tiles of tensor cores; checkpoints are the same, which leave the padding out
+
 
 @lru_cache(maxsize=16)
 def weight_table(arch: ModelArch, role: Role = "policy") -> Mapping[str, Row]:
@@ -47,3 +50,9 @@ def weight_table(arch: ModelArch, role: Role = "policy") -> Mapping[str, Row]:
     else:
         rows[OUTPUT] = Row("vocab", (HF_OUTPUT,), wide, tp_dim=0)
     return MappingProxyType(rows)
+
+
+def padded_vocab_size(arch: ModelArch, tp: int, align: int = VOCAB_ALIGN) -> int:
+    """Rows of the embedding over all tensor-parallel ranks, each of which holds a multiple of `align`."""
+    unit = align * tp
+    return -(-arch.vocab_size // unit) * unit

@@ -15,15 +15,6 @@ from mrl.models.layer_kind import layer_kind
 from mrl.models.mcore import TransformerConfig
 from mrl.parallel import Mesh
 
-VOCAB_ALIGN = 8
-VOCAB_ALIGN_GPU = 128  # whole tiles of tensor cores; checkpoints are the same, which leave the padding out
-
-
-def padded_vocab_size(arch: ModelArch, tp: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks: each holds a multiple of 8 of them, on GPUs of 128."""
-    unit = tp * (VOCAB_ALIGN if platform.device().type == "cpu" else VOCAB_ALIGN_GPU)
-    return -(-arch.vocab_size // unit) * unit
-
 
 def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
     """Raises UnsupportedModel for layers that this machine does not have."""

@@ -6,15 +6,18 @@ from mrl.rollout.access import Access
 from mrl.rollout.client import EngineClient
 from mrl.rollout.engine import Engine
 from mrl.rollout.errors import EngineError, EngineStartError, RolloutError
+from mrl.rollout.protocol import RELEASED_PARTS, MemoryPart
 from mrl.rollout.seeds import sample_seed
 from mrl.rollout.start import start_engine
 
 __all__ = [
+    "RELEASED_PARTS",
     "Access",
     "Engine",
     "EngineClient",
     "EngineError",
     "EngineStartError",
+    "MemoryPart",
     "RolloutError",
     "sample_seed",
     "start_engine",

@@ -6,6 +6,7 @@ import secrets
 from functools import partial
 from pathlib import Path
 
+from mrl.config.derived import Machine
 from mrl.config.schema import RolloutConfig
 from mrl.config.secret_file import read_secret
 from mrl.families import engine_arch
@@ -13,13 +14,14 @@ from mrl.ports import free_port
 from mrl.rollout.access import Access
 from mrl.rollout.check import check_server
 from mrl.rollout.engine import Engine
-from mrl.rollout.fleet import Fleet, Server
-from mrl.rollout.launch import Launch, ServerSpec, launcher
+from mrl.rollout.fleet import Fleet
+from mrl.rollout.launch import CPU, Launch, ServerSpec, launcher
 from mrl.rollout.process import EngineProcess
+from mrl.rollout.server import Server
 
 
 def start_engine(
-    cfg: RolloutConfig, model_path: str, dtype: str, log_dir: Path, seed: int = 0, *, gpu: bool = False
+    cfg: RolloutConfig, model_path: str, dtype: str, log_dir: Path, seed: int = 0, *, machine: Machine = CPU
 ) -> Engine:
     """Start `cfg.servers` servers (or take `cfg.urls`) and return at once; `Engine.wait_ready` waits and checks.
 
@@ -28,7 +30,7 @@ def start_engine(
     model_path: Hugging Face directory (without safetensors the engine starts with random weights: push before use)
     dtype: "float32" or "bfloat16"
     log_dir: gets engine_N.log of every server started
-    gpu: serve on GPUs with the stock engine; otherwise on the CPU
+    machine: this one, and the trainer's ranks on it; with GPUs the stock engine serves on those of `cfg.gpus`
     seed: of engines that draw without per-sample seeds (rollout.deterministic: false)
     """
     if cfg.urls:
@@ -39,7 +41,7 @@ def start_engine(
         servers = []
         for index in range(cfg.servers):
             port = free_port()
-            spec = partial(ServerSpec, cfg, model_path, dtype, port, index, seed, gpu)
+            spec = partial(ServerSpec, cfg, model_path, dtype, port, index, seed, machine)
             process = _start(spec, port, f"engine {index}", log_dir / f"engine_{index}.log", access)
             servers.append(Server(process.url, process))
     arch = engine_arch(model_path)
@@ -49,6 +51,7 @@ def start_engine(
         lambda url: check_server(url, access, cfg, model_path, arch.family),
         startup_timeout_s=cfg.startup_timeout_s,
         max_restarts=cfg.max_restarts,
+        memory_timeout_s=cfg.request_timeout_s,
     )
     return Engine(
         fleet,

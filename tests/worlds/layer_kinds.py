@@ -19,10 +19,10 @@ import torch
 from checkpoint_tools import World, error, save, train, weights_of
 
 from mrl import checkpoint, platform
+from mrl.families.table import VOCAB_ALIGN, VOCAB_ALIGN_GPU
 from mrl.learner import Learner
-from mrl.models import specs, transformer_config
+from mrl.models import gpt, specs
 from mrl.models.norm import RMSNorm
-from mrl.models.transformer_config import VOCAB_ALIGN, VOCAB_ALIGN_GPU
 from mrl.weights.disk.fp8_state import RECIPES
 
 
@@ -66,9 +66,7 @@ class DelayedScaling:
 
 def learner(world: World, model: str, kind: str, seed: int) -> dict[str, Learner]:
     vars(specs)["RMSNorm"] = NORMS[kind]
-    vars(transformer_config)["VOCAB_ALIGN"] = (
-        VOCAB_ALIGN_GPU if kind == "other" and model == world.tied else VOCAB_ALIGN
-    )
+    vars(gpt)["VOCAB_ALIGN"] = VOCAB_ALIGN_GPU if kind == "other" and model == world.tied else VOCAB_ALIGN
     return {"actor": world.learner("policy", model, "dp1", seed)}
 
 
