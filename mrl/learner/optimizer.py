@@ -25,7 +25,7 @@ def sums_overlap(mesh: Mesh) -> bool:
     return platform.backend() == "nccl" and mesh.dp * mesh.cp > 1
 
 
-def wrap_ddp(chunks: list[MegatronModule], *, overlap: bool) -> list[DistributedDataParallel]:
+def wrap_ddp(chunks: list[MegatronModule], *, overlap: bool = False) -> list[DistributedDataParallel]:
     """Gradients accumulate in float32 buffers and are summed over DP x CP in float32, whatever the weights' dtype.
 
     overlap: bucket after bucket, as soon as the last micro-batch' backward pass has been through its parameters (from

@@ -38,7 +38,7 @@ def build(
     with platform.imagined_rank(rank, world), (mesh := Mesh(train.parallel)).active():
         models = build_model(arch, hf_path, train, mesh, dtype, role, seed=None)
         names = tuple(tuple((name, p.numel()) for name, p in model.named_parameters()) for model in models)
-        buffers = list(_buffers(wrap_ddp(models, overlap=False)))
+        buffers = list(_buffers(wrap_ddp(models)))
         return Built(
             names,
             Held(
