@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NoReturn
@@ -167,7 +167,7 @@ def serve(line: socket.socket, module: str) -> Order:
             if (pid := _bear(parent)) == 0:
                 line.close()
                 _speak_through(files, said if order.env.get("RANK") == "0" else None)
-                return order
+                return replace(order, env={**order.env, **made})  # as the imports would have set it there
             for file in files:
                 os.close(file)
             line.sendall(pid.to_bytes(_NUMBER, "big"))
