@@ -156,7 +156,9 @@ def serve(line: socket.socket, module: str) -> Order:
         for stream in (1, 2):
             os.dup2(said.fileno(), stream)
         os.environ |= {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ}
+        before = dict(os.environ)
         importlib.import_module(module)
+        made = {name: value for name, value in os.environ.items() if before.get(name) != value}
         gc.collect()
         gc.freeze()  # else each copy would write to all the pages at its first collection
         if _cannot_be_copied():
