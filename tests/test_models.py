@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from mrl.families import UnsupportedModel, load_arch
-from mrl.families.flops import padded_vocab_size
+from mrl.families.table import padded_vocab_size
 from mrl.models.attention import AttentionPlan, packed_attention, same_length_groups
 from mrl.models.initialise import _fill
 from mrl.models.rope import inverse_frequencies

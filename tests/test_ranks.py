@@ -19,33 +19,18 @@ import pytest
 from mrl import platform
 from mrl.platform.process import _meet
 from mrl.ports import free_port
+from tests import zygote
 from tests.conftest import TinyModels
 from tests.test_trainer_faults import fake_engine
 from tests.train_tools import Train, write_config
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 8.0
-OWN = """
-import sys
-from pathlib import Path
-from mrl.launcher import launch
-sys.exit(launch([sys.executable, "-m", *sys.argv[1:]], 2, Path("logs"), settle_s=2))
-"""
-ELASTIC = """
-import sys
-from pathlib import Path
-from mrl.config.schema import SectionTimeouts
-from mrl.launcher import Elastic, launch_elastic
-from mrl.resilience import ft_config
-kind, *arguments = sys.argv[1:]
-ft = ft_config.write(Path(), SectionTimeouts()) if kind == "ft" else None
-sys.exit(launch_elastic(Elastic(kind, arguments, 1, 0, None, {}, ft), Path()))
-"""
 
 
 def start(folder: Path, launcher: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", launcher, *arguments],
+    return zygote.start(
+        [sys.executable, "-m", "tests.worlds.launched", launcher, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -72,7 +57,7 @@ def test_a_stopped_rank_is_noticed_and_named(tmp_path: Path) -> None:
         runs = []
         for folder in folders:
             folder.mkdir()
-            runs.append(stack.enter_context(start(folder, OWN, "tests.worlds.pulse", str(TIMEOUT_S), "45")))
+            runs.append(stack.enter_context(start(folder, "mrl", "tests.worlds.pulse", str(TIMEOUT_S), "45")))
             stack.callback(runs[-1].kill)
         end = time.monotonic() + 60
         while not all((folder / f"pid_{rank}").exists() for rank in range(2) for folder in folders):
@@ -94,7 +79,7 @@ def test_a_stopped_rank_is_noticed_and_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["torchrun", "ft"])
 def test_nothing_listens_to_other_machines(kind: str, tmp_path: Path) -> None:
     """(The own launcher's ranks: above.)"""
-    with start(tmp_path, ELASTIC, kind, "tests.worlds.pulse", "20", "0") as run:
+    with start(tmp_path, kind, "tests.worlds.pulse", "20", "0") as run:
         said = run.communicate(timeout=60)[0]
     assert run.returncode == 0 and "the result" in said, said
     assert listeners(tmp_path) and set(listeners(tmp_path)) <= LOOPBACK
@@ -149,9 +134,12 @@ def have_loaded(library: str, run: Train) -> int:
 
 @pytest.mark.parametrize(("library", "processes"), [("pydantic_core", 1), ("libtorch_cpu", 1), ("libtorch_cpu", 3)])
 def test_ctrl_c_while_it_starts(library: str, processes: int, tiny_models: TinyModels, tmp_path: Path) -> None:
-    """Whatever it is at: reading its configuration, counting GPUs, with both ranks importing."""
+    """Whatever it is at: reading its configuration, counting GPUs and importing for its ranks, with the ranks there."""
     config = write_config(tmp_path, tiny_models("llama"), actor={"parallel": {"tensor": 2}})
-    with fake_engine(tmp_path, "generate_hangs") as url, Train(tmp_path, config, f"rollout.urls=['{url}']") as run:
+    with (
+        fake_engine(tmp_path, "generate_hangs") as url,
+        Train(tmp_path, config, f"rollout.urls=['{url}']", copied=False) as run,
+    ):
         end = time.monotonic() + 60
         while have_loaded(library, run) < processes:
             assert time.monotonic() < end, run.terminal

@@ -39,6 +39,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "observe": ("core", "config", "files", "packages", "redaction"),
     "resilience": ("core", "config", "platform", "parallel", "failure", "files"),
     "trainers": (*BELOW, "rollout", "reward", "learner", "checkpoint", "observe", "resilience", "failure"),
+    "plan": ("core", "families", "config", "platform", "parallel", "models", "learner", "data"),
     "preload": ("config", "platform", "checkpoint"),
     "preflight": (
         *("families", "config", "platform", "algo", "options", "data", "reward", "rollout", "observe", "launcher"),

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from mrl.commands import shared, world
+from mrl.commands import plan, shared, world
 
 if TYPE_CHECKING:
     from mrl.config.schema import Config
@@ -21,6 +21,9 @@ def add(commands: Any) -> None:
     """The subcommand's arguments."""
     parser = commands.add_parser("train", help="train as a configuration says")
     shared.add_config(parser, "actor.optimizer.lr=1e-6")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="everything up to the first step, for the whole world, without memory"
+    )
     parser.description = (
         "Checks the configuration, then starts the processes that its layout needs on this machine. "
         "Under torchrun or ft_launcher it joins the world that they started."
@@ -31,6 +34,8 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Loads and checks the configuration, then is a rank of the world around it, or starts one, whose ranks are copies
     of this process as it is now, where they can be."""
+    if args.dry_run:
+        return plan.dry_run(args.config, args.overrides)
     os.environ.setdefault(*COMPILED)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from mrl.resilience import preemption, rank

@@ -17,18 +17,21 @@ class Machine:
     world_size: ranks in all; local_world_size: of these, on this machine
     gpus: devices on this machine, 0 for a CPU machine, None when nobody has looked
     joined: the world was started by somebody else (torchrun, ft_launcher)
+    planned: it is elsewhere, and of all files that a run reads only config.json has to be here
     """
 
     world_size: int
     local_world_size: int
     gpus: int | None = None
     joined: bool = False
+    planned: bool = False
 
     @classmethod
     def starting(cls, cfg: Config, gpus: int | None = None) -> Machine:
-        """The world that `mrl train` starts on this machine."""
+        """The world that `mrl train` starts on this machine; of a run that is made for several, the whole of it, which
+        the checks refuse to start here."""
         nproc = cfg.run.nproc or smallest_world(cfg)
-        return cls(nproc, nproc, gpus)
+        return cls(nproc * (cfg.run.nodes or 1), nproc, gpus)
 
 
 def model_size(layout: ParallelConfig) -> int:

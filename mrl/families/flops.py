@@ -7,16 +7,9 @@ import math
 from dataclasses import dataclass
 
 from mrl.families.arch import ModelArch
-from mrl.families.table import EMBEDDING, OUTPUT, VALUE_HEAD, Role, weight_table
+from mrl.families.table import EMBEDDING, OUTPUT, VALUE_HEAD, Role, padded_vocab_size, weight_table
 
-VOCAB_ALIGN = 8
 BACKWARD = 2  # times a forward pass: gradients of the inputs, gradients of the weights
-
-
-def padded_vocab_size(arch: ModelArch, tp: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks: the next multiple of 8 * tp."""
-    unit = VOCAB_ALIGN * tp
-    return -(-arch.vocab_size // unit) * unit
 
 
 def num_parameters(arch: ModelArch, role: Role = "policy", tp: int | None = None) -> int:

@@ -41,8 +41,8 @@ class LearnerMemory:
         self._rooms = {"optimizer": platform.HostRoom(), "parameters": platform.HostRoom()}
         self._gradients: list[tuple[UntypedStorage, int]] = []  # that are given up, and their sizes
         self._unchanged = False  # the parameters, since they came from host memory
-        if offload != "none" and optimizer is not None:
-            prime(optimizer)  # Adam's moments exist from now on: what is moved is always the same
+        if optimizer is not None:
+            prime(optimizer)  # Adam's moments exist from now on: what is moved, or left for an engine, is the same
 
     def moves(self, level: Level) -> bool:
         """Whether `move` to it would change anything."""
@@ -68,15 +68,23 @@ class LearnerMemory:
             self.bytes_copied += self._rooms["parameters"].give_back()
             self._unchanged = True
         if "optimizer" in back:
-            for storage, size in self._gradients:
-                storage.resize_(size)
-            self.bytes_copied += self._rooms["optimizer"].give_back()
-            self._gradients = []
-            for gradients in self._gradient_buffers():
-                gradients.zero_()
+            self._bring_optimizer()
         if level == "all":
             self._unchanged = False
         self.level = max(self.level, level, key=LEVELS.index)
+
+    def _bring_optimizer(self) -> None:
+        try:
+            for storage, size in self._gradients:
+                storage.resize_(size)
+            self.bytes_copied += self._rooms["optimizer"].give_back()
+        except BaseException:
+            for storage, _ in self._gradients:
+                storage.resize_(0)
+            raise
+        self._gradients = []
+        for gradients in self._gradient_buffers():
+            gradients.zero_()
 
     def move(self, level: Level) -> Level:
         """To this level; what it was before."""

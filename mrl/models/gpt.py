@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.families import ModelArch
-from mrl.families.flops import padded_vocab_size
+from mrl.families.table import padded_vocab_size
 from mrl.models.batch import ModelBatch
 from mrl.models.mcore import (
     GPTModel,

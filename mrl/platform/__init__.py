@@ -8,7 +8,8 @@ from mrl.platform.determinism import be_deterministic, is_deterministic
 from mrl.platform.features import Feature, features
 from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable
 from mrl.platform.gpu_health import GpuHealth, GpuTimeout, gpu_health
-from mrl.platform.host_room import HostRoom
+from mrl.platform.host_room import HostRoom, host_bytes
+from mrl.platform.imagined import imagined_rank
 from mrl.platform.memory import (
     peak_device_bytes,
     peak_memory_bytes,
@@ -53,6 +54,8 @@ __all__ = [
     "gpu_count",
     "gpu_health",
     "gpu_names",
+    "host_bytes",
+    "imagined_rank",
     "init_process_group",
     "install",
     "is_deterministic",

@@ -26,4 +26,5 @@ def be_deterministic() -> None:
 
 
 def is_deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
+    enabled: bool = torch.are_deterministic_algorithms_enabled()
+    return enabled

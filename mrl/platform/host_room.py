@@ -7,6 +7,8 @@ buffers and the optimizer's references stay what they are, and the bytes come ba
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -33,6 +35,8 @@ class HostRoom:
         same: they hold what the last `give_back` gave them, so nothing is copied
         """
         assert not self.is_away
+        if not all(storage.resizable() for storage in storages):
+            raise RuntimeError("something shares this memory, a numpy array perhaps: it cannot be given up")
         sizes, copied = [storage.nbytes() for storage in storages], 0
         same = same and self._room is not None and sizes == self._sizes
         if not same:
@@ -101,14 +105,26 @@ def _flat(storage: UntypedStorage) -> Tensor:
 
 
 def host_memory(nbytes: int) -> Tensor:
-    """[nbytes] uint8, pinned where there is CUDA: exactly so many bytes, where torch's own pinned memory is rounded up
-    to a power of two. Raises RuntimeError if there is not so much."""
-    room = torch.empty(nbytes, dtype=torch.uint8)
-    if nbytes and torch.cuda.is_available():
+    """[nbytes] uint8 on pages of its own, pinned where there is CUDA (by torch it would be rounded up to a power of
+    two). Raises OSError or RuntimeError if there is not so much."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room = torch.frombuffer(pages, dtype=torch.uint8)
+    if torch.cuda.is_available():
         runtime = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(room.data_ptr(), nbytes, 0)))
+        if code := int(runtime.cudaHostRegister(room.data_ptr(), nbytes, 1)):  # 1: for all contexts
+            raise RuntimeError(f"{nbytes} bytes of host memory cannot be pinned: CUDA error {code}")
         weakref.finalize(room, runtime.cudaHostUnregister, room.data_ptr()).atexit = False
     return room
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, to be used while it lives. `numpy()` would forbid for ever that
+    its memory is given up."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ def look_at_packages(cfg: Config) -> Iterator[Finding]:
     for problem in filter(None, (missing(cfg.run.launcher), *trackers.missing(cfg.run))):
         good = False
         yield Finding("packages", "problem", problem)
-    engines = cfg.engines()
+    engines, _ = cfg.engines() or (None, None)
     if engines is not None and not engines.urls:
         here = Machine.starting(cfg, platform.gpu_count())
         spec = ServerSpec(engines, cfg.model.path, cfg.model.dtype, 0, 0, 0, here, Path())
@@ -95,7 +95,7 @@ def _meeting_place() -> Iterator[Finding]:
 
 def look_at_services(cfg: Config) -> Iterator[Finding]:
     """Do engines and reward servers that somebody else has started answer a connection?"""
-    engines, rewards = cfg.engines(), cfg.rewards()
+    (engines, _), rewards = cfg.engines() or (None, None), cfg.rewards()
     for url in engines.urls if engines is not None else ():
         if (problem := _unreachable(url)) is not None:
             text = f"rollout.urls: {problem}"

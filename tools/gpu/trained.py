@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tools import make_sort_task
 from tools.gpu.stage import ROOT, Failed, Numbers, Setting, Skipped
 
 Row = dict[str, Any]
@@ -20,12 +21,10 @@ def task(setting: Setting, sizes: str | None = None) -> Path:
     """A directory with the sorting task's data and a model_init, whose sizes are those of yaml_configs/models/SIZES."""
     out = setting.work / f"task {sizes or 'tiny'}"
     if not (out / "data" / "train.jsonl").is_file():
-        command = [sys.executable, "tools/make_sort_task.py", str(out)]
-        command += ["--sizes", f"yaml_configs/models/{sizes}/config.json"] if sizes else []
-        command += ["--train-rows", "60", "--validation-rows", "20", "--digits", "2"] if setting.rehearsal else []
-        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
-        if done.returncode:
-            raise Failed(f"tools/make_sort_task.py: {done.stderr.strip()[-400:]}")
+        config = None if sizes is None else ROOT / "yaml_configs" / "models" / sizes / "config.json"
+        digits, rows, held_out = (2, 60, 20) if setting.rehearsal else (5, 20000, 512)
+        make_sort_task.write_model(out / "model_init", config)
+        make_sort_task.write_data(out / "data", digits, rows, held_out, seed=0)
     return out
 
 
@@ -38,14 +37,16 @@ def of_data(made: Path) -> list[str]:
     return [f"data.train={made}/data/train.jsonl", f"data.validation={made}/data/validation.jsonl"]
 
 
-def train(setting: Setting, name: str, config: str, overrides: Sequence[str], limit_s: float) -> list[Row]:
+def train(
+    setting: Setting, name: str, config: str, overrides: Sequence[str], limit_s: float, gpus: int = 1
+) -> list[Row]:
     """Its metrics, a row a step. Failed, with the end of what its terminal showed.
 
-    In a rehearsal the configuration is read and checked as it would be on a machine with one GPU, and Skipped says so.
+    In a rehearsal the configuration is read and checked as it would be on a machine with so many GPUs; Skipped says so.
     """
     words = [f"run.name={name}", f"run.root={setting.work}/runs", *overrides]
     if setting.rehearsal:
-        _read(config, words)
+        _read(config, words, gpus)
         raise Skipped("a rehearsal reads its configuration alone")
     return started(setting, name, config, words, limit_s)
 
@@ -73,11 +74,11 @@ def started(setting: Setting, name: str, config: str, words: Sequence[str], limi
     return [row for row in map(json.loads, file.read_text().splitlines()) if row["step"] > 0]
 
 
-def _read(config: str, words: Sequence[str]) -> None:
+def _read(config: str, words: Sequence[str], gpus: int) -> None:
     from mrl.config.loader import ConfigError, load
 
     try:
-        load(ROOT / "yaml_configs" / f"{config}.yaml", words, gpus=1)
+        load(ROOT / "yaml_configs" / f"{config}.yaml", words, gpus=gpus)
     except ConfigError as error:
         made_by_runs = [p for p in error.problems if "/hf" in p.message and p.keys[0] == "model.path"]
         if len(made_by_runs) < len(error.problems):

@@ -52,6 +52,8 @@ class RunConfig(Section):
     deterministic: bool = False
     steps: PositiveInt = 100  # of the whole run, those before a resume included
     nproc: PositiveInt | None = None  # processes on this machine; the smallest world of the layout when null
+    # machines that the run is made for, nproc processes on each; null: as many as it is started on
+    nodes: PositiveInt | None = None
     trackers: tuple[TrackerName, ...] = ("tensorboard",)  # where metrics go besides RUN_DIR/metrics.jsonl
     wandb: WandbConfig = WandbConfig()
     mlflow: MlflowConfig = MlflowConfig()

@@ -51,9 +51,12 @@ def train_step(run: RLRun, step: int) -> None:
             run.ref.after_step(step + 1)
     stats.metrics |= adapt_kl(run, experience, stats.metrics)
 
-    if trains_actor or run.memory.must_push:
+    if trains_actor:
         with phase("sync", stats):
             run.push_weights(step + 1)
+    elif run.memory.must_push:
+        with phase("sync", stats):
+            run.push_again()
 
     stats.metrics |= run.speed.metrics(stats, rollout.num_response_tokens, time.monotonic() - started)
     if (step + 1) % cfg.validation.every_steps == 0 or step + 1 == cfg.run.steps:

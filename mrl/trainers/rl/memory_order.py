@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from mrl.learner.memory import Level
-from mrl.trainers.shared.memory import AWAKE, EnginePart, Needs
+from mrl.rollout import Engine, MemoryPart
+from mrl.trainers.shared.memory import AWAKE, Needs
 from mrl.trainers.shared.world import World
 
-ASLEEP: tuple[EnginePart, ...] = ()
-WEIGHTS: tuple[EnginePart, ...] = ("weights",)
+ASLEEP: tuple[MemoryPart, ...] = ()
+WEIGHTS: tuple[MemoryPart, ...] = ("weights",)
 AS_IT_IS = None
 
 
-def _row(actor: Level, critic: Level, ref: Level, reward: Level, engine: tuple[EnginePart, ...] | None) -> Needs:
+def _row(actor: Level, critic: Level, ref: Level, reward: Level, engine: tuple[MemoryPart, ...] | None) -> Needs:
     return Needs({"actor": actor, "critic": critic, "ref": ref, "reward": reward}, engine)
 
 
@@ -33,17 +33,10 @@ ORDER: dict[str, Needs] = {
     "sync":           _row("parameters", "nothing",    "nothing",    "nothing",    WEIGHTS),
     "validation":     _row("nothing",    "nothing",    "nothing",    "nothing",    AWAKE),
     "export":         _row("parameters", "nothing",    "nothing",    "nothing",    WEIGHTS),
+    "end":            _row("nothing",    "nothing",    "nothing",    "nothing",    AWAKE),
     # "checkpoint" is not here: it reads what it writes where that lies. A load brings one model at a time.
 }
 # fmt: on
-
-
-class GivesMemory(Protocol):
-    """Rank 0's engine: each call takes it to that state, from wherever it is."""
-
-    def release_memory(self, parts: Sequence[EnginePart]) -> None: ...
-
-    def resume_memory(self, parts: Sequence[EnginePart]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -55,16 +48,19 @@ class Engines:
     """
 
     world: World
-    parts: tuple[EnginePart, ...]
-    engine: GivesMemory | None
+    parts: tuple[MemoryPart, ...]
+    engine: Engine | None
 
-    def release(self, parts: tuple[EnginePart, ...]) -> None:
-        self.world.from_main("releasing the engines' memory", lambda: self._engine.release_memory(parts))
+    def release(self, parts: tuple[MemoryPart, ...]) -> bool:
+        return self._move("releasing the engines' memory", lambda engine: engine.release_memory(parts))
 
-    def resume(self, parts: tuple[EnginePart, ...]) -> None:
-        self.world.from_main("resuming the engines' memory", lambda: self._engine.resume_memory(parts))
+    def resume(self, parts: tuple[MemoryPart, ...]) -> bool:
+        return self._move("resuming the engines' memory", lambda engine: engine.resume_memory(parts))
 
-    @property
-    def _engine(self) -> GivesMemory:
-        assert self.engine is not None, "only rank 0 talks to the engines"
-        return self.engine
+    def _move(self, what: str, move: Callable[[Engine], None]) -> bool:
+        def on_main() -> bool:
+            assert self.engine is not None, "only rank 0 talks to the engines"
+            move(self.engine)
+            return self.engine.lacks_weights
+
+        return self.world.from_main(what, on_main)

@@ -58,12 +58,22 @@ class Run:
     def leave_if_warned(self, step: int) -> None:
         """Before a step, of which `step` are done: if a scheduler has told this run to stop, saves what is new and ends
         this process. Collective."""
-        self.phase.leave_if_warned(step, self.saving.save_now if step > self.start_step else None)
+
+        def leave(deadline_s: float) -> int:
+            saved = self.saving.save_now(deadline_s) if step > self.start_step else step
+            self.let_go()
+            return saved
+
+        self.phase.leave_if_warned(step, leave)
 
     def finish(self) -> None:
         """After the last step. Raises NonFiniteError, with everything saved, if that one taught a model nothing."""
         self.saving.finish()
+        self.let_go()
         self.updates.end_of_run()
+
+    def let_go(self) -> None:
+        """Everything is saved: what others will use after the run is left as they want it. Collective."""
 
 
 @dataclass
