@@ -33,7 +33,7 @@ class RLConfig(Config):
     def models(self) -> dict[str, ModelUse]:
         found = super().models()
         if (critic := self.critic) is not None:
-            found["critic"] = ModelUse(critic.path, critic.parallel, critic, frozen=critic.frozen)
+            found["critic"] = ModelUse(critic.path, critic.parallel, critic)
         found["ref"] = ModelUse(self.ref.path, self.ref.parallel if needs_ref(self) else None)
         if (judge := self.reward.model) is not None:
             found["reward.model"] = ModelUse(judge.path, judge.parallel or self.actor.parallel, scores=True)
