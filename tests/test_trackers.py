@@ -152,6 +152,7 @@ def tracked(cfg: SFTConfig, steps: range) -> dict[str, str]:
 def test_mlflow_s_local_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracking = pytest.importorskip("mlflow.tracking", reason="needs mlflow-skinny (the extra `trackers`)")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr("mrl.observe.sender.CLOSE_S", 120.0)
     cfg = config(tmp_path, trackers=("mlflow",), mlflow={"experiment": "sorting", "tags": {"team": "rl"}})
     [run_id] = tracked(cfg, range(1, 3)).values()
     assert tracked(cfg, range(3, 4)) == {"mlflow": run_id}, "the same run goes on"
@@ -165,7 +166,8 @@ def test_mlflow_s_local_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """One run; the file is what `wandb sync` sends."""
+    """One run; the file is what `wandb sync` sends. Its first import takes long on a busy machine."""
+    monkeypatch.setattr("mrl.observe.sender.CLOSE_S", 120.0)
     pytest.importorskip("wandb", reason="needs wandb (the extra `trackers`)")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     cfg = config(tmp_path, trackers=("wandb",), wandb={"project": "sorting", "mode": "offline", "tags": ("small",)})

@@ -16,12 +16,12 @@ OPTIMIZER = 3 * FLOAT32  # main weights and both of Adam's moments
 def checkpoint_bytes(cfg: Config, archs: Archs) -> int:
     """Of the tensors of one checkpoint. archs: of every model that is trained"""
     total = 0
-    for name, use in cfg.models().items():
-        if use.train is None or use.frozen:
+    for name, built in cfg.built().items():
+        if not built.is_trained:
             continue
         arch = archs[name]
         assert arch is not None
-        tp = use.train.parallel.tensor
+        tp = built.train.parallel.tensor
         count = num_parameters(arch, "critic" if name == "critic" else "policy", tp)
         total += count * (DTYPE_BYTES[cfg.model.dtype] + OPTIMIZER)
         if name == "actor":

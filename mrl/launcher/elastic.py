@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from mrl.launcher import signals
+from mrl.launcher.environment import FOR_RANKS
 from mrl.launcher.logs import LEFT, LaunchError, Log, cause, open_logs, owned, report, take_failures
 from mrl.launcher.restarts import Restarts
 from mrl.packages import pip_install_extra
@@ -159,7 +160,7 @@ class _Watch:
 def _start(job: Elastic, log_dir: Path, meeting: str, grace_s: float, terminal: Terminal) -> subprocess.Popen[bytes]:
     """meeting: a folder that is this account's alone, for whatever the launcher below and the ranks meet over."""
     environment = {
-        **{"OMP_NUM_THREADS": "1", **os.environ},
+        **{**FOR_RANKS, **os.environ},
         **{LOG_DIR_VARIABLE: str(log_dir.absolute()), MEETING_VARIABLE: meeting},
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else torchrun opens one for the ranks, to everybody
     }

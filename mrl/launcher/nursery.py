@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NoReturn
@@ -156,7 +156,9 @@ def serve(line: socket.socket, module: str) -> Order:
         for stream in (1, 2):
             os.dup2(said.fileno(), stream)
         os.environ |= {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ}
+        before = dict(os.environ)
         importlib.import_module(module)
+        made = {name: value for name, value in os.environ.items() if before.get(name) != value}
         gc.collect()
         gc.freeze()  # else each copy would write to all the pages at its first collection
         if _cannot_be_copied():
@@ -167,7 +169,7 @@ def serve(line: socket.socket, module: str) -> Order:
             if (pid := _bear(parent)) == 0:
                 line.close()
                 _speak_through(files, said if order.env.get("RANK") == "0" else None)
-                return order
+                return replace(order, env={**order.env, **made})  # as the imports would have set it there
             for file in files:
                 os.close(file)
             line.sendall(pid.to_bytes(_NUMBER, "big"))

@@ -20,6 +20,7 @@ from pathlib import Path
 from mrl import failure
 from mrl.failure import Failure
 from mrl.launcher import signals
+from mrl.launcher.environment import FOR_RANKS
 from mrl.launcher.logs import LEFT, LaunchError, Log, cause, open_logs, owned, report, take_failures
 from mrl.launcher.nursery import IMPORTS_S, Child, Nursery
 from mrl.ports import MEETING_VARIABLE
@@ -184,7 +185,7 @@ def _start(
     command: Sequence[str], logs: Sequence[Log], env: Mapping[str, str], terminal: Terminal, nursery: Nursery | None
 ) -> list[Rank]:
     shared = {
-        **{"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env},
+        **{**FOR_RANKS, "PYTHONUNBUFFERED": "1", **env},
         **{"WORLD_SIZE": str(len(logs)), "LOCAL_WORLD_SIZE": str(len(logs))},
     }
     ranks: list[Rank] = []

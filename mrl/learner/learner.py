@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,11 +33,12 @@ from mrl.learner.optimizer import (
     grad_norm,
     has_finite_gradients,
     main_parameters,
+    sums_overlap,
     wrap_ddp,
 )
-from mrl.models.batch import ModelBatch, Output
+from mrl.models.batch import ModelBatch, Output, on_device
 from mrl.models.build import build_model
-from mrl.parallel import Mesh
+from mrl.parallel import Mesh, communication
 from mrl.weights.model.export import Exporter
 from mrl.weights.model.load import load_pretrained
 
@@ -109,7 +110,7 @@ class Learner:
                 load_pretrained(self.bare, arch, hf_path, mesh, role=role, allow_pickle=allow_pickle)
             self.chunks: list[Any] = list(self.bare)
             if trainable:
-                self.chunks = list(wrap_ddp(self.bare))
+                self.chunks = list(wrap_ddp(self.bare, overlap=sums_overlap(mesh)))
                 self.optimizer, self.schedule = build_optimizer(train.optimizer, self.chunks, dtype)
                 self.bare[0].config.finalize_model_grads_func = finalize_model_grads
             self.exporter = Exporter(self.bare, arch, mesh)
@@ -192,12 +193,13 @@ class Learner:
             dest = batch.packed.dest
             if batch.term == 0:
                 self._outputs.append((values.detach(), dest))
-            part = terms[batch.term].loss.compute(values, dest.to(values.device))
+            part = terms[batch.term].loss.compute(values, dest)
             parts[batch.term].append(LossParts(part.loss.detach().clone(), part.sums))
             return part.loss * scale, {}
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+            chunk.force_all_reduce = full_gradients  # of buckets that are summed before the end of the pass
         self.optimizer.zero_grad()
         output: Output = "log_probs" if self.role == "policy" else "values"
         self._schedule(batches, output, compute, forward_only=False, force_all_reduce=full_gradients)
@@ -285,19 +287,21 @@ class Learner:
     ) -> None:
         def forward_step(it: Iterator[_MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(it)
+            batch = replace(batch, packed=on_device(batch.packed))
             made = ModelBatch.make(batch.packed, self.mesh, batch.temperature, output, batch.entropy_grad)
-            tokens = batch.packed.tokens.to(platform.device())
-            positions = batch.packed.position_ids.to(platform.device())
-            return model(tokens, positions, None, packed_seq_params=made), partial(on_output, batch=batch)
+            out = model(batch.packed.tokens, batch.packed.position_ids, None, packed_seq_params=made)
+            return out, partial(on_output, batch=batch)
 
+        lengths = [batch.packed.tokens.size(1) for batch in batches]
         with self.mesh.active():
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=[iter(batches) for _ in self.chunks] if self.mesh.vpp else iter(batches),
                 model=self.chunks if self.mesh.vpp else self.chunks[0],
                 num_microbatches=len(batches),
-                seq_length=1,  # real lengths travel between the stages (variable_seq_lengths)
+                seq_length=1,  # not looked at (variable_seq_lengths): each micro-batch has its own
                 micro_batch_size=1,
+                **communication(self.mesh, self.bare[0].config, lengths),
                 **megatron_args,
             )
 

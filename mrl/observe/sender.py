@@ -24,7 +24,7 @@ from mrl.observe.files import Unreadable
 from mrl.observe.metrics import Row, flatten, read_metrics
 
 FIRST_RETRY_S, LAST_RETRY_S = 5.0, 120.0
-CLOSE_S = 20.0  # for what is left to be sent when the run ends
+CLOSE_S = 30.0  # for what is left to be sent when the run ends
 FOLDER = "trackers"  # in the run directory
 Outcome = Literal["finished", "stopped", "failed"]
 

@@ -4,9 +4,10 @@ Call `install()` before the first `import megatron.core`, in training processes 
 """
 
 from mrl.platform.adaptations import applied, install
+from mrl.platform.copies import to_device, to_host
 from mrl.platform.determinism import be_deterministic, is_deterministic
 from mrl.platform.features import Feature, features
-from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable
+from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable, triton_usable
 from mrl.platform.gpu_health import GpuHealth, GpuTimeout, gpu_health
 from mrl.platform.host_room import HostRoom, host_bytes
 from mrl.platform.imagined import imagined_rank
@@ -70,8 +71,11 @@ __all__ = [
     "reset_peak_memory",
     "restore_random_state",
     "synchronize",
+    "to_device",
+    "to_host",
     "transformer_engine_problem",
     "transformer_engine_usable",
+    "triton_usable",
     "unshare_steps",
     "use_device",
 ]

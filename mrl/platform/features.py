@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
 import torch
 
-from mrl.platform.fused import APEX_KERNEL, import_problem, transformer_engine_fault, transformer_engine_problem
+from mrl.platform.fused import (
+    APEX_KERNEL,
+    compiler_problem,
+    import_problem,
+    transformer_engine_fault,
+    transformer_engine_problem,
+)
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,6 @@ class _Part:
 
 def _transformer_engine() -> str | None:
     return transformer_engine_problem() if torch.cuda.is_available() else transformer_engine_fault()
-
-
-def compiler_problem() -> str | None:
-    named = os.environ.get("CC")
-    if any(shutil.which(name) for name in ([named] if named else ["cc", "gcc", "clang"])):
-        return None
-    return f"there is no C compiler ({named or 'cc, gcc or clang'}), which it calls at run time"
 
 
 _PARTS = (

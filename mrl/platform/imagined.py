@@ -1,4 +1,5 @@
 """One rank of a world that is not there, to look at what it would build."""
+
 from __future__ import annotations
 
 import contextlib

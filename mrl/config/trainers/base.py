@@ -22,14 +22,12 @@ class ModelUse:
     parallel: its layout; None: it has none of its own
     train: what its training is told; None: it is never trained
     scores: it needs a score head
-    frozen: never trained, whatever `train` says
     """
 
     path: str | None = None
     parallel: ParallelConfig | None = None
     train: TrainConfig | None = None
     scores: bool = False
-    frozen: bool = False
 
 
 @dataclass(frozen=True)

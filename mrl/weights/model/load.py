@@ -232,9 +232,9 @@ def _mark(item: Item, tp: int) -> None:
 
 def _tied_problems(items: Iterable[Item], mesh: Mesh) -> list[str]:
     """With pipeline parallelism both ends hold the tied embedding; they must be the same bits."""
-    copies = {item.name: _digest(item.parameter) for item in items if item.row.kind == "vocab"}
     if mesh.pp == 1:
         return []
+    copies = {item.name: _digest(item.parameter) for item in items if item.row.kind == "vocab"}
     by_stage: list[dict[str, str]] = [{}] * mesh.pp
     dist.all_gather_object(by_stage, copies, group=mesh.pp_group)
     tied = any(item.row.copy_of for item in items)
