@@ -7,11 +7,14 @@ the fault is, and each looks for the fault itself; with CUDA and transformer-eng
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 import warnings
+from collections.abc import Iterator
 
-from mrl.platform import cpu_matmul, megatron_fixes, torch_cuda  # noqa: F401  (they fill the registry)
+from mrl.platform import cpu_matmul, gloo, megatron_fixes, torch_cuda  # noqa: F401  (they fill the registry)
 from mrl.platform.registry import REGISTRY, Stage
 
 # Read when a GPU is first asked for. One queue keeps a rank's copies and collectives in the order in which they were
@@ -57,9 +60,23 @@ def _run(stage: Stage, off: frozenset[str]) -> None:
             _applied.append(a.name)
 
 
+@contextlib.contextmanager
+def _without(package: str) -> Iterator[None]:
+    """As if it were not installed, where nobody has imported it yet."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+
+
 def _import_megatron_quietly() -> None:
-    """Megatron warns at import about every optional package that is absent; `mrl doctor` has them in a table."""
-    with warnings.catch_warnings():
+    """Megatron warns at import about every optional package that is absent; `mrl doctor` has them in a table. It goes
+    without wandb, which takes a second to import and would be for Megatron's own logging."""
+    with warnings.catch_warnings(), _without("wandb"):
         warnings.simplefilter("ignore")
         import megatron.core.distributed
         import megatron.core.models.gpt.gpt_layer_specs

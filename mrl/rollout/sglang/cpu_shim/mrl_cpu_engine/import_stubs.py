@@ -1,6 +1,7 @@
 """Stand-ins for packages that sglang imports at module level. They import; calling into one raises.
 
-The finder sits last on sys.meta_path, so a package that is really installed always wins.
+The finder sits last on sys.meta_path, so a package that is really installed always wins. But sglang's debugging imports
+megatron where it is installed, which takes seconds, and megatron wandb, which does not work with a stand-in for IPython.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ UNUSED = (
     "partial_json_parser",
     "jsonschema",
 )
+ABSENT = ("megatron", "wandb")
 ROOTS = {**VERSIONS, **dict.fromkeys(UNUSED, "0.0.0")}
 
 
@@ -115,3 +117,5 @@ class StubFinder:
 
 def install() -> None:
     sys.meta_path.append(StubFinder)
+    for name in ABSENT:
+        sys.modules[name] = None  # type: ignore[assignment]  # an ImportError, which is expected there

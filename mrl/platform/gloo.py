@@ -1,0 +1,40 @@
+"""gloo's process groups, of which a mesh has some 25."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from mrl.platform.registry import Stage, adaptation
+
+_devices: dict[str | None, Any] = {}  # by the interface that they listen on
+
+
+@adaptation(
+    "one_gloo_loop",
+    why="each of gloo's groups has a thread that wakes a hundred times a second: the groups of a process share one",
+    stage=Stage.BEFORE_IMPORT,
+    needed=lambda: torch.distributed.is_gloo_available() and not torch.cuda.is_available(),
+)
+def one_gloo_loop() -> None:
+    plain = distributed_c10d.ProcessGroupGloo
+
+    class ProcessGroupGloo(plain):  # type: ignore[misc, valid-type]
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = plain._Options()  # type: ignore[attr-defined]
+            options._devices, options._timeout = [_device(plain)], timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[misc]
+
+
+def _device(group: Any) -> Any:
+    """Made at the first use: a copy of this process needs its own."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface not in _devices:
+        _devices[interface] = group.create_default_device()
+    return _devices[interface]
