@@ -1,7 +1,7 @@
 """Stand-ins for packages that sglang imports at module level. They import; calling into one raises.
 
-The finder sits last on sys.meta_path, so a package that is really installed always wins. But sglang's debugging imports
-megatron where it is installed, which takes seconds, and megatron wandb, which does not work with a stand-in for IPython.
+The finder sits last on sys.meta_path, so a package that is really installed always wins. But two are to be absent:
+sglang's debugging imports megatron, which takes seconds, and that wandb, which fails with a stand-in for IPython.
 """
 
 from __future__ import annotations
