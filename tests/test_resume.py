@@ -232,14 +232,14 @@ def test_a_disk_that_gets_full(tiny_models: TinyModels, tmp_path: Path) -> None:
     good = run_dir / "checkpoints/step_2"
     sizes = {file: file.stat().st_size for file in good.rglob("*")}
 
-    with small_files(), Train(tmp_path, config, "run.steps=5", "checkpoint.on_error=warn") as run:
+    with small_files(), Train(tmp_path, config, "run.steps=5", "checkpoint.on_error=warn", copied=False) as run:
         assert run.wait(RUN_S) == 0, run.terminal
     assert run.terminal.count("not saved, training goes on (checkpoint.on_error: warn)") >= 4, run.terminal
     assert "File too large" in run.terminal and "step_5.tmp" in run.terminal
     rows = results(run_dir)
     assert list(rows) == [1, 2, 3, 4, 5] and rows[5]["checkpoint/failed"] >= 1
 
-    with small_files(), Train(tmp_path, config, "run.steps=5") as run:
+    with small_files(), Train(tmp_path, config, "run.steps=5", copied=False) as run:
         assert run.wait(RUN_S) == 1, run.terminal
     assert f"continuing from {good} (step 2)" in run.terminal
     assert "step_3.tmp" in run.terminal.split("mrl: error: ")[1], run.terminal
@@ -292,7 +292,7 @@ def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def test_changes_are_found_named_and_accepted_by_name(tmp_path: Path) -> None:
     def made(**changes: Any) -> RLConfig:
-        return RLConfig.model_validate(yaml.safe_load(file.read_text()) | changes)
+        return RLConfig.model_validate_json(json.dumps(yaml.safe_load(file.read_text()) | changes))
 
     file = write_config(tmp_path, tmp_path)
     stored, before = snapshot(made()), made()
@@ -314,7 +314,7 @@ def test_changes_are_found_named_and_accepted_by_name(tmp_path: Path) -> None:
 def test_data_edited_without_a_change_of_its_size_is_noticed(tmp_path: Path) -> None:
     def made(*accepted: str, **changes: Any) -> RLConfig:
         text = yaml.safe_load(file.read_text()) | {"checkpoint": {"accept_changes": accepted}} | changes
-        return RLConfig.model_validate(text)
+        return RLConfig.model_validate_json(json.dumps(text))
 
     file, data = write_config(tmp_path, tmp_path), tmp_path / "train.jsonl"
     (tmp_path / "table").mkdir()
