@@ -18,8 +18,9 @@ from mrl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig  # no
 from mrl.core import Rollout  # noqa: E402
 from mrl.data.packing import pack  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
-from mrl.families.table import Role  # noqa: E402
+from mrl.families.table import VOCAB_ALIGN_GPU, Role  # noqa: E402
 from mrl.learner.optimizer import build_optimizer, wrap_ddp  # noqa: E402
+from mrl.models import gpt  # noqa: E402
 from mrl.models.batch import ModelBatch  # noqa: E402
 from mrl.models.build import build_model  # noqa: E402
 from mrl.parallel import Mesh  # noqa: E402
@@ -59,6 +60,12 @@ LAYOUTS = [
     Case("qwen3_moe", 8, {"context": 2, "expert": 4}),
 ]
 TinyModels = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def padded_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan is made for."""
+    monkeypatch.setattr(gpt, "VOCAB_ALIGN", VOCAB_ALIGN_GPU)
 
 
 def directory(case: Case, tiny_models: TinyModels) -> Path:

@@ -9,7 +9,7 @@ from math import prod
 from typing import Literal
 
 from mrl.families import ModelArch
-from mrl.families.table import padded_vocab_size, weight_table
+from mrl.families.table import VOCAB_ALIGN_GPU, padded_vocab_size, weight_table
 from mrl.plan import activations
 from mrl.plan.activations import FLOAT32, Shapes, Tokens
 from mrl.plan.chips import Assumptions
@@ -98,7 +98,7 @@ def update_peak(model: Model, seat: Seat, tokens: Tokens, micro_batches: int) ->
     yield Item(model.name, "activations", sum(sorted(each * -(-count // len(each)))[-count:]))
     yield Item(model.name, "layer at work", _working_layer(shapes) + _largest_gradient(model))
     if _has_head(model, seat) and model.role == "policy":
-        rows = padded_vocab_size(model.arch, model.layout.tensor) // model.layout.tensor
+        rows = padded_vocab_size(model.arch, model.layout.tensor, VOCAB_ALIGN_GPU) // model.layout.tensor
         weight_gradient = rows * model.arch.hidden_size * (FLOAT32 + model.dtype)
         yield Item(model.name, "head", _head_rows(model, tokens) + _logits(model) + weight_gradient)
 
@@ -132,7 +132,7 @@ def _head_rows(model: Model, tokens: Tokens) -> float:
 def _logits(model: Model) -> float:
     if model.role == "critic":
         return 0.0
-    columns = padded_vocab_size(model.arch, model.layout.tensor) // model.layout.tensor
+    columns = padded_vocab_size(model.arch, model.layout.tensor, VOCAB_ALIGN_GPU) // model.layout.tensor
     rows = max(HEAD_ROWS, HEAD_ELEMENTS // columns)
     return rows * columns * FLOAT32 * HEAD_COPIES
 

@@ -14,7 +14,7 @@ from math import lcm, prod
 from mrl.config.sections.models import ParallelConfig
 from mrl.families import ModelArch
 from mrl.families.rows import Row
-from mrl.families.table import EMBEDDING, OUTPUT, VALUE_HEAD, Role, padded_vocab_size, weight_table
+from mrl.families.table import EMBEDDING, OUTPUT, VALUE_HEAD, VOCAB_ALIGN_GPU, Role, padded_vocab_size, weight_table
 from mrl.plan.grid import Grid, Seat, chunk_layers
 
 _LAYER = "decoder.layers."
@@ -101,7 +101,7 @@ def _expert(name: str) -> int:
 def local_numel(row: Row, arch: ModelArch, layout: ParallelConfig) -> int:
     """Elements of a rank's part of a row's parameter."""
     if row.kind == "vocab":
-        return padded_vocab_size(arch, layout.tensor) * arch.hidden_size // layout.tensor
+        return padded_vocab_size(arch, layout.tensor, VOCAB_ALIGN_GPU) * arch.hidden_size // layout.tensor
     whole = sum(prod(shape) for shape in row.shapes)
     parts = layout.expert_tensor_size if row.expert else layout.tensor
     return whole // parts if row.tp_dim is not None else whole
