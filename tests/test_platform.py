@@ -149,3 +149,30 @@ def test_peak_memory_sees_an_allocation() -> None:
     block = torch.ones(64 << 20, dtype=torch.uint8, device=platform.device())
     assert platform.peak_memory_bytes() - before > 32 << 20
     del block
+
+
+COPIES = """
+import os, sys
+import torch, torch.distributed as dist
+from mrl import platform
+platform.install()
+def add(name):
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    groups, one = [dist.new_group([0]) for _ in range(8)], torch.ones(1)
+    for group in groups:
+        dist.all_reduce(one, group=group)
+    print(name, float(one), len(os.listdir("/proc/self/task")) < 8 + 8 * 2 + 4, flush=True)
+    dist.destroy_process_group()
+add("parent")
+if pid := os.fork():
+    print("copy ended with", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+else:
+    add("copy")
+    os._exit(0)
+"""
+
+
+def test_gloo_s_groups_share_a_thread_that_a_copy_of_the_process_makes_anew() -> None:
+    done = run_python(COPIES)
+    assert done.stdout.splitlines() == ["parent 1.0 True", "copy 1.0 True", "copy ended with 0"], done.stderr

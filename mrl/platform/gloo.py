@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 from mrl.platform.registry import Stage, adaptation
 
-_devices: dict[str | None, Any] = {}  # by the interface that they listen on
+_devices: dict[tuple[int, str | None], Any] = {}  # by the process and the interface that they listen on
 
 
 @adaptation(
@@ -33,8 +33,8 @@ def one_gloo_loop() -> None:
 
 
 def _device(group: Any) -> Any:
-    """Made at the first use: a copy of this process needs its own."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface not in _devices:
-        _devices[interface] = group.create_default_device()
-    return _devices[interface]
+    """Made at the first use; a copy of this process has no thread for the one that it inherits."""
+    key = os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME")
+    if key not in _devices:
+        _devices[key] = group.create_default_device()
+    return _devices[key]
