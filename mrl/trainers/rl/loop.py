@@ -55,7 +55,7 @@ def train_step(run: RLRun, step: int) -> None:
 
     if trains_actor:
         with phase("sync", stats):
-            run.push_weights(step + 1)
+            stats.metrics |= run.push_weights(step + 1).metrics()
 
     stats.metrics["perf/tokens_per_s"] = rollout.num_response_tokens / (time.monotonic() - started)
     if (step + 1) % cfg.validation.every_steps == 0 or step + 1 == cfg.run.steps:

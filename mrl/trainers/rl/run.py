@@ -20,12 +20,13 @@ from mrl.learner.policy_copy import PolicyCopy
 from mrl.observe import Recorder, SilentRecorder
 from mrl.reward import RewardManager, longest_wait_s
 from mrl.reward.check import row_check
-from mrl.rollout import Access, Engine, start_engine
+from mrl.rollout import Access, Engine, Others, start_engine
 from mrl.trainers.rl.demonstrations import Demonstrations
 from mrl.trainers.rl.generate import Generator, Sampled, Sampler
 from mrl.trainers.rl.mismatch import MismatchLimits
 from mrl.trainers.rl.models import Models, MovingAverage, build_models
 from mrl.trainers.rl.models import notes as model_notes
+from mrl.trainers.rl.nodes import start_engines_elsewhere
 from mrl.trainers.rl.replay import Replay
 from mrl.trainers.rl.reward_scores import ToScore, score
 from mrl.trainers.rl.scores import ScoreControl
@@ -131,8 +132,8 @@ class MainParts:
     rewards: RewardManager | None = None
     generator: Generator | None = None
 
-    def start(self) -> None:
-        """Starts what takes its time: the engine and the reward workers."""
+    def start(self, others: Others | None) -> None:
+        """Starts what takes its time: the engine and the reward workers. others: what other nodes have started."""
         cfg, enter = self.cfg, self.setup.stack.enter_context
         gpu = platform.device().type == "cuda"
         rewards = RewardManager(
@@ -144,7 +145,7 @@ class MainParts:
         )
         self.rewards = enter(contextlib.closing(rewards))
         logs, model = self.setup.run_dir / "logs", cfg.model
-        engine = start_engine(cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, gpu=gpu)
+        engine = start_engine(cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, gpu=gpu, others=others)
         self.engine = enter(contextlib.closing(engine))
 
     def ready(self) -> tuple[tuple[str, ...], Access]:
@@ -164,12 +165,22 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
     """Builds the run on every rank; closes engine, reward workers, files and process group on any exit."""
     with started(cfg, _longest_wait(cfg)) as setup:
         world, note, main = setup.world, setup.recorder.note, MainParts(cfg, setup)
-        world.from_main("starting the run", main.start)
+        engines = start_engines_elsewhere(cfg, setup)
+        world.from_main("starting the run", lambda: main.start(engines.others))
         models = build_models(cfg, world)
         demonstrations = Demonstrations(cfg) if cfg.ptx is not None else None
         urls, access = world.from_main("starting the engine", main.ready)
         plain = ENGINES[cfg.rollout.engine].is_plain
-        sync = WeightSync(models.actor.exporter, urls, cfg.sync, cfg.rollout.tensor, access=access, plain=plain)
+        sync = WeightSync(
+            models.actor.exporter,
+            urls,
+            cfg.sync,
+            cfg.rollout.tensor,
+            access=access,
+            plain=plain,
+            nodes=engines.nodes,
+            homes=engines.all_homes(urls),
+        )
         run = build_run(main, models, demonstrations, sync)
         setup.stack.callback(sync.close)
         if main.engine is not None:

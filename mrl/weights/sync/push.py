@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.config.schema import SyncConfig
+from mrl.parallel import Nodes
 from mrl.rollout.access import OPEN, Access
 from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import EngineError
@@ -27,7 +28,7 @@ from mrl.weights.errors import SyncError, SyncMismatch, WeightError
 from mrl.weights.sync import transports
 from mrl.weights.sync.checksum import StreamHasher
 from mrl.weights.sync.payload import Bucket, WeightSource, plan_buckets
-from mrl.weights.sync.transports import Deadline, Engines, Place, Transport
+from mrl.weights.sync.transports import Deadline, Engines, Hops, OverNodes, Place, Spread, Transport
 from mrl.weights.sync.verify import Verifier, ask_shape, check
 
 __all__ = ["SyncError", "SyncMismatch", "SyncReport", "WeightSync"]
@@ -40,13 +41,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SyncReport:
-    """seconds: wall time; bytes, tensors: what was exported; verified: tensors proved equal (none or all)."""
+    """seconds: wall time; bytes, tensors: what was exported; verified: tensors proved equal (none or all); hops: where
+    seconds and bytes went."""
 
     seconds: float
     bytes: int
     tensors: int
     verified: int
     transport: str
+    hops: Hops
+
+    def metrics(self) -> dict[str, float]:
+        """sync/gather_s, sync/network_bytes, ...: the hops that there were."""
+        return {f"sync/{name}": value for name, value in asdict(self.hops).items() if value}
 
 
 class WeightSync:
@@ -55,6 +62,8 @@ class WeightSync:
     engine_tensor: tensor-parallel size of each engine. access: what opens them.
     directory: where the disk transport writes, seen by all senders and engines under the same path; a temporary
     directory, which needs one machine, when None. plain: as `transports.resolve` takes it.
+    nodes, homes: of the world, and the node of each engine that the run started, by its address, where there are
+    several nodes.
     """
 
     def __init__(
@@ -67,13 +76,19 @@ class WeightSync:
         access: Access = OPEN,
         directory: Path | None = None,
         plain: bool = False,
+        nodes: Nodes | None = None,
+        homes: Mapping[str, int] | None = None,
     ) -> None:
         self._exporter, self._cfg, self._directory, self._plain = exporter, sync, directory, plain
         self._agreement = SyncAgreement(sync.timeout_s + GRACE_S)
         self._rank = self._agreement.rank
         self._metas = exporter.metas()
         self._senders = tuple(sorted({meta.sender for meta in self._metas}))
-        self._buckets = plan_buckets([m for m in self._metas if m.sender == self._rank], sync.bucket_mib << 20)
+        self._buckets = self._plan(self._rank)
+        self._spread: Spread | None = None
+        if nodes is not None and homes:
+            spread = Spread(nodes, homes, {sender: self._plan(sender) for sender in self._senders})
+            self._spread = spread if spread.is_over_nodes else None
         clients = tuple(EngineClient(url, sync.timeout_s, access) for url in urls)
         self._engines = Engines(clients, engine_tensor, Deadline(sync.timeout_s))
         self._open_sessions: list[EngineClient] = []  # rank 0's
@@ -108,7 +123,7 @@ class WeightSync:
         try:
             self._on_rank_0("opening the update", lambda: self._begin(transport))
             self._everywhere("preparing to send", lambda: self._prepare(transport))
-            self._everywhere("sending", lambda: self._send(transport, hasher))
+            hops = Hops.of_all(self._everywhere("sending", lambda: self._send(transport, hasher)))
             self._on_rank_0("finishing the update", lambda: self._commit(transport, self._version))
         except BaseException:
             transport.release(failed=True)
@@ -123,6 +138,7 @@ class WeightSync:
             tensors=len(self._metas),
             verified=len(self._metas) if verifier is not None else 0,
             transport=transport.name,
+            hops=hops,
         )
 
     def close(self) -> None:
@@ -131,6 +147,9 @@ class WeightSync:
             self._transport.close()
         for client in self._engines.clients:
             client.close()
+
+    def _plan(self, sender: int) -> tuple[Bucket, ...]:
+        return plan_buckets([m for m in self._metas if m.sender == sender], self._cfg.bucket_mib << 20)
 
     # ---- phases
 
@@ -149,8 +168,18 @@ class WeightSync:
         return self._verifier
 
     def _choose_transport(self) -> None:
+        spread, wanted = self._spread, self._cfg.transport
+        if spread is not None and (wanted == "auto" or transports.TRANSPORTS[wanted].one_machine):
+            kind = transports.TRANSPORTS[transports.resolve(wanted, True, None, self._plain)]
+            place = Place(self._rank, platform.device(), None)
+            made = self._everywhere(
+                f"setting up transport {kind.name} over nodes",
+                lambda: setattr(self, "_transport", OverNodes(kind, self._engines, place, spread)),
+            )
+            assert made
+            return
         hosts = self._everywhere("comparing host names", socket.gethostname)
-        one_machine = len({hosts[0], *(hosts[sender] for sender in self._senders)}) == 1
+        one_machine = spread is None and len({hosts[0], *(hosts[sender] for sender in self._senders)}) == 1
 
         def decide() -> tuple[str, Path | None]:
             colocated = one_machine and transports.is_local([client.url for client in self._engines.clients])
@@ -178,19 +207,23 @@ class WeightSync:
         if self._buckets:
             transport.prepare(self._buckets)
 
-    def _send(self, transport: Transport, hasher: StreamHasher | None) -> None:
+    def _send(self, transport: Transport, hasher: StreamHasher | None) -> Hops:
         """Runs the export stream to its end even after an error: other ranks gather their shards in it."""
         filler = Filler(transport, self._buckets, hasher)
         problem: Exception | None = None
-        for name, tensor in self._exporter.stream():
-            if problem is None:
-                try:
-                    filler.take(name, tensor)
-                except Exception as caught:  # raised when the stream is over
-                    problem = caught
-        if problem is not None:
-            raise problem
-        filler.check_done()
+        transport.hops, began = Hops(), time.monotonic()
+        with transport.relaying():
+            for name, tensor in self._exporter.stream():
+                if problem is None:
+                    try:
+                        filler.take(name, tensor)
+                    except Exception as caught:  # raised when the stream is over
+                        problem = caught
+            gather_s = time.monotonic() - began - filler.sending_s
+            if problem is not None:
+                raise problem
+            filler.check_done()
+        return replace(transport.hops, gather_s=gather_s if self._buckets else 0.0)
 
     def _commit(self, transport: Transport, version: str) -> None:
         transport.commit(version)
@@ -245,6 +278,7 @@ class Filler:
         self._transport, self._hasher = transport, hasher
         self._todo = [(bucket, slot) for bucket in buckets for slot in bucket.slots]
         self._next = 0
+        self.sending_s = 0.0
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Puts the stream's next tensor, of any shape, into its place; sends the bucket that it fills.
@@ -265,7 +299,9 @@ class Filler:
         slot.view(flat).copy_(tensor)
         self._next += 1
         if slot is bucket.slots[-1]:
-            self._transport.send(bucket, flat)
+            began = time.monotonic()
+            self._transport.deliver(bucket, flat)
+            self.sending_s += time.monotonic() - began
 
     def check_done(self) -> None:
         """Raises WeightError if the stream had fewer tensors than the plan."""
