@@ -23,8 +23,12 @@ def add(commands: Any) -> None:
     shared.add_config(parser, "actor.optimizer.lr=1e-6")
     parser.description = (
         "Checks the configuration, then starts the processes that its layout needs on this machine. "
-        "Under torchrun or ft_launcher it joins the world that they started."
+        "Under torchrun or ft_launcher it joins the world that they started. "
+        "With --nodes it starts one node's processes of a world over several: the same command runs on each."
     )
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the world (default: this one)")
+    parser.add_argument("--node", type=int, metavar="K", help="which one this is, from 0, the head, on")
+    parser.add_argument("--head", metavar="HOST:PORT", help="where node 0 listens for the others")
     parser.set_defaults(run=run)
 
 
@@ -32,6 +36,9 @@ def run(args: argparse.Namespace) -> int:
     """Loads and checks the configuration, then is a rank of the world around it, or starts one."""
     config, overrides = args.config, args.overrides
     os.environ.setdefault(*COMPILED)
+    if problem := _misplaced(args):
+        print(f"mrl: {problem}", file=sys.stderr)
+        return shared.CONFIG_ERROR
     in_a_world = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if in_a_world:
         from mrl.resilience import preemption, rank
@@ -44,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
         if in_a_world:
             cfg = load(config, overrides, joined=world.joined())
         else:
-            load(config, overrides)  # most mistakes are found here, before torch has been imported to count GPUs
-            cfg = load(config, overrides, gpus=world.gpus())
+            load(config, overrides, nodes=args.nodes)  # most mistakes show here, before torch is there to count GPUs
+            cfg = load(config, overrides, gpus=world.gpus(), nodes=args.nodes)
         _check_temporary_files()
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -56,7 +63,23 @@ def run(args: argparse.Namespace) -> int:
         return 1
     if in_a_world:
         return world.be_a_rank(cfg)
-    return 1 if shared.is_refused(cfg) or lacks_layers(cfg) else world.start(cfg, config, overrides)
+    if shared.is_refused(cfg) or lacks_layers(cfg):
+        return 1
+    if args.nodes == 1:
+        return world.start(cfg, config, overrides)
+    return world.start_node(cfg, config, overrides, args)
+
+
+def _misplaced(args: argparse.Namespace) -> str | None:
+    """What is wrong with --nodes, --node and --head."""
+    if args.nodes == 1 and args.node is None and args.head is None:
+        return None
+    if args.nodes < 2 or args.node is None or args.head is None:
+        return "--nodes N (2 or more), --node K and --head HOST:PORT go together"
+    if not 0 <= args.node < args.nodes:
+        return f"--node {args.node}: nodes are numbered from 0 to {args.nodes - 1}"
+    host, _, port = args.head.rpartition(":")
+    return None if host and port.isdecimal() else f"--head {args.head}: must be HOST:PORT, such as node17:29500"
 
 
 def lacks_layers(cfg: Config) -> bool:

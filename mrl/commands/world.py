@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -62,6 +63,34 @@ def start(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
         return launch_elastic(job, run_dir)
     except (LaunchError, RunExists, trackers.TrackerMissing, OSError) as error:
         print(f"mrl: {error}", file=sys.stderr)
+        return 1
+
+
+def start_node(cfg: Config, config: Path, overrides: Sequence[str], where: argparse.Namespace) -> int:
+    """Exit code of this node's part of a world over several. where: the command's `nodes`, `node` and `head`."""
+    from mrl.config.derived import Machine
+    from mrl.launcher import Elastic, LaunchError, NodePlace, launch_node
+    from mrl.observe import RunExists, refuse_existing, trackers
+    from mrl.resilience import ft_config
+
+    place = NodePlace(where.node, where.nodes, where.head)
+    run_dir, timeouts, is_ft = Path(cfg.run.root) / cfg.run.name, cfg.resilience.timeouts_s, cfg.run.launcher == "ft"
+    job = Elastic(
+        "ft" if is_ft else "torchrun",
+        ["mrl", "train", str(config), *overrides],
+        Machine.starting(cfg, gpus(), place.count).local_world_size,
+        max_restarts=cfg.run.max_restarts if is_ft else 0,
+        save_s=cfg.resilience.save_deadline_s if cfg.checkpoint.every_steps else None,
+        limits={},
+        ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
+    )
+    try:
+        trackers.wanted(cfg.run)
+        if place.number == 0 and not (run_dir / "lock").exists():
+            refuse_existing(cfg)
+        return launch_node(job, run_dir, place)
+    except (LaunchError, RunExists, trackers.TrackerMissing, OSError) as error:
+        print(f"mrl: {place.words}: {error}", file=sys.stderr)
         return 1
 
 

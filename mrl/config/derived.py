@@ -25,10 +25,11 @@ class Machine:
     joined: bool = False
 
     @classmethod
-    def starting(cls, cfg: Config, gpus: int | None = None) -> Machine:
-        """The world that `mrl train` starts on this machine."""
-        nproc = cfg.run.nproc or smallest_world(cfg)
-        return cls(nproc, nproc, gpus)
+    def starting(cls, cfg: Config, gpus: int | None = None, nodes: int = 1) -> Machine:
+        """The world that `mrl train` starts on this machine, or on `nodes` that are like it."""
+        smallest = smallest_world(cfg)
+        nproc = cfg.run.nproc or (smallest if nodes == 1 else gpus or -(-smallest // nodes))
+        return cls(nproc * nodes, nproc, gpus)
 
 
 def model_size(layout: ParallelConfig) -> int:

@@ -38,10 +38,15 @@ _EXPECTED = {
 
 
 def load(
-    path: str | Path, overrides: Sequence[str] = (), *, joined: Machine | None = None, gpus: int | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    joined: Machine | None = None,
+    gpus: int | None = None,
+    nodes: int = 1,
 ) -> Config:
     """Reads, validates and cross-checks a configuration, for the world it `joined`, else for the one it would start on
-    this machine with its `gpus`.
+    this machine with its `gpus`, or on `nodes` like it.
 
     Raises ConfigError with every mistake found, each with its file, line and key. Starts nothing.
     """
@@ -56,7 +61,7 @@ def load(
             tree.drop(_as_written(schema, tree, _path(error)))
         cfg, _ = _validate(schema, tree)
     if cfg is not None:
-        found = check_all(cfg, joined or Machine.starting(cfg, gpus))
+        found = check_all(cfg, joined or Machine.starting(cfg, gpus, nodes))
         unclear = [error for error in errors if not _owners(schema, error)]
         problems += [
             _placed(schema, tree, p) for p in found if not any(_tainted(key, e) for key in p.keys for e in unclear)

@@ -1,4 +1,4 @@
-"""torchrun, or nvidia-resiliency-ext's ft_launcher, for one machine: `python -m mrl.launcher.agent torchrun|ft ...`.
+"""torchrun, or nvidia-resiliency-ext's ft_launcher, for a node's ranks: `python -m mrl.launcher.agent torchrun|ft ...`.
 
 Its store and its sockets unpickle what comes: they lie in a folder where nobody else can write or put another in their
 place. ft_launcher's rank monitors, which it forks, end with it however it ends, and what they print goes to its log.
@@ -14,6 +14,7 @@ import tempfile
 from mrl.ports import MEETING_VARIABLE
 from mrl.resilience.rank import die_with_parent
 
+FOLDER_VARIABLE = "MRL_LAUNCHER_FOLDER"  # its own; without one it is where the ranks meet
 _PROGRAMS = {
     "torchrun": "torch.distributed.run",
     "ft": "nvidia_resiliency_ext.fault_tolerance.launcher",
@@ -22,7 +23,7 @@ _PROGRAMS = {
 
 def main() -> None:
     name = sys.argv.pop(1)
-    tempfile.tempdir = os.environ[MEETING_VARIABLE]
+    tempfile.tempdir = os.environ.pop(FOLDER_VARIABLE, None) or os.environ[MEETING_VARIABLE]
     if name == "ft":
         os.register_at_fork(after_in_child=_become_a_monitor)
     importlib.import_module(_PROGRAMS[name]).main()

@@ -15,7 +15,8 @@ class RunConfig(Section):
     existing: Literal["refuse", "move_aside"] = "refuse"  # what a run left there that has no checkpoint to go on from
     seed: Seed = 1  # of weights from scratch, prompts and samples
     steps: PositiveInt = 100  # of the whole run, those before a resume included
-    nproc: PositiveInt | None = None  # processes on this machine; the smallest world of the layout when null
+    # processes on each machine; when null, the smallest world of the layout, and of several machines one a GPU
+    nproc: PositiveInt | None = None
     tensorboard: bool = True  # also write RUN_DIR/tensorboard
     timeout_s: PositiveFloat = 600.0  # seconds of every collective
     launcher: Literal["mrl", "torchrun", "ft"] = "mrl"  # who starts this machine's processes; ft restarts failed ones

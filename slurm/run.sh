@@ -1,0 +1,77 @@
+# What every job in this folder does after its header, which sources this: one launcher a node, and when the time is up
+# save, requeue and go on. Nothing below needs an edit; what may be set in the environment or the header:
+#
+#   CONFIG              the YAML file of the run; or COMMAND, an array, of what `mrl` is to do instead of training
+#   VENV                virtual environment with mrl, seen by all nodes (default: .venv of the checkout)
+#   CONTAINER_IMAGE     instead of a virtual environment (needs pyxis); CONTAINER_MOUNTS: what it sees
+#   LOG_DIR             of the nodes' logs, NAME_JOB_NODE.log (default: logs)
+#   MAX_REQUEUES        how often a job may go on by itself (default: 100)
+#   NCCL_SOCKET_IFNAME, NCCL_IB_HCA, GLOO_SOCKET_IFNAME, NCCL_DEBUG: as NCCL and gloo know them
+#
+# Words after the script's name, KEY=VALUE, go to `mrl train`.
+set -uo pipefail
+
+phase() { echo "$(date '+%F %T') ${SLURM_JOB_NAME} ${SLURM_JOB_ID}.${SLURM_RESTART_COUNT:-0}: $*"; }
+fail() { phase "error: $*"; exit 1; }
+
+cd "${MRL_HOME:-$SLURM_SUBMIT_DIR}" || fail "no directory ${MRL_HOME:-$SLURM_SUBMIT_DIR}"
+[[ -v COMMAND || -f ${CONFIG:?the header of the job names no CONFIG} ]] ||
+  fail "there is no $CONFIG in $PWD: submit from the checkout, or set MRL_HOME"
+EXIT_PREEMPTED=75 # of mrl: saved and left after a signal
+
+# ---- where the nodes meet: the first one's address as Slurm knows it, a port of this job and attempt
+
+head_name=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+head_node=$(scontrol show node -o "$head_name" | grep -o ' NodeAddr=[^ ]*' | cut -d= -f2)
+head=$(getent ahostsv4 "${head_node:-$head_name}" | awk 'NR == 1 { print $1 }')
+[[ -n $head ]] || fail "the head node $head_name has no IPv4 address"
+port=$((20000 + (SLURM_JOB_ID * 13 + ${SLURM_RESTART_COUNT:-0}) % 10000))
+
+# ---- environment of the ranks and engines
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN} CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+[[ -n ${NCCL_SOCKET_IFNAME:-} ]] || unset NCCL_SOCKET_IFNAME
+[[ $head == 127.* ]] && GLOO_SOCKET_IFNAME=lo
+[[ -n ${GLOO_SOCKET_IFNAME:-${NCCL_SOCKET_IFNAME:-}} ]] && export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$NCCL_SOCKET_IFNAME}
+
+step=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --unbuffered)
+if [[ -n ${CONTAINER_IMAGE:-} ]]; then
+  step+=(--container-image="$CONTAINER_IMAGE" --container-workdir="$PWD" --container-mounts="$PWD,${CONTAINER_MOUNTS:-$PWD}")
+  python=python
+else
+  python=${VENV:-$PWD/.venv}/bin/python
+  [[ -x $python ]] || fail "there is no $python: make the environment (README), or set VENV or CONTAINER_IMAGE"
+fi
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+
+# ---- the run
+
+gpus=${SLURM_GPUS_PER_NODE:-} # 8, or h100:8
+if [[ -v COMMAND ]]; then
+  arguments=("${COMMAND[@]}" "$@")
+else
+  arguments=(train "$CONFIG" ${gpus:+"run.nproc=${gpus##*:}"} "$@")
+fi
+if ((SLURM_JOB_NUM_NODES > 1)); then
+  place='--nodes "$SLURM_JOB_NUM_NODES" --node "$SLURM_NODEID" --head "'$head:$port'"'
+fi
+LOG_DIR=${LOG_DIR:-$PWD/logs}
+mkdir -p "$LOG_DIR" || fail "$LOG_DIR cannot be made"
+log=$LOG_DIR/${SLURM_JOB_NAME}_${SLURM_JOB_ID}_%N.log
+
+phase "nodes $SLURM_JOB_NODELIST, head $head:$port, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+[[ -n ${CONTAINER_IMAGE:-} ]] && "${step[@]}" true && phase "every node has the container"
+phase "starting: mrl ${arguments[*]}; each node writes to $log"
+"${step[@]}" --kill-on-bad-exit=1 --output="$log" --open-mode=append \
+  bash -c 'exec "$0" -m mrl "$@" '"${place:-}" "$python" "${arguments[@]}" &
+wait $!
+code=$?
+
+if ((code == EXIT_PREEMPTED && ${SLURM_RESTART_COUNT:-0} < ${MAX_REQUEUES:-100})); then
+  phase "saved and left; the job goes on as soon as there is room for it"
+  scontrol requeue "$SLURM_JOB_ID"
+  sleep 60 # for Slurm to end this script
+fi
+phase "ended with exit code $code"
+exit "$code"
