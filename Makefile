@@ -7,14 +7,19 @@ PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install 
 GPU := .venv-gpu/bin
 GPU_PIP := $(GPU)/python -m pip --disable-pip-version-check install
 
-.PHONY: quickstart test lint gpu-env clean
+.PHONY: quickstart test lint slurm gpu-env clean
 
 quickstart: .venv/.mrl-run  ## train a tiny model by SFT and PPO, TP2 x PP2, with SGLang, on this machine
 	@$(BIN)/python tools/quickstart.py
 
 # Two files of tests at a time: many wait for processes that start or hang.
-test: lint
+test: lint slurm
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
+# For the tests that submit jobs to a Slurm on loopback. Elsewhere than in CI it is yours to install, or they are skipped.
+slurm:
+	@test "$$CI" != true -o -x /usr/sbin/slurmctld || { apt-get -qq update && apt-get -qq install -y \
+	--no-install-recommends slurmctld slurmd slurm-client munge; } >/dev/null 2>&1 || echo "no Slurm can be installed here"
 
 lint: .venv/.mrl-dev
 	@$(BIN)/ruff check .

@@ -61,7 +61,7 @@ class Agent:
             RESTART: lambda body: self._attempt(lambda: self._restart(body)),
         }
         self._server = Server(0, key, routes, home.host)
-        threading.Thread(target=self._server.serve_forever, daemon=True, name="engines' agent").start()
+        threading.Thread(target=self._server.serve_forever, args=(LOOK_S,), daemon=True, name="engines' agent").start()
 
     @property
     def offered(self) -> Offered:

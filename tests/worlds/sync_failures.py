@@ -1,6 +1,7 @@
 """Run under torchrun with 2 processes: pushes against engines that fail. Usage: sync_failures.py JOBS RESULTS MODEL_DIR
 
-JOBS: JSON list of {name, urls, transport, timeout_s}; with two engines the second one is on node 1, as rank 1 is. RESULTS: {name: [{error, seconds} of each rank]}. Both ranks send,
+JOBS: JSON list of {name, urls, transport, timeout_s}; with two engines the second
+one is on node 1, as rank 1 is. RESULTS: {name: [{error, seconds} of each rank]}. Both ranks send,
 and the export stream is collective: a rank that stopped reading it after an error would hold up the other one.
 """
 

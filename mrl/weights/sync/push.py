@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from torch import Tensor
-
 from mrl import platform
 from mrl.config.schema import SyncConfig
 from mrl.parallel import Nodes
@@ -24,9 +22,10 @@ from mrl.rollout.access import OPEN, Access
 from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import EngineError
 from mrl.weights.agreement import SyncAgreement
-from mrl.weights.errors import SyncError, SyncMismatch, WeightError
+from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.sync import transports
 from mrl.weights.sync.checksum import StreamHasher
+from mrl.weights.sync.filler import Filler
 from mrl.weights.sync.payload import Bucket, WeightSource, plan_buckets
 from mrl.weights.sync.transports import Deadline, Engines, Hops, OverNodes, Place, Spread, Transport
 from mrl.weights.sync.verify import Verifier, ask_shape, check
@@ -269,41 +268,3 @@ class WeightSync:
 
     def _at(self, doing: str) -> str:
         return f"weight sync to version {self._version}: {doing}"
-
-
-class Filler:
-    """Writes the stream's tensors into buckets and sends each bucket when it is full."""
-
-    def __init__(self, transport: Transport, buckets: Sequence[Bucket], hasher: StreamHasher | None) -> None:
-        self._transport, self._hasher = transport, hasher
-        self._todo = [(bucket, slot) for bucket in buckets for slot in bucket.slots]
-        self._next = 0
-        self.sending_s = 0.0
-
-    def take(self, name: str, tensor: Tensor) -> None:
-        """Puts the stream's next tensor, of any shape, into its place; sends the bucket that it fills.
-
-        Raises WeightError if this is not the tensor that the plan has next.
-        """
-        if self._next == len(self._todo):
-            raise WeightError(f"the export stream has {name} after the last planned tensor")
-        bucket, slot = self._todo[self._next]
-        if (name, tuple(tensor.shape), tensor.dtype) != (slot.name, slot.shape, slot.dtype):
-            raise WeightError(
-                f"the export stream has {name} {tuple(tensor.shape)} {tensor.dtype}, the plan has "
-                f"{slot.name} {slot.shape} {slot.dtype}"
-            )
-        if self._hasher is not None:
-            self._hasher.add(name, tensor)
-        flat = self._transport.buffer(bucket)
-        slot.view(flat).copy_(tensor)
-        self._next += 1
-        if slot is bucket.slots[-1]:
-            began = time.monotonic()
-            self._transport.deliver(bucket, flat)
-            self.sending_s += time.monotonic() - began
-
-    def check_done(self) -> None:
-        """Raises WeightError if the stream had fewer tensors than the plan."""
-        if self._next < len(self._todo):
-            raise WeightError(f"the export stream ended before {self._todo[self._next][1].name}")
