@@ -5,9 +5,10 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install --no-warn-conflicts
 
 GPU := .venv-gpu/bin
+GPU_PYTHON ?= $(firstword $(wildcard $(GPU)/python) python3)
 GPU_PIP := $(GPU)/python -m pip --disable-pip-version-check install
 
-.PHONY: quickstart test lint slurm gpu-env clean
+.PHONY: quickstart test test-gpu lint slurm gpu-env clean
 
 quickstart: .venv/.mrl-run  ## train a tiny model by SFT and PPO, TP2 x PP2, with SGLang, on this machine
 	@$(BIN)/python tools/quickstart.py
@@ -20,6 +21,9 @@ test: lint slurm
 slurm:
 	@test "$$CI" != true -o -x /usr/sbin/slurmctld || { apt-get -qq update && apt-get -qq install -y \
 	--no-install-recommends slurmctld slurmd slurm-client munge; } >/dev/null 2>&1 || echo "no Slurm can be installed here"
+
+test-gpu:  ## on a machine with a GPU, within 10 minutes: STAGES=cuda,engine for some of the stages; writes tools/gpu/results
+	@$(GPU_PYTHON) -m tools.gpu.run $(if $(STAGES),--stages $(STAGES))
 
 lint: .venv/.mrl-dev
 	@$(BIN)/ruff check .

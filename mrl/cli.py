@@ -18,20 +18,20 @@ COMMANDS = (train.add, data.add, manual.add, report.add, weights.add_parsers, do
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; returns the exit code."""
+    """Runs one subcommand; returns the exit code. argv: None in a process that is here for nothing else."""
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        return _run(sys.argv[1:] if argv is None else argv, is_program=argv is None)
     except KeyboardInterrupt:
         print("mrl: stopped by Ctrl-C", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
-def _run(argv: Sequence[str]) -> int:
+def _run(argv: Sequence[str], is_program: bool) -> int:
     for word in argv:
         if re.search("[\ud800-\udfff]", word):
             print(f"mrl: an argument is not UTF-8: {os.fsencode(word)!r}", file=sys.stderr)
             return CONFIG_ERROR
-    args = _parser().parse_args(argv)
+    args = _parser().parse_args(argv, argparse.Namespace(is_program=is_program))
     exit_code: int = args.run(args)
     return exit_code
 

@@ -35,7 +35,7 @@ export NCCL_DEBUG=${NCCL_DEBUG:-WARN} CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_
 [[ $head == 127.* ]] && GLOO_SOCKET_IFNAME=lo
 [[ -n ${GLOO_SOCKET_IFNAME:-${NCCL_SOCKET_IFNAME:-}} ]] && export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$NCCL_SOCKET_IFNAME}
 
-step=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --unbuffered)
+step=(srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --unbuffered)
 if [[ -n ${CONTAINER_IMAGE:-} ]]; then
   step+=(--container-image="$CONTAINER_IMAGE" --container-workdir="$PWD" --container-mounts="$PWD,${CONTAINER_MOUNTS:-$PWD}")
   python=python
@@ -60,13 +60,27 @@ LOG_DIR=${LOG_DIR:-$PWD/logs}
 mkdir -p "$LOG_DIR" || fail "$LOG_DIR cannot be made"
 log=$LOG_DIR/${SLURM_JOB_NAME}_${SLURM_JOB_ID}_%N.log
 
+# Slurm would signal every process of a step, engines and helpers too: only `mrl train` knows its ranks.
+export PID_FILE=$LOG_DIR/.${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}.pid
+warn() {
+  phase "told to stop: the ranks save"
+  "${step[@]}" --mem=0 bash -c 'kill -USR1 "$(cat "$PID_FILE.$SLURM_NODEID")"' || phase "error: not every node could be told"
+}
+
 phase "nodes $SLURM_JOB_NODELIST, head $head:$port, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
 [[ -n ${CONTAINER_IMAGE:-} ]] && "${step[@]}" true && phase "every node has the container"
 phase "starting: mrl ${arguments[*]}; each node writes to $log"
-"${step[@]}" --kill-on-bad-exit=1 --output="$log" --open-mode=append \
-  bash -c 'exec "$0" -m mrl "$@" '"${place:-}" "$python" "${arguments[@]}" &
-wait $!
+"${step[@]}" --mem=0 --kill-on-bad-exit=1 --output="$log" --open-mode=append \
+  bash -c 'echo $$ >"$PID_FILE.$SLURM_NODEID"; exec "$0" -m mrl "$@" '"${place:-}" "$python" "${arguments[@]}" &
+run=$!
+trap warn USR1
+wait "$run"
 code=$?
+while kill -0 "$run" 2>/dev/null; do # the signal has ended the wait, not the run
+  wait "$run"
+  code=$?
+done
+rm -f "$PID_FILE".*
 
 if ((code == EXIT_PREEMPTED && ${SLURM_RESTART_COUNT:-0} < ${MAX_REQUEUES:-100})); then
   phase "saved and left; the job goes on as soon as there is room for it"

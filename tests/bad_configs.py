@@ -603,6 +603,23 @@ BAD = [
         ("no effect", "critic.frozen"),
     ),
     Bad(
+        "frozen critic without its optimizer",
+        "  warmup_steps: 2",
+        "  frozen: true\n  offload: optimizer",
+        "critic.offload",
+        ("no effect", "none, or all", "critic.frozen"),
+        "offload: optimizer",
+    ),
+    Bad(
+        "offload in sft",
+        "data:",
+        "actor:\n  offload: optimizer\ndata:",
+        "actor.offload",
+        ("no effect", "trainer"),
+        "offload: optimizer",
+        base=SFT,
+    ),
+    Bad(
         "value loss of a frozen critic",
         GAE,
         GAE + "  value_loss: {cliprange_value: 0.2}\n",

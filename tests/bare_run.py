@@ -11,6 +11,7 @@ from mrl.learner import Learner
 from mrl.observe import SilentRecorder
 from mrl.trainers.rl.mismatch import MismatchLimits
 from mrl.trainers.rl.run import RLRun
+from mrl.trainers.shared.memory import MemoryOrder
 from mrl.trainers.shared.updates import Updates
 
 NO_LIMITS = MismatchConfig(warn=None, stop=None, warn_sample=None, stop_sample=None)  # samples are made up here
@@ -26,6 +27,7 @@ def bare_run(cfg: RLConfig, actor: Learner, critic: Learner | None) -> RLRun:
             "recorder": recorder,
             "actor": actor,
             "critic": critic,
+            "memory": MemoryOrder(),
             "kl_controller": FixedController(cfg.algorithm.kl.coef),
             "updates": Updates(Path(), 3, recorder, writes=False),
             "mismatch": MismatchLimits(NO_LIMITS, recorder.note),

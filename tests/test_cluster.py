@@ -150,7 +150,7 @@ def state(slurm: Cluster, job: str) -> str:
 def test_a_job_that_is_warned_and_loses_a_node_ends_as_the_undisturbed_run(
     slurm: Cluster, setting: Setting, whole: Path
 ) -> None:
-    """The warning comes as from `#SBATCH --signal`: to every process of the job's step."""
+    """The warning comes as from `#SBATCH --signal=B:USR1@...`: to the job's script."""
     run_dir = setting.run_dir("submitted")
     job = submit(slurm, setting, "run.name=submitted")
 
@@ -160,7 +160,7 @@ def test_a_job_that_is_warned_and_loses_a_node_ends_as_the_undisturbed_run(
         assert state(slurm, job) == "RUNNING", said(setting)
 
     wait_for_step(1)
-    slurm.call("scancel", "--signal=USR1", f"{job}.0")
+    slurm.call("scancel", "--batch", "--signal=USR1", job)
     wait_for(lambda: slurm.field(job, "Restarts") == "1", lambda: said(setting))
     made = steps_made(run_dir)
     assert 1 <= made < STEPS - 2, "too late to tell"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from mrl import platform
 from mrl.checkpoint import saver
 from mrl.config.schema import CheckpointConfig
-from mrl.resilience.stragglers import DEVICE, TIMED, Report, judged_here
+from mrl.platform import determinism, speed
+from mrl.resilience.stragglers import Stragglers
 from mrl.weights.sync.transports.background import InBackground
 
 
@@ -74,10 +76,93 @@ def test_threads_that_meet_tensors_take_the_device_first(monkeypatch: pytest.Mon
     assert [what for _, what in done] == ["device", "call"]
 
 
-def test_on_gpus_only_the_fixed_work_tells_a_slow_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hosts of a fast rank's GPU spin while it waits for the others: their processor time is no work."""
-    seconds = {name: [1.0, 9.0] for name in TIMED} | {DEVICE: [0.01, 0.01]}
-    for where, slowdown in (("cpu", 9.0), ("cuda:0", 1.0)):
-        monkeypatch.setattr(platform, "device", lambda where=where: torch.device(where))
-        report = Report([0, 0], seconds, 10, 2.0, judged_here())
-        assert report.metrics()["straggler/slowdown"] == slowdown
+class Event:
+    """CUDA's, on a stream of pretended work: recorded when the device comes to it."""
+
+    queued, reached = 0.0, 0.0  # seconds of work: given to the device so far, and done
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Event.queued
+
+    def query(self) -> bool:
+        return self.at <= Event.reached
+
+    def elapsed_time(self, other: Event) -> float:
+        assert other.query(), "asked before the device was there: it would have been waited for"
+        return (other.at - self.at) * 1e3
+
+
+@pytest.fixture
+def stream(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """stream(timers, name, seconds): Megatron's schedule around a pass of that length."""
+    gpus(1)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: pytest.fail("the host waited"))
+    monkeypatch.setattr(speed, "_PASSES", {name: speed.PassTimer() for name in speed._PASSES})
+    monkeypatch.setattr(Event, "queued", 0.0)
+    monkeypatch.setattr(Event, "reached", 0.0)
+
+    def run(timers: Any, name: str, seconds: float) -> None:
+        timers(name, log_level=2).start()
+        Event.queued += seconds
+        timers(name).stop()
+
+    return run
+
+
+def test_on_gpus_the_time_of_passes_is_what_a_rank_has_worked(stream: Any) -> None:
+    """The host of a fast rank's GPU spins while it waits for the others: its processor time is no work."""
+    timers = platform.pass_timers()
+    stream(timers, "forward-compute", 3.0)
+    stream(timers, "forward-recv", 9.0)  # from another stage: waiting
+    stream(timers, "backward-compute", 4.0)
+    assert platform.busy_seconds() == 0.0, "nothing is done yet"
+    Event.reached = 12.0
+    assert platform.busy_seconds() == 3.0, "the backward pass is not over, and nobody waits for it"
+    Event.reached = 16.0
+    assert platform.busy_seconds() == 7.0
+    timers("all-grads-sync", log_level=1).start(barrier=True)
+
+
+def test_a_slow_rank_is_told_by_the_time_of_its_passes(stream: Any) -> None:
+    def ranks(row: Any) -> list[list[float]]:
+        own = list(row)
+        return [own, [own[0], own[1], own[2] * 9, *own[3:]], own]  # the second one's passes take nine times as long
+
+    stragglers = Stragglers(ranks, peers=0, every_steps=1, ratio=2.0)
+    with stragglers.timed("update"):
+        stream(platform.pass_timers(), "forward-compute", 1.0)
+        Event.reached = Event.queued
+    report = _without_the_probe(stragglers)
+    assert report.seconds["update"] == [1.0, 9.0, 1.0] and report.metrics()["straggler/slowest_rank"] == 1.0
+
+
+def _without_the_probe(stragglers: Stragglers) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "probe_seconds", lambda: 0.001)
+        return stragglers.end_of_step()
+
+
+def test_on_a_cpu_megatron_times_nothing(gpus: Any) -> None:
+    gpus(0)
+    assert platform.pass_timers() is None
+
+
+def test_deterministic_is_told_to_all_that_add_in_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*determinism.CHOSEN, *determinism.REQUIRED):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+    assert not platform.is_deterministic()
+    try:
+        platform.be_deterministic()
+        assert platform.is_deterministic()
+        assert os.environ["NCCL_ALGO"] == "Tree", "what a user has chosen fixes the order too"
+        assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True

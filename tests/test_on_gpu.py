@@ -1,82 +1,105 @@
-"""What only a GPU can tell: that models compute there what they compute on a CPU, with either kind of layer."""
+"""The stages of `make test-gpu`: on a GPU as they are, on a CPU as a rehearsal, so that no typo waits for a GPU."""
 
 from __future__ import annotations
 
-import os
+import json
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mrl import platform
-from tests.world import ROOT, WORLDS
+from tools.gpu import run, support
+from tools.gpu.stage import ROOT, STAGES
+from tools.gpu.trained import environment
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-EXACT = 1e-4  # of the largest value; float32 on both, in other orders
-ROUNDED = 5e-2  # bfloat16
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-
-
-def one_update(
-    model: Path, out: Path, dtype: str = "float32", layers: str = "auto", gpu: bool = True
-) -> dict[str, Any]:
-    """What tests/worlds/one_update.py finds, in a process that sees a GPU or none."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{WORLDS}"}
-    if not gpu:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, str(WORLDS / "one_update.py"), str(model), str(out), dtype, layers]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return torch.load(out, weights_only=True)
-
-
-def worst(got: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
-    """The largest difference of each part, over its largest value."""
-
-    def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-        return float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
-
-    found = {name: apart(got["outputs"][name], value) for name, value in want["outputs"].items() if name != "values"}
-    for role in ("actor", "critic"):
-        found[f"{role} loss"] = abs(got[role]["loss"] - want[role]["loss"]) / max(1.0, abs(want[role]["loss"]))
-        found[f"{role} gradients"] = abs(got[role]["grad_norm"] / want[role]["grad_norm"] - 1)
-        weights = want[role]["weights"]
-        found[f"{role} weights"] = max(apart(got[role]["weights"][name], weights[name]) for name in weights)
-    return found
+# what a rehearsal can only look at, and why
+NOT_REHEARSED = re.compile("a rehearsal (looks at one family|reads its configuration alone|has one kind of layer)")
 
 
 @pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("family", FAMILIES)
-def test_float32_is_the_cpu_s(family: str, tiny_models: Callable[..., Path], tmp_path: Path) -> None:
-    model = tiny_models(family)
-    here, there = (one_update(model, tmp_path / str(gpu), gpu=gpu) for gpu in (False, True))
-    assert there["layers"] == "local", "transformer-engine would compute in TF32"
-    assert max(worst(there, here).values()) < EXACT, worst(there, here)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage(stage: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tools.gpu.stage", str(tmp_path / "lines"), str(tmp_path / "work"), stage]
+    found = run.run_stage(stage, command, tmp_path / "lines", run.LIMITS_S[stage])
+    assert found.verdict in ("passed", "skipped"), run.shown(found)
 
 
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("layers", ["local", "transformer_engine"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_near(family: str, layers: str, tiny_models: Callable[..., Path], tmp_path: Path) -> None:
-    problem = platform.transformer_engine_problem()
-    if layers == "transformer_engine" and problem is not None:
-        pytest.skip(f"transformer-engine: {problem}")
-    model = tiny_models(family, hidden_size=128, intermediate_size=256)
-    exact = one_update(model, tmp_path / "exact", gpu=False)
-    found = one_update(model, tmp_path / "found", "bfloat16", layers)
-    assert found["layers"] == layers
-    assert max(worst(found, exact).values()) < ROUNDED, worst(found, exact)
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
+    """check -> its line, of all stages in one process that sees no GPU."""
+    work = tmp_path_factory.mktemp("stages")
+    lines = work / "lines"
+    command = [sys.executable, "-m", "tools.gpu.stage", str(lines), str(work / "work"), "--rehearse", *STAGES]
+    hidden = environment() | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    stage, found = "", {}
+    for row in map(json.loads, lines.read_text().splitlines()):
+        stage = row.get("stage", stage)
+        if row.get("verdict") not in (None, "begun"):
+            found[f"{stage}: {row['check']}"] = row
+    yield found
 
 
-def test_the_program_of_these_tests_runs_on_a_cpu(tiny_models: Callable[..., Path], tmp_path: Path) -> None:
-    """So that no typo waits for a GPU."""
-    found = one_update(tiny_models("qwen3_moe"), tmp_path / "found", "bfloat16", gpu=False)
-    assert found["layers"] == "local"
-    assert set(worst(found, found).values()) == {0.0}
-    assert found["actor"]["grad_norm"] > 0 < found["critic"]["grad_norm"]
+def test_every_stage_is_rehearsed_without_a_gpu(rehearsal: dict[str, dict[str, Any]]) -> None:
+    failed = {name: row for name, row in rehearsal.items() if row["verdict"] == "failed"}
+    assert not failed
+    skipped = {name: row["reason"] for name, row in rehearsal.items() if row["verdict"] == "skipped"}
+    other = {name: why for name, why in skipped.items() if not NOT_REHEARSED.match(why)}
+    assert set(other) == {"fp8: fp8", "engine: GRPO, bfloat16, transformers engine"}, other
+    assert {name.partition(":")[0] for name in rehearsal} == set(STAGES)
+
+
+@pytest.mark.parametrize(
+    ("check", "number"),
+    [
+        ("cuda: bfloat16 is near, local layers: qwen3_moe", "actor gradients"),
+        ("cuda: the same bits again with run.deterministic", "differences"),
+        ("cuda: GRPO, float32, transformers engine", "mismatch_max"),
+        ("speed: head, forward and backward", "ratio"),
+        ("speed: update of a 0.6B model, local layers", "tokens/s"),
+        ("speed: trainer's side of a push", "of a copy"),
+    ],
+)
+def test_a_rehearsal_computes(check: str, number: str, rehearsal: dict[str, dict[str, Any]]) -> None:
+    row = rehearsal[check]
+    assert row["verdict"] == "passed" and isinstance(row["numbers"][number], float | int), row
+
+
+def test_the_table_of_support_is_that_of_the_committed_results() -> None:
+    page = support.PAGE.read_text()
+    assert support.filled(page, support.read()) == page, "python -m tools.gpu.support writes it"
+
+
+def test_a_proof_names_checks_that_there_are(rehearsal: dict[str, dict[str, Any]]) -> None:
+    for row, (stage, beginnings) in support.PROOFS.items():
+        for beginning in beginnings:
+            assert any(name.startswith(f"{stage}: {beginning}") for name in rehearsal), row
+
+
+def test_the_table_names_tests_that_there_are() -> None:
+    named = set(re.findall(r"`(test_\w+)`", support.PAGE.read_text()))
+    assert named and {name for name in named if not (ROOT / "tests" / f"{name}.py").is_file()} == set()
+
+
+def test_a_row_is_tested_when_all_its_checks_have_passed() -> None:
+    def cell(*verdicts: str) -> str:
+        checks = [{"check": f"float32 is the CPU's: {i}", "verdict": verdict} for i, verdict in enumerate(verdicts)]
+        other = {"check": "resume", "verdict": "failed"}
+        found = {"card": "Card", "date": "2030-01-02", "commit": "0123456789abcdef", "checks": [*checks, other]}
+        return support.cell("float32", {"cuda": found})
+
+    assert cell("passed", "passed") == "Card, 2030-01-02, 012345678"
+    assert cell("passed", "failed") == "failed (2030-01-02)"
+    assert cell("passed", "skipped") == cell("passed", "not run") == cell() == support.NOT_YET
+    assert support.cell("several machines", {}) == support.NOT_YET
+    page = support.PAGE.read_text()
+    for row in support.PROOFS:
+        with pytest.raises(ValueError, match="no row of the table"):
+            support.filled(page.replace(f"| {row} |", "| gone |"), {})

@@ -58,10 +58,10 @@ OTHER_LAYOUT = ("actor.parallel.tensor=1", "actor.parallel.pipeline=2", "critic.
 
 
 def results(run_dir: Path) -> dict[int, dict[str, float]]:
-    """The rows of metrics.jsonl as they are, by step, without what says how fast the step was."""
+    """The rows of metrics.jsonl as they are, by step, without what says how fast the step was and what was moved."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert len({row["step"] for row in rows}) == len(rows), "a step is there twice"
-    timing = ("time/", "perf/", "unix_time")
+    timing = ("time/", "perf/", "unix_time", "memory/")
     return {row["step"]: {k: v for k, v in row.items() if not k.startswith(timing)} for row in rows}
 
 
@@ -102,27 +102,32 @@ def difference(a: Path, b: Path) -> dict[str, float]:
 
 
 class Runs:
-    """One run that is not disturbed, one that is killed after step 3 and started again, and that one's first half."""
+    """One run that is not disturbed, one that is killed after step 3 and started again, and that one's first half.
 
-    def __init__(self, folder: Path, config: Path) -> None:
+    before, after: settings of the second one before and after its death, which change nothing that is computed
+    """
+
+    def __init__(self, folder: Path, config: Path, before: tuple[str, ...] = (), after: tuple[str, ...] = ()) -> None:
         self.folder, self.config = folder, config
         self.whole, self.killed, self.moved = (folder / "runs" / name for name in ("whole", "killed", "moved"))
         train(folder, config, "run.name=whole", "run.steps=4")
-        train_and_kill(folder, self.killed, config, "run.name=killed", "run.steps=50")
+        train_and_kill(folder, self.killed, config, "run.name=killed", "run.steps=50", *before)
         self.rows_when_killed = results(self.killed)
         shutil.copytree(self.killed, self.moved)
-        self.terminal = train(folder, config, "run.name=killed", "run.steps=4").terminal
+        self.terminal = train(folder, config, "run.name=killed", "run.steps=4", *after).terminal
 
 
 @pytest.fixture(scope="module")
 def ppo(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Actor TP2, critic PP2, in two processes; four updates a step (six with re-used samples), each with demonstrations
-    too; an adaptive KL coefficient, a reference that moves, an average of the weights."""
+    too; an adaptive KL coefficient, a reference that moves, an average of the weights. What dies has its memory in the
+    host's."""
     folder = tmp_path_factory.mktemp("resume_ppo")
     data = {"validation": str(folder / "validation.jsonl")}
     demonstrations = {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32}
     ptx = {"data": demonstrations, "coef": 0.1, "samples_per_update": 2}
-    return Runs(folder, write_config(folder, tiny_models("qwen2", tied=True), data=data, ptx=ptx, **PPO))
+    config = write_config(folder, tiny_models("qwen2", tied=True), data=data, ptx=ptx, **PPO)
+    return Runs(folder, config, before=("actor.offload=all", "critic.offload=optimizer"))
 
 
 def assert_the_same(runs: Runs) -> None:
@@ -250,7 +255,8 @@ def test_a_disk_that_gets_full(tiny_models: TinyModels, tmp_path: Path) -> None:
 def test_grpo_killed_and_started_again_is_the_same_run(
     tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
 ) -> None:
-    """Two data-parallel ranks and a real SGLang server, which stays and is given the resumed weights."""
+    """Two data-parallel ranks and a real SGLang server, which stays and is given the resumed weights. What goes on
+    gives its memory up between its phases."""
     model, url = tiny_models("llama"), sglang_engine.urls[0]
     config = write_config(
         tmp_path,
@@ -263,7 +269,7 @@ def test_grpo_killed_and_started_again_is_the_same_run(
         checkpoint={"every_steps": 2},
     )
     try:
-        runs = Runs(tmp_path, config)
+        runs = Runs(tmp_path, config, after=("actor.offload=all", "ref.offload=all"))
     finally:
         sglang_engine.client(url).update_weights_from_disk(str(model), weight_version="default")
     assert_the_same(runs)

@@ -39,6 +39,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "observe": ("core", "config", "files", "redaction"),
     "resilience": ("core", "config", "platform", "parallel", "failure", "files"),
     "trainers": (*BELOW, "rollout", "reward", "learner", "checkpoint", "observe", "resilience", "failure", "ports"),
+    "preload": ("config", "platform", "checkpoint"),
     "preflight": ("config", "data", "reward", "options", "algo"),
     "terminal": (),
     "failure": ("files", "redaction"),

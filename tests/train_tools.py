@@ -14,7 +14,9 @@ from typing import Any
 
 import yaml
 
+from mrl.resilience.rank import process_name
 from mrl.rollout import Engine
+from tests import zygote
 
 ROOT = Path(__file__).parent.parent
 REWARD = """
@@ -65,19 +67,18 @@ class Train:
     as a context manager: it ends the run."""
 
     def __init__(self, folder: Path, *arguments: str | Path, **environment: str) -> None:
-        self._mark = f"MRL_TEST_RUN={uuid.uuid4().hex}"
+        mark = uuid.uuid4().hex
+        self._mark = f"{zygote.MARK}={mark}"
         self._file = folder / f"terminal_{uuid.uuid4().hex[:6]}"
-        name, _, value = self._mark.partition("=")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), name: value, **environment}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), zygote.MARK: mark, **environment}
         with self._file.open("wb") as out:
-            self._process = subprocess.Popen(
+            self._process = zygote.start(
                 [sys.executable, "-m", "mrl", "train", *map(str, arguments)],
                 cwd=folder,
                 env=environment,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,
             )
         self._seen: set[int] = set()
 
@@ -134,8 +135,7 @@ class Train:
         return found[0]
 
     def pid_of_rank(self, rank: int) -> int:
-        ranks = [pid for pid in self.processes() if f"\0LOCAL_RANK={rank}\0" in "\0" + _read(pid, "environ")]
-        return min(pid for pid in ranks if " -m mrl train " in _read(pid, "cmdline").replace("\0", " "))
+        return next(pid for pid in self.processes() if _read(pid, "comm").strip() == process_name(rank))
 
     def left_running(self) -> dict[int, str]:
         """What is still there of the run some seconds after its end; empty is right."""

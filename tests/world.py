@@ -7,14 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import zygote
+
 ROOT = Path(__file__).parent.parent
 WORLDS = ROOT / "tests" / "worlds"
 
 
 def start_world(processes: int, script: str, *arguments: str | Path) -> subprocess.Popen[str]:
     """`processes` ranks of tests/worlds/SCRIPT, by gloo, a thread each."""
-    return subprocess.Popen(
-        [sys.executable, str(WORLDS / "forked.py"), str(processes), str(WORLDS / script), *map(str, arguments)],
+    return zygote.start(
+        [sys.executable, "-m", "tests.worlds.forked", str(processes), str(WORLDS / script), *map(str, arguments)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,

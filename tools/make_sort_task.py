@@ -1,8 +1,9 @@
 """Write a task that a tiny model learns on a laptop: sort the digits of a number.
 
-    python tools/make_sort_task.py OUT_DIR [--digits 5 --train-rows 20000 --validation-rows 512 --seed 0]
+    python tools/make_sort_task.py OUT_DIR [--digits 5 --train-rows 20000 --validation-rows 512 --seed 0 --sizes FILE]
 
-OUT_DIR/model_init: config.json of an 85k-parameter Llama and a character-level tokenizer, no weights.
+OUT_DIR/model_init: config.json of an 85k-parameter Llama and a character-level tokenizer, no weights;
+with --sizes that config.json, such as one below yaml_configs/models, with this tokenizer's special tokens.
 OUT_DIR/data: train.jsonl and validation.jsonl with rows {"prompt": "31542=", "answer": "12345"}; no validation prompt
 is in the training file.
 """
@@ -45,12 +46,17 @@ MODEL: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 
+IDS = ("pad_token_id", "bos_token_id", "eos_token_id")  # the tokenizer's, whatever the model
 
-def write_model(out: Path) -> None:
-    """config.json and a fast tokenizer with one token a character."""
+
+def write_model(out: Path, sizes: Path | None) -> None:
+    """config.json, the sizes of another model's if one is given, and a fast tokenizer with one token a character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    model = MODEL if sizes is None else json.loads(sizes.read_text()) | {name: MODEL[name] for name in IDS}
+    if model["vocab_size"] < len(VOCABULARY):
+        raise SystemExit(f"{sizes}: vocab_size {model['vocab_size']}, but the tokenizer has {len(VOCABULARY)} tokens")
     out.mkdir(parents=True, exist_ok=True)
     vocabulary = {token: i for i, token in enumerate(VOCABULARY)}
     backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
@@ -61,10 +67,10 @@ def write_model(out: Path) -> None:
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
-        model_max_length=MODEL["max_position_embeddings"],
+        model_max_length=model["max_position_embeddings"],
         clean_up_tokenization_spaces=False,
     ).save_pretrained(str(out))
-    (out / "config.json").write_text(json.dumps(MODEL, indent=2) + "\n")
+    (out / "config.json").write_text(json.dumps(model, indent=2) + "\n")
 
 
 def write_data(out: Path, digits: int, train_rows: int, validation_rows: int, seed: int) -> None:
@@ -89,8 +95,9 @@ def main() -> None:
     parser.add_argument("--train-rows", type=int, default=20000)
     parser.add_argument("--validation-rows", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sizes", type=Path, metavar="FILE")
     args = parser.parse_args()
-    write_model(args.out_dir / "model_init")
+    write_model(args.out_dir / "model_init", args.sizes)
     write_data(args.out_dir / "data", args.digits, args.train_rows, args.validation_rows, args.seed)
     print(f"wrote {args.out_dir}/model_init and {args.out_dir}/data")
 

@@ -1,7 +1,8 @@
 """The first run: a tiny model learns to sort five digits. SFT from scratch to a start, then RL to a high reward.
 
 Usage: python tools/quickstart.py [ALGORITHM], one of yaml_configs/quickstart_ALGORITHM.yaml, ppo if none is named.
-Everything goes to runs/quickstart*; a new call starts afresh.
+Everything goes to runs/quickstart*; a new call starts afresh. `gpu`, not tried yet: a larger model in bfloat16, and
+SGLang, on one GPU.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TASK = Path("runs/quickstart")
 PHASE_TIMEOUT_S = 1800
+# where the task is, what starts the model, and which model
+CPU = ("runs/quickstart", "quickstart_sft", ())
+GPU = ("runs/quickstart_gpu_task", "quickstart_gpu_sft", ("--sizes", "yaml_configs/models/sort-20m/config.json"))
 
 
 def run(what: str, *command: str) -> None:
@@ -27,13 +30,15 @@ def run(what: str, *command: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = sorted(file.stem.removeprefix("quickstart_") for file in (ROOT / "yaml_configs").glob("quickstart_*.yaml"))
-    parser.add_argument("algorithm", nargs="?", choices=[name for name in names if name != "sft"], default="ppo")
+    found = sorted(file.stem.removeprefix("quickstart_") for file in (ROOT / "yaml_configs").glob("quickstart_*.yaml"))
+    names = [name for name in found if not name.endswith("sft")]
+    parser.add_argument("algorithm", nargs="?", choices=names, default="ppo")
     algorithm = parser.parse_args().algorithm
-    for name in (TASK, Path("runs/quickstart_sft"), Path(f"runs/quickstart_{algorithm}")):
+    task, sft, sizes = GPU if algorithm == "gpu" else CPU
+    for name in (task, f"runs/{sft}", f"runs/quickstart_{algorithm}"):
         shutil.rmtree(ROOT / name, ignore_errors=True)
-    run("making the task: sort five digits", "tools/make_sort_task.py", str(TASK))
-    run("supervised start from random weights", "-m", "mrl", "train", "yaml_configs/quickstart_sft.yaml")
+    run("making the task: sort five digits", "tools/make_sort_task.py", task, *sizes)
+    run("supervised start from random weights", "-m", "mrl", "train", f"yaml_configs/{sft}.yaml")
     run(f"{algorithm.upper()} against a real SGLang server", "-m", "mrl", "train",
         f"yaml_configs/quickstart_{algorithm}.yaml")  # fmt: skip
     run("report", "-m", "mrl", "report", f"runs/quickstart_{algorithm}")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mrl import platform
 from mrl.checkpoint.optimizer_shards import optimizer_shards, parts, weight_shards
 from mrl.learner import Learner
+from mrl.learner.optimizer import prime
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.weights.model.state import fill
 
@@ -23,11 +24,11 @@ SCHEDULE_UPDATES = "schedule_updates"
 
 
 def to_write(learner: Learner) -> tuple[dict[str, Any], dict[str, int]]:
-    """What this rank holds of the learner, without a copy, and the counters, which are the same on every rank. Call it
-    inside the learner's mesh."""
-    _prime(learner.optimizer)
+    """What this rank holds of the learner, without a copy, where it lies: in host memory what is given up; and the
+    counters, which are the same on every rank. Call it inside the learner's mesh."""
+    prime(learner.optimizer)
     models = _models(learner, _metadata(learner))
-    shards = optimizer_shards(learner.optimizer, models)
+    shards = optimizer_shards(learner.optimizer, models, learner.memory.read)
     group = parts(learner.optimizer)[0].state_dict()["optimizer"]["param_groups"][0]
     counters = {ADAM_UPDATES: int(group.get("step", 0)), SCHEDULE_UPDATES: learner.schedule.num_steps}
     return {**models, "optimizer": shards}, counters
@@ -39,7 +40,8 @@ class StateToLoad:
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
         metadata = _metadata(learner)
-        _prime(learner.optimizer)
+        learner.memory.require("all", "loading a checkpoint")
+        prime(learner.optimizer)
         self.models = _models(learner, metadata)
         whole = learner.optimizer.sharded_state_dict(self.models, is_loading=True, metadata=metadata)
         self._parts: list[dict[str, Any]] = list(whole.values()) if 0 in whole else [whole]
@@ -66,8 +68,9 @@ class StateToLoad:
 def copy_shards(copy: PolicyCopy) -> dict[str, Any]:
     """What this rank keeps of the copy, where it lies: to be written, or to be read into. Call it inside its learner's
     mesh."""
-    models = _models(copy.learner, _metadata(copy.learner))
-    return {"weights": weight_shards(copy.learner.optimizer, models, copy.kept)}
+    learner = copy.learner
+    models = _models(learner, _metadata(learner))
+    return {"weights": weight_shards(learner.optimizer, models, learner.memory.read, copy.kept)}
 
 
 def _metadata(learner: Learner) -> dict[str, Any]:
@@ -96,10 +99,3 @@ def tied_copies_are_equal(learner: Learner) -> bool:
     largest = weight.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=chunk.embd_group)
     return torch.equal(largest, weight)
-
-
-def _prime(optimizer: Any) -> None:
-    """Before the first update there is no Adam state yet; make the zeros that the first update would start from."""
-    platform.prime_adam(optimizer)
-    for part in parts(optimizer):
-        part.init_state_fn(part.optimizer, part.config)

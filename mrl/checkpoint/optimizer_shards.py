@@ -22,41 +22,47 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 KINDS = ("param", "exp_avg", "exp_avg_sq")  # as Megatron names them; param: the main one
 Shape = tuple[int, ...]
+Where = Callable[[Tensor], Tensor]  # a tensor -> the same where its bytes are: `LearnerMemory.read`
 
 
-def optimizer_shards(optimizer: Any, models: dict[str, Any]) -> list[ShardedTensor]:
+def optimizer_shards(optimizer: Any, models: dict[str, Any], where: Where) -> list[ShardedTensor]:
     """What this rank holds of a Megatron distributed optimizer (or a chain of them), without a copy.
 
-    models: the model chunks' sharded state, before its factories are applied
+    models: the model chunks' sharded state, before its factories are applied; its tensors, too, become those of `where`
     """
 
     def state(part: Any, parameter: Tensor) -> dict[str, Tensor]:
         found = part._get_main_param_and_optimizer_states(parameter)
-        return {f"optimizer.state.{kind}.": found[kind].detach().view(-1) for kind in KINDS}
+        return {f"optimizer.state.{kind}.": where(found[kind].detach()).view(-1) for kind in KINDS}
 
-    return _shards(optimizer, models, state)
+    return _shards(optimizer, models, where, state)
 
 
-def weight_shards(optimizer: Any, models: dict[str, Any], weights: dict[Tensor, Tensor]) -> list[ShardedTensor]:
+def weight_shards(
+    optimizer: Any, models: dict[str, Any], where: Where, weights: dict[Tensor, Tensor]
+) -> list[ShardedTensor]:
     """Other weights of the model, under its own names.
 
+    models, where: as in `optimizer_shards`
     weights: parameter -> [n], the range of it that this rank updates
     """
-    return _shards(optimizer, models, lambda _, parameter: {"": weights[parameter].view(-1)})
+    return _shards(optimizer, models, where, lambda _, parameter: {"": weights[parameter].view(-1)})
 
 
 def _shards(
-    optimizer: Any, models: dict[str, Any], read: Callable[[Any, Tensor], dict[str, Tensor]]
+    optimizer: Any, models: dict[str, Any], where: Where, read: Callable[[Any, Tensor], dict[str, Tensor]]
 ) -> list[ShardedTensor]:
     """read(part of the optimizer, parameter): its flat tensors of this rank's range, by the prefix of their names"""
     bases = [v for v in nested_values(models) if isinstance(v, ShardedTensor | ShardedTensorFactory)]
     by_parameter = {id(base.data): base for base in bases}
+    for base in bases:
+        base.data = where(base.data)
     shards: list[ShardedTensor] = []
     for part in parts(optimizer):
         for parameter, start, end in _ranges(part):
-            flat = read(part, parameter)
+            flat, here = read(part, parameter), where(parameter)
             for tensor in _tensors(by_parameter[id(parameter)]):
-                shards += _pieces(tensor, _start_in(tensor, parameter), start, end, flat)
+                shards += _pieces(tensor, _start_in(tensor, here), start, end, flat)
     return shards
 
 
@@ -105,7 +111,7 @@ def _tensors(base: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
 def _start_in(tensor: ShardedTensor, parameter: Tensor) -> int:
     """Where the tensor, a slice of the parameter that the checkpoint keeps apart, begins in the flattened parameter."""
     data = tensor.data
-    if not data.is_contiguous() or data.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+    if not data.is_contiguous() or data.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
         raise ValueError(f"{tensor.key}: what the checkpoint holds of it is no slice of the parameter")
     return data.storage_offset() - parameter.storage_offset()
 

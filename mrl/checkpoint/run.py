@@ -205,10 +205,13 @@ def _stage_part(part: Part, path: Path, copy: bool) -> Shards:
 
 
 def _load_learner(learner: Learner, path: Path) -> None:
+    """On the device, whatever of it is given up before and afterwards: one model at a time has room there."""
+    level = RANKS.together(f"making room for {path}", lambda: learner.memory.move("all"))
     with learner.mesh.active():
         state = RANKS.together(f"making room for {path}", lambda: StateToLoad(learner))
         loaded = torch_dist.read(state.sharded(), path)
         RANKS.together(f"restoring {path}", lambda: _restore(state, loaded))
+    RANKS.together(f"giving up what {path} was read into", lambda: learner.memory.move(level))
 
 
 def _load_copy(copy: PolicyCopy, path: Path) -> None:

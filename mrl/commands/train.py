@@ -12,6 +12,7 @@ from mrl.commands import shared, world
 
 if TYPE_CHECKING:
     from mrl.config.schema import Config
+    from mrl.launcher import Nursery
 
 # Of ranks and engines. Torch's own place is in /tmp, by a name that anybody can take first; what is there is run.
 COMPILED = ("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/mrl/torchinductor"))
@@ -33,26 +34,37 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads and checks the configuration, then is a rank of the world around it, or starts one."""
-    config, overrides = args.config, args.overrides
+    """Loads and checks the configuration, then is a rank of the world around it, or starts one, whose ranks are copies
+    of this process as it is now, where they can be."""
     os.environ.setdefault(*COMPILED)
     if problem := _misplaced(args):
         print(f"mrl: {problem}", file=sys.stderr)
         return shared.CONFIG_ERROR
-    in_a_world = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if in_a_world:
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from mrl.resilience import preemption, rank
 
         preemption.die_at_once()
         rank.adopt()
+        cfg = _load(args, joined=world.joined())
+        return cfg if isinstance(cfg, int) else world.be_a_rank(cfg)
+
+    cfg = _load(args, nodes=args.nodes)  # most mistakes are found here, before torch has been imported to count GPUs
+    if isinstance(cfg, int):
+        return cfg
+    if cfg.run.launcher != "mrl" or args.nodes > 1 or not args.is_program:
+        return _lead(args, None)
+    from mrl.launcher import Nursery
+
+    with Nursery() as nursery:  # imports while the rest is checked
+        return _lead(args, nursery)
+
+
+def _load(args: argparse.Namespace, **machine: Any) -> Config | int:
+    """The configuration, or the exit code of one that cannot be used."""
     from mrl.config.loader import ConfigError, load
 
     try:
-        if in_a_world:
-            cfg = load(config, overrides, joined=world.joined())
-        else:
-            load(config, overrides, nodes=args.nodes)  # most mistakes show here, before torch is there to count GPUs
-            cfg = load(config, overrides, gpus=world.gpus(), nodes=args.nodes)
+        cfg = load(args.config, args.overrides, **machine)
         _check_temporary_files()
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -61,13 +73,18 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
-    if in_a_world:
-        return world.be_a_rank(cfg)
+    return cfg
+
+
+def _lead(args: argparse.Namespace, nursery: Nursery | None) -> int:
+    cfg = _load(args, gpus=world.gpus(), nodes=args.nodes)
+    if isinstance(cfg, int):
+        return cfg
     if shared.is_refused(cfg) or lacks_layers(cfg):
         return 1
-    if args.nodes == 1:
-        return world.start(cfg, config, overrides)
-    return world.start_node(cfg, config, overrides, args)
+    if args.nodes > 1:
+        return world.start_node(cfg, args)
+    return world.start(cfg, args.config, args.overrides, nursery)
 
 
 def _misplaced(args: argparse.Namespace) -> str | None:

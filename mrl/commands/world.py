@@ -14,6 +14,7 @@ from mrl import failure
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
     from mrl.config.schema import Config
+    from mrl.launcher import Nursery
 
 
 def gpus() -> int:
@@ -31,8 +32,9 @@ def joined() -> Machine:
     return Machine(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), gpus(), joined=True)
 
 
-def start(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
-    """Exit code of a world of its own, on this machine, of `mrl train CONFIG OVERRIDES`."""
+def start(cfg: Config, config: Path, overrides: Sequence[str], nursery: Nursery | None) -> int:
+    """Exit code of a world of its own, on this machine, of `mrl train CONFIG OVERRIDES`. nursery: of the own launcher's
+    ranks."""
     from mrl.config.derived import Machine, is_on_one_machine
     from mrl.launcher import Elastic, LaunchError, launch, launch_elastic
     from mrl.observe import RunExists, refuse_existing, trackers
@@ -49,7 +51,8 @@ def start(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
         if not (run_dir / "lock").exists():  # else rank 0 looks, who knows whether the run there is going on
             refuse_existing(cfg)
         if cfg.run.launcher == "mrl":
-            return launch([sys.executable, "-m", *arguments], nproc, run_dir / "logs", save_s=save_s)
+            command = [sys.executable, "-m", *arguments]
+            return launch(command, nproc, run_dir / "logs", save_s=save_s, nursery=nursery)
         is_ft = cfg.run.launcher == "ft"
         job = Elastic(
             cfg.run.launcher,
@@ -66,18 +69,18 @@ def start(cfg: Config, config: Path, overrides: Sequence[str]) -> int:
         return 1
 
 
-def start_node(cfg: Config, config: Path, overrides: Sequence[str], where: argparse.Namespace) -> int:
-    """Exit code of this node's part of a world over several. where: the command's `nodes`, `node` and `head`."""
+def start_node(cfg: Config, args: argparse.Namespace) -> int:
+    """Exit code of this node's part of a world over several: args, the command's, say which."""
     from mrl.config.derived import Machine
     from mrl.launcher import Elastic, LaunchError, NodePlace, launch_node
     from mrl.observe import RunExists, refuse_existing, trackers
     from mrl.resilience import ft_config
 
-    place = NodePlace(where.node, where.nodes, where.head)
+    place = NodePlace(args.node, args.nodes, args.head)
     run_dir, timeouts, is_ft = Path(cfg.run.root) / cfg.run.name, cfg.resilience.timeouts_s, cfg.run.launcher == "ft"
     job = Elastic(
         "ft" if is_ft else "torchrun",
-        ["mrl", "train", str(config), *overrides],
+        ["mrl", "train", str(args.config), *args.overrides],
         Machine.starting(cfg, gpus(), place.count).local_world_size,
         max_restarts=cfg.run.max_restarts if is_ft else 0,
         save_s=cfg.resilience.save_deadline_s if cfg.checkpoint.every_steps else None,

@@ -41,6 +41,7 @@ MAY_CHANGE = (
     *(f"{model}.max_tokens_per_microbatch" for model in ("actor", "critic", "ref")),
     *(f"{model}.recompute" for model in ("actor", "critic")),
     *(f"{model}.layers" for model in ("actor", "critic")),
+    *(f"{model}.offload" for model in ("actor", "critic", "ref", "reward.model")),
 )
 MUST_NOT_CHANGE = ("run.seed", "rollout.engine", "rollout.sampling", "rollout.deterministic")
 QUIET = ("run.name", "run.root", "checkpoint.accept_changes")  # changes that need no word

@@ -2,31 +2,53 @@
 
 Its store and its sockets unpickle what comes: they lie in a folder where nobody else can write or put another in their
 place. ft_launcher's rank monitors, which it forks, end with it however it ends, and what they print goes to its log.
+Ranks come out of a nursery, after a restart too.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
+import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from typing import Any
 
+from mrl.launcher.nursery import Child, Nursery
 from mrl.ports import MEETING_VARIABLE
+from mrl.resilience.protocol import FOLDER_VARIABLE
 from mrl.resilience.rank import die_with_parent
 
-FOLDER_VARIABLE = "MRL_LAUNCHER_FOLDER"  # its own; without one it is where the ranks meet
 _PROGRAMS = {
     "torchrun": "torch.distributed.run",
     "ft": "nvidia_resiliency_ext.fault_tolerance.launcher",
+}
+_STARTERS = {  # the modules where they start ranks
+    "torchrun": "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
+    "ft": "nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.multiprocessing.subprocess_handler"
+    ".subprocess_handler",
 }
 
 
 def main() -> None:
     name = sys.argv.pop(1)
-    tempfile.tempdir = os.environ.pop(FOLDER_VARIABLE, None) or os.environ[MEETING_VARIABLE]
+    nursery = Nursery()
+    tempfile.tempdir = os.environ.get(FOLDER_VARIABLE) or os.environ[MEETING_VARIABLE]
     if name == "ft":
         os.register_at_fork(after_in_child=_become_a_monitor)
+    handler = importlib.import_module(_STARTERS[name]).SubprocessHandler
+    handler._popen = functools.partialmethod(_start, nursery, handler._popen)
     importlib.import_module(_PROGRAMS[name]).main()
+    nursery.close()
+
+
+def _start(
+    handler: Any, nursery: Nursery, otherwise: Any, command: Sequence[str], env: dict[str, str]
+) -> Child | subprocess.Popen[bytes]:
+    """A rank, for torchrun or ft_launcher; they never send its output elsewhere than theirs."""
+    return nursery.start(command, env, (0, 1, 2)) or otherwise(handler, command, env)
 
 
 def _become_a_monitor() -> None:

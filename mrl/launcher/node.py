@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import signal
@@ -16,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.launcher import signals
-from mrl.launcher.agent import FOLDER_VARIABLE
 from mrl.launcher.elastic import Elastic, elastic_arguments
 from mrl.launcher.logs import LEFT
-from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER
+from mrl.resilience.protocol import EXIT_PREEMPTED, FOLDER_VARIABLE, MARKER, Place
 
 _POLL_S = 0.1
 
@@ -49,7 +49,7 @@ def launch_node(job: Elastic, run_dir: Path, place: NodePlace, grace_s: float = 
     with signals.collected() as received, tempfile.TemporaryDirectory(prefix="mrl-node-") as folder:
         process = _start(job, place, folder, grace_s)
         try:
-            _watch(process, received, job.save_s, grace_s)
+            _watch(process, Path(folder), received, job.save_s, grace_s)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -95,7 +95,9 @@ def _start(job: Elastic, place: NodePlace, folder: str, grace_s: float) -> subpr
     )
 
 
-def _watch(process: subprocess.Popen[bytes], received: Sequence[int], save_s: float | None, grace_s: float) -> None:
+def _watch(
+    process: subprocess.Popen[bytes], folder: Path, received: Sequence[int], save_s: float | None, grace_s: float
+) -> None:
     """Until it has ended. A warning goes to the ranks themselves; SIGINT is due to it at `end_at`, then SIGKILL."""
     end_at = kill_at = math.inf
     warned: set[int] = set()
@@ -104,7 +106,7 @@ def _watch(process: subprocess.Popen[bytes], received: Sequence[int], save_s: fl
         now, warning = time.monotonic(), signals.warning(received, save_s is not None)
         if warning is not None:
             end_at = min(end_at, now + (save_s or 0.0) + grace_s)
-            for pid in set(_ranks(process.pid)) - warned:
+            for pid in set(_ranks(folder)) - warned:
                 warned.add(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, warning)
@@ -117,13 +119,10 @@ def _watch(process: subprocess.Popen[bytes], received: Sequence[int], save_s: fl
             process.kill()
 
 
-def _ranks(launcher: int) -> Iterator[int]:
-    """The launcher's children that are ranks (Linux)."""
-    for task in Path(f"/proc/{launcher}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                if b"\0LOCAL_RANK=" in b"\0" + Path(f"/proc/{child}/environ").read_bytes():
-                    yield child
+def _ranks(folder: Path) -> Iterator[int]:
+    """Process ids of the ranks of this node, as they have written them down."""
+    for file in folder.glob("rank_*.place"):
+        yield Place(**json.loads(file.read_text())).pid
 
 
 def _say(place: NodePlace, text: str) -> None:

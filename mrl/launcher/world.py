@@ -21,6 +21,7 @@ from mrl import failure
 from mrl.failure import Failure
 from mrl.launcher import signals
 from mrl.launcher.logs import LEFT, LaunchError, Log, cause, open_logs, owned, report, take_failures
+from mrl.launcher.nursery import Child, Nursery
 from mrl.ports import MEETING_VARIABLE
 from mrl.resilience.protocol import EXIT_PREEMPTED
 from mrl.terminal import Terminal
@@ -33,7 +34,7 @@ class Rank:
     """One process; `code` is its exit code, or minus the signal that killed it."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Child
     log: Log
     code: int | None = None
 
@@ -70,8 +71,10 @@ def launch(
     grace_s: float = 30.0,
     settle_s: float = 5.0,
     save_s: float | None = None,
+    nursery: Nursery | None = None,
 ) -> int:
     """Runs `command` as ranks 0..nproc-1 of one world; returns 0, or the exit code of the first rank that failed.
+    `nursery` starts them, if it can, and is closed.
 
     After a failure the others get `settle_s` seconds to report the same error and end by themselves, then SIGINT, then
     after `grace_s` SIGKILL with all their children. SIGINT and SIGHUP here end the ranks in the same way (a second
@@ -84,7 +87,7 @@ def launch(
         logs = open_logs(log_dir, nproc, command)
         with Terminal(logs[0].path) as terminal, tempfile.TemporaryDirectory(prefix="mrl-world-") as meeting:
             shared = {**(os.environ if env is None else env), MEETING_VARIABLE: meeting}
-            ranks = _start(command, logs, shared, terminal)
+            ranks = _start(command, logs, shared, terminal, nursery)
             return _World(ranks, grace_s, settle_s, save_s, terminal).wait(received)
 
 
@@ -175,35 +178,47 @@ class _World:
                 self.terminal.say(f"rank {rank.number} ended too ({_how(rank)}); its log: {rank.log.path}")
 
 
-def _start(command: Sequence[str], logs: Sequence[Log], env: Mapping[str, str], terminal: Terminal) -> list[Rank]:
+def _start(
+    command: Sequence[str], logs: Sequence[Log], env: Mapping[str, str], terminal: Terminal, nursery: Nursery | None
+) -> list[Rank]:
     shared = {
         **{"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env},
         **{"WORLD_SIZE": str(len(logs)), "LOCAL_WORLD_SIZE": str(len(logs))},
     }
-    prepare = signals.as_child()
     ranks: list[Rank] = []
     try:
         for number, log in enumerate(logs):
-            with log.path.open("ab") as file:
-                process = subprocess.Popen(
-                    command,
-                    env={
-                        **{**shared, "RANK": str(number), "LOCAL_RANK": str(number)},
-                        failure.FILE_VARIABLE: str(log.failure_file.absolute()),
-                    },
-                    stdin=subprocess.DEVNULL,
-                    stdout=file if number else terminal.for_rank,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=prepare,
-                )
-            ranks.append(Rank(number, process, log))
+            own = {"RANK": str(number), "LOCAL_RANK": str(number)}
+            own[failure.FILE_VARIABLE] = str(log.failure_file.absolute())
+            with log.path.open("ab") as file, open(os.devnull, "rb") as nothing:
+                out = file.fileno() if number else terminal.for_rank
+                files = (nothing.fileno(), out, out)
+                made = nursery.start(command, {**shared, **own}, files) if nursery else None
+                ranks.append(Rank(number, made or _start_program(command, {**shared, **own}, files), log))
     except OSError as error:
         for rank in ranks:
             rank.kill_group()
         raise LaunchError(f"rank {len(ranks)} could not be started: {error}") from error
+    finally:
+        if nursery:
+            nursery.close()
     terminal.rank_started()
     return ranks
+
+
+def _start_program(
+    command: Sequence[str], env: Mapping[str, str], files: tuple[int, int, int]
+) -> subprocess.Popen[bytes]:
+    stdin, stdout, stderr = files
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+        preexec_fn=signals.as_child(),
+    )
 
 
 def _exit_code(rank: Rank) -> int:

@@ -25,7 +25,15 @@ from mrl.data.balance import plan_micro_batches
 from mrl.data.packing import pack, require_ids, sequence_align
 from mrl.families import ModelArch
 from mrl.families.table import Role
-from mrl.learner.optimizer import apply_update, build_optimizer, grad_norm, has_finite_gradients, wrap_ddp
+from mrl.learner.memory import LearnerMemory
+from mrl.learner.optimizer import (
+    apply_update,
+    build_optimizer,
+    grad_norm,
+    has_finite_gradients,
+    main_parameters,
+    wrap_ddp,
+)
 from mrl.models.batch import ModelBatch, Output
 from mrl.models.build import build_model
 from mrl.parallel import Mesh
@@ -104,6 +112,9 @@ class Learner:
                 self.optimizer, self.schedule = build_optimizer(train.optimizer, self.chunks, dtype)
                 self.bare[0].config.finalize_model_grads_func = finalize_model_grads
             self.exporter = Exporter(self.bare, arch, mesh)
+        parameters = [parameter for chunk in self.bare for parameter in chunk.parameters()]
+        optimizer = self.optimizer if trainable else None
+        self.memory = LearnerMemory(role, train.offload, parameters, self.chunks, optimizer)
         self._outputs: list[tuple[Tensor, Tensor]] = []  # of the last backward: the model's at some tokens, their dest
         self._finite = True  # its loss and every rank's gradients
 
@@ -126,6 +137,7 @@ class Learner:
     def _forward(
         self, rollout: Rollout, output: Output, channels: int, temperature: float, sample_ids: range | None = None
     ) -> Tensor:
+        self.memory.require("parameters", f"computing {output}")
         packed = self._micro_batches(rollout, range(rollout.num_samples) if sample_ids is None else sample_ids)
         batches = [_MicroBatch(batch, temperature) for batch in packed]
         result = torch.zeros(channels, rollout.num_response_tokens, device=platform.device())
@@ -158,6 +170,7 @@ class Learner:
         its DDP divides by DP x CP: the factor below undoes that. `full_gradients` leaves the whole reduced gradient on
         every data-parallel rank instead of its shard.
         """
+        self.memory.require("all", "a backward pass")
         terms = (Term(rollout, sample_ids, loss, temperature, entropy_grad), *also)
         batches = [
             _MicroBatch(packed, term.temperature, term.entropy_grad, number)
@@ -189,6 +202,7 @@ class Learner:
         After a loss or gradient that is not finite on any rank, the update is skipped on all: weights, optimizer and
         schedule stay as they are, to the bit.
         """
+        self.memory.require("all", "an update")
         with self.mesh.active():
             norm = grad_norm(self.optimizer)
             good = self._finite and math.isfinite(norm)
@@ -200,8 +214,14 @@ class Learner:
 
     def zero_gradients(self) -> None:
         """Those of the last `backward`, as if its loss had been multiplied by 0; one that is not finite stays so."""
+        self.memory.require("all", "an update")
         for chunk in self.chunks:
             chunk.scale_gradients(0.0)
+
+    def main_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """As `main_parameters`, where their bytes are: in host memory while they are given up."""
+        for parameter, main in main_parameters(self.optimizer):
+            yield parameter, self.memory.read(main)
 
     def last_log_probs(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """(log-probs [R] that the last `backward` computed, 0 elsewhere; where [R] bool). Collective."""

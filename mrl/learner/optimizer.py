@@ -13,6 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from mrl import platform
 from mrl.config.schema import OptimizerConfig
 
 _NO_DECAY_STEPS = 1 << 60
@@ -91,12 +92,25 @@ def main_parameters(optimizer: ChainedOptimizer) -> Iterator[tuple[Tensor, Tenso
             yield parameter, groups[group]["params"][place].detach()
 
 
-def publish_main_parameters(optimizer: ChainedOptimizer, chunks: list[DistributedDataParallel]) -> None:
-    """After the main weights were changed: gives the model, on every data-parallel rank, what they are."""
+def own_ranges(optimizer: ChainedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """(parameter of the model, [n], the range of it itself that this data-parallel rank updates)."""
     for part in optimizer.chained_optimizers:
-        part._copy_main_params_to_model_params()
+        for parameter in part.model_param_group_index_map:
+            own = part._get_model_param_range_map(parameter)["param"]
+            yield parameter, parameter.detach().view(-1)[own.start : own.end]
+
+
+def publish_own_ranges(chunks: list[DistributedDataParallel]) -> None:
+    """After they were written: gives every data-parallel rank the others' ranges. Collective."""
     for chunk in chunks:
         chunk.start_param_sync()
+
+
+def prime(optimizer: ChainedOptimizer) -> None:
+    """Before the first update there is no Adam state yet: makes the zeros that the first update would start from."""
+    platform.prime_adam(optimizer)
+    for part in optimizer.chained_optimizers:
+        part.init_state_fn(part.optimizer, part.config)
 
 
 def has_finite_gradients(chunks: list[DistributedDataParallel]) -> Tensor:

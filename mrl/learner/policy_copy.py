@@ -11,7 +11,7 @@ from torch import Tensor
 from mrl import platform
 from mrl.core import Rollout
 from mrl.learner.learner import Learner
-from mrl.learner.optimizer import main_parameters, publish_main_parameters
+from mrl.learner.optimizer import own_ranges, publish_own_ranges
 
 
 class PolicyCopy:
@@ -35,7 +35,7 @@ class PolicyCopy:
 
         Call it after an update. Every rank moves its own part; nothing is sent.
         """
-        for parameter, main in main_parameters(self.learner.optimizer):
+        for parameter, main in self.learner.main_weights():
             kept = self.kept[parameter]
             kept.copy_(kept.to(main.device).lerp_(main, share))
 
@@ -57,12 +57,13 @@ class PolicyCopy:
             return learner.log_probs(rollout, temperature)
 
     def _own(self) -> dict[Tensor, Tensor]:
-        return {
-            parameter: main.to(self._home, copy=True) for parameter, main in main_parameters(self.learner.optimizer)
-        }
+        return {parameter: main.to(self._home, copy=True) for parameter, main in self.learner.main_weights()}
 
     @torch.no_grad()
     def _give(self, weights: dict[Tensor, Tensor]) -> None:
-        for parameter, main in main_parameters(self.learner.optimizer):
-            main.copy_(weights[parameter])
-        publish_main_parameters(self.learner.optimizer, self.learner.chunks)
+        """To the model alone: main weights and moments stay what they are, and need not be on the device."""
+        self.learner.memory.require("parameters", "taking other weights")
+        for parameter, own in own_ranges(self.learner.optimizer):
+            own.copy_(weights[parameter])
+        publish_own_ranges(self.learner.chunks)
+        self.learner.memory.changed()

@@ -47,6 +47,8 @@ def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: t
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=True,
+        deterministic_mode=platform.is_deterministic(),
+        timers=platform.pass_timers(),
         moe_token_dispatcher_type="alltoall",  # the only one for variable lengths, also asked of dense models
         **_initialisation(),
         **_fusions(fused, dtype),

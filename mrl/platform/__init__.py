@@ -4,9 +4,17 @@ Call `install()` before the first `import megatron.core`, in training processes 
 """
 
 from mrl.platform.adaptations import applied, install
+from mrl.platform.determinism import be_deterministic, is_deterministic
 from mrl.platform.features import Feature, doctor_table, features
 from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable
-from mrl.platform.memory import peak_memory_bytes, reset_peak_memory
+from mrl.platform.host_room import HostRoom
+from mrl.platform.memory import (
+    peak_device_bytes,
+    peak_memory_bytes,
+    release_cached_memory,
+    reset_peak_device_bytes,
+    reset_peak_memory,
+)
 from mrl.platform.optimizer_state import prime_adam, unshare_steps
 from mrl.platform.process import (
     WorldError,
@@ -21,16 +29,18 @@ from mrl.platform.process import (
 )
 from mrl.platform.random_state import random_state, restore_random_state
 from mrl.platform.registry import REGISTRY, Adaptation
-from mrl.platform.speed import busy_seconds, probe_seconds
+from mrl.platform.speed import busy_seconds, pass_timers, probe_seconds
 
 __all__ = [
     "REGISTRY",
     "Adaptation",
     "Feature",
+    "HostRoom",
     "WorldError",
     "apex_usable",
     "applied",
     "backend",
+    "be_deterministic",
     "busy_seconds",
     "collect_shared",
     "device",
@@ -40,10 +50,15 @@ __all__ = [
     "gpu_count",
     "init_process_group",
     "install",
+    "is_deterministic",
+    "pass_timers",
+    "peak_device_bytes",
     "peak_memory_bytes",
     "prime_adam",
     "probe_seconds",
     "random_state",
+    "release_cached_memory",
+    "reset_peak_device_bytes",
     "reset_peak_memory",
     "restore_random_state",
     "synchronize",

@@ -1,4 +1,4 @@
-"""Peak memory of this process: of its GPU where it has one, else its resident set."""
+"""Memory of this process: its peak, of its GPU where it has one, else its resident set; and what the GPU caches."""
 
 from __future__ import annotations
 
@@ -31,3 +31,20 @@ def peak_memory_bytes() -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak_device_bytes() -> None:
+    """Start a new peak of the GPU; does nothing where there is none."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_device_bytes() -> int | None:
+    """Of tensors on the GPU, since the last reset; None where there is none."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
+
+def release_cached_memory() -> None:
+    """Gives the GPU what torch keeps of it without using it, for another process to take."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

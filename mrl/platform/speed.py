@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,8 +14,61 @@ from mrl.platform.process import device, synchronize
 _REPEATS = 5
 
 
+class PassTimer:
+    """One of the timers that Megatron's schedules start and stop around a pass, and the seconds of those that the
+    device has finished. It measures on the device itself, between two events of its stream, and waits for nothing."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._began: Any = None
+        self._unfinished: deque[tuple[Any, Any]] = deque()
+
+    def start(self, barrier: bool = False) -> None:
+        self._began = _event()
+
+    def stop(self, barrier: bool = False) -> None:
+        self._unfinished.append((self._began, _event()))
+        self.seconds()  # so that they do not pile up where nobody asks
+
+    def seconds(self) -> float:
+        """Of all passes that are over; one that the device is still at is counted in a later call."""
+        while self._unfinished and self._unfinished[0][1].query():
+            began, ended = self._unfinished.popleft()
+            self._seconds += began.elapsed_time(ended) / 1e3
+        return self._seconds
+
+
+class _Untimed:
+    def start(self, barrier: bool = False) -> None: ...
+    def stop(self, barrier: bool = False) -> None: ...
+
+
+_PASSES = {"forward-compute": PassTimer(), "backward-compute": PassTimer()}
+_UNTIMED = _Untimed()
+
+
+def _event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _timer(name: str, log_level: int = 0) -> PassTimer | _Untimed:
+    return _PASSES.get(name, _UNTIMED)
+
+
+def pass_timers() -> Callable[..., Any] | None:
+    """What Megatron's configuration takes as `timers`: a pass's time on a GPU. None on a CPU, whose processor time says
+    it."""
+    return _timer if device().type == "cuda" else None
+
+
 def busy_seconds() -> float:
-    """Processor time of this process so far: on a CPU, waiting for other ranks is no part of it."""
+    """Of work so far, without most of the waiting for other ranks. On a CPU this process' processor time. On a GPU the
+    time of its forward and backward passes, those that it is still at left out: its host spins where it waits, and
+    collectives inside a pass (tensor, context and expert parallelism) make the ranks of a group equally slow."""
+    if device().type == "cuda":
+        return sum(timer.seconds() for timer in _PASSES.values())
     return time.process_time()
 
 

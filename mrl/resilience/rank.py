@@ -1,8 +1,9 @@
-"""What a rank does first when torchrun or ft_launcher has started it for `mrl train`: it behaves as one of the own
-launcher's ranks does. Its log, its failure file, and its end with whoever started it."""
+"""What a rank does first. One that torchrun or ft_launcher has started for `mrl train` then behaves as one of the own
+launcher's ranks does: its log, its failure file, and its end with whoever started it."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 
 from mrl import failure
-from mrl.resilience.protocol import LOG_DIR_VARIABLE, Place, started_by_torchelastic
+from mrl.resilience.protocol import FOLDER_VARIABLE, LOG_DIR_VARIABLE, Place, started_by_torchelastic
 
 SET_DEATH_SIGNAL = 1
 
@@ -21,14 +22,24 @@ def log_dir() -> Path | None:
     return Path(name) if name else None
 
 
+def process_name(rank: int) -> str:
+    """Up to 15 characters."""
+    return f"mrl rank {rank}"
+
+
 def adopt() -> None:
-    """Rank 0's errors join its output, which the launcher shows; the other ranks write to rank_N.log."""
+    """Takes the name that `top` shows. Rank 0's errors join its output, which the launcher shows; the other ranks write
+    to rank_N.log."""
+    rank = int(os.environ["RANK"])
+    with contextlib.suppress(OSError):  # no Linux
+        Path("/proc/self/comm").write_text(process_name(rank))
     if started_by_torchelastic():
         die_with_parent()
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        Place.mine("setup").write(Path(folder))
     directory = log_dir()
     if directory is None:
         return
-    rank = int(os.environ["RANK"])
     if rank == 0:
         os.dup2(1, 2)
     else:

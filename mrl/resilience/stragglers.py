@@ -1,7 +1,8 @@
 """Which rank is slow: every rank's own time by section, gathered every few steps.
 
-Time is the processor time of the rank's process, because in step with its peers a fast rank only waits longer. A GPU
-that is slow in itself shows in a fixed piece of work that every rank times on its device.
+Time is what the rank itself has worked (`platform.busy_seconds`), because in step with its peers a fast rank only waits
+longer. A GPU that is slow in itself shows in a fixed piece of work that every rank times on its device, also where
+collectives inside its passes make its peers wait for it there.
 """
 
 from __future__ import annotations
@@ -21,11 +22,6 @@ _TOO_SHORT_S = 1e-4  # to be compared
 Gather = Callable[[Sequence[float]], list[list[float]]]
 
 
-def judged_here() -> tuple[str, ...]:
-    """On a GPU the fixed work alone: a host that waits for its GPU spins, and so do those that wait for its peers'."""
-    return JUDGED if platform.device().type == "cpu" else (DEVICE,)
-
-
 @dataclass
 class Stragglers:
     """gather: a rank's numbers to all ranks; collective. peers: the same number on ranks that have the same work."""
@@ -39,7 +35,7 @@ class Stragglers:
 
     @contextmanager
     def timed(self, section: str) -> Iterator[None]:
-        """Adds the processor seconds of a part of the step to its section, also where it fails."""
+        """Adds the seconds of work of a part of the step to its section, also where it fails."""
         began = platform.busy_seconds()
         try:
             yield
@@ -54,26 +50,24 @@ class Stragglers:
         mine = [self._busy.get(name, 0.0) for name in TIMED[:-1]]
         rows = self.gather([float(self.peers), *mine, platform.probe_seconds()])
         seconds = {name: [row[1 + column] for row in rows] for column, name in enumerate(TIMED)}
-        report = Report([int(row[0]) for row in rows], seconds, self._steps, self.ratio, judged_here())
+        report = Report([int(row[0]) for row in rows], seconds, self._steps, self.ratio)
         self._busy, self._steps = {}, 0
         return report
 
 
 @dataclass(frozen=True)
 class Report:
-    """peers, and seconds by section: a number a rank. steps: over which they are summed (not for the device). judged:
-    the sections whose seconds are work alone."""
+    """peers, and seconds by section: a number a rank. steps: over which they are summed (not for the device)."""
 
     peers: list[int]
     seconds: dict[str, list[float]]
     steps: int
     ratio: float
-    judged: tuple[str, ...] = JUDGED
 
     def slowest(self) -> tuple[float, int, str]:
         """(times the median of its peers, rank, section) of the rank that stands out most; 1.0 if none has peers."""
-        found = [(1.0, 0, self.judged[0])]
-        for section in self.judged:
+        found = [(1.0, 0, JUDGED[0])]
+        for section in JUDGED:
             for rank, value in enumerate(self.seconds[section]):
                 median = self._median(section, self.peers[rank])
                 if median > _TOO_SHORT_S:

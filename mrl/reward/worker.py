@@ -32,7 +32,6 @@ MAX_TRACEBACK_CHARS = 8000
 def main() -> None:
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     _die_with(parent)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler's warning to the ranks: it goes to all of a job
     connection = Connection(fd)
     try:
         setup = connection.recv()

@@ -104,7 +104,6 @@ def _wait(main_pid: int, parent: int, deadline: float | None, shared: set[str]) 
 
 def main(argv: list[str]) -> int:
     parent, grace_s, folder, command = int(argv[1]), float(argv[2]), argv[3], argv[4:]
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler's warning to the ranks: it goes to all of a job
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     if os.getppid() != parent:

@@ -10,18 +10,11 @@ import os
 import runpy
 import signal
 import sys
+from pathlib import Path
 
-from mrl import platform
-
-platform.install()
-
-import torch._dynamo  # noqa: E402, F401 (torch's optimizers would)
-import transformers.modeling_rope_utils  # noqa: E402, F401
-
-import mrl.checkpoint  # noqa: E402, F401
-import mrl.trainers.rl.loop  # noqa: E402, F401
-from mrl.ports import free_port  # noqa: E402
-from mrl.resilience.rank import die_with_parent  # noqa: E402
+import mrl.preload  # noqa: F401
+from mrl.ports import free_port
+from mrl.resilience.rank import die_with_parent
 
 
 def main() -> None:
@@ -34,6 +27,7 @@ def main() -> None:
             die_with_parent()
             os.environ |= address | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": number}
             sys.argv = [script, *arguments]
+            sys.path.insert(0, str(Path(script).parent))
             runpy.run_path(script, run_name="__main__")
             return
         ranks[pid] = rank

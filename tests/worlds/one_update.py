@@ -1,7 +1,8 @@
 """Run as one process, on its GPU where it has one: what a model computes, and one update of it.
 
-Usage: one_update.py MODEL_DIR OUT DTYPE LAYERS. OUT: log-probs, entropies and weights after a step of SFT, values and
-weights after a step of a critic's; float32 on the CPU, with the kind of layers that were taken.
+Usage: one_update.py MODEL_DIR (OUT DTYPE LAYERS any|fixed)... The last word is about the order of sums: once fixed, it
+stays so. OUT: log-probs, entropies and weights after a step of SFT, values and weights after a step of a critic's;
+float32 on the CPU, with the kind of layers that were taken.
 """
 
 from __future__ import annotations
@@ -26,13 +27,12 @@ from mrl.parallel import Meshes  # noqa: E402
 
 # with its usual eps Adam makes a whole step of a gradient that is rounding alone, such as that of a key's bias
 SMOOTH = OptimizerConfig(lr=1e-2, eps=0.1)
-MODEL, OUT, DTYPE, LAYERS = sys.argv[1:]
+MODEL, *WAYS = sys.argv[1:]
 
 
-def make(role: Any, meshes: Meshes) -> Learner:
-    train = TrainConfig(layers=LAYERS, optimizer=SMOOTH)  # type: ignore[arg-type]
-    mesh = meshes.get(ParallelConfig())
-    return Learner(role, load_arch(MODEL), MODEL, train, mesh, dtype=getattr(torch, DTYPE), seed=1)
+def make(role: Any, meshes: Meshes, dtype: str, layers: Any) -> Learner:
+    train, mesh = TrainConfig(layers=layers, optimizer=SMOOTH), meshes.get(ParallelConfig())
+    return Learner(role, load_arch(MODEL), MODEL, train, mesh, dtype=getattr(torch, dtype), seed=1)
 
 
 def updated(learner: Learner, rollout: Rollout, loss: losses.Loss) -> dict[str, Any]:
@@ -44,7 +44,15 @@ def updated(learner: Learner, rollout: Rollout, loss: losses.Loss) -> dict[str, 
 def main() -> None:
     platform.init_process_group(120.0)
     meshes = Meshes(120)
-    actor, critic = make("policy", meshes), make("critic", meshes)
+    for first in range(0, len(WAYS), 4):
+        out, dtype, layers, order = WAYS[first : first + 4]
+        if order == "fixed":
+            platform.be_deterministic()
+        torch.save(one_update(make("policy", meshes, dtype, layers), make("critic", meshes, dtype, layers)), out)
+    torch.distributed.destroy_process_group()
+
+
+def one_update(actor: Learner, critic: Learner) -> dict[str, Any]:
     rollout = make_rollout(actor.arch.vocab_size)
     weights = rollout.flat(aggregate.token_weights("token-mean", rollout.response_mask))
     log_probs, entropy = actor.log_probs(rollout, 0.7)
@@ -54,8 +62,7 @@ def main() -> None:
     of_critic = updated(critic, rollout, losses.value(ValueLossConfig(), values, returns, weights, weights))
     outputs = {"log_probs": log_probs, "entropy": entropy, "values": values}
     kind = actor.bare[0].config.transformer_impl
-    torch.save({"outputs": outputs, "actor": sft, "critic": of_critic, "layers": kind}, OUT)
-    torch.distributed.destroy_process_group()
+    return {"outputs": outputs, "actor": sft, "critic": of_critic, "layers": kind}
 
 
 main()

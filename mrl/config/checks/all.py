@@ -32,6 +32,7 @@ def check(cfg: Config, archs: Archs, machine: Machine) -> list[Problem]:
     problems += run.check_checkpoint(cfg)
     problems += models.check_optimizers(cfg)
     problems += models.check_layers(cfg, machine)
+    problems += models.check_offload(cfg)
     problems += run.check_resilience(cfg)
     problems += data.check_answers(cfg, archs)
     problems += trainer_of(cfg).check(cfg, archs, machine)

@@ -125,6 +125,15 @@ def check_layers(cfg: Config, machine: Machine) -> Iterator[Problem]:
             yield Problem((key,), "transformer_engine needs GPUs, this machine has none: use auto or local")
 
 
+def check_offload(cfg: Config) -> Iterator[Problem]:
+    if cfg.gives_up_memory():
+        return
+    for name, use in cfg.models().items():
+        if use.train is not None:
+            because = f"{cfg.trainer} updates it all the time and gives no memory up"
+            yield from inert(use.train, name, ["offload"], because, "trainer")
+
+
 def check_critic(cfg: RLConfig) -> Iterator[Problem]:
     """Settings of a critic that is frozen, or trained so long that the actor never is."""
     if cfg.critic is None:
@@ -132,6 +141,9 @@ def check_critic(cfg: RLConfig) -> Iterator[Problem]:
     if cfg.critic.frozen:
         names = ["warmup_steps", "optimizer", "recompute"]
         yield from inert(cfg.critic, "critic", names, "the critic is frozen", "critic.frozen")
+        if cfg.critic.offload == "optimizer":
+            message = "has no effect: the critic is frozen and has no optimizer: none, or all for its parameters"
+            yield Problem(("critic.offload", "critic.frozen"), message)
         yield from inert(cfg.algorithm, "algorithm", ["value_loss"], "the critic is frozen", "critic.frozen")
     elif cfg.critic.warmup_steps >= cfg.run.steps:
         message = f"{cfg.critic.warmup_steps} critic-only steps of {cfg.run.steps}: the actor would never be trained"

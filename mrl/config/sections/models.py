@@ -55,6 +55,9 @@ class TrainConfig(Section):
     # what the layers are made of: mrl's on torch (local), or transformer-engine's; auto: transformer-engine's where it
     # can be used, but local for float32, which it multiplies as TF32
     layers: Literal["auto", "local", "transformer_engine"] = "auto"
+    # what waits in host memory while it is not needed: gradients, main weights and Adam's moments (optimizer), the
+    # parameters too (all)
+    offload: Literal["none", "optimizer", "all"] = "none"
 
 
 class CriticConfig(TrainConfig):
@@ -79,6 +82,7 @@ class RefConfig(Section):
     path: str | None = None  # Hugging Face directory; the actor's initial weights when null
     parallel: ParallelConfig | None = None  # the actor's when null
     max_tokens_per_microbatch: PositiveInt | None = None  # tokens a pass, at most; the actor's when null
+    offload: Literal["none", "all"] = "none"  # all: its parameters wait in host memory while it does not compute
 
 
 class ModelConfig(Section):

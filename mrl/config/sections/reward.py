@@ -78,6 +78,7 @@ class RewardModelConfig(Section):
     path: str  # Hugging Face directory
     parallel: ParallelConfig | None = None  # the actor's where null
     max_tokens_per_microbatch: PositiveInt | None = None  # tokens a pass, at most; the actor's where null
+    offload: Literal["none", "all"] = "none"  # all: its parameters wait in host memory while it does not compute
 
 
 class RewardConfig(Section):

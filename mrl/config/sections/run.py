@@ -14,6 +14,8 @@ class RunConfig(Section):
     root: str = "runs"  # directory of run directories
     existing: Literal["refuse", "move_aside"] = "refuse"  # what a run left there that has no checkpoint to go on from
     seed: Seed = 1  # of weights from scratch, prompts and samples
+    # on GPUs: the same bits from the same run again, where a fixed order of sums can be had; slower. CPUs: always so
+    deterministic: bool = False
     steps: PositiveInt = 100  # of the whole run, those before a resume included
     # processes on each machine; when null, the smallest world of the layout, and of several machines one a GPU
     nproc: PositiveInt | None = None

@@ -73,6 +73,10 @@ class Config(Section):
         """Addresses of services, started by somebody else, that ranks may have to reach."""
         return ()
 
+    def gives_up_memory(self) -> bool:
+        """Whether its loop says what must be on the device when, so that `offload` has an effect."""
+        return False
+
     @abstractmethod
     def summary(self) -> list[tuple[str, str]]:
         """Name and value of what a step does, for the lines that are printed at the start."""

@@ -53,6 +53,9 @@ class RLConfig(Config):
     def given_urls(self) -> tuple[str, ...]:
         return self.rollout.urls
 
+    def gives_up_memory(self) -> bool:
+        return True
+
     def summary(self) -> list[tuple[str, str]]:
         batch, new, reused = self.batch, samples_per_step(self), reused_samples_per_step(self)
         minibatch = batch.samples_per_minibatch or new + reused

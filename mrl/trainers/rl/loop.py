@@ -53,7 +53,7 @@ def train_step(run: RLRun, step: int) -> None:
             run.ref.after_step(step + 1)
     stats.metrics |= adapt_kl(run, experience, stats.metrics)
 
-    if trains_actor:
+    if trains_actor or run.memory.must_push:
         with phase("sync", stats):
             stats.metrics |= run.push_weights(step + 1).metrics()
 
@@ -87,19 +87,23 @@ def experience_of(run: RLRun, rollout: Rollout, trains_actor: bool) -> tuple[Exp
 
 
 def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
-    """All epochs and mini-batches of one step; metrics as `over_updates` puts them together."""
+    """All epochs and mini-batches of one step, of one model after the other; metrics as `over_updates` puts them
+    together."""
     made: dict[str, list[dict[str, float]]] = {"critic": [], "actor": []}
     metrics, drawn = dict(exp.metrics), exp
     exp = resampled(run.cfg.algorithm.pf_ppo, drawn, run.cfg.run.seed)
-    minibatches = run.minibatches(exp.rollout)
-    for _ in range(run.cfg.batch.epochs_per_step):
-        for sample_ids in minibatches:
-            if trains_actor:  # first: it finds samples that nothing may be learnt from
+    minibatches, epochs = run.minibatches(exp.rollout), run.cfg.batch.epochs_per_step
+    if trains_actor:  # first: it finds samples that nothing may be learnt from
+        run.memory.begin("actor_update")
+        for epoch in range(1, epochs + 1):
+            for sample_ids in minibatches:
                 made["actor"].append(update_actor(run, exp, sample_ids, len(made["actor"])))
-            if run.critic is not None and run.critic.trainable:
-                made["critic"].append(update_critic(run, exp, sample_ids))
-        if is_far_enough(run.cfg.algorithm.target_kl, made["actor"]):
-            break
+            if is_far_enough(run.cfg.algorithm.target_kl, made["actor"]):
+                epochs = epoch
+                break
+    if run.critic is not None and run.critic.trainable:
+        run.memory.begin("critic_update")
+        made["critic"] = [update_critic(run, exp, sample_ids) for _ in range(epochs) for sample_ids in minibatches]
     if run.cfg.algorithm.target_kl is not None:
         metrics["actor/epochs"] = len(made["actor"]) / len(minibatches)
     for role, rows in made.items():

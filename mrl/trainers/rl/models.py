@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mrl.checkpoint import Part
-from mrl.config.schema import EMAConfig, ParallelConfig, RefConfig, RLConfig, TrainConfig
+from mrl.config.schema import EMAConfig, RefConfig, RewardModelConfig, RLConfig, TrainConfig
 from mrl.config.trainers.rl import needs_ref
 from mrl.families import is_reward_model
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
+from mrl.trainers.shared.memory import put_away
 from mrl.trainers.shared.models import build_learner
 from mrl.trainers.shared.world import World
 
@@ -50,6 +51,12 @@ class Models:
     ema: MovingAverage | None
 
     @property
+    def learners(self) -> dict[str, Learner]:
+        """By the names that the order of memory has for them."""
+        found = {"actor": self.actor, "critic": self.critic, "ref": self.ref, "reward": self.reward}
+        return {name: each for name, each in found.items() if isinstance(each, Learner)}
+
+    @property
     def saved(self) -> dict[str, Part]:
         """What a checkpoint holds of them, by name."""
         parts: dict[str, Part] = {"actor": self.actor}
@@ -63,11 +70,13 @@ class Models:
 
 
 def build_models(cfg: RLConfig, world: World) -> Models:
-    """Actor; critic if there is one; reference if a KL term asks for it."""
+    """Actor; critic if there is one; reference if a KL term asks for it. Each is put away before the next is built."""
     actor = build_learner(cfg, world, "policy", None, cfg.actor)
+    put_away("actor", actor)
     critic = None
     if cfg.critic is not None:
         critic = build_learner(cfg, world, "critic", cfg.critic.path, cfg.critic, trainable=not cfg.critic.frozen)
+        put_away("critic", critic)
     ema = MovingAverage(actor, cfg.ema) if cfg.ema is not None else None
     ref = _reference(cfg, world, actor, ema) if needs_ref(cfg) else None
     return Models(actor, critic, ref, _reward_model(cfg, world), ema)
@@ -91,19 +100,25 @@ def _reference(
         return ema
     if cfg.ref.policy == "refreshed":
         return RefreshedReference(actor, cfg.ref)
-    layout = _like_actor(cfg, cfg.ref.parallel, cfg.ref.max_tokens_per_microbatch)
-    return build_learner(cfg, world, "policy", cfg.ref.path, layout, trainable=False)
+    reference = build_learner(cfg, world, "policy", cfg.ref.path, _like_actor(cfg, cfg.ref), trainable=False)
+    put_away("ref", reference)
+    return reference
 
 
 def _reward_model(cfg: RLConfig, world: World) -> Learner | None:
     model = cfg.reward.model
     if model is None:
         return None
-    layout = _like_actor(cfg, model.parallel, model.max_tokens_per_microbatch)
-    return build_learner(cfg, world, "critic", model.path, layout, trainable=False)
+    judge = build_learner(cfg, world, "critic", model.path, _like_actor(cfg, model), trainable=False)
+    put_away("reward", judge)
+    return judge
 
 
-def _like_actor(cfg: RLConfig, parallel: ParallelConfig | None, max_tokens: int | None) -> TrainConfig:
+def _like_actor(cfg: RLConfig, own: RefConfig | RewardModelConfig) -> TrainConfig:
     """The actor's settings, but for those that are given."""
-    given = {"parallel": parallel, "max_tokens_per_microbatch": max_tokens}
+    given = {
+        "parallel": own.parallel,
+        "max_tokens_per_microbatch": own.max_tokens_per_microbatch,
+        "offload": own.offload,
+    }
     return cfg.actor.model_copy(update={name: value for name, value in given.items() if value is not None})

@@ -23,6 +23,7 @@ from mrl.reward.check import row_check
 from mrl.rollout import Access, Engine, Others, start_engine
 from mrl.trainers.rl.demonstrations import Demonstrations
 from mrl.trainers.rl.generate import Generator, Sampled, Sampler
+from mrl.trainers.rl.memory_order import ORDER
 from mrl.trainers.rl.mismatch import MismatchLimits
 from mrl.trainers.rl.models import Models, MovingAverage, build_models
 from mrl.trainers.rl.models import notes as model_notes
@@ -31,6 +32,7 @@ from mrl.trainers.rl.replay import Replay
 from mrl.trainers.rl.reward_scores import ToScore, score
 from mrl.trainers.rl.scores import ScoreControl
 from mrl.trainers.shared.checkpoints import Kept
+from mrl.trainers.shared.memory import MemoryOrder
 from mrl.trainers.shared.run import Run, Start, started
 from mrl.weights.sync.push import SyncError, SyncReport, WeightSync
 
@@ -76,9 +78,11 @@ class RLRun(Run):
     def validate_average(self, step: int) -> dict[str, float]:
         """As `validate`, of the moving average of the actor's weights; the engines then get the actor's again."""
         assert self.ema is not None
+        self.memory.begin("sync")
         with self.ema.in_place():
             self.push_weights(f"{step}-ema")
-            metrics = self.validate(step, "validation_ema")
+            with self.memory.during("validation"):
+                metrics = self.validate(step, "validation_ema")
         self.push_weights(step)
         return metrics
 
@@ -86,8 +90,10 @@ class RLRun(Run):
         """What rank 0 may ask of all ranks while it samples: a reward model's scores, or the weights for an engine."""
         if isinstance(argument, ToScore):
             assert self.reward_model is not None
-            return score(self.reward_model, argument.sequences)
-        return self.sync.restore(argument)
+            with self.memory.during("scoring"):
+                return score(self.reward_model, argument.sequences)
+        with self.memory.during("engine_restart"):
+            return self.sync.restore(argument)
 
     def push_weights(self, version: int | str, *, verify: bool = False) -> SyncReport:
         """Gives the actor's weights to every engine; `version` comes back with every sample. If an engine of ours dies
@@ -102,6 +108,7 @@ class RLRun(Run):
             verify = True
         if self.generator is not None:
             self.generator.engine.weight_version = str(version)
+        self.memory.must_push = False
         return report
 
     def _revived(self, error: SyncError) -> bool:
@@ -187,7 +194,9 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
             main.engine.restarts.allow(note, world.together)
         if main.rewards is not None:
             main.rewards.use_model(lambda sequences: world.together(ToScore(tuple(sequences))))
+        run.memory.begin("resume")
         run.resume()
+        run.memory.begin("sync")
         pushed = run.push_weights(run.start_step, verify=cfg.run.launcher == "ft")
         if pushed.verified:
             note(f"the engine has the weights of step {run.start_step}, all {pushed.verified} tensors")
@@ -205,7 +214,8 @@ def build_run(main: MainParts, models: Models, demonstrations: Demonstrations | 
     scores = ScoreControl(cfg.algorithm)
     replay = Replay(cfg.replay, cfg.run.seed, setup.world) if cfg.replay is not None else None
     states: dict[str, Kept] = {"kl_controller": controller, "score_moments": scores.moments}
-    base = setup.begin(models.actor, models.saved, states, kept=replay.buffer if replay is not None else None)
+    kept = replay.buffer if replay is not None else None
+    base = setup.begin(models.actor, models.saved, states, kept, MemoryOrder(ORDER, models.learners))
     return RLRun(
         **vars(base),
         critic=models.critic,

@@ -160,7 +160,7 @@ class Saving:
             self._attempt(self._saver.wait)
             if self._cfg.checkpoint.export_hf:
                 self._save_hf("hf")
-                if isinstance(average := self._parts.get("ema"), PolicyCopy):
+                if isinstance(average := self._parts.get("ema"), PolicyCopy):  # beside the actor that was exported
                     with average.in_place():
                         self._save_hf("hf_ema")
 
@@ -176,6 +176,7 @@ class Saving:
     def _save_hf(self, name: str) -> None:
         actor = self._parts["actor"]
         assert isinstance(actor, Learner)
+        self._phase.memory.begin("export")
         save_hf(actor.exporter, self._cfg.model.path, self._run_dir / name, overwrite=True)
 
     def _newest(self) -> int:

@@ -1,10 +1,10 @@
-"""The parts of a step: each is timed and shown, watched as a section, and compared over the ranks."""
+"""The parts of a step: each has its memory, is timed and shown, watched as a section, and compared over the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mrl.config.schema import ResilienceConfig
@@ -12,6 +12,7 @@ from mrl.core import StepStats
 from mrl.observe import Recorder, SilentRecorder, append_jsonl
 from mrl.resilience import preemption, sections
 from mrl.resilience.stragglers import Stragglers
+from mrl.trainers.shared.memory import MemoryOrder
 from mrl.trainers.shared.world import World
 
 SECTION_OF = {
@@ -34,23 +35,32 @@ class Phases:
     recorder: Recorder | SilentRecorder
     stragglers: Stragglers
     save_deadline_s: float
+    memory: MemoryOrder = field(default_factory=MemoryOrder)
 
     @classmethod
     def of(
-        cls, cfg: ResilienceConfig, world: World, run_dir: Path, recorder: Recorder | SilentRecorder, peers: int
+        cls,
+        cfg: ResilienceConfig,
+        world: World,
+        run_dir: Path,
+        recorder: Recorder | SilentRecorder,
+        peers: int,
+        memory: MemoryOrder,
     ) -> Phases:
         """peers: the same number on ranks that have the same work"""
         stragglers = Stragglers(world.gather, peers, cfg.straggler_every_steps, cfg.straggler_ratio)
-        return cls(world, run_dir, recorder, stragglers, cfg.save_deadline_s)
+        return cls(world, run_dir, recorder, stragglers, cfg.save_deadline_s, memory)
 
     @contextmanager
     def __call__(self, name: str, stats: StepStats) -> Iterator[None]:
         section = SECTION_OF[name]
         with self.stragglers.timed(section), sections.section(section), self.recorder.phase(name, stats):
+            self.memory.begin(name)
             yield
 
     def end_of_step(self, stats: StepStats) -> None:
-        """Adds which rank was slowest, when it is time to compare. Collective then."""
+        """Adds what was done with memory and, when it is time to compare, which rank was slowest. Collective then."""
+        stats.metrics |= self.memory.metrics()
         report = self.stragglers.end_of_step()
         if report is None:
             return

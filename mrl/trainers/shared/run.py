@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mrl import failure
+from mrl import failure, platform
 from mrl.checkpoint import Part
 from mrl.config.schema import Config
 from mrl.learner import Learner
 from mrl.observe import Recorder, SilentRecorder
 from mrl.resilience import sections
 from mrl.trainers.shared.checkpoints import Kept, Saving, open_run_dir
+from mrl.trainers.shared.memory import MemoryOrder
 from mrl.trainers.shared.phases import Phases
 from mrl.trainers.shared.updates import Updates
 from mrl.trainers.shared.world import World
@@ -31,6 +32,7 @@ class Run:
     run_dir: Path
     recorder: Recorder | SilentRecorder
     actor: Learner
+    memory: MemoryOrder
     phase: Phases
     updates: Updates
     saving: Saving
@@ -72,19 +74,22 @@ class Start:
         parts: Mapping[str, Part] | None = None,
         states: Mapping[str, Kept] | None = None,
         kept: Kept | None = None,
+        memory: MemoryOrder | None = None,
     ) -> Run:
         """What every run has, at step 0. Collective.
 
         parts: what a checkpoint holds of models, by name; None: the actor alone
         states: what a trainer's loop keeps from step to step, the same on every rank, for JSON
         kept: what rank 0 alone keeps
+        memory: whose memory is needed in which phase; None: everything stays where it is
         """
+        memory = memory or MemoryOrder()
         cfg, run_dir, recorder = self.cfg, self.run_dir, self.recorder
-        phase = Phases.of(cfg.resilience, self.world, run_dir, recorder, peers=actor.mesh.pp_rank)
+        phase = Phases.of(cfg.resilience, self.world, run_dir, recorder, actor.mesh.pp_rank, memory)
         updates = Updates(run_dir, cfg.run.max_nonfinite_steps, recorder, writes=self.world.is_main)
         saving = Saving(cfg, phase, parts or {"actor": actor}, updates, states or {}, kept)
         self.stack.callback(saving.close)
-        return Run(cfg, self.world, run_dir, recorder, actor, phase, updates, saving, start_step=0)
+        return Run(cfg, self.world, run_dir, recorder, actor, memory, phase, updates, saving, start_step=0)
 
 
 @contextlib.contextmanager
@@ -95,6 +100,8 @@ def started(cfg: Config, longest_wait_s: float | None = None) -> Iterator[Start]
     longest_wait_s: how long the others wait for rank 0, if longer than `run.timeout_s`
     """
     with contextlib.ExitStack() as stack, failure.noted():
+        if cfg.run.deterministic:
+            platform.be_deterministic()  # before the GPU is used, and before any engine starts
         world = World(cfg.run.timeout_s, longest_wait_s or cfg.run.timeout_s, cfg.run.seed)
         stack.callback(world.close)
         run_dir = Path(cfg.run.root) / cfg.run.name

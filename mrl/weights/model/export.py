@@ -22,6 +22,7 @@ from mrl.weights.agreement import WeightAgreement, raise_together
 from mrl.weights.disk.model_files import copy_model_files
 from mrl.weights.disk.safetensors_io import INDEX, SINGLE
 from mrl.weights.disk.staging import staged
+from mrl.weights.errors import WeightError
 from mrl.weights.kinds import to_hf
 from mrl.weights.meta import TensorMeta
 from mrl.weights.model.names import named_parameters
@@ -50,7 +51,7 @@ class Exporter:
         read: Callable[[nn.Parameter], Tensor] = torch.Tensor.detach,
     ) -> None:
         self.arch, self.mesh, self._read = arch, mesh, read
-        parameters = list(named_parameters(chunks))
+        self._all = parameters = list(named_parameters(chunks))
         self.role: Role = "critic" if any(gather(any(name == VALUE_HEAD for name, _ in parameters))) else "policy"
         table = weight_table(arch, self.role)
         problems: list[str] = []
@@ -75,8 +76,11 @@ class Exporter:
 
         Every rank has to run it to the end: the ranks of a sender's tensor-parallel group bring their parts. Tensors
         are contiguous and on the model's device; some are views of parameters: use them before the next update, and do
-        not write to them.
+        not write to them. Raises WeightError, on every rank, for parameters that are not on the device.
         """
+        for name, parameter in self._all:
+            if parameter.numel() and not parameter.untyped_storage().nbytes():
+                raise WeightError(f"{name} cannot be exported: the model's parameters were given up (offload)")
         for row, parameter in self._mine:
             shards = self._gather(row, self._read(parameter))
             if shards is not None:

@@ -8,6 +8,7 @@ as much longer in each update.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -41,21 +42,28 @@ def compute(seconds: float) -> None:
         pass
 
 
-def patch(module: Any) -> None:
+@functools.cache
+def wanted() -> tuple[int, dict[str, Any] | None, int, float]:
+    """Of this process: its rank, its fault, the slow rank and its seconds. A rank is often a copy of a process that is
+    none."""
     rank, attempt = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     plan = json.loads(Path(os.environ["MRL_TEST_FAULTS"]).read_text()) if "MRL_TEST_FAULTS" in os.environ else []
-    fault = plan[attempt] if attempt < len(plan) else None
     slow_rank, slow_s = os.environ.get("MRL_TEST_SLOW", "-1 0").split()
+    return rank, plan[attempt] if attempt < len(plan) else None, int(slow_rank), float(slow_s)
+
+
+def patch(module: Any) -> None:
     entered: dict[str, int] = {}
     enter = module._Watched.enter
 
     def faulty(self: Any, name: str) -> None:
+        rank, fault, slow_rank, slow_s = wanted()
         enter(self, name)
         entered[name] = entered.get(name, 0) + 1
         if fault and (rank, name, entered[name]) == (fault["rank"], fault["section"], fault["nth"]):
             do(fault["kind"])
-        if name == "update" and rank == int(slow_rank):
-            compute(float(slow_s))
+        if name == "update" and rank == slow_rank:
+            compute(slow_s)
 
     module._Watched.enter = faulty
 
@@ -79,5 +87,5 @@ class Finder:
         return spec
 
 
-if "RANK" in os.environ and "train" in sys.orig_argv:
+if "train" in sys.orig_argv:
     sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]

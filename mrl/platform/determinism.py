@@ -1,0 +1,29 @@
+"""The same bits from the same work again, on GPUs: at a price, and not everywhere.
+
+On CPUs the same run has the same bits without it, and with it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.utils.deterministic
+
+# Read by cuBLAS, NCCL and transformer-engine when they start. Other values of the first two that somebody has chosen
+# fix the order of sums as well, and stay; torch refuses one of the first that does not.
+CHOSEN = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+REQUIRED = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+
+
+def be_deterministic() -> None:
+    """This process takes algorithms with a fixed order of sums from now on, and torch refuses those that have none
+    (RuntimeError with the operation's name). Call it before CUDA starts and before models are built; what is started
+    later inherits the environment."""
+    os.environ.update({**CHOSEN, **{name: os.environ[name] for name in CHOSEN if name in os.environ}, **REQUIRED})
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # mrl and Megatron write before they read
+
+
+def is_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled()

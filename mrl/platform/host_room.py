@@ -1,0 +1,124 @@
+"""Memory of the device that can be given up for a while: its bytes wait in host memory, tensors and views stay theirs.
+
+What is given up is a tensor's whole storage, which is resized to nothing and back. So every view of it, Megatron's
+buffers and the optimizer's references stay what they are, and the bytes come back where they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, UntypedStorage
+
+ALIGNMENT = 512  # bytes, of a storage's place in the room
+
+
+class HostRoom:
+    """Room in host memory for some storages, in one piece: made at the first use, used again while they have the same
+    sizes, pinned where there is CUDA. None of the storages may be read or written while it is away."""
+
+    def __init__(self) -> None:
+        self._room: Tensor | None = None
+        self._sizes: list[int] = []
+        self.is_away = False
+        self._away: list[tuple[UntypedStorage, int]] = []  # and the places of their bytes
+        self._offsets: dict[int, int] = {}  # of those, by identity
+
+    def take(self, storages: Sequence[UntypedStorage], *, same: bool = False) -> int:
+        """Gives their device memory up; the bytes that were copied. If it raises (no host memory), nothing has changed.
+
+        same: they hold what the last `give_back` gave them, so nothing is copied
+        """
+        assert not self.is_away
+        sizes, copied = [storage.nbytes() for storage in storages], 0
+        same = same and self._room is not None and sizes == self._sizes
+        if not same:
+            self._fit(sizes)
+            with copying():
+                for storage, place in zip(storages, self._places(), strict=True):
+                    self._bytes(place, storage.nbytes()).copy_(_flat(storage), non_blocking=True)
+            copied = sum(sizes)
+        self._away = list(zip(storages, self._places(), strict=True))
+        self._offsets = {storage._cdata: place for storage, place in self._away}
+        for storage in storages:
+            storage.resize_(0)
+        self.is_away = True
+        return copied
+
+    def give_back(self) -> int:
+        """Makes room on the device and brings the bytes back; their number. If it raises (no device memory), the
+        storages are still away."""
+        try:
+            for (storage, _), size in zip(self._away, self._sizes, strict=True):
+                storage.resize_(size)
+        except BaseException:
+            for storage, _ in self._away:
+                storage.resize_(0)
+            raise
+        with copying():
+            for storage, place in self._away:
+                _flat(storage).copy_(self._bytes(place, storage.nbytes()), non_blocking=True)
+        self._away, self._offsets, self.is_away = [], {}, False
+        return sum(self._sizes)
+
+    def read(self, tensor: Tensor) -> Tensor | None:
+        """The same tensor in host memory if its storage is away, to be read or written there; else None."""
+        place = self._offsets.get(tensor.untyped_storage()._cdata)
+        if place is None:
+            return None
+        assert self._room is not None
+        offset = place // tensor.element_size() + tensor.storage_offset()
+        room = torch.empty(0, dtype=tensor.dtype)
+        return room.set_(self._room.untyped_storage(), offset, tensor.size(), tensor.stride())
+
+    def _fit(self, sizes: list[int]) -> None:
+        if self._room is None or sizes != self._sizes:
+            self._room, self._sizes = None, sizes  # first: two rooms may be too much
+            self._room = host_memory(sum(map(_aligned, sizes)))
+
+    def _places(self) -> list[int]:
+        places = [0]
+        for size in self._sizes:
+            places.append(places[-1] + _aligned(size))
+        return places[:-1]
+
+    def _bytes(self, place: int, size: int) -> Tensor:
+        assert self._room is not None
+        return self._room[place : place + size]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _flat(storage: UntypedStorage) -> Tensor:
+    """All its bytes."""
+    flat: Tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return flat
+
+
+def host_memory(nbytes: int) -> Tensor:
+    """[nbytes] uint8, pinned where there is CUDA: exactly so many bytes, where torch's own pinned memory is rounded up
+    to a power of two. Raises RuntimeError if there is not so much."""
+    room = torch.empty(nbytes, dtype=torch.uint8)
+    if nbytes and torch.cuda.is_available():
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(room.data_ptr(), nbytes, 0)))
+        weakref.finalize(room, runtime.cudaHostUnregister, room.data_ptr()).atexit = False
+    return room
+
+
+@contextlib.contextmanager
+def copying() -> Iterator[None]:
+    """Copies that are started inside, `non_blocking`, run on a stream of their own, and are done at the end."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()

@@ -1,0 +1,15 @@
+"""What ranks import, some of it late: for the process that is copied for each of them (`launcher/nursery.py`)."""
+
+from mrl import platform
+
+platform.install()
+
+import torch._dynamo  # noqa: E402, F401 (torch's optimizers import it)
+import transformers.modeling_rope_utils  # noqa: E402, F401
+import transformers.models.auto.tokenization_auto  # noqa: E402, F401
+
+import mrl.checkpoint  # noqa: E402, F401
+from mrl.config.trainers.table import TRAINERS  # noqa: E402
+
+for trainer in TRAINERS.values():
+    trainer.load_main()

@@ -1,0 +1,70 @@
+"""Which memory who has in a step: the one table that is asked at the boundary of every phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mrl.learner.memory import Level
+from mrl.trainers.shared.memory import AWAKE, EnginePart, Needs
+from mrl.trainers.shared.world import World
+
+ASLEEP: tuple[EnginePart, ...] = ()
+WEIGHTS: tuple[EnginePart, ...] = ("weights",)
+AS_IT_IS = None
+
+
+def _row(actor: Level, critic: Level, ref: Level, reward: Level, engine: tuple[EnginePart, ...] | None) -> Needs:
+    return Needs({"actor": actor, "critic": critic, "ref": ref, "reward": reward}, engine)
+
+
+# fmt: off
+ORDER: dict[str, Needs] = {
+    # a frozen reference is a model of its own; one that moves is computed with in the actor's place
+    #                      actor         critic        ref           reward        the engines have awake
+    "resume":         _row("nothing",    "nothing",    "nothing",    "nothing",    ASLEEP),
+    "rollout":        _row("nothing",    "nothing",    "nothing",    "nothing",    AWAKE),
+    "scoring":        _row("nothing",    "nothing",    "nothing",    "parameters", AS_IT_IS),
+    "engine_restart": _row("parameters", "nothing",    "nothing",    "nothing",    AS_IT_IS),
+    "experience":     _row("parameters", "parameters", "parameters", "nothing",    ASLEEP),
+    "actor_update":   _row("all",        "nothing",    "nothing",    "nothing",    ASLEEP),
+    "critic_update":  _row("nothing",    "all",        "nothing",    "nothing",    ASLEEP),
+    "sync":           _row("parameters", "nothing",    "nothing",    "nothing",    WEIGHTS),
+    "validation":     _row("nothing",    "nothing",    "nothing",    "nothing",    AWAKE),
+    "export":         _row("parameters", "nothing",    "nothing",    "nothing",    WEIGHTS),
+    # "checkpoint" is not here: it reads what it writes where that lies. A load brings one model at a time.
+}
+# fmt: on
+
+
+class GivesMemory(Protocol):
+    """Rank 0's engine: each call takes it to that state, from wherever it is."""
+
+    def release_memory(self, parts: Sequence[EnginePart]) -> None: ...
+
+    def resume_memory(self, parts: Sequence[EnginePart]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The engines' memory, which rank 0 asks for.
+
+    parts: what they give up (`rollout.release`)
+    engine: None on the other ranks
+    """
+
+    world: World
+    parts: tuple[EnginePart, ...]
+    engine: GivesMemory | None
+
+    def release(self, parts: tuple[EnginePart, ...]) -> None:
+        self.world.from_main("releasing the engines' memory", lambda: self._engine.release_memory(parts))
+
+    def resume(self, parts: tuple[EnginePart, ...]) -> None:
+        self.world.from_main("resuming the engines' memory", lambda: self._engine.resume_memory(parts))
+
+    @property
+    def _engine(self) -> GivesMemory:
+        assert self.engine is not None, "only rank 0 talks to the engines"
+        return self.engine

@@ -1,0 +1,101 @@
+"""Programs of mrl without the seconds that their imports take: copies of one process, which has them all.
+
+`start` is `subprocess.Popen` for `python -m MODULE ...`: the copy gets the environment, the folder and the files, is a
+child of this process, and shows its own command line and mark in /proc. What its imports would do is not repeated: a
+program whose environment changes that (PYTHONPATH, ...) is started as a program.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mrl.launcher.nursery import Nursery, Order, live, serve
+
+ROOT = Path(__file__).parent.parent
+MARK = "MRL_TEST_RUN"  # in the environment of a program and of all that it starts: 32 characters
+_READ_BY_IMPORTS = (
+    "PYTHON",
+    "OMP_",
+    "MKL_",
+    "TORCH",
+    "HF_",
+    "TRANSFORMERS_",
+    "MRL_PLATFORM",
+    "CUDA",
+    "TZ",
+    "LANG",
+    "LC_",
+)
+_ROOM = 1024  # bytes for a command line
+
+
+class _Zygote(Nursery):
+    def __init__(self) -> None:
+        self._line, theirs = socket.socketpair()
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.zygote", str(theirs.fileno()), "." * _ROOM],
+            cwd=ROOT,
+            env={**self.environment, MARK: "0" * 32},
+            pass_fds=[theirs.fileno()],
+        )
+        self._pid = self._process.pid
+        theirs.close()
+
+
+@cache
+def _zygote() -> _Zygote:
+    return _Zygote()
+
+
+def start(command: Sequence[str], env: Mapping[str, str], cwd: Path, **more: Any) -> subprocess.Popen[Any]:
+    """more: of subprocess.Popen, what concerns its files."""
+    copied = sys.platform == "linux" and list(command[:2]) == [sys.executable, "-m"] and _is_like_here(env)
+    return (_Copy if copied else subprocess.Popen)(command, env=env, cwd=cwd, start_new_session=True, **more)
+
+
+def _is_like_here(env: Mapping[str, str]) -> bool:
+    here = _zygote().environment
+    return all(env.get(name) == here.get(name) for name in {*env, *here} if name.startswith(_READ_BY_IMPORTS))
+
+
+class _Copy(subprocess.Popen[Any]):
+    """Started by the zygote, all else as ever."""
+
+    def _execute_child(self, command: Sequence[str], *more: Any) -> None:
+        cwd, env, files = more[4], more[5], more[9:15]  # three pairs: the child's end of a pipe, then this one's
+        ends = (files[0], files[3], files[5])
+        order = Order(command[2:], dict(env), str(Path(cwd).absolute()))
+        child = _zygote().make(order, tuple(usual if end == -1 else end for usual, end in enumerate(ends)))
+        assert child is not None, "the zygote has ended"
+        self.pid, self._child_created = child.pid, True
+        self._close_pipe_fds(*files)
+
+
+def main() -> None:
+    order = serve(socket.socket(fileno=int(sys.argv[1])), "mrl.preload")
+    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end, environment, environment_end = map(int, stat[45:49])
+    line = b"\0".join(map(os.fsencode, (sys.executable, "-m", *order.arguments)))
+    _show(begin, line[: end - begin - 1].ljust(end - begin, b"\0"))
+    if MARK in order.env:
+        place = ctypes.string_at(environment, environment_end - environment).index(f"{MARK}=".encode())
+        _show(environment + place + len(MARK) + 1, order.env[MARK].encode())
+    live(order)
+
+
+def _show(address: int, text: bytes) -> None:
+    """In /proc: it shows the memory where the kernel had put the command line and the environment."""
+    ctypes.memmove(address, text, len(text))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The engine on the trainer's GPU: weights by CUDA IPC, proved by checksum; log-probs in bfloat16; a model of 0.6B."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+from tools.gpu.stage import Numbers, Setting, Skipped, require
+from tools.gpu.stage_cuda import of_sft
+from tools.gpu.trained import ONE_RANK, learnt, of_data, sampled, task, train
+
+ROUNDED_NATS = 0.05  # a token's log-prob in the mean, both sides in bfloat16; about 0.01 is usual
+RUN_S = 110.0
+LAYERS = "actor.layers=local"  # what transformer-engine may do is its own stage's business
+SMALL, LARGE = "sort-20m", "qwen3-0.6b"
+
+
+def has_sglang() -> bool:
+    return importlib.util.find_spec("sglang") is not None
+
+
+def engine(sglang: bool) -> list[str]:
+    """SGLang with the kernels that are there, or mrl's own."""
+    if not sglang:
+        return ["rollout.engine=transformers", "sync.transport=shared_memory"]
+    plain = "rollout.server_args=[--attention-backend,triton,--sampling-backend,pytorch,--grammar-backend,none]"
+    own = [] if importlib.util.find_spec("flashinfer") is not None else [plain]
+    return ["rollout.engine=sglang", "sync.transport=cuda_ipc", *own]
+
+
+def sft(setting: Setting) -> Numbers:
+    made = task(setting, SMALL)
+    words = [*of_sft(made), LAYERS, "run.steps=60", "actor.optimizer.warmup_steps=10"]
+    numbers = learnt(train(setting, "sft bf16", "quickstart_gpu_sft", words, RUN_S))
+    return require(numbers | {"of the first": numbers["last loss"] / numbers["first loss"]}, **{"of the first": 0.9})
+
+
+def by_sglang(setting: Setting) -> Numbers:
+    """Every push is proved by a checksum: the run fails otherwise."""
+    if not has_sglang():
+        raise Skipped("sglang is not installed")
+    return grpo(setting, "sglang", sglang=True)
+
+
+def by_transformers(setting: Setting) -> Numbers:
+    if has_sglang():
+        raise Skipped("SGLang is there")
+    return grpo(setting, "transformers", sglang=False)
+
+
+def grpo(setting: Setting, name: str, sglang: bool) -> Numbers:
+    words = [*of_grpo(setting), *engine(sglang), "run.steps=6"]
+    return require(sampled(train(setting, name, "quickstart_gpu", words, RUN_S)), mismatch_mean=ROUNDED_NATS)
+
+
+def of_grpo(setting: Setting) -> list[str]:
+    made, left = task(setting, SMALL), setting.work / "runs" / "sft bf16" / "hf"
+    scratch = not (left / "config.json").is_file()
+    own = [f"model.path={made / 'model_init' if scratch else left}", f"model.from_scratch={str(scratch).lower()}"]
+    return [*ONE_RANK, *own, *of_data(made), LAYERS, "sync.verify=checksum", "batch.prompts_per_step=64"]
+
+
+def large(setting: Setting) -> Numbers:
+    """The shipped run of a 0.6B model with random weights: trainer, its optimizer and the engine on one GPU."""
+    made = task(setting, LARGE)
+    own = [f"model.path={made}/model_init", "model.from_scratch=true", "data.chat_template=false", *of_data(made)]
+    small = {
+        "run.steps": 3,
+        "data.max_prompt_tokens": 64,
+        "batch.prompts_per_step": 32,
+        "batch.samples_per_minibatch": "null",
+        "rollout.sampling.max_new_tokens": 64,
+        "rollout.max_context_tokens": 128,
+        "reward.function": "sorted_digits",
+        "validation.prompts": 16,
+        "checkpoint.every_steps": "null",
+        "checkpoint.export_hf": "false",
+    }
+    words = [*ONE_RANK, *own, *(f"{key}={value}" for key, value in small.items()), *engine(has_sglang()), LAYERS]
+    numbers = sampled(train(setting, "qwen", "grpo_qwen0.6b_1gpu", words, 150.0))
+    pushed = bytes_of(Path("yaml_configs/models") / LARGE) / 1e9
+    return require(numbers | {"sync GB/s": pushed / numbers["sync s"]}, mismatch_mean=ROUNDED_NATS)
+
+
+def bytes_of(model: Path) -> int:
+    """Of its weights in bfloat16, as they are pushed."""
+    from mrl.families import load_arch
+    from mrl.families.table import weight_table
+
+    table = weight_table(load_arch(model), "policy")
+    return 2 * sum(math.prod(shape) for row in table.values() if row.copy_of is None for shape in row.shapes)
+
+
+CHECKS = {
+    "SFT, bfloat16": sft,
+    "GRPO, bfloat16, SGLang, weights by CUDA IPC with checksum": by_sglang,
+    "GRPO, bfloat16, transformers engine": by_transformers,
+    "GRPO of a 0.6B model": large,
+}

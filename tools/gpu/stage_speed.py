@@ -1,0 +1,200 @@
+"""How fast it is, each beside the limit measured in the same process: matrix products and copies on the device."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl import platform
+
+platform.install()
+
+from mrl.algo import aggregate  # noqa: E402
+from mrl.config.schema import ParallelConfig, TrainConfig  # noqa: E402
+from mrl.core import Rollout  # noqa: E402
+from mrl.families import load_arch  # noqa: E402
+from mrl.kernels.linear_logprob import linear_log_prob  # noqa: E402
+from mrl.learner import Learner, losses  # noqa: E402
+from mrl.parallel import Meshes  # noqa: E402
+from mrl.weights.sync.payload import Bucket, plan_buckets  # noqa: E402
+from mrl.weights.sync.push import Filler  # noqa: E402
+from tools.gpu.stage import ROOT, Check, Numbers, Setting  # noqa: E402
+
+DTYPE = torch.bfloat16
+ROUNDS = 5
+BUCKET_BYTES = 512 << 20
+
+
+def seconds(work: Callable[[], Any], rounds: int) -> float:
+    """Of the fastest of some rounds, after one that is not counted."""
+    best = math.inf
+    for number in range(rounds + 1):
+        platform.synchronize()
+        began = time.perf_counter()
+        work()
+        platform.synchronize()
+        if number:
+            best = min(best, time.perf_counter() - began)
+    return best
+
+
+def rounds_of(setting: Setting) -> int:
+    return 1 if setting.rehearsal else ROUNDS
+
+
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, device=platform.device()).mul_(scale).to(DTYPE)
+
+
+@cache
+def gemm_flops(size: int, rounds: int) -> float:
+    """A second, of a square product in bfloat16."""
+    a, b = random(size, size), random(size, size)
+    return 2.0 * size**3 / seconds(lambda: a @ b, rounds)
+
+
+@cache
+def copied(nbytes: int, rounds: int) -> float:
+    """Bytes a second that are copied on the device; as many are read as written."""
+    a, b = (torch.zeros(nbytes, dtype=torch.uint8, device=platform.device()) for _ in range(2))
+    return nbytes / seconds(lambda: b.copy_(a), rounds)
+
+
+def product_flops(setting: Setting) -> float:
+    return gemm_flops(128 if setting.rehearsal else 8192, rounds_of(setting))
+
+
+def copied_bytes(setting: Setting) -> float:
+    return copied(1 << 20 if setting.rehearsal else 1 << 30, rounds_of(setting))
+
+
+def limits(setting: Setting) -> Numbers:
+    numbers = {"GEMM TFLOP/s": product_flops(setting) / 1e12, "copy GB/s": copied_bytes(setting) / 1e9}
+    if platform.gpu_count():
+        host = torch.zeros(1 << 28, dtype=torch.uint8, pin_memory=True)
+        there = host.to(platform.device())
+        numbers["from pinned host memory GB/s"] = host.nbytes / seconds(lambda: there.copy_(host), ROUNDS) / 1e9
+        numbers["to pinned host memory GB/s"] = host.nbytes / seconds(lambda: host.copy_(there), ROUNDS) / 1e9
+    return numbers
+
+
+def head(setting: Setting) -> Numbers:
+    """Hidden states -> log-probs and entropies and back, against the three products that no form can do without."""
+    tokens, hidden, vocabulary = (64, 32, 512) if setting.rehearsal else (8192, 4096, 151936)
+    x, weight = random(tokens, hidden), random(vocabulary, hidden, scale=0.02)
+    labels = torch.randint(vocabulary, (tokens,), device=x.device)
+    rounds = rounds_of(setting)
+
+    def floor() -> None:
+        logits = x @ weight.T
+        _ = logits @ weight, logits.T @ x
+
+    def both() -> None:
+        x.requires_grad_(), weight.requires_grad_()
+        x.grad = weight.grad = None
+        log_probs, _ = linear_log_prob(x, weight, labels, 1.0, 0, vocabulary)
+        log_probs.sum().backward()
+
+    least = seconds(floor, rounds)
+    platform.reset_peak_memory()
+    spent = seconds(both, rounds)
+    shape = {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary}
+    return shape | {"ms": spent * 1e3, "three GEMMs ms": least * 1e3, "ratio": spent / least,
+                    "peak GB": platform.peak_memory_bytes() / 1e9, "dW GB": weight.nbytes / 1e9}  # fmt: skip
+
+
+@cache
+def learner(layers: str, rehearsal: bool) -> Learner:
+    """Of Qwen3-0.6B's sizes, random weights."""
+    if not torch.distributed.is_initialized():
+        platform.init_process_group(120.0)
+        atexit.register(torch.distributed.destroy_process_group)
+    model = str(ROOT / "yaml_configs" / "models" / ("sort-20m" if rehearsal else "qwen3-0.6b"))
+    train = TrainConfig(layers=layers, max_tokens_per_microbatch=16384)  # type: ignore[arg-type]
+    mesh = Meshes(120.0).get(ParallelConfig())
+    return Learner("policy", load_arch(model), model, train, mesh, dtype=DTYPE, seed=1, from_scratch=True)
+
+
+def update(layers: str) -> Check:
+    """A check that times an update over 16,384 tokens, half of them responses."""
+
+    def check(setting: Setting) -> Numbers:
+        actor = learner(layers, setting.rehearsal)
+        count, length = (2, 16) if setting.rehearsal else (16, 1024)
+        rollout = rollout_of(count, length, actor.arch.vocab_size)
+        weights = rollout.flat(aggregate.token_weights("token-mean", rollout.response_mask))
+        loss = losses.cross_entropy(weights)
+
+        def work() -> None:
+            actor.backward(rollout, range(count), loss, 1.0)
+            actor.step()
+
+        platform.reset_peak_memory()
+        spent = seconds(work, rounds_of(setting))
+        tokens, parameters = count * length, sum(p.numel() for chunk in actor.bare for p in chunk.parameters())
+        flops = 6.0 * parameters * tokens / spent
+        kind = actor.bare[0].config.transformer_impl
+        numbers = {"tokens": tokens, "layers": kind, "s": spent, "tokens/s": tokens / spent}
+        numbers |= {"TFLOP/s by 6 N": flops / 1e12, "of the GEMM rate": flops / product_flops(setting)}
+        return numbers | {"peak GB": platform.peak_memory_bytes() / 1e9}
+
+    return check
+
+
+def rollout_of(count: int, length: int, vocabulary: int) -> Rollout:
+    return Rollout(
+        step=0,
+        tokens=torch.randint(vocabulary, (count * length,)),
+        seq_lens=torch.full((count,), length),
+        prompt_lens=torch.full((count,), length // 2),
+        group=torch.arange(count),
+        scores=torch.zeros(count),
+        rollout_log_probs=torch.zeros(count * (length - length // 2)),
+    )
+
+
+class _Nowhere:
+    """A transport whose engine takes a bucket as soon as it is full."""
+
+    def __init__(self, buckets: tuple[Bucket, ...]) -> None:
+        self._flat = torch.empty(max(bucket.nbytes for bucket in buckets), dtype=torch.uint8, device=platform.device())
+
+    def buffer(self, bucket: Bucket) -> Tensor:
+        return self._flat[: bucket.nbytes]
+
+    def send(self, bucket: Bucket, flat: Tensor) -> None:
+        pass
+
+
+def sync(setting: Setting) -> Numbers:
+    """The trainer's side of a push: export under Hugging Face names into buckets, in GPU memory, nothing sent."""
+    actor = learner("local", setting.rehearsal)
+    metas = actor.exporter.metas()
+    buckets = plan_buckets(metas, BUCKET_BYTES)
+    nowhere: Any = _Nowhere(buckets)
+
+    def work() -> None:
+        filler = Filler(nowhere, buckets, None)
+        for name, tensor in actor.exporter.stream():
+            filler.take(name, tensor)
+        filler.check_done()
+
+    nbytes = sum(bucket.nbytes for bucket in buckets)
+    rate = nbytes / seconds(work, rounds_of(setting))
+    return {"GB": nbytes / 1e9, "GB/s": rate / 1e9, "of a copy": rate / copied_bytes(setting)}
+
+
+CHECKS: dict[str, Check] = {
+    "limits": limits,
+    "head, forward and backward": head,
+    "update of a 0.6B model, local layers": update("local"),
+    "trainer's side of a push": sync,
+    "update of a 0.6B model, the machine's layers": update("auto"),
+}

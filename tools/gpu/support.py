@@ -1,0 +1,77 @@
+"""The column "GPU tested" of docs/support.md, from tools/gpu/results: python -m tools.gpu.support writes it.
+
+A row is tested when every check behind it has passed in the committed results; then it names card, date and commit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.gpu.run import RESULTS
+from tools.gpu.stage import ROOT
+
+PAGE = ROOT / "docs" / "support.md"
+COLUMN = "GPU tested"
+NOT_YET = "not yet"
+# row of the table -> stage, and how the names of its checks begin; other rows have no check on one GPU
+PROOFS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "Llama, Mistral, Qwen2/2.5, Qwen3, Mixtral, Qwen3-MoE": ("cuda", ("float32 is the CPU's",)),
+    "`layers: local`: Megatron's, with mrl's packed attention and RMSNorm": ("cuda", ("bfloat16 is near",)),
+    "`layers: transformer_engine`, grouped GEMM for experts": (
+        "transformer_engine",
+        ("bfloat16 is near", "against local"),
+    ),
+    "checkpoints between both kinds of layer": ("transformer_engine", ("a checkpoint of",)),
+    "float32": ("cuda", ("float32 is the CPU's",)),
+    "bfloat16 with float32 main weights and gradients": ("cuda", ("bfloat16 is near",)),
+    "`run.deterministic`": ("cuda", ("the same bits",)),
+    "SFT, GRPO, PPO": ("cuda", ("SFT", "GRPO", "PPO")),
+    "checkpoints, resume": ("cuda", ("resume",)),
+    "transformers engine": ("cuda", ("GRPO, float32, transformers engine",)),
+    "SGLang 0.5.23": ("engine", ("GRPO, bfloat16, SGLang",)),
+    "weight sync by CUDA IPC, with checksum": ("engine", ("GRPO, bfloat16, SGLang",)),
+    "a model of 0.6B, trained and sampled on one GPU": ("engine", ("GRPO of a 0.6B model",)),
+}
+
+
+def read(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """stage -> what its last run has left."""
+    return {file.stem: json.loads(file.read_text()) for file in sorted(results.glob("*.json"))}
+
+
+def cell(row: str, found: Mapping[str, Mapping[str, Any]]) -> str:
+    stage, beginnings = PROOFS.get(row, ("", ()))
+    if stage not in found:
+        return NOT_YET
+    verdicts = verdicts_of(found[stage]["checks"], beginnings)
+    if verdicts == {"passed"}:
+        return f"{found[stage]['card']}, {found[stage]['date']}, {found[stage]['commit'][:9]}"
+    return f"failed ({found[stage]['date']})" if "failed" in verdicts else NOT_YET
+
+
+def verdicts_of(checks: Sequence[Mapping[str, Any]], beginnings: tuple[str, ...]) -> set[str]:
+    return {check["verdict"] for check in checks if check["check"].startswith(beginnings)}
+
+
+def filled(text: str, found: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page with that column as the results have it. Raises ValueError if a row that is proved is not in it."""
+    lines, rows, place = [], set(), None
+    for line in text.splitlines():
+        cells = [part.strip() for part in line.strip("|").split(" | ")] if line.startswith("| ") else []
+        if COLUMN in cells:
+            place = cells.index(COLUMN)
+        elif cells and place is not None:
+            rows.add(cells[0])
+            cells[place] = cell(cells[0], found)
+            line = f"| {' | '.join(cells)} |"
+        lines.append(line)
+    if missing := PROOFS.keys() - rows:
+        raise ValueError(f"{PAGE}: no row of the table is {', '.join(sorted(missing))}")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(), read()))

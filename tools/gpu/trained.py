@@ -1,0 +1,109 @@
+"""Short runs of `mrl train` in one process of its own, from the shipped configurations, and what their metrics say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.gpu.stage import ROOT, Failed, Numbers, Setting, Skipped
+
+Row = dict[str, Any]
+ONE_RANK = ("run.nproc=1", "run.tensorboard=false", "run.timeout_s=120", "validation.at_start=false")
+
+
+def task(setting: Setting, sizes: str | None = None) -> Path:
+    """A directory with the sorting task's data and a model_init, whose sizes are those of yaml_configs/models/SIZES."""
+    out = setting.work / f"task {sizes or 'tiny'}"
+    if not (out / "data" / "train.jsonl").is_file():
+        command = [sys.executable, "tools/make_sort_task.py", str(out)]
+        command += ["--sizes", f"yaml_configs/models/{sizes}/config.json"] if sizes else []
+        command += ["--train-rows", "60", "--validation-rows", "20", "--digits", "2"] if setting.rehearsal else []
+        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            raise Failed(f"tools/make_sort_task.py: {done.stderr.strip()[-400:]}")
+    return out
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
+
+
+def of_data(made: Path) -> list[str]:
+    return [f"data.train={made}/data/train.jsonl", f"data.validation={made}/data/validation.jsonl"]
+
+
+def train(setting: Setting, name: str, config: str, overrides: Sequence[str], limit_s: float) -> list[Row]:
+    """Its metrics, a row a step. Failed, with the end of what its terminal showed.
+
+    In a rehearsal the configuration is read and checked as it would be on a machine with one GPU, and Skipped says so.
+    """
+    words = [f"run.name={name}", f"run.root={setting.work}/runs", *overrides]
+    if setting.rehearsal:
+        _read(config, words)
+        raise Skipped("a rehearsal reads its configuration alone")
+    return started(setting, name, config, words, limit_s)
+
+
+def started(setting: Setting, name: str, config: str, words: Sequence[str], limit_s: float) -> list[Row]:
+    command = [sys.executable, "-m", "mrl", "train", f"yaml_configs/{config}.yaml", *words]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired as late:
+        shown = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
+        raise Failed(f"{config} did not end within {limit_s:g} s: {shown[-400:]}") from None
+    if done.returncode:
+        print(done.stdout[-6000:], flush=True)
+        raise Failed(f"{config} ended with exit code {done.returncode}: {done.stdout.strip()[-500:]}")
+    file = setting.work / "runs" / name / "metrics.jsonl"
+    return [row for row in map(json.loads, file.read_text().splitlines()) if row["step"] > 0]
+
+
+def _read(config: str, words: Sequence[str]) -> None:
+    from mrl.config.loader import ConfigError, load
+
+    try:
+        load(ROOT / "yaml_configs" / f"{config}.yaml", words, gpus=1)
+    except ConfigError as error:
+        made_by_runs = [p for p in error.problems if "/hf" in p.message and p.keys[0] == "model.path"]
+        if len(made_by_runs) < len(error.problems):
+            raise Failed(str(error)) from None
+
+
+def learnt(rows: Sequence[Row]) -> Numbers:
+    """Of any run. Failed if an update was skipped."""
+    numbers = {
+        "steps": len(rows),
+        "first loss": rows[0]["actor/loss"],
+        "last loss": rows[-1]["actor/loss"],
+        "tokens/s": max(row["perf/tokens_per_s"] for row in rows),
+    }
+    if skipped := sum(row["actor/skipped"] for row in rows):
+        raise Failed(f"{skipped:g} updates were skipped: a loss or gradient was not finite", numbers)
+    return numbers
+
+
+def sampled(rows: Sequence[Row]) -> Numbers:
+    """Of a run with an engine: mismatch, nats a token, and the longest step without the first, in parts."""
+    last = rows[-1]
+    return learnt(rows) | {
+        "mismatch_mean": max(row["mismatch/mean_abs"] for row in rows),
+        "mismatch_max": max(row["mismatch/max_abs"] for row in rows),
+        "first reward": rows[0]["reward/mean"],
+        "last reward": last["reward/mean"],
+        **{f"{name.removeprefix('time/')} s": value for name, value in last.items() if name.startswith("time/")},
+    }
