@@ -17,7 +17,7 @@ fail() { phase "error: $*"; exit 1; }
 cd "${MRL_HOME:-$SLURM_SUBMIT_DIR}" || fail "no directory ${MRL_HOME:-$SLURM_SUBMIT_DIR}"
 [[ -v COMMAND || -f ${CONFIG:?the header of the job names no CONFIG} ]] ||
   fail "there is no $CONFIG in $PWD: submit from the checkout, or set MRL_HOME"
-EXIT_PREEMPTED=75 # of mrl: saved and left after a signal
+EXIT_PREEMPTED=75 INTERRUPTED=138 # of mrl: saved and left after a signal; of a wait: by SIGUSR1
 
 # ---- where the nodes meet: the first one's address as Slurm knows it, a port of this job and attempt
 
@@ -52,6 +52,7 @@ if [[ -v COMMAND ]]; then
   arguments=("${COMMAND[@]}" "$@")
 else
   arguments=(train "$CONFIG" ${gpus:+"run.nproc=${gpus##*:}"} "$@")
+  ((${SLURM_RESTART_COUNT:-0} > 0)) && arguments+=(run.existing=move_aside) # what no checkpoint was written in
 fi
 if ((SLURM_JOB_NUM_NODES > 1)); then
   place='--nodes "$SLURM_JOB_NUM_NODES" --node "$SLURM_NODEID" --head "'$head:$port'"'
@@ -66,6 +67,7 @@ warn() {
   phase "told to stop: the ranks save"
   "${step[@]}" --mem=0 bash -c 'kill -USR1 "$(cat "$PID_FILE.$SLURM_NODEID")"' || phase "error: not every node could be told"
 }
+trap warn USR1
 
 phase "nodes $SLURM_JOB_NODELIST, head $head:$port, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
 [[ -n ${CONTAINER_IMAGE:-} ]] && "${step[@]}" true && phase "every node has the container"
@@ -73,10 +75,8 @@ phase "starting: mrl ${arguments[*]}; each node writes to $log"
 "${step[@]}" --mem=0 --kill-on-bad-exit=1 --output="$log" --open-mode=append \
   bash -c 'echo $$ >"$PID_FILE.$SLURM_NODEID"; exec "$0" -m mrl "$@" '"${place:-}" "$python" "${arguments[@]}" &
 run=$!
-trap warn USR1
-wait "$run"
-code=$?
-while kill -0 "$run" 2>/dev/null; do # the signal has ended the wait, not the run
+code=$INTERRUPTED
+while ((code == INTERRUPTED)); do # the wait, not the run
   wait "$run"
   code=$?
 done

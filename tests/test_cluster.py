@@ -95,10 +95,10 @@ def two_launchers(setting: Setting, *overrides: str) -> Iterator[list[subprocess
 
 @pytest.fixture(scope="module")
 def whole(setting: Setting) -> Path:
-    """By hand; the second node's engine is killed in the midst of it."""
+    """By hand, under ft_launcher; the second node's engine is killed in the midst of it."""
     run_dir = setting.run_dir("whole")
     log = setting.folder / "by_hand.log"
-    with two_launchers(setting, "run.name=whole") as nodes:
+    with two_launchers(setting, "run.name=whole", "run.launcher=ft") as nodes:
         wait_for(lambda: steps_made(run_dir) >= 2 or any(node.poll() for node in nodes), log.read_text)
         engine_of(run_dir, 1).kill()
         codes = [node.wait(LIMIT_S) for node in nodes]

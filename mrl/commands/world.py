@@ -78,19 +78,19 @@ def start_node(cfg: Config, args: argparse.Namespace) -> int:
 
     place = NodePlace(args.node, args.nodes, args.head)
     run_dir, timeouts, is_ft = Path(cfg.run.root) / cfg.run.name, cfg.resilience.timeouts_s, cfg.run.launcher == "ft"
-    job = Elastic(
-        "ft" if is_ft else "torchrun",
-        ["mrl", "train", str(args.config), *args.overrides],
-        Machine.starting(cfg, gpus(), place.count).local_world_size,
-        max_restarts=cfg.run.max_restarts if is_ft else 0,
-        save_s=cfg.resilience.save_deadline_s if cfg.checkpoint.every_steps else None,
-        limits={},
-        ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
-    )
     try:
         trackers.wanted(cfg.run)
         if place.number == 0 and not (run_dir / "lock").exists():
             refuse_existing(cfg)
+        job = Elastic(
+            "ft" if is_ft else "torchrun",
+            ["mrl", "train", str(args.config), *args.overrides],
+            Machine.starting(cfg, gpus(), place.count).local_world_size,
+            max_restarts=cfg.run.max_restarts if is_ft else 0,
+            save_s=cfg.resilience.save_deadline_s if cfg.checkpoint.every_steps else None,
+            limits={},
+            ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
+        )
         return launch_node(job, run_dir, place)
     except (LaunchError, RunExists, trackers.TrackerMissing, OSError) as error:
         print(f"mrl: {place.words}: {error}", file=sys.stderr)

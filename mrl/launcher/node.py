@@ -19,6 +19,7 @@ from pathlib import Path
 from mrl.launcher import signals
 from mrl.launcher.elastic import Elastic, elastic_arguments
 from mrl.launcher.logs import LEFT
+from mrl.ports import address_towards
 from mrl.resilience.protocol import EXIT_PREEMPTED, FOLDER_VARIABLE, MARKER, Place
 
 _POLL_S = 0.1
@@ -82,6 +83,7 @@ def _start(job: Elastic, place: NodePlace, folder: str, grace_s: float) -> subpr
         meet += ["--rdzv-backend=static", f"--node-rank={place.number}"]
     else:  # which knows no other, and numbers the nodes itself
         meet += ["--rdzv-backend=c10d", f"--rdzv-conf=is_host={host}", f"--rdzv-id={place.head}"]
+        meet += [f"--local-addr={address_towards(place.head.rpartition(':')[0])}"]
     own = ["-m", "mrl.launcher.agent", job.kind, *meet, *elastic_arguments(job, grace_s)]
     return subprocess.Popen(
         [sys.executable, *own, "-m", *job.arguments],

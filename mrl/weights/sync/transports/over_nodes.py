@@ -155,6 +155,7 @@ class Relay:
         self._route, self._buckets = route, spread.buckets[route.sender]
         self._node = spread.nodes.mine
         self._problem: Exception | None = None
+        self._thrown_away: Tensor | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"relay of rank {route.sender}")
         self._thread.start()
 
@@ -173,35 +174,36 @@ class Relay:
     def _run(self) -> None:
         try:
             platform.use_device()
-            scratch = self._prepared()
+            self._prepare()
             for bucket in self._buckets:
                 if self._route.hear() == STOP:
                     return
-                self._hand_on(bucket, scratch)
+                self._hand_on(bucket)
         except Exception as error:
             self._problem = self._problem or error
         finally:
             self.local.release(failed=self._problem is not None)
 
-    def _prepared(self) -> Tensor | None:
-        """Where to receive what is not handed on; None if it is."""
+    def _prepare(self) -> None:
         if self.local.engines.clients:
             try:
                 self.local.prepare(self._buckets)
-                return None
             except Exception as error:
                 self._problem = error
-        return self._scratch()
 
-    def _scratch(self) -> Tensor:
-        return torch.empty(largest(self._buckets), dtype=torch.uint8, device=platform.device())
-
-    def _hand_on(self, bucket: Bucket, scratch: Tensor | None) -> None:
-        flat = self.local.buffer(bucket) if scratch is None else scratch
+    def _hand_on(self, bucket: Bucket) -> None:
+        wanted = bool(self.local.engines.clients) and self._problem is None
+        flat = self.local.buffer(bucket) if wanted else self._scratch()
         self._route.start(flat[: bucket.nbytes]).wait()
-        if scratch is None and self._problem is None:
+        platform.synchronize()
+        if wanted:
             try:
-                platform.synchronize()
                 self.local.deliver(bucket, flat)
             except Exception as error:
                 self._problem = error
+
+    def _scratch(self) -> Tensor:
+        """For what nobody here gets any more."""
+        if self._thrown_away is None:
+            self._thrown_away = torch.empty(largest(self._buckets), dtype=torch.uint8, device=platform.device())
+        return self._thrown_away
