@@ -59,28 +59,35 @@ if ((SLURM_JOB_NUM_NODES > 1)); then
 fi
 LOG_DIR=${LOG_DIR:-$PWD/logs}
 mkdir -p "$LOG_DIR" || fail "$LOG_DIR cannot be made"
-log=$LOG_DIR/${SLURM_JOB_NAME}_${SLURM_JOB_ID}_%N.log
+export LOG=$LOG_DIR/${SLURM_JOB_NAME}_$SLURM_JOB_ID
 
-# Slurm would signal every process of a step, engines and helpers too: only `mrl train` knows its ranks.
-export PID_FILE=$LOG_DIR/.${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}.pid
+# Slurm would signal every process of a step, engines and helpers too: only `mrl train` knows its ranks. And it would end
+# the step, with a code of its own, at the first node that is through with saving: so each writes its code down.
+export STATE=$LOG_DIR/.${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0} EXIT_PREEMPTED
+node='exec >>"${LOG}_$SLURMD_NODENAME.log" 2>&1
+(echo $BASHPID >"$STATE.pid.$SLURM_NODEID"; exec "$0" -m mrl "$@" '${place:-}')
+code=$?
+echo $code >"$STATE.code.$SLURM_NODEID"
+exit $((code == EXIT_PREEMPTED ? 0 : code))'
 warn() {
   phase "told to stop: the ranks save"
-  "${step[@]}" --mem=0 bash -c 'kill -USR1 "$(cat "$PID_FILE.$SLURM_NODEID")"' || phase "error: not every node could be told"
+  "${step[@]}" --mem=0 bash -c 'kill -USR1 "$(cat "$STATE.pid.$SLURM_NODEID")"' || phase "error: not every node could be told"
 }
 trap warn USR1
 
 phase "nodes $SLURM_JOB_NODELIST, head $head:$port, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
 [[ -n ${CONTAINER_IMAGE:-} ]] && "${step[@]}" true && phase "every node has the container"
-phase "starting: mrl ${arguments[*]}; each node writes to $log"
-"${step[@]}" --mem=0 --kill-on-bad-exit=1 --output="$log" --open-mode=append \
-  bash -c 'echo $$ >"$PID_FILE.$SLURM_NODEID"; exec "$0" -m mrl "$@" '"${place:-}" "$python" "${arguments[@]}" &
+phase "starting: mrl ${arguments[*]}; each node writes to ${LOG}_NODE.log"
+"${step[@]}" --mem=0 --kill-on-bad-exit=1 bash -c "$node" "$python" "${arguments[@]}" &
 run=$!
 code=$INTERRUPTED
 while ((code == INTERRUPTED)); do # the wait, not the run
   wait "$run"
   code=$?
 done
-rm -f "$PID_FILE".*
+first=$(ls -tr "$STATE".code.* 2>/dev/null | xargs -r -d '\n' cat | grep -v '^0$' | head -n 1)
+code=${first:-$code}
+rm -f "$STATE".*
 
 if ((code == EXIT_PREEMPTED && ${SLURM_RESTART_COUNT:-0} < ${MAX_REQUEUES:-100})); then
   phase "saved and left; the job goes on as soon as there is room for it"

@@ -1,4 +1,5 @@
-"""A real Slurm on loopback: munged, slurmctld and a slurmd a virtual node, as this user, in a folder of the test's.
+"""A real Slurm on loopback: munged, slurmctld and a slurmd a virtual node, as this user, in a folder of its own, which
+all must be able to enter for munged's sake.
 
 Debian's packages slurmctld, slurmd, slurm-client and munge; `missing` says which programs are not there.
 """
@@ -10,6 +11,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -70,12 +72,13 @@ def missing() -> list[str]:
 class Cluster:
     """Runs from construction to `close`. cpus: of each node, whatever the machine has."""
 
-    def __init__(self, run: Path, nodes: int = 2, cpus: int = 8) -> None:
-        self.run, self.names = run, [f"n{number + 1}" for number in range(nodes)]
-        self.env = {**os.environ, "SLURM_CONF": str(run / "slurm.conf")}
+    def __init__(self, nodes: int = 2, cpus: int = 8) -> None:
+        self.run = Path(tempfile.mkdtemp(prefix="mrl-slurm-", dir="/tmp"))
+        self.names = [f"n{number + 1}" for number in range(nodes)]
+        self.env = {**os.environ, "SLURM_CONF": str(self.run / "slurm.conf")}
         self.env["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])
-        (run / "state").mkdir(parents=True)
-        run.chmod(0o755)
+        (self.run / "state").mkdir()
+        self.run.chmod(0o755)
         self._write_conf(cpus)
         try:
             self._start()
@@ -174,6 +177,7 @@ class Cluster:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     signal_it(daemon)
             _, running = psutil.wait_procs(running, 10)
+        shutil.rmtree(self.run, ignore_errors=True)
 
     def _daemon(self, name: str) -> psutil.Process | None:
         with contextlib.suppress(OSError, ValueError, psutil.Error):

@@ -123,12 +123,12 @@ def test_what_a_push_sends_over_the_network_is_the_model_once(whole: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def slurm() -> Iterator[Cluster]:
     if absent := missing():
         pytest.skip(
             f"Slurm is not installed ({', '.join(absent)} missing): apt-get install slurmctld slurmd slurm-client munge"
         )
-    with contextlib.closing(Cluster(tmp_path_factory.mktemp("slurm") / "run")) as cluster:
+    with contextlib.closing(Cluster()) as cluster:
         yield cluster
 
 
