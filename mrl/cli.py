@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 
 from mrl import __version__
-from mrl.commands import data, doctor, manual, report, train
+from mrl.commands import data, doctor, manual, plan, report, train
 from mrl.commands.shared import CONFIG_ERROR
 from mrl.weights import command as weights
 
-COMMANDS = (train.add, data.add, manual.add, report.add, weights.add_parsers, doctor.add)
+COMMANDS = (train.add, plan.add, data.add, manual.add, report.add, weights.add_parsers, doctor.add)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -262,6 +262,9 @@ def test_gpus_bound_the_world_and_the_engines() -> None:
     assert loaded(PPO, gpus=4)
     assert "4 processes for the 2 GPUs" in str(refusal(PPO, gpus=2))
     assert "8 GPUs, this machine has 4" in str(refusal(PPO, "rollout.servers=4", "rollout.tensor=2", gpus=4))
+    assert loaded(PPO, "rollout.gpus=[7]", gpus=8) and loaded(PPO, "rollout.gpus=[7]")
+    found = str(refusal(PPO, "rollout.servers=3", "rollout.gpus=[8, 2, 9]", gpus=8))
+    assert "8, 9: this machine has 8 GPUs, number 0 to 7" in found
 
 
 def test_layouts_that_megatron_accepts_are_accepted() -> None:

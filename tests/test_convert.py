@@ -24,6 +24,7 @@ from mrl.config.problems import ConfigError
 from mrl.families import load_arch
 from mrl.families.table import weight_table
 from mrl.weights.kinds import segments, to_megatron
+from tests import zygote
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 120
@@ -53,9 +54,8 @@ def start(*command: str) -> subprocess.Popen[str]:
 
 def mrl(*arguments: str | Path) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of the command."""
-    process = start("-m", "mrl", *map(str, arguments))
-    out, err = process.communicate(timeout=LIMIT_S)
-    return process.returncode, out, err
+    done = zygote.run("mrl", *arguments, timeout_s=LIMIT_S)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture(scope="module")

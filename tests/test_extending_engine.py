@@ -44,7 +44,7 @@ def test_an_engine_of_one_s_own_samples_and_gets_weights(table: None, tiny_model
         sync = SyncConfig(transport="disk", timeout_s=60.0)
         with closing(WeightSync(FileExporter(model), engine.urls, sync, access=engine.access)) as weights:
             assert weights.push("7").tensors > 0
-        engine.weight_version = "7"  # from now on samples of other weights are refused
+        engine.has_pushed("7")  # from now on samples of other weights are refused
         assert {sample.weight_version for sample in engine.generate(asked, SamplingParams())} == {"7"}
         with pytest.raises(EngineError, match="update_weights_from_disk: HTTP 400: .* has no weights"):
             engine.client(engine.urls[0]).update_weights_from_disk(str(tmp_path), weight_version="8")
@@ -72,7 +72,7 @@ def test_every_engine_of_the_table_can_be_launched(name: str) -> None:
 
 def test_the_urls_of_an_engine_are_written_in_one_file() -> None:
     paths = {endpoint.path for endpoint in vars(protocol).values() if isinstance(endpoint, protocol.Endpoint)}
-    assert len(paths) == 14
+    assert len(paths) == 16
     rooms = [Path(rollout.__file__).parents[1] / room for room in ("rollout", "weights", "trainers")]
     found = {
         (file.name, node.value)

@@ -10,7 +10,7 @@ import torch
 
 from mrl import platform
 from mrl.platform import fused
-from mrl.platform.features import compiler_problem
+from mrl.platform.features import _gpu_tests, compiler_problem
 from tests import fake_te
 from tests.test_platform import run_python
 
@@ -79,3 +79,18 @@ def test_doctor_misses_the_compiler_that_triton_calls(monkeypatch: pytest.Monkey
     assert "no C compiler (cc, gcc or clang)" in (compiler_problem() or "")
     monkeypatch.setenv("CC", "/bin/true")
     assert compiler_problem() is None
+
+
+@pytest.mark.parametrize(
+    ("cuda", "fused_layers", "sglang", "stages", "left_out"),
+    [
+        (False, False, True, None, "no GPU: it tests nothing here"),
+        (True, False, False, "cuda, engine, speed", "left out here: transformer_engine, engine's checks of SGLang"),
+        (True, True, True, "cuda, engine, transformer_engine, speed", "left out here: nothing"),
+    ],
+)
+def test_doctor_says_which_stages_can_run(
+    cuda: bool, fused_layers: bool, sglang: bool, stages: str | None, left_out: str
+) -> None:
+    row = _gpu_tests({"CUDA": cuda, "transformers": True, "transformer-engine": fused_layers, "sglang": sglang})
+    assert (row.version, row.without) == (stages, left_out)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,6 +146,13 @@ def _without_the_probe(stragglers: Stragglers) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "probe_seconds", lambda: 0.001)
         return stragglers.end_of_step()
+
+
+def test_megatron_calls_its_timers_by_these_names() -> None:
+    (core,) = (Path(place) for place in find_spec("megatron").submodule_search_locations)  # type: ignore[union-attr]
+    text = (core / "core" / "pipeline_parallel" / "schedules.py").read_text()
+    for name in speed._PASSES:
+        assert f"config.timers('{name}', log_level=2).start()" in text and f"config.timers('{name}').stop()" in text
 
 
 def test_on_a_cpu_megatron_times_nothing(gpus: Any) -> None:

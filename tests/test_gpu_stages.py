@@ -14,7 +14,8 @@ import pytest
 from mrl import platform
 from tools.gpu import run, stage
 from tools.gpu.stage import Failed, Numbers, Setting, Skipped, require
-from tools.gpu.trained import environment
+from tools.gpu.stage_cuda import same_losses
+from tools.gpu.trained import environment, learnt
 
 HEAD = {"stage": "cuda", "checks": ["one", "two", "three"], "gpu": {"card": "Card"}}
 PASSED = {"check": "one", "verdict": "passed", "numbers": {"x": 1.0}, "seconds": 0.1}
@@ -82,14 +83,16 @@ def test_all_that_is_asked_for_runs_and_each_leaves_a_file(
 
     real = run.run_stage
     monkeypatch.setattr(run, "run_stage", started)
-    assert run.main(["--stages", "cuda,engine,speed", "--results", str(tmp_path)]) == 1
-    files = {file.stem: json.loads(file.read_text()) for file in tmp_path.iterdir()}
+    results, work = tmp_path / "results", ["--work", str(tmp_path / "work")]
+    assert run.main(["--stages", "cuda,engine,speed", "--results", str(results), *work, "--commit", "0123"]) == 1
+    files = {file.stem: json.loads(file.read_text()) for file in results.iterdir()}
     assert {name: file["verdict"] for name, file in files.items()} == {
         "cuda": "failed", "engine": "skipped", "speed": "passed",
     }  # fmt: skip
-    assert {"commit", "date", "versions", "card", "seconds", "checks"} < files["speed"].keys()
+    assert {"date", "versions", "card", "seconds", "checks"} < files["speed"].keys()
+    assert files["speed"]["commit"] == "0123"
     assert "engine: skipped" in capsys.readouterr().out
-    assert run.main(["--stages", "speed", "--results", str(tmp_path)]) == 0
+    assert run.main(["--stages", "speed", "--results", str(results), "--work", str(tmp_path / "again")]) == 0
 
 
 def test_without_a_gpu_nothing_is_written(tmp_path: Path) -> None:
@@ -132,3 +135,20 @@ def test_a_check_s_verdict() -> None:
     ]
     with pytest.raises(Failed):
         require({"worst": float("nan")}, worst=1.0)
+
+
+def test_losses_of_the_same_steps_are_compared() -> None:
+    rows = [{"step": step, "actor/loss": 2.0, "actor/grad_norm": 1.0} for step in (4, 5)]
+    assert same_losses(rows, rows, 0.0) == {"apart": 0.0, "equal": True}
+    other = [rows[0], rows[1] | {"actor/loss": 2.1}]
+    assert same_losses(rows, other, 0.06)["apart"] == pytest.approx(0.05)
+    for wrong in (other, rows[:1]):
+        with pytest.raises(Failed):
+            same_losses(rows, wrong, 0.01)
+
+
+def test_a_run_whose_updates_were_skipped_has_failed() -> None:
+    row = {"step": 1, "actor/loss": 2.0, "actor/skipped": 0.0, "perf/tokens_per_s": 10.0}
+    assert learnt([row, row | {"actor/loss": 1.0}])["last loss"] == 1.0
+    with pytest.raises(Failed, match="1 updates were skipped"):
+        learnt([row, row | {"actor/skipped": 1.0}])

@@ -59,6 +59,11 @@ def test_a_group_with_engines_on_the_trainer_s_gpus_is_refused_before_the_start(
     (found,) = problems(8)
     assert found.keys[0] == "sync.transport" and "two members on one GPU" in found.message
     assert not problems(8, "http://far:30000") and not problems(0)
+    apart = RolloutConfig(servers=2, gpus=(1, 3))
+    cfg = RLConfig.model_construct(sync=SyncConfig(transport="distributed"), rollout=apart)
+    assert not list(rollout_checks._sync(cfg, Machine(1, 1, 8)))
+    (found,) = rollout_checks._sync(cfg, Machine(2, 2, 8))
+    assert "engines and ranks of the trainer are on GPU 1" in found.message
 
 
 class SlowReader:

@@ -6,8 +6,6 @@ import importlib.util
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.observe import read_metrics
 from mrl.rollout import Engine
+from tests import zygote
 from tests.conftest import TinyModels
-from tests.train_tools import ROOT, Train, given, write_config
+from tests.train_tools import Train, given, write_config
+from tools.gpu.trained import sampled
 
 pytestmark = [
     pytest.mark.engine,
@@ -91,6 +91,8 @@ def test_ppo_a_line_of_finite_metrics_a_step(ppo: Path, metrics: list[dict[str, 
     assert [row["step"] for row in metrics if "validation/mean" in row] == [0, 2, 3]
     raw = (ppo / "runs/run/metrics.jsonl").read_text()
     assert "null" not in raw
+    numbers = sampled(metrics[1:])  # what the stages of `make test-gpu` read
+    assert numbers["steps"] == 3 and numbers["mismatch_max"] < LOG_PROB_TOLERANCE and numbers["sync s"] > 0
 
 
 def test_ppo_the_engine_and_the_trainer_agree_after_every_update(metrics: list[dict[str, float]]) -> None:
@@ -130,8 +132,7 @@ def test_ppo_the_same_command_goes_on(ppo: Path, metrics: list[dict[str, float]]
     assert results(rows[3]) == pytest.approx(results(metrics[3]), rel=1e-5, abs=1e-7)
     assert rows[4]["mismatch/max_abs"] < LOG_PROB_TOLERANCE
     assert {sample["weight_version"] for sample in rows_of(run_dir / "rollouts/step_3.jsonl")} == {"3"}
-    command = [sys.executable, "-m", "mrl", "report", str(run_dir)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = zygote.run("mrl", "report", run_dir)
     assert done.returncode == 0, done.stderr
     page = next(run_dir.glob("*.html")).read_text()
     assert "<h3>Reward" in page and "<h3>Value explained variance" in page

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from mrl.families import UnsupportedModel, load_arch
+from mrl.families.table import padded_vocab_size
 from mrl.models.attention import AttentionPlan, packed_attention, same_length_groups
 from mrl.models.initialise import _fill
 from mrl.models.rope import inverse_frequencies
-from mrl.models.transformer_config import padded_vocab_size
 from tests.tiny import make_tiny
 from tests.world import run_world
 

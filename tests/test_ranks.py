@@ -19,33 +19,18 @@ import pytest
 from mrl import platform
 from mrl.platform.process import _meet
 from mrl.ports import free_port
+from tests import zygote
 from tests.conftest import TinyModels
 from tests.test_trainer_faults import fake_engine
 from tests.train_tools import Train, write_config
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 8.0
-OWN = """
-import sys
-from pathlib import Path
-from mrl.launcher import launch
-sys.exit(launch([sys.executable, "-m", *sys.argv[1:]], 2, Path("logs"), settle_s=2))
-"""
-ELASTIC = """
-import sys
-from pathlib import Path
-from mrl.config.schema import SectionTimeouts
-from mrl.launcher import Elastic, launch_elastic
-from mrl.resilience import ft_config
-kind, *arguments = sys.argv[1:]
-ft = ft_config.write(Path(), SectionTimeouts()) if kind == "ft" else None
-sys.exit(launch_elastic(Elastic(kind, arguments, 1, 0, None, {}, ft), Path()))
-"""
 
 
 def start(folder: Path, launcher: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", launcher, *arguments],
+    return zygote.start(
+        [sys.executable, "-m", "tests.worlds.launched", launcher, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -72,7 +57,7 @@ def test_a_stopped_rank_is_noticed_and_named(tmp_path: Path) -> None:
         runs = []
         for folder in folders:
             folder.mkdir()
-            runs.append(stack.enter_context(start(folder, OWN, "tests.worlds.pulse", str(TIMEOUT_S), "45")))
+            runs.append(stack.enter_context(start(folder, "mrl", "tests.worlds.pulse", str(TIMEOUT_S), "45")))
             stack.callback(runs[-1].kill)
         end = time.monotonic() + 60
         while not all((folder / f"pid_{rank}").exists() for rank in range(2) for folder in folders):
@@ -94,7 +79,7 @@ def test_a_stopped_rank_is_noticed_and_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["torchrun", "ft"])
 def test_nothing_listens_to_other_machines(kind: str, tmp_path: Path) -> None:
     """(The own launcher's ranks: above.)"""
-    with start(tmp_path, ELASTIC, kind, "tests.worlds.pulse", "20", "0") as run:
+    with start(tmp_path, kind, "tests.worlds.pulse", "20", "0") as run:
         said = run.communicate(timeout=60)[0]
     assert run.returncode == 0 and "the result" in said, said
     assert listeners(tmp_path) and set(listeners(tmp_path)) <= LOOPBACK

@@ -9,8 +9,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -25,8 +23,9 @@ from mrl.config.resume import ConfigChanged, check_resume, may_change, snapshot,
 from mrl.config.schema import RLConfig
 from mrl.observe import rewind
 from mrl.rollout import Engine
+from tests import zygote
 from tests.conftest import TinyModels
-from tests.train_tools import ROOT, Train, given, write_config
+from tests.train_tools import Train, given, write_config
 
 RUN_S = 300.0
 VOCAB = 320
@@ -93,10 +92,8 @@ def train_and_kill(folder: Path, run_dir: Path, *arguments: str | Path) -> None:
 
 def difference(a: Path, b: Path) -> dict[str, float]:
     """By part and kind of tensor; see tests/worlds/compare_checkpoints.py."""
-    script = Path(__file__).parent / "worlds" / "compare_checkpoints.py"
-    command = [sys.executable, str(script), str(a / "checkpoints/step_4"), str(b / "checkpoints/step_4"), str(VOCAB)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    steps = [folder / "checkpoints/step_4" for folder in (a, b)]
+    done = zygote.run("tests.worlds.compare_checkpoints", *steps, str(VOCAB))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -120,14 +117,14 @@ class Runs:
 @pytest.fixture(scope="module")
 def ppo(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Actor TP2, critic PP2, in two processes; four updates a step (six with re-used samples), each with demonstrations
-    too; an adaptive KL coefficient, a reference that moves, an average of the weights. What dies has its memory in the
-    host's."""
+    too; an adaptive KL coefficient, a reference that moves, an average of the weights. What dies gives
+    memory up between its phases, the engine too."""
     folder = tmp_path_factory.mktemp("resume_ppo")
     data = {"validation": str(folder / "validation.jsonl")}
     demonstrations = {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32}
     ptx = {"data": demonstrations, "coef": 0.1, "samples_per_update": 2}
     config = write_config(folder, tiny_models("qwen2", tied=True), data=data, ptx=ptx, **PPO)
-    return Runs(folder, config, before=("actor.offload=all", "critic.offload=optimizer"))
+    return Runs(folder, config, before=("actor.offload=all", "critic.offload=optimizer", "rollout.release=all"))
 
 
 def assert_the_same(runs: Runs) -> None:

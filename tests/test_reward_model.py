@@ -18,7 +18,7 @@ from mrl.config.schema import RewardConfig, RolloutConfig
 from mrl.core import Prompt, Request, Sample
 from mrl.ports import free_port
 from mrl.reward import RewardManager
-from mrl.rollout.launch import Launch, ServerSpec
+from mrl.rollout.launch import CPU, Launch, ServerSpec
 from mrl.rollout.process import EngineProcess
 from mrl.rollout.sglang.command import sglang_launch
 from tests.world import run_world
@@ -74,7 +74,7 @@ def test_a_real_server_gives_the_scores_of_transformers_less_a_constant_that_is_
     cfg, port = RolloutConfig(server_args=("--is-embedding",)), free_port()
 
     def launch(folder: Path) -> Launch:
-        return sglang_launch(ServerSpec(cfg, str(reward_model), "float32", port, 0, 0, gpu=False, folder=folder))
+        return sglang_launch(ServerSpec(cfg, str(reward_model), "float32", port, 0, 0, CPU, folder=folder))
 
     with contextlib.closing(EngineProcess("rm", launch, port, tmp_path / "log")) as server:
         server.wait_ready(300)

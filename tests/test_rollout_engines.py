@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mrl.config.schema import RolloutConfig
+from mrl.config.schema import RolloutConfig, SyncConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
-from mrl.rollout import Engine, EngineError, RolloutError, sample_seed, start_engine
+from mrl.rollout import RELEASED_PARTS, Engine, EngineError, RolloutError, sample_seed, start_engine
+from mrl.weights.errors import SyncError
+from mrl.weights.sync.push import WeightSync
 from tests.conftest import TinyModels
+from tests.sync_tools import FileExporter
 from tests.tiny import EOS
 from tests.train_tools import given
 
@@ -239,3 +243,30 @@ def test_stop_strings(transformers_engine: Engine) -> None:
     assert cut.finish_reason == "stop"
     assert cut.response_ids == free.response_ids[: len(cut.response_ids)]
     assert stop in decode(cut.response_ids) and stop not in decode(cut.response_ids[:-1])
+
+
+def test_memory_given_up_around_an_update(engine: Engine, tiny_models: TinyModels) -> None:
+    """The order of a step on one GPU, on the wire: a second request for what is done already would end SGLang."""
+    asked, sampling, cfg = requests(PROMPTS), SamplingParams(max_new_tokens=6), SyncConfig(timeout_s=60.0)
+    before = [sample.response_ids for sample in engine.generate(asked, sampling)]
+    exporter = FileExporter(tiny_models("llama"))
+    with closing(
+        WeightSync(exporter, engine.urls, cfg, access=engine.access, plain=True, guard=engine.check_push)
+    ) as sync:
+        for mode in ("cache", "all"):
+            parts = RELEASED_PARTS[mode]
+            engine.release_memory(parts)
+            engine.release_memory(parts)
+            with pytest.raises(RolloutError, match=f"has given up its {', '.join(parts)}"):
+                engine.generate(asked, sampling)
+            if mode == "all":
+                with pytest.raises(SyncError, match="the memory of its weights is given up; take it back before the"):
+                    sync.push("default")
+                engine.resume_memory(["weights"])
+                engine.resume_memory(["weights"])
+                assert engine.lacks_weights
+            assert sync.push("default", verify=True).verified == len(exporter.tensors)
+            engine.has_pushed("default")
+            engine.resume_memory(parts)
+            assert [sample.response_ids for sample in engine.generate(asked, sampling)] == before
+    engine.weight_version = None  # the engine is not this test's alone

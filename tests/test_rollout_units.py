@@ -17,10 +17,11 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from mrl.config.derived import Machine
 from mrl.config.schema import RolloutConfig, SamplingConfig
 from mrl.rollout import sample_seed
 from mrl.rollout.errors import EngineUnavailable
-from mrl.rollout.launch import Launch, ServerSpec
+from mrl.rollout.launch import CPU, Launch, ServerSpec
 from mrl.rollout.seeds import _splitmix64
 from mrl.rollout.sglang.command import SHIM, sglang_launch
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import batched_attention
@@ -184,7 +185,7 @@ def test_the_command_line_of_a_server(tiny_models: TinyModels, tmp_path: Path, m
     path = str(tiny_models("llama"))
     start = partial(launch, folder=tmp_path)
     cfg = RolloutConfig(server_args=("--foo", "1"))
-    cpu = start(cfg, path, "float32", 8000, 0, 5, gpu=False, api_key="sesame")
+    cpu = start(cfg, path, "float32", 8000, 0, 5, machine=CPU, api_key="sesame")
     assert cpu.command[-2:] == ["--foo", "1"]
     assert "sesame" not in str(cpu) and cpu.command[-4:-2] == ["--config", str(tmp_path / "key.yaml")]
     assert (tmp_path / "key.yaml").read_text() == 'api-key: "sesame"\n'
@@ -192,15 +193,17 @@ def test_the_command_line_of_a_server(tiny_models: TinyModels, tmp_path: Path, m
     assert "--skip-tokenizer-init" in cpu.command and "--enable-deterministic-inference" in cpu.command
     assert cpu.env["PYTHONPATH"].split(os.pathsep)[0] == str(SHIM)
     assert "RANK" not in cpu.env and "MASTER_PORT" not in cpu.env
-    cfg = RolloutConfig(tensor=2, memory_fraction=0.5, deterministic=False, sampling=SamplingConfig(stop=("x",)))
-    gpu = start(cfg, path, "bfloat16", 8000, 1, 5, gpu=True)
+    sampling = SamplingConfig(stop=("x",))
+    cfg = RolloutConfig(servers=2, tensor=2, memory_fraction=0.5, deterministic=False, sampling=sampling)
+    gpu = start(cfg, path, "bfloat16", 8000, 1, 5, machine=Machine(2, 2, 4))
     flags = dict(zip(gpu.command, gpu.command[1:]))
-    assert (flags["--base-gpu-id"], flags["--mem-fraction-static"], flags["--tp-size"]) == ("2", "0.5", "2")
+    assert (flags["--mem-fraction-static"], flags["--tp-size"]) == ("0.5", "2")
+    assert gpu.env["CUDA_VISIBLE_DEVICES"] == "2,3,0,1" and "CUDA_VISIBLE_DEVICES" not in cpu.env
     assert flags["--random-seed"] == "6" and str(SHIM) not in gpu.env.get("PYTHONPATH", "")
     assert not {"--skip-tokenizer-init", "--enable-deterministic-inference", "--device", "--load-format"} & set(
         gpu.command
     )
-    scratch = start(RolloutConfig(), str(tiny_models("llama", weights=False)), "float32", 1, 0, 0, gpu=False)
+    scratch = start(RolloutConfig(), str(tiny_models("llama", weights=False)), "float32", 1, 0, 0, machine=CPU)
     assert dict(zip(scratch.command, scratch.command[1:]))["--load-format"] == "dummy"
 
 
@@ -215,6 +218,6 @@ def test_the_shim_stays_out_of_the_way_of_the_real_packages(tmp_path: Path, tiny
     sys.path.insert(0, str(tmp_path))
     try:
         with pytest.raises(EngineUnavailable, match="no GPU is visible, and triton is installed"):
-            launch(RolloutConfig(), str(tiny_models("llama")), "float32", 8000, 0, 0, gpu=False, folder=tmp_path)
+            launch(RolloutConfig(), str(tiny_models("llama")), "float32", 8000, 0, 0, CPU, folder=tmp_path)
     finally:
         sys.path.remove(str(tmp_path))

@@ -26,7 +26,7 @@ RUN_S = 600.0
 STEPS = 12
 FAULTS = str(ROOT / "tests/worlds/faults")
 # shorter in a reward: the others, who wait for it in their rollout, must not be the first
-LIMITS = {"setup": 15.0, "rollout": 9.0, "reward": 6.0, "update": 9.0, "sync": 9.0, "checkpoint": 9.0}
+LIMITS = {"setup": 25.0, "rollout": 9.0, "reward": 6.0, "update": 9.0, "sync": 9.0, "checkpoint": 9.0}
 SECTIONS = tuple(LIMITS)
 KINDS = {"kill": "died", "exception": "failed", "hang": "hung"}
 OCCURRENCE = {"kill": 2, "exception": 1, "hang": 1}  # of a section in an attempt: after a first step, or in it

@@ -62,6 +62,18 @@ def start(command: Sequence[str], env: Mapping[str, str], cwd: Path, **more: Any
     return (_Copy if copied else subprocess.Popen)(command, env=env, cwd=cwd, start_new_session=True, **more)
 
 
+def run(*arguments: str | Path, cwd: Path = ROOT, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """`python -m *arguments`, to its end."""
+    command, pipe = [sys.executable, "-m", *map(str, arguments)], subprocess.PIPE
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with start(command, env, cwd, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
 def _is_like_here(env: Mapping[str, str]) -> bool:
     here = _zygote().environment
     return all(env.get(name) == here.get(name) for name in {*env, *here} if name.startswith(_READ_BY_IMPORTS))

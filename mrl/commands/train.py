@@ -8,7 +8,7 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from mrl.commands import shared, world
+from mrl.commands import plan, shared, world
 
 if TYPE_CHECKING:
     from mrl.config.schema import Config
@@ -22,6 +22,9 @@ def add(commands: Any) -> None:
     """The subcommand's arguments."""
     parser = commands.add_parser("train", help="train as a configuration says")
     shared.add_config(parser, "actor.optimizer.lr=1e-6")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="everything up to the first step, for the whole world, without memory"
+    )
     parser.description = (
         "Checks the configuration, then starts the processes that its layout needs on this machine. "
         "Under torchrun or ft_launcher it joins the world that they started. "
@@ -36,6 +39,8 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Loads and checks the configuration, then is a rank of the world around it, or starts one, whose ranks are copies
     of this process as it is now, where they can be."""
+    if args.dry_run:
+        return plan.dry_run(args.config, args.overrides)
     os.environ.setdefault(*COMPILED)
     if problem := _misplaced(args):
         print(f"mrl: {problem}", file=sys.stderr)
@@ -48,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         cfg = _load(args, joined=world.joined())
         return cfg if isinstance(cfg, int) else world.be_a_rank(cfg)
 
-    cfg = _load(args, nodes=args.nodes)  # most mistakes are found here, before torch has been imported to count GPUs
+    # most mistakes are found here, before torch has been imported to count GPUs
+    cfg = _load(args, planned=world.of_nodes(args.nodes))
     if isinstance(cfg, int):
         return cfg
     if cfg.run.launcher != "mrl" or args.nodes > 1 or not args.is_program:
@@ -77,7 +83,7 @@ def _load(args: argparse.Namespace, **machine: Any) -> Config | int:
 
 
 def _lead(args: argparse.Namespace, nursery: Nursery | None) -> int:
-    cfg = _load(args, gpus=world.gpus(), nodes=args.nodes)
+    cfg = _load(args, planned=world.of_nodes(args.nodes, world.gpus()))
     if isinstance(cfg, int):
         return cfg
     if shared.is_refused(cfg) or lacks_layers(cfg):

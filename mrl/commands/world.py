@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,13 @@ def joined() -> Machine:
 
     world_size = int(os.environ["WORLD_SIZE"])
     return Machine(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), gpus(), joined=True)
+
+
+def of_nodes(nodes: int, gpus: int | None = None) -> Callable[[Config], Machine]:
+    """The world that a configuration starts on `nodes` like this one, which is one of them."""
+    from mrl.config.derived import Machine
+
+    return lambda cfg: Machine.starting(cfg, gpus, nodes)
 
 
 def start(cfg: Config, config: Path, overrides: Sequence[str], nursery: Nursery | None) -> int:

@@ -17,12 +17,14 @@ class Machine:
     world_size: ranks in all; local_world_size: of these, on this machine
     gpus: devices on this machine, 0 for a CPU machine, None when nobody has looked
     joined: the world was started by somebody else (torchrun, ft_launcher)
+    planned: it is elsewhere, and of all files that a run reads only config.json has to be here
     """
 
     world_size: int
     local_world_size: int
     gpus: int | None = None
     joined: bool = False
+    planned: bool = False
 
     @classmethod
     def starting(cls, cfg: Config, gpus: int | None = None, nodes: int = 1) -> Machine:

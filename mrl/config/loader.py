@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,10 @@ def load(
     *,
     joined: Machine | None = None,
     gpus: int | None = None,
-    nodes: int = 1,
+    planned: Callable[[Config], Machine] | None = None,
 ) -> Config:
-    """Reads, validates and cross-checks a configuration, for the world it `joined`, else for the one it would start on
-    this machine with its `gpus`, or on `nodes` like it.
+    """Reads, validates and cross-checks a configuration, for the world it `joined` or that is `planned` for it, else
+    for the one it would start on this machine with its `gpus`.
 
     Raises ConfigError with every mistake found, each with its file, line and key. Starts nothing.
     """
@@ -61,7 +61,7 @@ def load(
             tree.drop(_as_written(schema, tree, _path(error)))
         cfg, _ = _validate(schema, tree)
     if cfg is not None:
-        found = check_all(cfg, joined or Machine.starting(cfg, gpus, nodes))
+        found = check_all(cfg, joined or (planned(cfg) if planned is not None else Machine.starting(cfg, gpus)))
         unclear = [error for error in errors if not _owners(schema, error)]
         problems += [
             _placed(schema, tree, p) for p in found if not any(_tainted(key, e) for key in p.keys for e in unclear)

@@ -25,6 +25,8 @@ HF_EMBEDDING = "model.embed_tokens.weight"
 HF_OUTPUT = "lm_head.weight"
 HF_VALUE_HEAD = "score.weight"
 
+VOCAB_ALIGN = 8
+
 
 @lru_cache(maxsize=16)
 def weight_table(arch: ModelArch, role: Role = "policy") -> Mapping[str, Row]:
@@ -47,3 +49,9 @@ def weight_table(arch: ModelArch, role: Role = "policy") -> Mapping[str, Row]:
     else:
         rows[OUTPUT] = Row("vocab", (HF_OUTPUT,), wide, tp_dim=0)
     return MappingProxyType(rows)
+
+
+def padded_vocab_size(arch: ModelArch, tp: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks: the next multiple of 8 * tp."""
+    unit = VOCAB_ALIGN * tp
+    return -(-arch.vocab_size // unit) * unit

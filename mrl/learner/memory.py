@@ -68,15 +68,23 @@ class LearnerMemory:
             self.bytes_copied += self._rooms["parameters"].give_back()
             self._unchanged = True
         if "optimizer" in back:
-            for storage, size in self._gradients:
-                storage.resize_(size)
-            self.bytes_copied += self._rooms["optimizer"].give_back()
-            self._gradients = []
-            for gradients in self._gradient_buffers():
-                gradients.zero_()
+            self._bring_optimizer()
         if level == "all":
             self._unchanged = False
         self.level = max(self.level, level, key=LEVELS.index)
+
+    def _bring_optimizer(self) -> None:
+        try:
+            for storage, size in self._gradients:
+                storage.resize_(size)
+            self.bytes_copied += self._rooms["optimizer"].give_back()
+        except BaseException:
+            for storage, _ in self._gradients:
+                storage.resize_(0)
+            raise
+        self._gradients = []
+        for gradients in self._gradient_buffers():
+            gradients.zero_()
 
     def move(self, level: Level) -> Level:
         """To this level; what it was before."""

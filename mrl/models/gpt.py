@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.families import ModelArch
+from mrl.families.table import padded_vocab_size
 from mrl.models.batch import ModelBatch
 from mrl.models.mcore import (
     GPTModel,
@@ -18,7 +19,6 @@ from mrl.models.mcore import (
 )
 from mrl.models.rope import RotaryAngles
 from mrl.models.specs import block_spec
-from mrl.models.transformer_config import padded_vocab_size
 
 
 class PackedGPT(GPTModel):

@@ -15,14 +15,6 @@ from mrl.models.layer_kind import layer_kind
 from mrl.models.mcore import TransformerConfig
 from mrl.parallel import Mesh
 
-VOCAB_ALIGN = 8
-
-
-def padded_vocab_size(arch: ModelArch, tp: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks: the next multiple of 8 * tp."""
-    unit = VOCAB_ALIGN * tp
-    return -(-arch.vocab_size // unit) * unit
-
 
 def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
     """Raises UnsupportedModel for layers that this machine does not have."""

@@ -7,7 +7,8 @@ from mrl.platform.adaptations import applied, install
 from mrl.platform.determinism import be_deterministic, is_deterministic
 from mrl.platform.features import Feature, doctor_table, features
 from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable
-from mrl.platform.host_room import HostRoom
+from mrl.platform.host_room import HostRoom, host_bytes
+from mrl.platform.imagined import imagined_rank
 from mrl.platform.memory import (
     peak_device_bytes,
     peak_memory_bytes,
@@ -48,6 +49,8 @@ __all__ = [
     "doctor_table",
     "features",
     "gpu_count",
+    "host_bytes",
+    "imagined_rank",
     "init_process_group",
     "install",
     "is_deterministic",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -78,7 +78,20 @@ def features() -> list[Feature]:
     """One row a part, CUDA first. Never raises for a part that is broken: its row says what is wrong."""
     cuda = torch.version.cuda if torch.cuda.is_available() else None
     rows = [Feature("CUDA", cuda, "GPUs, nccl", "CPU and gloo: the same code, for small models")]
-    return rows + [_feature(part) for part in _PARTS]
+    rows += [_feature(part) for part in _PARTS]
+    return [*rows, _gpu_tests({row.part: row.usable for row in rows})]
+
+
+def _gpu_tests(usable: Mapping[str, bool]) -> Feature:
+    """The stages that find here what they need. usable: by part"""
+    needed = {"cuda": "CUDA", "engine": "transformers", "transformer_engine": "transformer-engine", "speed": "CUDA"}
+    stages = [stage for stage, part in needed.items() if usable["CUDA"] and usable[part]]
+    without = "no GPU: it tests nothing here"
+    if stages:
+        lacking = [stage for stage in needed if stage not in stages]
+        lacking += [] if usable["sglang"] else ["engine's checks of SGLang"]
+        without = f"left out here: {', '.join(lacking) or 'nothing'}"
+    return Feature("make test-gpu", ", ".join(stages) or None, "whether mrl works on this GPU, in 10 minutes", without)
 
 
 def _feature(part: _Part) -> Feature:

@@ -7,6 +7,7 @@ buffers and the optimizer's references stay what they are, and the bytes come ba
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -33,6 +34,8 @@ class HostRoom:
         same: they hold what the last `give_back` gave them, so nothing is copied
         """
         assert not self.is_away
+        if not all(storage.resizable() for storage in storages):
+            raise RuntimeError("something shares this memory, a numpy array perhaps: it cannot be given up")
         sizes, copied = [storage.nbytes() for storage in storages], 0
         same = same and self._room is not None and sizes == self._sizes
         if not same:
@@ -109,6 +112,14 @@ def host_memory(nbytes: int) -> Tensor:
         torch.cuda.check_error(int(runtime.cudaHostRegister(room.data_ptr(), nbytes, 0)))
         weakref.finalize(room, runtime.cudaHostUnregister, room.data_ptr()).atexit = False
     return room
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, to be used while it lives. `numpy()` would forbid for ever that
+    its memory is given up."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 @contextlib.contextmanager

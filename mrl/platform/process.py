@@ -14,11 +14,14 @@ import torch.distributed as dist
 from mrl.ports import MEETING_VARIABLE, listen
 
 _POLL_S = 0.01
+_imagined: torch.device | None = None  # see mrl.platform.imagined
 
 
 def device() -> torch.device:
     """The GPU with this process' LOCAL_RANK where CUDA is there, else the CPU. A launcher may show each process its
     own GPU alone: it is number 0 then, whatever LOCAL_RANK."""
+    if _imagined is not None:
+        return _imagined
     if torch.cuda.is_available():
         alone = torch.cuda.device_count() == 1
         return torch.device("cuda", 0 if alone else int(os.environ.get("LOCAL_RANK", "0")))

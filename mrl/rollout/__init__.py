@@ -7,10 +7,12 @@ from mrl.rollout.agent import Agent, Home, Offered
 from mrl.rollout.client import EngineClient
 from mrl.rollout.engine import Engine
 from mrl.rollout.errors import EngineError, EngineStartError, RolloutError
+from mrl.rollout.protocol import RELEASED_PARTS, MemoryPart
 from mrl.rollout.seeds import sample_seed
 from mrl.rollout.start import Others, start_agent, start_engine
 
 __all__ = [
+    "RELEASED_PARTS",
     "Access",
     "Agent",
     "Engine",
@@ -20,6 +22,7 @@ __all__ = [
     "Home",
     "Offered",
     "Others",
+    "MemoryPart",
     "RolloutError",
     "sample_seed",
     "start_agent",

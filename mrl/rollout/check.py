@@ -39,6 +39,13 @@ def check_server(url: str, access: Access, cfg: RolloutConfig, model_path: str, 
 
 
 def _notes(url: str, info: ServerInfo, cfg: RolloutConfig) -> Iterator[str]:
+    if cfg.release != "none" and not info.releases_memory:
+        if info.releases_memory is None or info.device != "cpu":
+            raise EngineStartError(
+                f"engine {url} cannot give memory up as rollout.release = {cfg.release} asks (SGLang can with "
+                "--enable-memory-saver): set rollout.release: none"
+            )
+        yield f"engine {url} serves on a CPU: it says that it gives memory up (rollout.release), and gives none"
     if cfg.deterministic and not info.is_deterministic:
         yield (
             f"engine {url} runs without --enable-deterministic-inference: it ignores sampling seeds, so the same "

@@ -17,9 +17,10 @@ from mrl.rollout import protocol
 from mrl.rollout.access import OPEN, Access
 from mrl.rollout.answers import MOST_TEXT, error_message, from_json
 from mrl.rollout.errors import BadAnswer, EngineError
-from mrl.rollout.protocol import Endpoint, GenerateBody, LoadFormat, ModelInfo, RankChecksums, ServerInfo
+from mrl.rollout.protocol import Endpoint, GenerateBody, LoadFormat, MemoryPart, ModelInfo, RankChecksums, ServerInfo
 
 CONNECT_TIMEOUT_S = 10.0
+FLUSH_AGAIN_S = 0.05
 DENIED = (401, 403)
 Body = TypeVar("Body")
 Answer = TypeVar("Answer")
@@ -62,6 +63,28 @@ class EngineClient:
     def flush_cache(self) -> None:
         """Forget every cached prefix. Refused with 400 while requests run."""
         self._call(protocol.FLUSH_CACHE, None)
+
+    def flush_when_idle(self, timeout_s: float) -> None:
+        """`flush_cache`, once no request runs any more; refused as there after `timeout_s` seconds."""
+        end = time.monotonic() + timeout_s
+        while True:
+            self.timeout_s = max(0.1, end - time.monotonic())
+            try:
+                return self.flush_cache()
+            except EngineError as error:
+                if error.status != 400 or time.monotonic() > end:
+                    raise
+            time.sleep(FLUSH_AGAIN_S)
+
+    # ---- memory
+
+    def release_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """Gives up these parts, none of which may be given up already, of an engine that has nothing to do."""
+        self._call(protocol.RELEASE_MEMORY, protocol.MemoryBody(tags=list(parts)))
+
+    def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """Takes back these parts, all of which must be given up. Weights and KV cache then hold anything."""
+        self._call(protocol.RESUME_MEMORY, protocol.MemoryBody(tags=list(parts)))
 
     # ---- state
 

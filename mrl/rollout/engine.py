@@ -9,9 +9,10 @@ from types import TracebackType
 from mrl.core import Request, Sample, SamplingParams
 from mrl.rollout.access import Access
 from mrl.rollout.client import EngineClient
-from mrl.rollout.errors import RolloutError
+from mrl.rollout.errors import EngineError, RolloutError
 from mrl.rollout.fleet import Fleet
 from mrl.rollout.flight import Flight, OnSample
+from mrl.rollout.protocol import BEGIN_UPDATE, MemoryPart
 from mrl.rollout.restarts import Restarts
 from mrl.rollout.samples import Expected
 
@@ -77,10 +78,13 @@ class Engine:
         Log-probs are of logits / temperature (raw logits when greedy), not renormalised for top_p and top_k.
         A server of ours that dies or does not answer within rollout.request_timeout_s is started again as often as
         `restarts` allows; what it had not finished is sampled again with the same seeds.
-        Raises RolloutError when that is not allowed, or an engine refuses; no request is left running on the other
-        servers then.
+        Raises RolloutError when that is not allowed, an engine refuses, has given up memory or lacks its weights; no
+        request is left running on the other servers then.
         """
         self.wait_ready()
+        for server in self.fleet.servers:
+            if (reason := server.asleep()) is not None:
+                raise RolloutError(reason)
         if sampling.stop and not self.fleet.accepts_stop_strings:
             raise RolloutError(
                 f"stop strings {list(sampling.stop)} need an engine with a tokenizer, but {self.urls[0]} was started "
@@ -92,6 +96,42 @@ class Engine:
         flight = Flight(self.fleet, sampling, expected, on_sample, self.concurrent_requests, self.request_timeout_s)
         samples = asyncio.run(flight.run(requests))
         return sorted(samples, key=lambda sample: sample.request.sample_id)
+
+    # ---- memory
+
+    def release_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """Gives up these parts of every server's memory, as far as it holds them. Waits until no request runs.
+
+        Weights are gone then, and back with the first push after `resume_memory`. A server of ours that dies or does
+        not answer within rollout.request_timeout_s is started again as often as `restarts` allows, gives up as much,
+        and lacks its weights (`lacks_weights`). Raises RolloutError when that is not allowed, or a server refuses.
+        """
+        self.wait_ready()
+        self.fleet.settle(lambda released: released | set(parts))
+
+    def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
+        """Takes back these parts of every server's memory, as far as they are given up; restarts and errors as in
+        `release_memory`."""
+        self.fleet.settle(lambda released: released - set(parts))
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether a server has given its weights up, or lost them with its life, and got no others since: they must be
+        pushed before it samples."""
+        return not all(server.has_weights for server in self.fleet.servers)
+
+    def check_push(self, url: str) -> None:
+        """Raises EngineError if the weights of the server at `url` are given up: a push would write into nothing."""
+        (server,) = (server for server in self.fleet.servers if server.url == url)
+        if "weights" in server.released:
+            text = "not asked: the memory of its weights is given up; take it back before the push"
+            raise EngineError(url, BEGIN_UPDATE.name, None, text)
+
+    def has_pushed(self, version: str) -> None:
+        """To be called after each push of weights to all servers: from now on samples of others are refused."""
+        self.weight_version = version
+        for server in self.fleet.servers:
+            server.has_weights = True
 
     def client(self, url: str, timeout_s: float = 300.0) -> EngineClient:
         """Of the server at `url`, one of `urls`."""

@@ -1,4 +1,4 @@
-"""The servers of a run: which are up, how busy each is, and how one that was lost comes back."""
+"""The servers of a run: which are up, which memory they hold, and how one that was lost comes back."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 
 from mrl.rollout.access import Access
 from mrl.rollout.client import EngineClient
 from mrl.rollout.elsewhere import OtherNode
-from mrl.rollout.errors import PortTaken, RolloutError
+from mrl.rollout.errors import EngineError, PortTaken, RolloutError
 from mrl.rollout.process import EngineProcess, Started, wait_ready
 from mrl.rollout.restarts import Restarts
+from mrl.rollout.server import DEATH_POLL_S, DEATH_WAIT_S, Parts, Server
 
 RESTART_POLL_S = 0.25
-DEATH_POLL_S = 0.05
-DEATH_WAIT_S = 3.0  # a connection breaks a moment before the process is seen to end
 
 log = logging.getLogger(__name__)
 
@@ -34,38 +35,6 @@ class Checked:
     accepts_stop_strings: bool
 
 
-@dataclass(eq=False)
-class Server:
-    """One engine.
-
-    process: None for one that mrl did not start
-    load: requests in flight
-    life: counts its restarts, so that the failure of an earlier life is not taken for one of this
-    up: False from its loss until it is started again, checked, and has its weights
-    """
-
-    url: str
-    process: Started | None = None
-    load: int = 0
-    life: int = 0
-    up: bool = True
-
-    @property
-    def has_ended(self) -> bool:
-        return self.process is not None and self.process.exit_code() is not None
-
-    async def ends_soon(self) -> bool:
-        """Whether the process behind a failure is gone, or is so in a moment."""
-        end = time.monotonic() + DEATH_WAIT_S
-        while self.process and not self.has_ended and time.monotonic() < end:
-            await asyncio.sleep(DEATH_POLL_S)
-        return self.has_ended
-
-    def obituary(self) -> str:
-        """For the end of an error message; empty for one that mrl did not start."""
-        return "" if self.process is None else self.process.obituary()
-
-
 class Fleet:
     """The servers of a run.
 
@@ -75,6 +44,7 @@ class Fleet:
     accepts_stop_strings: whether all do that were checked
     restarts: who may start a lost server again; nobody, until `restarts.allow` is called
     nodes: those that have some of the servers, besides this one
+    memory_timeout_s: until a server has given up memory, or taken it back
     """
 
     def __init__(
@@ -86,6 +56,7 @@ class Fleet:
         startup_timeout_s: float,
         max_restarts: int,
         nodes: Sequence[OtherNode] = (),
+        memory_timeout_s: float,
     ) -> None:
         self.servers = tuple(servers)
         self.access = access
@@ -94,6 +65,7 @@ class Fleet:
         self.restarts = Restarts(max_restarts)
         self._nodes = nodes
         self._check, self._startup_timeout_s = check, startup_timeout_s
+        self._memory_timeout_s = memory_timeout_s
         self._ready = False
 
     @property
@@ -148,13 +120,15 @@ class Fleet:
         server.up = False
 
     async def bring_back(self, server: Server) -> None:
-        """Until a lost server has been started again and has its weights, with as many more restarts as it takes."""
+        """Until a lost server has been started again and has its weights, unless it is to wait for them, with as many
+        more restarts as it takes."""
         process = server.process
         assert process is not None, "only ours are lost"
         while True:
             try:
                 await self._start_again(server, process)
-                self.restarts.give_weights(server.url)
+                if server.has_weights:
+                    self.restarts.give_weights(server.url)
                 break
             except Exception as error:
                 if isinstance(error, PortTaken) or not await server.ends_soon():
@@ -165,7 +139,8 @@ class Fleet:
         server.up = True
 
     def revive(self, error: Exception) -> bool:
-        """After a failed push of weights: starts again what has died in it; the weights are for the caller to push.
+        """After a failed push of weights: starts again what has died in it, with as much of its memory given up as
+        before; the weights are for the caller to push.
 
         Returns whether there was such a server and a restart left for it.
         """
@@ -176,7 +151,9 @@ class Fleet:
             if not self.restarts.is_left():
                 return False
             self.restarts.take(process, error)
+            released = server.released
             asyncio.run(self._start_again(server, process))
+            self._settle(server, released)
         return bool(dead)
 
     def _dead(self) -> list[tuple[Server, Started]]:
@@ -185,9 +162,47 @@ class Fleet:
     async def _start_again(self, server: Server, process: Started) -> None:
         """Until the server answers and has been checked. It has the weights of its model directory then."""
         process.restart()
+        server.released = frozenset()
         while not process.is_ready(self._startup_timeout_s):
             await asyncio.sleep(RESTART_POLL_S)
         self._take_in(server)
+
+    # ---- memory
+
+    def settle(self, change: Callable[[Parts], Parts]) -> None:
+        """Brings every server from the parts of memory that it has given up to `change` of them, all at once.
+
+        One that dies or does not answer in it is lost, started again, and brought there too, without its weights.
+        Raises RolloutError when that is not allowed, or if a server refuses.
+        """
+        wanted = {server: change(server.released) for server in self.servers}
+        todo = list(self.servers)
+        while todo:
+            with ThreadPoolExecutor(len(todo)) as pool:
+                tries = {server: pool.submit(self._settle, server, wanted[server]) for server in todo}
+            failed = {server: error for server, tried in tries.items() if (error := tried.exception()) is not None}
+            for server, error in failed.items():
+                self._replace(server, error)
+            todo = list(failed)
+
+    def _settle(self, server: Server, wanted: Parts) -> None:
+        with closing(self.client(server.url, self._memory_timeout_s)) as client:
+            server.settle(wanted, client)
+
+    def _replace(self, server: Server, error: BaseException) -> None:
+        """After a failure to give up or take back memory: a new life of the server, if it did not just refuse."""
+        if not isinstance(error, EngineError):
+            raise error
+        refuses = error.status is not None and error.status < 500
+        ended = not refuses and asyncio.run(server.ends_soon())
+        problem = RolloutError(f"{error}\n{server.obituary()}".strip() if not refuses else str(error))
+        if error.status is not None and not ended:
+            raise problem from error
+        self.lose(server, problem)
+        server.has_weights = False  # the trainer's are not at hand where memory moves
+        asyncio.run(self.bring_back(server))
+
+    # ---- checks
 
     def _take_in(self, server: Server) -> None:
         found = self._check(server.url)

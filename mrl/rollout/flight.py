@@ -18,9 +18,10 @@ from mrl.core import Request, Sample, SamplingParams
 from mrl.rollout.answers import error_message, from_json
 from mrl.rollout.client import CONNECT_TIMEOUT_S
 from mrl.rollout.errors import BadAnswer, EngineError, Refused, RolloutError
-from mrl.rollout.fleet import Fleet, Server
+from mrl.rollout.fleet import Fleet
 from mrl.rollout.protocol import GENERATE
 from mrl.rollout.samples import Expected, generate_body, read_samples
+from mrl.rollout.server import Server
 
 REQUESTS_A_CALL = 32  # several requests share an HTTP call: on small models a call costs far more than a token
 WATCH_S = 0.25  # between looks at the engine processes

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES
+from mrl.config.placement import engine_gpus, shared_gpus
 from mrl.config.schema import RolloutConfig
 from mrl.families import ModelArch, engine_arch
 from mrl.ports import HERE
@@ -24,6 +26,9 @@ LAUNCHER = frozenset(
     )
 )
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+CPU = Machine(1, 1, gpus=0)  # a world of one
+
 
 @dataclass(frozen=True)
 class ServerSpec:
@@ -34,7 +39,7 @@ class ServerSpec:
     port: where on `host` it has to listen
     index: among the `cfg.servers` of its node
     seed: for what it draws without a sample's own seed; the same for all servers of a node
-    gpu: serve on GPUs, else on the CPU
+    machine: what this process sees of it; without GPUs the server is to serve on the CPU
     folder: this account's alone; goes with the engine
     api_key: what every request will carry, for the engine to refuse all others; None: it lets everybody in
     host: the only address that it has to listen on: this machine's own where other nodes must reach it
@@ -46,7 +51,7 @@ class ServerSpec:
     port: int
     index: int
     seed: int
-    gpu: bool
+    machine: Machine
     folder: Path
     api_key: str | None = field(default=None, repr=False)
     host: str = HERE
@@ -55,6 +60,31 @@ class ServerSpec:
     def arch(self) -> ModelArch:
         """The model's shape."""
         return engine_arch(self.model_path)
+
+    @property
+    def gpu(self) -> bool:
+        """Serve on GPUs, which are the first that it sees (`environment`), else on the CPU."""
+        return bool(self.machine.gpus)
+
+    @property
+    def shares_gpus(self) -> bool:
+        """A rank of the trainer is on one of its GPUs."""
+        return not set(self._gpus).isdisjoint(shared_gpus(self.cfg, self.machine))
+
+    @property
+    def _gpus(self) -> tuple[int, ...]:
+        first = self.index * self.cfg.tensor
+        return engine_gpus(self.cfg, self.machine)[first : first + self.cfg.tensor]
+
+    def environment(self) -> dict[str, str]:
+        """`environment`, in which the server's own GPUs come first. It sees all others too: weights in the memory of a
+        sender's GPU can be read by who sees that GPU alone."""
+        env = environment()
+        if self.gpu:
+            names = env[VISIBLE].split(",") if env.get(VISIBLE) else list(map(str, range(self.machine.gpus or 0)))
+            order = [*self._gpus, *(gpu for gpu in range(self.machine.gpus or 0) if gpu not in self._gpus)]
+            env[VISIBLE] = ",".join(names[gpu].strip() for gpu in order)
+        return env
 
     def secret_file(self, name: str, content: str) -> Path:
         """Writes a file that this account alone can read: anybody could read a command line."""

@@ -20,6 +20,13 @@ from mrl.rollout.errors import BadAnswer
 Body = TypeVar("Body")
 Answer = TypeVar("Answer")
 LoadFormat = Literal["flattened_bucket"]
+MemoryPart = Literal["weights", "kv_cache", "cuda_graph"]
+MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache", "cuda_graph")
+RELEASED_PARTS: dict[str, tuple[MemoryPart, ...]] = {  # by rollout.release
+    "none": (),
+    "cache": ("kv_cache", "cuda_graph"),
+    "all": MEMORY_PARTS,
+}
 
 
 @dataclass(frozen=True)
@@ -146,6 +153,13 @@ class CheckerBody(TypedDict):
     action: Literal["checksum"]
 
 
+class MemoryBody(TypedDict):
+    """What of an idle engine's GPU memory to give up, or to take back, with undefined contents but for CUDA graphs. A
+    part that is given up twice, or taken back without having been given up, may end the engine."""
+
+    tags: list[MemoryPart]
+
+
 # ---- what is answered
 
 
@@ -182,11 +196,13 @@ class ServerInfo:
     device: "cpu" where it says nothing
     is_deterministic: the same seed gives the same tokens, whatever else is in the batch
     has_tokenizer: it can look for stop strings
+    releases_memory: it gives memory up when it is told to; None: it does not know what that is
     """
 
     device: str
     is_deterministic: bool
     has_tokenizer: bool
+    releases_memory: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +225,9 @@ def read_model_info(answer: Any) -> ModelInfo:
 def read_server_info(answer: Any) -> ServerInfo:
     info = typed(answer, "the answer", dict)
     seeded, no_text = info.get("enable_deterministic_inference"), info.get("skip_tokenizer_init")
-    return ServerInfo(str(info.get("device", "cpu")), bool(seeded), not no_text)
+    releases = info.get("enable_memory_saver")
+    releases = None if releases is None else bool(releases)
+    return ServerInfo(str(info.get("device", "cpu")), bool(seeded), not no_text, releases)
 
 
 def read_checksums(answer: Any) -> list[RankChecksums]:
@@ -240,4 +258,6 @@ UPDATE_FROM_BROADCAST = Endpoint[BroadcastBody, None]("update_weights_from_distr
 LEAVE_GROUP = Endpoint[LeaveBody, None]("destroy_weights_update_group", read_nothing)
 UPDATE_FROM_DISK = Endpoint[DiskBody, None]("update_weights_from_disk", read_nothing)
 UPDATE_VERSION = Endpoint[VersionBody, None]("update_weight_version", read_nothing)
+RELEASE_MEMORY = Endpoint[MemoryBody, None]("release_memory_occupation", read_nothing)
+RESUME_MEMORY = Endpoint[MemoryBody, None]("resume_memory_occupation", read_nothing)
 CHECKSUMS = Endpoint[CheckerBody, list[RankChecksums]]("weights_checker", read_checksums)

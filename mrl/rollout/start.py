@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from mrl.config.derived import Machine
 from mrl.config.schema import RolloutConfig
 from mrl.config.secret_file import read_secret
 from mrl.families import engine_arch
@@ -18,9 +19,10 @@ from mrl.rollout.agent import Agent, Home, Offered
 from mrl.rollout.check import check_server
 from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.engine import Engine
-from mrl.rollout.fleet import Fleet, Server
-from mrl.rollout.launch import Launch, ServerSpec, launcher
+from mrl.rollout.fleet import Fleet
+from mrl.rollout.launch import CPU, Launch, ServerSpec, launcher
 from mrl.rollout.process import EngineProcess
+from mrl.rollout.server import Server
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def start_engine(
     log_dir: Path,
     seed: int = 0,
     *,
-    gpu: bool = False,
+    machine: Machine = CPU,
     others: Others | None = None,
 ) -> Engine:
     """Start `cfg.servers` servers (or take `cfg.urls`) and return at once; `Engine.wait_ready` waits and checks.
@@ -49,7 +51,7 @@ def start_engine(
     model_path: Hugging Face directory (without safetensors the engine starts with random weights: push before use)
     dtype: "float32" or "bfloat16"
     log_dir: gets engine_N.log of every server started
-    gpu: serve on GPUs with the stock engine; otherwise on the CPU
+    machine: this one, and the trainer's ranks on it; with GPUs the stock engine serves on those of `cfg.gpus`
     seed: of engines that draw without per-sample seeds (rollout.deterministic: false)
     others: in a run over several nodes, what has been started on the others
     """
@@ -60,7 +62,7 @@ def start_engine(
     else:
         access = Access(secrets.token_hex(32) if others is None else others.key, ours=True)
         home = Home() if others is None else others.home
-        processes = _start_servers(cfg, model_path, dtype, log_dir, seed, gpu, home, access)
+        processes = _start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, access)
         servers = [Server(process.url, process) for process in processes]
         nodes = [OtherNode(offered, access) for offered in (others.offered if others is not None else ())]
         servers += [Server(engine.url, engine) for node in nodes for engine in node.engines]
@@ -72,6 +74,7 @@ def start_engine(
         startup_timeout_s=cfg.startup_timeout_s,
         max_restarts=cfg.max_restarts,
         nodes=nodes,
+        memory_timeout_s=cfg.request_timeout_s,
     )
     return Engine(
         fleet,
@@ -88,7 +91,7 @@ def start_agent(
     log_dir: Path,
     seed: int,
     *,
-    gpu: bool,
+    machine: Machine,
     home: Home,
     where: str,
     key: str,
@@ -97,12 +100,19 @@ def start_agent(
 
     where: the node in words, for errors; the rest as `start_engine` takes it
     """
-    processes = _start_servers(cfg, model_path, dtype, log_dir, seed, gpu, home, Access(key, ours=True))
+    processes = _start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, Access(key, ours=True))
     return Agent(home, where, processes, key)
 
 
 def _start_servers(
-    cfg: RolloutConfig, model_path: str, dtype: str, log_dir: Path, seed: int, gpu: bool, home: Home, access: Access
+    cfg: RolloutConfig,
+    model_path: str,
+    dtype: str,
+    log_dir: Path,
+    seed: int,
+    machine: Machine,
+    home: Home,
+    access: Access,
 ) -> list[EngineProcess]:
     """All of a node's; none is left if one of them cannot be started."""
     before = home.node * cfg.servers
@@ -110,7 +120,7 @@ def _start_servers(
         started = []
         for index in range(cfg.servers):
             port, number = free_port(home.host), before + index
-            spec = partial(ServerSpec, cfg, model_path, dtype, port, index, seed + before, gpu, host=home.host)
+            spec = partial(ServerSpec, cfg, model_path, dtype, port, index, seed + before, machine, host=home.host)
             process = _start(spec, port, f"engine {number}", log_dir / f"engine_{number}.log", access, home)
             started.append(undo.enter_context(contextlib.closing(process)))
         undo.pop_all()

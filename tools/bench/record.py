@@ -17,7 +17,8 @@ from mrl.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "megatron-core", "safetensors", "sglang", "transformers", "nvidia-resiliency-ext")
+PACKAGES = ("torch", "megatron-core", "safetensors", "sglang", "transformers", "nvidia-resiliency-ext",
+            "transformer-engine", "triton", "flashinfer-python", "torch_memory_saver")  # fmt: skip
 
 
 def write(file: Path, figures: Mapping[str, Any]) -> None:

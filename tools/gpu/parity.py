@@ -91,33 +91,35 @@ def processes(ways: Sequence[Way]) -> Check:
     """Starts what the checks that follow need, several at once. It fails for none of it: those will say."""
 
     def check(setting: Setting) -> Numbers:
-        families = [REHEARSED] if setting.rehearsal else list(FAMILIES)
+        if setting.rehearsal:
+            _run(setting, REHEARSED, [CPU, LOCAL, FIXED])
+            return {"families": 1}
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(lambda family: _make(setting, family, ways), families))
-        return {"families": len(families)}
+            list(pool.map(lambda family: _make(setting, family, ways), FAMILIES))
+        return {"families": len(FAMILIES)}
 
     return check
 
 
 def results(setting: Setting, family: str, ways: Sequence[Way]) -> list[dict[str, Any]]:
     """A result a way. Failed, with the last words of the process that should have made it."""
-    _make(setting, family, [way for way in ways if not _said(setting, family, way).is_file()])
+    _make(setting, family, ways)
     if failed := [said for way in ways if (said := _said(setting, family, way).read_text())]:
         raise Failed(failed[0])
     return [torch.load(_out(setting, family, way), weights_only=True) for way in ways]
 
 
 def _make(setting: Setting, family: str, ways: Sequence[Way]) -> None:
-    """A process for the CPU's results and one for the GPU's; a rehearsal has one for both."""
-    everywhere = [way for way in ways if setting.rehearsal]
-    for here in (everywhere, [way for way in ways if not way.gpu], [way for way in ways if way.gpu]):
-        missing = [way for way in here if not _said(setting, family, way).is_file()]
+    """A process for the CPU's results and one for the GPU's, of those that are not there."""
+    for gpu in (False, True):
+        missing = [way for way in ways if way.gpu == gpu and not _said(setting, family, way).is_file()]
         if missing:
-            _run(setting, family, sorted(missing, key=lambda way: (way.fixed_order, way.time)))
+            _run(setting, family, missing)
 
 
 def _run(setting: Setting, family: str, ways: Sequence[Way]) -> None:
-    """tests/worlds/one_update.py; what it said goes beside each result that it did not make, nothing beside others."""
+    """tests/worlds/one_update.py. What it said goes beside each result that it did not make, nothing beside others.
+    ways: those with a fixed order last, which stays"""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_path())}
     if not any(way.gpu for way in ways):
         environment["CUDA_VISIBLE_DEVICES"] = ""

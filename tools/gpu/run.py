@@ -1,10 +1,9 @@
 """Whether mrl works on this machine's GPU: `make test-gpu`, or python -m tools.gpu.run [--stages cuda,engine]
 
 Runs stages one after the other, each in a process of its own with a time-out, all within 10 minutes: cuda (without
-transformer-engine), engine (SGLang, or mrl's own, on the same GPU), transformer_engine, fp8, speed. Every check
-prints its verdict; what a stage lacks, or dies of, hides nothing of another. One file a stage goes to
-tools/gpu/results, to be committed: docs/support.md is made of them by python -m tools.gpu.support. Nothing is written
-before a stage is over.
+transformer-engine), engine (SGLang, or mrl's own, on the same GPU), transformer_engine, fp8, speed. Every check prints
+its verdict; what a stage lacks, or dies of, hides nothing of another. A file a stage goes to tools/gpu/results, to be
+committed: docs/support.md is made of them by python -m tools.gpu.support. Nothing is written before a stage is over.
 
 Exit code: 0 if nothing failed, 1 if something did, 2 without a GPU.
 """
@@ -18,7 +17,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -78,8 +76,9 @@ def outcome(stage: str, lines: Path, end: str, seconds: float) -> Outcome:
     return Outcome(stage, round(seconds, 1), head["gpu"], checks)
 
 
-def written(found: Outcome, results: Path) -> None:
-    figures = {"stage": found.stage, "verdict": found.verdict, "seconds": found.seconds, **found.gpu}
+def written(found: Outcome, results: Path, commit: str | None) -> None:
+    figures = {"commit": commit} if commit else {}
+    figures |= {"stage": found.stage, "verdict": found.verdict, "seconds": found.seconds, **found.gpu}
     record.write(results / f"{found.stage}.json", {**figures, "checks": found.checks})
 
 
@@ -103,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=chosen, default=list(STAGES), help=f"of {','.join(STAGES)} (default: all)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the files go")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "test_gpu", help="where the runs are, and stay")
+    parser.add_argument("--commit", help="of a copy that is no git checkout")
     args = parser.parse_args(argv)
     from mrl import platform
 
@@ -112,13 +113,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return NO_GPU
     found: list[Outcome] = []
-    with tempfile.TemporaryDirectory(prefix="mrl-gpu-") as work:
-        for stage in args.stages:
-            print(f"== {stage}, at most {LIMITS_S[stage]:g} s", flush=True)
-            lines = Path(work) / f"{stage}.jsonl"
-            command = [sys.executable, "-m", "tools.gpu.stage", str(lines), str(Path(work) / "work"), stage]
-            found.append(run_stage(stage, command, lines, LIMITS_S[stage]))
-            written(found[-1], args.results)
+    work = args.work.resolve() / time.strftime("%Y%m%d_%H%M%S")
+    work.mkdir(parents=True)
+    for stage in args.stages:
+        print(f"== {stage}, at most {LIMITS_S[stage]:g} s", flush=True)
+        lines = work / f"{stage}.jsonl"
+        command = [sys.executable, "-m", "tools.gpu.stage", str(lines), str(work), stage]
+        found.append(run_stage(stage, command, lines, LIMITS_S[stage]))
+        written(found[-1], args.results, args.commit)
     print("\n" + "\n".join(map(shown, found)))
     return int(any(one.verdict in ("failed", "not run") for one in found))
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from tools.gpu.parity import CPU, FAMILIES, GPU, LOCAL, parity, processes, same_bits
 from tools.gpu.stage import Failed, Numbers, Setting, require
-from tools.gpu.trained import ONE_RANK, Row, learnt, of_data, sampled, started, task, train
+from tools.gpu.trained import ONE_RANK, Row, learnt, of_data, sampled, task, train
 
 RUN_S = 100.0
 NOT_CUT = ("tensor=1", "pipeline=1", "context=1")
+RESUMED = 1e-4  # losses and gradient norms of the same steps in float32, relative: sums have no fixed order
 EXACT_NATS = 1e-3  # of a token's log-prob, both sides in float32
 
 
@@ -27,10 +28,6 @@ def of_sft(made: object) -> list[str]:
 
 
 def grpo(setting: Setting) -> Numbers:
-    if setting.rehearsal:
-        few = ["run.steps=1", "batch.prompts_per_step=4", "validation.prompts=4", "checkpoint.every_steps=1"]
-        words = [f"run.root={setting.work}/runs", "run.name=grpo", *of_rl(setting, "actor"), *few]
-        return judged(started(setting, "grpo", "quickstart_grpo", words, RUN_S))
     return judged(train(setting, "grpo", "quickstart_grpo", [*of_rl(setting, "actor"), "run.steps=8"], RUN_S))
 
 
@@ -56,7 +53,7 @@ def judged(rows: Sequence[Row]) -> Numbers:
 
 def resume(setting: Setting) -> Numbers:
     """Six steps, and three with three more by another process."""
-    words = [*of_sft(task(setting)), "checkpoint.every_steps=3", "checkpoint.export_hf=false", "run.deterministic=true"]
+    words = [*of_sft(task(setting)), "checkpoint.every_steps=3", "checkpoint.export_hf=false"]
 
     def steps(name: str, count: int) -> list[Row]:
         return train(setting, name, "quickstart_sft", [*words, f"run.steps={count}"], RUN_S)
@@ -64,7 +61,7 @@ def resume(setting: Setting) -> Numbers:
     whole = steps("whole", 6)
     steps("in two", 3)
     again = steps("in two", 6)
-    return same_losses(whole[3:], again[-3:], 1e-5)
+    return same_losses(whole[3:], again[-3:], RESUMED)
 
 
 def same_losses(some: Sequence[Row], others: Sequence[Row], bound: float) -> Numbers:

@@ -6,7 +6,7 @@ import importlib.util
 import math
 from pathlib import Path
 
-from tools.gpu.stage import Numbers, Setting, Skipped, require
+from tools.gpu.stage import Failed, Numbers, Setting, Skipped, require
 from tools.gpu.stage_cuda import of_sft
 from tools.gpu.trained import ONE_RANK, learnt, of_data, sampled, task, train
 
@@ -23,7 +23,7 @@ def has_sglang() -> bool:
 def engine(sglang: bool) -> list[str]:
     """SGLang with the kernels that are there, or mrl's own."""
     if not sglang:
-        return ["rollout.engine=transformers", "sync.transport=shared_memory"]
+        return ["rollout.engine=transformers", "sync.transport=shared_memory", "rollout.memory_fraction=0.7"]
     plain = "rollout.server_args=[--attention-backend,triton,--sampling-backend,pytorch,--grammar-backend,none]"
     own = [] if importlib.util.find_spec("flashinfer") is not None else [plain]
     return ["rollout.engine=sglang", "sync.transport=cuda_ipc", *own]
@@ -36,6 +36,11 @@ def sft(setting: Setting) -> Numbers:
     return require(numbers | {"of the first": numbers["last loss"] / numbers["first loss"]}, **{"of the first": 0.9})
 
 
+def release() -> str:
+    """What the engines can give up here."""
+    return "all" if has_sglang() and importlib.util.find_spec("torch_memory_saver") is not None else "none"
+
+
 def by_sglang(setting: Setting) -> Numbers:
     """Every push is proved by a checksum: the run fails otherwise."""
     if not has_sglang():
@@ -44,7 +49,7 @@ def by_sglang(setting: Setting) -> Numbers:
 
 
 def by_transformers(setting: Setting) -> Numbers:
-    if has_sglang():
+    if has_sglang() and not setting.rehearsal:
         raise Skipped("SGLang is there")
     return grpo(setting, "transformers", sglang=False)
 
@@ -52,6 +57,23 @@ def by_transformers(setting: Setting) -> Numbers:
 def grpo(setting: Setting, name: str, sglang: bool) -> Numbers:
     words = [*of_grpo(setting), *engine(sglang), "run.steps=6"]
     return require(sampled(train(setting, name, "quickstart_gpu", words, RUN_S)), mismatch_mean=ROUNDED_NATS)
+
+
+def given_up(setting: Setting) -> Numbers:
+    """The same run with everything of the actor in host memory while it is not needed, and SGLang's memory given up."""
+    words = [
+        *of_grpo(setting),
+        *engine(has_sglang()),
+        "actor.offload=all",
+        f"rollout.release={release()}",
+        "run.steps=3",
+    ]
+    rows = train(setting, "given up", "quickstart_gpu", words, RUN_S)
+    moved = {name: rows[-1][name] for name in ("memory/offloaded_gib", "memory/offload_s")}
+    peaks = {name: value for name, value in rows[-1].items() if name.startswith("memory/peak_gib")}
+    if not moved["memory/offloaded_gib"]:
+        raise Failed("nothing was moved", moved)
+    return require(sampled(rows) | {"release": release()} | moved | peaks, mismatch_mean=ROUNDED_NATS)
 
 
 def of_grpo(setting: Setting) -> list[str]:
@@ -68,7 +90,7 @@ def large(setting: Setting) -> Numbers:
     small = {
         "run.steps": 3,
         "data.max_prompt_tokens": 64,
-        "batch.prompts_per_step": 32,
+        "batch.prompts_per_step": 32 if has_sglang() else 4,  # mrl's own engine samples on the CPU
         "batch.samples_per_minibatch": "null",
         "rollout.sampling.max_new_tokens": 64,
         "rollout.max_context_tokens": 128,
@@ -76,6 +98,7 @@ def large(setting: Setting) -> Numbers:
         "validation.prompts": 16,
         "checkpoint.every_steps": "null",
         "checkpoint.export_hf": "false",
+        "rollout.release": release(),
     }
     words = [*ONE_RANK, *own, *(f"{key}={value}" for key, value in small.items()), *engine(has_sglang()), LAYERS]
     numbers = sampled(train(setting, "qwen", "grpo_qwen0.6b_1gpu", words, 150.0))
@@ -97,4 +120,5 @@ CHECKS = {
     "GRPO, bfloat16, SGLang, weights by CUDA IPC with checksum": by_sglang,
     "GRPO, bfloat16, transformers engine": by_transformers,
     "GRPO of a 0.6B model": large,
+    "memory given up between the parts of a step": given_up,
 }

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tools import make_sort_task
 from tools.gpu.stage import ROOT, Failed, Numbers, Setting, Skipped
 
 Row = dict[str, Any]
@@ -20,12 +21,10 @@ def task(setting: Setting, sizes: str | None = None) -> Path:
     """A directory with the sorting task's data and a model_init, whose sizes are those of yaml_configs/models/SIZES."""
     out = setting.work / f"task {sizes or 'tiny'}"
     if not (out / "data" / "train.jsonl").is_file():
-        command = [sys.executable, "tools/make_sort_task.py", str(out)]
-        command += ["--sizes", f"yaml_configs/models/{sizes}/config.json"] if sizes else []
-        command += ["--train-rows", "60", "--validation-rows", "20", "--digits", "2"] if setting.rehearsal else []
-        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
-        if done.returncode:
-            raise Failed(f"tools/make_sort_task.py: {done.stderr.strip()[-400:]}")
+        config = None if sizes is None else ROOT / "yaml_configs" / "models" / sizes / "config.json"
+        digits, rows, held_out = (2, 60, 20) if setting.rehearsal else (5, 20000, 512)
+        make_sort_task.write_model(out / "model_init", config)
+        make_sort_task.write_data(out / "data", digits, rows, held_out, seed=0)
     return out
 
 

@@ -18,8 +18,8 @@ SEVERAL_LINES = ("rollout.sampling.stop", "reward.format.pattern", "model.eos_to
 
 def check_all(cfg: Config, machine: Machine) -> list[Problem]:
     """`check`, after the files that the configuration names have been looked at."""
-    problems = [*data.check_sources(cfg), *trainer_of(cfg).check_files(cfg)]
-    archs = models.read_archs(cfg, problems)
+    problems = [] if machine.planned else [*data.check_sources(cfg), *trainer_of(cfg).check_files(cfg)]
+    archs = models.read_archs(cfg, problems, shapes_only=machine.planned)
     return problems + check(cfg, archs, machine)
 
 

@@ -16,30 +16,32 @@ from mrl.config.trainers.rl import RLConfig
 from mrl.families import ModelArch, UnsupportedModel, is_reward_model, load_arch
 
 
-def read_archs(cfg: Config, problems: list[Problem]) -> Archs:
-    """The shapes of the run's models; what is wrong with their directories is added to `problems`."""
+def read_archs(cfg: Config, problems: list[Problem], shapes_only: bool = False) -> Archs:
+    """The shapes of the run's models; what is wrong with their directories is added to `problems`, of config.json alone
+    with `shapes_only`."""
     model = cfg.model
     actor = _arch("model.path", model.path, problems)
-    if actor is not None and not model.from_scratch:
+    if actor is not None and not model.from_scratch and not shapes_only:
         problems.extend(_weights("model.path", model.path, model.allow_pickle))
-    if actor is not None:
+    if actor is not None and not shapes_only:
         found_in_tokenizer = tokenizer_files.problems(model.path, actor.vocab_size, model.eos_token)
         problems.extend(Problem((key,), message) for key, message in found_in_tokenizer)
     archs: dict[str, ModelArch | None] = {}
     for name, use in cfg.models().items():
-        archs[name] = actor if use.path is None else _other(f"{name}.path", use, model, actor, problems)
+        archs[name] = actor if use.path is None else _other(f"{name}.path", use, model, actor, problems, shapes_only)
     return archs
 
 
 def _other(
-    key: str, use: ModelUse, model: ModelConfig, actor: ModelArch | None, problems: list[Problem]
+    key: str, use: ModelUse, model: ModelConfig, actor: ModelArch | None, problems: list[Problem], shapes_only: bool
 ) -> ModelArch | None:
     """Of a model with a directory of its own."""
     assert use.path is not None
     arch = _arch(key, use.path, problems)
     if arch is None:
         return None
-    problems.extend(_weights(key, use.path, model.allow_pickle))
+    if not shapes_only:
+        problems.extend(_weights(key, use.path, model.allow_pickle))
     if actor is not None and arch.vocab_size != actor.vocab_size:
         message = f"vocabulary of {arch.vocab_size} tokens, the actor's has {actor.vocab_size}"
         problems.append(Problem((key, "model.path"), message))

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from mrl.config.checks.base import either, inert
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES
+from mrl.config.placement import shared_gpus
 from mrl.config.problems import Problem
 from mrl.config.schema import RLConfig, RolloutConfig, SamplingConfig, ValidationConfig
 from mrl.config.secret_file import read_secret
@@ -63,7 +64,7 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
     yield from _stops(rollout.sampling, arch)
     if rollout.urls:
         names = ["servers", "tensor", "memory_fraction", "max_context_tokens"]
-        names += ["max_running_requests", "max_restarts", "server_args"]
+        names += ["max_running_requests", "max_restarts", "server_args", "gpus"]
         yield from inert(rollout, "rollout", names, "mrl starts no engine when urls are given", "rollout.urls")
         yield from _urls(rollout.urls)
         return
@@ -86,11 +87,27 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
     if not machine.gpus and engines > MOST_CPU_ENGINES:
         message = f"{engines} engine processes on one machine without GPUs: at most {MOST_CPU_ENGINES}"
         yield Problem(("rollout.servers", "rollout.tensor"), message)
-    if machine.gpus and engines > machine.gpus:
+    if rollout.gpus is not None:
+        yield from _gpus(rollout, rollout.gpus, machine)
+    elif machine.gpus and engines > machine.gpus:
         message = (
             f"{rollout.servers} servers x tensor {rollout.tensor} = {engines} GPUs, this machine has {machine.gpus}"
         )
         yield Problem(("rollout.servers", "rollout.tensor"), message)
+
+
+def _gpus(rollout: RolloutConfig, gpus: tuple[int, ...], machine: Machine) -> Iterator[Problem]:
+    key, engines = "rollout.gpus", rollout.servers * rollout.tensor
+    if len(gpus) != engines:
+        message = f"names {len(gpus)}; {rollout.servers} servers x tensor {rollout.tensor} = {engines} GPUs"
+        yield Problem((key, "rollout.servers", "rollout.tensor"), message)
+    twice = sorted({gpu for gpu in gpus if gpus.count(gpu) > 1})
+    if twice and "memory_fraction" not in ENGINES[rollout.engine].ignores:
+        message = f"{', '.join(map(str, twice))}: twice, and each engine takes its memory_fraction of what is free"
+        yield Problem((key,), message)
+    if (there := machine.gpus) and (absent := sorted({gpu for gpu in gpus if gpu >= there})):
+        numbers = f"{there} GPUs, number 0 to {there - 1}" if there > 1 else "1 GPU, number 0"
+        yield Problem((key,), f"{', '.join(map(str, absent))}: this machine has {numbers}")
 
 
 def _stops(sampling: SamplingConfig, arch: ModelArch | None) -> Iterator[Problem]:
@@ -142,10 +159,10 @@ def _sync(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
     if transport in ("cuda_ipc", "distributed") and ENGINES[cfg.rollout.engine].is_plain:
         message = f"the {cfg.rollout.engine} engine does not know {transport}: use shared_memory, http, disk or auto"
         yield Problem(("sync.transport", "rollout.engine"), message)
-    elif transport == "distributed" and machine.gpus and not cfg.rollout.urls:
+    elif transport == "distributed" and (shared := shared_gpus(cfg.rollout, machine)):
         message = (
-            "mrl's own engines are on GPUs of the trainer, and NCCL takes no group with two members on one GPU: use "
-            "cuda_ipc, shared_memory, http, disk or auto"
+            f"engines and ranks of the trainer are on GPU {', '.join(map(str, shared))}, and NCCL takes no group with "
+            "two members on one GPU: use cuda_ipc, shared_memory, http, disk or auto, or other rollout.gpus"
         )
         yield Problem(("sync.transport", "rollout.urls"), message)
     if transport == "disk":

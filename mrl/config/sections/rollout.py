@@ -39,13 +39,19 @@ class RolloutConfig(Section):
     api_key_file: str | None = None  # the key that the engines at urls want: a file that its owner alone can read
     servers: PositiveInt = 1  # engines that mrl starts on each node
     tensor: PositiveInt = 1  # tensor parallelism of each; sglang only
+    # GPUs of this machine, by number, tensor for each server; null: from 0 on, which ranks of the trainer have too
+    gpus: tuple[NonNegativeInt, ...] | None = None
+    # what the engines give up while the models compute. cache: KV cache and CUDA graphs; all: their weights too,
+    # which the next push brings back. For engines on the trainer's GPUs
+    release: Literal["none", "cache", "all"] = "none"
     sampling: SamplingConfig = SamplingConfig()
     concurrent_requests: PositiveInt = 256  # responses in flight at once, over all engines
     deterministic: bool = True  # same (seed, step, sample) -> same tokens, whatever else is in the batch
     max_context_tokens: PositiveInt | None = None  # prompt and response together; from the model's config when null
     # requests in the engine's own batch, at most; by the machine when null
     max_running_requests: PositiveInt | None = None
-    memory_fraction: Fraction = 0.7  # of GPU memory, for the engine's weights and KV cache; sglang only
+    # of the GPU memory that is free when the engine starts, for its weights and KV cache; sglang only
+    memory_fraction: Fraction = 0.7
     startup_timeout_s: PositiveFloat = 300.0  # seconds until an engine must answer
     request_timeout_s: PositiveFloat = 600.0  # seconds of one request
     max_restarts: NonNegativeInt = 3  # of mrl's own engines in a run, when one dies or lets a request time out

@@ -19,6 +19,8 @@ class RunConfig(Section):
     steps: PositiveInt = 100  # of the whole run, those before a resume included
     # processes on each machine; when null, the smallest world of the layout, and of several machines one a GPU
     nproc: PositiveInt | None = None
+    # machines that the run is made for, nproc processes on each; null: as many as it is started on
+    nodes: PositiveInt | None = None
     tensorboard: bool = True  # also write RUN_DIR/tensorboard
     timeout_s: PositiveFloat = 600.0  # seconds of every collective
     launcher: Literal["mrl", "torchrun", "ft"] = "mrl"  # who starts this machine's processes; ft restarts failed ones

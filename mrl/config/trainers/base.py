@@ -10,6 +10,7 @@ from mrl.config.sections.base import Section
 from mrl.config.sections.data import DataConfig
 from mrl.config.sections.models import ModelConfig, ParallelConfig, TrainConfig
 from mrl.config.sections.reward import RewardConfig
+from mrl.config.sections.rollout import RolloutConfig, SyncConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig
 
 
@@ -42,6 +43,41 @@ class DataUse:
     is_sampled: bool = False
 
 
+@dataclass(frozen=True)
+class Built:
+    """A model as a run builds it.
+
+    path: its directory; None: that of the run's model
+    train: layout, micro-batches, layers, what it gives up
+    scores: it has a value head in place of the output layer
+    """
+
+    path: str | None
+    train: TrainConfig
+    scores: bool = False
+    is_trained: bool = False
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """What one step works on, in samples unless it says tokens.
+
+    prompts, sampled: that responses are drawn for, and those, in a step without dropped groups; 0: none are drawn
+    learnt: that its updates learn from in an epoch; minibatch: in one update
+    prompt_tokens, response_tokens: the longest; None: the data says, up to a micro-batch
+    passes: names of the models that compute log-probs or values of all samples before the updates
+    """
+
+    learnt: int
+    minibatch: int
+    epochs: int = 1
+    prompts: int = 0
+    sampled: int = 0
+    prompt_tokens: int | None = None
+    response_tokens: int | None = None
+    passes: tuple[str, ...] = ()
+
+
 class Config(Section):
     """The keys of every trainer. The methods are what the rest asks: it never looks which trainer it is."""
 
@@ -56,6 +92,23 @@ class Config(Section):
     def models(self) -> dict[str, ModelUse]:
         """Every model of the run, by the section that its keys `path`, `parallel` and `optimizer` are in."""
         return {"actor": ModelUse(None, self.actor.parallel, self.actor)}
+
+    def built(self) -> dict[str, Built]:
+        """Every model that the run has weights of, by its name."""
+        return {"actor": Built(None, self.actor, is_trained=True)}
+
+    def copies(self) -> dict[str, bool]:
+        """Float32 weights that are kept beside the actor's, by name, and whether they are in host memory."""
+        return {}
+
+    def engines(self) -> tuple[RolloutConfig, SyncConfig] | None:
+        """What samples, and how it gets the weights; None: nothing does."""
+        return None
+
+    def step_size(self) -> StepSize:
+        """What one step works on."""
+        rows = self.data_uses()["data"].rows_per_step
+        return StepSize(learnt=rows, minibatch=rows)
 
     @abstractmethod
     def data_uses(self) -> dict[str, DataUse]:

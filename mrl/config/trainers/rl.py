@@ -6,11 +6,12 @@ from typing import Literal
 
 from mrl.config.sections.algorithm import Algorithm, AlgorithmConfig
 from mrl.config.sections.data import BatchConfig
-from mrl.config.sections.models import CriticConfig, RefConfig
+from mrl.config.sections.models import CriticConfig, RefConfig, TrainConfig
+from mrl.config.sections.policy import RolloutCorrectionConfig
 from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
-from mrl.config.sections.reward import RewardConfig
+from mrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mrl.config.sections.rollout import RolloutConfig, SyncConfig, ValidationConfig
-from mrl.config.trainers.base import Config, DataUse, ModelUse
+from mrl.config.trainers.base import Built, Config, DataUse, ModelUse, StepSize
 
 
 class RLConfig(Config):
@@ -37,6 +38,42 @@ class RLConfig(Config):
         if (judge := self.reward.model) is not None:
             found["reward.model"] = ModelUse(judge.path, judge.parallel or self.actor.parallel, scores=True)
         return found
+
+    def built(self) -> dict[str, Built]:
+        found = super().built()
+        if (critic := self.critic) is not None:
+            found["critic"] = Built(critic.path, critic, scores=True, is_trained=not critic.frozen)
+        if needs_ref(self) and self.ref.policy == "frozen":
+            found["ref"] = Built(self.ref.path, self._like_actor(self.ref))
+        if (judge := self.reward.model) is not None:
+            found["reward"] = Built(judge.path, self._like_actor(judge), scores=True)
+        return found
+
+    def _like_actor(self, own: RefConfig | RewardModelConfig) -> TrainConfig:
+        """The actor's settings, but for those that are given."""
+        given = {name: dict(own)[name] for name in ("parallel", "max_tokens_per_microbatch", "offload")}
+        return self.actor.model_copy(update={name: value for name, value in given.items() if value is not None})
+
+    def copies(self) -> dict[str, bool]:
+        found = {"moving average": self.ema.offload} if self.ema is not None else {}
+        return found | ({"reference": True} if needs_ref(self) and self.ref.policy == "refreshed" else {})
+
+    def engines(self) -> tuple[RolloutConfig, SyncConfig]:
+        return self.rollout, self.sync
+
+    def step_size(self) -> StepSize:
+        single = updates_per_step(self) == 1 and self.replay is None
+        needed = {"actor": needs_forward_pass(self.algorithm, single), "ref": needs_ref(self), "critic": self.critic}
+        return StepSize(
+            learnt=samples_per_step(self) + reused_samples_per_step(self),
+            minibatch=self.batch.samples_per_minibatch or samples_per_step(self) + reused_samples_per_step(self),
+            epochs=self.batch.epochs_per_step,
+            prompts=self.batch.prompts_per_step,
+            sampled=samples_per_step(self),
+            prompt_tokens=self.data.max_prompt_tokens,
+            response_tokens=self.rollout.sampling.max_new_tokens,
+            passes=tuple(name for name, is_needed in needed.items() if is_needed),
+        )
 
     def data_uses(self) -> dict[str, DataUse]:
         found = {"data": DataUse(self.data, self.batch.prompts_per_step, is_sampled=True)}
@@ -75,6 +112,15 @@ class RLConfig(Config):
 
 def needs_ref(cfg: RLConfig) -> bool:
     return cfg.algorithm.kl.use_in_reward or cfg.algorithm.kl.use_in_loss
+
+
+def needs_forward_pass(cfg: AlgorithmConfig, single_update: bool) -> bool:
+    """Whether the trainer's log-probs and entropies must be known before the first update, which is the step's only one
+    if `single_update`."""
+    old_ones = cfg.old_log_probs == "trainer" and not single_update
+    corrects = cfg.rollout_correction != RolloutCorrectionConfig()
+    chooses = cfg.policy_loss.high_entropy_token_ratio < 1
+    return cfg.needs_distribution or old_ones or corrects or cfg.kl.use_in_reward or chooses
 
 
 def samples_per_step(cfg: RLConfig) -> int:

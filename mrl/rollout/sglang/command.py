@@ -9,11 +9,13 @@ from pathlib import Path
 
 from mrl.ports import LOOPBACK
 from mrl.rollout.errors import EngineUnavailable
-from mrl.rollout.launch import Launch, ServerSpec, environment
+from mrl.rollout.launch import Launch, ServerSpec
 
 SHIM = Path(__file__).with_name("cpu_shim")
 CPU_RUNNING_REQUESTS = 512
 CPU_KV_CACHE_BYTES = 4 << 30  # reserved, touched only as it fills
+# of torch's own allocator, and for the trainer: its expandable segments exclude torch_memory_saver
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -30,9 +32,8 @@ def sglang_launch(spec: ServerSpec) -> Launch:
             "give rollout.urls of running servers, or set rollout.engine: transformers"
         )
     arguments = _common(spec) + (_gpu(spec) if spec.gpu else _cpu(spec))
-    env = _without_crash_dumps(environment())
-    if not spec.gpu:
-        env |= _cpu_env(spec.cfg.tensor)
+    env = _without_crash_dumps(spec.environment())
+    env = _gpu_env(spec, env) if spec.gpu else env | _cpu_env(spec.cfg.tensor)
     env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{spec.folder}/rendezvous"
     env["GLOO_SOCKET_IFNAME"] = LOOPBACK["GLOO_SOCKET_IFNAME"]  # all its processes are on this machine
     env["SGLANG_DIAG_BYPASS_HEALTH_GENERATE"] = "1"  # /health asks for no key, and would sample a token among the run's
@@ -59,10 +60,25 @@ def _common(spec: ServerSpec) -> list[str]:
 
 def _gpu(spec: ServerSpec) -> list[str]:
     cfg = spec.cfg
-    arguments = ["--mem-fraction-static", str(cfg.memory_fraction), "--base-gpu-id", str(spec.index * cfg.tensor)]
+    arguments = ["--mem-fraction-static", str(cfg.memory_fraction)]
+    if cfg.release != "none":
+        arguments.append("--enable-memory-saver")  # without a copy of the weights: a push brings them back
     if cfg.max_running_requests is not None:
         arguments += ["--max-running-requests", str(cfg.max_running_requests)]
     return arguments
+
+
+def _gpu_env(spec: ServerSpec, env: dict[str, str]) -> dict[str, str]:
+    if spec.shares_gpus:  # ranks of the trainer need not use theirs alike
+        env.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0")
+    if spec.cfg.release == "none":
+        return env
+    if importlib.util.find_spec("torch_memory_saver") is None:
+        raise EngineUnavailable(
+            f"rollout.release = {spec.cfg.release} needs the package torch_memory_saver, which SGLang gives GPU memory "
+            "up with: install it, or set rollout.release: none"
+        )
+    return {name: value for name, value in env.items() if name not in ALLOCATOR}
 
 
 def _cpu(spec: ServerSpec) -> list[str]:

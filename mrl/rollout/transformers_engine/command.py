@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from mrl.rollout.errors import EngineUnavailable
-from mrl.rollout.launch import Launch, ServerSpec, environment
+from mrl.rollout.launch import Launch, ServerSpec
 from mrl.rollout.serving import KEY_VARIABLE
 
 
@@ -30,7 +30,7 @@ def transformers_launch(spec: ServerSpec) -> Launch:
     ]
     command += ["--max-running-requests", str(cfg.max_running_requests or 256)]
     command += ["--context-length", str(context)]
-    env = environment()
+    env = spec.environment()
     env["OMP_NUM_THREADS"] = "1" if not spec.gpu else env.get("OMP_NUM_THREADS", "4")
     if spec.api_key is not None:
         env[KEY_VARIABLE] = spec.api_key

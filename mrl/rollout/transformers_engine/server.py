@@ -45,6 +45,8 @@ class Endpoints:
             protocol.UPDATE_FROM_DISK.path: self.update_weights_from_disk,
             protocol.UPDATE_VERSION.path: self.update_weight_version,
             protocol.CHECKSUMS.path: self.weights_checker,
+            protocol.RELEASE_MEMORY.path: lambda body: _attempt(lambda: worker.release_memory(body["tags"])),
+            protocol.RESUME_MEMORY.path: lambda body: _attempt(lambda: worker.resume_memory(body["tags"])),
         }
 
     def model_info(self, body: dict[str, Any]) -> Any:
@@ -53,7 +55,7 @@ class Endpoints:
         return {"model_path": self._worker.model_path, "model_type": model_type, "weight_version": version}
 
     def server_info(self, body: dict[str, Any]) -> Any:
-        return {"enable_deterministic_inference": True, "skip_tokenizer_init": False}
+        return {"enable_deterministic_inference": True, "skip_tokenizer_init": False, "enable_memory_saver": True}
 
     def generate(self, body: dict[str, Any]) -> Any:
         many = isinstance(body["input_ids"][0], list) if body["input_ids"] else False

@@ -63,9 +63,13 @@ class ModelWeights:
     those where transformers joins them. Raises KeyError if the model lacks what its family has."""
 
     def __init__(self, model: nn.Module, arch: ModelArch) -> None:
-        self._arch = arch
-        self._places: dict[str, Tensor] = {name: parameter.data for name, parameter in model.named_parameters()}
-        for row in weight_table(arch).values():
+        self._arch, self._parameters = arch, dict(model.named_parameters())
+        self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        self._find_places()
+
+    def _find_places(self) -> None:
+        self._places: dict[str, Tensor] = {name: parameter.data for name, parameter in self._parameters.items()}
+        for row in weight_table(self._arch).values():
             for i, name in enumerate(row.hf):
                 if name not in self._places:
                     self._places[name] = self._part(row, i)
@@ -82,6 +86,18 @@ class ModelWeights:
             if target.shape != tensor.shape:
                 raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, the model has {tuple(target.shape)}")
             target.copy_(tensor)
+
+    def release(self) -> None:
+        """Gives the memory of all parameters up; the model can do nothing until `resume`."""
+        self._places.clear()
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.new_empty(0)
+
+    def resume(self) -> None:
+        """Takes memory again, full of NaN: what is used before it is loaded shows."""
+        for name, parameter in self._parameters.items():
+            parameter.data = parameter.data.new_full(self._shapes[name], torch.nan)
+        self._find_places()
 
     def checksums(self) -> dict[str, str]:
         """The hash of every parameter under SGLang's names and in its fused layout (one tensor-parallel rank)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from mrl.families import load_arch
+from mrl.rollout.protocol import MEMORY_PARTS, MemoryPart
 from mrl.rollout.transformers_engine.sampling import Job, PerRowStop, SeededSampler
 from mrl.rollout.transformers_engine.weights import ModelWeights, read_payload
 
@@ -50,6 +51,7 @@ class Worker:
         self._tokenizer: Any = None
         self._queue: queue.Queue[_Generation | _Task] = queue.Queue()
         self._session = False
+        self._released: frozenset[MemoryPart] = frozenset()
         threading.Thread(target=self._loop, name="model", daemon=True).start()
 
     # ---- called by the HTTP threads
@@ -74,6 +76,12 @@ class Worker:
 
     def checksums(self) -> dict[str, str]:
         return self._do(self._weights.checksums)
+
+    def release_memory(self, parts: Collection[MemoryPart]) -> None:
+        self._do(lambda: self._release(frozenset(parts)))
+
+    def resume_memory(self, parts: Collection[MemoryPart]) -> None:
+        self._do(lambda: self._resume(frozenset(parts)))
 
     def _do(self, run: Callable[[], Any]) -> Any:
         task = _Task(run, Future())
@@ -119,6 +127,7 @@ class Worker:
     @torch.inference_mode()
     def _generate(self, jobs: list[Job]) -> list[list[int]]:
         """One left-padded batch; returns each job's new tokens, the stop token included."""
+        self._check_held(*MEMORY_PARTS)
         width = max(len(job.prompt) for job in jobs)
         ids = torch.zeros(len(jobs), width, dtype=torch.int64)
         mask = torch.zeros(len(jobs), width, dtype=torch.int64)
@@ -144,7 +153,28 @@ class Worker:
             self._tokenizer = AutoTokenizer.from_pretrained(self.model_path, **_LOCAL)
         return self._tokenizer
 
+    def _release(self, parts: frozenset[MemoryPart]) -> None:
+        """Only weights are there between two batches."""
+        self._check_held(*parts)
+        if "weights" in parts:
+            self._weights.release()
+            if self._device != "cpu":
+                torch.accelerator.empty_cache()
+        self._released |= parts
+
+    def _resume(self, parts: frozenset[MemoryPart]) -> None:
+        if held := parts - self._released:
+            raise ValueError(f"not given up: {', '.join(sorted(held))}")
+        if "weights" in parts:
+            self._weights.resume()
+        self._released -= parts
+
+    def _check_held(self, *parts: MemoryPart) -> None:
+        if released := self._released & {*parts}:
+            raise ValueError(f"given up: {', '.join(sorted(released))}")
+
     def _begin(self) -> None:
+        self._check_held("weights")
         if self._session:
             raise ValueError("a weight-update session is already open; end it first")
         self._session = True
@@ -161,6 +191,7 @@ class Worker:
         self.weight_version = version or self.weight_version
 
     def _load_disk(self, model_path: str, version: str | None) -> None:
+        self._check_held("weights")
         files = sorted(Path(model_path).glob("*.safetensors"))
         if not files:
             raise ValueError(f"{model_path} has no safetensors")

@@ -12,6 +12,7 @@ from mrl import units
 from mrl.algo import advantages, aggregate, kl, own, resampling, token_rewards
 from mrl.algo.advantages import Estimator
 from mrl.config.schema import AlgorithmConfig, KLConfig, PFPPOConfig, RolloutCorrectionConfig
+from mrl.config.trainers.rl import needs_forward_pass
 from mrl.core import Rollout
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
@@ -204,13 +205,6 @@ def resampled(cfg: PFPPOConfig | None, exp: Experience, seed: int) -> Experience
     generator = torch.Generator().manual_seed(sample_seed(seed, RESAMPLING_STREAM + exp.rollout.step, 0))
     scores = exp.rollout.scores
     return exp.pick(resampling.draw(cfg.reweight_method, scores, generator, cfg.weight_pow))
-
-
-def needs_forward_pass(cfg: AlgorithmConfig, single_update: bool) -> bool:
-    """Whether the trainer's log-probs and entropies must be known before the first update."""
-    old_ones = cfg.old_log_probs == "trainer" and not single_update
-    corrects = cfg.rollout_correction != RolloutCorrectionConfig()
-    return old_ones or corrects or cfg.kl.use_in_reward or cfg.policy_loss.high_entropy_token_ratio < 1
 
 
 def minibatch_mask(rollout: Rollout, sample_ids: range, keep: Tensor | None = None) -> Tensor:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from mrl.learner.memory import Level
-from mrl.trainers.shared.memory import AWAKE, EnginePart, Needs
+from mrl.rollout import Engine, MemoryPart
+from mrl.trainers.shared.memory import AWAKE, Needs
 from mrl.trainers.shared.world import World
 
-ASLEEP: tuple[EnginePart, ...] = ()
-WEIGHTS: tuple[EnginePart, ...] = ("weights",)
+ASLEEP: tuple[MemoryPart, ...] = ()
+WEIGHTS: tuple[MemoryPart, ...] = ("weights",)
 AS_IT_IS = None
 
 
-def _row(actor: Level, critic: Level, ref: Level, reward: Level, engine: tuple[EnginePart, ...] | None) -> Needs:
+def _row(actor: Level, critic: Level, ref: Level, reward: Level, engine: tuple[MemoryPart, ...] | None) -> Needs:
     return Needs({"actor": actor, "critic": critic, "ref": ref, "reward": reward}, engine)
 
 
@@ -38,14 +37,6 @@ ORDER: dict[str, Needs] = {
 # fmt: on
 
 
-class GivesMemory(Protocol):
-    """Rank 0's engine: each call takes it to that state, from wherever it is."""
-
-    def release_memory(self, parts: Sequence[EnginePart]) -> None: ...
-
-    def resume_memory(self, parts: Sequence[EnginePart]) -> None: ...
-
-
 @dataclass(frozen=True)
 class Engines:
     """The engines' memory, which rank 0 asks for.
@@ -55,16 +46,16 @@ class Engines:
     """
 
     world: World
-    parts: tuple[EnginePart, ...]
-    engine: GivesMemory | None
+    parts: tuple[MemoryPart, ...]
+    engine: Engine | None
 
-    def release(self, parts: tuple[EnginePart, ...]) -> None:
+    def release(self, parts: tuple[MemoryPart, ...]) -> None:
         self.world.from_main("releasing the engines' memory", lambda: self._engine.release_memory(parts))
 
-    def resume(self, parts: tuple[EnginePart, ...]) -> None:
+    def resume(self, parts: tuple[MemoryPart, ...]) -> None:
         self.world.from_main("resuming the engines' memory", lambda: self._engine.resume_memory(parts))
 
     @property
-    def _engine(self) -> GivesMemory:
+    def _engine(self) -> Engine:
         assert self.engine is not None, "only rank 0 talks to the engines"
         return self.engine

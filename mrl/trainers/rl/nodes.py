@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mrl import platform
+from mrl.config.derived import Machine
 from mrl.config.schema import RLConfig
 from mrl.parallel import Agreement, Nodes
 from mrl.ports import HERE, address_towards
@@ -46,7 +46,7 @@ class NodeEngines:
         return {url: self.homes.get(url, first) for url in urls} if self.homes else {}
 
 
-def start_engines_elsewhere(cfg: RLConfig, setup: Start) -> NodeEngines:
+def start_engines_elsewhere(cfg: RLConfig, setup: Start, machine: Machine) -> NodeEngines:
     """Starts the engines of all nodes but rank 0's, by each one's first rank, and ends them with the setup's stack.
     Collective; returns at once. Raises NodeError."""
     nodes = Nodes.gathered()
@@ -55,7 +55,8 @@ def start_engines_elsewhere(cfg: RLConfig, setup: Start) -> NodeEngines:
     key = setup.world.from_main("drawing the engines' key", lambda: secrets.token_hex(32))
     has_some = nodes.is_first and nodes.mine != nodes.of[0]
     found = _NodeAgreement().each(
-        "starting the engines", lambda: _start(cfg, setup, Home(nodes.mine, _address()), key) if has_some else None
+        "starting the engines",
+        lambda: _start(cfg, setup, Home(nodes.mine, _address()), key, machine) if has_some else None,
     )
     offered = [one for one in found if one is not None]
     homes = {url: one.node for one in offered for url in one.urls}
@@ -63,11 +64,11 @@ def start_engines_elsewhere(cfg: RLConfig, setup: Start) -> NodeEngines:
     return NodeEngines(nodes, Others(key, at_home, offered), homes)
 
 
-def _start(cfg: RLConfig, setup: Start, home: Home, key: str) -> Offered:
-    where, gpu = f"node {home.node} ({socket.gethostname()})", platform.device().type == "cuda"
+def _start(cfg: RLConfig, setup: Start, home: Home, key: str, machine: Machine) -> Offered:
+    where = f"node {home.node} ({socket.gethostname()})"
     logs, model = setup.run_dir / "logs", cfg.model
     agent = start_agent(
-        cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, gpu=gpu, home=home, where=where, key=key
+        cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, machine=machine, home=home, where=where, key=key
     )
     setup.stack.enter_context(contextlib.closing(agent))
     return agent.offered

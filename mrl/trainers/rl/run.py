@@ -1,15 +1,21 @@
-"""Everything an RL run holds, built in the order that overlaps the engine's start with the models'."""
+"""Everything an RL run holds, built in the order that overlaps the engine's start with the models', unless they share
+GPUs: an engine takes its part of what it finds free."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
 from mrl import platform
 from mrl.algo import kl
+from mrl.config import placement
+from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES
 from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import most_samples_per_step, samples_per_step
@@ -20,14 +26,14 @@ from mrl.learner.policy_copy import PolicyCopy
 from mrl.observe import Recorder, SilentRecorder
 from mrl.reward import RewardManager, longest_wait_s
 from mrl.reward.check import row_check
-from mrl.rollout import Access, Engine, Others, start_engine
+from mrl.rollout import RELEASED_PARTS, Access, Engine, Others, start_engine
 from mrl.trainers.rl.demonstrations import Demonstrations
 from mrl.trainers.rl.generate import Generator, Sampled, Sampler
-from mrl.trainers.rl.memory_order import ORDER
+from mrl.trainers.rl.memory_order import ORDER, Engines
 from mrl.trainers.rl.mismatch import MismatchLimits
 from mrl.trainers.rl.models import Models, MovingAverage, build_models
 from mrl.trainers.rl.models import notes as model_notes
-from mrl.trainers.rl.nodes import start_engines_elsewhere
+from mrl.trainers.rl.nodes import NodeEngines, start_engines_elsewhere
 from mrl.trainers.rl.replay import Replay
 from mrl.trainers.rl.reward_scores import ToScore, score
 from mrl.trainers.rl.scores import ScoreControl
@@ -107,7 +113,7 @@ class RLRun(Run):
                     raise
             verify = True
         if self.generator is not None:
-            self.generator.engine.weight_version = str(version)
+            self.generator.engine.has_pushed(str(version))
         self.memory.must_push = False
         return report
 
@@ -138,11 +144,15 @@ class MainParts:
     engine: Engine | None = None
     rewards: RewardManager | None = None
     generator: Generator | None = None
+    nodes: NodeEngines | None = None  # every rank's
 
-    def start(self, others: Others | None) -> None:
-        """Starts what takes its time: the engine and the reward workers. others: what other nodes have started."""
-        cfg, enter = self.cfg, self.setup.stack.enter_context
-        gpu = platform.device().type == "cuda"
+    def start_elsewhere(self) -> None:
+        """Starts the engines of the other nodes, before rank 0 starts its own. Collective."""
+        self.nodes = start_engines_elsewhere(self.cfg, self.setup, this_machine())
+
+    def start(self) -> None:
+        """Starts what takes its time: the reward workers, and the engine where its GPUs are not the trainer's."""
+        cfg = self.cfg
         rewards = RewardManager(
             cfg.reward,
             prompt_key=cfg.data.prompt_key,
@@ -150,21 +160,43 @@ class MainParts:
             data_source_key=cfg.data.data_source_key,
             max_response_tokens=cfg.rollout.sampling.max_new_tokens,
         )
-        self.rewards = enter(contextlib.closing(rewards))
-        logs, model = self.setup.run_dir / "logs", cfg.model
-        engine = start_engine(cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, gpu=gpu, others=others)
-        self.engine = enter(contextlib.closing(engine))
+        self.rewards = self.setup.stack.enter_context(contextlib.closing(rewards))
+        if not placement.shared_gpus(cfg.rollout, this_machine()):
+            self._start_engine()
+
+    def _start_engine(self) -> Engine:
+        cfg, logs = self.cfg, self.setup.run_dir / "logs"
+        model, machine = cfg.model, this_machine()
+        engine = start_engine(
+            cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, machine=machine, others=self._others
+        )
+        self.engine = self.setup.stack.enter_context(contextlib.closing(engine))
+        return engine
+
+    @property
+    def _others(self) -> Others | None:
+        return self.nodes.others if self.nodes is not None else None
 
     def ready(self) -> tuple[tuple[str, ...], Access]:
-        """Waits for the engine; its addresses, and what opens them."""
-        assert self.engine is not None and self.rewards is not None
+        """Waits for the engine, which it starts first where that has waited for the models; its addresses, and what
+        opens them."""
+        assert self.rewards is not None
         recorder = self.setup.recorder
-        recorder.note("waiting for the engine")
-        self.engine.wait_ready()
-        self.generator = make_generator(self.cfg, self.setup.run_dir, self.engine, self.rewards, recorder)
-        for note in (*self.engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
+        for note in placement.notes(self.cfg.rollout, this_machine()):
             recorder.note(note)
-        return self.engine.urls, self.engine.access
+        engine = self.engine or self._start_engine()
+        recorder.note("waiting for the engine")
+        engine.wait_ready()
+        self.generator = make_generator(self.cfg, self.setup.run_dir, engine, self.rewards, recorder)
+        for note in (*engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
+            recorder.note(note)
+        return engine.urls, engine.access
+
+
+def this_machine() -> Machine:
+    """As rank 0 sees it."""
+    world_size = dist.get_world_size()
+    return Machine(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), platform.gpu_count(), joined=True)
 
 
 @contextlib.contextmanager
@@ -172,22 +204,18 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
     """Builds the run on every rank; closes engine, reward workers, files and process group on any exit."""
     with started(cfg, _longest_wait(cfg)) as setup:
         world, note, main = setup.world, setup.recorder.note, MainParts(cfg, setup)
-        engines = start_engines_elsewhere(cfg, setup)
-        world.from_main("starting the run", lambda: main.start(engines.others))
+        waits = world.any(bool(placement.shared_gpus(cfg.rollout, this_machine())))
+        if not waits:
+            main.start_elsewhere()
+        world.from_main("starting the run", main.start)
         models = build_models(cfg, world)
         demonstrations = Demonstrations(cfg) if cfg.ptx is not None else None
+        platform.release_cached_memory()
+        world.any(False)  # all ranks are here: what is free on their GPUs now is what an engine there counts with
+        if waits:
+            main.start_elsewhere()
         urls, access = world.from_main("starting the engine", main.ready)
-        plain = ENGINES[cfg.rollout.engine].is_plain
-        sync = WeightSync(
-            models.actor.exporter,
-            urls,
-            cfg.sync,
-            cfg.rollout.tensor,
-            access=access,
-            plain=plain,
-            nodes=engines.nodes,
-            homes=engines.all_homes(urls),
-        )
+        sync = make_sync(main, models, urls, access)
         run = build_run(main, models, demonstrations, sync)
         setup.stack.callback(sync.close)
         if main.engine is not None:
@@ -206,6 +234,21 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         yield run
 
 
+def make_sync(main: MainParts, models: Models, urls: tuple[str, ...], access: Access) -> WeightSync:
+    rollout = main.cfg.rollout
+    return WeightSync(
+        models.actor.exporter,
+        urls,
+        main.cfg.sync,
+        rollout.tensor,
+        access=access,
+        plain=ENGINES[rollout.engine].is_plain,
+        guard=main.engine.check_push if main.engine is not None else None,
+        nodes=main.nodes.nodes if main.nodes is not None else None,
+        homes=main.nodes.all_homes(urls) if main.nodes is not None else None,
+    )
+
+
 def build_run(main: MainParts, models: Models, demonstrations: Demonstrations | None, sync: WeightSync) -> RLRun:
     cfg, setup, kl_cfg = main.cfg, main.setup, main.cfg.algorithm.kl
     controller = kl.make_controller(
@@ -215,7 +258,8 @@ def build_run(main: MainParts, models: Models, demonstrations: Demonstrations | 
     replay = Replay(cfg.replay, cfg.run.seed, setup.world) if cfg.replay is not None else None
     states: dict[str, Kept] = {"kl_controller": controller, "score_moments": scores.moments}
     kept = replay.buffer if replay is not None else None
-    base = setup.begin(models.actor, models.saved, states, kept, MemoryOrder(ORDER, models.learners))
+    engines = Engines(setup.world, RELEASED_PARTS[cfg.rollout.release], main.engine)
+    base = setup.begin(models.actor, models.saved, states, kept, MemoryOrder(ORDER, models.learners, engines))
     return RLRun(
         **vars(base),
         critic=models.critic,

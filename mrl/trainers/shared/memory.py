@@ -9,17 +9,17 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from mrl import platform
 from mrl.learner import Learner
 from mrl.learner.memory import Level
 from mrl.parallel import Agreement
 from mrl.parallel.agreement import by_reason
+from mrl.rollout import RELEASED_PARTS, MemoryPart
 
 GIB = 1 << 30
-EnginePart = Literal["weights", "kv_cache", "cuda_graph"]
-AWAKE: tuple[EnginePart, ...] = ("weights", "kv_cache", "cuda_graph")  # in the order in which they are resumed
+AWAKE = RELEASED_PARTS["all"]
 
 
 class OffloadError(RuntimeError):
@@ -43,18 +43,18 @@ class Needs:
     """
 
     models: Mapping[str, Level]
-    engine: tuple[EnginePart, ...] | None = None
+    engine: tuple[MemoryPart, ...] | None = None
 
 
 class EngineMemory(Protocol):
     """The engines of a run. parts: what they can give up. Each call is collective."""
 
     @property
-    def parts(self) -> tuple[EnginePart, ...]: ...
+    def parts(self) -> tuple[MemoryPart, ...]: ...
 
-    def release(self, parts: tuple[EnginePart, ...]) -> None: ...
+    def release(self, parts: tuple[MemoryPart, ...]) -> None: ...
 
-    def resume(self, parts: tuple[EnginePart, ...]) -> None: ...
+    def resume(self, parts: tuple[MemoryPart, ...]) -> None: ...
 
 
 class MemoryOrder:
@@ -74,7 +74,7 @@ class MemoryOrder:
         self.phase = ""
         self.must_push = False  # the engines have released the weights that they were given
         self._order, self._learners, self._engines = order or {}, learners or {}, engines
-        self._asleep: tuple[EnginePart, ...] = ()
+        self._asleep: tuple[MemoryPart, ...] = ()
         self._seconds, self._copied = 0.0, 0
         self._peaks: dict[str, int] = {}
 
@@ -108,7 +108,8 @@ class MemoryOrder:
         self._note_peak()
         copied = sum(learner.memory.bytes_copied for learner in self._learners.values())
         found = {f"memory/peak_gib/{phase}": peak / GIB for phase, peak in self._peaks.items()}
-        if self._engines is not None or any(each.memory.offload != "none" for each in self._learners.values()):
+        moves = self._engines is not None and bool(self._engines.parts)
+        if moves or any(learner.memory.offload != "none" for learner in self._learners.values()):
             found["memory/offloaded_gib"] = (copied - self._copied) / GIB
             found["memory/offload_s"] = self._seconds
         self._copied, self._seconds, self._peaks = copied, 0.0, {}
@@ -125,7 +126,7 @@ class MemoryOrder:
             with _named(name):
                 self._learners[name].memory.bring(level)
 
-    def _move_engines(self, engines: EngineMemory, awake: tuple[EnginePart, ...]) -> None:
+    def _move_engines(self, engines: EngineMemory, awake: tuple[MemoryPart, ...]) -> None:
         asleep = tuple(part for part in engines.parts if part not in awake)
         release = tuple(part for part in asleep if part not in self._asleep)
         resume = tuple(part for part in self._asleep if part not in asleep)

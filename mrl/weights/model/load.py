@@ -289,4 +289,5 @@ def _tied_problems(items: Iterable[Item], mesh: Mesh) -> list[str]:
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.blake2b(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
+    raw = tensor.detach().cpu().contiguous()
+    return hashlib.blake2b(platform.host_bytes(raw)).hexdigest()

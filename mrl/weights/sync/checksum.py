@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl import platform
 from mrl.weights.sync.engine_params import EngineParam
 
 Key = tuple[int, str]  # the engine's tensor-parallel rank, the engine's parameter name
@@ -65,7 +66,7 @@ class Sha256Hash(ParamHash):
             self._update(self._waiting.pop(self._next))
 
     def _update(self, raw: Tensor) -> None:
-        self._hash.update(raw.numpy().data)
+        self._hash.update(platform.host_bytes(raw))
         self._next += 1
 
     def state(self) -> dict[int, Tensor]:

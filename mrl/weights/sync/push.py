@@ -34,7 +34,6 @@ __all__ = ["SyncError", "SyncMismatch", "SyncReport", "WeightSync"]
 
 GRACE_S = 20.0  # a rank whose own wait has just timed out still has to say so to the others
 CLEANUP_TIMEOUT_S = 5.0
-FLUSH_AGAIN_S = 0.05
 T = TypeVar("T")
 
 
@@ -63,6 +62,7 @@ class WeightSync:
     directory, which needs one machine, when None. plain: as `transports.resolve` takes it.
     nodes, homes: of the world, and the node of each engine that the run started, by its address, where there are
     several nodes.
+    guard: rank 0's, of an engine's URL: raises EngineError if that engine must not get weights now.
     """
 
     def __init__(
@@ -77,8 +77,10 @@ class WeightSync:
         plain: bool = False,
         nodes: Nodes | None = None,
         homes: Mapping[str, int] | None = None,
+        guard: Callable[[str], None] | None = None,
     ) -> None:
         self._exporter, self._cfg, self._directory, self._plain = exporter, sync, directory, plain
+        self._guard = guard
         self._agreement = SyncAgreement(sync.timeout_s + GRACE_S)
         self._rank = self._agreement.rank
         self._metas = exporter.metas()
@@ -195,6 +197,9 @@ class WeightSync:
         self._everywhere(f"setting up transport {name}", build)
 
     def _begin(self, transport: Transport) -> None:
+        for client in self._engines.clients:
+            if self._guard is not None:
+                self._guard(client.url)
         if not transport.uses_session:
             return
         for client in self._engines.clients:
@@ -227,19 +232,9 @@ class WeightSync:
     def _commit(self, transport: Transport, version: str) -> None:
         transport.commit(version)
         self._engines.call(self._end_session)
-        self._engines.call(self._flush)
+        # a request that is none of ours, a health check perhaps, may be running: it is waited for
+        self._engines.call(lambda client: client.flush_when_idle(self._engines.deadline.left()))
         self._engines.call(lambda client: client.update_weight_version(version))
-
-    def _flush(self, client: EngineClient) -> None:
-        """A request that is none of ours, a health check perhaps, may be running: it is waited for."""
-        while True:
-            try:
-                return client.flush_cache()
-            except EngineError as error:
-                if error.status != 400 or self._engines.deadline.is_over:
-                    raise
-            time.sleep(FLUSH_AGAIN_S)
-            client.timeout_s = self._engines.deadline.left()
 
     def _end_session(self, client: EngineClient) -> None:
         if client in self._open_sessions:

@@ -1,0 +1,106 @@
+"""`mrl plan`: what a run will need, before it holds a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mrl.commands import shared
+
+if TYPE_CHECKING:
+    from mrl.config.schema import Config
+    from mrl.plan.chips import Cluster
+
+DOES_NOT_FIT = 1
+
+
+def add(commands: Any) -> None:
+    """The subcommand's arguments."""
+    parser = commands.add_parser("plan", help="does it fit, what takes how long, who is where: before a GPU is held")
+    shared.add_config(parser, "actor.parallel.tensor=8")
+    parser.add_argument("--gpu", metavar="KIND", help="such as h100-80g (default), h200, b200, a100-80g")
+    parser.add_argument("--gpus", type=int, metavar="N", help="ranks (default: run.nodes x run.nproc)")
+    parser.add_argument("--per-node", type=int, default=8, metavar="N", help="GPUs of a node (default: 8)")
+    parser.add_argument("--json", action="store_true", help="everything, as data")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw who is where")
+    parser.add_argument("--search", action="store_true", help="layouts of the actor and critic that fit, best first")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="with --search: write the best one, based on CONFIG")
+    parser.description = (
+        "Arithmetic alone: memory of each rank in each phase, host memory, disk, the batch in numbers, seconds of a "
+        "step. Needs the model's config.json, no weights, no tokenizer, no data. Exit code 1: it does not fit."
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan."""
+    from mrl.config.loader import ConfigError, load
+    from mrl.plan import picture, text
+    from mrl.plan.chips import CHIPS, DEFAULT, Assumptions, Cluster
+    from mrl.plan.plan import machine_of, make, read_shapes
+
+    kind = args.gpu or DEFAULT
+    if problem := _wrong(args, kind, list(CHIPS)):
+        print(f"mrl: {problem}", file=sys.stderr)
+        return shared.CONFIG_ERROR
+    try:
+        cfg = load(args.config, args.overrides, planned=lambda cfg: machine_of(cfg, args.gpus, args.per_node))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return shared.CONFIG_ERROR
+    cluster = Cluster(CHIPS[kind], machine_of(cfg, args.gpus, args.per_node).world_size, args.per_node)
+    if args.search:
+        return _search(args, cfg, cluster)
+    plan = make(cfg, cluster, read_shapes(cfg), Assumptions())
+    if args.svg is not None:
+        args.svg.write_text(picture.draw(plan))
+    print(json.dumps(text.data(plan), indent=2) if args.json else "\n".join(text.lines(plan)))
+    return DOES_NOT_FIT if plan.problems else 0
+
+
+def dry_run(config: Path, overrides: Sequence[str]) -> int:
+    """`mrl train --dry-run`: needs config.json alone, and says which files are not here. Exit code 1: it would fail."""
+    from mrl.config.loader import ConfigError, load
+    from mrl.plan.chips import CHIPS, DEFAULT, Assumptions, Cluster
+    from mrl.plan.plan import PER_NODE, machine_of, make, read_shapes
+
+    try:
+        cfg = load(config, overrides, planned=lambda cfg: machine_of(cfg, None, PER_NODE))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return shared.CONFIG_ERROR
+    cluster = Cluster(CHIPS[DEFAULT], machine_of(cfg, None, PER_NODE).world_size, PER_NODE)
+    from mrl.plan.dry_run import DryRun
+
+    run = DryRun(make(cfg, cluster, read_shapes(cfg), Assumptions()))
+    for line in run.lines():
+        print(line)
+    is_refused = not run.absent and shared.is_refused(cfg)  # data and rewards, where they are here
+    return DOES_NOT_FIT if run.problems or is_refused else 0
+
+
+def _search(args: argparse.Namespace, cfg: Config, cluster: Cluster) -> int:
+    from mrl.plan import search
+    from mrl.plan.chips import Assumptions
+    from mrl.plan.plan import read_shapes
+
+    found = search.search(cfg, cluster, read_shapes(cfg), Assumptions())
+    print("\n".join(search.lines(found)))
+    if found and args.out is not None:
+        args.out.write_text(search.written(found, args.config, args.out))
+        print(f"written  {args.out}")
+    return 0 if found else DOES_NOT_FIT
+
+
+def _wrong(args: argparse.Namespace, kind: str, kinds: list[str]) -> str | None:
+    if kind not in kinds:
+        return f"--gpu {kind}: expected one of {', '.join(kinds)}"
+    if args.per_node < 1 or (args.gpus is not None and args.gpus < 1):
+        return "--gpus and --per-node take a number of at least 1"
+    if args.out is not None and not args.search:
+        return "--out is for --search"
+    return None

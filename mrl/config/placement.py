@@ -1,0 +1,36 @@
+"""Which GPUs of the machine the engines have, and which of those are the trainer's too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config.derived import Machine
+from mrl.config.sections.rollout import RolloutConfig
+
+
+def engine_gpus(rollout: RolloutConfig, machine: Machine) -> tuple[int, ...]:
+    """Numbers among the GPUs that rank 0 sees, `rollout.tensor` for each engine that mrl starts, one engine after the
+    other; none without GPUs."""
+    if rollout.urls or not machine.gpus:
+        return ()
+    return rollout.gpus if rollout.gpus is not None else tuple(range(rollout.servers * rollout.tensor))
+
+
+def shared_gpus(rollout: RolloutConfig, machine: Machine) -> tuple[int, ...]:
+    """Those that ranks of the trainer have too: rank i of a machine has GPU i, or is shown its own one alone."""
+    ranks = min(machine.local_world_size, machine.gpus or 0)
+    return tuple(sorted({gpu for gpu in engine_gpus(rollout, machine) if gpu < ranks}))
+
+
+def notes(rollout: RolloutConfig, machine: Machine) -> Iterator[str]:
+    """What the user should know before the run starts, one sentence each."""
+    if not machine.gpus and rollout.gpus is not None:
+        yield "rollout.gpus has no effect: this machine has no GPUs"
+    shared = shared_gpus(rollout, machine)
+    if shared and rollout.release == "none":
+        fraction = rollout.memory_fraction
+        yield (
+            f"GPU {', '.join(map(str, shared))}: an engine and a rank of the trainer, and rollout.release is none: the "
+            f"engine holds {fraction:g} of what the models leave (rollout.memory_fraction), every update has to do "
+            f"with the other {1 - fraction:g}"
+        )

@@ -1,0 +1,141 @@
+"""What the forward pass of one micro-batch keeps for the backward one, in bytes a rank.
+
+Local layers: as saved on a CPU, where a test measures it. transformer-engine's: read in its sources, measured nowhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mrl.config.sections.models import ParallelConfig, TrainConfig
+from mrl.families import Layer, ModelArch
+from mrl.families.table import Role
+
+LayerKind = Literal["local", "transformer_engine"]
+FLOAT32, INT64 = 4, 8
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of one micro-batch before context parallelism cuts it: packed ones, response tokens, tokens of a sequence."""
+
+    packed: int
+    response: int
+    sequence: int
+
+    def local(self, cp: int) -> float:
+        return self.packed / cp
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a rank's layers work on: `tokens`, of which sequence parallelism leaves it `share` between the products;
+    query and kv channels and heads of this rank; element bytes."""
+
+    arch: ModelArch
+    layout: ParallelConfig
+    dtype: int
+    kind: LayerKind
+    tokens: Tokens
+
+    @property
+    def local(self) -> float:
+        return self.tokens.local(self.layout.context)
+
+    @property
+    def share(self) -> float:
+        has_sequence = self.layout.sequence and self.layout.tensor > 1
+        return self.local / self.layout.tensor if has_sequence else self.local
+
+    @property
+    def heads(self) -> float:
+        return self.arch.num_heads / self.layout.tensor
+
+    @property
+    def kv_heads(self) -> float:
+        return self.arch.num_kv_heads / self.layout.tensor
+
+    def norm(self, width: float, rows: float) -> float:
+        """An RMSNorm's input and its scales."""
+        return rows * (width * self.dtype + FLOAT32)
+
+
+def saved_bytes(
+    arch: ModelArch, role: Role, train: TrainConfig, layers: range, dtype: int, kind: LayerKind, tokens: Tokens
+) -> float:
+    """Of one chunk of a stage with these layers, head and embedding with them where it has the last or first one."""
+    shapes = Shapes(arch, train.parallel, dtype, kind, tokens)
+    kinds = [arch.layers[index] for index in layers]
+    total = sum(kinds.count(each) * layer_bytes(shapes, each, train.recompute) for each in set(kinds))
+    if layers.start == 0 and layers:
+        total += shapes.local * (INT64 + (1 if train.parallel.tensor > 1 else 0))
+    if kind == "local" and train.recompute == "none":
+        total += shapes.local * arch.head_dim * dtype  # cosines and sines
+    if layers.stop == arch.num_layers:
+        total += _head(shapes, role)
+    return total
+
+
+def layer_bytes(shapes: Shapes, layer: Layer, recompute: str) -> float:
+    """Of one layer."""
+    entry = shapes.share * shapes.arch.hidden_size * shapes.dtype
+    if recompute == "full":
+        return entry
+    products = 2 * entry  # what the norms give to the first products
+    norms = 2 * shapes.norm(shapes.arch.hidden_size, shapes.share)
+    return norms + products + _attention(shapes, recompute == "selective") + _feed_forward(shapes, layer)
+
+
+def _attention(s: Shapes, again: bool) -> float:
+    """again: the core is computed again in the backward pass, from its inputs."""
+    d, b = s.arch.head_dim, s.dtype
+    q, kv = s.local * s.heads * d * b, s.local * s.kv_heads * d * b
+    keys = kv
+    if s.layout.context > 1 and s.kind == "local":  # gathered; each of the two chunks has those up to its end
+        keys = kv * s.layout.context * (1 + 1 / (2 * s.layout.context))
+    joined = q + 2 * kv  # the product's result, which key and value are parts of, and the query where it is as wide
+    query = 0.0 if s.heads == s.kv_heads else q
+    normed = (query + joined + s.local * (s.heads + s.kv_heads) * FLOAT32) if s.arch.qk_norm else 0.0
+    if again:
+        return normed + (q + kv if s.arch.qk_norm else query + joined) + q
+    out = 2 * q if s.kind == "local" else q  # by bucket, and back in the order of the tokens
+    statistics = s.local * s.heads * FLOAT32
+    return normed + q + 2 * keys + out + statistics + _mask(s)
+
+
+def _mask(s: Shapes) -> float:
+    """Torch's attention keeps one of numbers where context parallelism needs one."""
+    cp = s.layout.context
+    if cp == 1 or s.kind != "local":
+        return 0.0
+    chunk = s.tokens.sequence / (2 * cp)
+    return s.tokens.packed / s.tokens.sequence * (2 * cp + 1) * chunk**2 * s.dtype
+
+
+def _feed_forward(s: Shapes, layer: Layer) -> float:
+    if not layer.experts or s.arch.experts is None:
+        width = layer.ffn_size / s.layout.tensor
+        return s.local * width * s.dtype * (4 if s.kind == "local" else 3)  # gate, up, product; local: silu(gate) too
+    chosen, cut = s.arch.experts.per_token, s.layout.expert_tensor_size
+    routed = s.share * chosen * cut  # by this rank's experts, if all have equally many
+    width = layer.ffn_size / cut
+    router = s.share * (chosen * (2 * INT64 + FLOAT32) + s.arch.experts.count * (FLOAT32 + 1))
+    own = routed * ((s.arch.hidden_size + (5 if s.kind == "local" else 4) * width) * s.dtype + FLOAT32)
+    return router + own
+
+
+def _head(s: Shapes, role: Role) -> float:
+    """Final norm and head, which sees the rows that predict response tokens."""
+    rows = s.tokens.response / s.layout.context
+    width = FLOAT32 if role == "critic" else s.dtype
+    vectors = INT64 if role == "critic" else 2 * INT64 + 2 * FLOAT32
+    return s.norm(s.arch.hidden_size, s.share) + rows * (s.arch.hidden_size * width + vectors)
+
+
+def in_flight(layout: ParallelConfig, stage: int, micro_batches: int) -> int:
+    """Chunks' forward passes that a stage holds at once, at most: 1F1B, or its interleaved form."""
+    chunks, ahead = layout.virtual_pipeline or 1, layout.pipeline - stage - 1
+    if chunks == 1:
+        return min(micro_batches, ahead + 1)
+    return min(micro_batches * chunks, 2 * ahead + (chunks - 1) * layout.pipeline + 1)

@@ -1,0 +1,95 @@
+"""What GPUs can do at most, as their makers say, and what is assumed of how near a run comes to that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One GPU and its share of its node.
+
+    memory: bytes; bf16, fp8: dense floating-point operations a second (fp8 None: it has none); hbm, nvlink, network,
+    pcie: bytes a second, the last three one way
+    """
+
+    name: str
+    memory: int
+    bf16: float
+    fp8: float | None
+    hbm: float
+    nvlink: float
+    network: float
+    pcie: float
+
+
+def _chip(name: str, gib: float, tflops: float, fp8: float | None, hbm: float, nvlink: float, net: float) -> Chip:
+    """hbm in TB/s; nvlink in GB/s, both ways together as the data sheets have it; net in Gbit/s a GPU."""
+    pcie = 32e9 if name.startswith("a100") else 64e9  # PCI-SIG: 16 lanes of generation 4, and of 5
+    tera = fp8 * 1e12 if fp8 is not None else None
+    return Chip(name, int(gib * GIB), tflops * 1e12, tera, hbm * 1e12, nvlink * 1e9 / 2, net * 1e9 / 8, pcie)
+
+
+CHIPS = {  # data sheets' figures, of SXM modules, without sparsity (half of what is printed there where that has it)
+    chip.name: chip
+    for chip in (
+        # NVIDIA A100 80GB data sheet: 312 TFLOPS bf16, 2,039 GB/s, NVLink 600 GB/s. DGX A100: 8 x 200 Gb/s InfiniBand
+        _chip("a100-80g", 80, 312, None, 2.039, 600, 200),
+        # NVIDIA A100 40GB data sheet: as above, 1,555 GB/s
+        _chip("a100-40g", 40, 312, None, 1.555, 600, 200),
+        # NVIDIA H100 data sheet: 1,979 TFLOPS bf16 and 3,958 fp8 with sparsity, 3.35 TB/s, NVLink 900 GB/s. DGX H100:
+        # 8 x 400 Gb/s ConnectX-7
+        _chip("h100-80g", 80, 989.5, 1979, 3.35, 900, 400),
+        # NVIDIA H200 data sheet: the H100's arithmetic, 141 GB, 4.8 TB/s
+        _chip("h200", 140.4, 989.5, 1979, 4.8, 900, 400),
+        # NVIDIA HGX B200 data sheet, an eighth of it: 36 PFLOPS bf16 and 72 fp8 with sparsity, 1.44 TB, 8 TB/s a GPU,
+        # NVLink 1.8 TB/s; 8 x 400 Gb/s
+        _chip("b200", 179, 2250, 4500, 8.0, 1800, 400),
+    )
+}
+DEFAULT = "h100-80g"
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Nobody has measured these with mrl: shares of a limit that is reached, and memory that nothing accounts for."""
+
+    IN_BYTES: ClassVar = ("trainer_context", "communicators", "engine_context", "engine_workspace")
+
+    matmul_share: float = 0.45  # of bf16 arithmetic, in training and log-prob passes, attention included
+    prefill_share: float = 0.40  # of bf16 arithmetic, while engines read prompts
+    hbm_share: float = 0.70  # of memory bandwidth, while engines write tokens and while the optimizer steps
+    link_share: float = 0.75  # of NVLink, network and PCIe
+    decode_overhead_s: float = 3e-3  # a decode step's launches and sampling
+    hop_s: float = 15e-6  # an all-reduce of few bytes
+    mean_response_share: float = 0.5  # of rollout.sampling.max_new_tokens
+    mean_prompt_share: float = 0.5  # of data.max_prompt_tokens
+    experts_skew: float = 1.2  # busiest rank's routed tokens, and time, over the mean
+    trainer_context: float = 1.0 * GIB  # bytes: CUDA context and libraries of a rank
+    communicators: float = 1.5 * GIB  # bytes: NCCL's buffers of a rank's groups
+    engine_context: float = 1.0 * GIB  # bytes: CUDA context and NCCL of an engine's process; it stays when it sleeps
+    engine_workspace: float = 2.0 * GIB  # bytes: CUDA graphs and activations of an engine
+    fragments_share: float = 0.05  # of the memory of what the trainer computes with, lost between allocations
+    disk: float = 2e9  # bytes a second that a node writes checkpoints with
+    spare_share: float = 0.08  # of a GPU's memory, that --search leaves free
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value, bytes in GiB."""
+        values = vars(self).items()
+        return [(name, f"{value / GIB:g} GiB" if name in self.IN_BYTES else f"{value:g}") for name, value in values]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """gpus: of the trainer, and of engines beside it. per_node: of a node, all with NVLink."""
+
+    chip: Chip
+    gpus: int
+    per_node: int = 8
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.per_node)

@@ -1,0 +1,99 @@
+"""Everything up to the first step, for the whole world, in this process: models without memory, real code otherwise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mrl.config.checks.all import check_all
+from mrl.config.derived import Machine, summary
+from mrl.config.trainers.base import Config
+from mrl.data.balance import plan_micro_batches
+from mrl.data.packing import sequence_align
+from mrl.plan import text
+from mrl.plan.memory import model_held
+from mrl.plan.parameters import Held
+from mrl.plan.plan import Plan
+from mrl.plan.proof import build
+from mrl.plan.workload import Model
+
+
+@dataclass
+class DryRun:
+    """`lines` runs it.
+
+    problems: what would stop the run, one sentence each, known when all lines are there
+    absent: what is only not here
+    """
+
+    plan: Plan
+
+    def __post_init__(self) -> None:
+        self.problems: list[str] = list(self.plan.problems)
+        self.absent = absent(self.plan.cfg)
+
+    def lines(self) -> Iterator[str]:
+        cfg, cluster = self.plan.cfg, self.plan.cluster
+        began = time.monotonic()
+        yield from (f"{name:>8}  {value}" for name, value in summary(cfg, cluster.gpus))
+        yield from ("", "On this machine")
+        yield from (f"  {line}" for line in self.absent or ["everything that the configuration names is here"])
+        yield from ("", "Ranks, built without memory")
+        for model in self.plan.work.models.values():
+            yield from (f"  {line}" for line in self._ranks(model))
+        yield from ("", "Batch")
+        yield from (f"  {line}" for line in text.batch(self.plan))
+        for model in self.plan.work.models.values():
+            yield from (f"  {line}" for line in self._micro_batches(model))
+        yield from ("", f"Memory of a {cluster.chip.name}, GiB")
+        yield from (f"  {line}" for line in text.memory(self.plan))
+        yield from ("", text.verdict(self.plan), f"dry run: {time.monotonic() - began:.0f} s")
+
+    def _ranks(self, model: Model) -> Iterator[str]:
+        """A rank of every kind: its model, Megatron's buffers and its optimizer's part, against the plan."""
+        kinds: dict[tuple[int, Held], list[int]] = {}
+        for seat in model.grid.seats:
+            kinds.setdefault((seat.pp, model_held(model, seat)), []).append(seat.rank)
+        local = model.train.model_copy(update={"layers": "local"})
+        dtype = {2: torch.bfloat16, 4: torch.float32}[model.dtype]
+        for (stage, planned), ranks in kinds.items():
+            built = build(model.arch, model.path, model.role, local, ranks[0], model.grid.world, dtype)
+            is_right = built.held == planned
+            if not is_right:
+                self.problems.append(f"{model.name}, rank {ranks[0]}: planned {planned}, built {built.held}")
+            count = sum(len(chunk) for chunk in built.names)
+            yield (
+                f"{model.name}, stage {stage}, {len(ranks)} ranks as rank {ranks[0]}: {count} parameters of "
+                f"{built.held.weights} elements, {built.held.shard} of them to update: "
+                f"{'as planned' if is_right else 'NOT as planned'}"
+            )
+
+    def _micro_batches(self, model: Model) -> Iterator[str]:
+        """The real planner on samples of every length up to the longest."""
+        work, layout = self.plan.work, model.layout
+        samples = work.size.minibatch if model.is_trained else work.size.learnt
+        lengths = torch.linspace(2, work.lengths.longest, samples).long()
+        plan = plan_micro_batches(
+            lengths,
+            model.grid.dp,
+            model.train.max_tokens_per_microbatch,
+            sequence_align(layout.context),
+            multiple_of=layout.pipeline if layout.virtual_pipeline else 1,
+        )
+        totals = [sum(int(lengths[i]) for group in replica for i in group) for replica in plan]
+        yield (
+            f"{model.name}: {samples} samples of 2 to {work.lengths.longest} tokens pack into {len(plan[0])} "
+            f"micro-batches a replica; replicas have {min(totals)} to {max(totals)} tokens"
+        )
+
+
+def absent(cfg: Config) -> list[str]:
+    """What `mrl train` would refuse here: files that are on the machines of the run, perhaps."""
+    machine = Machine.starting(cfg)
+    here = check_all(cfg, machine)
+    elsewhere = {str(problem) for problem in check_all(cfg, Machine(machine.world_size, 1, planned=True))}
+    found = [problem for problem in here if str(problem) not in elsewhere and "run.nodes" not in problem.keys]
+    return [f"not here: {problem}" for problem in found]

@@ -1,0 +1,103 @@
+"""An engine's GPU: its part of the weights, and how many tokens its cache holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from mrl.config.sections.rollout import RolloutConfig
+from mrl.families import ModelArch
+from mrl.families.engine_names import VOCAB_MULTIPLE
+from mrl.families.table import weight_table
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Of one GPU of one engine.
+
+    weights, cache, workspace, context: bytes; token_bytes: of the cache a token; engines: of the run; tensor: GPUs of
+    each; wanted: requests that an engine is given at once; context_tokens: of the longest
+    """
+
+    engines: int
+    tensor: int
+    weights: int
+    cache: int
+    token_bytes: int
+    workspace: int
+    context: int
+    wanted: int
+    context_tokens: int
+    release: str
+
+    @property
+    def cache_tokens(self) -> int:
+        return self.cache // self.token_bytes
+
+    @property
+    def holds(self) -> int:
+        """Requests of full length that the cache holds."""
+        return self.cache_tokens // self.context_tokens
+
+    def awake(self, weights: bool, cache: bool) -> int:
+        """Bytes while it has to have these; what `release` does not give up it has always."""
+        kept_weights = weights or self.release != "all"
+        kept_cache = cache or self.release == "none"
+        return self.context + (self.weights if kept_weights else 0) + (self.cache + self.workspace if kept_cache else 0)
+
+
+@lru_cache(maxsize=64)
+def weights_per_gpu(arch: ModelArch, tensor: int, dtype: int) -> int:
+    """SGLang cuts matrices `tensor` ways, experts too, and rounds the vocabulary up; norms, routers and key-value heads
+    that are fewer than its GPUs are whole or repeated."""
+    total = 0
+    for row in weight_table(arch).values():
+        if row.copy_of is not None:
+            continue
+        if row.kind == "vocab":
+            rows = -(-arch.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+            total += -(-rows // tensor) * arch.hidden_size
+        elif row.kind == "qkv":
+            parts = (tensor, min(tensor, arch.num_kv_heads), min(tensor, arch.num_kv_heads))
+            total += sum(prod(shape) // part for shape, part in zip(row.shapes, parts, strict=True))
+        else:
+            whole = sum(prod(shape) for shape in row.shapes)
+            total += whole // tensor if row.tp_dim is not None else whole
+    return total * dtype
+
+
+def cache_bytes_a_token(arch: ModelArch, tensor: int, dtype: int) -> int:
+    """Keys and values of all layers, on one GPU of `tensor`."""
+    heads = max(1, arch.num_kv_heads // tensor)
+    return 2 * arch.num_layers * heads * arch.head_dim * dtype
+
+
+def plan_engine(
+    arch: ModelArch,
+    rollout: RolloutConfig,
+    dtype: int,
+    free: float,
+    *,
+    requests: int,
+    longest: int,
+    workspace: float,
+    context: float,
+) -> EnginePlan:
+    """free: bytes of the GPU when the engine starts. requests: of a step, all engines together."""
+    tensor = rollout.tensor
+    weights = weights_per_gpu(arch, tensor, dtype)
+    at_once = -(-min(rollout.concurrent_requests, requests) // rollout.servers)
+    cache = max(0, int(rollout.memory_fraction * (free - context)) - weights)
+    return EnginePlan(
+        engines=rollout.servers,
+        tensor=tensor,
+        weights=weights,
+        cache=cache,
+        token_bytes=cache_bytes_a_token(arch, tensor, dtype),
+        workspace=int(workspace),
+        context=int(context),
+        wanted=min(at_once, rollout.max_running_requests or at_once),
+        context_tokens=min(rollout.max_context_tokens or longest, longest),
+        release=rollout.release,
+    )

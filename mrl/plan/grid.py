@@ -1,0 +1,96 @@
+"""Which rank is which coordinate of a layout, and which layers it holds: Megatron-Core's order, tensor parallelism
+innermost, then context, data and pipeline; experts are cut over the same ranks in an order of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mrl.config.derived import data_parallel, expert_size
+from mrl.config.sections.models import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits in a layout, each coordinate from 0. etp, ep, edp: of its expert layers."""
+
+    rank: int
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A layout over a world. Raises ValueError for a world that it does not fill."""
+
+    layout: ParallelConfig
+    world: int
+
+    def __post_init__(self) -> None:
+        p, needed = self.layout, expert_size(self.layout)
+        if self.world % (p.tensor * p.pipeline * p.context) or self.world % needed:
+            raise ValueError(f"a world of {self.world} ranks is no multiple of what the layout needs")
+
+    @cached_property
+    def dp(self) -> int:
+        return data_parallel(self.layout, self.world)
+
+    @cached_property
+    def edp(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.world // expert_size(self.layout)
+
+    def seat(self, rank: int) -> Seat:
+        p = self.layout
+        tp, cp, dp, pp = _digits(rank, (p.tensor, p.context, self.dp, p.pipeline))
+        etp, ep, edp, _ = _digits(rank, (p.expert_tensor_size, p.expert, self.edp, p.pipeline))
+        return Seat(rank, tp, cp, dp, pp, etp, ep, edp)
+
+    @cached_property
+    def seats(self) -> tuple[Seat, ...]:
+        return tuple(self.seat(rank) for rank in range(self.world))
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """The ranks, ascending, that differ in these coordinates alone ("tp", "dp", ..., or of experts "etp", "ep",
+        "edp"), group by group."""
+        mine = ("etp", "ep", "edp", "pp") if set(axes) & {"etp", "ep", "edp"} else ("tp", "cp", "dp", "pp")
+        found: dict[tuple[int, ...], list[int]] = {}
+        for seat in self.seats:
+            key = tuple(vars(seat)[axis] for axis in mine if axis not in axes)
+            found.setdefault(key, []).append(seat.rank)
+        return [tuple(ranks) for ranks in found.values()]
+
+    def spread(self, *axes: str, node: int) -> int:
+        """Nodes of `node` ranks that the widest such group reaches over."""
+        return max(len({rank // node for rank in ranks}) for ranks in self.groups(*axes))
+
+
+def _digits(rank: int, sizes: Sequence[int]) -> Iterator[int]:
+    for size in sizes:
+        yield rank % size
+        rank //= size
+
+
+def stage_layers(layout: ParallelConfig, num_layers: int) -> tuple[int, ...]:
+    """Layers of each pipeline stage, all its chunks together."""
+    if layout.pipeline == 1:
+        return (num_layers,)
+    ends = (layout.first_stage_layers, layout.last_stage_layers)
+    inner = layout.pipeline - sum(end is not None for end in ends)
+    each = (num_layers - sum(end or 0 for end in ends)) // inner if inner else 0
+    first, last = (each if end is None else end for end in ends)
+    return (first, *[each] * (layout.pipeline - 2), last)
+
+
+def chunk_layers(layout: ParallelConfig, num_layers: int, stage: int) -> list[range]:
+    """The layers of each chunk of a stage, counted from 0 over the whole model."""
+    chunks = layout.virtual_pipeline or 1
+    each = [layers // chunks for layers in stage_layers(layout, num_layers)]
+    starts = [chunk * sum(each) + sum(each[:stage]) for chunk in range(chunks)]
+    return [range(start, start + each[stage]) for start in starts]

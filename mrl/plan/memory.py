@@ -1,0 +1,240 @@
+"""What lies where in each phase of a step, by rank: an item a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Literal
+
+from mrl.families import ModelArch
+from mrl.families.table import padded_vocab_size, weight_table
+from mrl.plan import activations
+from mrl.plan.activations import FLOAT32, Shapes, Tokens
+from mrl.plan.chips import Assumptions
+from mrl.plan.engine import EnginePlan
+from mrl.plan.grid import Seat, chunk_layers
+from mrl.plan.parameters import ADAM_BYTES, Held, held
+from mrl.plan.workload import Model, Work
+
+Level = Literal["nothing", "parameters", "all"]  # of a model on the device: see mrl.learner.memory
+# What each phase needs of the models and of the engines (weights, cache): the trainer moves memory by the same table,
+# mrl.trainers.rl.memory_order; a model that is not named may be away.
+NEEDS: dict[str, tuple[dict[str, Level], tuple[bool, bool]]] = {
+    "rollout": ({}, (True, True)),
+    "scoring": ({"reward": "parameters"}, (True, True)),
+    "experience": ({"actor": "parameters", "critic": "parameters", "ref": "parameters"}, (False, False)),
+    "actor_update": ({"actor": "all"}, (False, False)),
+    "critic_update": ({"critic": "all"}, (False, False)),
+    "sync": ({"actor": "parameters"}, (True, False)),
+    "checkpoint": ({"actor": "parameters"}, (True, False)),  # reads what it writes where that lies, after a sync
+}
+SAMPLE_VECTORS, DENSE_VECTORS = 10, 8  # float32 of a step's response tokens, flat and padded to the longest
+OBJECT_BYTES = 76  # of a response token on rank 0: two places in lists, an int, a float
+HEAD_ROWS, HEAD_ELEMENTS, HEAD_COPIES = 1024, 1 << 21, 3  # of mrl.kernels.linear_logprob: rows of logits at once
+
+
+@dataclass(frozen=True)
+class Item:
+    """Some bytes and why they are there. owner: a model's name, engine, or process."""
+
+    owner: str
+    what: str
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Of one rank: the most that is on its GPU at once."""
+
+    name: str
+    items: tuple[Item, ...]
+
+    @property
+    def total(self) -> float:
+        return sum(item.nbytes for item in self.items)
+
+
+def model_held(model: Model, seat: Seat) -> Held:
+    return held(model.arch, model.role, model.grid, seat)
+
+
+def resident(model: Model, seat: Seat, level: Level) -> Iterator[Item]:
+    """What of a model stays on the device at a level, by what its `offload` gives up."""
+    own, offload = model_held(model, seat), model.train.offload
+    if offload != "all" or level != "nothing":
+        yield Item(model.name, "weights", own.weight_bytes(model.dtype, model.is_trained))
+    if model.is_trained and (offload == "none" or level == "all"):
+        yield Item(model.name, "gradients", own.gradient_bytes())
+        yield Item(model.name, "optimizer", own.optimizer_bytes(model.dtype))
+
+
+def on_host(model: Model, seat: Seat) -> Iterator[Item]:
+    """What of a model host memory has room for. Gradients are not copied, they come back as zeros."""
+    own, offload = model_held(model, seat), model.train.offload
+    if offload != "none" and model.is_trained:
+        yield Item(model.name, "offloaded optimizer", own.optimizer_bytes(model.dtype))
+    if offload == "all":
+        yield Item(model.name, "offloaded weights", own.weight_bytes(model.dtype, model.is_trained))
+
+
+def forward_peak(model: Model, seat: Seat, tokens: Tokens) -> Iterator[Item]:
+    """Beyond what stays: a pass without gradients, a layer at a time."""
+    shapes = Shapes(model.arch, model.layout, model.dtype, model.kind, tokens)
+    yield Item(model.name, "activations", _working_layer(shapes) + shapes.share * _width(model) * 2)
+    if _has_head(model, seat):
+        yield Item(model.name, "head", _head_rows(model, tokens) + _logits(model))
+
+
+def update_peak(model: Model, seat: Seat, tokens: Tokens, micro_batches: int) -> Iterator[Item]:
+    """Beyond what stays: the activations of the micro-batches in flight, the layer that is worked on, the head."""
+    shapes = Shapes(model.arch, model.layout, model.dtype, model.kind, tokens)
+    each = [
+        activations.saved_bytes(model.arch, model.role, model.train, layers, model.dtype, model.kind, tokens)
+        for layers in chunk_layers(model.layout, model.arch.num_layers, seat.pp)
+    ]
+    count = activations.in_flight(model.layout, seat.pp, micro_batches)
+    yield Item(model.name, "activations", sum(sorted(each * -(-count // len(each)))[-count:]))
+    yield Item(model.name, "layer at work", _working_layer(shapes) + _largest_gradient(model))
+    if _has_head(model, seat) and model.role == "policy":
+        rows = padded_vocab_size(model.arch, model.layout.tensor) // model.layout.tensor
+        weight_gradient = rows * model.arch.hidden_size * (FLOAT32 + model.dtype)
+        yield Item(model.name, "head", _head_rows(model, tokens) + _logits(model) + weight_gradient)
+
+
+def _width(model: Model) -> int:
+    return model.arch.hidden_size * model.dtype
+
+
+def _working_layer(shapes: Shapes) -> float:
+    kinds = set(shapes.arch.layers)
+    return max(activations.layer_bytes(shapes, kind, "none") for kind in kinds)
+
+
+def _largest_gradient(model: Model) -> float:
+    """Of one product, before it is added to the buffer; transformer-engine adds in place."""
+    if model.kind == "transformer_engine":
+        return 0.0
+    widths = [layer.ffn_size * 2 for layer in set(model.arch.layers) if not layer.experts]
+    return max(widths, default=0) / model.layout.tensor * _width(model)
+
+
+def _has_head(model: Model, seat: Seat) -> bool:
+    return seat.pp == model.layout.pipeline - 1
+
+
+def _head_rows(model: Model, tokens: Tokens) -> float:
+    """The rows that the head sees, their gradients, and all hidden states, whole on every tensor-parallel rank."""
+    return (2 * tokens.response + tokens.packed) / model.layout.context * _width(model)
+
+
+def _logits(model: Model) -> float:
+    if model.role == "critic":
+        return 0.0
+    columns = padded_vocab_size(model.arch, model.layout.tensor) // model.layout.tensor
+    rows = max(HEAD_ROWS, HEAD_ELEMENTS // columns)
+    return rows * columns * FLOAT32 * HEAD_COPIES
+
+
+def sync_peak(model: Model, seat: Seat, bucket: int) -> Iterator[Item]:
+    """On a sender: the parts of its largest tensor, that tensor, and two buckets, one that the engines still read."""
+    if seat.tp == 0 and seat.dp == 0 and seat.cp == 0:
+        whole = _largest_tensor(model.arch) * model.dtype
+        yield Item(model.name, "sync buckets", 2 * max(bucket, whole) + 2 * whole)
+
+
+@lru_cache(maxsize=64)
+def _largest_tensor(arch: ModelArch) -> int:
+    """Elements of the largest parameter, uncut."""
+    return max(sum(prod(shape) for shape in row.shapes) for row in weight_table(arch).values())
+
+
+def phases(work: Work, rank: int, engine: EnginePlan | None, assumed: Assumptions) -> list[Phase]:
+    """Of one rank. engine: the one that shares its GPU; None: none does."""
+    seats = {name: model.grid.seat(rank) for name, model in work.models.items()}
+    found = []
+    for name in phase_names(work):
+        levels, awake = NEEDS[name]
+        items = [Item("process", "CUDA and NCCL", assumed.trainer_context + assumed.communicators)]
+        for model in work.models.values():
+            level = levels.get(model.name, "nothing") if work.is_sampling else "all"
+            items += resident(model, seats[model.name], level)
+        items += _copies(work, seats["actor"], on_host=False)
+        items += _transient(name, work, seats)
+        computed = sum(item.nbytes for item in items[1:])
+        items.append(Item("process", "fragments", assumed.fragments_share * computed))
+        if engine is not None:
+            items.append(Item("engine", _engine_words(engine, *awake), engine.awake(*awake)))
+        found.append(Phase(name, tuple(items)))
+    return found
+
+
+def phase_names(work: Work) -> list[str]:
+    updates = [f"{model.name}_update" for model in work.models.values() if model.is_trained]
+    if not work.is_sampling:
+        return [*updates, "checkpoint"]
+    scoring = ["scoring"] if "reward" in work.models else []
+    return ["rollout", *scoring, *(["experience"] if work.size.passes else []), *updates, "sync", "checkpoint"]
+
+
+def left_for_engine(work: Work, rank: int, memory: float, assumed: Assumptions) -> float:
+    """Bytes of a rank's GPU that are free when the engine beside it starts: the models are there by then, and have
+    given up what they can."""
+    items = phases(work, rank, None, assumed)[0].items
+    return memory - sum(item.nbytes for item in items)
+
+
+def _engine_words(engine: EnginePlan, weights: bool, cache: bool) -> str:
+    has = ["weights"] if weights or engine.release != "all" else []
+    has += ["cache"] if cache or engine.release == "none" else []
+    return " and ".join(has) if has else "asleep"
+
+
+def _transient(phase: str, work: Work, seats: Mapping[str, Seat]) -> list[Item]:
+    models = work.models
+    if phase in ("rollout", "checkpoint"):
+        return []
+    if phase == "scoring":
+        return list(forward_peak(models["reward"], seats["reward"], work.tokens["reward"]))
+    if phase == "experience":
+        there = [name for name in work.size.passes if name in models]
+        each = [list(forward_peak(models[name], seats[name], work.tokens[name])) for name in there]
+        return max(each, key=lambda items: sum(item.nbytes for item in items), default=[])
+    if phase == "sync":
+        return list(sync_peak(models["actor"], seats["actor"], work.bucket))
+    name = phase.removesuffix("_update")
+    return list(update_peak(models[name], seats[name], work.tokens[name], work.batches[name].count))
+
+
+def _copies(work: Work, seat: Seat, on_host: bool) -> Iterator[Item]:
+    """Of the actor's weights: each rank has of them what it updates."""
+    for name, is_on_host in work.copies.items():
+        if is_on_host == on_host:
+            yield Item("actor", name, FLOAT32 * model_held(work.models["actor"], seat).shard)
+
+
+def host_items(work: Work, rank: int, asynchronous: bool) -> list[Item]:
+    """Of one rank's process, beyond its code: what is offloaded, copies of the actor, a checkpoint that is written in
+    the background (`asynchronous`), the step's samples."""
+    found: list[Item] = []
+    for model in work.models.values():
+        seat = model.grid.seat(rank)
+        found += on_host(model, seat)
+        if model.is_trained and asynchronous:
+            found.append(Item(model.name, "checkpoint being written", checkpoint_bytes(model, seat)))
+    found += _copies(work, work.models["actor"].grid.seat(rank), on_host=True)
+    size, mean = work.size, work.lengths
+    flat = size.learnt * (mean.mean * 8 + mean.response * FLOAT32 * SAMPLE_VECTORS)
+    dense = size.learnt * (work.size.response_tokens or work.lengths.longest) * FLOAT32 * DENSE_VECTORS
+    found.append(Item("samples", "tensors of the step", flat + dense))
+    if rank == 0 and size.sampled:
+        found.append(Item("samples", "objects of rank 0", size.sampled * mean.response * OBJECT_BYTES))
+    return found
+
+
+def checkpoint_bytes(model: Model, seat: Seat) -> float:
+    """What a rank writes of a trained model: its part of main weights and moments; replica 0 the weights too."""
+    own = model_held(model, seat)
+    weights = own.weights * model.dtype if seat.dp == 0 and seat.cp == 0 else 0
+    return own.shard * (ADAM_BYTES + FLOAT32) + weights

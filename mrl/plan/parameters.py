@@ -1,0 +1,218 @@
+"""The parameters that a rank holds, and how Megatron's buffers and optimizer lay them out: to the byte.
+
+Sizes come from the weight table; the order is that of the local layers' modules, which decides where padding falls.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from math import lcm, prod
+
+from mrl.config.sections.models import ParallelConfig
+from mrl.families import ModelArch
+from mrl.families.rows import Row
+from mrl.families.table import EMBEDDING, OUTPUT, VALUE_HEAD, Role, padded_vocab_size, weight_table
+from mrl.plan.grid import Grid, Seat, chunk_layers
+
+_LAYER = "decoder.layers."
+FINAL_NORM = "decoder.final_layernorm.weight"
+MODULES = (  # of a layer, in the order of its parameters
+    "input_layernorm",
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "pre_mlp_layernorm",
+    "mlp.",
+)
+PARAM_ALIGN, BUCKET_ALIGN = 64, 128  # elements, of a parameter's start and a bucket's end: megatron-core 0.16
+GRADIENT_BYTES = 4  # float32, whatever the weights are
+ADAM_BYTES = 8  # mean and mean square of the gradients, float32
+MAIN_BYTES = 4  # float32 weights beside bfloat16 ones
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """expert: it is in the experts' buffer (without expert parallelism they are with the rest).
+    apart: it has a bucket of its own (both copies of a tied embedding)."""
+
+    name: str
+    numel: int
+    expert: bool = False
+    apart: bool = False
+
+
+def chunks(arch: ModelArch, role: Role, layout: ParallelConfig, seat: Seat) -> list[tuple[Parameter, ...]]:
+    """A rank's parameters by chunk of its stage, each in the order of `named_parameters`. Layers are counted over the
+    whole model, experts over the rank's."""
+    return [_chunk(arch, role, layout, seat.pp, number) for number in range(layout.virtual_pipeline or 1)]
+
+
+@lru_cache(maxsize=512)
+def _chunk(arch: ModelArch, role: Role, layout: ParallelConfig, stage: int, number: int) -> tuple[Parameter, ...]:
+    last_chunk = (layout.virtual_pipeline or 1) - 1
+    is_first = stage == 0 and number == 0
+    is_last = stage == layout.pipeline - 1 and number == last_chunk
+    table, tied = weight_table(arch, role), role == "policy" and arch.tied_embeddings
+    apart = tied and layout.pipeline > 1
+    found: list[Parameter] = []
+
+    def take(name: str, apart: bool = False) -> None:
+        found.append(Parameter(name, local_numel(table[name], arch, layout), apart=apart))
+
+    if is_first:
+        take(EMBEDDING, apart)
+    for index in chunk_layers(layout, arch.num_layers, stage)[number]:
+        layer = _layer(arch, index, layout)
+        found += [Parameter(f"{_LAYER}{index}.{each.name}", each.numel, each.expert) for each in layer]
+    if is_last:
+        take(FINAL_NORM)
+        if role == "critic":
+            take(VALUE_HEAD)
+        elif not (tied and is_first):
+            take(OUTPUT, apart)
+    return tuple(found)
+
+
+def _layer(arch: ModelArch, index: int, layout: ParallelConfig) -> tuple[Parameter, ...]:
+    """Of a layer, under their names inside of it. Layers of a kind are alike."""
+    return _kind_of_layer(arch, arch.layers.index(arch.layers[index]), layout)
+
+
+@lru_cache(maxsize=256)
+def _kind_of_layer(arch: ModelArch, index: int, layout: ParallelConfig) -> tuple[Parameter, ...]:
+    prefix, local = f"{_LAYER}{index}.", arch.experts.count // layout.expert if arch.experts is not None else 0
+    rows = {name.removeprefix(prefix): row for name, row in weight_table(arch).items() if name.startswith(prefix)}
+    return tuple(
+        Parameter(name, local_numel(row, arch, layout), row.expert and layout.expert > 1)
+        for module in MODULES
+        for name, row in rows.items()
+        if name.startswith(module) and not (row.expert and _expert(name) >= local)
+    )
+
+
+def _expert(name: str) -> int:
+    return int(name.partition(".local_experts.")[2].partition(".")[0])
+
+
+def local_numel(row: Row, arch: ModelArch, layout: ParallelConfig) -> int:
+    """Elements of a rank's part of a row's parameter."""
+    if row.kind == "vocab":
+        return padded_vocab_size(arch, layout.tensor) * arch.hidden_size // layout.tensor
+    whole = sum(prod(shape) for shape in row.shapes)
+    parts = layout.expert_tensor_size if row.expert else layout.tensor
+    return whole // parts if row.tp_dim is not None else whole
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements of one model on one rank.
+
+    weights: parameters; buffer: as they lie in a trained model's buffers, with padding; shard: of these, those that
+    this rank's optimizer updates
+    """
+
+    weights: int
+    buffer: int
+    shard: int
+
+    def weight_bytes(self, dtype: int, trained: bool) -> int:
+        return dtype * (self.buffer if trained else self.weights)
+
+    def gradient_bytes(self) -> int:
+        return GRADIENT_BYTES * self.buffer
+
+    def optimizer_bytes(self, dtype: int) -> int:
+        """Float32 main weights, which float32 weights are themselves, and Adam's two moments."""
+        return self.shard * (ADAM_BYTES + (MAIN_BYTES if dtype < MAIN_BYTES else 0))
+
+
+@lru_cache(maxsize=1 << 14)
+def held(arch: ModelArch, role: Role, grid: Grid, seat: Seat) -> Held:
+    layout = grid.layout
+    numbers = range(layout.virtual_pipeline or 1)
+    dense, expert = (grid.dp * layout.context, seat.cp + layout.context * seat.dp), (grid.edp, seat.edp)
+    shares = [(is_expert, size, rank) for is_expert, (size, rank) in ((False, dense), (True, expert))]
+    parts = [
+        (_buffer(arch, role, layout, seat.pp, number, is_expert, size), rank)
+        for number in numbers
+        for is_expert, size, rank in shares
+    ]
+    return Held(
+        weights=sum(buffer.weights for buffer, _ in parts),
+        buffer=sum(buffer.numel for buffer, _ in parts),
+        shard=sum(buffer.shard(rank) for buffer, rank in parts),
+    )
+
+
+@lru_cache(maxsize=2048)
+def _buffer(
+    arch: ModelArch, role: Role, layout: ParallelConfig, stage: int, number: int, expert: bool, size: int
+) -> _Buffer:
+    parameters = [each for each in _chunk(arch, role, layout, stage, number) if each.expert == expert]
+    unit = lcm(size, BUCKET_ALIGN)
+    places: list[tuple[int, int]] = []
+    buckets: list[tuple[int, int]] = []
+    begin = end = 0
+    for parameter in reversed(parameters):
+        start = _up(end, PARAM_ALIGN)
+        if parameter.apart and places and places[-1][0] >= begin:
+            buckets.append((begin, _up(start, unit)))
+            begin = start = buckets[-1][1]
+        end = start + parameter.numel
+        places.append((start, end))
+        if parameter.apart:
+            buckets.append((begin, _up(end, unit)))
+            begin = end = buckets[-1][1]
+    if places and places[-1][0] >= begin:
+        buckets.append((begin, _up(end, unit)))
+    return _Buffer(tuple(places), tuple(buckets), size)
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """One of Megatron's: parameters back to front, cut into buckets that `size` data-parallel ranks share evenly.
+
+    places: (start, end) of the parameters; buckets: of the buckets, padded
+    """
+
+    places: tuple[tuple[int, int], ...]
+    buckets: tuple[tuple[int, int], ...]
+    size: int
+
+    @cached_property
+    def weights(self) -> int:
+        """Elements of the parameters."""
+        return sum(end - start for start, end in self.places)
+
+    @property
+    def numel(self) -> int:
+        return self.buckets[-1][1] if self.buckets else 0
+
+    def shard(self, rank: int) -> int:
+        """Elements of parameters in the rank's part of every bucket."""
+        found = 0
+        for start, end in self.buckets:
+            part = (end - start) // self.size
+            found += self._before(start + (rank + 1) * part) - self._before(start + rank * part)
+        return found
+
+    def _before(self, position: int) -> int:
+        """Elements of parameters below a position."""
+        index = bisect_right(self._starts, position)
+        return self._sums[index] - max(0, self.places[index - 1][1] - position) if index else 0
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [start for start, _ in self.places]
+
+    @cached_property
+    def _sums(self) -> list[int]:
+        return [0, *accumulate(end - start for start, end in self.places)]
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

@@ -1,0 +1,182 @@
+"""Which layouts fit, best first: every one that the model, the node and the world allow is planned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from mrl.config.checks import layout as layout_checks
+from mrl.config.checks.base import Archs
+from mrl.config.derived import Machine
+from mrl.config.sections.models import ParallelConfig, TrainConfig
+from mrl.config.trainers.base import Config
+from mrl.config.trainers.table import trainer_of
+from mrl.families import ModelArch
+from mrl.plan.chips import GIB, Assumptions, Cluster
+from mrl.plan.plan import Plan, make
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+MOST_STAGES, MOST_CONTEXT = 16, 8
+LENGTH_OF_A_CUT = 4096  # tokens that a context-parallel rank should have of the longest sequence, at least
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout of all trained models, and what it comes to. tokens: of a micro-batch, at most."""
+
+    layout: ParallelConfig
+    recompute: Recompute
+    tokens: int
+    plan: Plan
+
+    @property
+    def tightest(self) -> float:
+        """Bytes of the rank that needs most, in the phase where it does."""
+        return max(phase.total for _, phase in self.plan.worst.values())
+
+    def words(self) -> str:
+        p = self.layout
+        sizes = {"TP": p.tensor, "PP": p.pipeline, "CP": p.context, "EP": p.expert}
+        dp = self.plan.work.models["actor"].grid.dp
+        parts = [f"{name}{size}" for name, size in (sizes | {"DP": dp}).items() if size > 1] or ["one copy"]
+        return f"{' x '.join(parts)}, {self.tokens} tokens, recompute {self.recompute}"
+
+
+def search(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assumed: Assumptions) -> list[Candidate]:
+    """Of those that fit the fastest first; of equally fast ones (within 1%) what leaves more memory."""
+    found = []
+    machine = Machine(cluster.gpus, min(cluster.gpus, cluster.per_node), gpus=cluster.gpus, planned=True)
+    checked = _checked(cfg, archs)
+    for layout in _layouts(cfg, cluster, archs["actor"]):
+        for recompute, tokens in product(RECOMPUTES, _micro_batches(cfg)):
+            variant = _with(cfg, layout, recompute, tokens)
+            if any(_problems(variant, checked, machine)):
+                break
+            plan = make(variant, cluster, archs, assumed)
+            if not plan.problems and _leaves_room(plan):
+                found.append(Candidate(layout, recompute, tokens, plan))
+                break  # with more recomputation it is slower
+    best = min((each.plan.seconds for each in found), default=0.0)
+    return sorted(found, key=lambda each: (int(100 * each.plan.seconds / best), each.tightest))
+
+
+def _leaves_room(plan: Plan) -> bool:
+    limit = (1 - plan.assumed.spare_share) * plan.cluster.chip.memory
+    return all(phase.total <= limit for _, phase in plan.worst.values())
+
+
+def _layouts(cfg: Config, cluster: Cluster, arch: ModelArch) -> Iterator[ParallelConfig]:
+    """Tensor parallelism within a node; context where sequences are long enough to be cut."""
+    longest = (cfg.step_size().prompt_tokens or 0) + (cfg.step_size().response_tokens or 0)
+    tensors = [n for n in range(1, cluster.per_node + 1) if cluster.per_node % n == 0]
+    stages = [n for n in range(1, MOST_STAGES + 1) if arch.num_layers % n == 0]
+    cuts = [n for n in (1, 2, 4, MOST_CONTEXT) if n == 1 or longest // n >= LENGTH_OF_A_CUT]
+    experts = [n for n in range(1, arch.experts.count + 1) if arch.experts.count % n == 0] if arch.experts else [1]
+    for tensor, pipeline, context, expert in product(tensors, stages, cuts, experts):
+        layout = ParallelConfig(tensor=tensor, pipeline=pipeline, context=context, expert=expert)
+        if cluster.gpus % (tensor * pipeline * context) == 0 and expert * pipeline <= cluster.gpus:
+            yield layout
+
+
+def _checked(cfg: Config, archs: Mapping[str, ModelArch]) -> Archs:
+    """By the names that the checks have for models."""
+    return {name: archs.get({"reward.model": "reward"}.get(name, name), archs["actor"]) for name in cfg.models()}
+
+
+def _problems(cfg: Config, archs: Archs, machine: Machine) -> Iterator[object]:
+    yield from layout_checks.check(cfg, archs, machine)
+    yield from trainer_of(cfg).check(cfg, archs, machine)
+
+
+def _micro_batches(cfg: Config) -> list[int]:
+    """Tokens: as many as it says, or as the longest sequence has."""
+    given, size = cfg.actor.max_tokens_per_microbatch, cfg.step_size()
+    longest = (size.prompt_tokens or 0) + (size.response_tokens or 0)
+    return [given, longest] if 0 < longest < given else [given]
+
+
+def _with(cfg: Config, layout: ParallelConfig, recompute: Recompute, tokens: int) -> Config:
+    """The configuration with this layout for every model that is trained; the others follow the actor."""
+    changed: dict[str, Any] = {}
+    for name, use in cfg.models().items():
+        section = dict(cfg).get(name)
+        if use.train is not None and isinstance(section, TrainConfig):
+            keys = {"parallel": layout, "recompute": recompute, "max_tokens_per_microbatch": tokens}
+            changed[name] = section.model_copy(update=keys)
+        elif name == "ref" and section is not None:
+            changed[name] = section.model_copy(update={"parallel": None})
+    return cfg.model_copy(update=changed)
+
+
+def lines(found: Sequence[Candidate], most: int = 10) -> Iterator[str]:
+    """A table, and why the best is the best."""
+    if not found:
+        yield "No layout fits. What helps: more GPUs, offload: all, rollout.release: all, a smaller "
+        yield "max_tokens_per_microbatch."
+        return
+    best = found[0]
+    yield f"{'layout':<56} {'step':>8} {'most memory':>12}  what it loses against the best"
+    for each in found[:most]:
+        lost = _lost(each, best) if each is not best else "the best"
+        yield f"{each.words():<56} {each.plan.seconds:6.0f} s {each.tightest / GIB:8.1f} GiB  {lost}"
+    yield from ("", *_reasons(found))
+
+
+def _lost(each: Candidate, best: Candidate) -> str:
+    mine, theirs = _by_kind(each.plan), _by_kind(best.plan)
+    gaps = {kind: mine.get(kind, 0.0) - theirs.get(kind, 0.0) for kind in mine.keys() | theirs.keys()}
+    kind = max(gaps, key=lambda kind: gaps[kind])
+    return f"{gaps[kind]:+.0f} s {kind}" if gaps[kind] >= 0.5 else "nothing that counts"
+
+
+KINDS = ("pipeline bubble", "tensor parallelism", "context parallelism", "expert parallelism", "between stages",
+         "data parallelism", "layers", "optimizer", "responses")  # fmt: skip
+
+
+def _by_kind(plan: Plan) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in plan.parts:
+        kind = next((kind for kind in KINDS if kind in part.what), part.phase)
+        found[kind] = found.get(kind, 0.0) + part.seconds
+    return found
+
+
+def _reasons(found: Sequence[Candidate]) -> Iterator[str]:
+    """For each cut of the best layout, what smaller ones would come to; for recomputation, what less of it would."""
+    best = found[0]
+    for name, axis in (("TP", "tensor"), ("PP", "pipeline"), ("CP", "context"), ("EP", "expert")):
+        size = dict(best.layout)[axis]
+        if size > 1:
+            smaller = [each for each in found if dict(each.layout)[axis] < size]
+            other = f"with less of it at best {_short(smaller[0])}" if smaller else "with less of it nothing fits"
+            yield f"{name}{size}: {other}."
+    if best.recompute != "none":
+        yield f"recompute {best.recompute}: with this layout less of it does not fit."
+
+
+def _short(each: Candidate) -> str:
+    return f"{each.plan.seconds:.0f} s and {each.tightest / GIB:.0f} GiB ({each.words()})"
+
+
+def written(found: Sequence[Candidate], config: Path, out: Path) -> str:
+    """A configuration that is based on `config` and has the best layout, as it is written to `out`."""
+    best = found[0]
+    p, cluster = best.layout, best.plan.cluster
+    sizes = {"tensor": p.tensor, "pipeline": p.pipeline, "context": p.context, "expert": p.expert}
+    base = os.path.relpath(config.absolute(), out.absolute().parent)
+    trained = [model.name for model in best.plan.work.models.values() if model.is_trained]
+    tree = {"base": base, "run": {"nodes": cluster.nodes, "nproc": min(cluster.per_node, cluster.gpus)}}
+    tree |= {
+        name: {"parallel": dict(sizes), "recompute": best.recompute, "max_tokens_per_microbatch": best.tokens}
+        for name in trained
+    }
+    reasons = "".join(f"# {line}\n" for line in _reasons(found))
+    head = f"# By mrl plan --search for {cluster.gpus} x {cluster.chip.name}: {best.words()}\n{reasons}"
+    return head + yaml.safe_dump(tree, sort_keys=False)

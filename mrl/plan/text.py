@@ -1,0 +1,228 @@
+"""A plan as a terminal shows it, and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mrl.plan.chips import GIB
+from mrl.plan.grid import stage_layers
+from mrl.plan.memory import Phase
+from mrl.plan.plan import Plan
+from mrl.plan.workload import Model
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """The whole plan."""
+    yield from _head(plan)
+    for title, part in (
+        ("Batch", batch(plan)),
+        ("Ranks", grid(plan)),
+        ("Memory of a GPU, GiB, the rank that needs most in each phase", memory(plan)),
+        ("Beside the GPUs", beside(plan)),
+        ("One step, seconds; nothing is assumed to overlap", seconds(plan)),
+        ("Assumed, measured by nobody with mrl", assumed(plan)),
+    ):
+        yield from ("", title, *(f"  {line}" for line in part))
+    yield ""
+    yield verdict(plan)
+
+
+def verdict(plan: Plan) -> str:
+    """In words: does it fit, what is slowest."""
+    if plan.problems:
+        return "\n".join(["It does not fit:", *(f"  {problem}" for problem in plan.problems)])
+    name, (rank, phase) = max(plan.worst.items(), key=lambda item: item[1][1].total)
+    room = (plan.cluster.chip.memory - phase.total) / GIB
+    return f"It fits: {room:.1f} GiB are left where it is tightest ({name}, rank {rank}). {bottleneck(plan)}"
+
+
+def bottleneck(plan: Plan) -> str:
+    part = max(plan.parts, key=lambda part: part.seconds)
+    share = part.seconds / plan.seconds
+    what = f"{part.phase}: {part.what} ({part.limit})"
+    return f"A step takes about {plan.seconds:.0f} s; the most of it, {share:.0%}, is {what}."
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    cluster, chip = plan.cluster, plan.cluster.chip
+    yield f"{plan.cfg.run.name}: {cluster.gpus} x {chip.name} on {cluster.nodes} nodes of {cluster.per_node}"
+    for model in plan.work.models.values():
+        held = f"{sum(1 for _ in model.arch.layers)} layers, {_billions(model)} weights"
+        how = "trained" if model.is_trained else "computed with"
+        yield f"  {model.name:<8} {_layout(model)}; {held}; {how}; {model.kind} layers, offload {model.train.offload}"
+    if plan.engine is not None:
+        engine = plan.engine
+        what = f"{engine.engines} of tensor {engine.tensor}, on the trainer's GPUs, release {engine.release}"
+        yield f"  {'engines':<8} {what}"
+
+
+def _billions(model: Model) -> str:
+    from mrl.plan.memory import model_held
+
+    whole = sum(model_held(model, seat).shard for seat in model.grid.seats)
+    return f"{whole / 1e9:.1f}B"
+
+
+def _layout(model: Model) -> str:
+    p = model.layout
+    sizes = {"TP": p.tensor, "PP": p.pipeline, "VPP": p.virtual_pipeline or 1, "CP": p.context, "EP": p.expert}
+    sizes |= {"ETP": p.expert_tensor_size if p.expert > 1 else 1, "DP": model.grid.dp}
+    return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one copy"
+
+
+def batch(plan: Plan) -> Iterator[str]:
+    """The step's arithmetic, from prompts to ranks."""
+    size, work = plan.work.size, plan.work
+    if size.sampled:
+        yield f"{size.prompts} prompts x {size.sampled // size.prompts} = {size.sampled} samples a step"
+        longest = f"{size.prompt_tokens} + {size.response_tokens} = {work.lengths.longest}"
+        mean = f"{work.lengths.prompt:.0f} + {work.lengths.response:.0f}"
+        yield f"a sample: at most {longest} tokens of prompt and response; assumed in the mean {mean}"
+    for name, words in plan.cfg.summary():
+        if name in ("dynamic sampling", "replay"):
+            yield f"{name}: {words}; the times below are of one round without it"
+    minibatches = size.learnt // size.minibatch
+    updates = f"{size.epochs} x {minibatches} = {size.epochs * minibatches} updates of {size.minibatch} samples"
+    yield f"{size.learnt} samples -> {updates}"
+    for name, each in work.batches.items():
+        model = work.models[name]
+        what = "an update" if model.is_trained else "a pass over all samples"
+        yield (
+            f"{name}: {what} is {each.per_replica:g} samples on each of {model.grid.dp} replicas, in {each.count} "
+            f"micro-batches of {each.samples:.1f} samples, {each.tokens:.0f} tokens "
+            f"(at most {model.train.max_tokens_per_microbatch}), {each.tokens / model.layout.context:.0f} on a rank"
+        )
+
+
+def grid(plan: Plan) -> Iterator[str]:
+    """Node by node, what every rank is of the actor; other layouts after it."""
+    shown: list[object] = []
+    for model in plan.work.models.values():
+        if model.layout in shown:
+            continue
+        shown.append(model.layout)
+        same = [other.name for other in plan.work.models.values() if other.layout == model.layout]
+        yield f"{', '.join(same)}: {_layout(model)}; layers of the stages {_stages(model)}"
+        per_node, last = plan.cluster.per_node, plan.cluster.gpus
+        for node, first in enumerate(range(0, last, per_node)):
+            ranks = range(first, min(first + per_node, last))
+            yield f"  node {node}: ranks {first}-{ranks[-1]}  {_spans(model, ranks)}{_engines(plan, ranks)}"
+
+
+def _stages(model: Model) -> str:
+    return "/".join(map(str, stage_layers(model.layout, model.arch.num_layers)))
+
+
+def _spans(model: Model, ranks: Sequence[int]) -> str:
+    seats = [model.grid.seat(rank) for rank in ranks]
+    found = []
+    for axis in ("pp", "dp", "cp", "tp", *(("ep",) if model.layout.expert > 1 else ())):
+        values = sorted({dict(vars(seat))[axis] for seat in seats})
+        found.append(f"{axis} {values[0]}" if len(values) == 1 else f"{axis} {values[0]}-{values[-1]}")
+    return "  ".join(found)
+
+
+def engine_of(plan: Plan, rank: int) -> int | None:
+    """The number of the engine on a rank's GPU."""
+    engine = plan.engine
+    if engine is None or rank >= engine.engines * engine.tensor:
+        return None
+    return rank // engine.tensor
+
+
+def _engines(plan: Plan, ranks: Sequence[int]) -> str:
+    numbers = sorted({number for rank in ranks if (number := engine_of(plan, rank)) is not None})
+    if not numbers:
+        return ""
+    return f"  engine {numbers[0]}" if len(numbers) == 1 else f"  engines {numbers[0]}-{numbers[-1]}"
+
+
+def memory(plan: Plan) -> Iterator[str]:
+    limit = plan.cluster.chip.memory / GIB
+    for name, (rank, phase) in plan.worst.items():
+        mark = "" if phase.total <= plan.cluster.chip.memory else "   <-- too much"
+        yield f"{name:<16} rank {rank:<4} {phase.total / GIB:7.1f} of {limit:.0f}{mark}"
+        yield f"    {_items(phase)}"
+    if plan.engine is not None:
+        engine = plan.engine
+        yield (
+            f"an engine's GPU: weights {engine.weights / GIB:.1f}, cache {engine.cache / GIB:.1f} = "
+            f"{engine.cache_tokens} tokens: {engine.holds} sequences of {engine.context_tokens}, asked for "
+            f"{engine.wanted} at once"
+        )
+        if engine.holds < engine.wanted:
+            yield "  (the others wait, or the engine takes some back when responses grow long)"
+
+
+def _items(phase: Phase) -> str:
+    return ", ".join(f"{item.owner} {item.what} {item.nbytes / GIB:.1f}" for item in phase.items if item.nbytes)
+
+
+def beside(plan: Plan) -> Iterator[str]:
+    """Host memory and disk."""
+    yield f"host memory of the first node: {plan.host_of_node / GIB:.0f} GiB, of which rank 0 has"
+    yield "    " + ", ".join(f"{item.owner} {item.what} {item.nbytes / GIB:.1f}" for item in plan.host(0))
+    if plan.cfg.checkpoint.every_steps is not None:
+        one, kept = plan.checkpoint_bytes / GIB, plan.cfg.checkpoint.keep_last + 1
+        write = plan.checkpoint_bytes / (plan.cluster.nodes * plan.assumed.disk)
+        all_of_them = f"the last {kept - 1} and the one being written: {one * kept:.0f} GiB"
+        yield f"a checkpoint: {one:.0f} GiB, {write:.0f} s; {all_of_them}"
+
+
+def seconds(plan: Plan) -> Iterator[str]:
+    totals: dict[str, float] = {}
+    for part in plan.parts:
+        totals[part.phase] = totals.get(part.phase, 0.0) + part.seconds
+    for phase, total in totals.items():
+        yield f"{phase:<16} {total:8.1f}   {total / plan.seconds:4.0%}"
+        for part in plan.parts:
+            if part.phase == phase and part.seconds >= 0.01 * total:
+                yield f"    {part.seconds:8.1f}  {part.what} ({part.limit})"
+    yield f"{'step':<16} {plan.seconds:8.1f}"
+
+
+def assumed(plan: Plan) -> Iterator[str]:
+    rows = plan.assumed.rows()
+    for start in range(0, len(rows), 3):
+        yield "   ".join(f"{name} {value}" for name, value in rows[start : start + 3])
+
+
+def data(plan: Plan) -> dict[str, Any]:
+    """For programs: numbers in bytes and seconds."""
+    work = plan.work
+    return {
+        "fits": not plan.problems,
+        "problems": plan.problems,
+        "gpus": plan.cluster.gpus,
+        "gpu": plan.cluster.chip.name,
+        "gpu_bytes": plan.cluster.chip.memory,
+        "models": {
+            name: {"layout": _layout(model), "role": model.role, "layers": model.kind, "trained": model.is_trained}
+            for name, model in work.models.items()
+        },
+        "batch": {name: vars(each) for name, each in work.batches.items()},
+        "memory": {
+            name: {
+                "rank": rank,
+                "bytes": phase.total,
+                "items": [vars(item) for item in phase.items],
+            }
+            for name, (rank, phase) in plan.worst.items()
+        },
+        "engine": vars(plan.engine) if plan.engine is not None else None,
+        "host_bytes_of_node": plan.host_of_node,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "seconds": plan.seconds,
+        "parts": [vars(part) for part in plan.parts],
+        "ranks": [
+            {"rank": rank, "node": rank // plan.cluster.per_node, "engine": engine_of(plan, rank)}
+            | {name: _seat(model, rank) for name, model in work.models.items()}
+            for rank in range(plan.cluster.gpus)
+        ],
+        "assumed": vars(plan.assumed),
+    }
+
+
+def _seat(model: Model, rank: int) -> dict[str, int]:
+    return {axis: value for axis, value in vars(model.grid.seat(rank)).items() if axis != "rank"}

@@ -1,0 +1,216 @@
+"""Seconds of a step's parts: what each computes and moves, at an assumed share of the chip's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mrl.families import ModelArch
+from mrl.plan.chips import Assumptions, Cluster
+from mrl.plan.engine import EnginePlan
+from mrl.plan.memory import model_held, on_host
+from mrl.plan.workload import Batches, Lengths, Model, Work
+
+
+@dataclass(frozen=True)
+class Part:
+    """limit: what bounds it, in words."""
+
+    phase: str
+    what: str
+    seconds: float
+    limit: str
+
+
+def layer_flops(arch: ModelArch, length: float) -> float:
+    """Of a token's forward pass through all layers: 2 a weight, and attention to half of `length` tokens on average."""
+    qkv = arch.hidden_size * arch.head_dim * (arch.num_heads + 2 * arch.num_kv_heads)
+    out = arch.hidden_size * arch.head_dim * arch.num_heads
+    total = 0.0
+    for layer in set(arch.layers):
+        times = arch.layers.count(layer)
+        chosen = arch.experts.per_token if layer.experts and arch.experts is not None else 1
+        router = arch.hidden_size * arch.experts.count if layer.experts and arch.experts is not None else 0
+        weights = qkv + out + router + 3 * chosen * arch.hidden_size * layer.ffn_size
+        total += times * (2 * weights + 2 * arch.num_heads * arch.head_dim * length)
+    return total
+
+
+def head_flops(model: Model) -> float:
+    """Of a response token's forward pass."""
+    return 2.0 * model.arch.hidden_size * (model.arch.vocab_size if model.role == "policy" else 1)
+
+
+def model_flops(model: Model, samples: float, lengths: Lengths) -> tuple[float, float]:
+    """(layers, head) of a forward pass of all samples."""
+    length = lengths.mean
+    return samples * length * layer_flops(model.arch, length), samples * lengths.response * head_flops(model)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What a cluster does in a second, as far as it is assumed to."""
+
+    cluster: Cluster
+    assumed: Assumptions
+
+    @property
+    def flops(self) -> float:
+        return self.cluster.chip.bf16 * self.assumed.matmul_share
+
+    @property
+    def hbm(self) -> float:
+        return self.cluster.chip.hbm * self.assumed.hbm_share
+
+    def link(self, model: Model, *axes: str) -> tuple[float, str]:
+        """(bytes a second of a rank, name) between the ranks of these groups."""
+        chip, share = self.cluster.chip, self.assumed.link_share
+        if model.grid.spread(*axes, node=self.cluster.per_node) > 1:
+            return chip.network * share, "network"
+        return chip.nvlink * share, "NVLink"
+
+    @property
+    def pcie(self) -> float:
+        return self.cluster.chip.pcie * self.assumed.link_share
+
+    @property
+    def network(self) -> float:
+        return self.cluster.chip.network * self.assumed.link_share
+
+
+def passes(clock: Clock, model: Model, phase: str, batches: Batches, lengths: Lengths, trained: bool) -> Iterator[Part]:
+    """Of a mini-batch, forward, with `trained` backward too. Parts add up: nothing is assumed to overlap."""
+    layers, head = model_flops(model, batches.per_replica * model.grid.dp, lengths)
+    again = {"none": 0.0, "selective": 0.1, "full": 1.0}[model.train.recompute]
+    times, head_times = (3 + again, 4) if trained else (1, 1)
+    p, name = model.layout, model.name
+    ranks = model.grid.world
+    skew = clock.assumed.experts_skew if model.arch.experts is not None else 1.0
+    compute = layers * times * skew / (ranks * clock.flops)
+    yield Part(phase, f"{name} layers", compute, "arithmetic")
+    last = ranks / p.pipeline
+    yield Part(phase, f"{name} head", head * head_times / (last * clock.flops), "arithmetic")
+    if p.pipeline > 1:
+        bubble = (p.pipeline - 1) / (batches.count * (p.virtual_pipeline or 1))
+        what = f"{name} pipeline bubble, {batches.count} micro-batches for {p.pipeline} stages"
+        yield Part(phase, what, compute * bubble, "too few micro-batches")
+    yield from _communication(clock, model, phase, batches, times)
+
+
+def _communication(clock: Clock, model: Model, phase: str, batches: Batches, times: float) -> Iterator[Part]:
+    """Of all micro-batches of a rank; a backward pass moves about what a forward one does, and recomputation again."""
+    p, arch, name = model.layout, model.arch, model.name
+    moved = 2.0 + (times - 3) if times >= 3 else 1.0
+    tokens = batches.count * batches.tokens / p.context
+    wide = tokens * arch.hidden_size * model.dtype
+    layers = arch.num_layers / p.pipeline
+    if p.tensor > 1:
+        speed, link = clock.link(model, "tp")
+        nbytes = layers * 4 * wide * (p.tensor - 1) / p.tensor * moved
+        yield Part(phase, f"{name} tensor parallelism", nbytes / speed, link)
+    if p.context > 1:
+        speed, link = clock.link(model, "cp")
+        kv = 2 * tokens * arch.num_kv_heads / p.tensor * arch.head_dim * model.dtype
+        yield Part(phase, f"{name} context parallelism", layers * kv * (p.context - 1) * moved / speed, link)
+    if p.expert > 1 and arch.experts is not None:
+        speed, link = clock.link(model, "ep")
+        routed = tokens / p.tensor * arch.experts.per_token * arch.hidden_size * model.dtype
+        nbytes = layers * 2 * routed * (p.expert - 1) / p.expert * moved * clock.assumed.experts_skew
+        yield Part(phase, f"{name} expert parallelism", nbytes / speed, link)
+    if p.pipeline > 1:
+        speed, link = clock.link(model, "pp")
+        hops = 2 * (p.virtual_pipeline or 1) * (2 if times >= 3 else 1)
+        share = p.tensor if p.sequence else 1
+        yield Part(phase, f"{name} between stages", hops * wide / share / speed, link)
+
+
+def step_of_optimizer(clock: Clock, model: Model, phase: str) -> Iterator[Part]:
+    """Once an update: gradients to their owners, Adam, weights back."""
+    own, size = model_held(model, model.grid.seat(0)), model.grid.dp * model.layout.context
+    if size > 1:
+        speed, link = clock.link(model, "dp", "cp")
+        nbytes = own.buffer * (4 + model.dtype) * (size - 1) / size
+        yield Part(phase, f"{model.name} gradients and weights over data parallelism", nbytes / speed, link)
+    touched = own.shard * (5 * 4 + 2 * 4 + model.dtype) + own.buffer * 4  # two moments, mains, gradients; zeroing
+    yield Part(phase, f"{model.name} optimizer", touched / clock.hbm, "memory bandwidth")
+
+
+def rollout(clock: Clock, work: Work, engine: EnginePlan) -> Iterator[Part]:
+    """Each engine reads its prompts and writes its responses, as many at once as it is given and has room for."""
+    actor, chip, size = work.models["actor"], clock.cluster.chip, work.size
+    arch, lengths, assumed = actor.arch, work.lengths, clock.assumed
+    requests = size.sampled / engine.engines
+    mean_tokens = lengths.prompt + lengths.response / 2
+    room = max(1.0, engine.cache_tokens / (lengths.mean or 1))
+    at_once = max(1.0, min(engine.wanted, room, requests))
+    prefill = requests * lengths.prompt * layer_flops(arch, lengths.prompt)
+    speed = engine.tensor * chip.bf16 * assumed.prefill_share
+    yield Part("rollout", "prompts", prefill / speed, "arithmetic")
+    steps = max(requests * lengths.response / at_once, float(size.response_tokens or 0))
+    busy = requests * lengths.response / steps
+    read = engine.weights * _touched(arch, busy) + busy * mean_tokens * engine.token_bytes
+    flops = busy * (layer_flops(arch, mean_tokens) + 2 * arch.hidden_size * arch.vocab_size) / engine.tensor
+    memory, arithmetic = read / clock.hbm, flops / (chip.bf16 * assumed.prefill_share)
+    slower, limit = max((memory, "memory bandwidth"), (arithmetic, "arithmetic"))
+    overhead = assumed.decode_overhead_s + (2 * arch.num_layers * assumed.hop_s if engine.tensor > 1 else 0)
+    limit = limit if slower > overhead else "launches and small all-reduces"
+    tail = "" if steps > (size.response_tokens or 0) else "; the longest response decides"
+    what = f"responses, {busy:.0f} at once on each of {engine.engines} engines{tail}"
+    yield Part("rollout", what, steps * (slower + overhead), limit)
+
+
+def _touched(arch: ModelArch, tokens: float) -> float:
+    """Share of an engine's weights that a step with so many tokens reads: not every expert is chosen."""
+    if arch.experts is None or arch.expert_width is None:
+        return 1.0
+    expert_layers = sum(layer.experts for layer in arch.layers)
+    in_experts = expert_layers * 3 * arch.experts.count * arch.expert_width * arch.hidden_size
+    rest = arch.num_layers * arch.hidden_size * arch.head_dim * 2 * (arch.num_heads + arch.num_kv_heads)
+    rest += 2 * arch.vocab_size * arch.hidden_size
+    share = 1 - (1 - arch.experts.per_token / arch.experts.count) ** tokens
+    return (rest + in_experts * share) / (rest + in_experts)
+
+
+def sync(clock: Clock, work: Work) -> Iterator[Part]:
+    """Every stage's sender gathers its part and brings it to every node's engines."""
+    actor = work.models["actor"]
+    senders = actor.layout.pipeline
+    total = sum(model_held(actor, seat).weights for seat in actor.grid.seats if seat.dp == seat.cp == 0)
+    nbytes = total * actor.dtype / senders
+    speed, link = clock.link(actor, "tp")
+    yield Part("sync", "gathering weights", nbytes / speed if actor.layout.tensor > 1 else 0.0, link)
+    nodes = clock.cluster.nodes
+    speed, link = (clock.network, "network") if nodes > 1 else (clock.cluster.chip.nvlink, "NVLink")
+    yield Part("sync", "weights to the engines", nbytes / speed, link)
+
+
+def offload(clock: Clock, work: Work) -> Iterator[Part]:
+    """What is given up and taken back once a step, both ways; gradients are not copied."""
+    for model in work.models.values():
+        copied = sum(item.nbytes for item in on_host(model, model.grid.seat(0)))
+        if copied:
+            yield Part("moving memory", model.name, 2 * copied / clock.pcie, "PCIe")
+
+
+def step(clock: Clock, work: Work, engine: EnginePlan | None) -> list[Part]:
+    """All parts of one step, of which none overlap."""
+    found: list[Part] = []
+    size, lengths = work.size, work.lengths
+    if engine is not None:
+        found += rollout(clock, work, engine)
+    all_samples = {name: Batches.of(model, size.learnt, lengths.mean) for name, model in work.models.items()}
+    if "reward" in work.models:
+        found += passes(clock, work.models["reward"], "scoring", all_samples["reward"], lengths, trained=False)
+    for name in size.passes:
+        if name in work.models:
+            found += passes(clock, work.models[name], "experience", all_samples[name], lengths, trained=False)
+    updates = size.epochs * max(1, size.learnt // size.minibatch)
+    for name, model in work.models.items():
+        if model.is_trained:
+            phase = f"{name}_update"
+            once = [*passes(clock, model, phase, work.batches[name], lengths, trained=True)]
+            once += step_of_optimizer(clock, model, phase)
+            found += [Part(part.phase, part.what, part.seconds * updates, part.limit) for part in once]
+    if engine is not None:
+        found += [*sync(clock, work), *offload(clock, work)]
+    return found

@@ -1,0 +1,157 @@
+"""The models of a run and its step in numbers: prompts -> samples -> mini-batches -> micro-batches -> ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mrl.config.sections.models import ParallelConfig, TrainConfig
+from mrl.config.trainers.base import Config, StepSize
+from mrl.families import ModelArch
+from mrl.families.table import Role
+from mrl.plan.activations import LayerKind, Tokens
+from mrl.plan.chips import Assumptions
+from mrl.plan.grid import Grid
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of the run over its whole world. dtype: bytes of a weight."""
+
+    name: str
+    path: str
+    arch: ModelArch
+    role: Role
+    train: TrainConfig
+    is_trained: bool
+    grid: Grid
+    dtype: int
+    kind: LayerKind
+
+    @property
+    def layout(self) -> ParallelConfig:
+        return self.train.parallel
+
+
+def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: bool) -> tuple[Model, ...]:
+    """archs: by the models' names."""
+    dtype = DTYPE_BYTES[cfg.model.dtype]
+    found = []
+    for name, built in cfg.built().items():
+        asked = built.train.layers
+        fused = asked == "transformer_engine" or (asked == "auto" and on_gpu and dtype == 2)
+        found.append(
+            Model(
+                name,
+                built.path or cfg.model.path,
+                archs[name],
+                "critic" if built.scores else "policy",
+                built.train,
+                built.is_trained,
+                Grid(built.train.parallel, world),
+                dtype,
+                "transformer_engine" if fused else "local",
+            )
+        )
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a sample: the longest, and what is assumed of the mean."""
+
+    longest: int
+    response: float
+    prompt: float
+
+    @property
+    def mean(self) -> float:
+        return self.prompt + self.response
+
+    @staticmethod
+    def of(size: StepSize, train: TrainConfig, assumed: Assumptions) -> Lengths:
+        if size.prompt_tokens is None or size.response_tokens is None:
+            tokens = train.max_tokens_per_microbatch
+            half = tokens / 8  # of data that says its lengths itself, nobody knows
+            return Lengths(tokens, half, half)
+        return Lengths(
+            size.prompt_tokens + size.response_tokens,
+            size.response_tokens * assumed.mean_response_share,
+            size.prompt_tokens * assumed.mean_prompt_share,
+        )
+
+
+@dataclass(frozen=True)
+class Batches:
+    """How a mini-batch becomes micro-batches of one model, for samples of `mean` tokens.
+
+    per_replica: samples of a data-parallel replica; count: micro-batches of each; samples, tokens: of one
+    """
+
+    model: str
+    per_replica: float
+    count: int
+    samples: float
+    tokens: float
+
+    @staticmethod
+    def of(model: Model, samples: int, mean: float) -> Batches:
+        """As `mrl.data.balance.plan_micro_batches` packs samples of equal length."""
+        layout, dp = model.layout, model.grid.dp
+        align = 2 * layout.context if layout.context > 1 else 1
+        length = max(align, -(-int(mean) // align) * align)
+        fits = max(1, model.train.max_tokens_per_microbatch // length)
+        step = dp * (layout.pipeline if layout.virtual_pipeline else 1)
+        limit = max(model.train.max_tokens_per_microbatch, length)
+        fewest = max(1, -(-samples * length // limit))
+        count = -(-fewest // step) * step
+        if -(-samples // count) > fits:
+            needed = -(-samples // fits)
+            count = -(-needed // step) * step
+        each = samples / count
+        return Batches(model.name, samples / dp, count // dp, each, each * length)
+
+
+def largest_micro_batch(model: Model, lengths: Lengths, samples: int) -> Tokens:
+    """The one that memory has to hold: full, or with one sample that is longer; at worst all of it is response."""
+    full = max(model.train.max_tokens_per_microbatch, lengths.longest)
+    packed = min(full, max(lengths.longest, samples * lengths.longest // model.grid.dp))
+    prompts = 0 if lengths.prompt >= lengths.longest else 1
+    return Tokens(packed, packed - prompts, min(lengths.longest, packed))
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step of a run, for every model of it.
+
+    tokens: of the largest micro-batch; bucket: bytes of one of a push; copies: as `Config.copies` has them
+    """
+
+    models: dict[str, Model]
+    size: StepSize
+    lengths: Lengths
+    batches: dict[str, Batches]
+    tokens: dict[str, Tokens]
+    bucket: int
+    copies: dict[str, bool]
+
+    @property
+    def is_sampling(self) -> bool:
+        return self.size.sampled > 0
+
+    @staticmethod
+    def of(cfg: Config, models: tuple[Model, ...], assumed: Assumptions) -> Work:
+        size, engines = cfg.step_size(), cfg.engines()
+        lengths = Lengths.of(size, models[0].train, assumed)
+        learnt = {model.name: size.minibatch if model.is_trained else size.learnt for model in models}
+        return Work(
+            {model.name: model for model in models},
+            size,
+            lengths,
+            {model.name: Batches.of(model, learnt[model.name], lengths.mean) for model in models},
+            {model.name: largest_micro_batch(model, lengths, learnt[model.name]) for model in models},
+            engines[1].bucket_mib << 20 if engines is not None else 0,
+            cfg.copies(),
+        )

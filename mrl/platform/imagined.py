@@ -1,0 +1,41 @@
+"""One rank of a world that is not there, to look at what it would build."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mrl.platform import process
+
+
+@contextlib.contextmanager
+def imagined_rank(rank: int, world_size: int, device: str = "meta") -> Iterator[None]:
+    """This process is that rank, under torch's fake process group; models are built on `device`.
+
+    On "meta" they have shapes and no memory. Shapes are right after every collective, values are not: an all-gather
+    copies this rank's part to all places. Raises RuntimeError inside a real world.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("this process is in a world already: an imagined one would take its place")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    new_group, current_device = dist.new_group, torch.cuda.current_device
+
+    def fake_group(*args: Any, **kwargs: Any) -> Any:
+        """Megatron asks for gloo by name, for checkpoints."""
+        return new_group(*args, **kwargs | {"backend": None})
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.new_group = fake_group
+    process._imagined = torch.device(device)
+    torch.cuda.current_device = lambda: process.device()  # type: ignore[assignment,return-value]
+    try:
+        yield
+    finally:
+        dist.new_group, torch.cuda.current_device = new_group, current_device
+        process._imagined = None
+        dist.destroy_process_group()

@@ -1,0 +1,93 @@
+"""One engine of a run: whether it is up, what it has to do, which of its memory it has given up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from mrl.rollout.client import EngineClient
+from mrl.rollout.errors import EngineError
+from mrl.rollout.process import Started
+from mrl.rollout.protocol import MEMORY_PARTS, RELEASE_MEMORY, MemoryPart
+
+DEATH_POLL_S = 0.05
+DEATH_WAIT_S = 3.0  # a connection breaks a moment before the process is seen to end
+
+Parts = frozenset[MemoryPart]
+
+
+@dataclass(eq=False)
+class Server:
+    """One engine.
+
+    process: None for one that mrl did not start
+    load: requests in flight
+    life: counts its restarts, so that the failure of an earlier life is not taken for one of this
+    up: False from its loss until it is started again, checked, and has its weights
+    released: parts of its memory that it has given up in this life
+    has_weights: False from when it gave its weights up, or was started again without them, until the next push
+    """
+
+    url: str
+    process: Started | None = None
+    load: int = 0
+    life: int = 0
+    up: bool = True
+    released: Parts = frozenset()
+    has_weights: bool = True
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process is not None and self.process.exit_code() is not None
+
+    async def ends_soon(self) -> bool:
+        """Whether the process behind a failure is gone, or is so in a moment."""
+        end = time.monotonic() + DEATH_WAIT_S
+        while self.process and not self.has_ended and time.monotonic() < end:
+            await asyncio.sleep(DEATH_POLL_S)
+        return self.has_ended
+
+    def obituary(self) -> str:
+        """For the end of an error message; empty for one that mrl did not start."""
+        return "" if self.process is None else self.process.obituary()
+
+    def settle(self, wanted: Parts, client: EngineClient) -> None:
+        """Gives up and takes back memory until `wanted` is what is given up; asks nothing of one that is so already.
+
+        client: of this server; its `timeout_s` bounds the wait for the engine's requests to end, and each answer
+        Raises EngineError; what the server had done until then is remembered.
+        """
+        limit = client.timeout_s
+        if more := wanted - self.released:
+            self.has_weights &= "weights" not in more
+            self._wait_idle(client)
+            client.timeout_s = limit
+            client.release_memory(_in_order(more))
+            self.released |= more
+        if back := self.released - wanted:
+            client.timeout_s = limit
+            client.resume_memory(_in_order(back))
+            self.released -= back
+
+    def _wait_idle(self, client: EngineClient) -> None:
+        """An engine that is told to give memory up while it works ends itself (SGLang)."""
+        limit = client.timeout_s
+        try:
+            client.flush_when_idle(limit)
+        except EngineError as error:
+            if error.status != 400:
+                raise
+            text = f"not asked: requests still run after {limit:g} s, and only an idle engine may give memory up"
+            raise EngineError(self.url, RELEASE_MEMORY.name, None, text) from error
+
+    def asleep(self) -> str | None:
+        """Why it cannot sample; None if it can."""
+        if self.released:
+            return f"engine {self.url} has given up its {', '.join(_in_order(self.released))}: take it back first"
+        return None if self.has_weights else f"engine {self.url} lacks its weights: push them first"
+
+
+def _in_order(parts: Collection[MemoryPart]) -> list[MemoryPart]:
+    return [part for part in MEMORY_PARTS if part in parts]

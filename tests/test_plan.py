@@ -1,0 +1,209 @@
+"""`mrl plan`: the shipped recipes, who is where against Megatron's groups, the batch against the real planner."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch.distributed as dist
+
+from mrl import platform
+
+platform.install()
+
+from mrl.cli import main  # noqa: E402
+from mrl.config.loader import load  # noqa: E402
+from mrl.config.schema import ParallelConfig, TrainConfig  # noqa: E402
+from mrl.config.trainers.base import Config  # noqa: E402
+from mrl.data.balance import plan_micro_batches  # noqa: E402
+from mrl.families import load_arch  # noqa: E402
+from mrl.parallel import Mesh  # noqa: E402
+from mrl.plan.chips import CHIPS, Assumptions, Cluster  # noqa: E402
+from mrl.plan.engine import weights_per_gpu  # noqa: E402
+from mrl.plan.grid import Grid  # noqa: E402
+from mrl.plan.memory import NEEDS  # noqa: E402
+from mrl.plan.plan import Plan, machine_of, make, read_shapes  # noqa: E402
+from mrl.plan.workload import Batches  # noqa: E402
+from mrl.trainers.rl.memory_order import ORDER  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+RECIPES = {  # and the GPUs that their names promise
+    "ppo_llama70b_64gpu": 64,
+    "ppo_llama70b_64gpu_16k": 64,
+    "grpo_qwen32b_16gpu": 16,
+    "grpo_qwen3_30b_a3b_32gpu": 32,
+    "dapo_qwen7b_8gpu": 8,
+    "sft_qwen7b_8gpu": 8,
+}
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the recipes' paths start."""
+    monkeypatch.chdir(ROOT)
+
+
+def recipe(name: str, *overrides: str) -> Config:
+    return load(f"yaml_configs/{name}.yaml", overrides, planned=lambda cfg: machine_of(cfg, None, 8))
+
+
+def plan_of(name: str, *overrides: str, gpu: str = "h100-80g") -> Plan:
+    cfg = recipe(name, *overrides)
+    cluster = Cluster(CHIPS[gpu], machine_of(cfg, None, 8).world_size)
+    return make(cfg, cluster, read_shapes(cfg), Assumptions())
+
+
+def test_every_large_recipe_is_in_the_table() -> None:
+    found = {path.stem for path in (ROOT / "yaml_configs").glob("*gpu*.yaml")}
+    assert set(RECIPES) <= found
+    models = {path.parent.name for path in (ROOT / "yaml_configs" / "models").glob("*/config.json")}
+    assert {Path(recipe(name).model.path).name for name in RECIPES} <= models
+
+
+@pytest.mark.parametrize(("name", "gpus"), RECIPES.items())
+def test_a_recipe_fits(name: str, gpus: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"yaml_configs/{name}.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{gpus} x h100-80g on {gpus // 8} node" in printed and "It fits" in printed
+    assert "matmul_share" in printed, "what is assumed stands there"
+
+
+def test_what_does_not_fit_is_said_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["actor.offload=none", "critic.offload=none", "ref.offload=none"]
+    assert main(["plan", "yaml_configs/ppo_llama70b_64gpu.yaml", "--gpu", "a100-40g", *keys]) == 1
+    printed = capsys.readouterr().out
+    assert "It does not fit" in printed and "rank 0 needs" in printed and "actor optimizer" in printed
+
+
+def test_more_memory_and_a_faster_chip_help() -> None:
+    h100, b200 = (plan_of("ppo_llama70b_64gpu", gpu=gpu) for gpu in ("h100-80g", "b200"))
+    assert b200.seconds < h100.seconds
+    assert h100.engine is not None and b200.engine is not None
+    assert b200.engine.cache_tokens > 2 * h100.engine.cache_tokens
+
+
+def test_offload_takes_a_model_away_while_another_computes() -> None:
+    def owners(*overrides: str) -> dict[str, set[str]]:
+        phases = plan_of("ppo_llama70b_64gpu", *overrides).worst
+        return {name: {i.owner for i in phase.items if i.nbytes} for name, (_, phase) in phases.items()}
+
+    away, stays = owners(), owners("actor.offload=none")
+    assert "actor" not in away["rollout"] | away["critic_update"]
+    assert {"actor"} < stays["rollout"] and "actor" in stays["critic_update"]
+    assert {"actor", "critic", "ref"} < away["experience"]
+
+
+def test_the_plan_and_the_trainer_move_memory_alike() -> None:
+    assert NEEDS.keys() - ORDER.keys() == {"checkpoint"}
+    for phase, (levels, (weights, cache)) in ((name, NEEDS[name]) for name in NEEDS if name in ORDER):
+        needs = ORDER[phase]
+        assert {name: level for name, level in needs.models.items() if level != "nothing"} == levels, phase
+        if needs.engine is not None:
+            assert ("weights" in needs.engine, "kv_cache" in needs.engine) == (weights, cache), phase
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor": 2, "pipeline": 2, "context": 2},
+        {"tensor": 2, "expert": 4},
+        {"context": 2, "expert": 2, "pipeline": 2},
+        {"tensor": 4, "expert": 2, "expert_tensor": 2},
+    ],
+)
+def test_ranks_sit_where_megatron_puts_them(layout: dict[str, int]) -> None:
+    world = 16
+    grid = Grid(ParallelConfig(**layout), world)
+    for rank in range(world):
+        with platform.imagined_rank(rank, world):
+            mesh, seat = Mesh(grid.layout), grid.seat(rank)
+            assert (mesh.tp_rank, mesh.pp_rank, mesh.cp_rank, mesh.dp_rank) == (seat.tp, seat.pp, seat.cp, seat.dp)
+            assert (mesh.ep_rank, mesh.etp_rank, mesh.edp_rank) == (seat.ep, seat.etp, seat.edp)
+            for axis in ("tp", "pp", "cp", "dp", "ep"):
+                (mine,) = [ranks for ranks in grid.groups(axis) if rank in ranks]
+                assert sorted(dist.get_process_group_ranks(vars(mesh)[f"{axis}_group"])) == list(mine), axis
+
+
+@pytest.mark.parametrize("length", [100, 512, 1000, 4097])
+@pytest.mark.parametrize("layout", [{}, {"context": 2}, {"pipeline": 2, "virtual_pipeline": 2}])
+def test_micro_batches_are_those_of_the_real_planner(layout: dict[str, int], length: int) -> None:
+    p, samples = ParallelConfig(**layout), 96
+    grid = Grid(p, 8)
+    model: Any = SimpleNamespace(
+        name="actor", layout=p, grid=grid, train=TrainConfig(parallel=p, max_tokens_per_microbatch=4096)
+    )
+    align = 2 * p.context if p.context > 1 else 1
+    multiple = p.pipeline if p.virtual_pipeline else 1
+    real = plan_micro_batches([length] * samples, grid.dp, 4096, align, multiple_of=multiple)
+    assert Batches.of(model, samples, length).count == len(real[0])
+
+
+def test_an_engine_s_weights_are_the_model_s() -> None:
+    arch = load_arch("yaml_configs/models/Llama-3.1-70B")
+    assert weights_per_gpu(arch, 1, 2) == 2 * 70_553_706_496  # what the hub says of the model
+    assert weights_per_gpu(arch, 8, 2) == pytest.approx(2 * 70_553_706_496 / 8, rel=1e-3)
+
+
+def test_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "ranks.svg"
+    assert main(["plan", "yaml_configs/grpo_qwen32b_16gpu.yaml", "--json", "--svg", str(picture)]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["fits"] and data["gpus"] == 16 and len(data["ranks"]) == 16
+    assert data["ranks"][9] == {
+        "rank": 9, "node": 1, "engine": 2,
+        "actor": {"tp": 1, "cp": 0, "dp": 1, "pp": 0, "etp": 1, "ep": 0, "edp": 1},
+    }  # fmt: skip
+    assert data["seconds"] == pytest.approx(sum(part["seconds"] for part in data["parts"]))
+    for phase in data["memory"].values():
+        assert phase["bytes"] == pytest.approx(sum(item["nbytes"] for item in phase["items"])) and phase["bytes"] > 0
+    words = "".join(ElementTree.parse(picture).getroot().itertext())
+    assert "rank 15" in words and "engine 3" in words and "node 1" in words
+
+
+def test_search_writes_a_configuration_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "found.yaml"
+    arguments = ["plan", "yaml_configs/dapo_qwen7b_8gpu.yaml", "--gpus", "16", "--gpu", "h200"]
+    assert main([*arguments, "--search", "--out", str(out)]) == 0
+    table = capsys.readouterr().out.splitlines()
+    seconds = [float(line.split(" s ")[0].split()[-1]) for line in table[1:] if " s " in line and "GiB  " in line]
+    assert len(seconds) > 3 and seconds == sorted(seconds, key=lambda each: round(each / seconds[0], 2))
+    assert main(["plan", str(out), "--gpu", "h200"]) == 0
+    printed = capsys.readouterr().out
+    assert "16 x h200 on 2 nodes" in printed and f" about {seconds[0]:.0f} s" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu", "h900"], "expected one of a100-80g"),
+        (["--gpus", "12"], "do not divide"),
+        (["--gpus", "0"], "at least 1"),
+        (["--out", "x.yaml"], "--out is for --search"),
+        (["actor.parallel.tensor=3"], "does not divide the model's"),
+        (["model.path=nowhere"], "nowhere/config.json does not exist"),
+    ],
+)
+def test_mistakes_are_said_at_once(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "yaml_configs/ppo_llama70b_64gpu.yaml", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_it_starts_without_torch() -> None:
+    code = "import sys; from mrl.cli import main; main(['plan', 'yaml_configs/sft_qwen7b_8gpu.yaml']); "
+    code += "print([name for name in ('torch', 'numpy', 'transformers') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_dry_run_builds_every_kind_of_rank_and_names_what_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "yaml_configs/ppo_llama70b_64gpu.yaml", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("as planned") == 12, "four stages of actor, critic and reference"
+    assert "NOT" not in printed and "It fits" in printed
+    assert "not here: data.train: 'data/train.parquet'" in printed and "no safetensors" in printed
