@@ -39,8 +39,8 @@ lint: .venv/.mrl-dev
 	@touch $@
 
 .venv/.mrl-dev: .venv/.mrl-run
-	@echo "installing pytest, ruff and mypy into .venv"
-	@$(PIP) --constraint constraints.txt --editable '.[cpu,resilience,dev]'
+	@echo "installing pytest, ruff, mypy and trackers into .venv"
+	@$(PIP) --constraint constraints.txt --editable '.[cpu,resilience,trackers,dev]'
 	@touch $@
 
 # SGLang names the versions of torch and CUDA (13), so it comes first. Then transformer-engine, whose torch part is

@@ -15,6 +15,7 @@ REQUIRED = [
     "transformers>=5.0,<6",
     "safetensors>=0.5",
     "numpy>=1.26",
+    "packaging>=24.0",
     "pyyaml>=6.0",
     "pydantic>=2.10,<3",
     "datasets>=3.0",
@@ -51,6 +52,8 @@ EXTRAS = {
         "uvicorn",
         "uvloop",
     ],
+    # run.trackers beside tensorboard. Of MLflow the client; the server is not needed here.
+    "trackers": ["wandb>=0.20", "mlflow-skinny>=3.0"],
     # ft_launcher, for run.launcher: ft. Later versions need a newer C library than Debian 12 has.
     "resilience": ["nvidia-resiliency-ext>=0.4.1,<0.5"],
     "dev": [

@@ -10,11 +10,21 @@ import sys
 from collections.abc import Sequence
 
 from mrl import __version__
-from mrl.commands import data, doctor, manual, plan, report, train
+from mrl.commands import data, doctor, manual, plan, preflight, profile, report, train
 from mrl.commands.shared import CONFIG_ERROR
 from mrl.weights import command as weights
 
-COMMANDS = (train.add, plan.add, data.add, manual.add, report.add, weights.add_parsers, doctor.add)
+COMMANDS = (
+    train.add,
+    plan.add,
+    preflight.add,
+    data.add,
+    manual.add,
+    report.add,
+    profile.add,
+    weights.add_parsers,
+    doctor.add,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,9 +41,20 @@ def _run(argv: Sequence[str], is_program: bool) -> int:
         if re.search("[\ud800-\udfff]", word):
             print(f"mrl: an argument is not UTF-8: {os.fsencode(word)!r}", file=sys.stderr)
             return CONFIG_ERROR
-    args = _parser().parse_args(argv, argparse.Namespace(is_program=is_program))
+    args = _parsed(argv, is_program)
     exit_code: int = args.run(args)
     return exit_code
+
+
+def _parsed(argv: Sequence[str], is_program: bool) -> argparse.Namespace:
+    """Overrides may stand after options too, which argparse does not take."""
+    parser, args = _parser(), argparse.Namespace(is_program=is_program)
+    args, rest = parser.parse_known_args(argv, args)
+    if any(word.startswith("-") or not hasattr(args, "overrides") for word in rest):
+        parser.parse_args(argv)
+    if rest:
+        args.overrides += rest
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

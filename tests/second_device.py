@@ -21,7 +21,13 @@ class SecondDevice(TorchDispatchMode):
     indices into them excepted. By itself `meta` lets a CPU tensor be indexed by one of its own.
 
     What is copied back from it, which `meta` cannot, is zero, and so is what collectives give and take.
+
+    chosen: the share of elements that a mask selects
     """
+
+    def __init__(self, chosen: float = 0.5) -> None:
+        super().__init__()
+        self.chosen = chosen
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -33,6 +39,9 @@ class SecondDevice(TorchDispatchMode):
             return func(*tree_map(_on_cpu, args), **kwargs)
         if func is aten._local_scalar_dense.default and args[0].device == DEVICE:
             return torch.zeros((), dtype=args[0].dtype).item()
+        if func is aten.masked_select.default and args[0].device == DEVICE:
+            _require_one_device(func, list(args))
+            return args[0].new_empty(int(self.chosen * args[1].numel()))
         _require_one_device(func, list(_tensors((args[:1], args[2:]) if func in _INDEXED else args)))
         if func in _INDEXED and args[0].device.type == "cpu":
             _require_one_device(func, [args[0], *_tensors(args[1])])

@@ -54,7 +54,8 @@ class Launched:
         (folder / "rank.py").write_text(PREAMBLE + program)
         command = [sys.executable, "-c", LAUNCH, "rank.py", str(nproc), str(grace_s)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        environment.pop("OMP_NUM_THREADS", None)
+        for name in ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS"):
+            environment.pop(name, None)
         out, err = (folder / "out").open("wb"), (folder / "err").open("wb")
         self.process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=out, stderr=err, preexec_fn=_hear_hangups
@@ -115,7 +116,7 @@ def gone(pid: int) -> bool:
 def test_every_rank_gets_its_place_and_its_log(start: type[Launched]) -> None:
     launched = start(
         """
-names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MRL_MEETING OMP_NUM_THREADS".split()
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MRL_MEETING OMP_NUM_THREADS CUDA_DEVICE_MAX_CONNECTIONS".split()
 mode = os.stat(os.environ["MRL_MEETING"]).st_mode & 0o777
 print(json.dumps({"mode": oct(mode), **{name: os.environ[name] for name in names}}))
 print("a warning of", rank, file=sys.stderr)
@@ -129,6 +130,7 @@ print("a warning of", rank, file=sys.stderr)
     (meeting,) = {place["MRL_MEETING"] for place in places}
     assert {place["mode"] for place in places} == {"0o700"} and not Path(meeting).exists()
     assert {place["OMP_NUM_THREADS"] for place in places} == {"1"}
+    assert {place["CUDA_DEVICE_MAX_CONNECTIONS"] for place in places} == {"1"}, "before a driver can read it"
     assert "a warning of 2" in launched.log(2)
     assert json.loads(launched.out().splitlines()[0])["RANK"] == "0"
     assert "a warning of 0" in launched.out() and "a warning of 1" not in launched.out()

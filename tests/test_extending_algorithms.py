@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from mrl import preflight
 from mrl.algo import advantages, own, policy_loss
 from mrl.algo.policy_loss import TokenLoss, with_metrics
 from mrl.config import resume
 from mrl.config.schema import RLConfig
+from mrl.preflight.inputs import check_own
 from mrl.user_functions import FunctionError
 from tests.recipe import section
 from tests.tiny import make_tiny
@@ -133,7 +133,7 @@ def test_a_loss_that_cannot_be_used_is_one_error_before_a_run(text: str, tmp_pat
     path.write_text(f"from mrl.algo.policy_loss import TokenLoss\n{text}\n")
     cfg = configuration(adv_estimator="grpo", policy_loss={"function": f"{path}:f"})
     with pytest.raises(FunctionError) as error:
-        preflight.check_own(cfg.algorithm, has_values=False)
+        check_own(cfg.algorithm, has_values=False)
     said = str(error.value)
     assert said.startswith("algorithm.policy_loss.function '") and LOSSES[text] in said and "\n" not in said
 
@@ -155,7 +155,7 @@ def test_an_estimator_that_cannot_be_used_is_one_error_before_a_run(text: str, t
     path = tmp_path / "bad.py"
     path.write_text(f"def f(t): {text}\n")
     with pytest.raises(FunctionError) as error:
-        preflight.check_own(configuration(advantage={"function": f"{path}:f"}).algorithm, has_values=False)
+        check_own(configuration(advantage={"function": f"{path}:f"}).algorithm, has_values=False)
     said = str(error.value)
     assert said.startswith("algorithm.advantage.function '") and ESTIMATES[text] in said
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,16 @@ from tests.recipe import Recipe
 CODE = """
 import sys
 from pathlib import Path
-from mrl.config.schema import RunConfig
+from mrl.config.schema import SFTConfig
 from mrl.core import StepStats
 from mrl.observe import Recorder, trackers
 
-assert trackers.wanted(RunConfig(name="one", tensorboard=False)) == []
-names = trackers.wanted(RunConfig(name="one", tensorboard=False, csv=True))
-with Recorder(Path(sys.argv[1]), 2, names, live=False) as recorder:
+cfg = SFTConfig(
+    trainer="sft", run={"name": "one", "trackers": ("csv",)}, model={"path": "m"}, data={"train": "t.jsonl"},
+    batch={"samples_per_step": 4},
+)
+run_dir = Path(sys.argv[1])
+with Recorder(run_dir, 2, trackers.make(cfg, run_dir), live=False) as recorder:
     for step in (1, 2):
         recorder.log(StepStats(step, {"reward/mean": step / 4}))
 """
@@ -51,10 +55,11 @@ def test_a_package_that_is_missing_is_said_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda package: None)
     monkeypatch.setattr("mrl.config.loader.load", lambda *args, **more: sft)
-    monkeypatch.setattr("mrl.commands.shared.is_refused", lambda cfg: False)  # its data
+    monkeypatch.setattr("mrl.preflight.look.OF_RUN", ())
     assert main(["train", "config.yaml"]) == 1
-    assert capfd.readouterr().err == (
-        "mrl: run.tensorboard needs the package tensorboard, which is not installed: install it, or say "
-        "run.tensorboard=false\n"
+    assert re.fullmatch(
+        r"run.trackers: tensorboard needs the package tensorboard, which is not installed: .*python -m pip install .*, "
+        "or leave tensorboard out\n",
+        capfd.readouterr().err,
     )
     assert not (tmp_path / "runs").exists()

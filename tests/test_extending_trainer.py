@@ -67,10 +67,8 @@ def main(cfg: ForgetConfig) -> None:
         run = start.begin(actor)
         run.resume()
         start.is_set_up()
-        for step in range(run.start_step, cfg.run.steps):
-            run.leave_if_warned(step)
+        for step in run.steps():
             train_step(run, data.sft_rollout(step, cfg.samples_per_step, cfg.run.seed))
-            run.saving.after_step(step + 1)
         run.finish()
 
 
@@ -103,7 +101,7 @@ def config(tmp_path: Path, tiny_models: Any, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
         "trainer": "forget",
-        "run": {"name": "run", "root": str(tmp_path / "runs"), "steps": 2, "tensorboard": False},
+        "run": {"name": "run", "root": str(tmp_path / "runs"), "steps": 2, "trackers": []},
         "model": {"path": str(tiny_models("llama")), "dtype": "float32"},
         "actor": {"optimizer": {"lr": 1e-3}},
         "data": {"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 32},

@@ -10,7 +10,7 @@ import torch
 
 from mrl import platform
 from mrl.platform import fused
-from mrl.platform.features import _gpu_tests, compiler_problem
+from mrl.platform.features import _gpu_tests
 from tests import fake_te
 from tests.test_platform import run_python
 
@@ -76,9 +76,9 @@ def test_a_package_that_megatron_does_not_know_is_not_usable(with_cuda: None, mo
 
 def test_doctor_misses_the_compiler_that_triton_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "no C compiler (cc, gcc or clang)" in (compiler_problem() or "")
+    assert "no C compiler (cc, gcc or clang)" in (fused.compiler_problem() or "")
     monkeypatch.setenv("CC", "/bin/true")
-    assert compiler_problem() is None
+    assert fused.compiler_problem() is None
 
 
 @pytest.mark.parametrize(

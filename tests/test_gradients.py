@@ -11,12 +11,12 @@ from tests.tiny import make_tiny
 from tests.world import run_world
 
 DENSE_ON_4 = (
-    "tp2", "tp4", "pp2", "pp4", "pp2.vpp2", "cp2", "cp4", "dp4", "tp2.pp2", "tp2.cp2", "pp2.dp2", "pp2.first1",
-    "tp2.sequence0", "tp2.pp2/full", "cp2/selective",
+    "tp2", "tp4", "pp2", "pp4", "pp2.vpp2", "cp2", "cp4", "dp4/overlap", "tp2.pp2", "tp2.cp2", "pp2.dp2/overlap",
+    "pp2.first1", "tp2.sequence0", "tp2.pp2/full", "cp2/selective", "pp2.vpp2/overlap",
 )  # fmt: skip
-TEN_STEPS = "ten:tp2.pp2,cp2.dp2"
+TEN_STEPS = "ten:tp2.pp2,cp2.dp2/overlap"
 DENSE_ON_8 = ("tp2.pp2.cp2",)
-MOE_ON_4 = ("ep2", "ep4", "tp2.ep2", "tp2", "tp2.ep2.etp2", "pp2.ep2", "cp2.ep2/full")
+MOE_ON_4 = ("ep2/overlap", "ep4", "tp2.ep2", "tp2", "tp2.ep2.etp2", "pp2.ep2", "cp2.ep2/full")
 CASES = ("ppo", "grpo", "gspo", "geo_mean", "critic")
 Results = dict[str, dict[str, tuple[float, float, str]]]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mrl.config.checkpoint_size import checkpoint_bytes
+from mrl.config.loader import load
+from mrl.families import load_arch
 from mrl.observe import read_metrics
 from mrl.rollout import Engine
 from tests import zygote
@@ -43,7 +48,7 @@ EVERY_STEP = {
     "actor/skipped", "critic/skipped", "reward/failed", "rollout/engine_restarts",
     "critic/clipfrac", "critic/explained_variance", "critic/grad_norm", "critic/loss", "critic/value_mean",
     "kl/coef", "kl/ref", "mismatch/kl", "mismatch/max_abs", "mismatch/max_sample", "mismatch/mean_abs",
-    "perf/tokens_per_s",
+    "perf/tokens_per_s", "perf/tokens_per_s_per_rank", "perf/model_tflop", "perf/tflop_per_s_per_rank",
     "response/mean_tokens", "response/truncated", "reward/length", "reward/mean",
     "time/experience", "time/rollout", "time/sync", "time/update",
 }  # fmt: skip
@@ -74,7 +79,7 @@ def ppo(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Pa
     text = yaml.safe_load(config.read_text())
     text["data"]["validation"] = str(folder / "validation.jsonl")
     config.write_text(yaml.safe_dump(text))
-    train(folder, config, "run.steps=3")
+    train(folder, config, "run.steps=3", "run.profile={steps: [3], ranks: [0, 2]}")
     return folder
 
 
@@ -119,6 +124,23 @@ def test_ppo_the_run_directory(ppo: Path, metrics: list[dict[str, float]]) -> No
         *(f"rank_{n}.log" for n in range(4)),
     }
     AutoModelForCausalLM.from_pretrained(run_dir / "hf")
+
+
+def test_ppo_steps_were_profiled_on_the_ranks_that_were_asked_for(ppo: Path) -> None:
+    found = {file.name for file in (ppo / "runs/run/profile").iterdir()}
+    assert found == {f"step_3_rank_{rank}.{kind}" for rank in (0, 2) for kind in ("json.gz", "txt")}
+    head, *rows = (ppo / "runs/run/profile/step_3_rank_2.txt").read_text().splitlines()
+    assert "operation" in head and len(rows) == 10
+    with gzip.open(ppo / "runs/run/profile/step_3_rank_0.json.gz") as trace:
+        assert any(event.get("name") == "aten::mm" for event in json.load(trace)["traceEvents"])
+
+
+def test_ppo_checkpoints_are_as_large_as_was_predicted(ppo: Path) -> None:
+    cfg = load(ppo / "config.yaml")
+    predicted = checkpoint_bytes(cfg, {name: load_arch(cfg.model.path) for name in cfg.models()})
+    log = (ppo / "runs/run/logs/rank_0.log").read_text()
+    sizes = re.findall(r"step_\d+ is complete: ([\d.]+) MiB", log)
+    assert sizes and {float(size) for size in sizes} == {round(predicted / 2**20, 1)}
 
 
 def test_ppo_the_same_command_goes_on(ppo: Path, metrics: list[dict[str, float]]) -> None:

@@ -154,14 +154,17 @@ class Engines:
     """Writes down what it is told."""
 
     def __init__(self, parts: tuple[MemoryPart, ...]) -> None:
-        self.parts = parts
+        self.parts, self.lacks_weights = parts, False
         self.told: list[tuple[str, tuple[MemoryPart, ...]]] = []
 
-    def release(self, parts: tuple[MemoryPart, ...]) -> None:
+    def release(self, parts: tuple[MemoryPart, ...]) -> bool:
         self.told.append(("release", parts))
+        self.lacks_weights |= "weights" in parts
+        return self.lacks_weights
 
-    def resume(self, parts: tuple[MemoryPart, ...]) -> None:
+    def resume(self, parts: tuple[MemoryPart, ...]) -> bool:
         self.told.append(("resume", parts))
+        return self.lacks_weights
 
 
 STEP = ("rollout", "experience", "update", "actor_update", "critic_update", "sync", "checkpoint", "rollout")

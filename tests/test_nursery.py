@@ -38,13 +38,14 @@ print([child.wait(20) for child in children], [child.poll() for child in childre
 RANK = """
 import heavy, json, os, signal, sys, time
 print(json.dumps({"argv": sys.argv[1:], "rank": os.environ["RANK"], "greeting": os.environ["GREETING"],
+    "set": os.environ["SET"],
     "imported by": heavy.pid, "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0),
     "stdin": sys.stdin.read(), "name": __name__, "interrupt": signal.getsignal(signal.SIGINT).__name__}))
 if "stay" in os.environ:
     print("ready"); time.sleep(600)
 sys.exit(3 + int(os.environ["RANK"]))
 """
-HEAVY = "import os\npid = os.getpid()\nprint('heavy has been imported')\n"
+HEAVY = "import os\npid = os.getpid()\nos.environ['SET'] = 'by an import'\nprint('heavy has been imported')\n"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 
@@ -86,6 +87,7 @@ def test_a_copy_is_the_program_in_its_place(folder: Path, more: list[str]) -> No
     for rank, answer in enumerate(found):
         assert answer["argv"] == ["one", "two words"] and answer["name"] == "__main__" and answer["stdin"] == ""
         assert (answer["rank"], answer["greeting"]) == (str(rank), "h\udcffi")
+        assert answer["set"] == "by an import"
         assert answer["interrupt"] == "default_int_handler"
     assert (folder / "out").read_text().count("heavy has been imported") == 1  # by rank 0, for all
     assert "imported" not in out + err

@@ -29,8 +29,10 @@ from mrl.observe import (
     RunLocked,
     SilentRecorder,
     before_after_table,
+    follow,
     read_metrics,
     save_samples,
+    trackers,
     write_report,
 )
 from mrl.observe.curves import moving_mean
@@ -203,7 +205,7 @@ def test_a_continued_run_replaces_the_abandoned_steps(tmp_path: Path) -> None:
 
 def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with Recorder(tmp_path, 2, ["tensorboard"], live=False) as recorder:
+    with Recorder(tmp_path, 2, trackers.make(config(tmp_path), tmp_path), live=False) as recorder:
         for step in (1, 2):
             recorder.log(StepStats(step, {"reward/mean": step / 4}, {"rollout": 1.5}))
     loaded = events.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -379,3 +381,39 @@ def test_moving_mean_is_centred_and_shrinks_at_the_ends() -> None:
     import numpy as np
 
     assert moving_mean(np.array([1.0, 2.0, 6.0, 8.0]), 1).tolist() == [1.5, 3.0, 16 / 3, 7.0]
+
+
+def test_a_followed_report_is_written_again_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, said, pages = Lock(tmp_path / "lock"), [], []
+    record(tmp_path, steps=1)
+
+    def sleep(seconds: float) -> None:
+        """In the meantime the run makes a step, and another one, and ends."""
+        assert seconds == 7.0
+        pages.append((tmp_path / "report.html").read_text())
+        record(tmp_path, steps=len(pages) + 1)
+        if len(pages) == 2:
+            lock.release()
+
+    monkeypatch.setattr("mrl.observe.following.time.sleep", sleep)
+    assert follow(tmp_path, 7.0, said.append) == "no run goes on there; it came to step 3"
+    assert [line.partition(":")[0] for line in said] == ["step 1", "step 2", "step 3"]
+    assert all('<meta http-equiv="refresh" content="7">' in page for page in pages)
+    last = (tmp_path / "report.html").read_text()
+    assert "refresh" not in last and "step 3" in last and not list(tmp_path.glob("*.tmp"))
+
+
+def test_ctrl_c_ends_a_followed_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = Lock(tmp_path / "lock")
+    record(tmp_path)
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mrl.observe.following.time.sleep", interrupted)
+    assert main(["report", str(tmp_path), "--follow"]) == 0
+    lock.release()
+    assert f"report   {tmp_path / 'report.html'}" in capsys.readouterr().out
+    assert "refresh" not in (tmp_path / "report.html").read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,7 +77,7 @@ def test_a_recipe_fits(name: str, gpus: int, capsys: pytest.CaptureFixture[str])
 
 def test_what_does_not_fit_is_said_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["actor.offload=none", "critic.offload=none", "ref.offload=none"]
-    assert main(["plan", "yaml_configs/ppo_llama70b_64gpu.yaml", "--gpu", "a100-40g", *keys]) == 1
+    assert main(["plan", "yaml_configs/ppo_llama70b_64gpu.yaml", *keys, "--gpu", "a100-40g"]) == 1
     printed = capsys.readouterr().out
     assert "It does not fit" in printed and "rank 0 needs" in printed and "actor optimizer" in printed
 
@@ -97,6 +98,19 @@ def test_offload_takes_a_model_away_while_another_computes() -> None:
     assert "actor" not in away["rollout"] | away["critic_update"]
     assert {"actor"} < stays["rollout"] and "actor" in stays["critic_update"]
     assert {"actor", "critic", "ref"} < away["experience"]
+
+
+def test_engines_apart_share_no_memory() -> None:
+    """On GPUs of their own, or at addresses that the plan knows nothing of."""
+    together, gpus = plan_of("dapo_qwen7b_8gpu"), ",".join(map(str, range(8, 16)))
+    apart = plan_of("dapo_qwen7b_8gpu", f"rollout.gpus=[{gpus}]", "rollout.release=none")
+    assert together.engine is not None and apart.engine is not None
+    assert apart.engine.cache > together.engine.cache
+    owners = {item.owner for _, phase in apart.worst.values() for item in phase.items}
+    assert "engine" not in owners and apart.engine.at(3) is None and apart.engine.at(9) == 1
+    keys = ["rollout.urls=[http://a:1]", "rollout.servers=1", "rollout.memory_fraction=0.7"]
+    elsewhere = plan_of("dapo_qwen7b_8gpu", *keys, "rollout.release=none")
+    assert elsewhere.engine is None and {part.phase for part in elsewhere.parts} & {"rollout", "sync"} == {"sync"}
 
 
 def test_the_plan_and_the_trainer_move_memory_alike() -> None:
@@ -172,7 +186,7 @@ def test_search_writes_a_configuration_that_fits(tmp_path: Path, capsys: pytest.
     assert main([*arguments, "--search", "--out", str(out)]) == 0
     table = capsys.readouterr().out.splitlines()
     seconds = [float(line.split(" s ")[0].split()[-1]) for line in table[1:] if " s " in line and "GiB  " in line]
-    assert len(seconds) > 3 and seconds == sorted(seconds, key=lambda each: round(each / seconds[0], 2))
+    assert len(seconds) > 3 and all(after > 0.98 * before for before, after in pairwise(seconds))
     assert main(["plan", str(out), "--gpu", "h200"]) == 0
     printed = capsys.readouterr().out
     assert "16 x h200 on 2 nodes" in printed and f" about {seconds[0]:.0f} s" in printed

@@ -55,8 +55,8 @@ def test_adaptation_can_be_switched_off_to_see_what_it_prevents(shell_package: P
 def test_doctor_names_the_problem_of_a_shell_package(shell_package: Path) -> None:
     code = """
 from rich.console import Console
-from mrl import platform
-Console(width=250).print(platform.doctor_table())
+from mrl import doctor, platform
+Console(width=250).print(doctor.table(platform.features()))
 """
     done = run_python(code, path=shell_package)
     assert done.returncode == 0, done.stderr

@@ -134,9 +134,12 @@ def have_loaded(library: str, run: Train) -> int:
 
 @pytest.mark.parametrize(("library", "processes"), [("pydantic_core", 1), ("libtorch_cpu", 1), ("libtorch_cpu", 3)])
 def test_ctrl_c_while_it_starts(library: str, processes: int, tiny_models: TinyModels, tmp_path: Path) -> None:
-    """Whatever it is at: reading its configuration, counting GPUs, with both ranks importing."""
+    """Whatever it is at: reading its configuration, counting GPUs and importing for its ranks, with the ranks there."""
     config = write_config(tmp_path, tiny_models("llama"), actor={"parallel": {"tensor": 2}})
-    with fake_engine(tmp_path, "generate_hangs") as url, Train(tmp_path, config, f"rollout.urls=['{url}']") as run:
+    with (
+        fake_engine(tmp_path, "generate_hangs") as url,
+        Train(tmp_path, config, f"rollout.urls=['{url}']", copied=False) as run,
+    ):
         end = time.monotonic() + 60
         while have_loaded(library, run) < processes:
             assert time.monotonic() < end, run.terminal

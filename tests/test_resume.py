@@ -202,7 +202,7 @@ def test_a_changed_configuration_is_refused_before_anything_is_loaded(ppo: Runs)
 
 SFT = """
 trainer: sft
-run: {{name: run, root: {folder}/runs, steps: 2, tensorboard: false}}
+run: {{name: run, root: {folder}/runs, steps: 2, trackers: []}}
 model: {{path: {model}, dtype: float32}}
 actor: {{optimizer: {{lr: 1.0e-3}}}}
 data: {{train: {folder}/train.jsonl, max_prompt_tokens: 32}}

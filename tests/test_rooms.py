@@ -26,7 +26,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "parallel": ("config", "platform"),
     "kernels": (),
     "models": ("core", "families", "config", "platform", "parallel", "kernels"),
-    "rollout": ("core", "families", "config", "files", "ports"),
+    "rollout": ("core", "families", "config", "files", "packages", "ports"),
     "reward": ("core", "config", "user_functions"),
     "algo": ("kernels", "options", "user_functions"),
     "data": ("core", "config", "foreign"),
@@ -36,12 +36,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "learner": BELOW,
     "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", *ON_DISK),
-    "observe": ("core", "config", "files", "redaction"),
+    "observe": ("core", "config", "files", "packages", "redaction"),
     "resilience": ("core", "config", "platform", "parallel", "failure", "files"),
     "trainers": (*BELOW, "rollout", "reward", "learner", "checkpoint", "observe", "resilience", "failure", "ports"),
     "plan": ("core", "families", "config", "platform", "parallel", "models", "learner", "data"),
     "preload": ("config", "platform", "checkpoint"),
-    "preflight": ("config", "data", "reward", "options", "algo"),
+    "preflight": (
+        *("families", "config", "platform", "algo", "options", "data", "reward", "rollout", "observe", "launcher"),
+        *("weights.disk", "weights.errors", "directories", "packages", "ports", "redaction", "user_functions"),
+    ),
+    "doctor": ("platform", "reward", "rollout", "preflight", "packages"),
+    "packages": (),
     "terminal": (),
     "failure": ("files", "redaction"),
     "directories": ("files", "foreign"),
@@ -51,7 +56,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ports": (),
     "redaction": (),
     "user_functions": (),
-    "launcher": ("terminal", "failure", "files", "ports", "redaction", "resilience.protocol", "resilience.rank"),
+    "launcher": (
+        *("terminal", "failure", "files", "packages", "ports", "redaction"),
+        *("resilience.protocol", "resilience.rank"),
+    ),
 }
 LOWEST = ("errors", "agreement", "kinds", "meta")
 TALK = ("errors", "answers", "protocol", "access", "client")
@@ -220,10 +228,10 @@ def test_a_plan_inside_a_room_has_no_circle(room: str) -> None:
 
 def test_the_families_are_plain() -> None:
     """mrl.families is read by the config room: the standard library only, and what reads foreign files with it."""
-    standard = {*("__future__", "collections", "dataclasses", "functools", "json", "os", "pathlib", "stat", "types")}
+    standard = {*("__future__", "collections", "dataclasses", "functools", "json", "math", "os", "pathlib", "stat")}
     files = [*(PACKAGE / "families").rglob("*.py"), PACKAGE / "foreign.py", PACKAGE / "float32.py"]
     found = {name for file in files for name in imports(file, ast.parse(file.read_text()))}
-    assert {name.split(".")[0] for name in found} == standard | {"typing", "mrl"}
+    assert {name.split(".")[0] for name in found} == standard | {"types", "typing", "mrl"}
 
 
 def test_the_machine_is_the_platform_room_s_alone() -> None:

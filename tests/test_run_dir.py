@@ -25,6 +25,7 @@ from mrl.failure import note
 from mrl.launcher.logs import open_logs, owned, take_failures
 from mrl.observe import NotWritten, Recorder, RunDir, RunExists, move_aside, read_metrics, refuse_existing, write_report
 from mrl.observe.tensorboard import TensorboardWriter
+from mrl.preflight.space import look_at_directory
 from mrl.redaction import redact
 from mrl.terminal import Terminal
 from mrl.trainers.shared.checkpoints import open_run_dir
@@ -89,7 +90,7 @@ class TestNothingIsWrittenOver:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """ft_launcher answers a refusal with a restart, and an attempt may die before it has looked."""
-        run_dir, cfg = left_by_a_run(tmp_path), sft(tmp_path, tensorboard=False)
+        run_dir, cfg = left_by_a_run(tmp_path), sft(tmp_path, trackers=())
         before = (run_dir / "metrics.jsonl").read_bytes()
 
         def start(cfg: SFTConfig, attempt: int) -> None:
@@ -101,7 +102,7 @@ class TestNothingIsWrittenOver:
         for attempt in (0, 1, 2):
             with pytest.raises(RunExists):
                 start(cfg, attempt)
-        start(sft(tmp_path, tensorboard=False, existing="move_aside"), 1)
+        start(sft(tmp_path, trackers=(), existing="move_aside"), 1)
         assert (run_dir / "earlier_1/metrics.jsonl").read_bytes() == before
         (run_dir / "metrics.jsonl").write_bytes(before)
         start(cfg, 2)
@@ -113,7 +114,7 @@ class TestNothingIsWrittenOver:
         left_by_a_run(tmp_path)
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         monkeypatch.setattr("mrl.config.loader.load", lambda *args, **more: sft(tmp_path))
-        monkeypatch.setattr("mrl.commands.shared.is_refused", lambda cfg: False)  # its data
+        monkeypatch.setattr("mrl.preflight.look.OF_RUN", (look_at_directory,))
         assert main(["train", "config.yaml"]) == 1
         said = capfd.readouterr().err
         assert said.count("\n") == 1 and "run.existing=move_aside" in said
@@ -125,7 +126,9 @@ class TestPrivate:
     def cfg(self, tmp_path: Path) -> RLConfig:
         servers = {"scores": {"url": URL}}
         file = write_config(tmp_path, Path("model"), reward={"function": None, "manager": "remote", "servers": servers})
-        return RLConfig.model_validate(yaml.safe_load(file.read_text()))
+        content = yaml.safe_load(file.read_text())
+        del content["run"]["trackers"]  # a list in YAML
+        return RLConfig.model_validate(content)
 
     def test_passwords_are_not_written_down(self, cfg: RLConfig) -> None:
         for text in (dump_resolved(cfg), json.dumps(resume_checks.snapshot(cfg)), redact(f"POST {URL}: refused")):
@@ -202,7 +205,7 @@ class TestFullDisk:
 
     def test_tensorboard_misses_the_steps_that_have_no_room(self, tmp_path: Path) -> None:
         events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-        writer = TensorboardWriter(tmp_path)
+        writer = TensorboardWriter(sft(tmp_path), tmp_path)
         for step, room in enumerate((10, None, 400, None)):
             stats = StepStats(step, {"loss": 1.0, "x" * 400: 2.0})
             if room is None:
@@ -323,6 +326,7 @@ def test_words_that_are_no_text_and_no_place_for_temporary_files(
     assert main(["train", "config.yaml", "run.name=\udcff"]) == 2
     assert capfd.readouterr().err == "mrl: an argument is not UTF-8: b'run.name=\\xff'\n"
     monkeypatch.setattr("mrl.config.loader.load", lambda *args, **more: sft(tmp_path))
+    monkeypatch.setattr("mrl.preflight.look.OF_RUN", ())
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
     assert main(["train", "config.yaml"]) == 1
-    assert capfd.readouterr().err.startswith(f"mrl: TMPDIR is '{tmp_path / 'missing'}', where no files can be made")
+    assert capfd.readouterr().err.startswith(f"TMPDIR is '{tmp_path / 'missing'}', where no files can be made")

@@ -66,8 +66,9 @@ def test_a_loss_of_cpu_vectors_takes_outputs_of_the_model_s_device(name: str, el
 
 def test_a_learner_s_whole_step_runs_on_the_second_device(tiny_models: Callable[..., Path]) -> None:
     """Log-probs, values, updates by every loss, copies, export: no CPU tensor meets the model's anywhere."""
-    output = run_world(1, "second_device.py", tiny_models("qwen2", tied=True, weights=False))
-    assert {"update, gspo", "update, sft", "update, critic", "bfloat16"} < set(output.splitlines())
+    moe = tiny_models("qwen3_moe", weights=False)
+    output = run_world(1, "second_device.py", tiny_models("qwen2", tied=True, weights=False), moe)
+    assert {"update, gspo", "update, sft", "update, critic", "bfloat16", "update, experts"} < set(output.splitlines())
     assert output.splitlines()[-1] == "export"
 
 

@@ -307,4 +307,5 @@ def test_a_run_whose_ports_are_hammered_ends_with_the_weights_of_one_left_alone(
     found = measure(tmp_path, tiny_models("llama"), tiny_models("llama", seed=1), "transformers", steps=2)
     assert found["differences"] == [] and found["written"] == []
     assert sum(found["attacks"]["weights"].values()) >= 3
-    assert set(found["attacks"]["weights"]) | set(found["attacks"]["host"]) <= {"401", "ConnectionRefusedError"}
+    outcomes = set(found["attacks"]["weights"]) | set(found["attacks"]["host"])
+    assert {outcome for outcome in outcomes if outcome.isdigit()} <= {"401"}, "or the connection ended, with the engine"

@@ -61,9 +61,16 @@ def details(error: str) -> str:
     return Path(match[1]).read_text()
 
 
-REWARDS = {
-    "raises": ("def reward(prompt, response, row):\n    return 1 / 0\n", r"on sample \d+ .*raised:\n.*ZeroDivision"),
-    "hangs": ("import time\ndef reward(prompt, response, row):\n    time.sleep(600)\n", r"on sample \d+ .*within 2 s"),
+REWARDS = {  # preflight tries them out on a row with its own answer, and finds nothing
+    "raises": (
+        "def reward(prompt, response, row):\n    return 1 / (response == row['answer'])\n",
+        r"on sample \d+ .*raised:\n.*ZeroDivision",
+    ),
+    "hangs": (
+        "import time\n\ndef reward(prompt, response, row):\n"
+        "    time.sleep(600 * (response != row['answer']))\n    return 1.0\n",
+        r"on sample \d+ .*within 2 s",
+    ),
 }
 # name -> (what the fake engine does, what the error says)
 ENGINES = {

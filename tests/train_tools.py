@@ -37,7 +37,7 @@ def write_config(folder: Path, model: Path, **sections: dict[str, Any] | None) -
     (folder / "reward.py").write_text(REWARD)
     config: dict[str, Any] = {
         "trainer": "rl",
-        "run": {"name": "run", "root": str(folder / "runs"), "steps": 1, "tensorboard": False, "timeout_s": 120.0},
+        "run": {"name": "run", "root": str(folder / "runs"), "steps": 1, "trackers": [], "timeout_s": 120.0},
         "model": {"path": str(model), "dtype": "float32"},
         "actor": {"optimizer": {"lr": 1e-3}},
         "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32},
@@ -64,21 +64,22 @@ def given(engine: Engine, folder: Path) -> dict[str, Any]:
 
 class Train:
     """`mrl train CONFIG OVERRIDES`, with `environment` on top of this process's. `terminal`: all that it has shown. Use
-    as a context manager: it ends the run."""
+    as a context manager: it ends the run. copied: its imports have been done before."""
 
-    def __init__(self, folder: Path, *arguments: str | Path, **environment: str) -> None:
+    def __init__(self, folder: Path, *arguments: str | Path, copied: bool = True, **environment: str) -> None:
         mark = uuid.uuid4().hex
         self._mark = f"{zygote.MARK}={mark}"
         self._file = folder / f"terminal_{uuid.uuid4().hex[:6]}"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), zygote.MARK: mark, **environment}
         with self._file.open("wb") as out:
-            self._process = zygote.start(
+            self._process = (zygote.start if copied else subprocess.Popen)(
                 [sys.executable, "-m", "mrl", "train", *map(str, arguments)],
                 cwd=folder,
                 env=environment,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
         self._seen: set[int] = set()
 

@@ -40,6 +40,7 @@ _ROOM = 1024  # bytes for a command line
 class _Zygote(Nursery):
     def __init__(self) -> None:
         self._line, theirs = socket.socketpair()
+        self._is_ready = False
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.zygote", str(theirs.fileno()), "." * _ROOM],
@@ -57,9 +58,9 @@ def _zygote() -> _Zygote:
 
 
 def start(command: Sequence[str], env: Mapping[str, str], cwd: Path, **more: Any) -> subprocess.Popen[Any]:
-    """more: of subprocess.Popen, what concerns its files."""
+    """more: of subprocess.Popen, what concerns its files. A copy always leads a session."""
     copied = sys.platform == "linux" and list(command[:2]) == [sys.executable, "-m"] and _is_like_here(env)
-    return (_Copy if copied else subprocess.Popen)(command, env=env, cwd=cwd, start_new_session=True, **more)
+    return (_Copy if copied else subprocess.Popen)(command, env=env, cwd=cwd, **more)
 
 
 def run(*arguments: str | Path, cwd: Path = ROOT, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:

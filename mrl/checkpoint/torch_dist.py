@@ -136,8 +136,9 @@ def _mine(sharded: Any) -> list[ShardedTensor]:
 
 
 def _copy(sharded: dict[str, Any]) -> None:
-    for tensor in _mine(sharded):
-        tensor.data = tensor.data.detach().to("cpu", copy=True)
+    tensors = _mine(sharded)
+    for tensor, copy in zip(tensors, platform.to_host([tensor.data for tensor in tensors]), strict=True):
+        tensor.data = copy
 
 
 def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:

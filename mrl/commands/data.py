@@ -26,14 +26,17 @@ def run(args: argparse.Namespace) -> int:
     from mrl.config.loader import ConfigError, load
     from mrl.data import DataError, TokenizerError
     from mrl.data.preview import preview
-    from mrl.preflight import check_of_sampled
+    from mrl.preflight.finding import problems
+    from mrl.preflight.inputs import check_of_sampled
+    from mrl.preflight.look import OF_INPUTS, look
 
     try:
         cfg = load(args.config, args.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
-    if shared.is_refused(cfg):
+    if wrong := problems(list(look(cfg, OF_INPUTS))):
+        print("\n".join(map(str, wrong)), file=sys.stderr)
         return 1
     try:
         for line in preview(cfg, args.samples, check_of_sampled(cfg)):

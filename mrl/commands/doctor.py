@@ -1,28 +1,25 @@
-"""`mrl doctor`: what is installed here, and what works."""
+"""`mrl doctor`: what this machine can do, and how to close each gap."""
 
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from typing import Any
 
 
 def add(commands: Any) -> None:
     """The subcommand, which has no arguments."""
-    parser = commands.add_parser("doctor", help="what is installed here, what it is used for, what happens without it")
+    parser = commands.add_parser("doctor", help="what this machine can do, what it lacks, and the commands for that")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what is installed and what works here. Always exit code 0."""
-    from rich.console import Console
+    """Always exit code 0."""
+    if find_spec("torch") is None:
+        from mrl.packages import pip_install
 
-    from mrl.platform import Feature, doctor_table
-    from mrl.reward import sandbox
+        print(f"torch is not installed, without which mrl does nothing: {pip_install('torch')}")
+        return 0
+    from mrl import doctor
 
-    (version, problem), unbound = sandbox.found(), sandbox.groups.problem()
-    without = "such rewards are refused, unless reward.code.isolation is none"
-    row = Feature("bubblewrap", version, "reward code: shuts in the programs that a model wrote", without, problem)
-    bound = "reward code: the kernel's own bound on a program's memory and processes"
-    group = Feature("control groups", "found", bound, "limits of each process, not of the kernel's buffers", unbound)
-    Console().print(doctor_table([row, group]))
-    return 0
+    return doctor.main()

@@ -12,22 +12,30 @@ def add(commands: Any) -> None:
     """The subcommand's arguments."""
     parser = commands.add_parser("report", help="write a run's report: one HTML page and the reward curve")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--follow", action="store_true", help="write it again as the run goes on, until it ends")
+    parser.add_argument("--every-s", type=float, default=10.0, metavar="S", help="with --follow (default: 10)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the report and prints answers before and after. Exit code 1: there is no run, or a file of it is
-    broken."""
+    """Writes the report and prints answers before and after. Followed, it is written while the run goes on, or until
+    Ctrl-C, which leaves the page as it is by then. Exit code 1: there is no run, or a file of it is broken."""
     run_dir = args.run_dir
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl")):
         what = "holds no run" if run_dir.is_dir() else "is no directory"
         print(f"{run_dir} {what}: expected a run directory, such as runs/NAME", file=sys.stderr)
         return 1
-    from mrl.observe import Unreadable, before_after_table, write_report
+    from mrl.observe import Unreadable, before_after_table, follow, write_report
 
     try:
+        if args.follow:
+            print(f"mrl: {follow(run_dir, max(0.5, args.every_s), print)}")
         page = write_report(run_dir)
         before_after_table(run_dir)
+    except KeyboardInterrupt:
+        if not args.follow:
+            raise
+        page = write_report(run_dir)
     except (Unreadable, OSError) as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from mrl.redaction import redact
 
 if TYPE_CHECKING:
     from mrl.config.schema import Config
@@ -19,16 +23,21 @@ def add_config(parser: argparse.ArgumentParser, example: str) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=f"such as {example}")
 
 
-def is_refused(cfg: Config) -> bool:
-    """Says what is wrong with the data and the rewards, as far as it shows without a world."""
-    from mrl import preflight
-    from mrl.data import DataError, TokenizerError
-    from mrl.reward import RewardError
-    from mrl.user_functions import FunctionError
+def is_refused(cfg: Config, *, in_a_world: bool = False) -> bool:
+    """Says all that preflight finds wrong. Of a world's ranks rank 0 looks, and for its own machine the first one of
+    every other node; not those whose launcher `mrl train` has looked before it started them, nor restarted ones."""
+    from mrl.ports import MEETING_VARIABLE
+    from mrl.preflight.finding import problems
+    from mrl.preflight.look import OF_NODE, OF_RUN, look, look_at_machine
+    from mrl.resilience.protocol import attempt
 
-    try:
-        preflight.check(cfg)
-    except (DataError, TokenizerError, RewardError, FunctionError) as error:
-        print(error, file=sys.stderr)
-        return True
-    return False
+    looks = (*OF_RUN, *OF_NODE)
+    if in_a_world:
+        if MEETING_VARIABLE in os.environ or attempt() or os.environ.get("LOCAL_RANK", "0") != "0":
+            return False
+        looks = looks if os.environ["RANK"] == "0" else OF_NODE
+    wrong = problems([*look(cfg, looks), *look_at_machine()])
+    node = f"{socket.gethostname()}: " if in_a_world else ""
+    for finding in wrong:
+        print(node + redact(str(finding)), file=sys.stderr)
+    return bool(wrong)

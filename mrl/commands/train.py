@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from typing import TYPE_CHECKING, Any
 
 from mrl.commands import plan, shared, world
@@ -51,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
         preemption.die_at_once()
         rank.adopt()
         cfg = _load(args, joined=world.joined())
-        return cfg if isinstance(cfg, int) else world.be_a_rank(cfg)
+        if isinstance(cfg, int):
+            return cfg
+        return 1 if shared.is_refused(cfg, in_a_world=True) else world.be_a_rank(cfg)
 
     # most mistakes are found here, before torch has been imported to count GPUs
     cfg = _load(args, planned=world.of_nodes(args.nodes))
@@ -71,14 +72,10 @@ def _load(args: argparse.Namespace, **machine: Any) -> Config | int:
 
     try:
         cfg = load(args.config, args.overrides, **machine)
-        _check_temporary_files()
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
-    except OSError as error:
-        print(f"mrl: {error}", file=sys.stderr)
-        return 1
     return cfg
 
 
@@ -86,7 +83,7 @@ def _lead(args: argparse.Namespace, nursery: Nursery | None) -> int:
     cfg = _load(args, planned=world.of_nodes(args.nodes, world.gpus()))
     if isinstance(cfg, int):
         return cfg
-    if shared.is_refused(cfg) or lacks_layers(cfg):
+    if shared.is_refused(cfg):
         return 1
     if args.nodes > 1:
         return world.start_node(cfg, args)
@@ -103,22 +100,3 @@ def _misplaced(args: argparse.Namespace) -> str | None:
         return f"--node {args.node}: nodes are numbered from 0 to {args.nodes - 1}"
     host, _, port = args.head.rpartition(":")
     return None if host and port.isdecimal() else f"--head {args.head}: must be HOST:PORT, such as node17:29500"
-
-
-def lacks_layers(cfg: Config) -> bool:
-    """Says why, if models are to be made of transformer-engine's layers and cannot be."""
-    from mrl import platform
-    from mrl.config.derived import asks_for_transformer_engine
-
-    asked = asks_for_transformer_engine(cfg)
-    problem = platform.transformer_engine_problem() if asked else None
-    if problem is not None:
-        print(f"mrl: {', '.join(asked)}: transformer_engine cannot be used here: {problem}", file=sys.stderr)
-    return problem is not None
-
-
-def _check_temporary_files() -> None:
-    """Raises OSError where none can be made: engines, torch and the sandbox make some."""
-    wanted = os.environ.get("TMPDIR") or tempfile.gettempdir()
-    if not os.path.isdir(wanted) or not os.access(wanted, os.W_OK | os.X_OK):
-        raise OSError(f"TMPDIR is {wanted!r}, where no files can be made: name a directory that is there and writable")

@@ -44,7 +44,7 @@ def start(cfg: Config, config: Path, overrides: Sequence[str], nursery: Nursery 
     ranks."""
     from mrl.config.derived import Machine, is_on_one_machine
     from mrl.launcher import Elastic, LaunchError, launch, launch_elastic
-    from mrl.observe import RunExists, refuse_existing, trackers
+    from mrl.observe import RunExists, refuse_existing
     from mrl.ports import GLOO, LOOPBACK
     from mrl.resilience import ft_config
 
@@ -53,7 +53,6 @@ def start(cfg: Config, config: Path, overrides: Sequence[str], nursery: Nursery 
     save_s = cfg.resilience.save_deadline_s if cfg.checkpoint.every_steps else None
     timeouts = cfg.resilience.timeouts_s
     try:
-        trackers.wanted(cfg.run)
         os.environ.update(LOOPBACK if is_on_one_machine(cfg) else {GLOO: LOOPBACK[GLOO]})
         if not (run_dir / "lock").exists():  # else rank 0 looks, who knows whether the run there is going on
             refuse_existing(cfg)
@@ -71,7 +70,7 @@ def start(cfg: Config, config: Path, overrides: Sequence[str], nursery: Nursery 
             ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
         )
         return launch_elastic(job, run_dir)
-    except (LaunchError, RunExists, trackers.TrackerMissing, OSError) as error:
+    except (LaunchError, RunExists, OSError) as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
 
@@ -80,13 +79,12 @@ def start_node(cfg: Config, args: argparse.Namespace) -> int:
     """Exit code of this node's part of a world over several: args, the command's, say which."""
     from mrl.config.derived import Machine
     from mrl.launcher import Elastic, LaunchError, NodePlace, launch_node
-    from mrl.observe import RunExists, refuse_existing, trackers
+    from mrl.observe import RunExists, refuse_existing
     from mrl.resilience import ft_config
 
     place = NodePlace(args.node, args.nodes, args.head)
     run_dir, timeouts, is_ft = Path(cfg.run.root) / cfg.run.name, cfg.resilience.timeouts_s, cfg.run.launcher == "ft"
     try:
-        trackers.wanted(cfg.run)
         if place.number == 0 and not (run_dir / "lock").exists():
             refuse_existing(cfg)
         job = Elastic(
@@ -99,7 +97,7 @@ def start_node(cfg: Config, args: argparse.Namespace) -> int:
             ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
         )
         return launch_node(job, run_dir, place)
-    except (LaunchError, RunExists, trackers.TrackerMissing, OSError) as error:
+    except (LaunchError, RunExists, OSError) as error:
         print(f"mrl: {place.words}: {error}", file=sys.stderr)
         return 1
 

@@ -18,6 +18,7 @@ class Machine:
     gpus: devices on this machine, 0 for a CPU machine, None when nobody has looked
     joined: the world was started by somebody else (torchrun, ft_launcher)
     planned: it is elsewhere, and of all files that a run reads only config.json has to be here
+    alone: it is to be started on this machine and on no other
     """
 
     world_size: int
@@ -25,13 +26,15 @@ class Machine:
     gpus: int | None = None
     joined: bool = False
     planned: bool = False
+    alone: bool = False
 
     @classmethod
     def starting(cls, cfg: Config, gpus: int | None = None, nodes: int = 1) -> Machine:
-        """The world that `mrl train` starts on this machine, or on `nodes` that are like it."""
-        smallest = smallest_world(cfg)
+        """The world that `mrl train` starts on this machine, or on `nodes` that are like it; alone, of a run that is made
+        for several, the whole of it, which the checks refuse to start here."""
+        smallest, whole = smallest_world(cfg), nodes if nodes > 1 else cfg.run.nodes or 1
         nproc = cfg.run.nproc or (smallest if nodes == 1 else gpus or -(-smallest // nodes))
-        return cls(nproc * nodes, nproc, gpus)
+        return cls(nproc * whole, nproc, gpus, alone=nodes == 1)
 
 
 def model_size(layout: ParallelConfig) -> int:

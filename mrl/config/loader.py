@@ -73,8 +73,13 @@ def load(
 
 def dump_resolved(cfg: Config) -> str:
     """YAML with every key written out, which loads back to the same configuration but for its passwords (***)."""
-    values = redact_tree(cfg.model_dump(mode="json"))
-    return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(dump_tree(cfg), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def dump_tree(cfg: Config) -> dict[str, Any]:
+    """Every key with its value, for JSON, passwords as ***."""
+    tree: dict[str, Any] = redact_tree(cfg.model_dump(mode="json"))
+    return tree
 
 
 def _schema(tree: Node, path: str | Path, problems: list[Problem]) -> type[Config]:

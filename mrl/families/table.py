@@ -26,6 +26,7 @@ HF_OUTPUT = "lm_head.weight"
 HF_VALUE_HEAD = "score.weight"
 
 VOCAB_ALIGN = 8
+VOCAB_ALIGN_GPU = 128  # whole tiles of tensor cores; checkpoints are the same, which leave the padding out
 
 
 @lru_cache(maxsize=16)
@@ -51,7 +52,7 @@ def weight_table(arch: ModelArch, role: Role = "policy") -> Mapping[str, Row]:
     return MappingProxyType(rows)
 
 
-def padded_vocab_size(arch: ModelArch, tp: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks: the next multiple of 8 * tp."""
-    unit = VOCAB_ALIGN * tp
+def padded_vocab_size(arch: ModelArch, tp: int, align: int = VOCAB_ALIGN) -> int:
+    """Rows of the embedding over all tensor-parallel ranks, each of which holds a multiple of `align`."""
+    unit = align * tp
     return -(-arch.vocab_size // unit) * unit

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 _PADDING_LOGIT = -1e30
-_CHUNK_ROWS = 1024  # enough for matrix products at full speed
-_CHUNK_ELEMENTS = 1 << 21  # of logits: more rows a chunk while they are few
+_CHUNK_ROWS = 1024  # at least: enough for matrix products at full speed
+_CHUNK_ELEMENTS = 1 << 21  # of logits, on a CPU: what stays in its caches. More rows a chunk while they are few
+_CHUNK_ELEMENTS_GPU = 1 << 27  # half a GiB a float32 block, of which there are three: fewer, longer kernels
 
 
 def linear_log_prob(
@@ -110,18 +111,26 @@ class _LinearLogProb(torch.autograd.Function):
             dx = dx.div_(temperature).to(hidden.dtype)
             d_hidden[rows] = dx @ weight
             if d_weight is None:
-                d_weight = (dx.T @ hidden[rows]).float()
+                d_weight = _wide_product(dx.T, hidden[rows])
             elif dx.dtype == torch.float32:
                 d_weight.addmm_(dx.T, hidden[rows])
             else:
-                d_weight += dx.T @ hidden[rows]
+                d_weight += _wide_product(dx.T, hidden[rows])
         if d_weight is None:  # no rows
             return d_hidden, torch.zeros_like(weight), None, None, None, None, None, None
         return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None, None
 
 
 def _chunk_rows(weight: Tensor) -> int:
-    return max(_CHUNK_ROWS, _CHUNK_ELEMENTS // weight.size(0))
+    elements = _CHUNK_ELEMENTS if weight.device.type == "cpu" else _CHUNK_ELEMENTS_GPU
+    return max(_CHUNK_ROWS, elements // weight.size(0))
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """float32 a @ b; without rounding it to a narrower dtype of a and b first, where torch can (on CUDA)."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and hasattr(torch.ops.aten.mm, "dtype"):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).float()
 
 
 def _if_parallel(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -129,7 +138,7 @@ def _if_parallel(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, valid: int) -> Tensor:
-    x = (hidden @ weight.T).float()
+    x = _wide_product(hidden, weight.T)
     if temperature != 1.0:
         x /= temperature
     if valid < weight.size(0):

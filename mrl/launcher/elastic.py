@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Literal
 
 from mrl.launcher import signals
+from mrl.launcher.environment import FOR_RANKS
 from mrl.launcher.logs import LEFT, LaunchError, Log, cause, open_logs, owned, report, take_failures
 from mrl.launcher.restarts import Restarts
+from mrl.packages import pip_install_extra
 from mrl.ports import MEETING_VARIABLE
 from mrl.resilience.protocol import EXIT_PREEMPTED, LOG_DIR_VARIABLE, MARKER
 from mrl.terminal import Terminal
@@ -48,13 +50,20 @@ class Elastic:
     ft_config: Path | None
 
 
+def missing(launcher: str) -> str | None:
+    """What `run.launcher` needs and is not installed, with the command that installs it; None if nothing is."""
+    if launcher != "ft" or importlib.util.find_spec("nvidia_resiliency_ext") is not None:
+        return None
+    return f"run.launcher: ft needs nvidia-resiliency-ext: {pip_install_extra('resilience')}"
+
+
 def launch_elastic(job: Elastic, run_dir: Path, grace_s: float = 30.0) -> int:
     """Runs the job to its end; the exit code is that of `launch`, or 1 when the ranks failed once too often.
 
     Raises LaunchError if another launcher writes there, or ft_launcher is not installed.
     """
-    if job.kind == "ft" and importlib.util.find_spec("nvidia_resiliency_ext") is None:
-        raise LaunchError("run.launcher: ft needs nvidia-resiliency-ext: pip install 'mrl[resilience]'")
+    if (problem := missing(job.kind)) is not None:
+        raise LaunchError(problem)
     log_dir = run_dir / "logs"
     with owned(log_dir), signals.collected() as received:
         logs = open_logs(log_dir, job.nproc, job.arguments)
@@ -151,7 +160,7 @@ class _Watch:
 def _start(job: Elastic, log_dir: Path, meeting: str, grace_s: float, terminal: Terminal) -> subprocess.Popen[bytes]:
     """meeting: a folder that is this account's alone, for whatever the launcher below and the ranks meet over."""
     environment = {
-        **{"OMP_NUM_THREADS": "1", **os.environ},
+        **{**FOR_RANKS, **os.environ},
         **{LOG_DIR_VARIABLE: str(log_dir.absolute()), MEETING_VARIABLE: meeting},
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else torchrun opens one for the ranks, to everybody
     }

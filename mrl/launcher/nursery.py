@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -20,16 +21,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NoReturn
 
 from mrl.resilience.rank import die_with_parent
 
+IMPORTS_S = 600.0  # if they take longer, ranks are started as programs
+
 _ADOPT_ORPHANS = 36  # of prctl
 _OPENED_BY_CUDA = ("/dev/nvidia-uvm", "/dev/dxg")
 _NUMBER = 8  # bytes
+_READY = b"!"
 
 
 class Child:
@@ -75,6 +79,7 @@ class Nursery:
     def __init__(self, module: str = "mrl.preload") -> None:
         """module: imported there, while this process goes on."""
         self._line: socket.socket | None = None
+        self._is_ready = False
         if sys.platform != "linux":
             return
         ours, theirs = socket.socketpair()
@@ -95,6 +100,14 @@ class Nursery:
     ) -> None:
         self.close()
 
+    def is_settled(self, timeout_s: float) -> bool:
+        """Does it know by then whether it can start ranks?"""
+        if self._line is not None and not self._is_ready and select.select([self._line], [], [], timeout_s)[0]:
+            self._is_ready = self._line.recv(1) == _READY
+            if not self._is_ready:
+                self.close()
+        return self._line is None or self._is_ready
+
     def close(self) -> None:
         """Its ranks live on."""
         if self._line is not None:
@@ -113,6 +126,8 @@ class Nursery:
         return self.make(Order(options[unbuffered + 1 :], dict(env), os.getcwd()), files)
 
     def make(self, order: Order, files: tuple[int, int, int]) -> Child | None:
+        if not self.is_settled(IMPORTS_S):
+            self.close()
         if self._line is None:
             return None
         text = json.dumps(asdict(order)).encode()
@@ -141,17 +156,20 @@ def serve(line: socket.socket, module: str) -> Order:
         for stream in (1, 2):
             os.dup2(said.fileno(), stream)
         os.environ |= {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ}
+        before = dict(os.environ)
         importlib.import_module(module)
+        made = {name: value for name, value in os.environ.items() if before.get(name) != value}
         gc.collect()
         gc.freeze()  # else each copy would write to all the pages at its first collection
         if _cannot_be_copied():
             os._exit(1)
+        line.sendall(_READY)
         while received := _receive(line):
             order, files = received
             if (pid := _bear(parent)) == 0:
                 line.close()
                 _speak_through(files, said if order.env.get("RANK") == "0" else None)
-                return order
+                return replace(order, env={**order.env, **made})  # as the imports would have set it there
             for file in files:
                 os.close(file)
             line.sendall(pid.to_bytes(_NUMBER, "big"))

@@ -20,8 +20,9 @@ from pathlib import Path
 from mrl import failure
 from mrl.failure import Failure
 from mrl.launcher import signals
+from mrl.launcher.environment import FOR_RANKS
 from mrl.launcher.logs import LEFT, LaunchError, Log, cause, open_logs, owned, report, take_failures
-from mrl.launcher.nursery import Child, Nursery
+from mrl.launcher.nursery import IMPORTS_S, Child, Nursery
 from mrl.ports import MEETING_VARIABLE
 from mrl.resilience.protocol import EXIT_PREEMPTED
 from mrl.terminal import Terminal
@@ -87,6 +88,8 @@ def launch(
         logs = open_logs(log_dir, nproc, command)
         with Terminal(logs[0].path) as terminal, tempfile.TemporaryDirectory(prefix="mrl-world-") as meeting:
             shared = {**(os.environ if env is None else env), MEETING_VARIABLE: meeting}
+            if nursery:
+                _wait_for(nursery, received)
             ranks = _start(command, logs, shared, terminal, nursery)
             return _World(ranks, grace_s, settle_s, save_s, terminal).wait(received)
 
@@ -182,7 +185,7 @@ def _start(
     command: Sequence[str], logs: Sequence[Log], env: Mapping[str, str], terminal: Terminal, nursery: Nursery | None
 ) -> list[Rank]:
     shared = {
-        **{"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env},
+        **{**FOR_RANKS, "PYTHONUNBUFFERED": "1", **env},
         **{"WORLD_SIZE": str(len(logs)), "LOCAL_WORLD_SIZE": str(len(logs))},
     }
     ranks: list[Rank] = []
@@ -204,6 +207,14 @@ def _start(
             nursery.close()
     terminal.rank_started()
     return ranks
+
+
+def _wait_for(nursery: Nursery, received: Sequence[int]) -> None:
+    """Until it can start ranks. Told to stop, or after IMPORTS_S seconds, without it."""
+    end = time.monotonic() + IMPORTS_S
+    while not nursery.is_settled(_POLL_S):
+        if received or time.monotonic() > end:
+            nursery.close()
 
 
 def _start_program(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from mrl.core import PackedBatch, Rollout
 from mrl.data.balance import plan_micro_batches
 from mrl.data.packing import pack, require_ids, sequence_align
 from mrl.families import ModelArch
+from mrl.families.flops import BACKWARD, ForwardFlops
 from mrl.families.table import Role
 from mrl.learner.memory import LearnerMemory
 from mrl.learner.optimizer import (
@@ -32,11 +33,12 @@ from mrl.learner.optimizer import (
     grad_norm,
     has_finite_gradients,
     main_parameters,
+    sums_overlap,
     wrap_ddp,
 )
-from mrl.models.batch import ModelBatch, Output
+from mrl.models.batch import ModelBatch, Output, on_device
 from mrl.models.build import build_model
-from mrl.parallel import Mesh
+from mrl.parallel import Mesh, communication
 from mrl.weights.model.export import Exporter
 from mrl.weights.model.load import load_pretrained
 
@@ -108,13 +110,15 @@ class Learner:
                 load_pretrained(self.bare, arch, hf_path, mesh, role=role, allow_pickle=allow_pickle)
             self.chunks: list[Any] = list(self.bare)
             if trainable:
-                self.chunks = list(wrap_ddp(self.bare))
+                self.chunks = list(wrap_ddp(self.bare, overlap=sums_overlap(mesh)))
                 self.optimizer, self.schedule = build_optimizer(train.optimizer, self.chunks, dtype)
                 self.bare[0].config.finalize_model_grads_func = finalize_model_grads
             self.exporter = Exporter(self.bare, arch, mesh)
         parameters = [parameter for chunk in self.bare for parameter in chunk.parameters()]
         optimizer = self.optimizer if trainable else None
         self.memory = LearnerMemory(role, train.offload, parameters, self.chunks, optimizer)
+        self.flops = 0  # of all passes so far, over all ranks; recomputed activations are not counted
+        self._flops = ForwardFlops.of(arch, role)
         self._outputs: list[tuple[Tensor, Tensor]] = []  # of the last backward: the model's at some tokens, their dest
         self._finite = True  # its loss and every rank's gradients
 
@@ -138,7 +142,9 @@ class Learner:
         self, rollout: Rollout, output: Output, channels: int, temperature: float, sample_ids: range | None = None
     ) -> Tensor:
         self.memory.require("parameters", f"computing {output}")
-        packed = self._micro_batches(rollout, range(rollout.num_samples) if sample_ids is None else sample_ids)
+        samples = range(rollout.num_samples) if sample_ids is None else sample_ids
+        self._count_flops(rollout, samples, passes=1)
+        packed = self._micro_batches(rollout, samples)
         batches = [_MicroBatch(batch, temperature) for batch in packed]
         result = torch.zeros(channels, rollout.num_response_tokens, device=platform.device())
 
@@ -177,6 +183,8 @@ class Learner:
             for number, term in enumerate(terms)
             for packed in self._micro_batches(term.rollout, term.sample_ids)
         ]
+        for term in terms:
+            self._count_flops(term.rollout, term.sample_ids, passes=1 + BACKWARD)
         scale = len(batches) * self.mesh.dp
         parts: list[list[LossParts]] = [[] for _ in terms]
         self._outputs = []
@@ -185,12 +193,13 @@ class Learner:
             dest = batch.packed.dest
             if batch.term == 0:
                 self._outputs.append((values.detach(), dest))
-            part = terms[batch.term].loss.compute(values, dest.to(values.device))
+            part = terms[batch.term].loss.compute(values, dest)
             parts[batch.term].append(LossParts(part.loss.detach().clone(), part.sums))
             return part.loss * scale, {}
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+            chunk.force_all_reduce = full_gradients  # of buckets that are summed before the end of the pass
         self.optimizer.zero_grad()
         output: Output = "log_probs" if self.role == "policy" else "values"
         self._schedule(batches, output, compute, forward_only=False, force_all_reduce=full_gradients)
@@ -248,6 +257,11 @@ class Learner:
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         return rollout.dense(bad.cpu()).any(1).nonzero().flatten().tolist()
 
+    def _count_flops(self, rollout: Rollout, sample_ids: range | list[int], passes: int) -> None:
+        ids = list(sample_ids)
+        lens, outputs = rollout.seq_lens[ids], int(rollout.response_lens[ids].sum())
+        self.flops += passes * self._flops.total(int(lens.sum()), int((lens * (lens + 1) // 2).sum()), outputs)
+
     def _micro_batches(self, rollout: Rollout, sample_ids: range | list[int]) -> list[PackedBatch]:
         """This rank's micro-batches; their number is the same on every rank."""
         require_ids(rollout, self.arch.vocab_size)
@@ -273,19 +287,21 @@ class Learner:
     ) -> None:
         def forward_step(it: Iterator[_MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(it)
+            batch = replace(batch, packed=on_device(batch.packed))
             made = ModelBatch.make(batch.packed, self.mesh, batch.temperature, output, batch.entropy_grad)
-            tokens = batch.packed.tokens.to(platform.device())
-            positions = batch.packed.position_ids.to(platform.device())
-            return model(tokens, positions, None, packed_seq_params=made), partial(on_output, batch=batch)
+            out = model(batch.packed.tokens, batch.packed.position_ids, None, packed_seq_params=made)
+            return out, partial(on_output, batch=batch)
 
+        lengths = [batch.packed.tokens.size(1) for batch in batches]
         with self.mesh.active():
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=[iter(batches) for _ in self.chunks] if self.mesh.vpp else iter(batches),
                 model=self.chunks if self.mesh.vpp else self.chunks[0],
                 num_microbatches=len(batches),
-                seq_length=1,  # real lengths travel between the stages (variable_seq_lengths)
+                seq_length=1,  # not looked at (variable_seq_lengths): each micro-batch has its own
                 micro_batch_size=1,
+                **communication(self.mesh, self.bare[0].config, lengths),
                 **megatron_args,
             )
 

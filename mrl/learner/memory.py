@@ -41,8 +41,8 @@ class LearnerMemory:
         self._rooms = {"optimizer": platform.HostRoom(), "parameters": platform.HostRoom()}
         self._gradients: list[tuple[UntypedStorage, int]] = []  # that are given up, and their sizes
         self._unchanged = False  # the parameters, since they came from host memory
-        if offload != "none" and optimizer is not None:
-            prime(optimizer)  # Adam's moments exist from now on: what is moved is always the same
+        if optimizer is not None:
+            prime(optimizer)  # Adam's moments exist from now on: what is moved, or left for an engine, is the same
 
     def moves(self, level: Level) -> bool:
         """Whether `move` to it would change anything."""

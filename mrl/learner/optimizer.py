@@ -15,22 +15,36 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.config.schema import OptimizerConfig
+from mrl.parallel import Mesh
 
 _NO_DECAY_STEPS = 1 << 60
 
 
-def wrap_ddp(chunks: list[MegatronModule]) -> list[DistributedDataParallel]:
-    """Gradients accumulate in float32 buffers and are summed over DP x CP in float32, whatever the weights' dtype."""
+def sums_overlap(mesh: Mesh) -> bool:
+    """Whether gradients are summed over data parallelism beside the backward pass. gloo would take turns with it."""
+    return platform.backend() == "nccl" and mesh.dp * mesh.cp > 1
+
+
+def wrap_ddp(chunks: list[MegatronModule], *, overlap: bool = False) -> list[DistributedDataParallel]:
+    """Gradients accumulate in float32 buffers and are summed over DP x CP in float32, whatever the weights' dtype.
+
+    overlap: bucket after bucket, as soon as the last micro-batch' backward pass has been through its parameters (from
+    the second pass on: the first one finds out when that is). New weights are gathered at once in any case: only
+    modules that Megatron calls would wait for them, and the head, exports and copies read them otherwise.
+    """
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=overlap,
         average_in_collective=False,
         check_for_nan_in_grad=False,  # it raises on the one rank that sees it: Learner.step decides on all alike
     )
     wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
     for chunk in wrapped:
         _keep_padding_between_buckets(chunk)
+    if overlap:
+        of_earlier = [chunk.no_sync for chunk in wrapped]
+        chunks[0].config.no_sync_func = of_earlier[0] if len(wrapped) == 1 else of_earlier
     return wrapped
 
 

@@ -13,13 +13,14 @@ scores that the mask would drop except in its diagonal chunk.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrl import platform
 from mrl.kernels.layers import rotate
 from mrl.models.mcore import (
     MegatronModule,
@@ -81,6 +82,7 @@ class _PlanBuilder:
         self.buckets: list[Bucket] = []
         self.query_index: list[Tensor] = []
         self.key_index: list[Tensor] = []
+        self.last_key: list[Tensor] = []  # a bucket: [s, lq], each query's place in its sequence
         self.query_slot = torch.empty(self.tokens, dtype=torch.int64)
         self.slots = 0
 
@@ -100,10 +102,9 @@ class _PlanBuilder:
         position = torch.arange(int((before + length).max()))
         key_real = position < (before + length)[:, None]
         self.key_index.append(self._tokens_of(sequence, position * key_real).flatten())
-        mask = None
+        self.buckets.append(Bucket((len(sequence), offset.numel()), (len(sequence), position.numel()), None))
         if self.cp > 1:
-            mask = (position <= (before[:, None] + offset * real)[:, :, None])[:, None]
-        self.buckets.append(Bucket((len(sequence), offset.numel()), (len(sequence), position.numel()), mask))
+            self.last_key.append(before[:, None] + offset * real)
 
     def _tokens_of(self, sequence: Tensor, position: Tensor) -> Tensor:
         """Where position [s, lk] of each sequence lies among the tokens of all context-parallel ranks."""
@@ -117,17 +118,27 @@ class _PlanBuilder:
         return owner * self.tokens + start // self.cp + second * chunk + position % chunk
 
     def plan(self, device: torch.device) -> AttentionPlan:
-        masks = (b.mask.to(device) if b.mask is not None else None for b in self.buckets)
-        slot = self.query_slot.to(device)
+        indices = [torch.cat(self.query_index), self.query_slot, torch.cat(self.key_index)]
+        query, slot, key, *last_key = platform.to_device([*indices, *self.last_key], device)
+        buckets = self.buckets
+        if self.cp > 1:
+            pairs = zip(buckets, last_key, strict=True)
+            buckets = [replace(bucket, mask=_up_to(last, bucket.keys[1])) for bucket, last in pairs]
         in_place = self.cp == 1 and self.slots == self.tokens and bool((self.query_slot.diff() == 1).all())
         return AttentionPlan(
-            buckets=tuple(Bucket(b.size, b.keys, mask) for b, mask in zip(self.buckets, masks, strict=True)),
-            query_index=torch.cat(self.query_index).to(device),
+            buckets=tuple(buckets),
+            query_index=query,
             query_slot=slot,
-            key_index=torch.cat(self.key_index).to(device),
+            key_index=key,
             key_slot=slot if self.cp == 1 else None,
             in_place=in_place,
         )
+
+
+def _up_to(last_key: Tensor, keys: int) -> Tensor:
+    """[s, lq] -> bool [s, 1, lq, keys], made where it is used: it is much larger than what it follows from."""
+    position = torch.arange(keys, device=last_key.device)
+    return (position <= last_key[:, :, None])[:, None]
 
 
 def same_length_groups(lengths: Tensor) -> list[Tensor]:
@@ -196,8 +207,16 @@ def _bucket_attention(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor,
     q = query.unflatten(0, bucket.size).transpose(1, 2)
     k, v = (x.unflatten(0, bucket.keys).transpose(1, 2) for x in (key, value))
     causal = bucket.mask is None
+    if _needs_own_keys(q, bucket.mask):
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, bucket.mask, is_causal=causal, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def _needs_own_keys(query: Tensor, mask: Tensor | None) -> bool:
+    """Of CUDA's kernels only flash attention lets queries share keys, and it takes neither a mask nor float32. Given a
+    copy of the keys for each query, the next one serves; the last, which shares them, would hold all scores."""
+    return query.is_cuda and (mask is not None or query.dtype == torch.float32)
 
 
 class PackedAttention(MegatronModule):

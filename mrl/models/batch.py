@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -16,6 +16,14 @@ from mrl.models.mcore import PackedSeqParams
 from mrl.parallel import Mesh
 
 Output = Literal["log_probs", "distribution", "logits", "values"]
+
+
+def on_device(batch: PackedBatch) -> PackedBatch:
+    """The batch with what a model computes with on this rank's device; `cu_seqlens` stays on the CPU, where attention
+    is planned."""
+    here = [batch.tokens, batch.position_ids, batch.rows, batch.labels, batch.dest]
+    tokens, position_ids, rows, labels, dest = platform.to_device(here, platform.device())
+    return replace(batch, tokens=tokens, position_ids=position_ids, rows=rows, labels=labels, dest=dest)
 
 
 def _none() -> Tensor:
@@ -45,12 +53,11 @@ class ModelBatch(PackedSeqParams):
     def make(
         batch: PackedBatch, mesh: Mesh, temperature: float, output: Output, entropy_grad: bool = False
     ) -> ModelBatch:
-        """Move the batch to this rank's device."""
-        where = platform.device()
+        """batch: as `on_device` gives it"""
         return ModelBatch(
             qkv_format="packed",
-            rows=batch.rows.to(where),
-            labels=batch.labels.to(where),
+            rows=batch.rows,
+            labels=batch.labels,
             temperature=temperature,
             output=output,
             entropy_grad=entropy_grad,
@@ -67,7 +74,7 @@ class ModelBatch(PackedSeqParams):
     @cached_property
     def thd(self) -> PackedSeqParams:
         """For transformer-engine's attention; made once for all layers."""
-        starts = self.starts.to(platform.device(), torch.int32)
+        (starts,) = platform.to_device([self.starts.to(torch.int32)], platform.device())
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=starts,

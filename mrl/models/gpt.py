@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.families import ModelArch
-from mrl.families.table import padded_vocab_size
+from mrl.families.table import VOCAB_ALIGN, VOCAB_ALIGN_GPU, padded_vocab_size
 from mrl.models.batch import ModelBatch
 from mrl.models.mcore import (
     GPTModel,
@@ -31,7 +31,7 @@ class PackedGPT(GPTModel):
         super().__init__(
             config,
             block_spec(arch, config, vp_stage),
-            padded_vocab_size(arch, config.tensor_model_parallel_size),
+            padded_vocab_size(arch, config.tensor_model_parallel_size, vocab_align()),
             arch.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -76,3 +76,8 @@ class PackedGPT(GPTModel):
         elif partial_grad and group.size() > 1:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
         return hidden.squeeze(1).index_select(0, batch.rows)
+
+
+def vocab_align() -> int:
+    """On this machine."""
+    return VOCAB_ALIGN if platform.device().type == "cpu" else VOCAB_ALIGN_GPU

@@ -45,7 +45,7 @@ def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: t
         **_initialisation(),
         **_fusions(fused, dtype),
         **_layout(train, mesh),
-        **_recompute(train),
+        **_recompute(train, fused, experts=arch.experts is not None),
         **_experts(arch, mesh, fused),
     )
 
@@ -99,16 +99,21 @@ def _layout(train: TrainConfig, mesh: Mesh) -> dict[str, Any]:
         "sequence_parallel": cfg.sequence and mesh.tp > 1,
         "overlap_p2p_comm": mesh.vpp is not None,
         "batch_p2p_comm": mesh.vpp is None,
+        "batch_p2p_sync": False,  # a wait for the device after each call, for a fault of older versions of torch
         "deallocate_pipeline_outputs": platform.backend() == "nccl",
         **(uneven if mesh.pp > 1 else {}),
     }
 
 
-def _recompute(train: TrainConfig) -> dict[str, Any]:
+def _recompute(train: TrainConfig, fused: bool, *, experts: bool) -> dict[str, Any]:
+    """Of what takes most memory for its computation, for "selective": the dense MLP, three activations of its width a
+    token; of local layers attention too, which keeps sequences of similar length padded to one. transformer-engine's
+    keeps nothing that its backward pass does not compute anyway, but the activation of its experts can be left out."""
     if train.recompute == "none":
         return {}
     if train.recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        own = ["moe_act"] if experts else []
+        return {"recompute_granularity": "selective", "recompute_modules": ["mlp", *(own if fused else ["core_attn"])]}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -126,5 +131,6 @@ def _experts(arch: ModelArch, mesh: Mesh, fused: bool) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": fused,
+        "moe_permute_fusion": fused and platform.triton_usable(),  # transformer-engine's, which triton compiles
         **(kinds if arch.layers_differ else {}),
     }

@@ -2,6 +2,7 @@
 
 from mrl.observe import trackers
 from mrl.observe.files import NotWritten, Unreadable, append_jsonl, write_down
+from mrl.observe.following import follow
 from mrl.observe.lock import RunLocked
 from mrl.observe.metrics import read_metrics
 from mrl.observe.recorder import Recorder, SilentRecorder
@@ -20,6 +21,7 @@ __all__ = [
     "Unreadable",
     "append_jsonl",
     "before_after_table",
+    "follow",
     "is_of_this_launch",
     "move_aside",
     "note_launch",

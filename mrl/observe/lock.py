@@ -16,6 +16,7 @@ from pathlib import Path
 from mrl.files import write_atomically
 
 HEARTBEAT_S = 5.0
+FORGOTTEN_S = 120.0  # without a heart-beat, by this host's clock, for those who only look
 SILENCE_S = 20.0  # an owner on another host that lets this pass without a heart-beat is taken for dead
 
 
@@ -91,6 +92,21 @@ def read_owner(file: Path) -> Owner | None:
         return None
     except (json.JSONDecodeError, TypeError) as error:
         raise RunLocked(f"{file} is not a lock file of this program ({error}); look at it, then delete it") from error
+
+
+def is_owned(file: Path) -> bool:
+    """Whether a process of this host that lives, or one elsewhere that was heard of lately, has written the lock file;
+    waits for nobody."""
+    try:
+        owner = read_owner(file)
+    except RunLocked:
+        return False
+    if owner is None:
+        return False
+    if owner.host == socket.gethostname():
+        return _born(owner.pid) == owner.born != ""
+    beat = _beats(file)
+    return beat is not None and time.time() - beat / 1e9 < FORGOTTEN_S
 
 
 def _alive(owner: Owner, file: Path, silence_s: float) -> bool:

@@ -30,6 +30,8 @@ HEADLINES: list[tuple[str, tuple[str, ...], str]] = [
     ("response tokens", ("response/mean_tokens",), ".1f"),
     ("mismatch max", ("mismatch/max_abs",), ".1e"),
     ("tokens/s", ("perf/tokens_per_s",), ",.0f"),
+    ("tokens/s a rank", ("perf/tokens_per_s_per_rank",), ",.0f"),
+    ("TFLOP/s a rank", ("perf/tflop_per_s_per_rank",), ".3g"),
 ]
 
 
@@ -41,6 +43,12 @@ def headlines(metrics: dict[str, float]) -> list[tuple[str, str]]:
         if name is not None:
             shown.append((label, format(metrics[name], form)))
     return shown
+
+
+def shares(seconds: dict[str, float], digits: int) -> str:
+    """Such as "rollout 3.0s (75%)  update 1.0s (25%)"."""
+    total = sum(seconds.values()) or 1.0
+    return "  ".join(f"{phase} {s:.{digits}f}s ({s / total:.0%})" for phase, s in seconds.items())
 
 
 def clock(seconds: float) -> str:
@@ -104,7 +112,7 @@ class PlainDisplay:
         parts = [f"step {p.latest.step}/{p.total_steps}"]
         parts += [f"{label} {value}" for label, value in headlines(p.latest.metrics)]
         if p.latest.seconds:
-            parts.append(" ".join(f"{phase} {s:.1f}s" for phase, s in p.latest.seconds.items()))
+            parts.append(shares(p.latest.seconds, 1))
         eta = p.eta_s()
         if eta is not None:
             parts.append(f"eta {clock(eta)}")
@@ -174,7 +182,4 @@ class LiveDisplay:
         return grid
 
     def _phases(self) -> Text:
-        seconds = self._progress.latest.seconds
-        total = sum(seconds.values()) or 1.0
-        parts = [f"{phase} {s:.2f}s ({s / total:.0%})" for phase, s in seconds.items()]
-        return Text("  ".join(parts), style="cyan")
+        return Text(shares(self._progress.latest.seconds, 2), style="cyan")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 from mrl.core import StepStats
 from mrl.observe.files import write_down
 from mrl.observe.metrics import MetricsFile
 from mrl.observe.progress import Display, LiveDisplay, PlainDisplay, Progress
-from mrl.observe.trackers import TRACKERS
+from mrl.observe.sender import Outcome, Sender
+from mrl.observe.trackers import Tracker
 from mrl.redaction import redact
+
+NO_TRACKERS: Mapping[str, Tracker | Sender] = MappingProxyType({})
 
 
 class SilentRecorder:
@@ -43,6 +46,13 @@ class SilentRecorder:
     def log(self, stats: StepStats) -> None:
         pass
 
+    def tracker_runs(self) -> dict[str, str]:
+        """Ids of the trackers' own runs, by tracker, for a checkpoint."""
+        return {}
+
+    def go_on_with(self, tracker_runs: Mapping[str, str]) -> None:
+        """What `tracker_runs` gave when the checkpoint was made."""
+
     def write_down(self, what: str, write: Callable[[], object]) -> None:
         write()
 
@@ -60,7 +70,7 @@ class Recorder(SilentRecorder):
         self,
         run_dir: Path,
         total_steps: int,
-        trackers: Sequence[str] = (),
+        trackers: Mapping[str, Tracker | Sender] = NO_TRACKERS,
         live: bool | None = None,
         on_error: str = "stop",
     ) -> None:
@@ -69,7 +79,7 @@ class Recorder(SilentRecorder):
         self._progress = Progress(total_steps)
         self._phases: list[str] = []
         self._closed = False
-        self._trackers = {name: TRACKERS[name](run_dir) for name in trackers}
+        self._trackers = dict(trackers)
         show_live = sys.stdout.isatty() if live is None else live
         self._display: Display = LiveDisplay(self._progress) if show_live else PlainDisplay(self._progress)
 
@@ -105,24 +115,45 @@ class Recorder(SilentRecorder):
         for name, tracker in self._trackers.items():
             self.write_down(f"the step's metrics in {name}", partial(tracker.write, stats))
         self._progress.step_done(stats)
+        self._pass_on_notes()
         self._display.step_done()
         if bad:
             self.note(f"step {stats.step}: not finite, null in metrics.jsonl: {', '.join(bad)}")
+
+    def tracker_runs(self) -> dict[str, str]:
+        return {name: sender.run_id for name, sender in self._senders() if sender.run_id is not None}
+
+    def go_on_with(self, tracker_runs: Mapping[str, str]) -> None:
+        for name, sender in self._senders():
+            if name in tracker_runs:
+                sender.go_on_with(tracker_runs[name])
 
     def write_down(self, what: str, write: Callable[[], object]) -> None:
         """Calls `write`; what it means if that fails is the configuration's to say. Raises NotWritten."""
         write_down(what, write, self._on_error, self.note)
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = "finished") -> None:
         if self._closed:
             return
         self._closed = True
-        self._display.close()
         for tracker in self._trackers.values():
-            tracker.close()
+            tracker.close(outcome)
+        self._pass_on_notes()
+        self._display.close()
+
+    def _senders(self) -> list[tuple[str, Sender]]:
+        return [(name, tracker) for name, tracker in self._trackers.items() if isinstance(tracker, Sender)]
+
+    def _pass_on_notes(self) -> None:
+        for _, sender in self._senders():
+            for note in sender.notes():
+                self.note(note)
 
     def __enter__(self) -> Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+        else:
+            self.close("stopped" if issubclass(kind, SystemExit | KeyboardInterrupt) else "failed")

@@ -83,8 +83,10 @@ class Run:
         return whole and batch.get("epochs_per_step") == 1 and self.config.get("replay") is None
 
 
-def write_report(run_dir: str | Path) -> Path:
+def write_report(run_dir: str | Path, refresh_s: float | None = None) -> Path:
     """Writes RUN_DIR/report.html and, once there are rewards or losses, RUN_DIR/reward_curve.png; returns the page.
+
+    refresh_s: after so many seconds a browser loads the page again; None: never
 
     Works on a run in progress and on one that has logged nothing. Raises FileNotFoundError for a missing directory,
     Unreadable for a file in it that no run has written so.
@@ -100,7 +102,7 @@ def write_report(run_dir: str | Path) -> Path:
             write_atomically(run_dir / "reward_curve.png", to_bytes(picture, "png"))
             break
     page = run_dir / "report.html"
-    write_atomically(page, render(run))
+    write_atomically(page, render(run, refresh_s))
     return page
 
 
@@ -110,12 +112,13 @@ def load_run(run_dir: Path) -> Run:
     return Run(run_dir.resolve().name, read_metrics(run_dir), config, text, before_after(run_dir))
 
 
-def render(run: Run) -> str:
+def render(run: Run, refresh_s: float | None = None) -> str:
     """The whole page as HTML, pictures and all; what a run has not made yet is left out."""
     sections = [_header(run), _tiles(run), _curves(run), _answers(run.answers), _config(run.config_text)]
+    again = f'<meta http-equiv="refresh" content="{max(1, round(refresh_s))}">' if refresh_s is not None else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'{again}<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(run.name)}</title><style>{STYLE}</style></head>\n<body><main>\n"
         + "\n".join(section for section in sections if section)
         + "\n</main></body></html>\n"

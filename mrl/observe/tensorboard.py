@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mrl.config.schema import Config
 from mrl.core import StepStats
 from mrl.observe.files import append
 from mrl.observe.metrics import flatten
+from mrl.observe.sender import Outcome
 
 
 class TensorboardWriter:
@@ -20,7 +22,7 @@ class TensorboardWriter:
 
     package: ClassVar[str] = "tensorboard"
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, cfg: Config, run_dir: Path) -> None:
         self._file = run_dir / "tensorboard" / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}"
 
     def write(self, stats: StepStats) -> None:
@@ -35,7 +37,7 @@ class TensorboardWriter:
             events = [Event(wall_time=now, file_version="brain.Event:2"), start, *events]
         self._append(events)
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome) -> None:
         """Every step is in the file already."""
 
     def _append(self, events: Sequence[Any]) -> None:

@@ -1,45 +1,67 @@
-"""Where the metrics of every step go besides metrics.jsonl; each is switched on by the key of its name in `run`."""
+"""Where the metrics of every step go besides metrics.jsonl: what `run.trackers` names."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from mrl.config.schema import RunConfig
+from mrl.config.schema import Config, RunConfig
 from mrl.core import StepStats
+from mrl.observe.mlflow_tracker import Mlflow
+from mrl.observe.sender import Outcome, Remote, Sender
 from mrl.observe.tensorboard import TensorboardWriter
+from mrl.observe.wandb_tracker import Wandb
+from mrl.packages import pip_install, pip_install_extra
 
 
 class TrackerMissing(RuntimeError):
-    """A tracker is switched on whose package is not installed."""
+    """A tracker is asked for whose package is not installed."""
 
 
 class Tracker(Protocol):
-    """Made on rank 0 from the run directory, whose config.yaml is written by then. Called in one thread."""
+    """Made on rank 0 from the run's configuration and its directory. Called in one thread."""
 
     package: ClassVar[str]  # has to be installed, and is imported by nothing but the tracker's own methods
 
-    def __init__(self, run_dir: Path) -> None: ...
+    def __init__(self, cfg: Config, run_dir: Path) -> None: ...
 
     def write(self, stats: StepStats) -> None:
         """The end of a step, whole or not at all. Raises OSError; what that means is checkpoint.on_error's to say."""
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome) -> None:
         """The end of the run, a failed one too."""
 
 
-TRACKERS: dict[str, type[Tracker]] = {
+# One that others run, or that may be down, is a Remote: metrics are sent to it beside the training.
+TRACKERS: dict[str, type[Tracker] | type[Remote]] = {
     "tensorboard": TensorboardWriter,
+    "wandb": Wandb,
+    "mlflow": Mlflow,
 }
 
 
-def wanted(run: RunConfig) -> list[str]:
-    """Names of the trackers that are switched on. Raises TrackerMissing for one that cannot work here."""
-    names = [name for name in TRACKERS if dict(run).get(name)]
-    for name in names:
+def missing(run: RunConfig) -> Iterator[str]:
+    """Of each tracker that cannot work here: why, and what to do."""
+    for name in run.trackers:
         package = TRACKERS[name].package
         if find_spec(package) is None:
-            raise TrackerMissing(f"run.{name} needs the package {package}, which is not installed: install it, or "
-                                 f"say run.{name}=false")  # fmt: skip
-    return names
+            command = pip_install(package) if name == "tensorboard" else pip_install_extra("trackers")
+            yield (
+                f"run.trackers: {name} needs the package {package}, which is not installed: {command}, or leave {name} "
+                "out"
+            )
+
+
+def make(cfg: Config, run_dir: Path) -> dict[str, Tracker | Sender]:
+    """The trackers of a run, by name. Raises TrackerMissing for one that cannot work here."""
+    for problem in missing(cfg.run):
+        raise TrackerMissing(problem)
+    return {name: _made(TRACKERS[name], name, cfg, run_dir) for name in cfg.run.trackers}
+
+
+def _made(kind: type[Tracker] | type[Remote], name: str, cfg: Config, run_dir: Path) -> Tracker | Sender:
+    if issubclass(kind, Remote):
+        return Sender(name, kind(cfg, run_dir), run_dir)
+    return kind(cfg, run_dir)

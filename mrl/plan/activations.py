@@ -84,7 +84,8 @@ def layer_bytes(shapes: Shapes, layer: Layer, recompute: str) -> float:
         return entry
     products = 2 * entry  # what the norms give to the first products
     norms = 2 * shapes.norm(shapes.arch.hidden_size, shapes.share)
-    return norms + products + _attention(shapes, recompute == "selective") + _feed_forward(shapes, layer)
+    again = recompute == "selective"
+    return norms + products + _attention(shapes, again and shapes.kind == "local") + _feed_forward(shapes, layer, again)
 
 
 def _attention(s: Shapes, again: bool) -> float:
@@ -113,15 +114,19 @@ def _mask(s: Shapes) -> float:
     return s.tokens.packed / s.tokens.sequence * (2 * cp + 1) * chunk**2 * s.dtype
 
 
-def _feed_forward(s: Shapes, layer: Layer) -> float:
+def _feed_forward(s: Shapes, layer: Layer, again: bool) -> float:
+    """again: a dense one is computed again in the backward pass, and the activation of transformer-engine's experts."""
     if not layer.experts or s.arch.experts is None:
+        if again:
+            return 0.0
         width = layer.ffn_size / s.layout.tensor
         return s.local * width * s.dtype * (4 if s.kind == "local" else 3)  # gate, up, product; local: silu(gate) too
     chosen, cut = s.arch.experts.per_token, s.layout.expert_tensor_size
     routed = s.share * chosen * cut  # by this rank's experts, if all have equally many
     width = layer.ffn_size / cut
     router = s.share * (chosen * (2 * INT64 + FLOAT32) + s.arch.experts.count * (FLOAT32 + 1))
-    own = routed * ((s.arch.hidden_size + (5 if s.kind == "local" else 4) * width) * s.dtype + FLOAT32)
+    widths = 5 if s.kind == "local" else 4 - again
+    own = routed * ((s.arch.hidden_size + widths * width) * s.dtype + FLOAT32)
     return router + own
 
 

@@ -16,12 +16,14 @@ from mrl.families.table import weight_table
 class EnginePlan:
     """Of one GPU of one engine.
 
+    gpus: whose numbers the engines have, `tensor` each, as ranks of the trainer count them
     weights, cache, workspace, context: bytes; token_bytes: of the cache a token; engines: of the run; tensor: GPUs of
     each; wanted: requests that an engine is given at once; context_tokens: of the longest
     """
 
     engines: int
     tensor: int
+    gpus: tuple[int, ...]
     weights: int
     cache: int
     token_bytes: int
@@ -39,6 +41,10 @@ class EnginePlan:
     def holds(self) -> int:
         """Requests of full length that the cache holds."""
         return self.cache_tokens // self.context_tokens
+
+    def at(self, rank: int) -> int | None:
+        """The number of the engine on a rank's GPU."""
+        return self.gpus.index(rank) // self.tensor if rank in self.gpus else None
 
     def awake(self, weights: bool, cache: bool) -> int:
         """Bytes while it has to have these; what `release` does not give up it has always."""
@@ -79,6 +85,7 @@ def plan_engine(
     dtype: int,
     free: float,
     *,
+    gpus: tuple[int, ...],
     requests: int,
     longest: int,
     workspace: float,
@@ -92,6 +99,7 @@ def plan_engine(
     return EnginePlan(
         engines=rollout.servers,
         tensor=tensor,
+        gpus=gpus,
         weights=weights,
         cache=cache,
         token_bytes=cache_bytes_a_token(arch, tensor, dtype),

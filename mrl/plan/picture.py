@@ -23,8 +23,8 @@ def draw(plan: Plan) -> str:
             blocks.append((", ".join(names), model))
     cluster, height = plan.cluster, MARGIN
     body: list[str] = []
-    for names, model in blocks:
-        body.append(_text(MARGIN, height + 14, f"{names}: colours are pipeline stages, frames are engines", 13))
+    for title, model in blocks:
+        body.append(_text(MARGIN, height + 14, f"{title}: colours are pipeline stages, frames are engines", 13))
         top = height + 24
         for rank in range(cluster.gpus):
             body += _cell(plan, model, rank, top)

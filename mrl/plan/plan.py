@@ -8,6 +8,7 @@ from functools import cached_property
 
 from mrl.config.checks.models import read_archs
 from mrl.config.derived import Machine, smallest_world
+from mrl.config.placement import engine_gpus
 from mrl.config.sections.rollout import RolloutConfig
 from mrl.config.trainers.base import Config
 from mrl.families import ModelArch
@@ -31,8 +32,9 @@ def world_of(cfg: Config, per_node: int) -> int:
 
 def machine_of(cfg: Config, gpus: int | None, per_node: int) -> Machine:
     """What the configuration is checked for: a world that is elsewhere, whose GPUs are all there."""
-    world = gpus or world_of(cfg, per_node)
-    return Machine(world, min(world, per_node), gpus=world, planned=True)
+    world, engines = gpus or world_of(cfg, per_node), cfg.engines()
+    apart = engines[0].gpus if engines is not None and engines[0].gpus is not None else ()
+    return Machine(world, min(world, per_node), gpus=max((world, *(gpu + 1 for gpu in apart))), planned=True)
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class Plan:
         return tuple(found)
 
     def _engine_at(self, rank: int) -> EnginePlan | None:
-        return self.engine if self.engine is not None and rank < self.engine.engines * self.engine.tensor else None
+        return self.engine if self.engine is not None and self.engine.at(rank) is not None else None
 
 
 def make(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assumed: Assumptions) -> Plan:
@@ -140,12 +142,16 @@ def _engine(rollout: RolloutConfig, cluster: Cluster, work: Work, assumed: Assum
         tuple(memory.model_held(m, m.grid.seat(rank)) for m in work.models.values()): rank
         for rank in range(cluster.gpus)
     }
-    left = min(memory.left_for_engine(work, rank, cluster.chip.memory, assumed) for rank in kinds.values())
+    left = float(cluster.chip.memory)  # of GPUs of their own
+    gpus = engine_gpus(rollout, Machine(cluster.gpus, cluster.per_node, gpus=cluster.gpus))
+    if any(gpu < cluster.gpus for gpu in gpus):
+        left = min(memory.left_for_engine(work, rank, cluster.chip.memory, assumed) for rank in kinds.values())
     return plan_engine(
         actor.arch,
         rollout,
         actor.dtype,
         left,
+        gpus=gpus,
         requests=work.size.sampled,
         longest=work.lengths.longest,
         workspace=assumed.engine_workspace,

@@ -53,8 +53,11 @@ def _head(plan: Plan) -> Iterator[str]:
         yield f"  {model.name:<8} {_layout(model)}; {held}; {how}; {model.kind} layers, offload {model.train.offload}"
     if plan.engine is not None:
         engine = plan.engine
-        what = f"{engine.engines} of tensor {engine.tensor}, on the trainer's GPUs, release {engine.release}"
-        yield f"  {'engines':<8} {what}"
+        shared = any(engine.at(rank) is not None for rank in range(cluster.gpus))
+        where = "on the trainer's GPUs" if shared else "on GPUs of their own"
+        yield f"  {'engines':<8} {engine.engines} of tensor {engine.tensor}, {where}, release {engine.release}"
+    elif plan.cfg.engines() is not None:
+        yield f"  {'engines':<8} at rollout.urls: not planned, and sampling is not in the times"
 
 
 def _billions(model: Model) -> str:
@@ -125,10 +128,7 @@ def _spans(model: Model, ranks: Sequence[int]) -> str:
 
 def engine_of(plan: Plan, rank: int) -> int | None:
     """The number of the engine on a rank's GPU."""
-    engine = plan.engine
-    if engine is None or rank >= engine.engines * engine.tensor:
-        return None
-    return rank // engine.tensor
+    return plan.engine.at(rank) if plan.engine is not None else None
 
 
 def _engines(plan: Plan, ranks: Sequence[int]) -> str:

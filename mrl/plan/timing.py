@@ -81,7 +81,8 @@ class Clock:
 def passes(clock: Clock, model: Model, phase: str, batches: Batches, lengths: Lengths, trained: bool) -> Iterator[Part]:
     """Of a mini-batch, forward, with `trained` backward too. Parts add up: nothing is assumed to overlap."""
     layers, head = model_flops(model, batches.per_replica * model.grid.dp, lengths)
-    again = {"none": 0.0, "selective": 0.1, "full": 1.0}[model.train.recompute]
+    selective = 0.1 if model.arch.experts is not None else 0.6  # of dense MLPs it computes the products again
+    again = {"none": 0.0, "selective": selective, "full": 1.0}[model.train.recompute]
     times, head_times = (3 + again, 4) if trained else (1, 1)
     p, name = model.layout, model.name
     ranks = model.grid.world
@@ -211,6 +212,6 @@ def step(clock: Clock, work: Work, engine: EnginePlan | None) -> list[Part]:
             once = [*passes(clock, model, phase, work.batches[name], lengths, trained=True)]
             once += step_of_optimizer(clock, model, phase)
             found += [Part(part.phase, part.what, part.seconds * updates, part.limit) for part in once]
-    if engine is not None:
+    if work.is_sampling:
         found += [*sync(clock, work), *offload(clock, work)]
     return found

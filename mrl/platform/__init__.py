@@ -4,9 +4,11 @@ Call `install()` before the first `import megatron.core`, in training processes 
 """
 
 from mrl.platform.adaptations import applied, install
+from mrl.platform.copies import to_device, to_host
 from mrl.platform.determinism import be_deterministic, is_deterministic
-from mrl.platform.features import Feature, doctor_table, features
-from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable
+from mrl.platform.features import Feature, features
+from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable, triton_usable
+from mrl.platform.gpu_health import GpuHealth, GpuTimeout, gpu_health
 from mrl.platform.host_room import HostRoom, host_bytes
 from mrl.platform.imagined import imagined_rank
 from mrl.platform.memory import (
@@ -24,6 +26,7 @@ from mrl.platform.process import (
     device,
     device_uuid,
     gpu_count,
+    gpu_names,
     init_process_group,
     synchronize,
     use_device,
@@ -36,6 +39,8 @@ __all__ = [
     "REGISTRY",
     "Adaptation",
     "Feature",
+    "GpuHealth",
+    "GpuTimeout",
     "HostRoom",
     "WorldError",
     "apex_usable",
@@ -46,9 +51,10 @@ __all__ = [
     "collect_shared",
     "device",
     "device_uuid",
-    "doctor_table",
     "features",
     "gpu_count",
+    "gpu_health",
+    "gpu_names",
     "host_bytes",
     "imagined_rank",
     "init_process_group",
@@ -65,8 +71,11 @@ __all__ = [
     "reset_peak_memory",
     "restore_random_state",
     "synchronize",
+    "to_device",
+    "to_host",
     "transformer_engine_problem",
     "transformer_engine_usable",
+    "triton_usable",
     "unshare_steps",
     "use_device",
 ]

@@ -14,6 +14,10 @@ import warnings
 from mrl.platform import cpu_matmul, megatron_fixes, torch_cuda  # noqa: F401  (they fill the registry)
 from mrl.platform.registry import REGISTRY, Stage
 
+# Read when a GPU is first asked for. One queue keeps a rank's copies and collectives in the order in which they were
+# given, which overlap of tensor and context parallelism counts on before Blackwell.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
 _applied: list[str] = []
 _installed = False
 
@@ -40,7 +44,6 @@ def install() -> None:
     if _installed:
         return
     off = switched_off()
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _run(Stage.BEFORE_IMPORT, off)
     _import_megatron_quietly()
     _run(Stage.AFTER_IMPORT, off)

@@ -22,8 +22,10 @@ def be_deterministic() -> None:
     later inherits the environment."""
     os.environ.update({**CHOSEN, **{name: os.environ[name] for name in CHOSEN if name in os.environ}, **REQUIRED})
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # mrl and Megatron write before they read
+    # mrl and Megatron write before they read; a property of the module, which type checkers do not see
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def is_deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
+    enabled: bool = torch.are_deterministic_algorithms_enabled()
+    return enabled

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
 import torch
-from rich.table import Table
 
-from mrl.platform.fused import APEX_KERNEL, import_problem, transformer_engine_fault, transformer_engine_problem
+from mrl.platform.fused import (
+    APEX_KERNEL,
+    compiler_problem,
+    import_problem,
+    transformer_engine_fault,
+    transformer_engine_problem,
+)
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,6 @@ class _Part:
 
 def _transformer_engine() -> str | None:
     return transformer_engine_problem() if torch.cuda.is_available() else transformer_engine_fault()
-
-
-def compiler_problem() -> str | None:
-    named = os.environ.get("CC")
-    if any(shutil.which(name) for name in ([named] if named else ["cc", "gcc", "clang"])):
-        return None
-    return f"there is no C compiler ({named or 'cc, gcc or clang'}), which it calls at run time"
 
 
 _PARTS = (
@@ -100,16 +96,3 @@ def _feature(part: _Part) -> Feature:
     except metadata.PackageNotFoundError:
         return Feature(part.package, None, part.used_for, part.without)
     return Feature(part.package, version, part.used_for, part.without, part.problem())
-
-
-def doctor_table(more: Sequence[Feature] = ()) -> Table:
-    """`features()` and `more` as a table to print with rich."""
-    table = Table(title="mrl doctor", title_justify="left")
-    for column in ("part", "version", "used for", "without it"):
-        table.add_column(column, overflow="fold")
-    for f in (*features(), *more):
-        version = f.version or "[dim]absent[/dim]"
-        if f.problem:
-            version = f"[yellow]{f.version}, unusable[/yellow] ({f.problem})"
-        table.add_row(f.part, version, f.used_for, f.without)
-    return table

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import shutil
 import warnings
 from functools import cache
 
@@ -56,3 +58,17 @@ def transformer_engine_usable() -> bool:
 def apex_usable() -> bool:
     """CUDA is there, and the kernel that adds to gradients in place."""
     return torch.cuda.is_available() and import_problem(APEX_KERNEL) is None
+
+
+def compiler_problem() -> str | None:
+    """Why triton cannot compile here; None if it can, where it is."""
+    named = os.environ.get("CC")
+    if any(shutil.which(name) for name in ([named] if named else ["cc", "gcc", "clang"])):
+        return None
+    return f"there is no C compiler ({named or 'cc, gcc or clang'}), which it calls at run time"
+
+
+@cache
+def triton_usable() -> bool:
+    """CUDA is there, and triton with what it needs to compile a kernel."""
+    return torch.cuda.is_available() and import_problem("triton") is None and compiler_problem() is None

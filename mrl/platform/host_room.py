@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -104,12 +105,16 @@ def _flat(storage: UntypedStorage) -> Tensor:
 
 
 def host_memory(nbytes: int) -> Tensor:
-    """[nbytes] uint8, pinned where there is CUDA: exactly so many bytes, where torch's own pinned memory is rounded up
-    to a power of two. Raises RuntimeError if there is not so much."""
-    room = torch.empty(nbytes, dtype=torch.uint8)
-    if nbytes and torch.cuda.is_available():
+    """[nbytes] uint8 on pages of its own, pinned where there is CUDA (by torch it would be rounded up to a power of
+    two). Raises OSError or RuntimeError if there is not so much."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room = torch.frombuffer(pages, dtype=torch.uint8)
+    if torch.cuda.is_available():
         runtime = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(room.data_ptr(), nbytes, 0)))
+        if code := int(runtime.cudaHostRegister(room.data_ptr(), nbytes, 1)):  # 1: for all contexts
+            raise RuntimeError(f"{nbytes} bytes of host memory cannot be pinned: CUDA error {code}")
         weakref.finalize(room, runtime.cudaHostUnregister, room.data_ptr()).atexit = False
     return room
 

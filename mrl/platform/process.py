@@ -50,19 +50,19 @@ def init_process_group(timeout_s: float, kind: Literal["gloo", "nccl"] | None = 
     MASTER_ADDR alone; torchrun's own, where that has one, listens where torchrun wants. A world of one needs no
     environment. Does nothing if there already is a process group.
 
-    kind: of the backend, by the device where None; on a GPU the process is bound to its device first
+    kind: of the backend, by the device where None; on a GPU that becomes the process' current one first
     Raises WorldError if a rank does not come within `timeout_s`.
     """
     if dist.is_initialized():
         return
     gc.freeze()  # full collections, one in each of Megatron's saves, need not walk over all that was imported
     limit, kind = timedelta(seconds=timeout_s), kind or backend()
-    bound = device() if kind == "nccl" else None
-    if bound is not None:
-        torch.cuda.set_device(bound)
+    if kind == "nccl":
+        torch.cuda.set_device(device())
     rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     store = _meet(rank, size, limit) if "WORLD_SIZE" in os.environ else dist.HashStore()
-    dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=limit, device_id=bound)
+    # without `device_id`, by which NCCL would make every group at once: most of a mesh's 25 are never used
+    dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=limit)
 
 
 def _meet(rank: int, size: int, limit: timedelta) -> dist.Store:
@@ -127,3 +127,8 @@ def device_uuid(index: int) -> str:
 def gpu_count() -> int:
     """GPUs that this process may use, 0 on a CPU machine. Starts nothing on them."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpu_names() -> list[str]:
+    """Of each GPU that this process may use, by index."""
+    return [torch.cuda.get_device_name(index) for index in range(gpu_count())]

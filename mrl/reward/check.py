@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mrl.reward.errors import RewardError
+from mrl.reward.calls import Call
+from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.loading import answer_problem
-from mrl.reward.manager import pool_setup
-from mrl.reward.plan import make_plan
+from mrl.reward.manager import pool_setup, prompt_text
+from mrl.reward.plan import Component, Plan, make_plan
 from mrl.reward.pool import FunctionPool
+from mrl.reward.process import STARTUP_TIMEOUT_S
 from mrl.reward.sandbox.isolate import readable_through
 
 if TYPE_CHECKING:
@@ -51,9 +53,62 @@ def check_hidden(cfg: RewardConfig, paths: Mapping[str, str]) -> None:
             )
 
 
-def check_functions(cfg: RewardConfig) -> None:
-    """Loads every function once, in a process of its own that is given STARTUP_TIMEOUT_S. RewardError if one cannot be
-    imported, is none, or takes other arguments."""
-    setup = pool_setup(cfg, make_plan(cfg))
-    if setup is not None and any(c.spec == "code" or ":" in c.spec for c in setup.components):
-        FunctionPool(replace(setup, workers=1)).close()
+@dataclass(frozen=True)
+class Trial:
+    """A row of the data for functions to be tried out on. where: file and row"""
+
+    where: str
+    row: dict[str, Any]
+
+
+def check_functions(cfg: RewardConfig, data: DataConfig, trials: Iterable[Trial] = ()) -> list[str]:
+    """Loads every function once, in a process of its own that is given STARTUP_TIMEOUT_S, and has each of the user's
+    own score the first of the `trials` that it is for, answered with the row's own answer: what went wrong there.
+
+    RewardError if one cannot be imported, is none, or takes other arguments.
+    """
+    plan = make_plan(cfg)
+    setup = pool_setup(cfg, plan, data.answer_key)
+    if setup is None or not any(c.spec == "code" or ":" in c.spec for c in setup.components):
+        return []
+    pool = FunctionPool(replace(setup, workers=1))
+    try:
+        untried = {c.name: c for c in setup.components if ":" in c.spec}
+        return [
+            problem
+            for component, trial in _matched(plan, untried, data.data_source_key, trials)
+            if (problem := _try_out(pool, component, trial, data)) is not None
+        ]
+    finally:
+        pool.close()
+
+
+def _matched(
+    plan: Plan, untried: dict[str, Component], key: str, trials: Iterable[Trial]
+) -> Iterator[tuple[Component, Trial]]:
+    """Each component once, as long as there are rows for it."""
+    waiting = dict(untried)
+    for trial in trials:
+        if not waiting:
+            return
+        try:
+            mix = plan.mix_of(trial.row, key)
+        except RewardError:  # said of the row
+            continue
+        for name in waiting.keys() & mix.keys():
+            yield waiting.pop(name), trial
+
+
+def _try_out(pool: FunctionPool, component: Component, trial: Trial, data: DataConfig) -> str | None:
+    answer = trial.row.get(data.answer_key)
+    response = answer if isinstance(answer, str) else ""
+    call = Call(prompt_text(trial.row.get(data.prompt_key, "")), response, trial.row)
+    future = pool.submit(component, call, f"{trial.where}, answered with {response[:40]!r},")
+    pool.flush(component)
+    try:
+        future.result(pool.setup.timeout_s + STARTUP_TIMEOUT_S)
+    except SampleError as error:
+        return f"reward.{component.where}: {error}"
+    except TimeoutError:
+        return f"reward.{component.where}: no score of {trial.where} within {pool.setup.timeout_s:g} s"
+    return None

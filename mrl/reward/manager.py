@@ -134,7 +134,7 @@ class RewardManager:
         label = f"sample {request.sample_id} (row {request.prompt.index})"
         if self.prompt_key not in row:
             raise RewardError(f"{label}: the row has no {self.prompt_key!r} (data.prompt_key), only {sorted(row)}")
-        prompt = _text(row[self.prompt_key])
+        prompt = prompt_text(row[self.prompt_key])
         label = f"sample {request.sample_id} (row {request.prompt.index}, prompt {prompt[:PROMPT_HEAD_CHARS]!r})"
         tokens = (*request.prompt.token_ids, *sample.response_ids)
         return Call(prompt, sample.response_text, row, len(sample.response_ids), tokens), label
@@ -193,7 +193,7 @@ def _parts(name: str, outcome: Outcome) -> dict[str, float]:
     return {name: outcome.score, **{f"{name}/{part}": value for part, value in outcome.parts.items()}}
 
 
-def _text(prompt: object) -> str:
+def prompt_text(prompt: object) -> str:
     """A prompt as one string; of a list of chat messages the last one's content (the row holds them all)."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
         return str(prompt[-1].get("content", ""))

@@ -25,10 +25,8 @@ class SFTRun(Run):
 def main(cfg: SFTConfig) -> None:
     """Trains to `run.steps`, going on from the run directory's last checkpoint. Called on every rank."""
     with open_sft_run(cfg) as run:
-        for step in range(run.start_step, cfg.run.steps):
-            run.leave_if_warned(step)
+        for step in run.steps():
             train_step(run, step)
-            run.saving.after_step(step + 1)
         run.finish()
 
 
@@ -43,7 +41,7 @@ def train_step(run: SFTRun, step: int) -> None:
         run.updates.note("actor", run.actor, batch, samples, metrics)
         run.updates.end_of_step(step + 1)
     stats.metrics |= named("actor", metrics)
-    stats.metrics["perf/tokens_per_s"] = batch.tokens.numel() / (time.monotonic() - began)
+    stats.metrics |= run.speed.metrics(stats, batch.tokens.numel(), time.monotonic() - began)
     run.phase.end_of_step(stats)
     run.recorder.log(stats)
 

@@ -1,7 +1,8 @@
 """Run under torchrun: loss and every gradient of actor and critic under many layouts, and ten whole PPO steps.
 
 Usage: gradients.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...]. A layout is like tp2.pp2 (data parallelism
-fills the world), tp2.pp2/full (with activation recomputation), or `one`: that writes the reference file.
+fills the world), tp2.pp2/full (with activation recomputation), dp4/overlap (gradients are summed beside the backward
+pass) or `one`: that writes the reference file.
 `ten:A,B` trains ten steps under the layouts A and B from the same rollouts and compares the weights.
 RESULT_JSON gets {layout: {case: [relative loss error, worst relative gradient error, its tensor]}}.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +20,9 @@ import torch
 from mrl import platform
 
 platform.install()
+
+from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 
 from mrl.algo import Sequences, aggregate  # noqa: E402
 from mrl.config.schema import (  # noqa: E402
@@ -31,7 +36,7 @@ from mrl.config.schema import (  # noqa: E402
 from mrl.config.sections.policy import policy_loss  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
 from mrl.families import ModelArch, load_arch  # noqa: E402
-from mrl.learner import Learner, Loss, losses  # noqa: E402
+from mrl.learner import Learner, Loss, learner, losses, optimizer  # noqa: E402
 from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
 from mrl.trainers.rl.experience import forward_passes, make_experience  # noqa: E402
 from mrl.trainers.rl.loop import update  # noqa: E402
@@ -138,18 +143,33 @@ def everywhere(learner: Learner, read: Callable[[torch.nn.Parameter], torch.Tens
     return {name: tensor for box in boxes for name, tensor in box.items()}
 
 
+def overlap(option: str) -> str:
+    """For the learners that follow, as on GPUs, if the option says so: sums of gradients beside the backward pass, in
+    small buckets. The rest of the option."""
+    wanted = option == "overlap"
+    learner.sums_overlap = lambda mesh: wanted  # type: ignore[attr-defined]
+    vars(optimizer)["DistributedDataParallelConfig"] = partial(DistributedDataParallelConfig, bucket_size=20_000)
+    return "" if wanted else option
+
+
+def no_exchange(*args: object) -> None:
+    raise AssertionError("stages ask each other for shapes that both know")
+
+
 def main() -> None:
     model_dir, reference_file, result_file, *layouts = sys.argv[1:]
+    P2PCommunicator._communicate_shapes = no_exchange
     platform.init_process_group(TIMEOUT_S)
     arch, meshes = load_arch(model_dir), Meshes(TIMEOUT_S)
     reference = {} if layouts == ["one"] else torch.load(reference_file)
     results: dict[str, dict[str, list[object]]] = {}
     for layout in layouts:
         if layout.startswith("ten:"):
-            first, second = (ten_steps(model_dir, meshes.get(parse(x))) for x in layout[4:].split(","))
+            first, second = (ten_steps(model_dir, meshes, x) for x in layout[4:].split(","))
             results[layout] = {"weights": compare((0.0, first), (0.0, second))}
             continue
         name, _, recompute = layout.partition("/")
+        recompute = overlap(recompute)
         mesh = meshes.get(parse(name))
         train = TrainConfig(parallel=mesh.cfg, max_tokens_per_microbatch=40, recompute=recompute or "none")  # type: ignore[arg-type]
         got = all_gradients(model_dir, arch, mesh, train)
@@ -191,8 +211,11 @@ def build(role: str, model_dir: str, mesh: Mesh, train: TrainConfig) -> Learner:
     return learner
 
 
-def ten_steps(model_dir: str, mesh: Mesh) -> dict[str, torch.Tensor]:
+def ten_steps(model_dir: str, meshes: Meshes, layout: str) -> dict[str, torch.Tensor]:
     """Weights of actor and critic after ten PPO steps of two mini-batches each."""
+    name, _, option = layout.partition("/")
+    overlap(option)
+    mesh = meshes.get(parse(name))
     cfg = RLConfig.model_validate(TEN_STEPS | {"actor": {"parallel": mesh.cfg}, "critic": {"parallel": mesh.cfg}})
     train = TrainConfig(
         parallel=mesh.cfg, max_tokens_per_microbatch=40, optimizer=OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1)

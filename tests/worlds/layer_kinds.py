@@ -1,23 +1,29 @@
 """Run with 1 process: checkpoints between kinds of layer. Usage: layer_kinds.py WORK DENSE MOE
 
-The other kind is imitated: norms that keep an object beside their weight, as transformer-engine's do. A line of JSON
-a case: what differs after a load and after another update, and how many such objects the two models have.
+The other kind is imitated: norms that keep an object beside their weight, as transformer-engine's do, without fp8 or
+with delayed scaling; and, of the dense model, vocabularies padded as on GPUs. A line of JSON a case: what differs after
+a load and after another update, how many such objects the two models have, and rows their vocabularies.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from checkpoint_tools import World, error, save, train, weights_of
 
 from mrl import checkpoint, platform
+from mrl.families.table import VOCAB_ALIGN, VOCAB_ALIGN_GPU
 from mrl.learner import Learner
-from mrl.models import specs
+from mrl.models import gpt, specs
 from mrl.models.norm import RMSNorm
+from mrl.weights.disk.fp8_state import RECIPES
 
 
 class NormWithState(RMSNorm):
@@ -30,9 +36,41 @@ class NormWithState(RMSNorm):
         pass
 
 
+class NormWithScale(RMSNorm):
+    """As transformer-engine's with delayed scaling: what it multiplies by follows from the past, and is kept in bytes
+    that it unpickles."""
+
+    scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale += 0.01 * self.training
+        return super().forward(x) * self.scale
+
+    def get_extra_state(self) -> torch.Tensor:
+        state = {
+            "recipe": DelayedScaling(),
+            "scale_fwd": torch.tensor(self.scale, dtype=torch.float64),
+            "extra_fp8_variables": {"num_gemms": 1},
+        }
+        return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        if state is not None:
+            self.scale = float(pickle.loads(state.numpy().tobytes())["scale_fwd"])
+
+
+@dataclass
+class DelayedScaling:
+    margin: int = 0
+
+
 def learner(world: World, model: str, kind: str, seed: int) -> dict[str, Learner]:
-    vars(specs)["RMSNorm"] = NormWithState if kind == "other" else RMSNorm
+    vars(specs)["RMSNorm"] = NORMS[kind]
+    vars(gpt)["VOCAB_ALIGN"] = VOCAB_ALIGN_GPU if kind == "other" and model == world.tied else VOCAB_ALIGN
     return {"actor": world.learner("policy", model, "dp1", seed)}
+
+
+NORMS = {"plain": RMSNorm, "other": NormWithState, "fp8": NormWithScale}
 
 
 def objects(learners: dict[str, Learner]) -> int:
@@ -53,15 +91,20 @@ def check(world: World, model: str, source: str, target: str) -> dict[str, Any]:
         "continued": error(weights_of(second), weights_of(first)),
         "objects": objects(first),
         "others": objects(second),
+        "rows": [learners["actor"].bare[0].embedding.word_embeddings.weight.size(0) for learners in (first, second)],
     }
 
 
 def main() -> None:
+    DelayedScaling.__module__ = RECIPES
+    for name in ("transformer_engine", "transformer_engine.common", RECIPES):
+        sys.modules[name] = ModuleType(name)
+    vars(sys.modules[RECIPES])["DelayedScaling"] = DelayedScaling
     platform.init_process_group(120.0)
     work, dense, moe = sys.argv[1:]
     world = World(Path(work), dense, moe, dense)
     for model in (dense, moe):
-        for source, target in (("plain", "other"), ("other", "plain")):
+        for source, target in (("plain", "other"), ("other", "plain"), ("fp8", "fp8"))[: 3 if model == dense else 2]:
             print(json.dumps({"case": f"{Path(model).name} {source}", **check(world, model, source, target)}))
     torch.distributed.destroy_process_group()
 

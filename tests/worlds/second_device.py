@@ -1,5 +1,6 @@
 """Run with 1 process: a learner's whole step on a second device, imitated by torch's `meta`. Usage: second_device.py
-MODEL_DIR ...; a line for each part of a step that was passed. What the device computes is zero when it is read."""
+MODEL_DIR MOE_MODEL_DIR; a line for each part of a step that was passed. What the device computes is zero when it is
+read."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from mrl import platform
 platform.install()
 
 from gradients import make_rollout  # noqa: E402
+from megatron.core.transformer.moe import token_dispatcher  # noqa: E402
 
 from mrl.algo import Sequences, aggregate  # noqa: E402
 from mrl.config.schema import KLConfig, ParallelConfig, TrainConfig, ValueLossConfig  # noqa: E402
@@ -26,7 +28,7 @@ from mrl.parallel import Meshes  # noqa: E402
 from mrl.platform import megatron_fixes, torch_cuda  # noqa: E402
 from tests.second_device import DEVICE, SecondDevice  # noqa: E402
 
-MODEL = sys.argv[1]
+MODEL, MOE = sys.argv[1:]
 
 
 def imitate() -> None:
@@ -44,10 +46,23 @@ def _cuda(found: Any) -> Any:
     return found.replace(".meta.", ".") if isinstance(found, str) else found
 
 
-def make(role: str, dtype: torch.dtype = torch.float32) -> Learner:
+def route_evenly(rows: int) -> None:
+    """The experts' shares of so many rows, which the dispatcher asks the device for: two of four take each token."""
+
+    def even(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if not torch.is_tensor(tensor):
+            return tensor
+        shares = torch.full(tensor.shape, rows // tensor.numel())
+        shares.view(-1)[-1] += rows - int(shares.sum())
+        return shares.numpy() if as_numpy else shares
+
+    token_dispatcher.maybe_move_tensor_to_cpu = even
+
+
+def make(role: str, dtype: torch.dtype = torch.float32, model: str = MODEL) -> Learner:
     mesh = Meshes(120).get(ParallelConfig())
-    arch = load_arch(MODEL)
-    return Learner(role, arch, MODEL, TrainConfig(), mesh, dtype=dtype, seed=1, from_scratch=True)  # type: ignore[arg-type]
+    arch = load_arch(model)
+    return Learner(role, arch, model, TrainConfig(), mesh, dtype=dtype, seed=1, from_scratch=True)  # type: ignore[arg-type]
 
 
 def passed(what: str, part: Callable[[], Any]) -> Any:
@@ -86,6 +101,9 @@ def main() -> None:
     passed("copy follows", lambda: kept.follow(0.5))
     passed("log-probs of the copy", lambda: kept.log_probs(rollout, 1.0))
     passed("bfloat16", lambda: update(make("policy", dtype=torch.bfloat16), losses.cross_entropy(weights)))
+    moe = passed("experts", lambda: make("policy", model=MOE))
+    route_evenly(rollout.tokens.numel() * 2)
+    passed("update, experts", lambda: update(moe, losses.cross_entropy(weights)))
     passed("export", lambda: [tensor.cpu() for _, tensor in actor.exporter.stream()])
     dist.destroy_process_group()
 

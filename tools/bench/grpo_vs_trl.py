@@ -123,7 +123,7 @@ def mrl_config(directory: Path, steps: int) -> dict[str, Any]:
     tokens = samples * (workload.PROMPT_TOKENS + workload.NEW_TOKENS)
     return {
         "trainer": "rl",
-        "run": {"root": str(directory), "name": "run", "steps": steps, "nproc": CORES, "tensorboard": False},
+        "run": {"root": str(directory), "name": "run", "steps": steps, "nproc": CORES, "trackers": []},
         "model": {"path": str(directory / "model"), "dtype": "float32"},
         "actor": {"optimizer": {"lr": workload.LEARNING_RATE}, "max_tokens_per_microbatch": tokens // CORES},
         "data": {"train": str(directory / "train.jsonl"), "max_prompt_tokens": workload.PROMPT_TOKENS},

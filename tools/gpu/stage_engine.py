@@ -1,4 +1,5 @@
-"""The engine on the trainer's GPU: weights by CUDA IPC, proved by checksum; log-probs in bfloat16; a model of 0.6B."""
+"""The engine on the trainer's GPU: weights by CUDA IPC, proved by checksum; log-probs in bfloat16; memory that each
+gives up for the other; a model of 0.6B."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import importlib.util
 import math
 from pathlib import Path
 
+from tools.gpu.sleep import sleep
 from tools.gpu.stage import Failed, Numbers, Setting, Skipped, require
 from tools.gpu.stage_cuda import of_sft
 from tools.gpu.trained import ONE_RANK, learnt, of_data, sampled, task, train
@@ -13,7 +15,8 @@ from tools.gpu.trained import ONE_RANK, learnt, of_data, sampled, task, train
 ROUNDED_NATS = 0.05  # a token's log-prob in the mean, both sides in bfloat16; about 0.01 is usual
 RUN_S = 110.0
 LAYERS = "actor.layers=local"  # what transformer-engine may do is its own stage's business
-SMALL, LARGE = "sort-20m", "qwen3-0.6b"
+NOTHING_GIVEN_UP = ("actor.offload=none", "rollout.release=none")
+SMALL, LARGE = "sort-20m", "Qwen3-0.6B"
 
 
 def has_sglang() -> bool:
@@ -24,9 +27,13 @@ def engine(sglang: bool) -> list[str]:
     """SGLang with the kernels that are there, or mrl's own."""
     if not sglang:
         return ["rollout.engine=transformers", "sync.transport=shared_memory", "rollout.memory_fraction=0.7"]
-    plain = "rollout.server_args=[--attention-backend,triton,--sampling-backend,pytorch,--grammar-backend,none]"
-    own = [] if importlib.util.find_spec("flashinfer") is not None else [plain]
+    own = [f"rollout.server_args=[{','.join(words)}]"] if (words := server_args()) else []
     return ["rollout.engine=sglang", "sync.transport=cuda_ipc", *own]
+
+
+def server_args() -> tuple[str, ...]:
+    plain = ("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none")
+    return () if importlib.util.find_spec("flashinfer") is not None else plain
 
 
 def sft(setting: Setting) -> Numbers:
@@ -48,6 +55,26 @@ def by_sglang(setting: Setting) -> Numbers:
     return grpo(setting, "sglang", sglang=True)
 
 
+def sleeps(setting: Setting) -> Numbers:
+    if not has_sglang() and not setting.rehearsal:
+        raise Skipped("sglang is not installed")
+    if setting.rehearsal:
+        return sleep(setting, task(setting) / "model_init", ())
+    return sleep(setting, task(setting, SMALL) / "model_init", server_args())
+
+
+def apart(setting: Setting) -> Numbers:
+    """The engine sees its own GPU first: numbers of GPUs are not the trainer's, UUIDs are."""
+    from mrl.platform import gpu_count
+
+    if not has_sglang():
+        raise Skipped("sglang is not installed")
+    if (found := gpu_count()) < 2 and not setting.rehearsal:
+        raise Skipped(f"needs 2 GPUs, there is {found}")
+    words = [*of_grpo(setting), *engine(True), *NOTHING_GIVEN_UP, "rollout.gpus=[1]", "run.steps=1"]
+    return require(sampled(train(setting, "apart", "quickstart_gpu", words, RUN_S, gpus=2)), mismatch_mean=ROUNDED_NATS)
+
+
 def by_transformers(setting: Setting) -> Numbers:
     if has_sglang() and not setting.rehearsal:
         raise Skipped("SGLang is there")
@@ -55,7 +82,7 @@ def by_transformers(setting: Setting) -> Numbers:
 
 
 def grpo(setting: Setting, name: str, sglang: bool) -> Numbers:
-    words = [*of_grpo(setting), *engine(sglang), "run.steps=6"]
+    words = [*of_grpo(setting), *engine(sglang), *NOTHING_GIVEN_UP, "run.steps=6"]
     return require(sampled(train(setting, name, "quickstart_gpu", words, RUN_S)), mismatch_mean=ROUNDED_NATS)
 
 
@@ -119,6 +146,8 @@ CHECKS = {
     "SFT, bfloat16": sft,
     "GRPO, bfloat16, SGLang, weights by CUDA IPC with checksum": by_sglang,
     "GRPO, bfloat16, transformers engine": by_transformers,
+    "SGLang gives memory up and takes it back": sleeps,
     "GRPO of a 0.6B model": large,
     "memory given up between the parts of a step": given_up,
+    "GRPO, SGLang on the second GPU, weights by CUDA IPC": apart,
 }

@@ -116,7 +116,7 @@ def learner(layers: str, rehearsal: bool) -> Learner:
     if not torch.distributed.is_initialized():
         platform.init_process_group(120.0)
         atexit.register(torch.distributed.destroy_process_group)
-    model = str(ROOT / "yaml_configs" / "models" / ("sort-20m" if rehearsal else "qwen3-0.6b"))
+    model = str(ROOT / "yaml_configs" / "models" / ("sort-20m" if rehearsal else "Qwen3-0.6B"))
     train = TrainConfig(layers=layers, max_tokens_per_microbatch=16384)  # type: ignore[arg-type]
     mesh = Meshes(120.0).get(ParallelConfig())
     return Learner("policy", load_arch(model), model, train, mesh, dtype=DTYPE, seed=1, from_scratch=True)

@@ -33,7 +33,7 @@ PROOFS: dict[str, tuple[str, tuple[str, ...]]] = {
     "transformers engine": ("cuda", ("GRPO, float32, transformers engine",)),
     "SGLang 0.5.23": ("engine", ("GRPO, bfloat16, SGLang",)),
     "weight sync by CUDA IPC, with checksum": ("engine", ("GRPO, bfloat16, SGLang",)),
-    "memory given up between the parts of a step": ("engine", ("memory given up",)),
+    "memory given up between the parts of a step": ("engine", ("memory given up", "SGLang gives memory up")),
     "a model of 0.6B, trained and sampled on one GPU": ("engine", ("GRPO of a 0.6B model",)),
 }
 

@@ -14,7 +14,7 @@ from tools import make_sort_task
 from tools.gpu.stage import ROOT, Failed, Numbers, Setting, Skipped
 
 Row = dict[str, Any]
-ONE_RANK = ("run.nproc=1", "run.tensorboard=false", "run.timeout_s=120", "validation.at_start=false")
+ONE_RANK = ("run.nproc=1", "run.trackers=[]", "run.timeout_s=120", "validation.at_start=false")
 
 
 def task(setting: Setting, sizes: str | None = None) -> Path:
@@ -37,14 +37,16 @@ def of_data(made: Path) -> list[str]:
     return [f"data.train={made}/data/train.jsonl", f"data.validation={made}/data/validation.jsonl"]
 
 
-def train(setting: Setting, name: str, config: str, overrides: Sequence[str], limit_s: float) -> list[Row]:
+def train(
+    setting: Setting, name: str, config: str, overrides: Sequence[str], limit_s: float, gpus: int = 1
+) -> list[Row]:
     """Its metrics, a row a step. Failed, with the end of what its terminal showed.
 
-    In a rehearsal the configuration is read and checked as it would be on a machine with one GPU, and Skipped says so.
+    In a rehearsal the configuration is read and checked as it would be on a machine with so many GPUs; Skipped says so.
     """
     words = [f"run.name={name}", f"run.root={setting.work}/runs", *overrides]
     if setting.rehearsal:
-        _read(config, words)
+        _read(config, words, gpus)
         raise Skipped("a rehearsal reads its configuration alone")
     return started(setting, name, config, words, limit_s)
 
@@ -72,11 +74,11 @@ def started(setting: Setting, name: str, config: str, words: Sequence[str], limi
     return [row for row in map(json.loads, file.read_text().splitlines()) if row["step"] > 0]
 
 
-def _read(config: str, words: Sequence[str]) -> None:
+def _read(config: str, words: Sequence[str], gpus: int) -> None:
     from mrl.config.loader import ConfigError, load
 
     try:
-        load(ROOT / "yaml_configs" / f"{config}.yaml", words, gpus=1)
+        load(ROOT / "yaml_configs" / f"{config}.yaml", words, gpus=gpus)
     except ConfigError as error:
         made_by_runs = [p for p in error.problems if "/hf" in p.message and p.keys[0] == "model.path"]
         if len(made_by_runs) < len(error.problems):

@@ -28,6 +28,8 @@ def check(cfg: Config, archs: Archs, machine: Machine) -> list[Problem]:
     problems = list(layout.check(cfg, archs, machine))
     problems += _values(cfg.model_dump())
     problems += run.check_directory(cfg.run)
+    problems += run.check_trackers(cfg.run)
+    problems += run.check_profile(cfg.run, machine)
     problems += models.check_pickle(cfg)
     problems += run.check_checkpoint(cfg)
     problems += models.check_optimizers(cfg)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mrl.config import resume
 from mrl.config.checks.base import inert
+from mrl.config.derived import Machine
 from mrl.config.problems import Problem, printable, reason
 from mrl.config.sections.run import RunConfig
 from mrl.config.trainers.base import Config
@@ -34,6 +35,29 @@ def check_directory(run: RunConfig) -> Iterator[Problem]:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         said = "cannot be written to" if there.is_dir() else "is no directory"
         yield Problem(("run.root",), f"{there} {said}: the run directory is made below run.root")
+
+
+def check_trackers(run: RunConfig) -> Iterator[Problem]:
+    """Names that come twice, and keys of a tracker that is not asked for."""
+    if len(set(run.trackers)) < len(run.trackers):
+        yield Problem(("run.trackers",), "the same tracker is named twice")
+    for name in ("wandb", "mlflow"):
+        if name not in run.trackers:
+            yield from inert(run, "run", [name], f"{name} is not among the trackers", "run.trackers")
+
+
+def check_profile(run: RunConfig, machine: Machine) -> Iterator[Problem]:
+    """Steps and ranks that there are none of."""
+    if run.profile is None:
+        return
+    late = [step for step in run.profile.steps if step > run.steps]
+    if late or not run.profile.steps:
+        message = f"there is no step {', '.join(map(str, late))} of {run.steps}" if late else "names no step"
+        yield Problem(("run.profile.steps", "run.steps"), message)
+    none = [rank for rank in run.profile.ranks if rank >= machine.world_size]
+    if none or not run.profile.ranks:
+        message = f"there is no rank {', '.join(map(str, none))} of {machine.world_size}, counted from 0"
+        yield Problem(("run.profile.ranks",), message if none else "names no rank")
 
 
 def check_checkpoint(cfg: Config) -> Iterator[Problem]:

@@ -50,7 +50,8 @@ class TrainConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     max_tokens_per_microbatch: PositiveInt = 16384  # tokens of packed sequences in one pass, at most: bounds memory
-    # activations computed again in the backward pass: of attention, or of every layer
+    # activations computed again in the backward pass: of dense MLPs and attention (less than half is left), or of every
+    # layer (a tenth)
     recompute: Literal["none", "selective", "full"] = "none"
     # what the layers are made of: mrl's on torch (local), or transformer-engine's; auto: transformer-engine's where it
     # can be used, but local for float32, which it multiplies as TF32

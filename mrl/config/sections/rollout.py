@@ -46,7 +46,8 @@ class RolloutConfig(Section):
     release: Literal["none", "cache", "all"] = "none"
     sampling: SamplingConfig = SamplingConfig()
     concurrent_requests: PositiveInt = 256  # responses in flight at once, over all engines
-    deterministic: bool = True  # same (seed, step, sample) -> same tokens, whatever else is in the batch
+    # same (seed, step, sample) -> same tokens, whatever else is in the batch; on GPUs it costs speed
+    deterministic: bool = True
     max_context_tokens: PositiveInt | None = None  # prompt and response together; from the model's config when null
     # requests in the engine's own batch, at most; by the machine when null
     max_running_requests: PositiveInt | None = None

@@ -6,6 +6,40 @@ from typing import Literal
 
 from mrl.config.sections.base import NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
 
+TrackerName = Literal[
+    "tensorboard",
+    "wandb",
+    "mlflow",
+]
+
+
+class WandbConfig(Section):
+    """What Weights & Biases is told. The key is WANDB_API_KEY's, or that of `wandb login`."""
+
+    project: str = "mrl"  # that the run is listed in
+    entity: str | None = None  # team or user; the key's own when null
+    name: str | None = None  # of the run there; run.name when null
+    group: str | None = None  # of runs that belong together
+    tags: tuple[str, ...] = ()  # words to find it by
+    mode: Literal["online", "offline"] = "online"  # offline: files in RUN_DIR/wandb, which `wandb sync` sends
+
+
+class MlflowConfig(Section):
+    """What MLflow is told. User and password are MLFLOW_TRACKING_USERNAME's and MLFLOW_TRACKING_PASSWORD's."""
+
+    uri: str | None = None  # server or local store; when null MLFLOW_TRACKING_URI, else the folder ROOT/mlruns
+    experiment: str = "mrl"  # that the run is listed in, made where it is not there
+    name: str | None = None  # of the run there; run.name when null
+    tags: dict[str, str] = {}  # name -> value, to find it by
+
+
+class ProfileConfig(Section):
+    """Steps that torch's profiler looks at, which take longer then. For each and each rank, RUN_DIR/profile gets a
+    trace (for chrome://tracing or Perfetto) and a table of the ten largest operations."""
+
+    steps: tuple[PositiveInt, ...]  # numbers of steps, from 1; the first ones are slower than the others
+    ranks: tuple[NonNegativeInt, ...] = (0,)  # whose
+
 
 class RunConfig(Section):
     """The run itself: where it is written, how long it is, its processes."""
@@ -21,7 +55,10 @@ class RunConfig(Section):
     nproc: PositiveInt | None = None
     # machines that the run is made for, nproc processes on each; null: as many as it is started on
     nodes: PositiveInt | None = None
-    tensorboard: bool = True  # also write RUN_DIR/tensorboard
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)  # where metrics go besides RUN_DIR/metrics.jsonl
+    wandb: WandbConfig = WandbConfig()
+    mlflow: MlflowConfig = MlflowConfig()
+    profile: ProfileConfig | None = None
     timeout_s: PositiveFloat = 600.0  # seconds of every collective
     launcher: Literal["mrl", "torchrun", "ft"] = "mrl"  # who starts this machine's processes; ft restarts failed ones
     max_restarts: NonNegativeInt = 3  # of all ranks, each after a failure; launcher ft only

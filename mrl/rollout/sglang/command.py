@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from mrl.packages import missing_of_extra, pip_install
 from mrl.ports import LOOPBACK
 from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import Launch, ServerSpec
@@ -28,9 +29,11 @@ def sglang_launch(spec: ServerSpec) -> Launch:
     """
     if importlib.util.find_spec("sglang") is None:
         raise EngineUnavailable(
-            "rollout.engine = sglang, but the package sglang is not installed: install mrl[sglang], "
-            "give rollout.urls of running servers, or set rollout.engine: transformers"
+            "rollout.engine = sglang, but the package sglang is not installed: mrl doctor has the command for "
+            "that; or give rollout.urls of running servers, or set rollout.engine: transformers"
         )
+    if (problem := unavailable(spec.gpu)) is not None:
+        raise EngineUnavailable(problem)
     arguments = _common(spec) + (_gpu(spec) if spec.gpu else _cpu(spec))
     env = _without_crash_dumps(spec.environment())
     env = _gpu_env(spec, env) if spec.gpu else env | _cpu_env(spec.cfg.tensor)
@@ -40,6 +43,23 @@ def sglang_launch(spec: ServerSpec) -> Launch:
     if spec.api_key is not None:
         arguments += ["--config", str(spec.secret_file("key.yaml", f'api-key: "{spec.api_key}"\n'))]
     return Launch([sys.executable, "-m", "sglang.launch_server", *arguments, *spec.cfg.server_args], env)
+
+
+def unavailable(gpu: bool) -> str | None:
+    """Why an SGLang that is installed cannot serve here; None if it can."""
+    if gpu:
+        return None
+    present = [name for name in ("triton", "sgl_kernel") if importlib.util.find_spec(name) is not None]
+    if present:
+        return (
+            f"no GPU is visible, and {' and '.join(present)} is installed: mrl's CPU form of the SGLang server works "
+            "only in an environment without them. Set up the CPU environment of the README, give rollout.urls of "
+            "running servers, or set rollout.engine: transformers"
+        )
+    lacks = missing_of_extra("cpu")
+    if lacks:
+        return f"on a CPU it needs {', '.join(lacks)} too: {pip_install(*lacks)}"
+    return None
 
 
 def _common(spec: ServerSpec) -> list[str]:
@@ -100,13 +120,6 @@ def _cpu_cache_tokens(spec: ServerSpec, running: int) -> int:
 
 
 def _cpu_env(tensor: int) -> dict[str, str]:
-    present = [name for name in ("triton", "sgl_kernel") if importlib.util.find_spec(name) is not None]
-    if present:
-        raise EngineUnavailable(
-            f"no GPU is visible, and {' and '.join(present)} is installed: mrl's CPU form of the SGLang server works "
-            "only in an environment without them. Set up the CPU environment of the README, give rollout.urls of "
-            "running servers, or set rollout.engine: transformers"
-        )
     paths = [str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {
         "PYTHONPATH": os.pathsep.join(paths),

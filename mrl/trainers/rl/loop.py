@@ -25,10 +25,8 @@ def main(cfg: RLConfig) -> None:
     with open_rl_run(cfg) as run:
         if run.start_step == 0 and cfg.validation.at_start:
             validate(run, 0)
-        for step in range(run.start_step, cfg.run.steps):
-            run.leave_if_warned(step)
+        for step in run.steps():
             train_step(run, step)
-            run.saving.after_step(step + 1)
         run.finish()
 
 
@@ -53,11 +51,14 @@ def train_step(run: RLRun, step: int) -> None:
             run.ref.after_step(step + 1)
     stats.metrics |= adapt_kl(run, experience, stats.metrics)
 
-    if trains_actor or run.memory.must_push:
+    if trains_actor:
         with phase("sync", stats):
             stats.metrics |= run.push_weights(step + 1).metrics()
+    elif run.memory.must_push:
+        with phase("sync", stats):
+            run.push_again()
 
-    stats.metrics["perf/tokens_per_s"] = rollout.num_response_tokens / (time.monotonic() - started)
+    stats.metrics |= run.speed.metrics(stats, rollout.num_response_tokens, time.monotonic() - started)
     if (step + 1) % cfg.validation.every_steps == 0 or step + 1 == cfg.run.steps:
         validate(run, step + 1, stats)
     stats.metrics["rollout/engine_restarts"] = run.engine_restarts - restarts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mrl.learner.memory import Level
@@ -32,6 +33,7 @@ ORDER: dict[str, Needs] = {
     "sync":           _row("parameters", "nothing",    "nothing",    "nothing",    WEIGHTS),
     "validation":     _row("nothing",    "nothing",    "nothing",    "nothing",    AWAKE),
     "export":         _row("parameters", "nothing",    "nothing",    "nothing",    WEIGHTS),
+    "end":            _row("nothing",    "nothing",    "nothing",    "nothing",    AWAKE),
     # "checkpoint" is not here: it reads what it writes where that lies. A load brings one model at a time.
 }
 # fmt: on
@@ -49,13 +51,16 @@ class Engines:
     parts: tuple[MemoryPart, ...]
     engine: Engine | None
 
-    def release(self, parts: tuple[MemoryPart, ...]) -> None:
-        self.world.from_main("releasing the engines' memory", lambda: self._engine.release_memory(parts))
+    def release(self, parts: tuple[MemoryPart, ...]) -> bool:
+        return self._move("releasing the engines' memory", lambda engine: engine.release_memory(parts))
 
-    def resume(self, parts: tuple[MemoryPart, ...]) -> None:
-        self.world.from_main("resuming the engines' memory", lambda: self._engine.resume_memory(parts))
+    def resume(self, parts: tuple[MemoryPart, ...]) -> bool:
+        return self._move("resuming the engines' memory", lambda engine: engine.resume_memory(parts))
 
-    @property
-    def _engine(self) -> Engine:
-        assert self.engine is not None, "only rank 0 talks to the engines"
-        return self.engine
+    def _move(self, what: str, move: Callable[[Engine], None]) -> bool:
+        def on_main() -> bool:
+            assert self.engine is not None, "only rank 0 talks to the engines"
+            move(self.engine)
+            return self.engine.lacks_weights
+
+        return self.world.from_main(what, on_main)

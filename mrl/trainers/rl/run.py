@@ -38,8 +38,9 @@ from mrl.trainers.rl.replay import Replay
 from mrl.trainers.rl.reward_scores import ToScore, score
 from mrl.trainers.rl.scores import ScoreControl
 from mrl.trainers.shared.checkpoints import Kept
-from mrl.trainers.shared.memory import MemoryOrder
+from mrl.trainers.shared.memory import MemoryOrder, OffloadError
 from mrl.trainers.shared.run import Run, Start, started
+from mrl.trainers.shared.world import RankZeroError
 from mrl.weights.sync.push import SyncError, SyncReport, WeightSync
 
 
@@ -57,6 +58,7 @@ class RLRun(Run):
     demonstrations: Demonstrations | None
     sync: WeightSync
     mismatch: MismatchLimits
+    pushed: int | str | None = None  # the name of the weights that the engines have
 
     def minibatches(self, rollout: Rollout) -> list[range]:
         size = self.cfg.batch.samples_per_minibatch or rollout.num_samples
@@ -64,6 +66,7 @@ class RLRun(Run):
 
     def generate(self, step: int) -> Sampled:
         """The step's samples with their controlled scores, the same on every rank."""
+        self._give_lost_weights()
         return self.sampler.start(step).result()
 
     @property
@@ -74,6 +77,7 @@ class RLRun(Run):
         return self._generator.rollout(step, self._ticker(samples_per_step(self.cfg)))
 
     def validate(self, step: int, name: str = "validation") -> dict[str, float]:
+        self._give_lost_weights()
         prompts = self.cfg.validation.prompts
         return self.world.from_main(
             "validation",
@@ -114,8 +118,29 @@ class RLRun(Run):
             verify = True
         if self.generator is not None:
             self.generator.engine.has_pushed(str(version))
-        self.memory.must_push = False
+        self.pushed, self.memory.must_push = version, False
         return report
+
+    def push_again(self) -> SyncReport:
+        """The weights that the engines were given last, by the same name: for engines that lack them."""
+        assert self.pushed is not None
+        return self.push_weights(self.pushed)
+
+    def _give_lost_weights(self) -> None:
+        """To engines that were started again while memory moved, when there was nobody to ask for weights."""
+        while self.memory.must_push:
+            with self.memory.during("sync"):
+                self.push_again()
+
+    def let_go(self) -> None:
+        """Engines that are not ours are left awake, with the last weights; a note says so if that fails."""
+        if self.cfg.rollout.release == "none" or not self.cfg.rollout.urls:
+            return
+        try:
+            self.memory.begin("end")
+            self._give_lost_weights()
+        except (RankZeroError, OffloadError, SyncError) as error:
+            self.recorder.note(f"engines at rollout.urls may be left without memory or weights: {error}")
 
     def _revived(self, error: SyncError) -> bool:
         return self.world.from_main("starting the engine again", lambda: self._generator.engine.revive(error))
@@ -260,6 +285,7 @@ def build_run(main: MainParts, models: Models, demonstrations: Demonstrations | 
     kept = replay.buffer if replay is not None else None
     engines = Engines(setup.world, RELEASED_PARTS[cfg.rollout.release], main.engine)
     base = setup.begin(models.actor, models.saved, states, kept, MemoryOrder(ORDER, models.learners, engines))
+    base.speed.watch(models.critic, models.ref)
     return RLRun(
         **vars(base),
         critic=models.critic,

@@ -66,7 +66,7 @@ def open_run_dir(cfg: Config, run_dir: Path, stack: ExitStack) -> Recorder:
         note_launch(run_dir)
     preemption.begin(run_dir)
     on_error = cfg.checkpoint.on_error
-    recorder = stack.enter_context(Recorder(run_dir, cfg.run.steps, trackers.wanted(cfg.run), on_error=on_error))
+    recorder = stack.enter_context(Recorder(run_dir, cfg.run.steps, trackers.make(cfg, run_dir), on_error=on_error))
     for note in notes:
         recorder.note(note)
     return recorder
@@ -109,6 +109,7 @@ class Saving:
         if state is not None:
             self._step = state["step"]
             self._updates.load_state_dict(state)
+            self._recorder.go_on_with(state.get("trackers", {}))
             for name, each in self._states.items():
                 each.load_state_dict(state[name])
         dropped = self._from_main("dropping what is to be made again", lambda: rewind(self._run_dir, self._step))
@@ -170,7 +171,8 @@ class Saving:
 
     def _save(self) -> None:
         states = {name: each.state_dict() for name, each in self._states.items()}
-        state = {"step": self._step, **states, **self._updates.state_dict(), **self._config}
+        trackers = {"trackers": self._recorder.tracker_runs()}
+        state = {"step": self._step, **states, **self._updates.state_dict(), **trackers, **self._config}
         self._saver.save(self._step, self._parts, state, self._kept.state_dict() if self._kept is not None else None)
 
     def _save_hf(self, name: str) -> None:

@@ -47,14 +47,15 @@ class Needs:
 
 
 class EngineMemory(Protocol):
-    """The engines of a run. parts: what they can give up. Each call is collective."""
+    """The engines of a run. parts: what they can give up. Each call is collective; on every rank it returns whether an
+    engine lacks its weights now: it gave them up, or lost them with its life, and has got no others yet."""
 
     @property
     def parts(self) -> tuple[MemoryPart, ...]: ...
 
-    def release(self, parts: tuple[MemoryPart, ...]) -> None: ...
+    def release(self, parts: tuple[MemoryPart, ...]) -> bool: ...
 
-    def resume(self, parts: tuple[MemoryPart, ...]) -> None: ...
+    def resume(self, parts: tuple[MemoryPart, ...]) -> bool: ...
 
 
 class MemoryOrder:
@@ -72,7 +73,7 @@ class MemoryOrder:
         engines: EngineMemory | None = None,
     ) -> None:
         self.phase = ""
-        self.must_push = False  # the engines have released the weights that they were given
+        self.must_push = False  # an engine lacks its weights: who pushes them says so here
         self._order, self._learners, self._engines = order or {}, learners or {}, engines
         self._asleep: tuple[MemoryPart, ...] = ()
         self._seconds, self._copied = 0.0, 0
@@ -131,10 +132,9 @@ class MemoryOrder:
         release = tuple(part for part in asleep if part not in self._asleep)
         resume = tuple(part for part in self._asleep if part not in asleep)
         if release:
-            engines.release(release)
-            self.must_push |= "weights" in release
+            self.must_push = engines.release(release)
         if resume:
-            engines.resume(resume)
+            self.must_push = engines.resume(resume)
         self._asleep = asleep
 
     def _settle(self, what: str, action: Callable[[], None]) -> None:

@@ -73,14 +73,13 @@ class Phases:
         if note is not None:
             self.recorder.note(f"step {stats.step}: {note}")
 
-    def leave_if_warned(self, step: int, save: Callable[[float], int] | None) -> None:
+    def leave_if_warned(self, step: int, leave: Callable[[float], int]) -> None:
         """Before a step: if a scheduler's signal has reached any rank, saves and ends this process. Collective.
 
-        step: how many are done. save: takes the seconds it may need, gives the newest step on disk; None if there is
-        nothing new to save.
+        step: how many are done. leave: takes the seconds that saving may need, gives the newest step on disk
         """
         if not self.world.any(preemption.is_warned()):
             return
-        saved = step if save is None else save(preemption.left_s(self.save_deadline_s))
+        saved = leave(preemption.left_s(self.save_deadline_s))
         self.recorder.note(f"told to stop after step {step}: step {saved} is saved, leaving")
         preemption.leave(self.run_dir, saved)

@@ -12,10 +12,13 @@ from mrl.checkpoint import Part
 from mrl.config.schema import Config
 from mrl.learner import Learner
 from mrl.observe import Recorder, SilentRecorder
+from mrl.parallel import world_size
 from mrl.resilience import sections
 from mrl.trainers.shared.checkpoints import Kept, Saving, open_run_dir
 from mrl.trainers.shared.memory import MemoryOrder
 from mrl.trainers.shared.phases import Phases
+from mrl.trainers.shared.profile import profiled
+from mrl.trainers.shared.speed import Speed
 from mrl.trainers.shared.updates import Updates
 from mrl.trainers.shared.world import World
 
@@ -36,21 +39,41 @@ class Run:
     phase: Phases
     updates: Updates
     saving: Saving
+    speed: Speed
     start_step: int
 
     def resume(self) -> None:
         """Goes on from the run directory's newest complete checkpoint, if there is one. Collective."""
         self.start_step = self.saving.resume()
 
+    def steps(self) -> Iterator[int]:
+        """Numbers of the steps that are left, from 0. Before each the run ends if a scheduler has told it to, after
+        each it saves what is due. Collective."""
+        for step in range(self.start_step, self.cfg.run.steps):
+            self.leave_if_warned(step)
+            with profiled(self.cfg.run, step + 1, self.run_dir, self.recorder):
+                yield step
+            self.saving.after_step(step + 1)
+
     def leave_if_warned(self, step: int) -> None:
         """Before a step, of which `step` are done: if a scheduler has told this run to stop, saves what is new and ends
         this process. Collective."""
-        self.phase.leave_if_warned(step, self.saving.save_now if step > self.start_step else None)
+
+        def leave(deadline_s: float) -> int:
+            saved = self.saving.save_now(deadline_s) if step > self.start_step else step
+            self.let_go()
+            return saved
+
+        self.phase.leave_if_warned(step, leave)
 
     def finish(self) -> None:
         """After the last step. Raises NonFiniteError, with everything saved, if that one taught a model nothing."""
         self.saving.finish()
+        self.let_go()
         self.updates.end_of_run()
+
+    def let_go(self) -> None:
+        """Everything is saved: what others will use after the run is left as they want it. Collective."""
 
 
 @dataclass
@@ -89,7 +112,9 @@ class Start:
         updates = Updates(run_dir, cfg.run.max_nonfinite_steps, recorder, writes=self.world.is_main)
         saving = Saving(cfg, phase, parts or {"actor": actor}, updates, states or {}, kept)
         self.stack.callback(saving.close)
-        return Run(cfg, self.world, run_dir, recorder, actor, memory, phase, updates, saving, start_step=0)
+        speed = Speed(world_size())
+        speed.watch(actor)
+        return Run(cfg, self.world, run_dir, recorder, actor, memory, phase, updates, saving, speed, start_step=0)
 
 
 @contextlib.contextmanager

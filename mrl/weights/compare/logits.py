@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mrl import platform
 from mrl.config.schema import ParallelConfig, TrainConfig
 from mrl.core import PackedBatch
 from mrl.directories import size_text
 from mrl.families.table import weight_table
-from mrl.models.batch import ModelBatch
+from mrl.models.batch import ModelBatch, on_device
 from mrl.models.build import build_model
 from mrl.parallel import Meshes
 from mrl.weights.disk.megatron_dirs import MegatronModel
@@ -112,10 +111,9 @@ def _of_megatron(model: MegatronModel, prompts: list[Tensor], meshes: Meshes) ->
                 raise WeightError("; ".join(reasons)) from error
         fill(chunk, loaded["model"])
         chunk.eval()
-        batch = _packed(prompts)
+        batch = on_device(_packed(prompts))
         made = ModelBatch.make(batch, mesh, 1.0, "logits" if model.role == "policy" else "values")
-        where = platform.device()
-        out = chunk(batch.tokens.to(where), batch.position_ids.to(where), None, packed_seq_params=made).cpu()
+        out = chunk(batch.tokens, batch.position_ids, None, packed_seq_params=made).cpu()
     if model.role == "critic":
         ends = batch.cu_seqlens[1:].long() - 1
         return out[0, ends][:, None]

@@ -15,8 +15,8 @@ from mrl.weights.disk.megatron_source import MegatronCheckpoint
 from mrl.weights.disk.rows import Rows, ZeroRows, flat_shape, memory, row_blocks
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.stored_names import Names, pattern_of
+from mrl.weights.disk.unused import unused_tensors
 from mrl.weights.errors import WeightError
-from mrl.weights.model.load import unused_tensors
 
 BLOCK_BYTES = 32 << 20
 

@@ -40,9 +40,9 @@ from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.staging import staged
 from mrl.weights.disk.stored_names import stored_names
 from mrl.weights.disk.torch_dist_files import Extent, write_metadata
+from mrl.weights.disk.unused import unused_tensors
 from mrl.weights.errors import WeightError
 from mrl.weights.model.export import write_index
-from mrl.weights.model.load import unused_tensors
 
 BUCKET_BYTES = 32 << 20
 

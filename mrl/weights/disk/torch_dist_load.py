@@ -18,6 +18,7 @@ from torch.futures import Future
 
 from mrl import platform
 from mrl.foreign import read_json
+from mrl.weights.disk.fp8_state import given_back
 from mrl.weights.disk.torch_dist_files import pickled, read_plain
 from mrl.weights.errors import WeightError
 
@@ -43,7 +44,7 @@ _FIELDS = {field.name for field in fields(CheckpointingConfig)}
 
 def load(state: dict[str, Any], directory: Path, metadata: Metadata) -> dict[str, Any]:
     """Collective. Fills the sharded tensors of `state`; returns them as plain ones, beside the common values. Objects
-    come back as None: none of our layers keeps anything in them.
+    come back as None, but for what layers keep of fp8 (`fp8_state`).
 
     metadata: as `load_metadata` read it. Raises WeightError, or torch's CheckpointException around it.
     """
@@ -126,5 +127,6 @@ class _Reader(dcp.FileSystemReader):
 class _Planner(MCoreLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Torch would run what an object's pickle says, and transformer-engine what is in the object."""
-        read_plain(value, read_item.storage_index.fqn)
-        super().load_bytes(read_item, io.BytesIO(pickled(None)))
+        name = read_item.storage_index.fqn
+        kept = given_back(read_plain(value, name), name)
+        super().load_bytes(read_item, io.BytesIO(pickled(kept)))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,19 +16,17 @@ from mrl import platform
 from mrl.config.model_dirs import is_converted
 from mrl.families import ModelArch, is_reward_model
 from mrl.families.rows import Row
-from mrl.families.table import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, HF_VALUE_HEAD, OUTPUT, Role, weight_table
+from mrl.families.table import EMBEDDING, HF_VALUE_HEAD, OUTPUT, Role, weight_table
 from mrl.parallel import Mesh
 from mrl.weights.agreement import raise_together
 from mrl.weights.disk.megatron_dirs import converted
 from mrl.weights.disk.megatron_source import MegatronCheckpoint
-from mrl.weights.disk.rows import all_finite, row_blocks
+from mrl.weights.disk.rows import all_finite
 from mrl.weights.disk.safetensors_io import HFCheckpoint
+from mrl.weights.disk.unused import Checkpoint, unused_tensors
 from mrl.weights.errors import WeightError
 from mrl.weights.kinds import Sliceable, to_megatron
 from mrl.weights.model.names import named_parameters
-
-BUFFERS = ("rotary_emb.inv_freq",)  # old checkpoints hold them; they follow from config.json
-COMPARED_BYTES = 32 << 20  # at once
 
 
 @dataclass(frozen=True)
@@ -46,20 +44,6 @@ class Stored(Sliceable, Protocol):
 
     @property
     def label(self) -> str: ...
-
-
-class Checkpoint(Protocol):
-    """Tensors on disk under their Hugging Face names."""
-
-    path: Path
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def source(self, name: str, shape: tuple[int, ...]) -> Any: ...
-
-    def close(self) -> None: ...
 
 
 def load_pretrained(
@@ -138,7 +122,7 @@ def _load(
     try:
         checkpoint = opened()
         items = _plan(checkpoint, table, held, problems)
-        problems += unused_tensors(checkpoint, arch, table, role)
+        problems += unused_tensors(checkpoint, arch, table, role, compare_tied=_rank() == 0)
     except (WeightError, ValueError, OSError) as e:
         problems.append(str(e))
     problems += [f"the model has no parameter {name}" for name in unclaimed]
@@ -203,37 +187,8 @@ def _source(checkpoint: Checkpoint, row: Row, i: int) -> Stored:
     return checkpoint.source(row.hf[i], row.shapes[i])
 
 
-def unused_tensors(checkpoint: Checkpoint, arch: ModelArch, table: Mapping[str, Row], role: Role) -> Iterator[str]:
-    """Complaints about tensors that nothing takes. Where config.json ties the output layer to the embedding, one of
-    its own may be there if it has the same values; rank 0 looks."""
-    known = {name for row in table.values() for name in row.hf}
-    known |= {alias.name for row in table.values() for alias in row.aliases}
-    if role == "critic" or arch.tied_embeddings:
-        known.add(HF_OUTPUT)
-    for name in checkpoint:
-        if name not in known and not name.endswith(BUFFERS):
-            yield f"{checkpoint.path}: nothing uses its tensor {name}"
-    if role == "policy" and arch.tied_embeddings and HF_OUTPUT in checkpoint and _rank() == 0:
-        yield from _untied(checkpoint, (arch.vocab_size, arch.hidden_size))
-
-
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _untied(checkpoint: Checkpoint, shape: tuple[int, int]) -> Iterator[str]:
-    try:
-        embedding, output = (checkpoint.source(name, shape) for name in (HF_EMBEDDING, HF_OUTPUT))
-        blocks = row_blocks(shape, output.dtype.itemsize, COMPARED_BYTES)
-        same = all(torch.equal(embedding[a : a + n].float(), output[a : a + n].float()) for a, n in blocks)
-    except WeightError as error:
-        yield str(error)
-        return
-    if not same:
-        yield (
-            f"{output.label} differs from {HF_EMBEDDING}, but config.json says tie_word_embeddings: true, which would "
-            "drop it: set that to false, or remove the tensor"
-        )
 
 
 def _fill(item: Item, arch: ModelArch, mesh: Mesh) -> None:
@@ -277,9 +232,9 @@ def _mark(item: Item, tp: int) -> None:
 
 def _tied_problems(items: Iterable[Item], mesh: Mesh) -> list[str]:
     """With pipeline parallelism both ends hold the tied embedding; they must be the same bits."""
-    copies = {item.name: _digest(item.parameter) for item in items if item.row.kind == "vocab"}
     if mesh.pp == 1:
         return []
+    copies = {item.name: _digest(item.parameter) for item in items if item.row.kind == "vocab"}
     by_stage: list[dict[str, str]] = [{}] * mesh.pp
     dist.all_gather_object(by_stage, copies, group=mesh.pp_group)
     tied = any(item.row.copy_of for item in items)

@@ -1,7 +1,8 @@
 """A model's state out of a checkpoint that other layers may have written.
 
-transformer-engine's layers keep their fp8 state in objects, empty without fp8, which other layers do not have. What a
-checkpoint has none of is not asked for, and what nothing takes is left there: it fits every kind of layer.
+transformer-engine's layers keep their fp8 state in objects, empty without fp8, which other layers do not have. Empty
+ones are written too, since Megatron's own loader asks for them. What a checkpoint has none of is not asked for, and
+what nothing takes is left there: it fits every kind of layer.
 """
 
 from __future__ import annotations

@@ -1,0 +1,41 @@
+"""`mrl profile`: a few steps under torch's profiler."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from mrl.commands import shared, train
+
+
+def add(commands: Any) -> None:
+    """The subcommand's arguments."""
+    parser = commands.add_parser("profile", help="train a few steps under torch's profiler")
+    shared.add_config(parser, "run.nproc=4")
+    parser.add_argument("--steps", default="2", metavar="N,N", help="numbers of steps, from 1 (default: 2)")
+    parser.add_argument("--ranks", default="0", metavar="N,N", help="whose (default: 0)")
+    parser.description = (
+        "Trains to the last of these steps as run NAME-profile, a run of its own. For each step and rank, its folder "
+        "profile/ gets a trace and a table of the ten largest operations. In a run that goes on: run.profile, see mrl "
+        "config."
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains a run of its own under the profiler. Exit codes as `mrl train`'s."""
+    from mrl.config.loader import ConfigError, load
+
+    try:
+        name = load(args.config, args.overrides).run.name
+        last = max(int(step) for step in args.steps.split(","))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return shared.CONFIG_ERROR
+    except ValueError:
+        print(f"mrl: --steps {args.steps}: expected numbers such as 2 or 2,3", file=sys.stderr)
+        return shared.CONFIG_ERROR
+    own = [f"run.name={name}-profile", "run.existing=move_aside", f"run.steps={last}"]
+    args.overrides += [*own, f"run.profile={{steps: [{args.steps}], ranks: [{args.ranks}]}}"]
+    return train.run(args)

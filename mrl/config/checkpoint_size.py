@@ -1,0 +1,57 @@
+"""How much room the checkpoints of a run take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mrl.config.checks.base import Archs
+from mrl.config.trainers.base import Config
+from mrl.families.flops import num_parameters
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+FLOAT32 = 4
+OPTIMIZER = 3 * FLOAT32  # main weights and both of Adam's moments
+
+
+def checkpoint_bytes(cfg: Config, archs: Archs) -> int:
+    """Of the tensors of one checkpoint. archs: of every model that is trained"""
+    total = 0
+    for name, built in cfg.built().items():
+        if not built.is_trained:
+            continue
+        arch = archs[name]
+        assert arch is not None
+        tp = built.train.parallel.tensor
+        count = num_parameters(arch, "critic" if name == "critic" else "policy", tp)
+        total += count * (DTYPE_BYTES[cfg.model.dtype] + OPTIMIZER)
+        if name == "actor":
+            total += count * len(cfg.copies()) * FLOAT32
+    return total
+
+
+def export_bytes(cfg: Config, archs: Archs) -> int:
+    """Of the actor's weights alone, as a Hugging Face directory."""
+    arch = archs["actor"]
+    assert arch is not None
+    return num_parameters(arch) * DTYPE_BYTES[cfg.model.dtype]
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """Bytes that the run's checkpoints and exports take at most. turning: of those that come and go, with the one that
+    is being written; staying: of those that are never removed, at the run's end"""
+
+    turning: int
+    staying: int
+
+
+def disk_use(cfg: Config, archs: Archs) -> DiskUse:
+    checkpoint, steps = cfg.checkpoint, cfg.run.steps
+    turning = staying = 0
+    if (every := checkpoint.every_steps) is not None:
+        one, made = checkpoint_bytes(cfg, archs), -(-steps // every)
+        turning = one * min(checkpoint.keep_last + 1, made)
+        kept = steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps is not None else 0
+        staying += one * max(0, kept - checkpoint.keep_last)
+    exports = steps // checkpoint.weights_every_steps if checkpoint.weights_every_steps is not None else 0
+    return DiskUse(turning, staying + (exports + checkpoint.export_hf) * export_bytes(cfg, archs))

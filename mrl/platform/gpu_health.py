@@ -1,0 +1,67 @@
+"""Do this machine's GPUs compute, and is their memory free? Looked at in a process of its own, which prints a line a
+GPU: a sick GPU can hang whoever asks it, and contexts take memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+
+import torch
+
+TIMEOUT_S = 60.0
+SIZE = 1024
+BUSY_SHARE = 0.1  # of memory that others hold
+
+
+@dataclass(frozen=True)
+class GpuHealth:
+    """problem: why nothing should be run on it, "" where there is nothing. free, total: bytes"""
+
+    index: int
+    name: str
+    free: int
+    total: int
+    problem: str = ""
+
+
+class GpuTimeout(RuntimeError):
+    """The GPUs did not answer."""
+
+
+def gpu_health(timeout_s: float = TIMEOUT_S) -> list[GpuHealth]:
+    """Of every GPU that this process may use; none on a CPU machine. Raises GpuTimeout, OSError."""
+    if not torch.cuda.is_available():
+        return []
+    command = [sys.executable, "-c", "from mrl.platform.gpu_health import main; main()"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise GpuTimeout(f"a small product on every GPU was not there within {timeout_s:g} s") from None
+    if done.returncode:
+        raise OSError(f"a small product on every GPU failed: {done.stderr.strip().splitlines()[-1:]}")
+    return [GpuHealth(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def judged(index: int, name: str, free: int, total: int, product: float) -> GpuHealth:
+    """product: what came of ones [SIZE, SIZE] @ ones, an entry"""
+    problem = ""
+    if product != SIZE:
+        problem = f"computes wrong: a product of ones gave {product:g} instead of {SIZE}"
+    elif total - free > BUSY_SHARE * total:
+        problem = f"other processes hold {(total - free) / 1e9:.1f} of its {total / 1e9:.1f} GB"
+    return GpuHealth(index, name, free, total, problem)
+
+
+def _look(index: int) -> GpuHealth:
+    free, total = torch.cuda.mem_get_info(index)
+    ones = torch.ones(SIZE, SIZE, device=torch.device("cuda", index), dtype=torch.bfloat16)
+    product = (ones @ ones).float()
+    least, most = product.min().item(), product.max().item()
+    return judged(index, torch.cuda.get_device_name(index), free, total, least if least != SIZE else most)
+
+
+def main() -> None:
+    for number in range(torch.cuda.device_count()):
+        print(json.dumps(asdict(_look(number))))

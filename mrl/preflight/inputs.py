@@ -1,0 +1,122 @@
+"""What `mrl data` shows and `mrl train` demands before it starts a process: rows, rewards and functions that can be
+used. Each look yields one finding a mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from mrl.algo import own
+from mrl.config.schema import AlgorithmConfig, Config, SourceConfig
+from mrl.config.tokenizer_files import TOKENIZER
+from mrl.data import DataError, TokenizerError, load_tokenizer
+from mrl.data.encoder import Encoder
+from mrl.data.rows import RowCheck, RowReader, check_first
+from mrl.data.sources import open_rows
+from mrl.options.estimators import OwnEstimator
+from mrl.options.losses import OwnLoss
+from mrl.preflight.finding import Finding
+from mrl.reward import RewardError
+from mrl.reward.check import Trial, check_functions, check_hidden, row_check
+from mrl.user_functions import FunctionError
+
+TRIED_ROWS, TRIED_BYTES = 200, 1 << 20  # of each source, to find one for every function
+
+
+def look_at_algorithm(cfg: Config) -> Iterator[Finding]:
+    """The user's own loss and estimator, tried out on a few tokens."""
+    algorithm = cfg.algorithm_used()
+    if algorithm is None:
+        return
+    try:
+        check_own(algorithm, has_values="critic" in cfg.models())
+    except FunctionError as error:
+        yield Finding("algorithm", "problem", str(error))
+    else:
+        yield Finding("algorithm", "ok", algorithm.adv_estimator)
+
+
+def look_at_rewards(cfg: Config) -> Iterator[Finding]:
+    """Functions are loaded, and each of the user's own gives a score to one row."""
+    rewards = cfg.rewards()
+    if rewards is None:
+        return
+    sources = {f"data {source.path}": source.path for source, _ in _sources(cfg)}
+    try:
+        check_hidden(rewards, {"run.root": cfg.run.root, **sources})
+        failed = check_functions(rewards, cfg.data, _trials(cfg))
+    except RewardError as error:
+        yield Finding("reward", "problem", str(error))
+        return
+    zero = "; with reward.on_error: zero such a sample scores 0" if rewards.on_error == "zero" else ""
+    for text in failed:
+        yield Finding("reward", "warning" if zero else "problem", text + zero)
+    if not failed:
+        yield Finding("reward", "ok", f"reward.manager {rewards.manager}: its functions load")
+
+
+def look_at_data(cfg: Config) -> Iterator[Finding]:
+    """Of long data the first rows only: the run reads them all, with the same demands, before its first step. The
+    tokenizer is loaded where a chat template dresses the rows; else its files have been read with the configuration."""
+    good = []
+    for source, reader in _sources(cfg):
+        try:
+            check_first(source, reader)
+        except DataError as error:
+            yield Finding("data", "problem", str(error))
+        else:
+            good.append((source, reader))
+    if good:
+        yield Finding("data", "ok", f"first rows of {', '.join(source.path for source, _ in good)}")
+    dressed = [(source, reader) for source, reader in good if reader.cfg.chat_template]
+    if not dressed and (Path(cfg.model.path) / TOKENIZER).is_file():
+        yield Finding("tokenizer", "ok", f"{cfg.model.path}: no more tokens than the model's vocabulary")
+        return
+    try:
+        tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
+        for source, reader in dressed:
+            check_first(source, reader, Encoder(reader.cfg, tokenizer).text)
+    except (DataError, TokenizerError) as error:
+        yield Finding("tokenizer", "problem", str(error))
+        return
+    through = ", ".join(source.path for source, _ in dressed)
+    said = f"; first rows of {through} go through its chat template" if through else ""
+    yield Finding("tokenizer", "ok", f"{cfg.model.path} loads{said}")
+
+
+def check_own(algorithm: AlgorithmConfig, has_values: bool) -> None:
+    """Loads the user's own loss and estimator, and tries them out on a few tokens."""
+    if isinstance(loss := algorithm.policy_loss, OwnLoss):
+        own.load_loss(loss.function, loss.options)
+    if isinstance(algorithm, OwnEstimator):
+        own.load_estimator(algorithm.advantage.function, algorithm.advantage.options, has_values)
+
+
+def check_of_sampled(cfg: Config) -> RowCheck | None:
+    """What the reward demands of a row; None where nothing is scored."""
+    rewards = cfg.rewards()
+    return row_check(rewards, cfg.data) if rewards is not None else None
+
+
+def _sources(cfg: Config) -> Iterator[tuple[SourceConfig, RowReader]]:
+    for use in cfg.data_uses().values():
+        check = check_of_sampled(cfg) if use.is_sampled else None
+        reader = RowReader(use.cfg, require_answer=not use.is_sampled, check=check)
+        yield from ((source, reader) for source in (*use.cfg.train, *(use.cfg.validation or ())))
+
+
+def _trials(cfg: Config) -> Iterator[Trial]:
+    """First rows of what is sampled, those that can be used."""
+    for use in cfg.data_uses().values():
+        if not use.is_sampled:
+            continue
+        reader = RowReader(use.cfg)
+        for source in use.cfg.train:
+            try:
+                rows = open_rows(source, TRIED_BYTES)
+            except DataError:
+                continue
+            for i in range(min(len(rows), TRIED_ROWS)):
+                with suppress(ValueError):
+                    yield Trial(rows.where(i), reader.read(rows, i, source.name))

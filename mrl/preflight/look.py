@@ -1,0 +1,50 @@
+"""All looks, in the order of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from mrl.config.problems import ConfigError
+from mrl.config.schema import Config
+from mrl.preflight import inputs, machine, space, tested, weights
+from mrl.preflight.finding import Finding
+
+Look = Callable[[Config], Iterator[Finding]]
+
+OF_INPUTS: tuple[Look, ...] = (
+    inputs.look_at_algorithm,
+    inputs.look_at_rewards,
+    inputs.look_at_data,
+)
+OF_RUN: tuple[Look, ...] = (
+    *OF_INPUTS,
+    weights.look_at_weights,
+    space.look_at_directory,
+    space.look_at_space,
+    machine.look_at_services,
+)
+OF_NODE: tuple[Look, ...] = (machine.look_at_packages, machine.look_at_layers)
+OF_MACHINE: tuple[Callable[[], Iterator[Finding]], ...] = (  # whatever runs there
+    machine.look_at_temporary_files,
+    tested.look_at_versions,
+    machine.look_at_ports,
+    machine.look_at_gpus,
+)
+
+
+def of_configuration(error: ConfigError | None) -> list[Finding]:
+    """A finding a mistake; of a configuration without any, that."""
+    if error is None:
+        return [Finding("configuration", "ok", "keys, layout, models and files fit together")]
+    return [Finding("configuration", "problem", str(problem)) for problem in error.problems]
+
+
+def look(cfg: Config, looks: Sequence[Look] = (*OF_RUN, *OF_NODE)) -> Iterator[Finding]:
+    """What is found of a checked configuration, one after the other. Only what a look needs itself is started."""
+    for each in looks:
+        yield from each(cfg)
+
+
+def look_at_machine() -> Iterator[Finding]:
+    for each in OF_MACHINE:
+        yield from each()

@@ -1,0 +1,136 @@
+"""What this machine must have for the run: looked at on every node."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from mrl import platform, ports
+from mrl.config.derived import Machine, asks_for_transformer_engine
+from mrl.config.schema import Config
+from mrl.launcher.elastic import missing
+from mrl.observe import trackers
+from mrl.preflight.finding import Finding
+from mrl.rollout.errors import EngineUnavailable
+from mrl.rollout.launch import ServerSpec, launcher
+
+CONNECT_S = 5.0
+DEFAULT_PORTS = {"https": 443, "http": 80}
+
+
+def look_at_temporary_files() -> Iterator[Finding]:
+    """Engines, torch and the sandbox make some."""
+    wanted = os.environ.get("TMPDIR") or tempfile.gettempdir()
+    if os.path.isdir(wanted) and os.access(wanted, os.W_OK | os.X_OK):
+        yield Finding("temporary files", "ok", wanted)
+        return
+    text = f"TMPDIR is {wanted!r}, where no files can be made"
+    yield Finding("temporary files", "problem", text, "name a directory that is there and writable")
+
+
+def look_at_layers(cfg: Config) -> Iterator[Finding]:
+    """Where transformer-engine's are asked for by name."""
+    asked = asks_for_transformer_engine(cfg)
+    if asked and (problem := platform.transformer_engine_problem()) is not None:
+        text = f"{', '.join(asked)}: transformer_engine cannot be used here: {problem}"
+        yield Finding("layers", "problem", text, "say auto or local, or see mrl doctor")
+
+
+def look_at_packages(cfg: Config) -> Iterator[Finding]:
+    """Optional ones, which the configuration asks for: launcher, trackers, engine."""
+    good = True
+    for problem in filter(None, (missing(cfg.run.launcher), *trackers.missing(cfg.run))):
+        good = False
+        yield Finding("packages", "problem", problem)
+    rollout, _ = cfg.engines() or (None, None)
+    if rollout is not None and not rollout.urls:
+        here = Machine.starting(cfg, platform.gpu_count())
+        spec = ServerSpec(rollout, cfg.model.path, cfg.model.dtype, 0, 0, 0, here, Path())
+        try:
+            launcher(rollout.engine)(spec)
+        except EngineUnavailable as error:
+            good = False
+            yield Finding("packages", "problem", str(error))
+    if good:
+        yield Finding("packages", "ok", "what launcher, trackers and engine need is installed")
+
+
+def look_at_ports() -> Iterator[Finding]:
+    """Where ranks and engines meet."""
+    try:
+        port = ports.free_port()
+    except ports.NoFreePort as error:
+        yield Finding("ports", "problem", str(error), "end what listens there")
+        return
+    names = [name for _, name in socket.if_nameindex()]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        given = os.environ.get(variable, "")
+        wrong = [name for name in _exact(given) if name not in names]
+        if wrong:
+            text = f"{variable}={given}: this machine has no interface {', '.join(wrong)}, but {', '.join(names)}"
+            yield Finding("ports", "problem", text, "name one of these, or unset it")
+    yield from _meeting_place()
+    yield Finding("ports", "ok", f"127.0.0.1 has free ones between {ports.PORTS.start} and {ports.PORTS.stop}: {port}")
+
+
+def _exact(given: str) -> list[str]:
+    """Interfaces by their whole names; NCCL also knows beginnings and exclusions."""
+    return [] if given.startswith("^") else [name for name in given.replace("=", "").split(",") if name]
+
+
+def _meeting_place() -> Iterator[Finding]:
+    host = os.environ.get("MASTER_ADDR")
+    if host is None:
+        return
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        text = f"MASTER_ADDR={host} is no address that this machine knows ({error.strerror})"
+        yield Finding("ports", "problem", text, "give the first node's address")
+
+
+def look_at_services(cfg: Config) -> Iterator[Finding]:
+    """Do engines and reward servers that somebody else has started answer a connection?"""
+    (rollout, _), rewards = cfg.engines() or (None, None), cfg.rewards()
+    for url in rollout.urls if rollout is not None else ():
+        if (problem := _unreachable(url)) is not None:
+            text = f"rollout.urls: {problem}"
+            limit = rollout.startup_timeout_s if rollout is not None else 0.0
+            yield Finding("services", "warning", text, f"the run waits {limit:g} s for it")
+    for name, server in rewards.servers.items() if rewards is not None else ():
+        if (problem := _unreachable(server.url)) is not None:
+            yield Finding(
+                "services", "problem", f"reward.servers.{name}.url: {problem}", "start it, or correct the url"
+            )
+
+
+def _unreachable(url: str) -> str | None:
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or DEFAULT_PORTS.get(parts.scheme, 80)
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except OSError as error:
+        return f"nothing answers at {host} port {port} ({error.strerror or error})"
+    return None
+
+
+def look_at_gpus() -> Iterator[Finding]:
+    """Each multiplies, and its memory is free."""
+    try:
+        found = platform.gpu_health()
+    except (platform.GpuTimeout, OSError) as error:
+        yield Finding("GPUs", "problem", str(error), "look at nvidia-smi and at the kernel's log (dmesg, Xid)")
+        return
+    for gpu in found:
+        if gpu.problem:
+            text = f"GPU {gpu.index} ({gpu.name}): {gpu.problem}"
+            yield Finding("GPUs", "problem", text, "nvidia-smi shows who uses it; leave it out by CUDA_VISIBLE_DEVICES")
+    if not found:
+        yield Finding("GPUs", "skipped", "none here: ranks compute on the CPU, over gloo")
+    elif not any(gpu.problem for gpu in found):
+        kinds = ", ".join(dict.fromkeys(gpu.name for gpu in found))
+        yield Finding("GPUs", "ok", f"{len(found)} x {kinds}: each multiplies right, and its memory is free")

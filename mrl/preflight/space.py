@@ -1,0 +1,69 @@
+"""Can the run directory be made, and is there room for what the run will write?"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from mrl.config.checkpoint_size import checkpoint_bytes, disk_use
+from mrl.config.checks.base import Archs
+from mrl.config.schema import Config
+from mrl.directories import size_text
+from mrl.families import load_arch
+from mrl.observe import RunExists, refuse_existing
+from mrl.preflight.finding import Finding
+
+
+def look_at_directory(cfg: Config) -> Iterator[Finding]:
+    """A file is made in it, or above it where it is not there yet, and removed again."""
+    run_dir = Path(cfg.run.root).absolute() / cfg.run.name
+    there = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        text = f"run.root: no file can be made in {there}: {error.strerror}"
+        yield Finding("run directory", "problem", text, "choose another run.root, or free space there")
+        return
+    if not (run_dir / "lock").exists():  # else rank 0 looks, who knows whether the run there is going on
+        try:
+            refuse_existing(cfg)
+        except RunExists as error:
+            yield Finding("run directory", "problem", str(error))
+            return
+    yield Finding("run directory", "ok", str(run_dir))
+
+
+def look_at_space(cfg: Config) -> Iterator[Finding]:
+    """For checkpoints and exports, which are by far the largest of what a run writes."""
+    archs = _archs(cfg)
+    use = disk_use(cfg, archs)
+    if not use.turning + use.staying:
+        yield Finding("disk", "skipped", "neither checkpoints nor weights are written")
+        return
+    run_dir = Path(cfg.run.root).absolute() / cfg.run.name
+    there = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
+    free, have = shutil.disk_usage(there).free, _size_of(run_dir)
+    parts = []
+    if cfg.checkpoint.every_steps is not None:
+        parts.append(f"a checkpoint is {size_text(checkpoint_bytes(cfg, archs))}")
+    parts.append(f"at most {size_text(use.turning)} come and go, {size_text(use.staying)} stay")
+    text = f"{', '.join(parts)}; {size_text(free)} free on the disk of {there}"
+    remedy = "lower checkpoint.keep_last, write them less often, or choose a run.root with more room"
+    if free + have < use.turning:
+        yield Finding("disk", "problem", f"checkpoint: {text}", remedy)
+    elif free + have < use.turning + use.staying:
+        yield Finding("disk", "warning", f"checkpoint: the disk fills up before the run ends: {text}", remedy)
+    else:
+        yield Finding("disk", "ok", text)
+
+
+def _archs(cfg: Config) -> Archs:
+    return {name: load_arch(use.path or cfg.model.path) for name, use in cfg.models().items()}
+
+
+def _size_of(run_dir: Path) -> int:
+    """Bytes of checkpoints that an earlier start has left, whose place the next ones take."""
+    return sum(file.stat().st_size for file in run_dir.glob("checkpoints/step_*/**/*") if file.is_file())

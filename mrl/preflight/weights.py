@@ -1,0 +1,72 @@
+"""Do the files of weights hold the models that their config.json describes? Reads what is in them, not the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from mrl.config.model_dirs import is_converted
+from mrl.config.schema import Config
+from mrl.families import ModelArch, is_reward_model, load_arch
+from mrl.families.table import HF_VALUE_HEAD, Role, weight_table
+from mrl.preflight.finding import Finding
+from mrl.weights.disk.hf_rows import hf_rows
+from mrl.weights.disk.safetensors_io import HFCheckpoint
+from mrl.weights.disk.unused import unused_tensors
+from mrl.weights.errors import WeightError
+
+MAX_SHOWN = 10
+
+
+def look_at_weights(cfg: Config) -> Iterator[Finding]:
+    """Of every model that starts from a directory: its tensors are there, with the shapes of config.json, and no
+    others; an output layer beside tied embeddings is the same."""
+    for key, path, role in _models(cfg):
+        if is_converted(path):
+            yield Finding("weights", "ok", f"{key}: {path} is a converted model, complete by its manifest")
+            continue
+        if not any(Path(path).glob("*.safetensors")):
+            yield Finding("weights", "skipped", f"{key}: {path} has pickled weights, which only the run itself reads")
+            continue
+        arch, found = load_arch(path), []
+        try:
+            with HFCheckpoint(path) as checkpoint:
+                found = list(_misfits(checkpoint, arch, role, path))
+        except (WeightError, OSError) as error:
+            found = [str(error)]
+        for text in found[:MAX_SHOWN]:
+            yield Finding("weights", "problem", f"{key}: {text}")
+        if len(found) > MAX_SHOWN:
+            yield Finding("weights", "problem", f"{key}: {len(found) - MAX_SHOWN} more tensors of {path} do not fit")
+        if not found:
+            head = " (the value head may start at 0)" if role == "critic" else ""
+            text = f"{key}, as {role}: {path} has every tensor of a {arch.family} with its config.json{head}"
+            yield Finding("weights", "ok", text)
+
+
+def _models(cfg: Config) -> Iterator[tuple[str, str, Role]]:
+    """(key, directory, what the model is used as); each directory once for each use."""
+    seen = set()
+    for name, use in cfg.models().items():
+        if use.path is None and cfg.model.from_scratch:
+            continue
+        role: Role = "critic" if name == "critic" or use.scores else "policy"
+        path = use.path or cfg.model.path
+        if (path, role) not in seen:
+            seen.add((path, role))
+            yield ("model.path" if use.path is None else f"{name}.path"), path, role
+
+
+def _misfits(checkpoint: HFCheckpoint, arch: ModelArch, role: Role, path: str) -> Iterator[str]:
+    table = weight_table(arch, role)
+    for row in table.values():
+        for i in range(len(row.hf)):
+            if row.optional and row.hf[i] not in checkpoint:
+                continue
+            try:
+                hf_rows(checkpoint, row, i, allow_pickle=False)
+            except WeightError as error:
+                yield str(error)
+    if role == "critic" and is_reward_model(path) and HF_VALUE_HEAD not in checkpoint:
+        yield f"{path}/config.json names a reward model, but there is no {HF_VALUE_HEAD} to start from"
+    yield from unused_tensors(checkpoint, arch, table, role)

@@ -1,0 +1,54 @@
+"""What transformer-engine's layers keep beside their parameters: without fp8 an empty tensor, with it bytes, a pickle
+that they run when they get it back.
+
+With delayed scaling the next scales follow from what is in there, and must not be lost; so it is given back, once it
+has been read here with nothing let in but tensors, plain values and transformer-engine's own recipes.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.weights.errors import WeightError
+
+RECIPES = "transformer_engine.common.recipe"
+
+
+def given_back(stored: Any, name: str) -> Tensor | None:
+    """Of an object `[value]` as Megatron stores it what its layer is to get: None unless that says something.
+
+    Raises WeightError, with `name`, for bytes that hold anything else.
+    """
+    value = stored[0] if isinstance(stored, list) and len(stored) == 1 else None
+    if not isinstance(value, Tensor) or value.dtype != torch.uint8 or value.numel() == 0:
+        return None
+    try:
+        _State(io.BytesIO(value.numpy().tobytes())).load()
+    except Exception as error:  # a damaged pickle can raise anything
+        raise WeightError(f"{name} is not what a layer keeps of fp8: {error}") from error
+    return value
+
+
+class _State(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return super().find_class(module, name)
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return _storage
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == RECIPES and "." not in name:
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _storage(content: bytes) -> Any:
+    """As torch's own of this name, which would run what the bytes say."""
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

@@ -1,0 +1,366 @@
+"""Mistakes that preflight finds: in a run's configuration, its files, its machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from mrl import platform, ports
+from mrl.platform.gpu_health import SIZE, GpuHealth, judged
+
+Edit = Callable[[Path, dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """keys: of the configuration, as overrides. edit: of the run's folder and environment. says: in one finding"""
+
+    id: str
+    says: tuple[str, ...]
+    keys: tuple[str, ...] = ()
+    edit: Edit | None = None
+    code: int = 1
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def in_config_json(**values: Any) -> Edit:
+    def edit(folder: Path, _: dict[str, Any]) -> None:
+        file = folder / "model/config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return edit
+
+
+def in_header(change: Callable[[dict[str, Any]], None]) -> Edit:
+    """What the file of weights says of its tensors; the bytes behind it stay."""
+
+    def edit(folder: Path, _: dict[str, Any]) -> None:
+        file = folder / "model/model.safetensors"
+        raw = file.read_bytes()
+        (size,) = struct.unpack("<Q", raw[:8])
+        header = json.loads(raw[8 : 8 + size])
+        change(header)
+        content = json.dumps(header).encode()
+        file.write_bytes(struct.pack("<Q", len(content)) + content + raw[8 + size :])
+
+    return edit
+
+
+def renamed(old: str, new: str) -> Edit:
+    return in_header(lambda header: header.update({new: header.pop(old)}))
+
+
+def written(name: str, text: str | bytes) -> Edit:
+    def edit(folder: Path, _: dict[str, Any]) -> None:
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    return edit
+
+
+def removed(name: str) -> Edit:
+    return lambda folder, _: (folder / name).unlink()
+
+
+def left_by_a_run(folder: Path, _: dict[str, Any]) -> None:
+    (folder / "runs/run").mkdir(parents=True)
+    (folder / "runs/run/metrics.jsonl").write_text('{"step": 1}\n')
+
+
+def versions(**found: str) -> Edit:
+    """Another version of a part is installed; "" for none."""
+
+    def edit(_: Path, patch: dict[str, Any]) -> None:
+        def version(part: str) -> str:
+            if found.get(part) == "":
+                raise importlib.metadata.PackageNotFoundError(part)
+            return found.get(part) or importlib.metadata.version(part)
+
+        patch["mrl.preflight.tested.metadata"] = SimpleNamespace(
+            version=version,
+            requires=lambda name: ["torch>=2.8", "transformers>=5.0,<6"],
+            PackageNotFoundError=importlib.metadata.PackageNotFoundError,
+        )
+
+    return edit
+
+
+def patched(name: str, value: Any) -> Edit:
+    return lambda _, patch: patch.update({name: value})
+
+
+def full(free: int) -> Edit:
+    return patched("mrl.preflight.space.shutil", SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=free)))
+
+
+def sick(**of: Any) -> Edit:
+    gpus = [GpuHealth(0, "H100", 79, 80), GpuHealth(**{"index": 1, "name": "H100", "free": 79, "total": 80, **of})]
+    return patched("mrl.platform.gpu_health", lambda: gpus)
+
+
+def hangs() -> list[GpuHealth]:
+    raise platform.GpuTimeout("a small product on every GPU was not there within 60 s")
+
+
+def none_free() -> int:
+    raise ports.NoFreePort("no free port on 127.0.0.1 among 100 tried")
+
+
+SCORE = "reward.function=score.py:score"
+
+
+def scores(body: str) -> Edit:
+    return written("score.py", f"def score(prompt, response, row):\n    {body}\n")
+
+
+def no_room(dir: Path) -> None:
+    raise OSError(28, "No space left on device")
+
+
+MISTAKES = [
+    # configuration and layout
+    Mistake("a key misspelt", ("run.sed", "did you mean seed?"), ("run.sed=3",), code=2),
+    Mistake("a value of another kind", ("run.steps", "must be an integer"), ("run.steps=many",), code=2),
+    Mistake(
+        "heads that do not divide", ("actor.parallel.tensor", "key-value heads"), ("actor.parallel.tensor=3",), code=2
+    ),
+    Mistake("more stages than layers", ("actor.parallel.pipeline", "2 layers"), ("actor.parallel.pipeline=4",), code=2),
+    Mistake(
+        "a layout that does not fill the world",
+        ("actor.parallel.tensor", "do not divide the world", "of 3 ranks"),
+        ("actor.parallel.tensor=2",),
+        code=2,
+        arguments=("--ranks", "3"),
+    ),
+    Mistake(
+        "experts of a dense model", ("actor.parallel.expert", "this one is dense"), ("actor.parallel.expert=2",), code=2
+    ),
+    Mistake(
+        "minibatches that do not divide",
+        ("samples_per_minibatch", "does not divide"),
+        ("batch.samples_per_minibatch=3",),
+        code=2,
+    ),
+    Mistake("fewer samples than replicas", ("fewer than the 16",), ("run.nproc=16",), code=2),
+    Mistake("no critic for gae", ("adv_estimator", "needs a critic"), ("algorithm.adv_estimator=gae",), code=2),
+    Mistake("a group of one", ("samples_per_prompt", "at least 2"), ("batch.samples_per_prompt=1",), code=2),
+    Mistake("restarts without checkpoints", ("run.launcher", "none is written"), ("run.launcher=ft",), code=2),
+    Mistake("a tracker twice", ("run.trackers", "named twice"), ("run.trackers=[tensorboard, tensorboard]",), code=2),
+    Mistake(
+        "keys of a tracker that is off", ("run.wandb", "not among the trackers"), ("run.wandb.project=mine",), code=2
+    ),
+    Mistake(
+        "a step to profile that is none", ("run.profile.steps", "no step 9"), ("run.profile={steps: [9]}",), code=2
+    ),
+    Mistake(
+        "a rank to profile that is none",
+        ("run.profile.ranks", "no rank 4"),
+        ("run.profile={steps: [1], ranks: [4]}",),
+        code=2,
+    ),
+    Mistake("a name that is a path", ("run.name", "one plain directory name"), ("run.name=a/b",), code=2),
+    # model, vocabulary, tokenizer
+    Mistake("no model there", ("model.path", "config.json does not exist"), ("model.path=nowhere",), code=2),
+    Mistake(
+        "an unknown architecture",
+        ("model.path", "no weight table"),
+        edit=in_config_json(architectures=["MambaForCausalLM"]),
+        code=2,
+    ),
+    Mistake(
+        "a sliding window", ("model.path", "use_sliding_window"), edit=in_config_json(use_sliding_window=True), code=2
+    ),
+    Mistake(
+        "a tokenizer larger than the model",
+        ("model.path", "ids beyond it"),
+        edit=in_config_json(vocab_size=100),
+        code=2,
+    ),
+    Mistake("an end token of another model", ("model.eos_token", "no token"), ("model.eos_token=<|im_end|>",), code=2),
+    Mistake("no weights", ("model.path", "no safetensors"), edit=removed("model/model.safetensors"), code=2),
+    Mistake(
+        "another vocabulary's weights",
+        ("model.embed_tokens.weight", "config.json asks for [328"),
+        edit=in_config_json(vocab_size=328),
+    ),
+    Mistake(
+        "an output layer for a tied model",
+        ("lm_head.weight", "tie_word_embeddings"),
+        edit=in_config_json(tie_word_embeddings=True),
+    ),
+    Mistake(
+        "no output layer for an untied one",
+        ("no tensor lm_head.weight",),
+        edit=renamed("lm_head.weight", "head.weight"),
+    ),
+    Mistake(
+        "a layer too few", ("no tensor model.layers.2",), edit=in_config_json(num_hidden_layers=3, layer_types=None)
+    ),
+    Mistake(
+        "a layer too many",
+        ("nothing uses its tensor model.layers.1",),
+        edit=in_config_json(num_hidden_layers=1, layer_types=None),
+    ),
+    Mistake("a tensor by another name", ("nothing uses its tensor norm",), edit=renamed("model.norm.weight", "norm")),
+    Mistake("another width", ("gate_proj", "shape [128, 64]"), edit=in_config_json(intermediate_size=96)),
+    Mistake(
+        "a cut file",
+        ("model.path", "model.safetensors"),
+        edit=lambda folder, _: os.truncate(folder / "model/model.safetensors", 5000),
+    ),
+    # data, template
+    Mistake("no data", ("data.train", "is not on this machine"), ("data.train=none.jsonl",), code=2),
+    Mistake("prompts by another name", ("data.prompt_key", "question"), ("data.prompt_key=question",), code=2),
+    Mistake(
+        "a row without a prompt",
+        ("train.jsonl:2", "no key 'prompt'"),
+        edit=written("train.jsonl", '{"prompt": "a", "answer": "b"}\n{"answer": "b"}\n'),
+    ),
+    Mistake(
+        "a row that is no JSON",
+        ("train.jsonl:2",),
+        edit=written("train.jsonl", '{"prompt": "a", "answer": "b"}\n{"pro\n'),
+    ),
+    Mistake(
+        "messages without a template",
+        ("train.jsonl:2", "chat_template: true"),
+        edit=written("train.jsonl", '{"prompt": "a"}\n{"prompt": [{"role": "user", "content": "a"}]}\n'),
+    ),
+    Mistake(
+        "a row that no reward can judge",
+        ("train.jsonl:1", "answer"),
+        ("reward.function=exact_match",),
+        edit=written("train.jsonl", '{"prompt": "a"}\n'),
+    ),
+    Mistake(
+        "a template that refuses",
+        ("train.jsonl:1", "the chat template refuses it: no"),
+        ("data.chat_template=true",),
+        edit=written("model/chat_template.jinja", "{{ raise_exception('no') }}"),
+    ),
+    # reward
+    Mistake(
+        "no such function",
+        ("reward.function", "does not define 'scor'"),
+        ("reward.function=score.py:scor",),
+        edit=scores("return 1.0"),
+        code=2,
+    ),
+    Mistake(
+        "an import that fails",
+        ("score.py", "No module named 'absent_part'"),
+        (SCORE,),
+        edit=written("score.py", "import absent_part\n\ndef score(prompt, response, row): ...\n"),
+    ),
+    Mistake(
+        "a function that raises",
+        ("train.jsonl:1", "answered with", "ZeroDivisionError"),
+        (SCORE,),
+        edit=scores("return 1 / 0"),
+    ),
+    Mistake("a score that is text", ("train.jsonl:1", "returned no score"), (SCORE,), edit=scores("return 'good'")),
+    Mistake(
+        "a score that is not finite",
+        ("train.jsonl:1", "returned no score"),
+        (SCORE,),
+        edit=scores("return float('nan')"),
+    ),
+    Mistake(
+        "a function that hangs",
+        ("train.jsonl:1", "within 1 s (reward.timeout_s)"),
+        (SCORE, "reward.timeout_s=1.0"),
+        edit=scores("import time; time.sleep(60)"),
+    ),
+    Mistake(
+        "a reward server that is not there",
+        ("reward.servers.judge.url", "nothing answers at 127.0.0.1 port 1 ", "start it"),
+        ("reward={manager: remote, function: null, servers: {judge: {url: 'http://127.0.0.1:1/score'}}}",),
+    ),
+    # algorithm of one's own
+    Mistake(
+        "a loss of one's own that fails",
+        ("mine.py:f", "tried out on a few tokens"),
+        ("algorithm.policy_loss={function: mine.py:f}",),
+        edit=written("mine.py", "def f(t):\n    return t.nothing\n"),
+    ),
+    # place: directory, disk
+    Mistake("a run that is there", ("runs/run", "run.existing=move_aside"), edit=left_by_a_run),
+    Mistake(
+        "no file can be made",
+        ("run.root", "choose another run.root"),
+        edit=patched("mrl.preflight.space.tempfile", SimpleNamespace(TemporaryFile=no_room)),
+    ),
+    Mistake(
+        "a disk too small for checkpoints",
+        ("a checkpoint is 1.844 MB", "1 MB free", "checkpoint.keep_last"),
+        ("checkpoint.every_steps=1", "run.steps=3"),
+        edit=full(1_000_000),
+    ),
+    Mistake(
+        "a place for temporary files that is none",
+        ("TMPDIR is '/nowhere'", "writable"),
+        environment={"TMPDIR": "/nowhere"},
+    ),
+    # packages and versions
+    Mistake(
+        "no engine installed",
+        ("rollout.engine: transformers", "not installed"),
+        edit=patched("mrl.rollout.sglang.command.importlib.util.find_spec", lambda name: None),
+    ),
+    Mistake(
+        "no wandb installed",
+        ("run.trackers: wandb", "pip install"),
+        ("run.trackers=[wandb]",),
+        edit=patched("mrl.observe.trackers.find_spec", lambda name: None),
+    ),
+    Mistake(
+        "no ft_launcher installed",
+        ("run.launcher: ft", "pip install"),
+        ("run.launcher=ft", "checkpoint.every_steps=1"),
+        edit=patched("mrl.launcher.elastic.importlib.util.find_spec", lambda name: None),
+    ),
+    Mistake(
+        "a torch that is too old",
+        ("torch 2.7.1: mrl needs >=2.8", "pip install torch==2.13.0"),
+        edit=versions(torch="2.7.1"),
+    ),
+    Mistake(
+        "no transformers",
+        ("transformers is not installed", "pip install transformers=="),
+        edit=versions(transformers=""),
+    ),
+    # machine and network
+    Mistake(
+        "an interface that is not there", ("GLOO_SOCKET_IFNAME=eth9", "lo"), environment={"GLOO_SOCKET_IFNAME": "eth9"}
+    ),
+    Mistake(
+        "a first node that nobody knows",
+        ("MASTER_ADDR=no.such.host.invalid",),
+        environment={"MASTER_ADDR": "no.such.host.invalid"},
+    ),
+    Mistake("all ports taken", ("no free port",), edit=patched("mrl.ports.free_port", none_free)),
+    Mistake(
+        "transformer-engine where there is none",
+        ("actor.layers", "GPUs"),
+        ("actor.layers=transformer_engine", "model.dtype=bfloat16"),
+        code=2,
+    ),
+    Mistake(
+        "a GPU that computes wrong",
+        ("GPU 1 (H100): computes wrong", "CUDA_VISIBLE_DEVICES"),
+        edit=sick(problem="computes wrong: a product"),
+    ),
+    Mistake(
+        "a GPU that somebody uses",
+        ("GPU 1 (H100): other processes hold", "nvidia-smi"),
+        edit=sick(**vars(judged(1, "H100", 20 * 10**9, 80 * 10**9, SIZE))),
+    ),
+    Mistake("GPUs that hang", ("was not there within 60 s", "dmesg"), edit=patched("mrl.platform.gpu_health", hangs)),
+]

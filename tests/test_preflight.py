@@ -1,0 +1,170 @@
+"""`mrl preflight`: mistakes of every kind, each found before a process group, and named with what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from mrl import cli
+from mrl.commands import shared
+from mrl.config.checkpoint_size import checkpoint_bytes
+from mrl.config.loader import load
+from mrl.families import load_arch
+from mrl.packages import pip_install, pip_install_extra
+from mrl.preflight import look, machine, space, tested
+from tests.bad_runs import MISTAKES, SCORE, Mistake, full, in_config_json, left_by_a_run, scores, written
+from tests.conftest import TinyModels
+from tests.train_tools import write_config
+
+
+@pytest.fixture
+def run(
+    tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., tuple[int, dict[str, Any]]]]:
+    """run(mistake) -> exit code of `mrl preflight --json`, and what it printed."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    shutil.copytree(tiny_models("qwen2"), tmp_path / "model")
+    config = write_config(tmp_path, Path("model"), reward={"function": "exact_match"}, run={"root": "runs"})
+    content = yaml.safe_load(config.read_text())
+    content["data"]["train"] = "train.jsonl"
+    config.write_text(yaml.safe_dump(content))
+
+    def go(mistake: Mistake) -> tuple[int, dict[str, Any]]:
+        patch: dict[str, Any] = {}
+        if mistake.edit is not None:
+            mistake.edit(tmp_path, patch)
+        for name, value in patch.items():
+            monkeypatch.setattr(name, value)
+        for name, value in mistake.environment.items():
+            monkeypatch.setenv(name, value)
+        code = cli.main(["preflight", "config.yaml", *mistake.keys, *mistake.arguments, "--json"])
+        assert not torch.distributed.is_initialized()
+        return code, json.loads(capsys.readouterr().out)
+
+    yield go
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.id)
+def test_a_seeded_mistake_is_named(mistake: Mistake, run: Callable[..., tuple[int, dict[str, Any]]]) -> None:
+    code, said = run(mistake)
+    problems = [f"{f['text']}: {f['remedy']}" for f in said["findings"] if f["verdict"] == "problem"]
+    assert code == said["exit_code"] == mistake.code, said
+    assert any(all(part in problem for part in mistake.says) for problem in problems), problems
+
+
+def test_there_are_more_than_forty() -> None:
+    assert len(MISTAKES) > 40 and len({mistake.id for mistake in MISTAKES}) == len(MISTAKES)
+
+
+def test_of_a_good_run_everything_is_ok(
+    run: Callable[..., tuple[int, dict[str, Any]]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, said = run(Mistake("none", (), ("checkpoint.every_steps=1",)))
+    found = {finding["check"]: finding for finding in said["findings"]}
+    assert code == 0 and {finding["verdict"] for finding in said["findings"]} <= {"ok", "warning", "skipped"}, said
+    assert set(found) >= {"configuration", "reward", "data", "tokenizer", "weights", "run directory", "disk", "ports"}
+    assert not Path("runs").exists(), "a look leaves nothing behind"
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(["preflight", "config.yaml", "data.prompt_key=question", "run.sed=3"]) == 2
+    shown = capsys.readouterr().out
+    assert "run.sed" in shown and "data.prompt_key" in shown and "versions" in shown and "2 problems" in shown
+
+
+def test_several_things_are_wrong_at_once(run: Callable[..., tuple[int, dict[str, Any]]]) -> None:
+    """Of the files and of the machine."""
+    edits = (
+        in_config_json(vocab_size=328),
+        written("train.jsonl", '{"prompt": "a"}\n{"answer": "a"}\n'),
+        left_by_a_run,
+    )
+
+    def edit(folder: Path, patch: dict[str, Any]) -> None:
+        for each in edits:
+            each(folder, patch)
+
+    code, said = run(Mistake("several", (), (), edit, environment={"TMPDIR": "/nowhere"}))
+    wrong = {finding["check"] for finding in said["findings"] if finding["verdict"] == "problem"}
+    assert code == 1 and wrong >= {"weights", "data", "run directory", "temporary files"}
+
+
+def test_with_errors_that_score_zero_a_failing_function_is_a_warning(run: Callable[..., tuple[int, Any]]) -> None:
+    code, said = run(Mistake("zero", (), (SCORE, "reward.on_error=zero"), scores("return 1 / 0")))
+    assert code == 0 and [f["verdict"] for f in said["findings"] if f["check"] == "reward"] == ["warning"]
+
+
+def test_the_tested_versions_are_those_of_the_constraints() -> None:
+    lines = (Path(__file__).parents[1] / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line)
+    assert {part: pinned[part] for part in tested.TESTED} == tested.TESTED
+
+
+NEED_NOT_LOOK = [{"MRL_MEETING": "x"}, {"TORCHELASTIC_RESTART_COUNT": "1"}, {"LOCAL_RANK": "1"}]
+
+
+@pytest.mark.parametrize("environment", NEED_NOT_LOOK)
+def test_ranks_that_need_not_look_do_not(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "0", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert not shared.is_refused(None, in_a_world=True)  # type: ignore[arg-type]
+
+
+def test_the_first_rank_of_another_node_looks_at_its_own_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "8")
+    monkeypatch.setattr(look, "OF_RUN", (lambda cfg: 1 / 0,))
+    monkeypatch.setattr(look, "OF_NODE", ())
+    monkeypatch.setattr(look, "OF_MACHINE", (machine.look_at_temporary_files,))
+    monkeypatch.setenv("TMPDIR", "/nowhere")
+    assert shared.is_refused(None, in_a_world=True)  # type: ignore[arg-type]
+    assert capsys.readouterr().err.startswith(f"{socket.gethostname()}: TMPDIR is '/nowhere'")
+
+
+def test_space_that_an_earlier_start_has_taken_counts(
+    run: Callable[..., tuple[int, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoints are replaced."""
+    older = Path("runs/run/checkpoints/step_1/actor")
+    older.mkdir(parents=True)
+    cfg = load("config.yaml", ["checkpoint.every_steps=1", "run.steps=9"])
+    one = checkpoint_bytes(cfg, {"actor": load_arch("model")})
+    full(one)(Path(), patch := {})
+    for name, value in patch.items():
+        monkeypatch.setattr(name, value)
+    [finding] = space.look_at_space(cfg)
+    assert finding.verdict == "problem"
+    (older / "data").write_bytes(bytes(2 * one))
+    [finding] = space.look_at_space(cfg)
+    assert finding.verdict == "ok"
+    [finding] = space.look_at_space(
+        load("config.yaml", ["checkpoint.every_steps=1", "checkpoint.keep_every_steps=1", "run.steps=9"])
+    )
+    assert finding.verdict == "warning" and "fills up before the run ends" in finding.text
+
+
+def test_a_command_that_installs_names_this_python() -> None:
+    assert pip_install("a>=1") == f"{sys.executable} -m pip install 'a>=1'"
+    assert "nvidia-resiliency-ext" in pip_install_extra("resilience")
+
+
+def test_an_all_reduce_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a world of one; tests/test_ranks.py has several."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    try:
+        assert cli.main(["preflight", "none.yaml", "--network", "--mib", "1"]) == 0
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert "all-reduce of 1 MiB over 1 ranks on 1 node by gloo: 0.00 GB/s" in capsys.readouterr().out

@@ -1,0 +1,80 @@
+"""What an engine on the GPU really gives up, and takes back."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from tools.gpu.stage import Failed, Numbers, Setting, require
+
+FRACTION = 0.3
+PROMPTS = [(5, 7, 9), (8, 9), tuple(range(3, 15))]
+
+
+def sleep(setting: Setting, sizes: Path, server_args: tuple[str, ...]) -> Numbers:
+    """Device memory beside an engine that is awake, without its cache, without anything, and awake again; it must then
+    sample what it sampled before. sizes: a model without weights, which it gets at random here.
+
+    A rehearsal has mrl's own engine, on the CPU, and no memory of a device to measure.
+    """
+    from mrl.config.schema import RolloutConfig
+    from mrl.rollout import RELEASED_PARTS, start_engine
+    from mrl.rollout.launch import CPU, Machine
+
+    kind = "transformers" if setting.rehearsal else "sglang"
+    cfg = RolloutConfig(
+        engine=kind, release="all", memory_fraction=FRACTION, max_context_tokens=64, server_args=server_args
+    )
+    model, before = with_weights(sizes, setting.work / "random weights"), free_gb(setting)
+    machine = CPU if setting.rehearsal else Machine(1, 1, gpus=1, joined=True)
+    logs = Path(tempfile.mkdtemp(dir=setting.work))
+    with start_engine(cfg, str(model), "bfloat16", logs, machine=machine) as engine:
+        engine.wait_ready()
+        said, awake = greedy(engine), free_gb(setting)
+        engine.release_memory(RELEASED_PARTS["cache"])
+        without_cache = free_gb(setting)
+        engine.release_memory(RELEASED_PARTS["all"])
+        asleep = free_gb(setting)
+        engine.resume_memory(["weights"])
+        for url in engine.urls:
+            engine.client(url).update_weights_from_disk(str(model), weight_version="again")
+        engine.has_pushed("again")
+        engine.resume_memory(RELEASED_PARTS["all"])
+        again = free_gb(setting)
+        if greedy(engine) != said:
+            raise Failed("it samples other tokens than before")
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 1e9
+    numbers = {"cache GB": without_cache - awake, "weights GB": asleep - without_cache, "engine GB": before - awake}
+    if setting.rehearsal:
+        return numbers
+    kept = {"of the cache kept": 1 - numbers["cache GB"] / (FRACTION * before - weights)}
+    kept |= {"of the weights kept": 1 - numbers["weights GB"] / weights, "not taken back GB": again - awake}
+    limits = {"of the cache kept": 0.3, "of the weights kept": 0.2, "not taken back GB": 0.5}
+    return require(numbers | kept, **limits)
+
+
+def free_gb(setting: Setting) -> float:
+    import torch
+
+    return 0.0 if setting.rehearsal else torch.cuda.mem_get_info()[0] / 1e9
+
+
+def greedy(engine: object) -> list[list[int]]:
+    from mrl.core import Prompt, Request, SamplingParams
+    from mrl.rollout import Engine
+
+    assert isinstance(engine, Engine)
+    requests = [Request(i, i, Prompt(i, prompt, {}), i) for i, prompt in enumerate(PROMPTS)]
+    samples = engine.generate(requests, SamplingParams(temperature=0, max_new_tokens=16))
+    return [sample.response_ids for sample in samples]
+
+
+def with_weights(sizes: Path, out: Path) -> Path:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not out.is_dir():
+        torch.manual_seed(0)
+        config = AutoConfig.from_pretrained(sizes)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(out)
+    return out
