@@ -30,8 +30,8 @@ class Machine:
 
     @classmethod
     def starting(cls, cfg: Config, gpus: int | None = None, nodes: int = 1) -> Machine:
-        """The world that `mrl train` starts on this machine, or on `nodes` that are like it; alone, of a run that is made
-        for several, the whole of it, which the checks refuse to start here."""
+        """The world that `mrl train` starts on this machine, or on `nodes` like it. Alone, of a run that is made for
+        several: the whole of it, which the checks refuse to start here."""
         smallest, whole = smallest_world(cfg), nodes if nodes > 1 else cfg.run.nodes or 1
         nproc = cfg.run.nproc or (smallest if nodes == 1 else gpus or -(-smallest // nodes))
         return cls(nproc * whole, nproc, gpus, alone=nodes == 1)
