@@ -163,11 +163,12 @@ def test_ppo_the_same_command_goes_on(ppo: Path, metrics: list[dict[str, float]]
 def test_a_step_samples_the_same_tokens_under_another_layout(
     tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
 ) -> None:
-    """One process with 16 requests in flight, and CP2 x DP2 with 3; both go to one server, given by its URL, which
-    outlives them: nothing else of theirs may, nor keep the weights in shared memory."""
+    """One process with 16 requests in flight, and CP2 x DP2 with 3, which has the engine give its memory up and wakes
+    it at the end (on a CPU SGLang answers, and keeps it); both go to one server, given by its URL, which outlives them:
+    nothing else of theirs may, nor keep the weights in shared memory."""
     found, model, url = [], tiny_models("llama"), sglang_engine.urls[0]
     try:
-        for context, nproc, requests in ((1, 1, 16), (2, 4, 3)):
+        for context, nproc, requests, release in ((1, 1, 16, "none"), (2, 4, 3, "all")):
             folder = tmp_path / str(nproc)
             folder.mkdir()
             config = write_config(
@@ -176,7 +177,7 @@ def test_a_step_samples_the_same_tokens_under_another_layout(
                 run={"seed": 7, "nproc": nproc},
                 actor={"parallel": {"context": context}},
                 batch={"prompts_per_step": 8},
-                rollout={**given(sglang_engine, folder), "concurrent_requests": requests},
+                rollout={**given(sglang_engine, folder), "concurrent_requests": requests, "release": release},
             )
             train(folder, config)
             rows = rows_of(folder / "runs/run/rollouts/step_0.jsonl")

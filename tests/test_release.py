@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from mrl.config.schema import AlgorithmConfig, RLConfig, RolloutConfig, ValidationConfig
 from mrl.observe import read_metrics
+from mrl.resilience import EXIT_PREEMPTED
 from mrl.rollout import MemoryPart
 from mrl.trainers.rl.memory_order import ORDER, Engines
 from mrl.trainers.rl.run import RLRun
@@ -31,12 +32,13 @@ RUN_S = 300.0
 PPO: dict[str, Any] = {
     "run": {"steps": 3, "nproc": 2, "timeout_s": 120.0},
     "actor": {"parallel": {"tensor": 2}, "optimizer": {"lr": 1e-2}},
-    "critic": {"parallel": {"tensor": 2}, "optimizer": {"lr": 1e-2}, "warmup_steps": 2},
+    "critic": {"parallel": {"tensor": 2}, "optimizer": {"lr": 1e-2}, "warmup_steps": 1},
     "algorithm": {"adv_estimator": "gae", "kl": {"use_in_reward": True, "coef": 0.05}},
     "rollout": {"engine": "transformers", "sampling": {"max_new_tokens": 16}, "max_restarts": 2},
     "validation": {"every_steps": 2, "prompts": 4},
     "ema": {"decay": 0.5, "in_validation": True},
-    "checkpoint": {"every_steps": 2, "export_hf": True},
+    "checkpoint": {"every_steps": 3, "export_hf": True},
+    "resilience": {"save_deadline_s": 200.0},
 }
 ALL = {
     "actor": PPO["actor"] | {"offload": "all"},
@@ -47,7 +49,8 @@ ALL = {
 
 
 def start(folder: Path, model: Path, **sections: Any) -> Train:
-    folder.mkdir()
+    """Again, to go on, if the folder is there."""
+    folder.mkdir(exist_ok=True)
     data = {"data": {"validation": str(folder / "validation.jsonl")}}
     return Train(folder, write_config(folder, model, **PPO | data | sections))
 
@@ -84,16 +87,21 @@ def undisturbed(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def test_a_run_that_gives_everything_up_and_whose_engine_dies_over_it_is_the_same_to_the_bit(
+def test_a_run_that_gives_everything_up_is_the_same_to_the_bit(
     undisturbed: Path, tiny_models: TinyModels, tmp_path: Path
 ) -> None:
+    """Also if its engine dies over it, and it is told to stop meanwhile and goes on later."""
     folder = tmp_path / "all"
     with start(folder, tiny_models("llama"), **ALL) as run:
         wait_for_file(run, folder / "runs/run/rollouts/step_1.jsonl")
         os.kill(engine(run), signal.SIGKILL)
-        assert run.wait(RUN_S) == 0, run.terminal
+        run.signal(signal.SIGTERM)
+        assert run.wait(RUN_S) == EXIT_PREEMPTED, run.terminal
         assert run.left_running() == {}
     assert run.terminal.count("starting it again") == 1 and "Traceback" not in run.terminal
+    assert "told to stop after step 2: step 2 is saved, leaving" in run.terminal
+    with start(folder, tiny_models("llama"), **ALL) as run:
+        assert run.wait(RUN_S) == 0, run.terminal
     ours, theirs = left(folder), left(undisturbed)
     assert ours.keys() == theirs.keys()
     for name in theirs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 from mrl.families.arch import ModelArch
 from mrl.families.table import EMBEDDING, OUTPUT, VALUE_HEAD, Role, padded_vocab_size, weight_table
@@ -34,6 +35,7 @@ class ForwardFlops:
     an_output: int
 
     @classmethod
+    @cache
     def of(cls, arch: ModelArch, role: Role = "policy") -> ForwardFlops:
         """Norms, rotations and activations are left out: they are no matrix products."""
         inner = experts = 0

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mrl.families import ModelArch
+from mrl.families.flops import ForwardFlops
 from mrl.plan.chips import Assumptions, Cluster
 from mrl.plan.engine import EnginePlan
 from mrl.plan.memory import model_held, on_host
@@ -22,29 +23,16 @@ class Part:
     limit: str
 
 
-def layer_flops(arch: ModelArch, length: float) -> float:
-    """Of a token's forward pass through all layers: 2 a weight, and attention to half of `length` tokens on average."""
-    qkv = arch.hidden_size * arch.head_dim * (arch.num_heads + 2 * arch.num_kv_heads)
-    out = arch.hidden_size * arch.head_dim * arch.num_heads
-    total = 0.0
-    for layer in set(arch.layers):
-        times = arch.layers.count(layer)
-        chosen = arch.experts.per_token if layer.experts and arch.experts is not None else 1
-        router = arch.hidden_size * arch.experts.count if layer.experts and arch.experts is not None else 0
-        weights = qkv + out + router + 3 * chosen * arch.hidden_size * layer.ffn_size
-        total += times * (2 * weights + 2 * arch.num_heads * arch.head_dim * length)
-    return total
-
-
-def head_flops(model: Model) -> float:
-    """Of a response token's forward pass."""
-    return 2.0 * model.arch.hidden_size * (model.arch.vocab_size if model.role == "policy" else 1)
+def token_flops(arch: ModelArch, length: float) -> float:
+    """Of a token's forward pass through all layers, which looks at half of `length` tokens on average."""
+    forward = ForwardFlops.of(arch)
+    return forward.a_token + forward.a_pair * length / 2
 
 
 def model_flops(model: Model, samples: float, lengths: Lengths) -> tuple[float, float]:
     """(layers, head) of a forward pass of all samples."""
-    length = lengths.mean
-    return samples * length * layer_flops(model.arch, length), samples * lengths.response * head_flops(model)
+    head = ForwardFlops.of(model.arch, model.role).an_output
+    return samples * lengths.mean * token_flops(model.arch, lengths.mean), samples * lengths.response * head
 
 
 @dataclass(frozen=True)
@@ -144,13 +132,14 @@ def rollout(clock: Clock, work: Work, engine: EnginePlan) -> Iterator[Part]:
     mean_tokens = lengths.prompt + lengths.response / 2
     room = max(1.0, engine.cache_tokens / (lengths.mean or 1))
     at_once = max(1.0, min(engine.wanted, room, requests))
-    prefill = requests * lengths.prompt * layer_flops(arch, lengths.prompt)
+    prefill = requests * lengths.prompt * token_flops(arch, lengths.prompt)
     speed = engine.tensor * chip.bf16 * assumed.prefill_share
     yield Part("rollout", "prompts", prefill / speed, "arithmetic")
     steps = max(requests * lengths.response / at_once, float(size.response_tokens or 0))
     busy = requests * lengths.response / steps
     read = engine.weights * _touched(arch, busy) + busy * mean_tokens * engine.token_bytes
-    flops = busy * (layer_flops(arch, mean_tokens) + 2 * arch.hidden_size * arch.vocab_size) / engine.tensor
+    head = ForwardFlops.of(arch).an_output
+    flops = busy * (token_flops(arch, mean_tokens) + head) / engine.tensor
     memory, arithmetic = read / clock.hbm, flops / (chip.bf16 * assumed.prefill_share)
     slower, limit = max((memory, "memory bandwidth"), (arithmetic, "arithmetic"))
     overhead = assumed.decode_overhead_s + (2 * arch.num_layers * assumed.hop_s if engine.tensor > 1 else 0)

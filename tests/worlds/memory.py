@@ -179,6 +179,7 @@ def variants(world: World, case: str, make: Callable[[str], Job], offloads: tupl
         job = make(offload)
         for step in range(STEPS):
             if step == SAVED_AFTER and offload != "optimizer":
+                job.memory.begin("validation")  # whose end a run may be told to stop at: everything is away
                 paths[offload] = save(world.work / case / offload, step, job.saved, {}, keep_last=9)
             job.step(step)
         want, bits = want or job.metrics, bits or job.bits()

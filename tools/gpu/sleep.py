@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tools.gpu.stage import Failed, Numbers, Setting, require
+
+if TYPE_CHECKING:
+    from mrl.rollout import Engine
 
 FRACTION = 0.3
 PROMPTS = [(5, 7, 9), (8, 9), tuple(range(3, 15))]
@@ -17,16 +21,19 @@ def sleep(setting: Setting, sizes: Path, server_args: tuple[str, ...]) -> Number
 
     A rehearsal has mrl's own engine, on the CPU, and no memory of a device to measure.
     """
+    from mrl.config.derived import Machine
     from mrl.config.schema import RolloutConfig
     from mrl.rollout import RELEASED_PARTS, start_engine
-    from mrl.rollout.launch import CPU, Machine
 
-    kind = "transformers" if setting.rehearsal else "sglang"
     cfg = RolloutConfig(
-        engine=kind, release="all", memory_fraction=FRACTION, max_context_tokens=64, server_args=server_args
+        engine="transformers" if setting.rehearsal else "sglang",
+        release="all",
+        memory_fraction=FRACTION,
+        max_context_tokens=64,
+        server_args=server_args,
     )
     model, before = with_weights(sizes, setting.work / "random weights"), free_gb(setting)
-    machine = CPU if setting.rehearsal else Machine(1, 1, gpus=1, joined=True)
+    machine = Machine(1, 1, gpus=0 if setting.rehearsal else 1, joined=True)
     logs = Path(tempfile.mkdtemp(dir=setting.work))
     with start_engine(cfg, str(model), "bfloat16", logs, machine=machine) as engine:
         engine.wait_ready()
@@ -59,11 +66,9 @@ def free_gb(setting: Setting) -> float:
     return 0.0 if setting.rehearsal else torch.cuda.mem_get_info()[0] / 1e9
 
 
-def greedy(engine: object) -> list[list[int]]:
+def greedy(engine: Engine) -> list[list[int]]:
     from mrl.core import Prompt, Request, SamplingParams
-    from mrl.rollout import Engine
 
-    assert isinstance(engine, Engine)
     requests = [Request(i, i, Prompt(i, prompt, {}), i) for i, prompt in enumerate(PROMPTS)]
     samples = engine.generate(requests, SamplingParams(temperature=0, max_new_tokens=16))
     return [sample.response_ids for sample in samples]

@@ -44,12 +44,12 @@ class RLConfig(Config):
         if (critic := self.critic) is not None:
             found["critic"] = Built(critic.path, critic, scores=True, is_trained=not critic.frozen)
         if needs_ref(self) and self.ref.policy == "frozen":
-            found["ref"] = Built(self.ref.path, self._like_actor(self.ref))
+            found["ref"] = Built(self.ref.path, self.like_actor(self.ref))
         if (judge := self.reward.model) is not None:
-            found["reward"] = Built(judge.path, self._like_actor(judge), scores=True)
+            found["reward"] = Built(judge.path, self.like_actor(judge), scores=True)
         return found
 
-    def _like_actor(self, own: RefConfig | RewardModelConfig) -> TrainConfig:
+    def like_actor(self, own: RefConfig | RewardModelConfig) -> TrainConfig:
         """The actor's settings, but for those that are given."""
         given = {name: dict(own)[name] for name in ("parallel", "max_tokens_per_microbatch", "offload")}
         return self.actor.model_copy(update={name: value for name, value in given.items() if value is not None})

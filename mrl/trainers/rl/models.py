@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mrl.checkpoint import Part
-from mrl.config.schema import EMAConfig, RefConfig, RewardModelConfig, RLConfig, TrainConfig
+from mrl.config.schema import EMAConfig, RefConfig, RLConfig
 from mrl.config.trainers.rl import needs_ref
 from mrl.families import is_reward_model
 from mrl.learner import Learner
@@ -100,7 +100,7 @@ def _reference(
         return ema
     if cfg.ref.policy == "refreshed":
         return RefreshedReference(actor, cfg.ref)
-    reference = build_learner(cfg, world, "policy", cfg.ref.path, _like_actor(cfg, cfg.ref), trainable=False)
+    reference = build_learner(cfg, world, "policy", cfg.ref.path, cfg.like_actor(cfg.ref), trainable=False)
     put_away("ref", reference)
     return reference
 
@@ -109,16 +109,6 @@ def _reward_model(cfg: RLConfig, world: World) -> Learner | None:
     model = cfg.reward.model
     if model is None:
         return None
-    judge = build_learner(cfg, world, "critic", model.path, _like_actor(cfg, model), trainable=False)
+    judge = build_learner(cfg, world, "critic", model.path, cfg.like_actor(model), trainable=False)
     put_away("reward", judge)
     return judge
-
-
-def _like_actor(cfg: RLConfig, own: RefConfig | RewardModelConfig) -> TrainConfig:
-    """The actor's settings, but for those that are given."""
-    given = {
-        "parallel": own.parallel,
-        "max_tokens_per_microbatch": own.max_tokens_per_microbatch,
-        "offload": own.offload,
-    }
-    return cfg.actor.model_copy(update={name: value for name, value in given.items() if value is not None})
