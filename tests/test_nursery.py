@@ -128,3 +128,24 @@ def test_what_cannot_be_copied_is_left_to_programs(folder: Path, heavy: str) -> 
 def test_only_this_python_s_modules_are_imitated(folder: Path) -> None:
     out, err = start(folder, "1", "heavy", "-O").communicate(timeout=60)
     assert (out, err) == ("", "none\n")
+
+
+STOPPED = """
+import os, signal, sys
+from mrl.launcher import Nursery, nursery
+nursery.BIRTH_S = 0.5
+with Nursery("json") as made:
+    assert made.is_settled(60)
+    os.kill(made._pid, signal.SIGSTOP)
+    command = [sys.executable, "-m", "json.tool"]
+    try:
+        made.start(command, dict(os.environ), (0, 1, 2))
+    except TimeoutError as error:
+        print(error)
+    print(made.start(command, dict(os.environ), (0, 1, 2)))
+"""
+
+
+def test_a_copy_that_does_not_come_is_an_error_and_no_second_rank() -> None:
+    done = subprocess.run([sys.executable, "-c", STOPPED], cwd=ROOT, capture_output=True, text=True, timeout=90)
+    assert done.stdout.splitlines() == ["the process that ranks are copied from made none within 0.5 s", "None"]

@@ -199,6 +199,7 @@ def test_search_writes_a_configuration_that_fits(tmp_path: Path, capsys: pytest.
         (["--gpus", "12"], "do not divide"),
         (["--gpus", "0"], "at least 1"),
         (["--out", "x.yaml"], "--out is for --search"),
+        (["--search", "--out", "yaml_configs/ppo_llama70b_64gpu.yaml"], "cannot take its place"),
         (["actor.parallel.tensor=3"], "does not divide the model's"),
         (["model.path=nowhere"], "nowhere/config.json does not exist"),
     ],
@@ -206,6 +207,11 @@ def test_search_writes_a_configuration_that_fits(tmp_path: Path, capsys: pytest.
 def test_mistakes_are_said_at_once(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "yaml_configs/ppo_llama70b_64gpu.yaml", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "yaml_configs/ppo_llama70b_64gpu.yaml", "--svg", "/nowhere/x.svg"]) == 1
+    assert capsys.readouterr().err == "mrl: /nowhere/x.svg cannot be written: No such file or directory\n"
 
 
 def test_it_starts_without_torch() -> None:

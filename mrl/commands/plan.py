@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl.commands import shared
+from mrl.files import write_atomically
 
 if TYPE_CHECKING:
     from mrl.config.schema import Config
@@ -56,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
     if args.search:
         return _search(args, cfg, cluster)
     plan = make(cfg, cluster, read_shapes(cfg), Assumptions())
-    if args.svg is not None:
-        args.svg.write_text(picture.draw(plan))
+    if args.svg is not None and not _is_written(args.svg, picture.draw(plan)):
+        return DOES_NOT_FIT
     print(json.dumps(text.data(plan), indent=2) if args.json else "\n".join(text.lines(plan)))
     return DOES_NOT_FIT if plan.problems else 0
 
@@ -91,9 +92,19 @@ def _search(args: argparse.Namespace, cfg: Config, cluster: Cluster) -> int:
     found = search.search(cfg, cluster, read_shapes(cfg), Assumptions())
     print("\n".join(search.lines(found)))
     if found and args.out is not None:
-        args.out.write_text(search.written(found, args.config, args.out))
+        if not _is_written(args.out, search.written(found, args.config, args.out)):
+            return DOES_NOT_FIT
         print(f"written  {args.out}")
     return 0 if found else DOES_NOT_FIT
+
+
+def _is_written(file: Path, content: str) -> bool:
+    try:
+        write_atomically(file, content)
+    except OSError as error:
+        print(f"mrl: {file} cannot be written: {error.strerror or error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _wrong(args: argparse.Namespace, kind: str, kinds: list[str]) -> str | None:
@@ -103,4 +114,6 @@ def _wrong(args: argparse.Namespace, kind: str, kinds: list[str]) -> str | None:
         return "--gpus and --per-node take a number of at least 1"
     if args.out is not None and not args.search:
         return "--out is for --search"
+    if args.out is not None and args.out.resolve() == args.config.resolve():
+        return "--out is based on CONFIG, and cannot take its place: name another file"
     return None

@@ -27,8 +27,7 @@ def joined() -> Machine:
     """The world that a launcher has put this process in."""
     from mrl.config.derived import Machine
 
-    world_size = int(os.environ["WORLD_SIZE"])
-    return Machine(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), gpus(), joined=True)
+    return Machine.around(gpus())
 
 
 def start(cfg: Config, config: Path, overrides: Sequence[str], nursery: Nursery | None) -> int:

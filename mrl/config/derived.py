@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -25,6 +26,12 @@ class Machine:
     gpus: int | None = None
     joined: bool = False
     planned: bool = False
+
+    @classmethod
+    def around(cls, gpus: int) -> Machine:
+        """The world that a launcher has put this process in, by its environment; without one, a world of one."""
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        return cls(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), gpus, joined=True)
 
     @classmethod
     def starting(cls, cfg: Config, gpus: int | None = None) -> Machine:

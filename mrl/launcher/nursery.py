@@ -33,6 +33,7 @@ IMPORTS_S = 600.0  # if they take longer, ranks are started as programs
 _ADOPT_ORPHANS = 36  # of prctl
 _OPENED_BY_CUDA = ("/dev/nvidia-uvm", "/dev/dxg")
 _NUMBER = 8  # bytes
+BIRTH_S = 60.0  # for a copy: a moment, on a machine that is not out of memory
 _READY = b"!"
 
 
@@ -132,10 +133,14 @@ class Nursery:
             return None
         text = json.dumps(asdict(order)).encode()
         _adopt_orphans(True)
+        self._line.settimeout(BIRTH_S)
         try:
             socket.send_fds(self._line, [len(text).to_bytes(_NUMBER, "big")], files)
             self._line.sendall(text)
             answer = _read(self._line, _NUMBER)
+        except TimeoutError:  # not to be started otherwise: it may still come
+            self.close()
+            raise TimeoutError(f"the process that ranks are copied from made none within {BIRTH_S:g} s") from None
         except OSError:
             answer = b""
         finally:

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch.distributed as dist
 
 from mrl import platform
 from mrl.algo import kl
@@ -208,8 +205,7 @@ class MainParts:
 
 def this_machine() -> Machine:
     """As rank 0 sees it."""
-    world_size = dist.get_world_size()
-    return Machine(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), platform.gpu_count(), joined=True)
+    return Machine.around(platform.gpu_count())
 
 
 @contextlib.contextmanager
