@@ -8,14 +8,19 @@ GPU := .venv-gpu/bin
 GPU_PYTHON ?= $(firstword $(wildcard $(GPU)/python) python3)
 GPU_PIP := $(GPU)/python -m pip --disable-pip-version-check install
 
-.PHONY: quickstart test test-gpu lint gpu-env clean
+.PHONY: quickstart test test-gpu lint slurm gpu-env clean
 
 quickstart: .venv/.mrl-run  ## train a tiny model by SFT and PPO, TP2 x PP2, with SGLang, on this machine
 	@$(BIN)/python tools/quickstart.py
 
 # Two files of tests at a time: many wait for processes that start or hang.
-test: lint
+test: lint slurm
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
+# For the tests that submit jobs to a Slurm on loopback. Elsewhere than in CI it is yours to install, or they are skipped.
+slurm:
+	@test "$$CI" != true -o -x /usr/sbin/slurmctld || { apt-get -qq update && apt-get -qq install -y \
+	--no-install-recommends slurmctld slurmd slurm-client munge; } >/dev/null 2>&1 || echo "no Slurm can be installed here"
 
 test-gpu:  ## on a machine with a GPU, within 10 minutes: STAGES=cuda,engine for some of the stages; writes tools/gpu/results
 	@$(GPU_PYTHON) -m tools.gpu.run $(if $(STAGES),--stages $(STAGES))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import socket
 import sys
 
 PORTS = range(20000, 32000)  # below the range from which outgoing connections are numbered
+HERE = "127.0.0.1"
 MEETING_VARIABLE = "MRL_MEETING"  # of the ranks that `mrl train` starts: the folder where they meet, in a file
 GLOO = "GLOO_SOCKET_IFNAME"
 # The environment of ranks that talk to nobody but this machine: where their groups listen.
@@ -17,17 +19,17 @@ class NoFreePort(RuntimeError):
     """Nothing can be started here."""
 
 
-def free_port() -> int:
-    """Not one from which outgoing connections are made: an engine that is started again must find its port free. Raises
-    NoFreePort after 100 tries."""
+def free_port(host: str = HERE) -> int:
+    """At that address of this machine. Not one from which outgoing connections are made: an engine that is started
+    again must find its port free. Raises NoFreePort after 100 tries."""
     for port in random.SystemRandom().sample(PORTS, 100):
         with socket.socket() as probe:
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind((host, port))
             except OSError:
                 continue
             return port
-    raise NoFreePort(f"no free port on 127.0.0.1 among 100 tried between {PORTS.start} and {PORTS.stop}")
+    raise NoFreePort(f"no free port on {host} among 100 tried between {PORTS.start} and {PORTS.stop}")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -45,3 +47,20 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def address_towards(host: str) -> str:
+    """This machine's IPv4 address as `host` sees it; nothing is sent. Raises OSError where there is no way there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
+@functools.cache
+def is_here(host: str) -> bool:
+    """Whether it is an address, or a name, of this machine."""
+    try:
+        listen(host, 0).close()
+    except OSError:
+        return False
+    return True

@@ -42,7 +42,7 @@ def test_links_in_the_documentation_lead_somewhere() -> None:
     [
         ("actor.optimizer.lr", "number >= 0", "1e-6", "the highest learning rate"),
         ("ema.decay", "number > 0, < 1", "0.992", "share of the average"),
-        ("run.nproc", "integer > 0 or null", "null", "processes on this machine"),
+        ("run.nproc", "integer > 0 or null", "null", "processes on each machine"),
         ("data.train", "path | section | [path or section, ...]", None, "what is learnt from"),
         ("ptx.data.train.weight", "number > 0 or null", "null", "share of the prompts"),
         ("reward.recipe", "{NAME: {NAME: number, ...}, ...}", "{}", "data source"),
@@ -83,7 +83,7 @@ def test_pages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "rollout"]) == 0
     page = capsys.readouterr().out
     assert page.startswith("rollout:  # section; trainer: rl\n    The engines that sample.\n")
-    assert "\nservers: 1  # integer > 0\n    engines that mrl starts\n" in page
+    assert "\nservers: 1  # integer > 0\n    engines that mrl starts on each node\n" in page
     assert "more: mrl config rollout.mismatch" in page
     assert main(["config", "rollout.mismatch.stop"]) == 0
     of_a_key = "rollout.mismatch.stop: 1  # number > 0 or null; trainer: rl\n    in the mean"

@@ -33,6 +33,14 @@ FAILURES = {
     "keeps its cache": ("busy", "shared_memory", r"/flush_cache.*: HTTP 400: .*requests are running"),
     "is not there": ("none", "http", "/begin_weight_update: no answer"),
 }
+# of two engines, on two nodes: what they do, what the error must say
+OVER_NODES = {
+    "node 1 answers 500": (("ok", "error_500"), r"rank 0: .*HTTP 500.*out of memory|rank 0, 1: |rank 1: "),
+    "node 1 dies": (("ok", "dies"), "node 1: .*no answer|/update_weights_from_tensor: no answer"),
+    "node 0 answers 500": (("error_500", "ok"), "node 0: .*out of memory|out of memory"),
+    "node 1 hangs": (("ok", "hangs"), r"node 1: |no answer: .* after [0-9.]+ s"),
+    "both nodes work": (("ok", "ok"), "^$"),
+}
 GOOD = {
     "works": ("ok", "shared_memory"),
     "works without sessions": ("no_session", "shared_memory"),
@@ -46,6 +54,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     root = tmp_path_factory.mktemp("engines")
     processes, urls = [], {}
     behaviours = {name: case[0] for name, case in (FAILURES | GOOD).items()}
+    behaviours |= {f"{name} {node}": case[0][node] for name, case in OVER_NODES.items() for node in (0, 1)}
     for i, behaviour in enumerate(behaviours.values()):
         if behaviour != "none":
             processes.append(
@@ -73,9 +82,11 @@ def _port(file: Path) -> str:
 def outcomes(engines: dict[str, str], tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("world")
     jobs = [
-        {"name": name, "url": engines[name], "transport": case[1], "timeout_s": TIMEOUT_S}
+        {"name": name, "urls": [engines[name]], "transport": case[1], "timeout_s": TIMEOUT_S}
         for name, case in (FAILURES | GOOD).items()
     ]
+    both = {name: [engines[f"{name} {node}"] for node in (0, 1)] for name in OVER_NODES}
+    jobs += [{"name": name, "urls": urls, "transport": "auto", "timeout_s": TIMEOUT_S} for name, urls in both.items()]
     (out / "jobs.json").write_text(json.dumps(jobs))
     run_world(2, "sync_failures.py", out / "jobs.json", out / "results.json", tiny_models("llama"), timeout_s=200)
     return json.loads((out / "results.json").read_text())
@@ -88,6 +99,20 @@ def test_a_failing_engine_is_one_error_on_every_rank_in_bounded_time(name: str, 
     assert re.search(FAILURES[name][2], first["error"]), first["error"]
     assert first["error"].startswith("weight sync to version 7: ")
     assert max(first["seconds"], second["seconds"]) < TIMEOUT_S + SLACK_S
+
+
+@pytest.mark.parametrize("name", OVER_NODES)
+def test_of_engines_on_two_nodes_too(name: str, outcomes: dict[str, Any]) -> None:
+    first, second = outcomes[name]
+    assert first["error"] == second["error"]
+    assert re.search(OVER_NODES[name][1], first["error"]), first["error"]
+    assert max(first["seconds"], second["seconds"]) < TIMEOUT_S + SLACK_S
+
+
+def test_every_bucket_reaches_both_nodes(engines: dict[str, str], outcomes: dict[str, Any]) -> None:
+    buckets = sum(outcome["buckets"] for outcome in outcomes["both nodes work"])
+    for node in (0, 1):
+        assert calls(engines, f"both nodes work {node}").count("update_weights_from_tensor") == buckets
 
 
 SAID_NO = ["refuses the session", "refuses the session, group", "never joins the group"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,13 @@ def joined() -> Machine:
     from mrl.config.derived import Machine
 
     return Machine.around(gpus())
+
+
+def of_nodes(nodes: int, gpus: int | None = None) -> Callable[[Config], Machine]:
+    """The world that a configuration starts on `nodes` like this one, which is one of them."""
+    from mrl.config.derived import Machine
+
+    return lambda cfg: Machine.starting(cfg, gpus, nodes)
 
 
 def start(cfg: Config, config: Path, overrides: Sequence[str], nursery: Nursery | None) -> int:
@@ -63,6 +71,33 @@ def start(cfg: Config, config: Path, overrides: Sequence[str], nursery: Nursery 
         return launch_elastic(job, run_dir)
     except (LaunchError, RunExists, OSError) as error:
         print(f"mrl: {error}", file=sys.stderr)
+        return 1
+
+
+def start_node(cfg: Config, args: argparse.Namespace) -> int:
+    """Exit code of this node's part of a world over several: args, the command's, say which."""
+    from mrl.config.derived import Machine
+    from mrl.launcher import Elastic, LaunchError, NodePlace, launch_node
+    from mrl.observe import RunExists, refuse_existing
+    from mrl.resilience import ft_config
+
+    place = NodePlace(args.node, args.nodes, args.head)
+    run_dir, timeouts, is_ft = Path(cfg.run.root) / cfg.run.name, cfg.resilience.timeouts_s, cfg.run.launcher == "ft"
+    try:
+        if place.number == 0 and not (run_dir / "lock").exists():
+            refuse_existing(cfg)
+        job = Elastic(
+            "ft" if is_ft else "torchrun",
+            ["mrl", "train", str(args.config), *args.overrides],
+            Machine.starting(cfg, gpus(), place.count).local_world_size,
+            max_restarts=cfg.run.max_restarts if is_ft else 0,
+            save_s=cfg.resilience.save_deadline_s if cfg.checkpoint.every_steps else None,
+            limits={},
+            ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
+        )
+        return launch_node(job, run_dir, place)
+    except (LaunchError, RunExists, OSError) as error:
+        print(f"mrl: {place.words}: {error}", file=sys.stderr)
         return 1
 
 

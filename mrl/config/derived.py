@@ -19,6 +19,7 @@ class Machine:
     gpus: devices on this machine, 0 for a CPU machine, None when nobody has looked
     joined: the world was started by somebody else (torchrun, ft_launcher)
     planned: it is elsewhere, and of all files that a run reads only config.json has to be here
+    alone: it is to be started on this machine and on no other
     """
 
     world_size: int
@@ -26,6 +27,7 @@ class Machine:
     gpus: int | None = None
     joined: bool = False
     planned: bool = False
+    alone: bool = False
 
     @classmethod
     def around(cls, gpus: int) -> Machine:
@@ -34,11 +36,12 @@ class Machine:
         return cls(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), gpus, joined=True)
 
     @classmethod
-    def starting(cls, cfg: Config, gpus: int | None = None) -> Machine:
-        """The world that `mrl train` starts on this machine; of a run that is made for several, the whole of it, which
-        the checks refuse to start here."""
-        nproc = cfg.run.nproc or smallest_world(cfg)
-        return cls(nproc * (cfg.run.nodes or 1), nproc, gpus)
+    def starting(cls, cfg: Config, gpus: int | None = None, nodes: int = 1) -> Machine:
+        """The world that `mrl train` starts on this machine, or on `nodes` like it. Alone, of a run that is made for
+        several: the whole of it, which the checks refuse to start here."""
+        smallest, whole = smallest_world(cfg), nodes if nodes > 1 else cfg.run.nodes or 1
+        nproc = cfg.run.nproc or (smallest if nodes == 1 else gpus or -(-smallest // nodes))
+        return cls(nproc * whole, nproc, gpus, alone=nodes == 1)
 
 
 def model_size(layout: ParallelConfig) -> int:

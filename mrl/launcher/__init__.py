@@ -1,8 +1,10 @@
-"""Starts the ranks of one machine, by itself or through torchrun or ft_launcher, and lets none of them outlive it."""
+"""Starts the ranks of one machine, by itself or through torchrun or ft_launcher, alone or as one node of several, and
+lets none of them outlive it."""
 
 from mrl.launcher.elastic import Elastic, launch_elastic
 from mrl.launcher.logs import LaunchError
+from mrl.launcher.node import NodePlace, launch_node
 from mrl.launcher.nursery import Nursery
 from mrl.launcher.world import launch
 
-__all__ = ["Elastic", "LaunchError", "Nursery", "launch", "launch_elastic"]
+__all__ = ["Elastic", "LaunchError", "NodePlace", "Nursery", "launch", "launch_elastic", "launch_node"]

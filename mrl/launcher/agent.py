@@ -1,4 +1,4 @@
-"""torchrun, or nvidia-resiliency-ext's ft_launcher, for one machine: `python -m mrl.launcher.agent torchrun|ft ...`.
+"""torchrun, or nvidia-resiliency-ext's ft_launcher, for a node's ranks: `python -m mrl.launcher.agent torchrun|ft ...`.
 
 Its store and its sockets unpickle what comes: they lie in a folder where nobody else can write or put another in their
 place. ft_launcher's rank monitors, which it forks, end with it however it ends, and what they print goes to its log.
@@ -18,6 +18,7 @@ from typing import Any
 
 from mrl.launcher.nursery import Child, Nursery
 from mrl.ports import MEETING_VARIABLE
+from mrl.resilience.protocol import FOLDER_VARIABLE
 from mrl.resilience.rank import die_with_parent
 
 _PROGRAMS = {
@@ -34,7 +35,7 @@ _STARTERS = {  # the modules where they start ranks
 def main() -> None:
     name = sys.argv.pop(1)
     nursery = Nursery()
-    tempfile.tempdir = os.environ[MEETING_VARIABLE]
+    tempfile.tempdir = os.environ.get(FOLDER_VARIABLE) or os.environ[MEETING_VARIABLE]
     if name == "ft":
         os.register_at_fork(after_in_child=_become_a_monitor)
     handler = importlib.import_module(_STARTERS[name]).SubprocessHandler

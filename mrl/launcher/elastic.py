@@ -164,15 +164,9 @@ def _start(job: Elastic, log_dir: Path, meeting: str, grace_s: float, terminal: 
         **{LOG_DIR_VARIABLE: str(log_dir.absolute()), MEETING_VARIABLE: meeting},
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else torchrun opens one for the ranks, to everybody
     }
-    longest = math.ceil((job.save_s or 0.0) + grace_s)
-    own = ["-m", "mrl.launcher.agent", job.kind, "--nnodes=1", f"--nproc-per-node={job.nproc}"]
+    own = ["-m", "mrl.launcher.agent", job.kind, "--nnodes=1"]
     own += ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1"]
-    if job.kind == "torchrun":
-        own += ["--max-restarts=0", f"--shutdown-timeout={longest}"]
-    else:
-        own += [f"--max-restarts={job.max_restarts}", f"--term-timeout={longest}"]
-        own += [f"--workers-stop-timeout={_STOP_S}", "--monitor-interval=0.1"]
-        own += ["--ft-enable-nic-monitor=false", f"--ft-cfg-path={job.ft_config}"]
+    own += elastic_arguments(job, grace_s)
     with _log(job, log_dir).open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, *own, "-m", *job.arguments],
@@ -185,6 +179,17 @@ def _start(job: Elastic, log_dir: Path, meeting: str, grace_s: float, terminal: 
         )
     terminal.rank_started()
     return process
+
+
+def elastic_arguments(job: Elastic, grace_s: float) -> list[str]:
+    """What torchrun or ft_launcher is told of the job, wherever its ranks meet."""
+    longest = math.ceil((job.save_s or 0.0) + grace_s)
+    told = [f"--nproc-per-node={job.nproc}"]
+    if job.kind == "torchrun":
+        return [*told, "--max-restarts=0", f"--shutdown-timeout={longest}"]
+    told += [f"--max-restarts={job.max_restarts}", f"--term-timeout={longest}"]
+    told += [f"--workers-stop-timeout={_STOP_S}", "--monitor-interval=0.1"]
+    return [*told, "--ft-enable-nic-monitor=false", f"--ft-cfg-path={job.ft_config}"]
 
 
 def _log(job: Elastic, log_dir: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from mrl.parallel.agreement import Agreement, gather
 from mrl.parallel.mesh import Mesh, Meshes, rank, world_size
+from mrl.parallel.nodes import Nodes
 from mrl.parallel.stages import communication
 
-__all__ = ["Agreement", "Mesh", "Meshes", "communication", "gather", "rank", "world_size"]
+__all__ = ["Agreement", "Mesh", "Meshes", "Nodes", "communication", "gather", "rank", "world_size"]

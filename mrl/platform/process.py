@@ -67,8 +67,7 @@ def init_process_group(timeout_s: float, kind: Literal["gloo", "nccl"] | None = 
 
 def _meet(rank: int, size: int, limit: timedelta) -> dist.Store:
     """The store of the world, once all its ranks have come to it."""
-    attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    folder = os.environ.get(MEETING_VARIABLE)
+    folder, attempt = os.environ.get(MEETING_VARIABLE), _attempt()
     store = _listening_store(rank, limit) if folder is None else dist.FileStore(f"{folder}/{attempt}", size)
     store.set_timeout(limit)
     here, end = dist.PrefixStore(attempt, store), time.monotonic() + limit.total_seconds()
@@ -80,6 +79,13 @@ def _meet(rank: int, size: int, limit: timedelta) -> dist.Store:
             raise WorldError(f"the world of {size} did not form {within}: {', '.join(missing)} did not come")
         time.sleep(_POLL_S)
     return store
+
+
+def _attempt() -> str:
+    """The same on all ranks, and another one after a restart. A store that rank 0 opens is new each time, and nodes do
+    not count alike: ft_launcher counts the failures of its own ranks."""
+    opened = MEETING_VARIABLE not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return "the only attempt" if opened else f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _listening_store(rank: int, limit: timedelta) -> dist.Store:

@@ -15,6 +15,7 @@ from mrl.files import write_atomically
 
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL: saved and left after a signal; the same command goes on
 LOG_DIR_VARIABLE = "MRL_LOG_DIR"  # set by the launcher for ranks that torchrun or ft_launcher starts for it
+FOLDER_VARIABLE = "MRL_LAUNCHER_FOLDER"  # of one node's launcher: where its ranks write down their process ids
 MARKER = "preempted"  # in the run directory; gone again when the run goes on
 
 SECTIONS = ("setup", "rollout", "reward", "update", "sync", "checkpoint")

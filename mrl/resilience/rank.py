@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from mrl import failure
-from mrl.resilience.protocol import LOG_DIR_VARIABLE, Place, started_by_torchelastic
+from mrl.resilience.protocol import FOLDER_VARIABLE, LOG_DIR_VARIABLE, Place, started_by_torchelastic
 
 SET_DEATH_SIGNAL = 1
 
@@ -35,6 +35,8 @@ def adopt() -> None:
         Path("/proc/self/comm").write_text(process_name(rank))
     if started_by_torchelastic():
         die_with_parent()
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        Place.mine("setup").write(Path(folder))
     directory = log_dir()
     if directory is None:
         return

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from mrl.rollout.access import Access
+from mrl.rollout.agent import Agent, Home, Offered
 from mrl.rollout.client import EngineClient
 from mrl.rollout.engine import Engine
 from mrl.rollout.errors import EngineError, EngineStartError, RolloutError
 from mrl.rollout.protocol import RELEASED_PARTS, MemoryPart
 from mrl.rollout.seeds import sample_seed
-from mrl.rollout.start import start_engine
+from mrl.rollout.start import Others, start_agent, start_engine
 
 __all__ = [
     "RELEASED_PARTS",
     "Access",
+    "Agent",
     "Engine",
     "EngineClient",
     "EngineError",
     "EngineStartError",
+    "Home",
+    "Offered",
+    "Others",
     "MemoryPart",
     "RolloutError",
     "sample_seed",
+    "start_agent",
     "start_engine",
 ]

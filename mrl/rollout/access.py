@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from mrl.ports import HERE, is_here
 from mrl.rollout.errors import EngineError
 from mrl.rollout.listener import listeners
 
@@ -15,7 +16,7 @@ class Access:
     """What opens the engines of a run, the same for all of them.
 
     api_key: sent with every request; None: they want none
-    ours: mrl started them on this machine, so that what listens there without being this account's is a stranger
+    ours: mrl started them, so that what listens there on this machine without being this account's is a stranger
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -28,9 +29,11 @@ class Access:
 
     def check(self, url: str, endpoint: str) -> None:
         """Before anything is sent: raises EngineError if a stranger has taken the engine's port."""
-        if not self.ours:
+        parts = urlsplit(url)
+        host = parts.hostname or HERE
+        if not self.ours or not is_here(host):
             return
-        for listener in listeners(urlsplit(url).port or 0):
+        for listener in listeners(parts.port or 0, host):
             if listener.user != os.geteuid():
                 text = f"not asked: a process of user {listener.user} listens there, it is no engine of this run"
                 raise EngineError(url, endpoint, None, text)

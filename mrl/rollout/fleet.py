@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from mrl.rollout.access import Access
 from mrl.rollout.client import EngineClient
+from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.errors import EngineError, PortTaken, RolloutError
-from mrl.rollout.process import EngineProcess
+from mrl.rollout.process import EngineProcess, Started, wait_ready
 from mrl.rollout.restarts import Restarts
 from mrl.rollout.server import DEATH_POLL_S, DEATH_WAIT_S, Parts, Server
 
@@ -42,6 +43,7 @@ class Fleet:
     notes: of all that were checked
     accepts_stop_strings: whether all do that were checked
     restarts: who may start a lost server again; nobody, until `restarts.allow` is called
+    nodes: those that have some of the servers, besides this one
     memory_timeout_s: until a server has given up memory, or taken it back
     """
 
@@ -53,6 +55,7 @@ class Fleet:
         *,
         startup_timeout_s: float,
         max_restarts: int,
+        nodes: Sequence[OtherNode] = (),
         memory_timeout_s: float,
     ) -> None:
         self.servers = tuple(servers)
@@ -60,13 +63,18 @@ class Fleet:
         self.notes: list[str] = []
         self.accepts_stop_strings = True
         self.restarts = Restarts(max_restarts)
+        self._nodes = nodes
         self._check, self._startup_timeout_s = check, startup_timeout_s
         self._memory_timeout_s = memory_timeout_s
         self._ready = False
 
     @property
     def processes(self) -> list[EngineProcess]:
-        """Of the servers that mrl started."""
+        """Of the servers that mrl started on this node."""
+        return [process for process in self._started if isinstance(process, EngineProcess)]
+
+    @property
+    def _started(self) -> list[Started]:
         return [server.process for server in self.servers if server.process is not None]
 
     def client(self, url: str, timeout_s: float) -> EngineClient:
@@ -78,14 +86,17 @@ class Fleet:
         EngineError when a given one does not answer or serves something else."""
         if self._ready:
             return
-        for process in self.processes:
-            process.wait_ready(self._startup_timeout_s)
+        for process in self._started:
+            wait_ready(process, self._startup_timeout_s)
         for server in self.servers:
             self._take_in(server)
         self._ready = True
 
     def close(self) -> None:
-        """Ends the servers that mrl started; the others are left alone."""
+        """Ends the servers that mrl started on this node; those of others end with the ranks that own them, and what
+        mrl did not start is left alone."""
+        for node in self._nodes:
+            node.close()
         for process in self.processes:
             process.close()
 
@@ -134,7 +145,7 @@ class Fleet:
         Returns whether there was such a server and a restart left for it.
         """
         end = time.monotonic() + DEATH_WAIT_S
-        while not (dead := self._dead()) and self.processes and time.monotonic() < end:
+        while not (dead := self._dead()) and self._started and time.monotonic() < end:
             time.sleep(DEATH_POLL_S)
         for server, process in dead:
             if not self.restarts.is_left():
@@ -145,10 +156,10 @@ class Fleet:
             self._settle(server, released)
         return bool(dead)
 
-    def _dead(self) -> list[tuple[Server, EngineProcess]]:
+    def _dead(self) -> list[tuple[Server, Started]]:
         return [(server, server.process) for server in self.servers if server.process and server.has_ended]
 
-    async def _start_again(self, server: Server, process: EngineProcess) -> None:
+    async def _start_again(self, server: Server, process: Started) -> None:
         """Until the server answers and has been checked. It has the weights of its model directory then."""
         process.restart()
         server.released = frozenset()

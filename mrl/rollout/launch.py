@@ -16,6 +16,7 @@ from mrl.config.engines import ENGINES
 from mrl.config.placement import engine_gpus, shared_gpus
 from mrl.config.schema import RolloutConfig
 from mrl.families import ModelArch, engine_arch
+from mrl.ports import HERE
 
 # Variables of whoever launched the ranks
 LAUNCHER = frozenset(
@@ -35,12 +36,13 @@ class ServerSpec:
 
     model_path: Hugging Face directory; without safetensors the weights are random until the first push
     dtype: "float32" or "bfloat16"
-    port: where on 127.0.0.1 it has to listen
-    index: among `cfg.servers`
-    seed: for what it draws without a sample's own seed; the same for all servers
+    port: where on `host` it has to listen
+    index: among the `cfg.servers` of its node
+    seed: for what it draws without a sample's own seed; the same for all servers of a node
     machine: what this process sees of it; without GPUs the server is to serve on the CPU
     folder: this account's alone; goes with the engine
     api_key: what every request will carry, for the engine to refuse all others; None: it lets everybody in
+    host: the only address that it has to listen on: this machine's own where other nodes must reach it
     """
 
     cfg: RolloutConfig
@@ -52,6 +54,7 @@ class ServerSpec:
     machine: Machine
     folder: Path
     api_key: str | None = field(default=None, repr=False)
+    host: str = HERE
 
     @property
     def arch(self) -> ModelArch:

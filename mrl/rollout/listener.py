@@ -16,7 +16,6 @@ from pathlib import Path
 
 import psutil
 
-LOOPBACK = (socket.inet_pton(socket.AF_INET, "127.0.0.1"), socket.inet_pton(socket.AF_INET6, "::ffff:127.0.0.1"))
 EVERYWHERE = (bytes(4), bytes(16))
 ADDRESS_BYTES = {socket.AF_INET: 4, socket.AF_INET6: 16}
 
@@ -50,8 +49,8 @@ class Listener:
         return False
 
 
-def listeners(port: int) -> list[Listener]:
-    """The sockets that connections to 127.0.0.1:`port` go to; none if nobody listens."""
+def listeners(port: int, host: str = "127.0.0.1") -> list[Listener]:
+    """The sockets that connections to `host`:`port` go to, an IPv4 address of this machine; none if nobody listens."""
     found: dict[bytes, list[Listener]] = {}
     try:
         entries = list(_ask(port))
@@ -59,7 +58,8 @@ def listeners(port: int) -> list[Listener]:
         entries = list(_read_tables(port))
     for address, listener in entries:
         found.setdefault(address, []).append(listener)
-    exact = [one for address in LOOPBACK for one in found.get(address, [])]
+    forms = (socket.inet_pton(socket.AF_INET, host), socket.inet_pton(socket.AF_INET6, f"::ffff:{host}"))
+    exact = [one for address in forms for one in found.get(address, [])]
     return exact or [one for address in EVERYWHERE for one in found.get(address, [])]
 
 

@@ -13,9 +13,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from mrl.files import lock
+from mrl.ports import HERE
 from mrl.rollout.access import OPEN, Access
 from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import EngineStartError, PortTaken
@@ -31,6 +32,21 @@ LAST_WORDS_LINES = 5  # at least, of an engine that wrote less than that since i
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
+class Started(Protocol):
+    """An engine that the run has started, on this node or another; see `EngineProcess`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def url(self) -> str: ...
+    @property
+    def log(self) -> Path: ...
+    def exit_code(self) -> int | None: ...
+    def obituary(self) -> str: ...
+    def is_ready(self, timeout_s: float) -> bool: ...
+    def restart(self) -> None: ...
+
+
 class EngineProcess:
     """One engine server on this machine, in a process group of its own. Constructing it starts it and returns at once.
 
@@ -39,15 +55,22 @@ class EngineProcess:
 
     launch: asked at every start, with a new folder that is this account's alone: the engine's temporary files go there,
     and it ends with the engine
+    host: the address of this machine that it listens on
     """
 
     def __init__(
-        self, name: str, launch: Callable[[Path], Launch], port: int, log: Path, access: Access = OPEN
+        self,
+        name: str,
+        launch: Callable[[Path], Launch],
+        port: int,
+        log: Path,
+        access: Access = OPEN,
+        host: str = HERE,
     ) -> None:
         self.name = name
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{host}:{port}"
         self.log = log
-        self._launch, self._port, self._access = launch, port, access
+        self._launch, self._port, self._access, self._host = launch, port, access, host
         self._start()
 
     def _start(self) -> None:
@@ -113,8 +136,7 @@ class EngineProcess:
 
     def wait_ready(self, timeout_s: float) -> None:
         """Until the HTTP server answers. The time-out counts from the start of the process."""
-        while not self.is_ready(timeout_s):
-            time.sleep(POLL_S)
+        wait_ready(self, timeout_s)
 
     def is_ready(self, timeout_s: float) -> bool:
         """Whether the HTTP server answers. Raises EngineStartError if the process has ended, is not ready within
@@ -133,9 +155,10 @@ class EngineProcess:
 
     def _listens(self) -> bool:
         """Whether the engine itself has the port: asked before a request goes there, with the run's secret in it."""
-        found = listeners(self._port)
+        found = listeners(self._port, self._host)
         strangers = [one for one in found if not one.is_held_by(self.pid)]
-        if not strangers or strangers[0] not in listeners(self._port):  # none, or an engine that has just ended
+        # none, or an engine that has just ended
+        if not strangers or strangers[0] not in listeners(self._port, self._host):
             return bool(found) and not strangers
         self.close()
         raise PortTaken(
@@ -158,6 +181,12 @@ class EngineProcess:
                 self._process.kill()  # the engine's main process dies with its supervisor
                 self._process.wait(10.0)
         shutil.rmtree(self._folder, ignore_errors=True)  # where the supervisor was killed
+
+
+def wait_ready(engine: Started, timeout_s: float) -> None:
+    """Until the engine answers. Raises as `is_ready` does, which counts the time-out from the engine's start."""
+    while not engine.is_ready(timeout_s):
+        time.sleep(POLL_S)
 
 
 def describe_exit(code: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mrl.rollout.errors import RolloutError
-from mrl.rollout.process import EngineProcess, describe_exit
+from mrl.rollout.process import Started, describe_exit
 
 
 class Restarts:
@@ -28,7 +28,7 @@ class Restarts:
         """Whether one more is allowed."""
         return self._give_weights is not None and self.made < self.limit
 
-    def take(self, process: EngineProcess, error: Exception) -> None:
+    def take(self, process: Started, error: Exception) -> None:
         """Counts one and tells the user. Raises `error`, what the engine was lost by, if none is left."""
         if not self.is_left() or self._note is None:
             if self.made == 0:

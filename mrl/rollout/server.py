@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import EngineError
-from mrl.rollout.process import EngineProcess
+from mrl.rollout.process import Started
 from mrl.rollout.protocol import MEMORY_PARTS, RELEASE_MEMORY, MemoryPart
 
 DEATH_POLL_S = 0.05
@@ -31,7 +31,7 @@ class Server:
     """
 
     url: str
-    process: EngineProcess | None = None
+    process: Started | None = None
     load: int = 0
     life: int = 0
     up: bool = True

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from mrl.ports import HERE
+
 log = logging.getLogger(__name__)
 KEY_VARIABLE = "MRL_ENGINE_KEY"  # in the server's environment: the key that every request must carry
 STRANGER_S = 10.0  # how long one may take to show the key
@@ -24,21 +26,21 @@ class BadRequest(ValueError):
     """The caller's mistake: answered with 400 and this text."""
 
 
-def serve(port: int, key: str, routes: Mapping[str, Route]) -> None:
-    """Answers on 127.0.0.1:`port` until the process is ended, each request in a thread of its own.
+def serve(port: int, key: str, routes: Mapping[str, Route], host: str = HERE) -> None:
+    """Answers on `host`:`port` until the process is ended, each request in a thread of its own.
 
     Every request must carry the key, as `Authorization: Bearer KEY`; what comes without it is not read, and answered
     401. A route's BadRequest and KeyError are answered 400, its other errors 500, with their text.
 
     routes: by path
     """
-    server = _Server(port, key, routes)
+    server = Server(port, key, routes, host)
     log.info("serving on port %d", port)
     server.serve_forever()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: Server
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # an answer's head and body are two writes: the second would wait 40 ms
     timeout = STRANGER_S
@@ -81,12 +83,17 @@ class _Handler(BaseHTTPRequestHandler):
         pass  # one line a request says nothing that the trainer does not know
 
 
-class _Server(ThreadingHTTPServer):
+class Server(ThreadingHTTPServer):
+    """As `serve`, for who runs it in a thread of its own: `serve_forever`, `shutdown`. It listens from here on.
+
+    port: 0 for any that is free; `server_port` says which
+    """
+
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, port: int, key: str, routes: Mapping[str, Route]) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
+    def __init__(self, port: int, key: str, routes: Mapping[str, Route], host: str = HERE) -> None:
+        super().__init__((host, port), _Handler)
         self.wanted, self.routes = f"Bearer {key}".encode(), routes
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +15,9 @@ from mrl.config.secret_file import read_secret
 from mrl.families import engine_arch
 from mrl.ports import free_port
 from mrl.rollout.access import Access
+from mrl.rollout.agent import Agent, Home, Offered
 from mrl.rollout.check import check_server
+from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.engine import Engine
 from mrl.rollout.fleet import Fleet
 from mrl.rollout.launch import CPU, Launch, ServerSpec, launcher
@@ -20,8 +25,24 @@ from mrl.rollout.process import EngineProcess
 from mrl.rollout.server import Server
 
 
+@dataclass(frozen=True)
+class Others:
+    """The nodes besides rank 0's own, whose engines have been started there. key: opens all engines of the run."""
+
+    key: str
+    home: Home
+    offered: Sequence[Offered]
+
+
 def start_engine(
-    cfg: RolloutConfig, model_path: str, dtype: str, log_dir: Path, seed: int = 0, *, machine: Machine = CPU
+    cfg: RolloutConfig,
+    model_path: str,
+    dtype: str,
+    log_dir: Path,
+    seed: int = 0,
+    *,
+    machine: Machine = CPU,
+    others: Others | None = None,
 ) -> Engine:
     """Start `cfg.servers` servers (or take `cfg.urls`) and return at once; `Engine.wait_ready` waits and checks.
 
@@ -32,18 +53,19 @@ def start_engine(
     log_dir: gets engine_N.log of every server started
     machine: this one, and the trainer's ranks on it; with GPUs the stock engine serves on those of `cfg.gpus`
     seed: of engines that draw without per-sample seeds (rollout.deterministic: false)
+    others: in a run over several nodes, what has been started on the others
     """
+    nodes: list[OtherNode] = []
     if cfg.urls:
         access = Access(read_secret(cfg.api_key_file) if cfg.api_key_file is not None else None)
         servers = [Server(url.rstrip("/")) for url in cfg.urls]
     else:
-        access = Access(secrets.token_hex(32), ours=True)
-        servers = []
-        for index in range(cfg.servers):
-            port = free_port()
-            spec = partial(ServerSpec, cfg, model_path, dtype, port, index, seed, machine)
-            process = _start(spec, port, f"engine {index}", log_dir / f"engine_{index}.log", access)
-            servers.append(Server(process.url, process))
+        access = Access(secrets.token_hex(32) if others is None else others.key, ours=True)
+        home = Home() if others is None else others.home
+        processes = _start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, access)
+        servers = [Server(process.url, process) for process in processes]
+        nodes = [OtherNode(offered, access) for offered in (others.offered if others is not None else ())]
+        servers += [Server(engine.url, engine) for node in nodes for engine in node.engines]
     arch = engine_arch(model_path)
     fleet = Fleet(
         servers,
@@ -51,6 +73,7 @@ def start_engine(
         lambda url: check_server(url, access, cfg, model_path, arch.family),
         startup_timeout_s=cfg.startup_timeout_s,
         max_restarts=cfg.max_restarts,
+        nodes=nodes,
         memory_timeout_s=cfg.request_timeout_s,
     )
     return Engine(
@@ -61,11 +84,54 @@ def start_engine(
     )
 
 
-def _start(spec: partial[ServerSpec], port: int, name: str, log: Path, access: Access) -> EngineProcess:
+def start_agent(
+    cfg: RolloutConfig,
+    model_path: str,
+    dtype: str,
+    log_dir: Path,
+    seed: int,
+    *,
+    machine: Machine,
+    home: Home,
+    where: str,
+    key: str,
+) -> Agent:
+    """Starts the engines of a node that is not rank 0's, and who answers for them there; returns at once.
+
+    where: the node in words, for errors; the rest as `start_engine` takes it
+    """
+    processes = _start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, Access(key, ours=True))
+    return Agent(home, where, processes, key)
+
+
+def _start_servers(
+    cfg: RolloutConfig,
+    model_path: str,
+    dtype: str,
+    log_dir: Path,
+    seed: int,
+    machine: Machine,
+    home: Home,
+    access: Access,
+) -> list[EngineProcess]:
+    """All of a node's; none is left if one of them cannot be started."""
+    before = home.node * cfg.servers
+    with contextlib.ExitStack() as undo:
+        started = []
+        for index in range(cfg.servers):
+            port, number = free_port(home.host), before + index
+            spec = partial(ServerSpec, cfg, model_path, dtype, port, index, seed + before, machine, host=home.host)
+            process = _start(spec, port, f"engine {number}", log_dir / f"engine_{number}.log", access, home)
+            started.append(undo.enter_context(contextlib.closing(process)))
+        undo.pop_all()
+        return started
+
+
+def _start(spec: partial[ServerSpec], port: int, name: str, log: Path, access: Access, home: Home) -> EngineProcess:
     """spec: lacks the folder and the key, which are new at every start and never shown."""
 
     def launch(folder: Path) -> Launch:
-        made = spec(folder, access.api_key)
+        made = spec(folder=folder, api_key=access.api_key)
         return launcher(made.cfg.engine)(made)
 
-    return EngineProcess(name, launch, port, log, access)
+    return EngineProcess(name, launch, port, log, access, home.host)

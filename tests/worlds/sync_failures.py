@@ -1,6 +1,7 @@
 """Run under torchrun with 2 processes: pushes against engines that fail. Usage: sync_failures.py JOBS RESULTS MODEL_DIR
 
-JOBS: JSON list of {name, url, transport, timeout_s}. RESULTS: {name: [{error, seconds} of each rank]}. Both ranks send,
+JOBS: JSON list of {name, urls, transport, timeout_s}; with two engines the second
+one is on node 1, as rank 1 is. RESULTS: {name: [{error, seconds} of each rank]}. Both ranks send,
 and the export stream is collective: a rank that stopped reading it after an error would hold up the other one.
 """
 
@@ -16,17 +17,25 @@ from typing import Any
 import torch.distributed as dist
 
 from mrl.config.schema import SyncConfig
+from mrl.parallel import Nodes
 from mrl.weights.errors import SyncError
-from mrl.weights.sync.payload import plan_buckets
+from mrl.weights.sync.payload import Bucket, plan_buckets
 from mrl.weights.sync.push import WeightSync
 from tests.sync_tools import FileExporter
 
 
+class SmallBuckets(WeightSync):
+    """Small enough for several a rank."""
+
+    def _plan(self, sender: int) -> tuple[Bucket, ...]:
+        return plan_buckets([meta for meta in self._metas if meta.sender == sender], 1 << 16)
+
+
 def push(job: dict[str, Any], exporter: FileExporter) -> dict[str, Any]:
     cfg = SyncConfig(transport=job["transport"], timeout_s=job["timeout_s"])
-    sync = WeightSync(exporter, [job["url"]], cfg)
-    mine = [meta for meta in exporter.metas() if meta.sender == exporter.rank]
-    sync._buckets = plan_buckets(mine, 1 << 16)  # small enough for several a rank
+    urls = job["urls"]
+    homes = {url: node for node, url in enumerate(urls)} if len(urls) > 1 else None
+    sync = SmallBuckets(exporter, urls, cfg, nodes=Nodes((0, 1), exporter.rank), homes=homes)
     started = time.monotonic()
     error = ""
     try:

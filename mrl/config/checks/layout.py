@@ -173,10 +173,10 @@ def _machine(cfg: Config, machine: Machine) -> Iterator[Problem]:
             ("run.nproc",), f"{machine.local_world_size} processes for the {machine.gpus} GPUs of this machine"
         )
     nodes = cfg.run.nodes
-    if nodes is not None and nodes > 1 and not machine.joined and not machine.planned:
+    if nodes is not None and nodes > 1 and machine.alone:
         message = f"the run is made for {nodes} machines, and mrl train starts processes on this one alone: start it "
-        yield Problem(("run.nodes",), message + f"with torchrun --nnodes {nodes} or by a scheduler, or leave it out")
-    if nodes is not None and machine.joined and machine.world_size != nodes * machine.local_world_size:
+        yield Problem(("run.nodes",), message + f"with --nodes {nodes}, or leave it out")
+    elif nodes is not None and not machine.planned and machine.world_size != nodes * machine.local_world_size:
         message = f"{nodes} machines with {machine.local_world_size} processes each, but the world that was started "
         yield Problem(("run.nodes",), message + f"has {machine.world_size} (WORLD_SIZE)")
     if machine.joined and cfg.run.nproc is not None and cfg.run.nproc != machine.local_world_size:

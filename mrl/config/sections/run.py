@@ -51,7 +51,8 @@ class RunConfig(Section):
     # on GPUs: the same bits from the same run again, where a fixed order of sums can be had; slower. CPUs: always so
     deterministic: bool = False
     steps: PositiveInt = 100  # of the whole run, those before a resume included
-    nproc: PositiveInt | None = None  # processes on this machine; the smallest world of the layout when null
+    # processes on each machine; when null, the smallest world of the layout, and of several machines one a GPU
+    nproc: PositiveInt | None = None
     # machines that the run is made for, nproc processes on each; null: as many as it is started on
     nodes: PositiveInt | None = None
     trackers: tuple[TrackerName, ...] = ("tensorboard",)  # where metrics go besides RUN_DIR/metrics.jsonl

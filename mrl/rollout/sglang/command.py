@@ -64,7 +64,7 @@ def unavailable(gpu: bool) -> str | None:
 
 def _common(spec: ServerSpec) -> list[str]:
     cfg, seed = spec.cfg, (spec.seed + spec.index) % 2**32  # what numpy takes
-    arguments = ["--model-path", spec.model_path, "--host", "127.0.0.1", "--port", str(spec.port)]
+    arguments = ["--model-path", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
     arguments += ["--dtype", spec.dtype, "--tp-size", str(cfg.tensor), "--random-seed", str(seed)]
     arguments += ["--skip-server-warmup", "--log-level", "warning"]
     if not cfg.sampling.stop:  # token ids travel; only stop strings need the engine to know text

@@ -18,7 +18,16 @@ def transformers_launch(spec: ServerSpec) -> Launch:
         )
     context = cfg.max_context_tokens or spec.arch.max_positions
     command = [sys.executable, "-m", "mrl.rollout.transformers_engine.server", "--model-path", spec.model_path]
-    command += ["--dtype", spec.dtype, "--port", str(spec.port), "--device", "cuda" if spec.gpu else "cpu"]
+    command += [
+        "--dtype",
+        spec.dtype,
+        "--host",
+        spec.host,
+        "--port",
+        str(spec.port),
+        "--device",
+        "cuda" if spec.gpu else "cpu",
+    ]
     command += ["--max-running-requests", str(cfg.max_running_requests or 256)]
     command += ["--context-length", str(context)]
     env = spec.environment()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mrl.ports import HERE
 from mrl.rollout import protocol
 from mrl.rollout.protocol import Generated, MetaInfo
 from mrl.rollout.serving import KEY_VARIABLE, BadRequest, Route, serve
@@ -113,6 +114,7 @@ def _answer(job: Job, tokens: list[int], version: str) -> Generated:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model-path", required=True)
+    parser.add_argument("--host", default=HERE)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu")
@@ -125,7 +127,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     worker = Worker(args.model_path, getattr(torch, args.dtype), args.device, args.max_running_requests)
     log.info("%s is loaded", args.model_path)
-    serve(args.port, key, Endpoints(worker, args.context_length).routes)
+    serve(args.port, key, Endpoints(worker, args.context_length).routes, args.host)
 
 
 if __name__ == "__main__":

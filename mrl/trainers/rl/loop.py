@@ -53,7 +53,7 @@ def train_step(run: RLRun, step: int) -> None:
 
     if trains_actor:
         with phase("sync", stats):
-            run.push_weights(step + 1)
+            stats.metrics |= run.push_weights(step + 1).metrics()
     elif run.memory.must_push:
         with phase("sync", stats):
             run.push_again()

@@ -23,13 +23,14 @@ from mrl.learner.policy_copy import PolicyCopy
 from mrl.observe import Recorder, SilentRecorder
 from mrl.reward import RewardManager, longest_wait_s
 from mrl.reward.check import row_check
-from mrl.rollout import RELEASED_PARTS, Access, Engine, start_engine
+from mrl.rollout import RELEASED_PARTS, Access, Engine, Others, start_engine
 from mrl.trainers.rl.demonstrations import Demonstrations
 from mrl.trainers.rl.generate import Generator, Sampled, Sampler
 from mrl.trainers.rl.memory_order import ORDER, Engines
 from mrl.trainers.rl.mismatch import MismatchLimits
 from mrl.trainers.rl.models import Models, MovingAverage, build_models
 from mrl.trainers.rl.models import notes as model_notes
+from mrl.trainers.rl.nodes import NodeEngines, start_engines_elsewhere
 from mrl.trainers.rl.replay import Replay
 from mrl.trainers.rl.reward_scores import ToScore, score
 from mrl.trainers.rl.scores import ScoreControl
@@ -165,6 +166,11 @@ class MainParts:
     engine: Engine | None = None
     rewards: RewardManager | None = None
     generator: Generator | None = None
+    nodes: NodeEngines | None = None  # every rank's
+
+    def start_elsewhere(self) -> None:
+        """Starts the engines of the other nodes, before rank 0 starts its own. Collective."""
+        self.nodes = start_engines_elsewhere(self.cfg, self.setup, this_machine())
 
     def start(self) -> None:
         """Starts what takes its time: the reward workers, and the engine where its GPUs are not the trainer's."""
@@ -183,9 +189,15 @@ class MainParts:
     def _start_engine(self) -> Engine:
         cfg, logs = self.cfg, self.setup.run_dir / "logs"
         model, machine = cfg.model, this_machine()
-        engine = start_engine(cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, machine=machine)
+        engine = start_engine(
+            cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, machine=machine, others=self._others
+        )
         self.engine = self.setup.stack.enter_context(contextlib.closing(engine))
         return engine
+
+    @property
+    def _others(self) -> Others | None:
+        return self.nodes.others if self.nodes is not None else None
 
     def ready(self) -> tuple[tuple[str, ...], Access]:
         """Waits for the engine, which it starts first where that has waited for the models; its addresses, and what
@@ -213,11 +225,16 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
     """Builds the run on every rank; closes engine, reward workers, files and process group on any exit."""
     with started(cfg, _longest_wait(cfg)) as setup:
         world, note, main = setup.world, setup.recorder.note, MainParts(cfg, setup)
+        waits = world.any(bool(placement.shared_gpus(cfg.rollout, this_machine())))
+        if not waits:
+            main.start_elsewhere()
         world.from_main("starting the run", main.start)
         models = build_models(cfg, world)
         demonstrations = Demonstrations(cfg) if cfg.ptx is not None else None
         platform.release_cached_memory()
         world.any(False)  # all ranks are here: what is free on their GPUs now is what an engine there counts with
+        if waits:
+            main.start_elsewhere()
         urls, access = world.from_main("starting the engine", main.ready)
         sync = make_sync(main, models, urls, access)
         run = build_run(main, models, demonstrations, sync)
@@ -248,6 +265,8 @@ def make_sync(main: MainParts, models: Models, urls: tuple[str, ...], access: Ac
         access=access,
         plain=ENGINES[rollout.engine].is_plain,
         guard=main.engine.check_push if main.engine is not None else None,
+        nodes=main.nodes.nodes if main.nodes is not None else None,
+        homes=main.nodes.all_homes(urls) if main.nodes is not None else None,
     )
 
 

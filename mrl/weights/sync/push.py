@@ -10,24 +10,24 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from torch import Tensor
-
 from mrl import platform
 from mrl.config.schema import SyncConfig
+from mrl.parallel import Nodes
 from mrl.rollout.access import OPEN, Access
 from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import EngineError
 from mrl.weights.agreement import SyncAgreement
-from mrl.weights.errors import SyncError, SyncMismatch, WeightError
+from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.sync import transports
 from mrl.weights.sync.checksum import StreamHasher
+from mrl.weights.sync.filler import Filler
 from mrl.weights.sync.payload import Bucket, WeightSource, plan_buckets
-from mrl.weights.sync.transports import Deadline, Engines, Place, Transport
+from mrl.weights.sync.transports import Deadline, Engines, Hops, OverNodes, Place, Spread, Transport
 from mrl.weights.sync.verify import Verifier, ask_shape, check
 
 __all__ = ["SyncError", "SyncMismatch", "SyncReport", "WeightSync"]
@@ -39,13 +39,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SyncReport:
-    """seconds: wall time; bytes, tensors: what was exported; verified: tensors proved equal (none or all)."""
+    """seconds: wall time; bytes, tensors: what was exported; verified: tensors proved equal (none or all); hops: where
+    seconds and bytes went."""
 
     seconds: float
     bytes: int
     tensors: int
     verified: int
     transport: str
+    hops: Hops
+
+    def metrics(self) -> dict[str, float]:
+        """sync/gather_s, sync/network_bytes, ...: the hops that there were."""
+        return {f"sync/{name}": value for name, value in asdict(self.hops).items() if value}
 
 
 class WeightSync:
@@ -54,6 +60,8 @@ class WeightSync:
     engine_tensor: tensor-parallel size of each engine. access: what opens them.
     directory: where the disk transport writes, seen by all senders and engines under the same path; a temporary
     directory, which needs one machine, when None. plain: as `transports.resolve` takes it.
+    nodes, homes: of the world, and the node of each engine that the run started, by its address, where there are
+    several nodes.
     guard: rank 0's, of an engine's URL: raises EngineError if that engine must not get weights now.
     """
 
@@ -67,6 +75,8 @@ class WeightSync:
         access: Access = OPEN,
         directory: Path | None = None,
         plain: bool = False,
+        nodes: Nodes | None = None,
+        homes: Mapping[str, int] | None = None,
         guard: Callable[[str], None] | None = None,
     ) -> None:
         self._exporter, self._cfg, self._directory, self._plain = exporter, sync, directory, plain
@@ -75,7 +85,11 @@ class WeightSync:
         self._rank = self._agreement.rank
         self._metas = exporter.metas()
         self._senders = tuple(sorted({meta.sender for meta in self._metas}))
-        self._buckets = plan_buckets([m for m in self._metas if m.sender == self._rank], sync.bucket_mib << 20)
+        self._buckets = self._plan(self._rank)
+        self._spread: Spread | None = None
+        if nodes is not None and homes:
+            spread = Spread(nodes, homes, {sender: self._plan(sender) for sender in self._senders})
+            self._spread = spread if spread.is_over_nodes else None
         clients = tuple(EngineClient(url, sync.timeout_s, access) for url in urls)
         self._engines = Engines(clients, engine_tensor, Deadline(sync.timeout_s))
         self._open_sessions: list[EngineClient] = []  # rank 0's
@@ -110,7 +124,7 @@ class WeightSync:
         try:
             self._on_rank_0("opening the update", lambda: self._begin(transport))
             self._everywhere("preparing to send", lambda: self._prepare(transport))
-            self._everywhere("sending", lambda: self._send(transport, hasher))
+            hops = Hops.of_all(self._everywhere("sending", lambda: self._send(transport, hasher)))
             self._on_rank_0("finishing the update", lambda: self._commit(transport, self._version))
         except BaseException:
             transport.release(failed=True)
@@ -125,6 +139,7 @@ class WeightSync:
             tensors=len(self._metas),
             verified=len(self._metas) if verifier is not None else 0,
             transport=transport.name,
+            hops=hops,
         )
 
     def close(self) -> None:
@@ -133,6 +148,9 @@ class WeightSync:
             self._transport.close()
         for client in self._engines.clients:
             client.close()
+
+    def _plan(self, sender: int) -> tuple[Bucket, ...]:
+        return plan_buckets([m for m in self._metas if m.sender == sender], self._cfg.bucket_mib << 20)
 
     # ---- phases
 
@@ -151,8 +169,18 @@ class WeightSync:
         return self._verifier
 
     def _choose_transport(self) -> None:
+        spread, wanted = self._spread, self._cfg.transport
+        if spread is not None and (wanted == "auto" or transports.TRANSPORTS[wanted].one_machine):
+            kind = transports.TRANSPORTS[transports.resolve(wanted, True, None, self._plain)]
+            place = Place(self._rank, platform.device(), None)
+            made = self._everywhere(
+                f"setting up transport {kind.name} over nodes",
+                lambda: setattr(self, "_transport", OverNodes(kind, self._engines, place, spread)),
+            )
+            assert made
+            return
         hosts = self._everywhere("comparing host names", socket.gethostname)
-        one_machine = len({hosts[0], *(hosts[sender] for sender in self._senders)}) == 1
+        one_machine = spread is None and len({hosts[0], *(hosts[sender] for sender in self._senders)}) == 1
 
         def decide() -> tuple[str, Path | None]:
             colocated = one_machine and transports.is_local([client.url for client in self._engines.clients])
@@ -183,19 +211,23 @@ class WeightSync:
         if self._buckets:
             transport.prepare(self._buckets)
 
-    def _send(self, transport: Transport, hasher: StreamHasher | None) -> None:
+    def _send(self, transport: Transport, hasher: StreamHasher | None) -> Hops:
         """Runs the export stream to its end even after an error: other ranks gather their shards in it."""
         filler = Filler(transport, self._buckets, hasher)
         problem: Exception | None = None
-        for name, tensor in self._exporter.stream():
-            if problem is None:
-                try:
-                    filler.take(name, tensor)
-                except Exception as caught:  # raised when the stream is over
-                    problem = caught
-        if problem is not None:
-            raise problem
-        filler.check_done()
+        transport.hops, began = Hops(), time.monotonic()
+        with transport.relaying():
+            for name, tensor in self._exporter.stream():
+                if problem is None:
+                    try:
+                        filler.take(name, tensor)
+                    except Exception as caught:  # raised when the stream is over
+                        problem = caught
+            gather_s = time.monotonic() - began - filler.sending_s
+            if problem is not None:
+                raise problem
+            filler.check_done()
+        return replace(transport.hops, gather_s=gather_s if self._buckets else 0.0)
 
     def _commit(self, transport: Transport, version: str) -> None:
         transport.commit(version)
@@ -231,38 +263,3 @@ class WeightSync:
 
     def _at(self, doing: str) -> str:
         return f"weight sync to version {self._version}: {doing}"
-
-
-class Filler:
-    """Writes the stream's tensors into buckets and sends each bucket when it is full."""
-
-    def __init__(self, transport: Transport, buckets: Sequence[Bucket], hasher: StreamHasher | None) -> None:
-        self._transport, self._hasher = transport, hasher
-        self._todo = [(bucket, slot) for bucket in buckets for slot in bucket.slots]
-        self._next = 0
-
-    def take(self, name: str, tensor: Tensor) -> None:
-        """Puts the stream's next tensor, of any shape, into its place; sends the bucket that it fills.
-
-        Raises WeightError if this is not the tensor that the plan has next.
-        """
-        if self._next == len(self._todo):
-            raise WeightError(f"the export stream has {name} after the last planned tensor")
-        bucket, slot = self._todo[self._next]
-        if (name, tuple(tensor.shape), tensor.dtype) != (slot.name, slot.shape, slot.dtype):
-            raise WeightError(
-                f"the export stream has {name} {tuple(tensor.shape)} {tensor.dtype}, the plan has "
-                f"{slot.name} {slot.shape} {slot.dtype}"
-            )
-        if self._hasher is not None:
-            self._hasher.add(name, tensor)
-        flat = self._transport.buffer(bucket)
-        slot.view(flat).copy_(tensor)
-        self._next += 1
-        if slot is bucket.slots[-1]:
-            self._transport.send(bucket, flat)
-
-    def check_done(self) -> None:
-        """Raises WeightError if the stream had fewer tensors than the plan."""
-        if self._next < len(self._todo):
-            raise WeightError(f"the export stream ended before {self._todo[self._next][1].name}")

@@ -10,14 +10,27 @@ from urllib.parse import urlsplit
 
 from mrl import platform
 from mrl.weights.errors import WeightError
-from mrl.weights.sync.transports.base import Deadline, Engines, Place, Transport
+from mrl.weights.sync.transports.base import Deadline, Engines, Hops, Place, Transport
 from mrl.weights.sync.transports.cuda_ipc import CudaIpc
 from mrl.weights.sync.transports.disk import Disk, make_directory
 from mrl.weights.sync.transports.distributed import Distributed, own_address
 from mrl.weights.sync.transports.http import Http
+from mrl.weights.sync.transports.over_nodes import OverNodes, Spread
 from mrl.weights.sync.transports.shared_memory import SharedMemory
 
-__all__ = ["TRANSPORTS", "Deadline", "Engines", "Place", "Transport", "is_local", "make_directory", "resolve"]
+__all__ = [
+    "TRANSPORTS",
+    "Deadline",
+    "Engines",
+    "Hops",
+    "OverNodes",
+    "Place",
+    "Spread",
+    "Transport",
+    "is_local",
+    "make_directory",
+    "resolve",
+]
 
 TRANSPORTS: dict[str, type[Transport]] = {
     kind.name: kind

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
@@ -67,6 +67,30 @@ class Engines:
             self.clients = everyone
 
 
+@dataclass
+class Hops:
+    """What a push has cost, hop by hop: one rank's, or all ranks'.
+
+    gather: of shards, on senders; network: from senders to other nodes; engine: from a node's rank to its engines.
+    Seconds: of the rank that needed longest; hops overlap. bytes: what was sent, over all receivers.
+    """
+
+    gather_s: float = 0.0
+    network_s: float = 0.0
+    network_bytes: float = 0.0
+    engine_s: float = 0.0
+    engine_bytes: float = 0.0
+
+    @classmethod
+    def of_all(cls, ranks: Sequence[Hops]) -> Hops:
+        """Of all ranks, or of all of a rank's parts that run at once."""
+        found = cls()
+        for one in fields(cls):
+            values = [getattr(hops, one.name) for hops in ranks]
+            setattr(found, one.name, max(values) if one.name.endswith("_s") else sum(values))
+        return found
+
+
 @dataclass(frozen=True)
 class Place:
     """Where this rank stands: its world rank, the model's device, a directory that all senders and engines can see."""
@@ -79,7 +103,7 @@ class Place:
 class Transport(ABC):
     """One rank's end of a way to the engines. A push calls, in this order:
 
-    `prepare` on every sender, `send` for each of a sender's buckets, `commit` on rank 0 when all senders are done,
+    `prepare` on every sender, `deliver` for each of a sender's buckets, `commit` on rank 0 when all senders are done,
     `release` on every rank whatever happened. Every failure is an exception; none of them may wait longer than
     `engines.deadline`.
     """
@@ -91,6 +115,7 @@ class Transport(ABC):
 
     def __init__(self, engines: Engines, place: Place) -> None:
         self.engines, self.place = engines, place
+        self.hops = Hops()  # of the present push
 
     @abstractmethod
     def prepare(self, buckets: Sequence[Bucket]) -> None:
@@ -100,6 +125,18 @@ class Transport(ABC):
     def buffer(self, bucket: Bucket) -> Tensor:
         """uint8 [at least bucket.nbytes], which the bucket's tensors are to be written into; valid until `send`
         returns."""
+
+    @contextmanager
+    def relaying(self) -> Iterator[None]:
+        """Around all of a push's `deliver`, on every rank: what a rank does meanwhile for other ranks' buckets."""
+        yield
+
+    def deliver(self, bucket: Bucket, flat: Tensor) -> None:
+        """`send`, counted in `hops`."""
+        began = time.monotonic()
+        self.send(bucket, flat)
+        self.hops.engine_s += time.monotonic() - began
+        self.hops.engine_bytes += bucket.nbytes * len(self.engines.clients)
 
     @abstractmethod
     def send(self, bucket: Bucket, flat: Tensor) -> None:

@@ -1,0 +1,131 @@
+"""One node's launcher of a world over several nodes: torchrun or ft_launcher, one a node, started and watched by
+`mrl train --nodes`. They find each other at the head; all that the ranks say goes to this node's output."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.launcher import signals
+from mrl.launcher.elastic import Elastic, elastic_arguments
+from mrl.launcher.logs import LEFT
+from mrl.ports import address_towards
+from mrl.resilience.protocol import EXIT_PREEMPTED, FOLDER_VARIABLE, MARKER, Place
+
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """number: this node's, from 0, the head's, on. head: HOST:PORT, where node 0 listens and all others find it."""
+
+    number: int
+    count: int
+    head: str
+
+    @property
+    def words(self) -> str:
+        """For messages."""
+        return f"node {self.number} of {self.count} ({os.uname().nodename})"
+
+
+def launch_node(job: Elastic, run_dir: Path, place: NodePlace, grace_s: float = 30.0) -> int:
+    """Runs this node's `job.nproc` ranks to their end: 0, EXIT_PREEMPTED where the run is to be continued, 128 + the
+    number of a signal that stopped it at once, else 1.
+
+    run_dir: seen by all nodes. Stopping signals mean what they mean for `mrl.launcher.launch`; a warning may have
+    reached the ranks already.
+    """
+    began = time.time()
+    with signals.collected() as received, tempfile.TemporaryDirectory(prefix="mrl-node-") as folder:
+        process = _start(job, place, folder, grace_s)
+        try:
+            _watch(process, Path(folder), received, job.save_s, grace_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    warned = signals.warning(received, job.save_s is not None) is not None
+    if received and not warned:
+        _say(place, f"stopped by {signal.Signals(received[0]).name}; its ranks have ended")
+        return 128 + received[0]
+    marker = run_dir / MARKER
+    if marker.exists() and marker.stat().st_mtime >= began - 1:  # another machine's clock
+        _say(place, LEFT)
+        return EXIT_PREEMPTED
+    if warned and process.returncode:
+        _say(place, f"told to stop, and nothing was saved in time. {LEFT}")
+        return EXIT_PREEMPTED
+    if process.returncode:
+        _say(
+            place,
+            f"error: {job.kind} ended with exit code {process.returncode}: what failed is said above, or "
+            "by another node",
+        )
+    return 1 if process.returncode else 0
+
+
+def _start(job: Elastic, place: NodePlace, folder: str, grace_s: float) -> subprocess.Popen[bytes]:
+    """folder: this account's alone, for the launcher's sockets."""
+    host = str(place.number == 0).lower()
+    meet = [f"--nnodes={place.count}", f"--rdzv-endpoint={place.head}"]
+    if job.kind == "torchrun":
+        meet += ["--rdzv-backend=static", f"--node-rank={place.number}"]
+    else:  # which knows no other, and numbers the nodes itself
+        meet += ["--rdzv-backend=c10d", f"--rdzv-conf=is_host={host}", f"--rdzv-id={place.head}"]
+        meet += [f"--local-addr={address_towards(place.head.rpartition(':')[0])}"]
+    own = ["-m", "mrl.launcher.agent", job.kind, *meet, *elastic_arguments(job, grace_s)]
+    return subprocess.Popen(
+        [sys.executable, *own, "-m", *job.arguments],
+        env={
+            **{"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ},
+            **{FOLDER_VARIABLE: folder, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        },
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=signals.as_child(ignored=[signal.SIGUSR1]),
+    )
+
+
+def _watch(
+    process: subprocess.Popen[bytes], folder: Path, received: Sequence[int], save_s: float | None, grace_s: float
+) -> None:
+    """Until it has ended. A warning goes to the ranks themselves; SIGINT is due to it at `end_at`, then SIGKILL."""
+    end_at = kill_at = math.inf
+    warned: set[int] = set()
+    while process.poll() is None:
+        time.sleep(_POLL_S)
+        now, warning = time.monotonic(), signals.warning(received, save_s is not None)
+        if warning is not None:
+            end_at = min(end_at, now + (save_s or 0.0) + grace_s)
+            for pid in set(_ranks(folder)) - warned:
+                warned.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, warning)
+        elif received:
+            end_at = min(end_at, now)
+        if now >= end_at and kill_at == math.inf:
+            kill_at = now + grace_s
+            process.send_signal(signal.SIGINT)
+        if now >= kill_at or received.count(signal.SIGINT) > 1:
+            process.kill()
+
+
+def _ranks(folder: Path) -> Iterator[int]:
+    """Process ids of the ranks of this node, as they have written them down."""
+    for file in folder.glob("rank_*.place"):
+        yield Place(**json.loads(file.read_text())).pid
+
+
+def _say(place: NodePlace, text: str) -> None:
+    print(f"mrl: {place.words}: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,100 @@
+"""Rank 0's hold on the engines of another node: as on those of its own, by way of that node's agent."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from mrl.rollout import errors
+from mrl.rollout.access import Access
+from mrl.rollout.agent import ENDED, OBITUARY, READY, RESTART, Offered
+from mrl.rollout.process import FORMER_ENGINE_S, GRACE_S
+
+CONNECT_S = 10.0
+ANSWER_S = 30.0  # more than one look at an engine takes
+RESTART_S = FORMER_ENGINE_S + GRACE_S + ANSWER_S
+LOOK_S = 10.0  # that a question after ended engines is left open
+KINDS = (errors.EngineStartError, errors.PortTaken, errors.EngineUnavailable)
+
+
+class OtherNode:
+    """A node whose engines its own first rank started.
+
+    Raises RolloutError, with the node's name, wherever the agent does not answer in time.
+    """
+
+    def __init__(self, offered: Offered, access: Access) -> None:
+        self.offered = offered
+        self.lives: list[list[int | None]] = [[0, None] for _ in offered.urls]
+        self._http = httpx.Client(base_url=offered.agent, headers=access.headers, trust_env=False)
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._watch, daemon=True, name=f"engines of {offered.where}").start()
+
+    @property
+    def engines(self) -> list[ElsewhereEngine]:
+        """As many as it offered."""
+        return [ElsewhereEngine(self, index) for index in range(len(self.offered.urls))]
+
+    def ask(self, path: str, limit_s: float, **body: Any) -> Any:
+        """The agent's answer. Raises what it raised there, too."""
+        try:
+            reply = self._http.post(path, json=body, timeout=httpx.Timeout(limit_s, connect=CONNECT_S))
+            answer = reply.json()
+            if reply.status_code != 200:
+                raise ValueError(f"HTTP {reply.status_code}: {answer.get('message', answer)}")
+        except (httpx.HTTPError, ValueError) as error:
+            what = f"{path.removeprefix('/')} within {limit_s:g} s: {type(error).__name__}: {error}"
+            raise errors.RolloutError(f"{self.offered.where}: nobody answers for its engines: {what}") from error
+        for kind in KINDS:
+            if answer.get("kind") == kind.__name__:
+                raise kind(f"{self.offered.where}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        """No more questions; the engines are its node's to end."""
+        self._is_closed.set()
+        self._http.close()
+
+    def _watch(self) -> None:
+        """Keeps `lives` at what the agent says. One that says nothing is the pulse's business: its rank is gone."""
+        while not self._is_closed.is_set():
+            try:
+                answer = self.ask(ENDED, LOOK_S + ANSWER_S, seen=self.lives, wait_s=LOOK_S)
+                self.lives = answer["lives"]
+            except (errors.RolloutError, RuntimeError):
+                self._is_closed.wait(1.0)
+
+
+class ElsewhereEngine:
+    """One of them; a `Started`."""
+
+    def __init__(self, node: OtherNode, index: int) -> None:
+        self._node, self._index = node, index
+        self._life = 0
+        offered = node.offered
+        self.name = f"{offered.names[index]} on {offered.where}"
+        self.url, self.log = offered.urls[index], Path(offered.logs[index])
+
+    def exit_code(self) -> int | None:
+        """None while it runs, as far as has been heard."""
+        life, code = self._node.lives[self._index]
+        return code if life == self._life else None
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """As `EngineProcess.is_ready`, which is asked on the engine's own node."""
+        answer = self._node.ask(READY, ANSWER_S, engine=self._index, timeout_s=timeout_s)
+        return bool(answer["value"])
+
+    def restart(self) -> None:
+        """Has its node end and start it anew, at the same address; returns when it is started."""
+        self._life = int(self._node.ask(RESTART, RESTART_S, engine=self._index)["value"])
+
+    def obituary(self) -> str:
+        """What ended it; also where nobody on its node can say."""
+        try:
+            return str(self._node.ask(OBITUARY, ANSWER_S, engine=self._index)["value"])
+        except errors.RolloutError as error:
+            return str(error)

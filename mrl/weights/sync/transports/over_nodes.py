@@ -1,0 +1,209 @@
+"""To engines on every node of the trainer: a bucket crosses the network once a node, and memory from there.
+
+Its sender broadcasts it to one rank of every other node that has engines, which hands it to those as a sender there
+would: through shared memory, or by CUDA IPC from its own GPU. No rank ever holds more than a bucket a sender.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl import platform
+from mrl.parallel import Nodes
+from mrl.weights.errors import WeightError
+from mrl.weights.sync.payload import Bucket
+from mrl.weights.sync.transports.base import Deadline, Engines, Hops, Place, Transport, largest
+
+GO, STOP = 1, 0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """nodes: of the world. homes: the node of the engine at each address. buckets: every sender's, by its rank."""
+
+    nodes: Nodes
+    homes: Mapping[str, int]
+    buckets: Mapping[int, Sequence[Bucket]]
+
+    @property
+    def is_over_nodes(self) -> bool:
+        """Whether a sender and an engine are on different nodes. Never for engines of which nobody knows where."""
+        places = {*self.homes.values(), *(self.nodes.of[sender] for sender in self.buckets)}
+        return bool(self.homes) and len(places) > 1
+
+
+class Route:
+    """A sender's way to the other nodes. Construction is collective over the world.
+
+    relays: the rank of each that receives; a sender each, as far as a node's ranks go round
+    """
+
+    def __init__(self, spread: Spread, sender: int, index: int, timeout_s: float) -> None:
+        nodes = spread.nodes
+        others = sorted(set(spread.homes.values()) - {nodes.of[sender]})
+        self.sender = sender
+        self.relays = {node: nodes.ranks(node)[index % len(nodes.ranks(node))] for node in others}
+        self.is_relay = nodes.rank in self.relays.values()
+        members, limit = sorted({sender, *self.relays.values()}), timedelta(seconds=timeout_s)
+        self._words = dist.new_group(members, backend="gloo", timeout=limit)
+        on_gpu = platform.backend() != "gloo"
+        self._bytes = dist.new_group(members, backend="nccl", timeout=limit) if on_gpu else self._words
+
+    def tell(self, word: int) -> None:
+        """The sender's: GO before a bucket, STOP if there will be no more."""
+        dist.broadcast(torch.tensor([word]), self.sender, group=self._words)
+
+    def hear(self) -> int:
+        """A relay's: what the sender tells."""
+        word = torch.empty(1, dtype=torch.int64)
+        dist.broadcast(word, self.sender, group=self._words)
+        return int(word)
+
+    def start(self, part: Tensor) -> Any:
+        """Starts the broadcast of a bucket's bytes, into `part` on relays; `wait()` of it waits."""
+        return dist.broadcast(part, self.sender, group=self._bytes, async_op=True)
+
+
+class OverNodes(Transport):
+    """`kind`, from a rank of every node. Construction is collective over the world."""
+
+    def __init__(self, kind: type[Transport], engines: Engines, place: Place, spread: Spread) -> None:
+        super().__init__(engines, place)
+        self.name = f"{kind.name} over nodes"  # type: ignore[misc]
+        self._kind, self._spread = kind, spread
+        timeout_s = engines.deadline.seconds
+        self._routes = [Route(spread, sender, i, timeout_s) for i, sender in enumerate(sorted(spread.buckets))]
+        self._mine = next((route for route in self._routes if route.sender == place.rank), None)
+        self._here = self._local()
+        self._untold = 0
+
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        self._here = self._local()
+        self._here.prepare(buckets)
+        self._untold = len(buckets)
+
+    def buffer(self, bucket: Bucket) -> Tensor:
+        return self._here.buffer(bucket)
+
+    def deliver(self, bucket: Bucket, flat: Tensor) -> None:
+        self.send(bucket, flat)
+
+    def send(self, bucket: Bucket, flat: Tensor) -> None:
+        route = self._mine
+        assert route is not None, "only senders send"
+        if not route.relays:
+            return self._here.deliver(bucket, flat)
+        began = time.monotonic()
+        self._untold -= 1
+        route.tell(GO)
+        under_way = route.start(flat[: bucket.nbytes])
+        try:
+            if self._here.engines.clients:
+                self._here.deliver(bucket, flat)
+        finally:
+            under_way.wait()
+            platform.synchronize()
+        self.hops.network_s += time.monotonic() - began
+        self.hops.network_bytes += bucket.nbytes * len(route.relays)
+
+    @contextlib.contextmanager
+    def relaying(self) -> Iterator[None]:
+        """Raises the error of a relay here: its node's engines lack a bucket."""
+        relays = [Relay(route, self._spread, self._local()) for route in self._routes if route.is_relay]
+        try:
+            yield
+        finally:
+            if self._mine is not None and self._mine.relays and self._untold:
+                with contextlib.suppress(RuntimeError):  # its relays are gone, and their nodes say so
+                    self._mine.tell(STOP)
+            for relay in relays:
+                relay.join(self.engines.deadline)
+        self.hops = Hops.of_all([self.hops, self._here.hops, *(relay.local.hops for relay in relays)])
+        for relay in relays:
+            relay.result()
+
+    def release(self, failed: bool) -> None:
+        self._untold = 0
+        self._here.release(failed)
+
+    def _local(self) -> Transport:
+        """To the engines of this node alone, of those that are meant now."""
+        homes, here = self._spread.homes, self._spread.nodes.mine
+        clients = tuple(client for client in self.engines.clients if homes[client.url] == here)
+        return self._kind(Engines(clients, self.engines.tensor, self.engines.deadline), self.place)
+
+
+class Relay:
+    """Receives a sender's buckets and hands them on, in a thread: this rank may have shards to bring meanwhile.
+
+    A bucket that cannot be handed on is the end of it for this node; the others are received all the same, since the
+    sender's broadcast is for all nodes at once.
+    """
+
+    def __init__(self, route: Route, spread: Spread, local: Transport) -> None:
+        self.local = local
+        self._route, self._buckets = route, spread.buckets[route.sender]
+        self._node = spread.nodes.mine
+        self._problem: Exception | None = None
+        self._thrown_away: Tensor | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"relay of rank {route.sender}")
+        self._thread.start()
+
+    def join(self, deadline: Deadline) -> None:
+        """Until the last bucket is through."""
+        self._thread.join(deadline.left())
+        if self._thread.is_alive():
+            limit = f"sync.timeout_s = {deadline.seconds:g} s"
+            self._problem = WeightError(f"buckets of rank {self._route.sender} were not there within {limit}")
+
+    def result(self) -> None:
+        """Raises WeightError, with this node's number, if its engines do not have everything."""
+        if self._problem is not None:
+            raise WeightError(f"node {self._node}: {self._problem}") from self._problem
+
+    def _run(self) -> None:
+        try:
+            platform.use_device()
+            self._prepare()
+            for bucket in self._buckets:
+                if self._route.hear() == STOP:
+                    return
+                self._hand_on(bucket)
+        except Exception as error:
+            self._problem = self._problem or error
+        finally:
+            self.local.release(failed=self._problem is not None)
+
+    def _prepare(self) -> None:
+        if self.local.engines.clients:
+            try:
+                self.local.prepare(self._buckets)
+            except Exception as error:
+                self._problem = error
+
+    def _hand_on(self, bucket: Bucket) -> None:
+        wanted = bool(self.local.engines.clients) and self._problem is None
+        flat = self.local.buffer(bucket) if wanted else self._scratch()
+        self._route.start(flat[: bucket.nbytes]).wait()
+        platform.synchronize()
+        if wanted:
+            try:
+                self.local.deliver(bucket, flat)
+            except Exception as error:
+                self._problem = error
+
+    def _scratch(self) -> Tensor:
+        """For what nobody here gets any more."""
+        if self._thrown_away is None:
+            self._thrown_away = torch.empty(largest(self._buckets), dtype=torch.uint8, device=platform.device())
+        return self._thrown_away

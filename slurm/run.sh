@@ -1,0 +1,98 @@
+# What every job in this folder does after its header, which sources this: one launcher a node, and when the time is up
+# save, requeue and go on. Nothing below needs an edit; what may be set in the environment or the header:
+#
+#   CONFIG              the YAML file of the run; or COMMAND, an array, of what `mrl` is to do instead of training
+#   VENV                virtual environment with mrl, seen by all nodes (default: .venv of the checkout)
+#   CONTAINER_IMAGE     instead of a virtual environment (needs pyxis); CONTAINER_MOUNTS: what it sees
+#   LOG_DIR             of the nodes' logs, NAME_JOB_NODE.log (default: logs)
+#   MAX_REQUEUES        how often a job may go on by itself (default: 100)
+#   NCCL_SOCKET_IFNAME, NCCL_IB_HCA, GLOO_SOCKET_IFNAME, NCCL_DEBUG: as NCCL and gloo know them
+#
+# Words after the script's name, KEY=VALUE, go to `mrl train`.
+set -uo pipefail
+
+phase() { echo "$(date '+%F %T') ${SLURM_JOB_NAME} ${SLURM_JOB_ID}.${SLURM_RESTART_COUNT:-0}: $*"; }
+fail() { phase "error: $*"; exit 1; }
+
+cd "${MRL_HOME:-$SLURM_SUBMIT_DIR}" || fail "no directory ${MRL_HOME:-$SLURM_SUBMIT_DIR}"
+[[ -v COMMAND || -f ${CONFIG:?the header of the job names no CONFIG} ]] ||
+  fail "there is no $CONFIG in $PWD: submit from the checkout, or set MRL_HOME"
+EXIT_PREEMPTED=75 INTERRUPTED=138 # of mrl: saved and left after a signal; of a wait: by SIGUSR1
+
+# ---- where the nodes meet: the first one's address as Slurm knows it, a port of this job and attempt
+
+head_name=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+head_node=$(scontrol show node -o "$head_name" | grep -o ' NodeAddr=[^ ]*' | cut -d= -f2)
+head=$(getent ahostsv4 "${head_node:-$head_name}" | awk 'NR == 1 { print $1 }')
+[[ -n $head ]] || fail "the head node $head_name has no IPv4 address"
+port=$((20000 + (SLURM_JOB_ID * 13 + ${SLURM_RESTART_COUNT:-0}) % 10000))
+
+# ---- environment of the ranks and engines
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN} CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+[[ -n ${NCCL_SOCKET_IFNAME:-} ]] || unset NCCL_SOCKET_IFNAME
+[[ $head == 127.* ]] && GLOO_SOCKET_IFNAME=lo
+[[ -n ${GLOO_SOCKET_IFNAME:-${NCCL_SOCKET_IFNAME:-}} ]] && export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$NCCL_SOCKET_IFNAME}
+
+step=(srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --unbuffered)
+if [[ -n ${CONTAINER_IMAGE:-} ]]; then
+  step+=(--container-image="$CONTAINER_IMAGE" --container-workdir="$PWD" --container-mounts="$PWD,${CONTAINER_MOUNTS:-$PWD}")
+  python=python
+else
+  python=${VENV:-$PWD/.venv}/bin/python
+  [[ -x $python ]] || fail "there is no $python: make the environment (README), or set VENV or CONTAINER_IMAGE"
+fi
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+
+# ---- the run
+
+gpus=${SLURM_GPUS_PER_NODE:-} # 8, or h100:8
+if [[ -v COMMAND ]]; then
+  arguments=("${COMMAND[@]}" "$@")
+else
+  arguments=(train "$CONFIG" ${gpus:+"run.nproc=${gpus##*:}"} "$@")
+  ((${SLURM_RESTART_COUNT:-0} > 0)) && arguments+=(run.existing=move_aside) # what no checkpoint was written in
+fi
+if ((SLURM_JOB_NUM_NODES > 1)); then
+  place='--nodes "$SLURM_JOB_NUM_NODES" --node "$SLURM_NODEID" --head "'$head:$port'"'
+fi
+LOG_DIR=${LOG_DIR:-$PWD/logs}
+mkdir -p "$LOG_DIR" || fail "$LOG_DIR cannot be made"
+export LOG=$LOG_DIR/${SLURM_JOB_NAME}_$SLURM_JOB_ID
+
+# Slurm would signal every process of a step, engines and helpers too: only `mrl train` knows its ranks. And it would end
+# the step, with a code of its own, at the first node that is through with saving: so each writes its code down.
+export STATE=$LOG_DIR/.${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0} EXIT_PREEMPTED
+node='exec >>"${LOG}_$SLURMD_NODENAME.log" 2>&1
+(echo $BASHPID >"$STATE.pid.$SLURM_NODEID"; exec "$0" -m mrl "$@" '${place:-}')
+code=$?
+echo $code >"$STATE.code.$SLURM_NODEID"
+exit $((code == EXIT_PREEMPTED ? 0 : code))'
+warn() {
+  phase "told to stop: the ranks save"
+  "${step[@]}" --mem=0 bash -c 'kill -USR1 "$(cat "$STATE.pid.$SLURM_NODEID")"' || phase "error: not every node could be told"
+}
+trap warn USR1
+
+phase "nodes $SLURM_JOB_NODELIST, head $head:$port, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+[[ -n ${CONTAINER_IMAGE:-} ]] && "${step[@]}" true && phase "every node has the container"
+phase "starting: mrl ${arguments[*]}; each node writes to ${LOG}_NODE.log"
+"${step[@]}" --mem=0 --kill-on-bad-exit=1 bash -c "$node" "$python" "${arguments[@]}" &
+run=$!
+code=$INTERRUPTED
+while ((code == INTERRUPTED)); do # the wait, not the run
+  wait "$run"
+  code=$?
+done
+first=$(ls -tr "$STATE".code.* 2>/dev/null | xargs -r -d '\n' cat | grep -v '^0$' | head -n 1)
+code=${first:-$code}
+rm -f "$STATE".*
+
+if ((code == EXIT_PREEMPTED && ${SLURM_RESTART_COUNT:-0} < ${MAX_REQUEUES:-100})); then
+  phase "saved and left; the job goes on as soon as there is room for it"
+  scontrol requeue "$SLURM_JOB_ID"
+  sleep 60 # for Slurm to end this script
+fi
+phase "ended with exit code $code"
+exit "$code"

@@ -1,0 +1,126 @@
+"""slurm/run.sh under a real Slurm of two virtual nodes, with a stand-in for `mrl` that starts at once."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.slurm_cluster import Cluster, missing
+from tests.train_tools import ROOT
+
+JOBS = sorted(file for file in (ROOT / "slurm").glob("*.sh") if file.name != "run.sh")
+# In the place of python: says what it is told; leaves with 75 when it is warned, unless a process of its own was too.
+STAND_IN = """#!/bin/bash
+echo "told: $*"
+[[ $ENDS == at_once && $SLURM_NODEID == 1 ]] && exit 3
+[[ $ENDS == second_time && $SLURM_RESTART_COUNT == 1 || $ENDS == well ]] && exit 0
+sleep 120 & helper=$!
+trap 'kill -0 $helper && { kill $helper; exit 75; }; exit 4' USR1
+echo ready
+wait $helper
+"""
+
+
+@dataclass
+class Desk:
+    """Where jobs are submitted."""
+
+    slurm: Cluster
+    folder: Path
+
+    def submit(self, ends: str, *arguments: str, **environment: str) -> str:
+        there = {"VENV": str(self.folder / "venv"), "LOG_DIR": str(self.folder / "logs"), "MRL_HOME": str(ROOT)}
+        script = str(ROOT / "slurm" / "ppo_tiny_cpu.sh")
+        return self.slurm.submit(self.folder, script, *arguments, **there, **environment, ENDS=ends)
+
+    def log(self, job: str, node: str) -> str:
+        file = self.folder / "logs" / f"ppo_tiny_cpu_{job}_{node}.log"
+        return file.read_text() if file.exists() else ""
+
+    def phases(self, job: str) -> str:
+        return (self.folder / f"ppo_tiny_cpu_{job}.log").read_text()
+
+    def ended(self, job: str) -> tuple[str, str]:
+        """State and exit code, once there is one."""
+        states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        self.slurm.wait_for(lambda: self.slurm.field(job, "JobState") in states, 90)
+        return self.slurm.field(job, "JobState"), self.slurm.field(job, "ExitCode")
+
+    def warn(self, job: str) -> None:
+        """As `#SBATCH --signal=B:USR1@...` does when the time is nearly up, once all nodes are at work."""
+        self.slurm.wait_for(lambda: all("ready" in self.log(job, node) for node in ("n1", "n2")), 60)
+        self.slurm.call("scancel", "--batch", "--signal=USR1", job)
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    if absent := missing():
+        packages = "slurmctld slurmd slurm-client munge"
+        pytest.skip(f"Slurm is not installed ({', '.join(absent)} missing): apt-get install {packages}")
+    folder = tmp_path_factory.mktemp("jobs")
+    python = folder / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    with contextlib.closing(Cluster()) as slurm:
+        yield Desk(slurm, folder)
+
+
+def test_each_node_gets_its_own_place_and_the_same_head(desk: Desk) -> None:
+    job = desk.submit("well", "run.steps=7")
+    assert desk.ended(job) == ("COMPLETED", "0:0")
+    told = [re.search(r"told: -m mrl train (\S+) (.*)", desk.log(job, node)) for node in ("n1", "n2")]
+    places = [re.search(r"run.steps=7 --nodes 2 --node (\d) --head (127.0.1.1:2\d{4})$", one[2]) for one in told if one]
+    assert [place[1] for place in places if place] == ["0", "1"]
+    assert len({place[2] for place in places if place}) == 1
+    assert re.search(r"ppo_tiny_cpu \d+\.0: nodes n\[1-2\], head .*, commit \w+\n.*starting: ", desk.phases(job))
+
+
+def test_who_is_told_to_stop_and_saves_goes_on_under_the_same_number(desk: Desk) -> None:
+    """`mrl` alone is told, not what it has started."""
+    job = desk.submit("second_time")
+    desk.warn(job)
+    assert desk.ended(job) == ("COMPLETED", "0:0"), desk.phases(job)
+    assert desk.slurm.field(job, "Restarts") == "1"
+    assert "told to stop" in desk.phases(job) and "saved and left" in desk.phases(job)
+    heads = re.findall(r"--head (\S+)", desk.log(job, "n1"))
+    assert len(heads) == len(set(heads)) == 2, "an attempt met at a former one's port"
+
+
+def test_a_job_that_has_gone_on_often_enough_ends_with_mrl_s_code(desk: Desk) -> None:
+    job = desk.submit("never", MAX_REQUEUES="0")
+    desk.warn(job)
+    assert desk.ended(job) == ("FAILED", "75:0"), desk.phases(job)
+
+
+def test_one_node_s_failure_ends_the_job_with_its_code(desk: Desk) -> None:
+    job = desk.submit("at_once")
+    assert desk.ended(job) == ("FAILED", "3:0"), desk.phases(job)
+    assert not desk.slurm.processes_of(job)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [({"CONFIG": "none.yaml"}, "there is no none.yaml"), ({"VENV": "/none"}, "there is no /none/bin")],
+)
+def test_what_a_job_lacks_is_said_before_anything_starts(desk: Desk, wrong: dict[str, str], reason: str) -> None:
+    there = {"VENV": str(desk.folder / "venv"), "MRL_HOME": str(ROOT), "ENDS": "well"} | wrong
+    job = desk.slurm.submit(desk.folder, str(ROOT / "slurm" / "ppo_tiny_cpu.sh"), **there)
+    assert desk.ended(job) == ("FAILED", "1:0")
+    assert reason in desk.phases(job)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.stem)
+def test_every_job_is_a_header_over_the_one_runner(job: Path) -> None:
+    assert subprocess.run(["bash", "-n", job], check=False).returncode == 0
+    text = job.read_text()
+    assert f"#SBATCH --job-name={job.stem}\n" in text
+    assert text.splitlines()[-1] == 'source "${MRL_HOME:-$SLURM_SUBMIT_DIR}/slurm/run.sh"'
+    if job.stem != "convert":
+        assert {"--requeue", "--signal=B:USR1", "--open-mode=append"} <= set(re.findall(r"--[\w=:-]+", text))
