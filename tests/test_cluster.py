@@ -22,7 +22,7 @@ from tests.slurm_cluster import Cluster, missing
 from tests.test_resume import results, samples
 from tests.train_tools import ROOT, write_config
 
-LIMIT_S = 240.0
+LIMIT_S = 150.0
 STEPS = 6
 # The pipeline's stages are on different nodes, tensor parallelism stays on one; each node has its engine.
 PPO: dict[str, Any] = {
@@ -133,7 +133,7 @@ def slurm() -> Iterator[Cluster]:
 
 
 def submit(slurm: Cluster, setting: Setting, *overrides: str) -> str:
-    places = {"CONFIG": str(setting.config), "MRL_HOME": str(ROOT), "LOG_DIR": str(setting.folder / "logs")}
+    places = {"CONFIG": str(setting.config), "MRL_HOME": str(ROOT), "LOG_DIR": str(setting.folder / "logs"), "LOST_S": "12"}
     script, run = str(ROOT / "slurm" / "ppo_tiny_cpu.sh"), ["run.nproc=2", "checkpoint.every_steps=1", *overrides]
     return slurm.submit(setting.folder, script, *run, **places, VENV=sys.prefix)
 
@@ -167,7 +167,7 @@ def test_a_job_that_is_warned_and_loses_a_node_ends_as_the_undisturbed_run(
     wait_for_step(made + 1)
     slurm.kill_node("n2")
     slurm.call("slurmd", "-N", "n2")
-    wait_for(lambda: slurm.field(job, "Restarts") == "2", lambda: said(setting))
+    wait_for(lambda: slurm.field(job, "Restarts") == "2" or state(slurm, job) == "FAILED", lambda: said(setting))
     wait_for(lambda: state(slurm, job) in ("COMPLETED", "FAILED"), lambda: said(setting))
     assert state(slurm, job) == "COMPLETED", said(setting)
     assert samples(run_dir) == samples(whole)
