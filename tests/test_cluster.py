@@ -183,10 +183,15 @@ def _learnt(run_dir: Path) -> dict[int, dict[str, float]]:
 
 
 def test_a_cancelled_job_leaves_nothing(slurm: Cluster, setting: Setting) -> None:
+    """Eight ranks, TP2 x PP2 x DP2 over both nodes, and an SGLang server on each."""
     run_dir = setting.run_dir("cancelled")
-    job = submit(slurm, setting, "run.name=cancelled", "run.steps=1000", "checkpoint.every_steps=1000")
+    size = ["run.nproc=4", "rollout.engine=sglang"]
+    job = submit(slurm, setting, "run.name=cancelled", "run.steps=1000", "checkpoint.every_steps=1000", *size)
     wait_for(lambda: steps_made(run_dir) >= 1 or state(slurm, job) == "FAILED", lambda: said(setting))
-    assert len(slurm.processes_of(job)) > 6
+    assert state(slurm, job) == "RUNNING", said(setting)
+    log = (setting.folder / "logs" / f"ppo_tiny_cpu_{job}_n1.log").read_text()
+    assert "TP2 x PP2 x DP2 over 8 ranks" in log and "2 engines have the weights of step 0, all 21 tensors" in log
+    assert len(slurm.processes_of(job)) > 12
     slurm.call("scancel", job)
     wait_for(lambda: state(slurm, job) == "CANCELLED", lambda: said(setting))
     wait_for(lambda: not slurm.processes_of(job), lambda: f"{slurm.processes_of(job)}\n{said(setting)}")
