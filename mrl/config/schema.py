@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from mrl.config.sections.algorithm import AlgorithmConfig, FilterGroupsConfig, KLConfig, PFPPOConfig, ValueLossConfig
 from mrl.config.sections.base import Section
-from mrl.config.sections.data import BatchConfig, DataConfig, SFTBatchConfig, SourceConfig, Sources
+from mrl.config.sections.data import (
+    BatchConfig,
+    DataConfig,
+    PreferenceBatchConfig,
+    PreferenceDataConfig,
+    SFTBatchConfig,
+    SourceConfig,
+    Sources,
+)
 from mrl.config.sections.models import (
     CriticConfig,
     ModelConfig,
@@ -59,6 +67,8 @@ __all__ = [
     "PTXConfig",
     "ParallelConfig",
     "PolicyLossConfig",
+    "PreferenceBatchConfig",
+    "PreferenceDataConfig",
     "RLConfig",
     "RefConfig",
     "ReplayConfig",

@@ -55,7 +55,7 @@ class RowReader:
         """Why the row has no answer to learn from; None if it has one."""
         key = self.cfg.answer_key
         if key not in row:
-            return _missing(row, key, "data.answer_key")
+            return missing(row, key, "data.answer_key")
         return None if isinstance(row[key], str) else f"{key!r} must be text, not {type(row[key]).__name__}"
 
 
@@ -77,14 +77,19 @@ def check_first(source: SourceConfig, reader: RowReader, dress: Callable[[Row], 
     raise_for(problems)
 
 
-def _missing(row: Row, key: str, setting: str) -> str:
+def missing(row: Row, key: str, setting: str) -> str:
+    """What to say of a row without the key that `setting` names."""
     return f"no key {key!r} ({setting}); the row has: {', '.join(map(repr, row)) or 'nothing'}"
 
 
 def _prompt_problem(row: Row, key: str, chat: bool) -> str | None:
     if key not in row:
-        return _missing(row, key, "data.prompt_key")
-    value = row[key]
+        return missing(row, key, "data.prompt_key")
+    return content_problem(row[key], key, chat)
+
+
+def content_problem(value: Any, key: str, chat: bool) -> str | None:
+    """Why the value of a key is neither text nor, where there is a chat template, messages; None if it is."""
     if isinstance(value, str):
         return None
     if not chat:
