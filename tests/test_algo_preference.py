@@ -82,9 +82,7 @@ PAPERS: dict[str, Callable[[Pair], Number]] = {
     "ipo": lambda p: (p.sc / p.nc - p.sr / p.nr - 1 / (2 * p.b)) ** 2,
     "sigmoid_norm": lambda p: -log(sigma(p.b * (p.sc / p.nc - p.sr / p.nr))),
     "exo_pair": exo,
-    "nca_pair": lambda p: (
-        -log(sigma(p.b * p.dc)) - log(sigma(-p.b * p.dc)) / 2 - log(sigma(-p.b * p.dr)) / 2
-    ),
+    "nca_pair": lambda p: -log(sigma(p.b * p.dc)) - log(sigma(-p.b * p.dc)) / 2 - log(sigma(-p.b * p.dr)) / 2,
     "bco_pair": lambda p: -log(sigma(p.b * p.dc)) - log(sigma(-p.b * p.dr)),
     "sppo_hard": lambda p: (p.dc - 1 / (2 * p.b)) ** 2 + (p.dr + 1 / (2 * p.b)) ** 2,
     "apo_zero": lambda p: 1 - sigma(p.b * p.dc) + sigma(p.b * p.dr),

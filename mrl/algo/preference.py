@@ -60,9 +60,7 @@ PairLoss = Callable[..., Tensor]
 PAIR_LOSSES: Registry[PairLoss] = Registry("pair loss")
 
 
-def reward(
-    ratio: Tensor, f_divergence_type: str = "reverse_kl", f_alpha_divergence_coef: float = 0.5
-) -> Tensor:
+def reward(ratio: Tensor, f_divergence_type: str = "reverse_kl", f_alpha_divergence_coef: float = 0.5) -> Tensor:
     """[P]: f'(e^D), less what cancels in a difference, for the f-divergence from the reference (arXiv 2309.16240).
 
     Exponents stop at 80, beyond which the gradient is 0. Raises ValueError for an unknown divergence.

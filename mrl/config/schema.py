@@ -29,6 +29,7 @@ from mrl.config.sections.policy import (
     PolicyLossConfig,
     RolloutCorrectionConfig,
 )
+from mrl.config.sections.preference import LossesConfig, PreferenceConfig, PreferenceRefConfig
 from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
 from mrl.config.sections.reward import (
     CodeConfig,
@@ -42,6 +43,7 @@ from mrl.config.sections.reward import (
 from mrl.config.sections.rollout import MismatchConfig, RolloutConfig, SamplingConfig, SyncConfig, ValidationConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig, SectionTimeouts
 from mrl.config.trainers.base import Config
+from mrl.config.trainers.dpo import DPOConfig
 from mrl.config.trainers.rl import RLConfig
 from mrl.config.trainers.sft import SFTConfig
 from mrl.options.losses import AggMode
@@ -55,6 +57,7 @@ __all__ = [
     "Config",
     "CriticConfig",
     "DataConfig",
+    "DPOConfig",
     "EMAConfig",
     "FilterGroupsConfig",
     "FormatConfig",
@@ -67,8 +70,11 @@ __all__ = [
     "PTXConfig",
     "ParallelConfig",
     "PolicyLossConfig",
+    "LossesConfig",
     "PreferenceBatchConfig",
+    "PreferenceConfig",
     "PreferenceDataConfig",
+    "PreferenceRefConfig",
     "RLConfig",
     "RefConfig",
     "ReplayConfig",

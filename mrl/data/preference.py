@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,17 +24,21 @@ from mrl.data.tokenizer import Tokenizer
 class PreferenceDataset:
     """The usable rows of all sources, tokenised; a row's number is its place among them.
 
-    has_labels: single responses with a label; else pairs, of which a batch has the chosen response before the rejected
-    one. `Rollout.scores` holds 1 for what is chosen or labelled true, 0 for the rest.
+    form: what a row is. Of pairs a batch has the chosen response before the rejected one. `Rollout.scores` holds 1 for
+    what is chosen or labelled true, 0 for the rest.
 
     Raises DataError for malformed rows, and if nothing is left of a source.
     """
 
     def __init__(
-        self, sources: Sequence[SourceConfig], cfg: PreferenceDataConfig, tokenizer: Tokenizer, has_labels: bool
+        self,
+        sources: Sequence[SourceConfig],
+        cfg: PreferenceDataConfig,
+        tokenizer: Tokenizer,
+        form: Literal["pairs", "labels"],
     ) -> None:
-        self.cfg, self.tokenizer, self.has_labels = cfg, tokenizer, has_labels
-        encoder, reader = Encoder(cfg, tokenizer), PreferenceReader(cfg, has_labels)
+        self.cfg, self.tokenizer, self.form = cfg, tokenizer, form
+        encoder, reader = Encoder(cfg, tokenizer), PreferenceReader(cfg, form)
         self.sources: list[PreferenceSource] = []
         for source in sources:
             first = sum(len(found.rows) for found in self.sources)
@@ -51,7 +56,7 @@ class PreferenceDataset:
     @property
     def per_row(self) -> int:
         """Responses of a row."""
-        return 1 if self.has_labels else 2
+        return 1 if self.form == "labels" else 2
 
     @property
     def mixture(self) -> Mixture:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mrl.config.schema import PreferenceDataConfig
 from mrl.data.encoder import Dressed, Encoder
-from mrl.data.rows import Row, RowReader, content_problem, missing
+from mrl.data.rows import Row, completed, content_problem, missing
+from mrl.data.sources import Rows
 
 
 @dataclass(frozen=True)
@@ -23,43 +24,33 @@ class Compared:
 
 @dataclass(frozen=True)
 class PreferenceReader:
-    """has_labels: rows of single responses with a label, not of pairs."""
+    """form: what a row is."""
 
     cfg: PreferenceDataConfig
-    has_labels: bool
+    form: Literal["pairs", "labels"]
 
-    @property
-    def response_keys(self) -> dict[str, str]:
-        """The settings that name a row's responses -> the names."""
-        cfg = self.cfg
-        if self.has_labels:
-            return {"completion_key": cfg.completion_key}
-        return {"chosen_key": cfg.chosen_key, "rejected_key": cfg.rejected_key}
-
-    def read(self, row: Row, source_name: str | None) -> Row:
+    def read(self, rows: Rows, i: int, source_name: str | None) -> Row:
         """The completed row. Raises ValueError, which says why it cannot be used."""
-        cfg, row = self.cfg, RowReader(self.cfg).complete(row, source_name)
-        needed = dict(self.response_keys)
-        if self.has_labels:
-            needed |= {"prompt_key": cfg.prompt_key, "label_key": cfg.label_key}
-        for setting, key in needed.items():
+        cfg, responses = self.cfg, self.cfg.responses(self.form).values()
+        row = completed(rows[i], cfg, (cfg.prompt_key, *cfg.needed(self.form).values()), source_name)
+        for setting, key in cfg.needed(self.form).items():
             if row.get(key) is None:
                 raise ValueError(missing(row, key, f"data.{setting}"))
         has_prompt = row.get(cfg.prompt_key) is not None
-        for key in (*self.response_keys.values(), *[cfg.prompt_key] * has_prompt):
+        for key in (*responses, *[cfg.prompt_key] * has_prompt):
             if problem := content_problem(row[key], key, cfg.chat_template):
                 raise ValueError(problem)
-        if not has_prompt and len({type(row[key]) for key in self.response_keys.values()}) > 1:
+        if not has_prompt and len({type(row[key]) for key in responses}) > 1:
             raise ValueError("one of the two conversations is text, the other a list of messages")
-        if self.has_labels and row[cfg.label_key] not in (True, False):
+        if self.form == "labels" and row[cfg.label_key] not in (True, False):
             raise ValueError(f"{cfg.label_key!r} must be true or false, not {row[cfg.label_key]!r}")
         return row
 
     def dressed(self, row: Row, encoder: Encoder) -> Compared:
         """What is tokenised of a row that `read` gives. Raises ValueError for a conversation that the chat template
         refuses, or two of them that begin with different messages."""
-        cfg, responses = self.cfg, [row[key] for key in self.response_keys.values()]
-        label = bool(row[cfg.label_key]) if self.has_labels else None
+        cfg, responses = self.cfg, [row[key] for key in self.cfg.responses(self.form).values()]
+        label = bool(row[cfg.label_key]) if self.form == "labels" else None
         prompt = row.get(cfg.prompt_key)
         if prompt is None and isinstance(responses[0], list):
             shared = common_start(*responses)

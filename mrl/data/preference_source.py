@@ -19,13 +19,15 @@ BATCH_ROWS = 512  # tokenised at once
 
 @dataclass(frozen=True)
 class Preference:
-    """One usable row. index: its row number; responses: chosen, rejected, or the only one; label: of that."""
+    """One usable row. index: its row number; prompt, responses int32: chosen, rejected, or the only one; label: of
+    that; is_cut: a response lacks its end."""
 
     index: int
     prompt: np.ndarray
     responses: tuple[np.ndarray, ...]
     label: bool | None
     source: str | None
+    is_cut: bool
 
 
 class PreferenceSource:
@@ -79,13 +81,14 @@ class PreferenceSource:
                 prompt = next(ids) if row.prompt else None
                 fitting = self._fit(i, prompt, [self._ended(next(ids)) for _ in row.wholes])
                 if fitting is not None:
-                    kept, *responses = (np.asarray(part, dtype=np.int32) for part in fitting)
-                    yield Preference(self.first_index + i, kept, tuple(responses), row.label, row.source)
+                    parts, is_cut = fitting
+                    kept, *responses = (np.asarray(part, dtype=np.int32) for part in parts)
+                    yield Preference(self.first_index + i, kept, tuple(responses), row.label, row.source, is_cut)
 
     def _compared(self, rows: range) -> Iterator[tuple[int, Compared]]:
         for i in rows:
             try:
-                yield i, self._reader.dressed(self._reader.read(self.rows[i], self.source.name), self._encoder)
+                yield i, self._reader.dressed(self._reader.read(self.rows, i, self.source.name), self._encoder)
             except TokenizerError as error:  # so would every other row
                 raise TokenizerError(f"{self.rows.where(i)}: {error}") from None
             except ValueError as error:
@@ -96,8 +99,9 @@ class PreferenceSource:
         eos = self._encoder.tokenizer.eos_id
         return ids if self._cfg.chat_template or ids[-1:] == [eos] else [*ids, eos]
 
-    def _fit(self, i: int, prompt: list[int] | None, wholes: list[list[int]]) -> list[list[int]] | None:
-        """[prompt, *responses] within the limits; None for a row that is left out, or cannot be used.
+    def _fit(self, i: int, prompt: list[int] | None, wholes: list[list[int]]) -> tuple[list[list[int]], bool] | None:
+        """([prompt, *responses] within the limits, whether a response was cut); None for a row that is left out, or
+        cannot be used.
 
         The prompt ends where its own tokens and those of every whole text part: tokens may merge over its end.
         """
@@ -122,6 +126,6 @@ class PreferenceSource:
         else:
             self.merged += prompt is not None and shared < len(prompt)
             self.cut_prompt += is_long
-            self.cut += any(len(whole) - shared > room for whole in wholes)
-            return [ids, *responses]
+            self.cut += (is_cut := any(len(whole) - shared > room for whole in wholes))
+            return [ids, *responses], is_cut
         return None

@@ -56,10 +56,12 @@ class Loss:
     """A loss and the names of its metrics (known on every rank, also where no output arrives).
 
     compute(model output [k, n], places [n] of its tokens in the flat response vectors) -> LossParts
+    together: so many samples, one after the other, are in one micro-batch
     """
 
     compute: Callable[[Tensor, Tensor], LossParts]
     sums: tuple[str, ...]
+    together: int = 1
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ class Learner:
         batches = [
             _MicroBatch(packed, term.temperature, term.entropy_grad, number)
             for number, term in enumerate(terms)
-            for packed in self._micro_batches(term.rollout, term.sample_ids)
+            for packed in self._micro_batches(term.rollout, term.sample_ids, term.loss.together)
         ]
         for term in terms:
             self._count_flops(term.rollout, term.sample_ids, passes=1 + BACKWARD)
@@ -262,21 +264,33 @@ class Learner:
         lens, outputs = rollout.seq_lens[ids], int(rollout.response_lens[ids].sum())
         self.flops += passes * self._flops.total(int(lens.sum()), int((lens * (lens + 1) // 2).sum()), outputs)
 
-    def _micro_batches(self, rollout: Rollout, sample_ids: range | list[int]) -> list[PackedBatch]:
-        """This rank's micro-batches; their number is the same on every rank."""
+    def _micro_batches(self, rollout: Rollout, sample_ids: range | list[int], together: int = 1) -> list[PackedBatch]:
+        """This rank's micro-batches; their number is the same on every rank. together: as in `Loss`."""
         require_ids(rollout, self.arch.vocab_size)
-        mesh, ids = self.mesh, list(sample_ids)
+        mesh, ids, align = self.mesh, list(sample_ids), sequence_align(self.mesh.cp)
+        padded = (rollout.seq_lens[ids] + align - 1) // align * align
         plan = plan_micro_batches(
-            rollout.seq_lens[ids],
+            padded.view(-1, together).sum(1),
             mesh.dp,
             self.train.max_tokens_per_microbatch,
-            sequence_align(mesh.cp),
             multiple_of=mesh.pp if mesh.vpp else 1,
         )
         return [
-            pack(rollout, [ids[i] for i in group], mesh.cp, mesh.cp_rank, align_total=mesh.cp * mesh.tp)
-            for group in plan[mesh.dp_rank]
+            pack(
+                rollout,
+                [ids[together * item + i] for item in items for i in range(together)],
+                mesh.cp,
+                mesh.cp_rank,
+                align_total=mesh.cp * mesh.tp,
+            )
+            for items in plan[mesh.dp_rank]
         ]
+
+    def fits_together(self, rollout: Rollout, together: int) -> bool:
+        """Whether so many samples, one after the other, are never more tokens than a micro-batch may have."""
+        align = sequence_align(self.mesh.cp)
+        padded = (rollout.seq_lens + align - 1) // align * align
+        return int(padded.view(-1, together).sum(1).max()) <= self.train.max_tokens_per_microbatch
 
     def _schedule(
         self,
@@ -316,7 +330,8 @@ class Learner:
                 end = first + len(loss.sums)
                 for part in parts:
                     sums[1] += part.loss
-                    sums[first:end] += torch.stack(part.sums).double()
+                    if part.sums:
+                        sums[first:end] += torch.stack(part.sums).double()
                 first = end
         dist.all_reduce(sums)
         broken_ranks, *values = sums.tolist()

@@ -79,6 +79,17 @@ class PreferenceDataConfig(DataConfig):
     label_key: str = "label"  # whether that is a good one: true or false
     max_tokens: PositiveInt = 2048  # tokens of prompt and response; longer responses are cut at their end
 
+    def responses(self, form: Literal["pairs", "labels"]) -> dict[str, str]:
+        """The settings that name a row's responses -> the names."""
+        if form == "labels":
+            return {"completion_key": self.completion_key}
+        return {"chosen_key": self.chosen_key, "rejected_key": self.rejected_key}
+
+    def needed(self, form: Literal["pairs", "labels"]) -> dict[str, str]:
+        """The settings that name what every row has -> the names."""
+        others = {"prompt_key": self.prompt_key, "label_key": self.label_key} if form == "labels" else {}
+        return self.responses(form) | others
+
 
 class BatchConfig(Section):
     """How much a step samples, and in how many updates it learns from that."""
