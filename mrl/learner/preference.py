@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,8 @@ class Targets:
 
     def to(self, device: torch.device) -> Targets:
         """Each tensor on the device."""
-        return replace(self, **{name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)})
+        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
     def sums(self, log_probs: Tensor, places: Tensor | slice = slice(None)) -> Tensor:
         """[B] float64: of the tokens at `places` [n], whose log-probs [n] these are."""

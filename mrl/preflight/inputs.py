@@ -3,7 +3,7 @@ used. Each look yields one finding a mistake."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from mrl.config.tokenizer_files import TOKENIZER
 from mrl.data import DataError, TokenizerError, load_tokenizer
 from mrl.data.encoder import Encoder
 from mrl.data.preference_rows import PreferenceReader
-from mrl.data.rows import Reader, RowCheck, RowReader, check_first
+from mrl.data.rows import Reader, Row, RowCheck, RowReader, check_first
 from mrl.data.sources import open_rows
 from mrl.options.estimators import OwnEstimator
 from mrl.options.losses import OwnLoss
@@ -79,8 +79,10 @@ def look_at_data(cfg: Config) -> Iterator[Finding]:
         tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
         for source, reader in dressed:
             encoder = Encoder(reader.cfg, tokenizer)
-            pairs = isinstance(reader, PreferenceReader)
-            check_first(source, reader, partial(reader.dressed, encoder=encoder) if pairs else encoder.text)
+            dress: Callable[[Row], object] = encoder.text
+            if isinstance(reader, PreferenceReader):
+                dress = partial(reader.dressed, encoder=encoder)
+            check_first(source, reader, dress)
     except (DataError, TokenizerError) as error:
         yield Finding("tokenizer", "problem", str(error))
         return
