@@ -38,7 +38,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", *ON_DISK),
     "observe": ("core", "config", "files", "packages", "redaction"),
     "resilience": ("core", "config", "platform", "parallel", "failure", "files"),
-    "trainers": (*BELOW, "rollout", "reward", "learner", "checkpoint", "observe", "resilience", "failure", "ports"),
+    "trainers": (*BELOW, "rollout", "reward", "learner", "checkpoint", "observe", "resilience", "failure", "files", "ports"),
     "plan": ("core", "families", "config", "platform", "parallel", "models", "learner", "data"),
     "preload": ("config", "platform", "checkpoint"),
     "preflight": (

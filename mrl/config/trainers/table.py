@@ -46,8 +46,8 @@ class Trainer(Generic[C]):
 
 TRAINERS: dict[str, Trainer[Any]] = {  # by `trainer`
     "rl": Trainer(RLConfig, "mrl.trainers.rl.loop:main", rl_checks.check, rl_checks.check_files),
-    "dpo": Trainer(dpo.DPOConfig, "mrl.trainers.dpo.loop:main", dpo.check),
     "sft": Trainer(sft.SFTConfig, "mrl.trainers.sft:main", sft.check),
+    "dpo": Trainer(dpo.DPOConfig, "mrl.trainers.dpo.loop:main", dpo.check),
 }
 
 
