@@ -35,8 +35,8 @@ class DPOConfig(Config):
         return super().models() | {"ref": ModelUse(path, self.actor.parallel if self.has_own_reference else None)}
 
     def built(self) -> dict[str, Built]:
-        reference = {"ref": Built(self.ref.path, self.actor)} if self.has_own_reference else {}
-        return super().built() | reference
+        stays = self.has_own_reference and self.ref.policy != "cached"
+        return super().built() | ({"ref": Built(self.ref.path, self.actor)} if stays else {})
 
     def copies(self) -> dict[str, bool]:
         moves = self.preference.needs_reference and self.ref.policy == "refreshed"
@@ -46,7 +46,14 @@ class DPOConfig(Config):
         samples = self.batch.rows_per_step * (1 if self.preference.is_unpaired else 2)
         live = ("ref",) if self.preference.needs_reference and self.ref.policy != "cached" else ()
         before = ("actor",) if self.preference.couples_rows else ()
-        return StepSize(learnt=samples, minibatch=samples, passes=before + live)
+        longest = self.data.max_prompt_tokens
+        return StepSize(
+            learnt=samples,
+            minibatch=samples,
+            prompt_tokens=longest,
+            response_tokens=self.data.max_tokens - longest,
+            passes=before + live,
+        )
 
     def data_uses(self) -> dict[str, DataUse]:
         form: Literal["pairs", "labels"] = "labels" if self.preference.is_unpaired else "pairs"

@@ -102,10 +102,11 @@ def step_targets(run: DPORun, batch: Rollout, numbers: Sequence[int]) -> Targets
 def update(run: DPORun, batch: Rollout, of_step: Targets) -> tuple[Targets, Tensor, dict[str, float]]:
     """One optimizer update: (what the losses were held against, the policy's sums [B] before it, metrics). Collective.
 
-    In one pass where a row's gradient needs nothing of other rows and every row fits into a micro-batch, else in two.
+    In one pass where a row's gradient needs nothing of other rows and every pair fits into a micro-batch, else in two.
     """
     actor, samples = run.actor, range(batch.num_samples)
-    if not run.cfg.preference.couples_rows and actor.fits_together(batch, of_step.together):
+    fits = of_step.together == 1 or actor.fits_together(batch, of_step.together)
+    if fits and not run.cfg.preference.couples_rows:
         loss = one_pass(of_step, actor.total_over_context, actor.mesh.cp)
         metrics = actor.backward(batch, samples, loss, temperature=1.0)
         policy = of_step.sums(actor.last_log_probs(batch)[0])
