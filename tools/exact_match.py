@@ -1,4 +1,4 @@
-"""How many answers of a model are a data set's, without sampling.
+"""How many answers of a model are a data set's: the likeliest ones, and those drawn at temperature 1.
 
     python tools/exact_match.py MODEL_DIR DATA.jsonl [--rows 256 --max-new-tokens 8]
 
@@ -13,23 +13,28 @@ import json
 from pathlib import Path
 
 
-def share(model_dir: Path, rows: list[dict[str, str]], max_new_tokens: int) -> float:
-    """Of the rows whose answer the model gives, up to its EOS."""
+def shares(model_dir: Path, rows: list[dict[str, str]], max_new_tokens: int) -> tuple[float, float]:
+    """(likeliest, drawn): of the rows whose answer the model gives, up to its EOS."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_dir, torch_dtype=torch.float32)
     batch = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True, add_special_tokens=False)
-    made = model.generate(
-        batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    texts = tokenizer.batch_decode(made[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows)
+    torch.manual_seed(0)
+    found = []
+    for draws in (False, True):
+        made = model.generate(
+            batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=max_new_tokens,
+            do_sample=draws,
+            top_k=0 if draws else None,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        texts = tokenizer.batch_decode(made[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        found.append(sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows))
+    return found[0], found[1]
 
 
 def main() -> None:
@@ -41,7 +46,8 @@ def main() -> None:
     args = parser.parse_args()
     with args.data.open() as file:
         rows = [json.loads(line) for line in itertools.islice(file, args.rows)]
-    print(f"{args.model_dir}: {share(args.model_dir, rows, args.max_new_tokens):.3f} of {len(rows)} answers are right")
+    likeliest, drawn = shares(args.model_dir, rows, args.max_new_tokens)
+    print(f"{args.model_dir}: right of {len(rows)}: {likeliest:.3f} of the likeliest answers, {drawn:.3f} of those drawn")
 
 
 if __name__ == "__main__":
