@@ -16,6 +16,7 @@ from mrl.plan import memory, timing
 from mrl.plan.chips import Assumptions, Cluster
 from mrl.plan.engine import EnginePlan, plan_engine
 from mrl.plan.memory import Item, Phase
+from mrl.plan.places import Places
 from mrl.plan.timing import Clock, Part
 from mrl.plan.workload import Work, models_of
 
@@ -69,6 +70,11 @@ class Plan:
             for name in names
         ]
         return {name: max(rows, key=lambda row: row[0])[1:] for name, rows in zip(names, each, strict=True)}
+
+    @cached_property
+    def places(self) -> Places:
+        cluster = self.cluster
+        return Places.on_gpus(self.work.models, cluster.gpus, cluster.per_node, self.engine)
 
     @cached_property
     def parts(self) -> list[Part]:

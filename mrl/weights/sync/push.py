@@ -50,8 +50,10 @@ class SyncReport:
     hops: Hops
 
     def metrics(self) -> dict[str, float]:
-        """sync/gather_s, sync/network_bytes, ...: the hops that there were."""
-        return {f"sync/{name}": value for name, value in asdict(self.hops).items() if value}
+        """sync/s, sync/bytes: of the whole push, a byte of the model counted once; sync/gather_s, sync/network_bytes,
+        ...: the hops that there were."""
+        hops = {f"sync/{name}": value for name, value in asdict(self.hops).items() if value}
+        return {"sync/s": self.seconds, "sync/bytes": float(self.bytes), **hops}
 
 
 class WeightSync:
