@@ -53,7 +53,7 @@ def planned(cfg: Config, run_dir: Path, recorder: Recorder | SilentRecorder) -> 
     try:
         machine, (chip, why) = Machine.around(platform.gpu_count()), _chip(cfg)
         shapes = read_shapes(cfg)
-        models = models_of(cfg, shapes, machine.world_size, on_gpu=bool(machine.gpus))
+        models = models_of(cfg, shapes, machine.world_size, on_gpu=bool(platform.gpu_names()))
         places = Places.of(cfg, {model.name: model for model in models}, machine)
         cluster = Cluster(chip, machine.world_size, machine.local_world_size) if chip is not None else None
         plan = make(cfg, cluster, shapes, Assumptions()) if cluster is not None else None
