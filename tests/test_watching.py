@@ -7,10 +7,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from mrl import platform
 
@@ -93,6 +95,21 @@ def test_a_step_s_own_lengths_and_parts_count(ppo: Plan) -> None:
     assert long["sync"] == usual["sync"]
     warm_up = forecast(ppo, as_planned(ppo), ("rollout", "experience", "update"), ("critic",))
     assert warm_up["update"] < usual["update"] and "sync" not in warm_up
+
+
+def test_a_step_s_metrics_have_the_plan_of_what_it_did(ppo: Plan) -> None:
+    def planned(**skipped: float) -> dict[str, float]:
+        stats = StepStats(1, {f"{name}/skipped": value for name, value in skipped.items()})
+        phases = ALL if "actor" in skipped else ALL[:-1]
+        stats.seconds = dict.fromkeys(phases, 1.0)
+        lens = torch.tensor([100, 300])
+        learnt: Any = SimpleNamespace(num_samples=2, prompt_lens=lens, response_lens=2 * lens)
+        return beside.Planned(ppo).metrics(stats, learnt)
+
+    whole, warm_up = planned(actor=0.0, critic=0.0), planned(critic=0.0)
+    assert {"plan/rollout_s", "plan/update_s", "plan/sync_s", "plan/offload_s"} < whole.keys()
+    assert whole["plan/step_s"] == pytest.approx(sum(s for name, s in whole.items() if name != "plan/step_s"))
+    assert warm_up["plan/update_s"] < whole["plan/update_s"] and "plan/sync_s" not in warm_up
 
 
 def test_engines_are_drawn_where_they_are(ppo: Plan) -> None:
@@ -253,12 +270,13 @@ def cells(page: str, first: str) -> list[str]:
 def test_the_page_has_the_measured_beside_the_planned(tmp_path: Path) -> None:
     recorded(tmp_path)
     page = write_report(tmp_path).read_text()
-    assert cells(page, "update") == ["3", "3.000", "75%", "2.000", "1.50"]
-    assert cells(page, "validation") == ["3", "1.000", "25%", "", ""]
+    assert cells(page, "update") == ["3", "3.00", "75%", "2.00", "1.50"]
+    assert cells(page, "validation") == ["3", "1.00", "25%", "", ""]
+    assert cells(page, "planned phases together") == ["", "3.00", "", "2.00", "1.50"]
     assert cells(page, "actor_update") == ["33.00", "40.00", "60.0 of 80 (rank 1)"]
     assert cells(page, "http://10.0.0.1:30000") == ["64", "5,000", "30.5", "32", "500"]
     assert cells(page, "from there to other nodes") == ["0.500", "1.0 GiB", "2.0 GiB/s"]
-    assert cells(page, "the whole push of the model") == ["1.000", "2.0 GiB", "2.0 GiB/s"]
+    assert cells(page, "the whole push of the model") == ["1.00", "2.0 GiB", "2.0 GiB/s"]
     assert "12.0 requests waited" in page and "MFU, median" in page and "Planned for 2 x h100-80g" in page
     assert 'alt="Who is where"' in page and 'alt="MFU"' in page
 
@@ -267,7 +285,7 @@ def test_a_run_of_before_has_a_page_without_them(tmp_path: Path) -> None:
     with Recorder(tmp_path, 1, live=False) as recorder:
         recorder.log(StepStats(1, {"perf/tokens_per_s": 900.0}, {"update": 3.0}))
     page = write_report(tmp_path).read_text()
-    assert cells(page, "update") == ["1", "3.000", "100%"], "columns that say nothing are left out"
+    assert cells(page, "update") == ["1", "3.00", "100%"], "columns that say nothing are left out"
     assert "Who is where" not in page and "prediction" not in page and "Engines" not in page
 
 

@@ -15,6 +15,7 @@ from mrl.observe.files import ENGINES, PLAN, RANKS, Unreadable, read_jsonl
 from mrl.observe.metrics import Row
 
 GIB = 1 << 30
+MOST_ENGINES = 16  # that are shown
 HOPS = {  # of a push: the metric's name, and what it is
     "gather": "gathering shards, on the ranks that send",
     "network": "from there to other nodes",
@@ -70,9 +71,20 @@ def _phases(steps: list[Row]) -> str:
         seconds, plan = _middle(mine, name), _middle(mine, f"plan/{phase}_s")
         share = sum(row[name] for row in mine) / total
         table.append([phase, f"{len(mine)}", _seconds(seconds), f"{share:.0%}", _seconds(plan), _ratio(seconds, plan)])
+    planned = [name for name in names if any(f"plan/{name.removeprefix('time/')}_s" in row for row in steps)]
+    if planned:
+        both = [{"both": sum(row.get(name, 0.0) for name in planned), **row} for row in steps if "plan/step_s" in row]
+        table.append(_beside("planned phases together", both, "both", "plan/step_s"))
+        table.append(_beside("of that, moving memory", steps, "memory/offload_s", "plan/offload_s"))
+    table = [row for row in table if row[2] or row[4]]
     head = ["phase", "steps", "seconds", "of all time", "plan", "measured / plan"]
     note = "median seconds of the steps that had it; the share is of all steps"
     return html.card("Where the time goes", note, html.table(head, table)) if table else ""
+
+
+def _beside(words: str, rows: list[Row], name: str, planned: str) -> list[str]:
+    seconds, plan = _middle(rows, name), _middle(rows, planned)
+    return [words, "", _seconds(seconds), "", _seconds(plan), _ratio(seconds, plan)]
 
 
 def _curves(rows: list[Row]) -> list[str]:
@@ -90,18 +102,23 @@ def _engines(run_dir: Path, steps: list[Row]) -> str:
     if not rows:
         return ""
     try:
-        table = [
-            [url, *(f"{load[name]:,}" for name in ("requests", "tokens")), f"{load['mean']:.1f}", f"{load['most']}",
-             f"{load['tokens'] / max(load['seconds'], 1e-9):,.0f}"]
-            for url, load in rows[-1]["engines"].items()
-        ]  # fmt: skip
+        table = _engine_rows(rows[-1]["engines"])
+        waiting = _middle(steps, "engines/waiting") or 0.0
+        waited = f"{waiting:.1f} requests waited here to be given to one, in the mean (median of the steps)"
+        slowest = f"; the slowest {MOST_ENGINES} of {len(table)}" if len(table) > MOST_ENGINES else ""
+        note = f"in step {rows[-1]['step']}, while it had requests; {waited}{slowest}"
     except (KeyError, TypeError, AttributeError, ValueError):
         raise Unreadable(f"{run_dir / ENGINES}: the last line is not as a run writes it") from None
-    waiting = _middle(steps, "engines/waiting") or 0.0
-    waited = f"{waiting:.1f} requests waited here to be given to one, in the mean (median of the steps)"
-    note = f"in step {rows[-1]['step']}, while it had requests; {waited}"
     head = ["engine", "requests", "tokens", "at once", "most", "tokens / s"]
-    return html.card("Engines", note, html.table(head, table))
+    return html.card("Engines", note, html.table(head, table[:MOST_ENGINES]))
+
+
+def _engine_rows(loads: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """One an engine, as they are numbered; of more than are shown, the slowest first."""
+    speeds = {url: load["tokens"] / max(load["seconds"], 1e-9) for url, load in loads.items()}
+    urls = sorted(loads, key=lambda url: speeds[url]) if len(loads) > MOST_ENGINES else list(loads)
+    forms = {"requests": ",", "tokens": ",", "mean": ".1f", "most": ""}
+    return [[url, *(f"{loads[url][name]:{form}}" for name, form in forms.items()), f"{speeds[url]:,.0f}"] for url in urls]
 
 
 def _push(steps: list[Row]) -> str:
@@ -164,11 +181,11 @@ def _with(form: Callable[[float], str], value: float | None) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return _with(lambda s: f"{s:.1f}" if s >= 10 else f"{s:.3f}", value)
+    return _with(lambda s: f"{s:.1f}" if s >= 10 else f"{s:.2f}" if s >= 1 else f"{s:.3f}", value)
 
 
 def _ratio(measured: float | None, plan: float | None) -> str:
-    return f"{measured / plan:.2f}" if measured is not None and plan else ""
+    return f"{measured / plan:.2f}" if measured and plan else ""
 
 
 def _size(nbytes: float | None) -> str:

@@ -64,7 +64,7 @@ def shares(stats: StepStats, digits: int) -> str:
         parts.append(f"{phase} {s:.{digits}f}s ({s / total:.0%}{beside})")
     if "step" in plan:
         both = sum(s for phase, s in stats.seconds.items() if phase in plan)
-        parts.append(f"these {both:.{digits}f}s (plan {plan['step']:.{digits}f}s)")
+        parts.append(f"planned phases {both:.{digits}f}s (plan {plan['step']:.{digits}f}s)")
     return "  ".join(parts)
 
 
