@@ -20,7 +20,7 @@ platform.install()
 
 from mrl.cli import main  # noqa: E402
 from mrl.config.derived import Machine  # noqa: E402
-from mrl.config.loader import load  # noqa: E402
+from mrl.config.loader import dump_resolved, load  # noqa: E402
 from mrl.config.schema import SFTConfig  # noqa: E402
 from mrl.core import StepStats  # noqa: E402
 from mrl.observe import Recorder, append_jsonl, read_metrics, trackers, write_report  # noqa: E402
@@ -218,6 +218,19 @@ def test_a_gpu_that_the_plan_does_not_know_and_a_float32_run_say_so(
         with Recorder(tmp_path, 1, live=False) as recorder:
             assert beside.planned(cfg, tmp_path, recorder) is None
         assert why in capsys.readouterr().out
+
+
+def test_mrl_profile_trains_a_run_of_its_own(
+    tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[SFTConfig] = []
+    monkeypatch.setattr("mrl.commands.world.start", lambda cfg, *_: started.append(cfg) or 0)
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_resolved(sft_config(tmp_path, tiny_models("llama"))))
+    assert main(["profile", str(file), "--steps", "2,3"]) == 0
+    run = started[0].run
+    assert (run.name, run.steps, run.existing) == ("run-profile", 3, "move_aside")
+    assert run.profile is not None and (run.profile.steps, run.profile.ranks) == ((2, 3), (0,))
 
 
 # ---- engines

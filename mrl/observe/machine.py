@@ -118,7 +118,8 @@ def _engine_rows(loads: dict[str, dict[str, Any]]) -> list[list[str]]:
     speeds = {url: load["tokens"] / max(load["seconds"], 1e-9) for url, load in loads.items()}
     urls = sorted(loads, key=lambda url: speeds[url]) if len(loads) > MOST_ENGINES else list(loads)
     forms = {"requests": ",", "tokens": ",", "mean": ".1f", "most": ""}
-    return [[url, *(f"{loads[url][name]:{form}}" for name, form in forms.items()), f"{speeds[url]:,.0f}"] for url in urls]
+    rows = [(url, [f"{loads[url][name]:{form}}" for name, form in forms.items()]) for url in urls]
+    return [[url, *row, f"{speeds[url]:,.0f}"] for url, row in rows]
 
 
 def _push(steps: list[Row]) -> str:

@@ -50,10 +50,16 @@ class SyncReport:
     hops: Hops
 
     def metrics(self) -> dict[str, float]:
+<<<<<<< HEAD
         """sync/s, sync/bytes: of the whole push, a byte of the model counted once; sync/gather_s, sync/network_bytes,
         ...: the hops that there were."""
         hops = {f"sync/{name}": value for name, value in asdict(self.hops).items() if value}
         return {"sync/s": self.seconds, "sync/bytes": float(self.bytes), **hops}
+=======
+        """perf/sync_gather_s, sync/network_bytes, ...: the hops that there were."""
+        hops = {name: value for name, value in asdict(self.hops).items() if value}
+        return {f"perf/sync_{name}" if name.endswith("_s") else f"sync/{name}": value for name, value in hops.items()}
+>>>>>>> main
 
 
 class WeightSync:
@@ -225,7 +231,11 @@ class WeightSync:
                         filler.take(name, tensor)
                     except Exception as caught:  # raised when the stream is over
                         problem = caught
-            gather_s = time.monotonic() - began - filler.sending_s
+            gather_s = time.monotonic() - began - filler.waiting_s
+            try:
+                filler.delivered()
+            except Exception as caught:
+                problem = problem or caught
             if problem is not None:
                 raise problem
             filler.check_done()
