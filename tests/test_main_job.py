@@ -50,7 +50,7 @@ EVERY_STEP = {
     "kl/coef", "kl/ref", "mismatch/kl", "mismatch/max_abs", "mismatch/max_sample", "mismatch/mean_abs",
     "perf/tokens_per_s", "perf/tokens_per_s_per_rank", "perf/model_tflop", "perf/tflop_per_s_per_rank",
     "response/mean_tokens", "response/truncated", "reward/length", "reward/mean",
-    "engines/running", "engines/tokens_per_s_fastest", "memory/resident_gib/actor_update", "sync/s", "sync/bytes",
+    "engines/running", "engines/tokens_per_s_fastest", "memory/resident_gib/actor_update", "perf/sync_s", "sync/bytes",
     "time/experience", "time/rollout", "time/sync", "time/update",
 }  # fmt: skip
 

@@ -138,7 +138,7 @@ def sft_config(folder: Path, path: Path, dtype: str = "bfloat16", **run: Any) ->
             "trainer": "sft",
             "run": {"name": "run", "root": str(folder / "runs"), "trackers": (), "timeout_s": 120.0, **run},
             "model": {"path": str(path), "dtype": dtype},
-            "data": {"train": str(folder / "train.jsonl")},
+            "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32},
             "batch": {"samples_per_step": 4},
             "checkpoint": {"every_steps": 2, "asynchronous": False},
         }
@@ -259,7 +259,8 @@ def recorded(run_dir: Path) -> None:
         for step in (1, 2, 3):
             speed = {"perf/tokens_per_s": 900.0, "perf/tflop_per_s_per_rank": 400.0, "perf/mfu": 0.4}
             plan = {"plan/update_s": 2.0, "plan/step_s": 2.0}
-            sync = {"sync/s": 1.0, "sync/bytes": 2.0**31, "sync/network_s": 0.5, "sync/network_bytes": 2.0**30}
+            sync = {"perf/sync_s": 1.0, "sync/bytes": 2.0**31, "perf/sync_network_s": 0.5}
+            sync |= {"sync/network_bytes": 2.0**30}
             memory = {"memory/peak_gib/update": 1.0, "memory/peak_gib/actor_update": 30.0 + step}
             engines = {"engines/waiting": 12.0, "engines/tokens_per_s_slowest": 500.0}
             recorder.log(StepStats(step, speed | plan | sync | memory | engines, {"update": 3.0, "validation": 1.0}))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 COMPILED = ("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/mrl/torchinductor"))
 
 
-ALONE = {"dry_run": False, "nodes": 1, "node": None, "head": None}  # the arguments of `run`, for a world on this machine
+ALONE = {"dry_run": False, "nodes": 1, "node": None, "head": None}  # what `run` is asked, for a world on this machine
 
 
 def add(commands: Any) -> None:

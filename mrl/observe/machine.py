@@ -123,14 +123,14 @@ def _engine_rows(loads: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def _push(steps: list[Row]) -> str:
-    if not any("sync/s" in row for row in steps):
+    if not any("perf/sync_s" in row for row in steps):
         return ""
     table = []
     for hop, words in HOPS.items():
-        seconds, nbytes = _middle(steps, f"sync/{hop}_s"), _middle(steps, f"sync/{hop}_bytes")
+        seconds, nbytes = _middle(steps, f"perf/sync_{hop}_s"), _middle(steps, f"sync/{hop}_bytes")
         if seconds is not None:
             table.append([words, _seconds(seconds), _size(nbytes), _rate(nbytes, seconds)])
-    seconds, nbytes = _middle(steps, "sync/s"), _middle(steps, "sync/bytes")
+    seconds, nbytes = _middle(steps, "perf/sync_s"), _middle(steps, "sync/bytes")
     table.append(["the whole push of the model", _seconds(seconds), _size(nbytes), _rate(nbytes, seconds)])
     note = "medians; hops overlap, each with the seconds of the rank that needed longest and the bytes of all receivers"
     return html.card("A push of weights", note, html.table(["", "seconds", "sent", "a second"], table))
