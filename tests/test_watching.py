@@ -24,6 +24,7 @@ from mrl.config.loader import dump_resolved, load  # noqa: E402
 from mrl.config.schema import SFTConfig  # noqa: E402
 from mrl.core import StepStats  # noqa: E402
 from mrl.observe import Recorder, append_jsonl, read_metrics, trackers, write_report  # noqa: E402
+from mrl.observe.progress import THREE_DIGITS, number  # noqa: E402
 from mrl.observe.sender import Outcome, Remote, TrackedStep  # noqa: E402
 from mrl.plan import picture  # noqa: E402
 from mrl.plan.chips import CHIPS, Assumptions, Cluster, chip_named  # noqa: E402
@@ -248,6 +249,15 @@ def test_a_meter_counts_requests_at_once_and_the_time_with_any() -> None:
     assert load.mean == pytest.approx((2 * 2 + 6 * 1 + 1 * 1) / 4)
     assert meter.take().most == 1, "what is still under way"
     assert load_metrics([], load)["engines/running"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "text"),
+    [(-0.0001, ".2f", "0.00"), (-0.004, ".1%", "-0.4%"), (-0.0, ".2e", "0.00e+00"), (91234.5, THREE_DIGITS, "91,234"),
+     (0.00123456, THREE_DIGITS, "0.00123"), (-3e-5, ".4f", "0.0000")],
+)  # fmt: skip
+def test_numbers_of_a_step_s_line(value: float, form: str, text: str) -> None:
+    assert number(value, form) == text
 
 
 # ---- the page

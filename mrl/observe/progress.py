@@ -18,6 +18,8 @@ from mrl.core import StepStats
 RECENT_STEPS = 20  # whose mean time the ETA is made of
 PLAIN_TICK_S = 30.0  # between signs of life of a long phase in a log file
 
+THREE_DIGITS = ".3g"  # as a format; of large numbers all digits before the point
+
 # (label, metrics of which the first one present is shown, format)
 HEADLINES: list[tuple[str, tuple[str, ...], str]] = [
     ("reward", ("reward/mean",), ".3f"),
@@ -31,8 +33,8 @@ HEADLINES: list[tuple[str, tuple[str, ...], str]] = [
     ("mismatch max", ("mismatch/max_abs",), ".1e"),
     ("tokens/s", ("perf/tokens_per_s",), ",.0f"),
     ("tokens/s a rank", ("perf/tokens_per_s_per_rank",), ",.0f"),
-    ("TFLOP a step", ("perf/model_tflop",), ".3g"),
-    ("TFLOP/s a rank", ("perf/tflop_per_s_per_rank",), ".3g"),
+    ("TFLOP a step", ("perf/model_tflop",), THREE_DIGITS),
+    ("TFLOP/s a rank", ("perf/tflop_per_s_per_rank",), THREE_DIGITS),
     ("MFU", ("perf/mfu",), ".1%"),
 ]
 
@@ -48,9 +50,9 @@ def headlines(metrics: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def number(value: float, form: str) -> str:
-    """In this format; what rounds to 0 has no sign."""
-    text = format(value, form)
-    return text.lstrip("-") if not text.strip("-0.%") else text
+    """In this format; no sign of what rounds to 0."""
+    text = format(value, ",.0f" if form == THREE_DIGITS and value >= 100 else form)
+    return text.lstrip("-") if not text.strip("-+0.e%") else text
 
 
 def shares(stats: StepStats, digits: int) -> str:
