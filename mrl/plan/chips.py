@@ -12,13 +12,11 @@ GIB = 1 << 30
 class Chip:
     """One GPU and its share of its node.
 
-    device: what its driver calls it, after "NVIDIA "
     memory: bytes; bf16, fp8: dense floating-point operations a second (fp8 None: it has none); hbm, nvlink, network,
-    pcie: bytes a second, the last three one way
+    pcie: bytes a second, the last three one way; device: what its driver calls it, after "NVIDIA "
     """
 
     name: str
-    device: str
     memory: int
     bf16: float
     fp8: float | None
@@ -26,6 +24,7 @@ class Chip:
     nvlink: float
     network: float
     pcie: float
+    device: str = ""
 
 
 def _chip(
@@ -35,7 +34,7 @@ def _chip(
     pcie = 32e9 if name.startswith("a100") else 64e9  # PCI-SIG: 16 lanes of generation 4, and of 5
     tera = fp8 * 1e12 if fp8 is not None else None
     nbytes = int(gib * GIB)
-    return Chip(name, device, nbytes, tflops * 1e12, tera, hbm * 1e12, nvlink * 1e9 / 2, net * 1e9 / 8, pcie)
+    return Chip(name, nbytes, tflops * 1e12, tera, hbm * 1e12, nvlink * 1e9 / 2, net * 1e9 / 8, pcie, device)
 
 
 CHIPS = {  # data sheets' figures, of SXM modules, without sparsity (half of what is printed there where that has it)
