@@ -117,22 +117,27 @@ def test_measured_bytes_of_a_trained_model(case: Case, dtype: torch.dtype, tiny_
     assert adam + sum(own.values()) == plan.optimizer_bytes(dtype.itemsize)
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["at_once", "overlapped"])
 @pytest.mark.parametrize(
     ("model", "layout", "world"),
     [
         ("Llama-3.1-70B", {"tensor": 8, "pipeline": 4}, 64),
         ("Llama-3.1-70B", {"tensor": 8, "pipeline": 2, "context": 2}, 64),
-        ("Qwen3-32B", {"tensor": 8}, 16),
+        ("Qwen3-32B", {"tensor": 8}, 24),
         ("Qwen3-30B-A3B", {"tensor": 2, "expert": 8}, 32),
         ("Qwen2.5-7B", {"tensor": 4}, 8),
+        ("Qwen3-0.6B", {"pipeline": 2, "virtual_pipeline": 2}, 6),
     ],
 )
-def test_every_distinct_rank_of_a_large_model(model: str, layout: dict[str, int], world: int) -> None:
+def test_every_distinct_rank_of_a_large_model(model: str, layout: dict[str, int], world: int, overlap: bool) -> None:
+    """With overlapped sums each bucket of the first stage is padded to what data parallelism divides."""
     arch, train = load_arch(MODELS / model), TrainConfig(parallel=ParallelConfig(**layout))
     grid = Grid(train.parallel, world)
-    distinct = {held(arch, "policy", grid, seat): seat for seat in reversed(grid.seats)}
+    distinct = {held(arch, "policy", grid, seat, overlap): seat for seat in reversed(grid.seats)}
+    path = str(MODELS / model)
     for planned, seat in distinct.items():
-        assert build(arch, str(MODELS / model), "policy", train, seat.rank, world, torch.bfloat16).held == planned
+        built = build(arch, path, "policy", train, seat.rank, world, torch.bfloat16, overlap=overlap)
+        assert built.held == planned
 
 
 ACTIVATIONS = [

@@ -60,7 +60,7 @@ class DryRun:
         local = model.train.model_copy(update={"layers": "local"})
         dtype = {2: torch.bfloat16, 4: torch.float32}[model.dtype]
         for (stage, planned), ranks in kinds.items():
-            built = build(model.arch, model.path, model.role, local, ranks[0], model.grid.world, dtype)
+            built = build(model.arch, model.path, model.role, local, ranks[0], model.grid.world, dtype, overlap=model.overlap)
             is_right = built.held == planned
             if not is_right:
                 self.problems.append(f"{model.name}, rank {ranks[0]}: planned {planned}, built {built.held}")

@@ -57,7 +57,7 @@ class Phase:
 
 
 def model_held(model: Model, seat: Seat) -> Held:
-    return held(model.arch, model.role, model.grid, seat)
+    return held(model.arch, model.role, model.grid, seat, model.overlap)
 
 
 def resident(model: Model, seat: Seat, level: Level) -> Iterator[Item]:
