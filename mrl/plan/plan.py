@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from mrl.config.checkpoint_size import bytes_a_weight, checkpoint_bytes
 from mrl.config.checks.models import read_archs
 from mrl.config.derived import Machine, smallest_world
 from mrl.config.placement import engine_gpus
@@ -100,7 +101,9 @@ class Plan:
     def host(self, rank: int) -> list[Item]:
         """What a rank's process has in host memory."""
         checkpoint = self.cfg.checkpoint
-        return memory.host_items(self.work, rank, checkpoint.every_steps is not None and checkpoint.asynchronous)
+        copied = checkpoint.every_steps is not None and checkpoint.asynchronous
+        trained = [name for name, model in self.work.models.items() if model.is_trained and copied]
+        return memory.host_items(self.work, rank, {name: bytes_a_weight(self.cfg, name) for name in trained})
 
     @property
     def host_of_node(self) -> float:
@@ -109,10 +112,9 @@ class Plan:
         return sum(item.nbytes for rank in first for item in self.host(rank))
 
     @property
-    def checkpoint_bytes(self) -> float:
+    def checkpoint_bytes(self) -> int:
         """On disk, of one."""
-        trained = [model for model in self.work.models.values() if model.is_trained]
-        return sum(memory.checkpoint_bytes(model, seat) for model in trained for seat in model.grid.seats)
+        return checkpoint_bytes(self.cfg, {name: model.arch for name, model in self.work.models.items()})
 
     def _kind(self, rank: int) -> tuple[object, ...]:
         found: list[object] = [self._engine_at(rank) is not None]
