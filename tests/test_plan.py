@@ -51,12 +51,12 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe(name: str, *overrides: str) -> Config:
-    return load(f"yaml_configs/{name}.yaml", overrides, planned=lambda cfg: machine_of(cfg, None, 8))
+    return load(f"yaml_configs/{name}.yaml", overrides, planned=machine_of)
 
 
 def plan_of(name: str, *overrides: str, gpu: str = "h100-80g") -> Plan:
     cfg = recipe(name, *overrides)
-    cluster = Cluster(CHIPS[gpu], machine_of(cfg, None, 8).world_size)
+    cluster = Cluster(CHIPS[gpu], machine_of(cfg).world_size)
     return make(cfg, cluster, read_shapes(cfg), Assumptions())
 
 

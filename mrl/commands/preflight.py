@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING, Any
 
 from mrl.commands import shared, world
 
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
+    from mrl.config.schema import Config
+    from mrl.preflight.finding import Finding
 
 
 def add(commands: Any) -> None:
@@ -17,6 +20,7 @@ def add(commands: Any) -> None:
     shared.add_config(parser, "run.root=/scratch/runs")
     parser.add_argument("--ranks", type=int, metavar="N", help="of the whole world, if other nodes take part")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="of these, on this machine (default: all)")
+    parser.add_argument("--gpu", metavar="KIND", help="count memory for such GPUs, as mrl plan, if not for those here")
     parser.add_argument("--json", action="store_true", help="for programs, instead of the table")
     parser.add_argument(
         "--network", action="store_true", help="run by torchrun or srun as every rank: measures an all-reduce instead"
@@ -32,21 +36,29 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Shows all that is wrong, in one table. Exit code 2: the configuration is wrong; 1: something else is."""
+    from mrl.config.derived import Machine
     from mrl.config.loader import ConfigError, load
+    from mrl.plan.chips import KINDS
     from mrl.preflight import network, show
     from mrl.preflight.finding import problems
     from mrl.preflight.look import look, look_at_machine, of_configuration
+    from mrl.preflight.memory import look_at_memory
 
     source = str(args.config)
+    if args.gpu is not None and args.gpu not in KINDS:
+        print(f"mrl: --gpu {args.gpu}: expected one of {', '.join(KINDS)}", file=sys.stderr)
+        return shared.CONFIG_ERROR
     if args.network:
         return network.main(args.mib, args.at_least, as_json=args.json)
+    gpus = world.gpus()
+    machine = _planned(args, gpus)
     try:
-        gpus = world.gpus()
-        cfg = load(args.config, args.overrides, joined=_planned(args, gpus), gpus=gpus)
+        cfg = load(args.config, args.overrides, joined=machine, gpus=gpus)
     except ConfigError as error:
-        findings, code = of_configuration(error), shared.CONFIG_ERROR
+        findings, code = [*of_configuration(error), *_memory_all_the_same(args, machine)], shared.CONFIG_ERROR
     else:
-        findings, code = [*of_configuration(None), *look(cfg)], 0
+        memory = look_at_memory(cfg, machine or Machine.starting(cfg, gpus), args.gpu)
+        findings, code = [*of_configuration(None), *look(cfg), *memory], 0
     findings += look_at_machine()
     code = code or int(bool(problems(findings)))
     if args.json:
@@ -65,3 +77,21 @@ def _planned(args: argparse.Namespace, gpus: int) -> Machine | None:
     from mrl.config.derived import Machine
 
     return None if args.ranks is None else Machine(args.ranks, args.ranks_per_node or args.ranks, gpus, joined=True)
+
+
+def _memory_all_the_same(args: argparse.Namespace, machine: Machine | None) -> list[Finding]:
+    """Where files alone are wrong, of which a plan needs config.json only."""
+    from mrl.config.derived import Machine
+    from mrl.config.loader import ConfigError, load
+    from mrl.plan.plan import machine_of
+    from mrl.preflight.memory import look_at_memory
+
+    def planned(cfg: Config) -> Machine:
+        world = machine or Machine.starting(cfg)
+        return machine_of(cfg, world.world_size, world.local_world_size)
+
+    try:
+        cfg = load(args.config, args.overrides, planned=planned)
+    except ConfigError:
+        return []
+    return list(look_at_memory(cfg, planned(cfg), args.gpu))

@@ -49,10 +49,11 @@ def run(args: argparse.Namespace) -> int:
 
         preemption.die_at_once()
         rank.adopt()
-        cfg = _load(args, joined=world.joined())
+        around = world.joined()
+        cfg = _load(args, joined=around)
         if isinstance(cfg, int):
             return cfg
-        return 1 if shared.is_refused(cfg, in_a_world=True) else world.be_a_rank(cfg)
+        return 1 if shared.is_refused(cfg, around) else world.be_a_rank(cfg)
 
     # most mistakes are found here, before torch has been imported to count GPUs
     cfg = _load(args, planned=world.of_nodes(args.nodes))
@@ -80,10 +81,11 @@ def _load(args: argparse.Namespace, **machine: Any) -> Config | int:
 
 
 def _lead(args: argparse.Namespace, nursery: Nursery | None) -> int:
-    cfg = _load(args, planned=world.of_nodes(args.nodes, world.gpus()))
+    machine = world.of_nodes(args.nodes, world.gpus())
+    cfg = _load(args, planned=machine)
     if isinstance(cfg, int):
         return cfg
-    if shared.is_refused(cfg):
+    if shared.is_refused(cfg, machine(cfg)):
         return 1
     if args.nodes > 1:
         return world.start_node(cfg, args)

@@ -141,7 +141,8 @@ def sync_peak(model: Model, seat: Seat, bucket: int) -> Iterator[Item]:
     """On a sender: the parts of its largest tensor, that tensor, and two buckets, one that the engines still read."""
     if seat.tp == 0 and seat.dp == 0 and seat.cp == 0:
         whole = _largest_tensor(model.arch) * model.dtype
-        yield Item(model.name, "sync buckets", 2 * max(bucket, whole) + 2 * whole)
+        filled = min(bucket, model_held(model, seat).weights * model.layout.tensor * model.dtype)
+        yield Item(model.name, "sync buckets", 2 * max(filled, whole) + 2 * whole)
 
 
 @lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ from mrl.config.trainers.base import Config
 from mrl.config.trainers.table import trainer_of
 from mrl.families import ModelArch
 from mrl.plan.chips import GIB, Assumptions, Cluster
-from mrl.plan.plan import Plan, make
+from mrl.plan.plan import Plan, machine_of, make
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -52,7 +52,7 @@ class Candidate:
 def search(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assumed: Assumptions) -> list[Candidate]:
     """Of those that fit the fastest first; of equally fast ones (within 1%) what leaves more memory."""
     found = []
-    machine = Machine(cluster.gpus, min(cluster.gpus, cluster.per_node), gpus=cluster.gpus, planned=True)
+    machine = machine_of(cfg, cluster.gpus, cluster.per_node)
     checked = _checked(cfg, archs)
     for layout in _layouts(cfg, cluster, archs["actor"]):
         for recompute, tokens in product(RECOMPUTES, _micro_batches(cfg)):
