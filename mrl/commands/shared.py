@@ -24,6 +24,25 @@ def add_config(parser: argparse.ArgumentParser, example: str) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=f"such as {example}")
 
 
+def add_nodes(parser: argparse.ArgumentParser) -> None:
+    """--nodes, --node and --head: this node's place among several."""
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the world (default: this one)")
+    parser.add_argument("--node", type=int, metavar="K", help="which one this is, from 0, the head, on")
+    parser.add_argument("--head", metavar="HOST:PORT", help="where node 0 listens for the others")
+
+
+def misplaced(args: argparse.Namespace) -> str | None:
+    """What is wrong with --nodes, --node and --head."""
+    if args.nodes == 1 and args.node is None and args.head is None:
+        return None
+    if args.nodes < 2 or args.node is None or args.head is None:
+        return "--nodes N (2 or more), --node K and --head HOST:PORT go together"
+    if not 0 <= args.node < args.nodes:
+        return f"--node {args.node}: nodes are numbered from 0 to {args.nodes - 1}"
+    host, _, port = args.head.rpartition(":")
+    return None if host and port.isdecimal() else f"--head {args.head}: must be HOST:PORT, such as node17:29500"
+
+
 def is_refused(cfg: Config, machine: Machine) -> bool:
     """Says all that preflight finds wrong. Of the ranks of a joined world rank 0 looks, and for its own machine the
     first one of every other node; not those whose launcher `mrl train` has looked before it started them, nor restarted
