@@ -324,7 +324,12 @@ MISTAKES = [
     ),
     Mistake(
         "GPUs that are named are too small",
-        ("actor_update: rank 0 needs", "its GPU has 40.0", "actor activations", "fewer actor.max_tokens_per_microbatch"),
+        (
+            "actor_update: rank 0 needs",
+            "its GPU has 40.0",
+            "actor activations",
+            "fewer actor.max_tokens_per_microbatch",
+        ),
         ("actor.max_tokens_per_microbatch=4194304", "batch.prompts_per_step=65536"),
         arguments=("--gpu", "a100-40g"),
     ),

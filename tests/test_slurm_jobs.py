@@ -82,7 +82,10 @@ def test_each_node_gets_its_own_place_and_the_same_head(desk: Desk) -> None:
     places = [re.search(r"run.steps=7 --nodes 2 --node (\d) --head (127.0.1.1:2\d{4})$", one[2]) for one in told if one]
     assert [place[1] for place in places if place] == ["0", "1"]
     assert len({place[2] for place in places if place}) == 1
-    assert re.search(r"ppo_tiny_cpu \d+\.0: nodes n\[1-2\], head .*, commit \w+\n.*preflight of n1,n2\n(?s:.*)starting: ", desk.phases(job))
+    assert re.search(
+        r"ppo_tiny_cpu \d+\.0: nodes n\[1-2\], head .*, commit \w+\n.*preflight of n1,n2\n(?s:.*)starting: ",
+        desk.phases(job),
+    )
 
 
 def test_the_nodes_look_at_each_other_first(desk: Desk) -> None:

@@ -55,7 +55,10 @@ def run(args: argparse.Namespace) -> int:
         return shared.CONFIG_ERROR
     machine = machine_of(cfg, args.gpus, args.per_node)
     if machine.world_size % machine.local_world_size:
-        print(f"mrl: {machine.world_size} ranks do not fill nodes of {machine.local_world_size}: --per-node", file=sys.stderr)
+        print(
+            f"mrl: {machine.world_size} ranks do not fill nodes of {machine.local_world_size}: --per-node",
+            file=sys.stderr,
+        )
         return shared.CONFIG_ERROR
     cluster = Cluster(KINDS[kind], machine.world_size, machine.local_world_size)
     if args.search:

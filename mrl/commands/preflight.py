@@ -28,7 +28,11 @@ def add(commands: Any) -> None:
     shared.add_nodes(parser)
     parser.add_argument("--names", default="", metavar="A,B,...", help="with --nodes: what messages call the nodes")
     parser.add_argument(
-        "--wait-s", type=float, default=MEET_S, metavar="S", help=f"with --nodes: until all are here (default: {MEET_S:g})"
+        "--wait-s",
+        type=float,
+        default=MEET_S,
+        metavar="S",
+        help=f"with --nodes: until all are here (default: {MEET_S:g})",
     )
     parser.add_argument(
         "--network", action="store_true", help="run by torchrun or srun as every rank: measures an all-reduce instead"

@@ -154,7 +154,14 @@ def held(arch: ModelArch, role: Role, grid: Grid, seat: Seat, overlap: bool = Fa
 
 @lru_cache(maxsize=2048)
 def _buffer(
-    arch: ModelArch, role: Role, layout: ParallelConfig, stage: int, number: int, expert: bool, size: int, most: int | None
+    arch: ModelArch,
+    role: Role,
+    layout: ParallelConfig,
+    stage: int,
+    number: int,
+    expert: bool,
+    size: int,
+    most: int | None,
 ) -> _Buffer:
     """most: elements of a bucket, which ends after the parameter that reaches them; None: it has all of them."""
     parameters = [each for each in _chunk(arch, role, layout, stage, number) if each.expert == expert]

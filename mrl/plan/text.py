@@ -48,7 +48,8 @@ def bottleneck(plan: Plan) -> str:
     part = max(plan.parts, key=lambda part: part.seconds)
     share = part.seconds / plan.seconds
     what = f"{part.phase}: {part.what} ({part.limit})"
-    return f"A step takes about {plan.seconds:.{0 if plan.seconds >= 1 else 3}f} s; the most of it, {share:.0%}, is {what}."
+    seconds = f"{plan.seconds:.{0 if plan.seconds >= 1 else 3}f} s"
+    return f"A step takes about {seconds}; the most of it, {share:.0%}, is {what}."
 
 
 def _head(plan: Plan) -> Iterator[str]:
@@ -91,7 +92,8 @@ def batch(plan: Plan) -> Iterator[str]:
     """The step's arithmetic, from prompts to ranks."""
     size, work = plan.work.size, plan.work
     if size.sampled:
-        yield f"{counted(size.prompts, 'prompt')} x {size.sampled // size.prompts} = {counted(size.sampled, 'sample')} a step"
+        samples = f"{size.sampled // size.prompts} = {counted(size.sampled, 'sample')}"
+        yield f"{counted(size.prompts, 'prompt')} x {samples} a step"
         longest = f"{size.prompt_tokens} + {size.response_tokens} = {work.lengths.longest}"
         mean = f"{work.lengths.prompt:.0f} + {work.lengths.response:.0f}"
         yield f"a sample: at most {longest} tokens of prompt and response; assumed in the mean {mean}"
@@ -99,7 +101,9 @@ def batch(plan: Plan) -> Iterator[str]:
         if name in ("dynamic sampling", "replay"):
             yield f"{name}: {words}; the times below are of one round without it"
     minibatches = size.learnt // size.minibatch
-    updates = f"{size.epochs} x {minibatches} = {counted(size.epochs * minibatches, 'update')} of {size.minibatch} samples"
+    updates = (
+        f"{size.epochs} x {minibatches} = {counted(size.epochs * minibatches, 'update')} of {size.minibatch} samples"
+    )
     yield f"{size.learnt} samples -> {updates}"
     for name, each in work.batches.items():
         model = work.models[name]

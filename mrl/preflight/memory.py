@@ -36,15 +36,16 @@ def _of_gpus(plan: Plan) -> Iterator[Finding]:
         yield Finding("GPU memory", "skipped", why)
         return
     for shortage in plan.shortages:
-        verdict, doubt = "problem", ""
-        if not shortage.counted:
-            verdict, doubt = "warning", "; it would without what is assumed for CUDA, NCCL and fragments"
-        yield Finding("GPU memory", verdict, shortage.text + doubt, shortage.remedy)
+        if shortage.counted:
+            yield Finding("GPU memory", "problem", shortage.text, shortage.remedy)
+        else:
+            text = f"{shortage.text}; it would without what is assumed for CUDA, NCCL and fragments"
+            yield Finding("GPU memory", "warning", text, shortage.remedy)
     if not plan.shortages:
         name, (rank, phase) = max(plan.worst.items(), key=lambda item: item[1][1].total)
         chip = plan.cluster.chip
-        text = f"{name} needs most, on rank {rank}: {phase.total / GIB:.1f} of {chip.memory / GIB:.1f} GiB of a {chip.name}"
-        yield Finding("GPU memory", "ok", text)
+        needs = f"{phase.total / GIB:.1f} of {chip.memory / GIB:.1f} GiB of a {chip.name}"
+        yield Finding("GPU memory", "ok", f"{name} needs most, on rank {rank}: {needs}")
 
 
 def _of_the_host(plan: Plan, is_node: bool) -> Finding:
@@ -55,7 +56,8 @@ def _of_the_host(plan: Plan, is_node: bool) -> Finding:
     text = f"{what} of the {ranks} rank{'s' * (ranks > 1)} of a node take {size_text(int(needed))}"
     if not is_node:
         return Finding("host memory", "skipped", f"not checked: with --gpu the run's nodes are others; {text}")
-    text += f" beside the programs themselves; this machine has {size_text(memory.total)}, {size_text(memory.available)} free"
+    has = f"{size_text(memory.total)}, {size_text(memory.available)} free"
+    text += f" beside the programs themselves; this machine has {has}"
     remedy = "fewer ranks a node, offload: none where it fits, or checkpoint.asynchronous: false"
     if not plan.on_gpu:
         remedy = "a smaller model, fewer ranks, or a smaller max_tokens_per_microbatch"

@@ -94,11 +94,11 @@ def _pairs(buffer: torch.Tensor, by_node: Mapping[str, Sequence[int]]) -> Iterat
     nodes, rank = list(by_node), dist.get_rank()
     mine: dict[tuple[str, str], tuple[float, int]] = {}
     for edges in rounds(len(nodes)):
-        for one, other in edges:
-            for place, members in enumerate(zip(by_node[nodes[one]], by_node[nodes[other]], strict=False)):
+        for edge in ((nodes[one], nodes[other]) for one, other in edges):
+            for place, members in enumerate(zip(by_node[edge[0]], by_node[edge[1]], strict=False)):
                 group = dist.new_group(list(members))
                 if rank in members:
-                    mine[nodes[one], nodes[other]] = (_all_reduce(buffer, group, 2), place)
+                    mine[edge] = (_all_reduce(buffer, group, 2), place)
         dist.barrier()
     found: list[dict[tuple[str, str], tuple[float, int]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(found, mine)
@@ -128,8 +128,8 @@ def slow_nodes(found: Network, at_least: float | None) -> list[str]:
     than = f"half of the nodes' median of {usual:.2f}" if limit > (at_least or 0.0) else f"the {limit:g} asked for"
     what = "GPU" if found.backend == "nccl" else "rank"
     return [
-        f"{name} is slow: an all-reduce with its neighbours gives {speed:.2f} GB/s at best ({what} {place} of the node), "
-        f"less than {than}"
+        f"{name} is slow: an all-reduce with its neighbours gives {speed:.2f} GB/s at best ({what} {place} of the "
+        f"node), less than {than}"
         for name, (speed, place) in best.items()
         if speed < limit
     ]

@@ -107,7 +107,9 @@ def look_at_nodes(meeting: Meeting, found: Sequence[Finding], mib: int | None, a
         result = _measured(meeting, f"{host}:{reports[0]['port']}", mib)
         results = meeting.exchange("measured", result, MEASURE_S)
     except NodesMissing as error:
-        remedy = "its own output says why, or ping it, look at its interfaces and at GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+        remedy = (
+            "its own output says why, or ping it, look at its interfaces and at GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+        )
         return [Finding("nodes", "problem", str(error), remedy)]
     return [Finding("nodes", "ok", f"all {place.count} are here"), *_judged(meeting, results, at_least)]
 

@@ -118,8 +118,9 @@ def _offload(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
         return
     if shared := shared_gpus(cfg.rollout, machine):
         message = (
-            f"{cfg.actor.offload}: the engine on GPU {', '.join(map(str, shared))} would fill at its start what the actor "
-            "gives up, and keep it during the updates, which are the actor's alone: leave it out, or rollout.release: all"
+            f"{cfg.actor.offload}: the engine on GPU {', '.join(map(str, shared))} would fill at its start what the "
+            "actor gives up, and keep it during the updates, which are the actor's alone: leave it out, or "
+            "rollout.release: all"
         )
         yield Problem(("actor.offload", "rollout.release"), message)
 
