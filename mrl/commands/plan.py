@@ -49,14 +49,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"mrl: {problem}", file=sys.stderr)
         return shared.CONFIG_ERROR
     try:
-        cfg = load(args.config, args.overrides, planned=lambda cfg: machine_of(cfg, args.gpus, args.per_node))
+        asked = None if args.search else args.gpus  # to be searched for, where the layout that is written is of another
+        cfg = load(args.config, args.overrides, planned=lambda cfg: machine_of(cfg, asked, args.per_node))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
     machine = machine_of(cfg, args.gpus, args.per_node)
     if machine.world_size % machine.local_world_size:
         print(
-            f"mrl: {machine.world_size} ranks do not fill nodes of {machine.local_world_size}: --per-node",
+            f"mrl: {machine.world_size} ranks are no whole number of nodes of {machine.local_world_size} (--per-node)",
             file=sys.stderr,
         )
         return shared.CONFIG_ERROR
@@ -97,8 +98,9 @@ def _search(args: argparse.Namespace, cfg: Config, cluster: Cluster) -> int:
     from mrl.plan.chips import Assumptions
     from mrl.plan.plan import read_shapes
 
-    found = search.search(cfg, cluster, read_shapes(cfg), Assumptions())
-    print("\n".join(search.lines(found)))
+    result = search.search(cfg, cluster, read_shapes(cfg), Assumptions())
+    found = result.fitting
+    print("\n".join(search.lines(result)))
     if found and args.out is not None:
         if not _is_written(args.out, search.written(found, args.config, args.out)):
             return DOES_NOT_FIT
@@ -122,6 +124,8 @@ def _wrong(args: argparse.Namespace, kind: str, kinds: list[str]) -> str | None:
         return "--gpus and --per-node take a number of at least 1"
     if args.search and kind == "none":
         return "--search compares seconds, which are planned for GPUs alone: name a --gpu"
+    if args.search and (args.json or args.svg is not None):
+        return "--json and --svg are for a plan, not for --search"
     if args.out is not None and not args.search:
         return "--out is for --search"
     if args.out is not None and args.out.resolve() == args.config.resolve():

@@ -76,7 +76,7 @@ class DryRun:
         yield from (f"  {line}" for line in text.batch(self.plan))
         for model in self.plan.work.models.values():
             yield from (f"  {line}" for line in self._micro_batches(model))
-        yield from ("", f"Memory of a {cluster.chip.name if self.plan.on_gpu else 'rank'}, GiB")
+        yield from ("", f"Memory of one {cluster.chip.name if self.plan.on_gpu else 'rank'}, GiB")
         yield from (f"  {line}" for line in text.memory(self.plan))
         yield from ("", text.verdict(self.plan), f"dry run: {time.monotonic() - began:.0f} s")
 

@@ -72,8 +72,8 @@ def _head(plan: Plan) -> Iterator[str]:
 
 
 def counted(number: float, what: str) -> str:
-    """Such as 1 update, 2 updates."""
-    return f"{number:g} {what}" if number == 1 else f"{number:g} {what}{'es' if what.endswith('s') else 's'}"
+    """Such as 1 update, 2 batches."""
+    return f"{number:g} {what}" + ("" if number == 1 else "es" if what.endswith(("s", "ch")) else "s")
 
 
 def _size(model: Model) -> str:
