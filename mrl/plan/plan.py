@@ -136,11 +136,14 @@ class Plan:
         return self.engine if self.engine is not None and self.engine.at(rank) is not None else None
 
 
-def make(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assumed: Assumptions) -> Plan:
-    """archs: as `read_shapes` gives them. Raises ValueError for a world that a layout does not fill."""
+def make(
+    cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assumed: Assumptions, *, fused: bool = True
+) -> Plan:
+    """archs: as `read_shapes` gives them. fused: its GPUs can use transformer-engine's layers. Raises ValueError for a
+    world that a layout does not fill."""
     on_gpu = cluster.chip.is_gpu
     assumed = assumed if on_gpu else assumed.without_gpu()
-    work = Work.of(cfg, models_of(cfg, archs, cluster.gpus, on_gpu), assumed)
+    work = Work.of(cfg, models_of(cfg, archs, cluster.gpus, on_gpu, on_gpu and fused), assumed)
     engines = cfg.engines()
     engine = _engine(engines[0], cluster, work, assumed) if engines is not None else None
     return Plan(cfg, cluster, assumed, work, engine)

@@ -41,13 +41,13 @@ class Model:
         return self.is_trained and self.on_gpu and self.grid.dp * self.layout.context > 1
 
 
-def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: bool) -> tuple[Model, ...]:
-    """archs: by the models' names."""
+def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: bool, fused: bool) -> tuple[Model, ...]:
+    """archs: by the models' names. fused: transformer-engine's layers can be used there."""
     dtype = DTYPE_BYTES[cfg.model.dtype]
     found = []
     for name, built in cfg.built().items():
         asked = built.train.layers
-        fused = asked == "transformer_engine" or (asked == "auto" and on_gpu and dtype == 2)
+        takes_them = asked == "transformer_engine" or (asked == "auto" and fused and dtype == 2)
         found.append(
             Model(
                 name,
@@ -58,7 +58,7 @@ def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: b
                 built.is_trained,
                 Grid(built.train.parallel, world),
                 dtype,
-                "transformer_engine" if fused else "local",
+                "transformer_engine" if takes_them else "local",
                 on_gpu,
             )
         )

@@ -19,7 +19,9 @@ from mrl.preflight.finding import Finding
 def look_at_memory(cfg: Config, machine: Machine, kind: str | None = None) -> Iterator[Finding]:
     """Of the world `machine`; kind: of its GPUs, one of `mrl plan --gpu`; None: what this machine has."""
     chip = chips.KINDS[kind] if kind is not None else _chip_here()
-    plan = make(cfg, Cluster(chip, machine.world_size, machine.local_world_size), read_shapes(cfg), Assumptions())
+    cluster = Cluster(chip, machine.world_size, machine.local_world_size)
+    fused = kind is not None or platform.transformer_engine_usable()
+    plan = make(cfg, cluster, read_shapes(cfg), Assumptions(), fused=fused)
     yield from _of_gpus(plan)
     yield _of_the_host(plan, is_node=kind is None)
 

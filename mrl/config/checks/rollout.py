@@ -112,9 +112,10 @@ def _gpus(rollout: RolloutConfig, gpus: tuple[int, ...], machine: Machine) -> It
 
 
 def _offload(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
-    """Of the only model that is updated, for engines that keep what they have taken once."""
+    """Of the only model that is updated, for engines that take their share of the memory once and keep it."""
     others = cfg.critic is not None and not cfg.critic.frozen
-    if cfg.actor.offload == "none" or others or cfg.rollout.release != "none":
+    keeps = cfg.rollout.release == "none" and "memory_fraction" not in ENGINES[cfg.rollout.engine].ignores
+    if cfg.actor.offload == "none" or others or not keeps:
         return
     if shared := shared_gpus(cfg.rollout, machine):
         message = (
