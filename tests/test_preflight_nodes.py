@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -77,6 +78,14 @@ def test_what_is_wrong_elsewhere_is_said_everywhere_and_nothing_is_measured(monk
     first, second, third = meet([[], wrong, []], 3)
     assert [str(finding) for finding in first] == ["node 1 (n2): TMPDIR is nowhere"] == [str(f) for f in third]
     assert second == [], "its own table has it"
+
+
+def test_a_node_that_lacks_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([8, 8, 7])
+    monkeypatch.setattr(nodes.platform, "gpu_count", lambda: next(counts))
+    monkeypatch.setattr(nodes.subprocess, "Popen", None)
+    for [finding] in meet([[]] * 3, 3):
+        assert re.fullmatch(r"of GPUs, of which others have 8, node \d \(n\d\) has 7", finding.text)
 
 
 def test_a_node_is_slow_that_is_so_with_both_neighbours() -> None:

@@ -94,11 +94,14 @@ def _pairs(buffer: torch.Tensor, by_node: Mapping[str, Sequence[int]]) -> Iterat
     nodes, rank = list(by_node), dist.get_rank()
     mine: dict[tuple[str, str], tuple[float, int]] = {}
     for edges in rounds(len(nodes)):
+        own: list[tuple[tuple[str, str], int, dist.ProcessGroup]] = []
         for edge in ((nodes[one], nodes[other]) for one, other in edges):
             for place, members in enumerate(zip(by_node[edge[0]], by_node[edge[1]], strict=False)):
-                group = dist.new_group(list(members))
+                group = dist.new_group(list(members))  # waits for all ranks: all groups first, then all pairs at once
                 if rank in members:
-                    mine[edge] = (_all_reduce(buffer, group, 2), place)
+                    own.append((edge, place, group))
+        for edge, place, group in own:  # one, or none
+            mine[edge] = (_all_reduce(buffer, group, 2), place)
         dist.barrier()
     found: list[dict[tuple[str, str], tuple[float, int]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(found, mine)

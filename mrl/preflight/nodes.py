@@ -99,11 +99,14 @@ def look_at_nodes(meeting: Meeting, found: Sequence[Finding], mib: int | None, a
     host = place.head.rpartition(":")[0]
     port = ports.free_port(host) if place.number == 0 else None
     try:
-        reports = meeting.exchange("found", {"problems": own, "port": port}, meeting.meet_s)
+        gpus = platform.gpu_count()
+        reports = meeting.exchange("found", {"problems": own, "port": port, "gpus": gpus}, meeting.meet_s)
         others = [(number, text) for number, each in enumerate(reports) for text in each["problems"]]
         if others:
             told = [(number, text) for number, text in others if number != place.number]
             return [Finding("nodes", "problem", f"{meeting.name(number)}: {text}") for number, text in told]
+        if unlike := _unlike(meeting, [each["gpus"] for each in reports]):
+            return [unlike]
         result = _measured(meeting, f"{host}:{reports[0]['port']}", mib)
         results = meeting.exchange("measured", result, MEASURE_S)
     except NodesMissing as error:
@@ -112,6 +115,15 @@ def look_at_nodes(meeting: Meeting, found: Sequence[Finding], mib: int | None, a
         )
         return [Finding("nodes", "problem", str(error), remedy)]
     return [Finding("nodes", "ok", f"all {place.count} are here"), *_judged(meeting, results, at_least)]
+
+
+def _unlike(meeting: Meeting, gpus: Sequence[int]) -> Finding | None:
+    """Nodes with fewer GPUs than others."""
+    few = [f"{meeting.name(number)} has {count}" for number, count in enumerate(gpus) if count < max(gpus)]
+    if not few:
+        return None
+    text = f"of GPUs, of which others have {max(gpus)}, {', '.join(few)}"
+    return Finding("nodes", "problem", text, "look there at nvidia-smi and CUDA_VISIBLE_DEVICES")
 
 
 def _measured(meeting: Meeting, head: str, mib: int | None) -> dict[str, Any]:
@@ -157,6 +169,12 @@ def _judged(meeting: Meeting, results: Sequence[dict[str, Any]], at_least: float
     if failed:
         return
     found = network.Network(**results[0]["network"])
+    is_steady = found.backend == "nccl" or at_least is not None  # other programs slow CPUs down
     for text in network.slow_nodes(found, at_least):
-        yield Finding("network", "problem", text, "leave the node out, or look at its cables, NICs and NCCL_DEBUG=INFO")
+        yield Finding(
+            "network",
+            "problem" if is_steady else "warning",
+            text,
+            "leave the node out, or look at its cables, NICs and NCCL_DEBUG=INFO",
+        )
     yield Finding("network", "ok", network.words(found))
