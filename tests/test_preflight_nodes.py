@@ -68,6 +68,8 @@ def meet(found: Sequence[Sequence[Finding]], count: int, missing: Sequence[int] 
 def test_nodes_that_do_not_come_are_named() -> None:
     for finding in chain(*meet([[]] * 3, 3, missing=[1])):
         assert finding.verdict == "problem" and finding.text == "node 1 (n2) did not come within 1.5 s"
+    [finding] = look_at_nodes(Meeting(NodePlace(0, 2, "10.255.255.1:17399"), [], meet_s=1.0), [], 1, None)
+    assert "node 0 cannot listen at 10.255.255.1:17399 (Cannot assign requested address)" in finding.text
     [[finding]] = meet([[]] * 2, 2, missing=[0])
     assert finding.verdict == "problem" and "node 0 (n1) does not answer at 127.0.0.1:" in finding.text
 
@@ -110,6 +112,7 @@ def test_every_node_has_two_neighbours_and_one_at_a_time(count: int) -> None:
     ("arguments", "said"),
     [
         (["--nodes=2", "--node=0"], "go together"),
+        (["--nodes=2", "--node=0", "--head=a:99999"], "must be HOST:PORT"),
         (["--nodes=2", "--node=0", "--head=a:1", "--ranks=8"], "--ranks is for a look without the other nodes"),
         (["--gpu=h900"], "expected one of a100-80g"),
     ],

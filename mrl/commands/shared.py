@@ -40,7 +40,8 @@ def misplaced(args: argparse.Namespace) -> str | None:
     if not 0 <= args.node < args.nodes:
         return f"--node {args.node}: nodes are numbered from 0 to {args.nodes - 1}"
     host, _, port = args.head.rpartition(":")
-    return None if host and port.isdecimal() else f"--head {args.head}: must be HOST:PORT, such as node17:29500"
+    is_address = bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
+    return None if is_address else f"--head {args.head}: must be HOST:PORT, such as node17:29500"
 
 
 def is_refused(cfg: Config, machine: Machine) -> bool:

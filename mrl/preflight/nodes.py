@@ -58,7 +58,9 @@ class Meeting:
             reason = str(error).splitlines()[0]
             raise NodesMissing(f"{self.name(0)} does not answer at {self.place.head}: {reason}") from None
         except OSError as error:
-            raise NodesMissing(f"{self.name(0)} cannot listen at {self.place.head}: {error}") from None
+            reason = error.strerror or error
+            text = f"{self.name(0)} cannot listen at {self.place.head} ({reason}): --head takes its own address"
+            raise NodesMissing(f"{text}, and a port that is free") from None
 
     def part(self, timeout_s: float = SAY_S) -> None:
         """To be called when this node has said what it has to say: the others go after the head, which may be after all
@@ -96,20 +98,19 @@ def look_at_nodes(meeting: Meeting, found: Sequence[Finding], mib: int | None, a
     but for its own."""
     place = meeting.place
     own = [str(finding) for finding in problems(found)]
-    host = place.head.rpartition(":")[0]
-    port = ports.free_port(host) if place.number == 0 else None
     try:
-        gpus = platform.gpu_count()
-        reports = meeting.exchange("found", {"problems": own, "port": port, "gpus": gpus}, meeting.meet_s)
+        reports = meeting.exchange("found", {"problems": own, "gpus": platform.gpu_count()}, meeting.meet_s)
         others = [(number, text) for number, each in enumerate(reports) for text in each["problems"]]
         if others:
             told = [(number, text) for number, text in others if number != place.number]
             return [Finding("nodes", "problem", f"{meeting.name(number)}: {text}") for number, text in told]
         if unlike := _unlike(meeting, [each["gpus"] for each in reports]):
             return [unlike]
-        result = _measured(meeting, f"{host}:{reports[0]['port']}", mib)
+        host = place.head.rpartition(":")[0]
+        port, *_ = meeting.exchange("port", ports.free_port(host) if place.number == 0 else None, meeting.meet_s)
+        result = _measured(meeting, f"{host}:{port}", mib)
         results = meeting.exchange("measured", result, MEASURE_S)
-    except NodesMissing as error:
+    except (NodesMissing, ports.NoFreePort) as error:
         remedy = (
             "its own output says why, or ping it, look at its interfaces and at GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
         )
