@@ -58,8 +58,8 @@ class Meeting:
             reason = str(error).splitlines()[0]
             raise NodesMissing(f"{self.name(0)} does not answer at {self.place.head}: {reason}") from None
         except OSError as error:
-            reason = error.strerror or error
-            text = f"{self.name(0)} cannot listen at {self.place.head} ({reason}): --head takes its own address"
+            why = error.strerror or error
+            text = f"{self.name(0)} cannot listen at {self.place.head} ({why}): --head takes its own address"
             raise NodesMissing(f"{text}, and a port that is free") from None
 
     def part(self, timeout_s: float = SAY_S) -> None:
