@@ -25,8 +25,8 @@ from tests.train_tools import ROOT, write_config
 
 LIMIT_S = 150.0
 STEPS = 6
-# The pipeline's stages are on different nodes, tensor parallelism stays on one; each node has its engine. Whoever is not
-# at work gives its memory up, on both nodes at once.
+# The pipeline's stages are on different nodes, tensor parallelism stays on one; each node has its engine.
+# Whoever is not at work gives its memory up, on both nodes at once.
 PPO: dict[str, Any] = {
     "actor": {"parallel": {"tensor": 2, "pipeline": 2}, "optimizer": {"lr": 5e-3}, "offload": "all"},
     "critic": {"parallel": {"tensor": 2, "pipeline": 2}, "optimizer": {"lr": 5e-3}, "offload": "all"},
