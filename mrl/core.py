@@ -115,9 +115,7 @@ class Rollout:
     weight_versions: PerSample | None = None
 
     @classmethod
-    def of(
-        cls, step: int, prompts: Sequence[Ids], responses: Sequence[Ids], **known: Tensor | None
-    ) -> Self:
+    def of(cls, step: int, prompts: Sequence[Ids], responses: Sequence[Ids], **known: Tensor | None) -> Self:
         """Token ids as a rollout, sample i = prompt i + response i. Of what is not `known`, groups are of one sample,
         scores and log-probs are 0, and the rest is None."""
         pairs = list(zip(prompts, responses, strict=True))

@@ -142,7 +142,7 @@ def test_length_and_stop_ids(engine: Engine, model: torch.nn.Module) -> None:
     first = full.response_ids.tolist().index(stop)
     params = SamplingParams(temperature=0, max_new_tokens=12, stop_token_ids=(stop,))
     cut = engine.generate(requests([PROMPTS[0]]), params)[0]
-    assert cut.response_ids.tolist() == full.response_ids.tolist()[: first + 1], "the stop token belongs to the response"
+    assert cut.response_ids.tolist() == full.response_ids[: first + 1].tolist(), "the stop token belongs to it"
     assert cut.finish_reason == "stop"
     assert cut.log_probs == pytest.approx(full.log_probs[: first + 1], abs=1e-5)
 

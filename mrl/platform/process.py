@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from mrl.ports import MEETING_VARIABLE, listen
 
-_POLL_S = 0.01
+_POLL_S, _POLLED_RANKS = 0.01, 64  # as many ask that often; more of them, less often
+_EVERYBODY = "every rank"
 _imagined: torch.device | None = None  # see mrl.platform.imagined
 
 
@@ -73,11 +74,15 @@ def _meet(rank: int, size: int, limit: timedelta) -> dist.Store:
     here, end = dist.PrefixStore(attempt, store), time.monotonic() + limit.total_seconds()
     here.set(f"rank {rank}", "here")
     names = [f"rank {number}" for number in range(size)]
-    while missing := [name for name in names if not here.check([name])]:
-        if time.monotonic() > end:
-            within = f"within run.timeout_s = {limit.total_seconds():g} s"
-            raise WorldError(f"the world of {size} did not form {within}: {', '.join(missing)} did not come")
-        time.sleep(_POLL_S)
+    for name in names if rank == 0 else [_EVERYBODY]:  # rank 0 looks for the others, who ask the store for one word
+        while not here.check([name]):
+            if time.monotonic() > end:
+                within = f"within run.timeout_s = {limit.total_seconds():g} s"
+                missing = [name for name in names if not here.check([name])]
+                raise WorldError(f"the world of {size} did not form {within}: {', '.join(missing)} did not come")
+            time.sleep(_POLL_S * max(1, size / _POLLED_RANKS))
+    if rank == 0:
+        here.set(_EVERYBODY, "here")
     return store
 
 

@@ -72,9 +72,10 @@ def _columns(text: bytes, columns: dict[str, str], wanted: tuple[str, ...]) -> l
             csv.ParseOptions(quote_char=False, ignore_empty_lines=False),
             csv.ConvertOptions(column_types=columns, include_columns=wanted, null_values=["null"], check_utf8=False),
         )
-        return [column.to_numpy() for column in table.columns if str(column.type) != "null"]
     except arrow.ArrowException:
         return None
+    numbers = [column for column in table.columns if not arrow.types.is_null(column.type)]
+    return None if any(column.null_count for column in numbers) else [column.to_numpy() for column in numbers]
 
 
 @cache

@@ -73,7 +73,7 @@ class Engine:
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, on_samples: OnSamples | None = None
     ) -> list[Sample]:
-        """Finished samples ordered by sample_id. `on_samples` is called in this thread with those that have finished together.
+        """Finished samples ordered by sample_id. `on_samples` is called in this thread with those that finish together.
 
         Log-probs are of logits / temperature (raw logits when greedy), not renormalised for top_p and top_k.
         A server of ours that dies or does not answer within rollout.request_timeout_s is started again as often as
