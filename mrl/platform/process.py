@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import time
 from datetime import timedelta
 from typing import Literal
@@ -56,6 +57,7 @@ def init_process_group(timeout_s: float, kind: Literal["gloo", "nccl"] | None = 
     """
     if dist.is_initialized():
         return
+    _allow_connections()
     gc.freeze()  # full collections, one in each of Megatron's saves, need not walk over all that was imported
     limit, kind = timedelta(seconds=timeout_s), kind or backend()
     if kind == "nccl":
@@ -64,6 +66,13 @@ def init_process_group(timeout_s: float, kind: Literal["gloo", "nccl"] | None = 
     store = _meet(rank, size, limit) if "WORLD_SIZE" in os.environ else dist.HashStore()
     # without `device_id`, by which NCCL would make every group at once: most of a mesh's 25 are never used
     dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=limit)
+
+
+def _allow_connections() -> None:
+    """As many open files as the system lets this process have: a group by gloo has a connection to each of its ranks,
+    and the usual 1,024 files are those of a few hundred ranks."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _meet(rank: int, size: int, limit: timedelta) -> dist.Store:

@@ -7,14 +7,13 @@ weights the loop stands still; the servers do not, their answers wait in the soc
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from functools import cache
 
 import httpx
 
 from mrl.core import Request, Sample, SamplingParams
+from mrl.rollout.access import tls
 from mrl.rollout.answers import error_message
 from mrl.rollout.client import CONNECT_TIMEOUT_S
 from mrl.rollout.errors import BadAnswer, EngineError, Refused, RolloutError
@@ -65,7 +64,7 @@ class Flight:
                     limits=limits,
                     headers=self._fleet.access.headers,
                     trust_env=False,
-                    verify=_tls(),
+                    verify=tls(),
                 ) as self._http,
                 asyncio.TaskGroup() as self._tasks,
             ):
@@ -182,12 +181,6 @@ class Flight:
                 with closing(self._fleet.client(server.url, ABORT_TIMEOUT_S)) as client:
                     with suppress(EngineError):  # the error that brought us here is the one to report
                         client.abort_all()
-
-
-@cache
-def _tls() -> ssl.SSLContext:
-    """Reading the certificates takes 20 ms: once a process, not once a rollout."""
-    return httpx.create_ssl_context(trust_env=False)
 
 
 def _names(requests: Sequence[Request]) -> str:

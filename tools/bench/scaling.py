@@ -42,7 +42,11 @@ SIZES: dict[str, list[dict[str, Any]]] = {
         {"samples": 8_192, "tokens": 12_000, "ranks": 1_024},
     ],
     "engines": [{"servers": 8}, {"servers": 128}, {"servers": 1_024}],
-    "world": [{"ranks": 2, "tokens": 1_000_000}, {"ranks": 4, "tokens": 12_000_000}, {"ranks": 2, "tokens": 98_000_000}],
+    "world": [
+        {"ranks": 2, "tokens": 1_000_000},
+        {"ranks": 4, "tokens": 12_000_000},
+        {"ranks": 2, "tokens": 98_000_000},
+    ],
     "start": [{"ranks": 8}, {"ranks": 16}, {"ranks": 32}, {"ranks": 64}],
     "layout": [{"ranks": 64}, {"ranks": 1_024}],
 }  # fmt: skip

@@ -21,17 +21,18 @@ Row = dict[str, float]
 
 
 class Clock:
-    """Processor and wall seconds of this process' parts, by name."""
+    """Processor seconds (cpu_s: of all threads, main_s: of the one that waits) and wall seconds of parts, by name."""
 
     def __init__(self) -> None:
         self.row: Row = {}
 
     @contextlib.contextmanager
     def of(self, name: str) -> Iterator[None]:
-        cpu, wall = time.process_time(), time.monotonic()
+        clocks = {"cpu_s": time.process_time, "main_s": time.thread_time, "wall_s": time.monotonic}
+        began = {kind: clock() for kind, clock in clocks.items()}
         yield
-        for kind, value in (("cpu_s", time.process_time() - cpu), ("wall_s", time.monotonic() - wall)):
-            self.row[f"{name}_{kind}"] = self.row.get(f"{name}_{kind}", 0.0) + value
+        for kind, clock in clocks.items():
+            self.row[f"{name}_{kind}"] = self.row.get(f"{name}_{kind}", 0.0) + clock() - began[kind]
 
     def watch(self, owner: Any, method: str, name: str) -> None:
         """Counts what `owner.method` takes."""
@@ -53,7 +54,9 @@ def far_engine(tokens: int) -> Iterator[int]:
     """The port of an engine in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "port"
-        engine = subprocess.Popen([sys.executable, str(Path(__file__).parent / "far_engine.py"), str(file), str(tokens)])
+        engine = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "far_engine.py"), str(file), str(tokens)]
+        )
         try:
             while not file.is_file():
                 assert engine.poll() is None
@@ -116,10 +119,9 @@ def sampling(samples: int, tokens: int, servers: int = 8) -> Row:
         engine = Engine(fleet, vocab_size=VOCAB, concurrent_requests=256, request_timeout_s=600)
         (Path(folder) / "rollouts").mkdir()
         made = generate.Generator(cfg, Path(folder), engine, rewards, print, tokenizer(), data, None)
-        for owner, method in (
-            (made.engine, "generate"), (made.tokenizer, "decode_all" if hasattr(made.tokenizer, "decode_all") else "decode"),
-            (rewards, "submit"), (rewards, "collect"), (generate, "collate"), (generate, "save_samples"),
-        ):  # fmt: skip
+        texts = "decode_all" if hasattr(made.tokenizer, "decode_all") else "decode"  # of trees before it
+        watched = [(made.engine, "generate"), (made.tokenizer, texts), (rewards, "submit"), (rewards, "collect")]
+        for owner, method in [*watched, (generate, "collate"), (generate, "save_samples")]:
             clock.watch(owner, method, method)
         base = peak_mib()
         with clock.of("all"):

@@ -1,4 +1,4 @@
-"""The parts of `tools/bench/scaling.py` that need several ranks: real processes over gloo, or one rank of a made-up world."""
+"""The parts of `tools/bench/scaling.py` with several ranks: processes that meet by gloo, or one of a made-up world."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import resource
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,6 @@ def in_ranks(count: int, work: Callable[[int], Row]) -> list[Row]:
                 continue
             try:
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-                from mrl.ports import free_port  # noqa: F401
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["BENCH_PORT"]}
                 (Path(folder) / str(rank)).write_text(json.dumps(work(rank)))
                 os._exit(0)
@@ -93,8 +91,6 @@ def start(ranks: int) -> Row:
     from mrl import platform
 
     platform.install()
-    import torch.distributed as dist
-
     from mrl.config.schema import ParallelConfig
     from mrl.parallel.agreement import gather
     from mrl.trainers.shared.world import World
@@ -114,7 +110,7 @@ def start(ranks: int) -> Row:
         made.any(False)
         with clock.of("results"):
             gather("x" * 200)
-        row = clock.row | {"memory_mib": peak_mib(), "cpu_s": used_s(), "groups": len(dist.distributed_c10d._world.pg_map)}
+        row = clock.row | {"memory_mib": peak_mib(), "cpu_s": used_s(), "open_files": len(os.listdir("/proc/self/fd"))}
         made.any(False)
         made.close()
         return row
@@ -156,4 +152,3 @@ def layout(ranks: int) -> Row:
 
 
 PARTS: dict[str, Callable[..., Row]] = {"world": world, "start": start, "layout": layout}
-_ = time
