@@ -48,6 +48,7 @@ SIZES: dict[str, list[dict[str, Any]]] = {
         {"ranks": 2, "tokens": 98_000_000},
     ],
     "start": [{"ranks": 8}, {"ranks": 16}, {"ranks": 32}, {"ranks": 64}],
+    "checkpoint": [{"ranks": 64}, {"ranks": 1_024}],
     "layout": [{"ranks": 64}, {"ranks": 1_024}],
 }  # fmt: skip
 

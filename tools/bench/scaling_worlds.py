@@ -151,4 +151,37 @@ def layout(ranks: int) -> Row:
     return clock.row | {"groups": counted.calls}
 
 
-PARTS: dict[str, Callable[..., Row]] = {"world": world, "start": start, "layout": layout}
+def checkpoint(ranks: int, shards: int = 400) -> Row:
+    """Rank 0 with the plans of all ranks, each of as many shards of tensors that TP8 cuts."""
+    import pickle
+
+    import torch
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+    from mrl import platform
+
+    platform.install()
+    from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+
+    def item(rank: int, number: int) -> WriteItem:
+        offset, size = torch.Size([rank % 8, 0]), torch.Size([1, 4096])
+        data = TensorWriteData(ChunkStorageMetadata(offset, size), TensorProperties(), torch.Size([8, 4096]))
+        name = f"optimizer.state.exp_avg_sq.decoder.layers.{rank // 8}.{number}.weight"
+        return WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=data)
+
+    clock, bytes_a_rank = Clock(), 0
+    planner, sent = MCoreSavePlanner(flatten_state_dict=False, can_run_decentralized_global_plan=False), []
+    for rank in range(ranks):
+        sent.append(pickle.dumps(SavePlan([item(rank, number) for number in range(shards)])))
+        bytes_a_rank = max(bytes_a_rank, len(sent[-1]))
+    base = peak_mib()
+    with clock.of("unpickle"):
+        plans = [pickle.loads(each) for each in sent]
+    planner.set_up_planner({}, is_coordinator=True)
+    with clock.of("plan"):
+        planner.create_global_plan(plans)
+    return clock.row | {"bytes_a_rank": bytes_a_rank, "memory_mib": peak_mib() - base}
+
+
+PARTS: dict[str, Callable[..., Row]] = {"world": world, "start": start, "layout": layout, "checkpoint": checkpoint}
