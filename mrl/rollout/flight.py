@@ -56,7 +56,7 @@ class Flight:
         calls = [requests[start : start + size] for start in range(0, len(requests), size)]
         self._unfinished = len(calls)
         limit = httpx.Timeout(self._request_timeout_s, connect=CONNECT_TIMEOUT_S)
-        limits = httpx.Limits(max_connections=None)
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=None)  # however long the loop stands still
         try:
             async with (
                 httpx.AsyncClient(
