@@ -31,7 +31,7 @@ NEEDS: dict[str, tuple[dict[str, Level], tuple[bool, bool]]] = {
     "checkpoint": ({"actor": "parameters"}, (True, False)),  # reads what it writes where that lies, after a sync
 }
 SAMPLE_VECTORS, DENSE_VECTORS = 10, 8  # float32 of a step's response tokens, flat and padded to the longest
-OBJECT_BYTES = 76  # of a response token on rank 0: two places in lists, an int, a float
+OBJECT_BYTES = 12  # of a response token on rank 0: its id, its log-prob, about four letters
 HEAD_ROWS, HEAD_ELEMENTS, HEAD_COPIES = 1024, 1 << 21, 3  # of mrl.kernels.linear_logprob: rows of logits at once
 
 
