@@ -94,7 +94,7 @@ if [[ -n ${place:-} && ! -v COMMAND && ${PREFLIGHT:-yes} == yes ]]; then
   "${step[@]}" --mem=0 --time="${PREFLIGHT_MINUTES:-10}" --kill-on-bad-exit=1 bash -c "$look" "$python" \
     preflight "${arguments[@]:1}" --names "$names"
   code=$?
-  bad=$(cat $(ls -tr "$STATE".look.* 2>/dev/null) /dev/null)
+  bad=$(cat $(ls -tr "$STATE".look.* 2>/dev/null) /dev/null | paste -sd,)
   rm -f "$STATE".look.*
   if ((code)); then
     phase "error: preflight has found something wrong on ${bad:-a node that does not end} (with exit code): ${LOG}_NODE.log"

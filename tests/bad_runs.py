@@ -110,11 +110,10 @@ def hangs() -> list[GpuHealth]:
 
 
 def gpus_of(gib: float) -> Edit:
-    def edit(_: Path, patch: dict[str, Any]) -> None:
-        patch["mrl.platform.gpu_bytes"] = lambda: [80 << 30, int(gib * (1 << 30))]
-        patch["mrl.platform.gpu_names"] = lambda: ["H100", "L4"]
-
-    return edit
+    """A large one, and a small one."""
+    sizes = {"H100": 80 << 30, "L4": int(gib * (1 << 30))}
+    found = [GpuHealth(number, name, size, size) for number, (name, size) in enumerate(sizes.items())]
+    return patched("mrl.platform.gpu_health", lambda: found)
 
 
 def host_memory(total: int, available: int) -> Edit:

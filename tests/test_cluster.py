@@ -134,10 +134,10 @@ def slurm() -> Iterator[Cluster]:
         yield cluster
 
 
-def submit(slurm: Cluster, setting: Setting, *overrides: str) -> str:
+def submit(slurm: Cluster, setting: Setting, *overrides: str, **environment: str) -> str:
     places = {"CONFIG": str(setting.config), "MRL_HOME": str(ROOT), "LOG_DIR": str(setting.folder / "logs")}
     script, run = str(ROOT / "slurm" / "ppo_tiny_cpu.sh"), ["run.nproc=2", "checkpoint.every_steps=1", *overrides]
-    return slurm.submit(setting.folder, script, *run, **places, VENV=sys.prefix, LOST_S="12")
+    return slurm.submit(setting.folder, script, *run, **places, **environment, VENV=sys.prefix, LOST_S="12")
 
 
 def said(setting: Setting) -> str:
@@ -154,7 +154,7 @@ def test_a_job_that_is_warned_and_loses_a_node_ends_as_the_undisturbed_run(
 ) -> None:
     """The warning comes as from `#SBATCH --signal=B:USR1@...`: to the job's script."""
     run_dir = setting.run_dir("submitted")
-    job = submit(slurm, setting, "run.name=submitted")
+    job = submit(slurm, setting, "run.name=submitted", PREFLIGHT="no")
 
     def wait_for_step(number: int) -> None:
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
@@ -188,7 +188,9 @@ def test_a_cancelled_job_leaves_nothing(slurm: Cluster, setting: Setting) -> Non
     """Eight ranks, TP2 x PP2 x DP2 over both nodes, and an SGLang server on each."""
     run_dir = setting.run_dir("cancelled")
     size = ["run.nproc=4", "rollout.engine=sglang"]
-    job = submit(slurm, setting, "run.name=cancelled", "run.steps=1000", "checkpoint.every_steps=1000", *size)
+    job = submit(
+        slurm, setting, "run.name=cancelled", "run.steps=1000", "checkpoint.every_steps=1000", *size, PREFLIGHT="no"
+    )
     wait_for(lambda: steps_made(run_dir) >= 1 or state(slurm, job) == "FAILED", lambda: said(setting))
     assert state(slurm, job) == "RUNNING", said(setting)
     log = (setting.folder / "logs" / f"ppo_tiny_cpu_{job}_n1.log").read_text()

@@ -18,7 +18,11 @@ from mrl.preflight.finding import Finding
 
 def look_at_memory(cfg: Config, machine: Machine, kind: str | None = None) -> Iterator[Finding]:
     """Of the world `machine`; kind: of its GPUs, one of `mrl plan --gpu`; None: what this machine has."""
-    chip = chips.KINDS[kind] if kind is not None else _chip_here()
+    try:
+        chip = chips.KINDS[kind] if kind is not None else _chip_here()
+    except (platform.GpuTimeout, OSError):
+        yield Finding("GPU memory", "skipped", "not checked: the GPUs do not answer")
+        return
     cluster = Cluster(chip, machine.world_size, machine.local_world_size)
     fused = kind is not None or platform.transformer_engine_usable()
     plan = make(cfg, cluster, read_shapes(cfg), Assumptions(), fused=fused)
@@ -27,9 +31,12 @@ def look_at_memory(cfg: Config, machine: Machine, kind: str | None = None) -> It
 
 
 def _chip_here() -> Chip:
-    """The smallest of this machine's GPUs."""
-    sizes = dict(zip(platform.gpu_bytes(), platform.gpu_names(), strict=True))
-    return chips.here(sizes[min(sizes)], min(sizes)) if sizes else chips.NO_GPU
+    """The smallest of this machine's GPUs, as another process sees them: this one holds none of their memory."""
+    found = platform.gpu_health()
+    if not found:
+        return chips.NO_GPU
+    smallest = min(found, key=lambda gpu: gpu.total)
+    return chips.here(smallest.name, smallest.total)
 
 
 def _of_gpus(plan: Plan) -> Iterator[Finding]:
