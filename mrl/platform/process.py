@@ -146,3 +146,8 @@ def gpu_count() -> int:
 def gpu_names() -> list[str]:
     """Of each GPU that this process may use, by index."""
     return [torch.cuda.get_device_name(index) for index in range(gpu_count())]
+
+
+def gpu_bytes() -> list[int]:
+    """Memory of each GPU that this process may use, in bytes, whoever holds it."""
+    return [torch.cuda.get_device_properties(index).total_memory for index in range(gpu_count())]
