@@ -84,7 +84,7 @@ def main() -> None:
         print(json.dumps(one(args.only[0], args.size)), flush=True)
         return
     found = json.loads(FILE.read_text()) if FILE.is_file() else {}
-    results = {label: found.get(label, {}) for label in ("before", "after")}
+    results = {name: found.get(name, {}) for name in ("before_commit", "before", "after")}
     for part in args.only:
         rows = []
         for size in SIZES[part][: 1 if args.small else None]:
