@@ -118,7 +118,7 @@ def test_engines_are_drawn_where_they_are(ppo: Plan) -> None:
     keys = {"servers": 1, "tensor": 2}
     cfg = ppo.cfg.model_copy(update={"rollout": ppo.cfg.engines()[0].model_copy(update=keys)})  # type: ignore[index]
     archs = {name: model.arch for name, model in ppo.work.models.items()}
-    models = {model.name: model for model in models_of(cfg, archs, 64, on_gpu=True)}
+    models = {model.name: model for model in models_of(cfg, archs, 64, on_gpu=True, fused=True)}
     gpus = Places.of(cfg, models, Machine(64, 8, gpus=8, joined=True))
     assert {rank: engine for rank, engine in gpus.engine_of.items() if rank < 16} == {0: 0, 1: 0, 8: 1, 9: 1}
     cpus = Places.of(cfg, models, Machine(64, 8, gpus=0, joined=True))
@@ -160,7 +160,7 @@ def test_each_step_says_what_it_was_beside_the_plan(
     assert re.search(r"step 2/2 \|.* MFU 0\.0% \| update \d+\.\ds \(100%, plan 0\.0s\)", shown), shown
     assert shown.count("the plan: A step takes about") == 1 and "no MFU" not in shown
     plan = json.loads((tmp_path / "runs/run/plan.json").read_text())
-    assert plan["gpu"] == "h100-80g" and plan["models"]["actor"]["layers"] == "transformer_engine"
+    assert plan["gpu"] == "h100-80g" and plan["models"]["actor"]["layers"] == "local", "what the run has"
     assert "rank 0" in (tmp_path / "runs/run/ranks.svg").read_text()
 
 
@@ -202,7 +202,7 @@ def test_without_a_gpu_nothing_is_made_up_and_a_checkpoint_knows_the_tracker_s_r
     assert not [name for row in rows for name in row if name.startswith("time/checkpoint_")]
 
     (run_dir / "trackers/wandb.json").unlink()  # the checkpoint alone knows it now
-    monkeypatch.setattr(beside, "make", lambda *_: 1 / 0)
+    monkeypatch.setattr(beside, "make", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(platform, "gpu_names", lambda: [H100])
     sft.main(sft_config(tmp_path, tiny_models("llama"), steps=3, trackers=("wandb",)))
     assert Elsewhere.opened == [None, "run-7"] and Elsewhere.steps == [1, 2, 1, 2, 3]

@@ -53,10 +53,11 @@ def planned(cfg: Config, run_dir: Path, recorder: Recorder | SilentRecorder) -> 
     try:
         machine, (chip, why) = Machine.around(platform.gpu_count()), _chip(cfg)
         shapes = read_shapes(cfg)
-        models = models_of(cfg, shapes, machine.world_size, on_gpu=bool(platform.gpu_names()))
+        on_gpu, fused = bool(platform.gpu_names()), platform.transformer_engine_usable()
+        models = models_of(cfg, shapes, machine.world_size, on_gpu, fused)
         places = Places.of(cfg, {model.name: model for model in models}, machine)
         cluster = Cluster(chip, machine.world_size, machine.local_world_size) if chip is not None else None
-        plan = make(cfg, cluster, shapes, Assumptions()) if cluster is not None else None
+        plan = make(cfg, cluster, shapes, Assumptions(), fused=fused) if cluster is not None else None
         data = text.data(plan) if plan is not None else {"gpu": None, "why": why}
     except Exception as error:  # the run does without it
         recorder.note(f"no plan beside this run: {type(error).__name__}: {error}")
