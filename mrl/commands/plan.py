@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.search:
         return _search(args, cfg, cluster)
     plan = make(cfg, cluster, read_shapes(cfg), Assumptions())
-    if args.svg is not None and not _is_written(args.svg, picture.draw(plan)):
+    if args.svg is not None and not _is_written(args.svg, picture.draw(plan.places)):
         return DOES_NOT_FIT
     print(json.dumps(text.data(plan), indent=2) if args.json else "\n".join(text.lines(plan)))
     return DOES_NOT_FIT if plan.problems else 0

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 COMPILED = ("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/mrl/torchinductor"))
 
 
+ALONE = {"dry_run": False, "nodes": 1, "node": None, "head": None}  # what `run` is asked, for a world on this machine
+
+
 def add(commands: Any) -> None:
     """The subcommand's arguments."""
     parser = commands.add_parser("train", help="train as a configuration says")

@@ -55,6 +55,11 @@ class Phase:
     def total(self) -> float:
         return sum(item.nbytes for item in self.items)
 
+    @property
+    def tensors(self) -> float:
+        """Bytes of what the trainer's own allocator holds: without engines, CUDA's and NCCL's part, and fragments."""
+        return sum(item.nbytes for item in self.items if item.owner not in ("engine", "process"))
+
 
 def model_held(model: Model, seat: Seat) -> Held:
     return held(model.arch, model.role, model.grid, seat, model.overlap)

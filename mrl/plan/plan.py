@@ -17,6 +17,7 @@ from mrl.plan import memory, timing
 from mrl.plan.chips import Assumptions, Cluster
 from mrl.plan.engine import EnginePlan, plan_engine
 from mrl.plan.memory import Item, Phase
+from mrl.plan.places import Places
 from mrl.plan.shortage import Shortage, shortages
 from mrl.plan.timing import Clock, Part
 from mrl.plan.workload import Work, models_of
@@ -77,6 +78,11 @@ class Plan:
     @property
     def on_gpu(self) -> bool:
         return self.cluster.chip.is_gpu
+
+    @cached_property
+    def places(self) -> Places:
+        cluster = self.cluster
+        return Places.on_gpus(self.work.models, cluster.gpus, cluster.per_node, self.engine)
 
     @cached_property
     def parts(self) -> list[Part]:

@@ -60,7 +60,7 @@ def _head(plan: Plan) -> Iterator[str]:
     for model in plan.work.models.values():
         held = f"{sum(1 for _ in model.arch.layers)} layers, {_size(model)} weights"
         how = "trained" if model.is_trained else "computed with"
-        yield f"  {model.name:<8} {_layout(model)}; {held}; {how}; {model.kind} layers, offload {model.train.offload}"
+        yield f"  {model.name:<8} {model.words}; {held}; {how}; {model.kind} layers, offload {model.train.offload}"
     if plan.engine is not None:
         engine = plan.engine
         shared = any(engine.at(rank) is not None for rank in range(cluster.gpus))
@@ -79,13 +79,6 @@ def counted(number: float, what: str) -> str:
 def _size(model: Model) -> str:
     whole = num_parameters(model.arch, model.role)
     return f"{whole / 1e9:.1f}B" if whole >= 1e8 else f"{whole / 1e6:.1f}M"
-
-
-def _layout(model: Model) -> str:
-    p = model.layout
-    sizes = {"TP": p.tensor, "PP": p.pipeline, "VPP": p.virtual_pipeline or 1, "CP": p.context, "EP": p.expert}
-    sizes |= {"ETP": p.expert_tensor_size if p.expert > 1 else 1, "DP": model.grid.dp}
-    return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one copy"
 
 
 def batch(plan: Plan) -> Iterator[str]:
@@ -131,7 +124,7 @@ def grid(plan: Plan) -> Iterator[str]:
             continue
         shown.append(model.layout)
         same = [other.name for other in plan.work.models.values() if other.layout == model.layout]
-        yield f"{', '.join(same)}: {_layout(model)}; layers of the stages {_stages(model)}"
+        yield f"{', '.join(same)}: {model.words}; layers of the stages {_stages(model)}"
         per_node, last = plan.cluster.per_node, plan.cluster.gpus
         for node, first in enumerate(range(0, last, per_node)):
             ranks = range(first, min(first + per_node, last))
@@ -152,13 +145,8 @@ def _spans(model: Model, ranks: Sequence[int]) -> str:
     return "  ".join(found)
 
 
-def engine_of(plan: Plan, rank: int) -> int | None:
-    """The number of the engine on a rank's GPU."""
-    return plan.engine.at(rank) if plan.engine is not None else None
-
-
 def _engines(plan: Plan, ranks: Sequence[int]) -> str:
-    numbers = sorted({number for rank in ranks if (number := engine_of(plan, rank)) is not None})
+    numbers = sorted({number for rank in ranks if (number := plan.places.engine_of.get(rank)) is not None})
     if not numbers:
         return ""
     return f"  engine {numbers[0]}" if len(numbers) == 1 else f"  engines {numbers[0]}-{numbers[-1]}"
@@ -231,13 +219,8 @@ def data(plan: Plan) -> dict[str, Any]:
     return {
         "fits": not plan.problems,
         "problems": plan.problems,
-        "gpus": plan.cluster.gpus,
         "gpu": plan.cluster.chip.name,
         "gpu_bytes": plan.cluster.chip.memory,
-        "models": {
-            name: {"layout": _layout(model), "role": model.role, "layers": model.kind, "trained": model.is_trained}
-            for name, model in work.models.items()
-        },
         "batch": {name: vars(each) for name, each in work.batches.items()},
         "memory": {
             name: {
@@ -252,14 +235,7 @@ def data(plan: Plan) -> dict[str, Any]:
         "checkpoint_bytes": plan.checkpoint_bytes,
         "seconds": plan.seconds,
         "parts": [vars(part) for part in plan.parts],
-        "ranks": [
-            {"rank": rank, "node": rank // plan.cluster.per_node, "engine": engine_of(plan, rank)}
-            | {name: _seat(model, rank) for name, model in work.models.items()}
-            for rank in range(plan.cluster.gpus)
-        ],
+        "tensors_of_rank_0": {phase.name: phase.tensors for phase in plan.ranks[0]},
         "assumed": vars(plan.assumed),
-    }
+    } | plan.places.data()
 
-
-def _seat(model: Model, rank: int) -> dict[str, int]:
-    return {axis: value for axis, value in vars(model.grid.seat(rank)).items() if axis != "rank"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mrl.config.sections.models import ParallelConfig, TrainConfig
 from mrl.config.trainers.base import Config, StepSize
@@ -34,6 +34,14 @@ class Model:
     @property
     def layout(self) -> ParallelConfig:
         return self.train.parallel
+
+    @property
+    def words(self) -> str:
+        """Such as "TP2 x PP4 x DP8"."""
+        p = self.layout
+        sizes = {"TP": p.tensor, "PP": p.pipeline, "VPP": p.virtual_pipeline or 1, "CP": p.context, "EP": p.expert}
+        sizes |= {"ETP": p.expert_tensor_size if p.expert > 1 else 1, "DP": self.grid.dp}
+        return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one copy"
 
     @property
     def overlap(self) -> bool:
@@ -147,6 +155,13 @@ class Work:
     @property
     def is_sampling(self) -> bool:
         return self.size.sampled > 0
+
+    def with_samples(self, size: StepSize, lengths: Lengths) -> Work:
+        """The same models at a step of other samples, in micro-batches as these need."""
+        models = self.models.values()
+        learnt = {model.name: size.minibatch if model.is_trained else size.learnt for model in models}
+        batches = {model.name: Batches.of(model, learnt[model.name], lengths.mean) for model in models}
+        return replace(self, size=size, lengths=lengths, batches=batches)
 
     @staticmethod
     def of(cfg: Config, models: tuple[Model, ...], assumed: Assumptions) -> Work:

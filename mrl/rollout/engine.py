@@ -12,6 +12,7 @@ from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import EngineError, RolloutError
 from mrl.rollout.fleet import Fleet
 from mrl.rollout.flight import Flight, OnSamples
+from mrl.rollout.load import Load
 from mrl.rollout.protocol import BEGIN_UPDATE, MemoryPart
 from mrl.rollout.restarts import Restarts
 from mrl.rollout.samples import Expected
@@ -96,6 +97,10 @@ class Engine:
         flight = Flight(self.fleet, sampling, expected, on_samples, self.concurrent_requests, self.request_timeout_s)
         samples = asyncio.run(flight.run(requests))
         return sorted(samples, key=lambda sample: sample.request.sample_id)
+
+    def take_loads(self) -> tuple[dict[str, Load], Load]:
+        """Since the last call: what each server had to do, by URL, and the requests that waited here for one."""
+        return {server.url: server.meter.take() for server in self.fleet.servers}, self.fleet.waiting.take()
 
     # ---- memory
 

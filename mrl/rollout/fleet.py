@@ -14,6 +14,7 @@ from mrl.rollout.access import Access
 from mrl.rollout.client import EngineClient
 from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.errors import EngineError, PortTaken, RolloutError
+from mrl.rollout.load import Meter
 from mrl.rollout.process import EngineProcess, Started, wait_ready
 from mrl.rollout.restarts import Restarts
 from mrl.rollout.server import DEATH_POLL_S, DEATH_WAIT_S, Parts, Server
@@ -43,6 +44,7 @@ class Fleet:
     check: raises if the server at a URL must not be used
     notes: of all that were checked
     accepts_stop_strings: whether all do that were checked
+    waiting: requests that have not been given to a server yet
     restarts: who may start a lost server again; nobody, until `restarts.allow` is called
     nodes: those that have some of the servers, besides this one
     memory_timeout_s: until a server has given up memory, or taken it back
@@ -64,6 +66,7 @@ class Fleet:
         self.notes: list[str] = []
         self.accepts_stop_strings = True
         self.restarts = Restarts(max_restarts)
+        self.waiting = Meter()
         self._nodes = nodes
         self._check, self._startup_timeout_s = check, startup_timeout_s
         self._memory_timeout_s = memory_timeout_s
@@ -106,7 +109,8 @@ class Fleet:
 
     def least_loaded(self) -> Server | None:
         """Of those that are up."""
-        return min((server for server in self.servers if server.up), key=lambda server: server.load, default=None)
+        up = (server for server in self.servers if server.up)
+        return min(up, key=lambda server: server.meter.running, default=None)
 
     def forget_losses(self) -> None:
         """Servers that were given up while they were brought back are tried again."""

@@ -54,7 +54,8 @@ class Flight:
         size = self._call_size(len(requests))
         self._slots = asyncio.Semaphore(max(1, self._concurrent_requests // size))
         calls = [requests[start : start + size] for start in range(0, len(requests), size)]
-        self._unfinished = len(calls)
+        self._unfinished, self._waiting = len(calls), len(requests)
+        self._fleet.waiting.begin(self._waiting)
         limit = httpx.Timeout(self._request_timeout_s, connect=CONNECT_TIMEOUT_S)
         limits = httpx.Limits(max_connections=None, keepalive_expiry=None)  # however long the loop stands still
         try:
@@ -77,7 +78,14 @@ class Flight:
         except BaseException:
             self._abort_running()
             raise
+        finally:
+            self._begin(self._waiting)
         return self._samples
+
+    def _begin(self, requests: int) -> None:
+        """So many do not wait here any longer."""
+        self._waiting -= requests
+        self._fleet.waiting.end(requests)
 
     def _call_size(self, requests: int) -> int:
         """Requests a call: no more than leaves every server busy, nor than may be in flight."""
@@ -88,6 +96,7 @@ class Flight:
 
     async def _finish(self, requests: Sequence[Request]) -> None:
         async with self._slots:
+            self._begin(len(requests))
             while (samples := await self._attempt(requests)) is None:
                 pass
         self._samples += samples
@@ -106,20 +115,22 @@ class Flight:
         post = asyncio.ensure_future(self._http.post(f"{server.url}{GENERATE.path}", json=body))
         post.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more
         self._posts[server].add(post)
-        server.load += len(requests)
+        server.meter.begin(len(requests))
+        samples: list[Sample] | None = None
         try:
             limit = self._request_timeout_s
             done, _ = await asyncio.wait([post], timeout=limit)
             if not done:  # it answers, byte by byte
                 raise httpx.ReadTimeout(f"no whole answer in {limit:g} s")
-            return None if post.cancelled() else await self._read(requests, post.result())
+            samples = None if post.cancelled() else await self._read(requests, post.result())
+            return samples
         except (httpx.HTTPError, BadAnswer) as error:
             await self._judge(server, life, requests, error)
             return None
         finally:
             post.cancel()
             self._posts[server].discard(post)
-            server.load -= len(requests)
+            server.meter.end(len(requests), samples or ())
 
     async def _read(self, requests: Sequence[Request], reply: httpx.Response) -> list[Sample]:
         if reply.status_code != 200:

@@ -58,7 +58,9 @@ def train_step(run: RLRun, step: int) -> None:
         with phase("sync", stats):
             run.push_again()
 
-    stats.metrics |= run.speed.metrics(stats, rollout.num_response_tokens, time.monotonic() - started)
+    stats.metrics |= run.speed.metrics(
+        stats, experience.rollout, rollout.num_response_tokens, time.monotonic() - started
+    )
     if (step + 1) % cfg.validation.every_steps == 0 or step + 1 == cfg.run.steps:
         validate(run, step + 1, stats)
     stats.metrics["rollout/engine_restarts"] = run.engine_restarts - restarts

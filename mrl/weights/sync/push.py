@@ -50,9 +50,11 @@ class SyncReport:
     hops: Hops
 
     def metrics(self) -> dict[str, float]:
-        """perf/sync_gather_s, sync/network_bytes, ...: the hops that there were."""
+        """perf/sync_s, sync/bytes: of the whole push, a byte of the model counted once; perf/sync_gather_s,
+        sync/network_bytes, ...: the hops that there were."""
         hops = {name: value for name, value in asdict(self.hops).items() if value}
-        return {f"perf/sync_{name}" if name.endswith("_s") else f"sync/{name}": value for name, value in hops.items()}
+        named = {f"perf/sync_{name}" if name.endswith("_s") else f"sync/{name}": value for name, value in hops.items()}
+        return {"perf/sync_s": self.seconds, "sync/bytes": float(self.bytes), **named}
 
 
 class WeightSync:
