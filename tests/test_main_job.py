@@ -60,7 +60,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 def results(row: dict[str, float]) -> dict[str, float]:
     """Without what says how fast it was, and without the validation that every run ends with."""
-    left_out = ("time/", "perf/", "unix_time", "validation/")
+    left_out = ("time/", "perf/", "sync/", "unix_time", "validation/")
     return {name: value for name, value in row.items() if not name.startswith(left_out)}
 
 
