@@ -23,7 +23,7 @@ from mrl.observe import read_metrics
 from mrl.rollout import Engine
 from tests import zygote
 from tests.conftest import TinyModels
-from tests.train_tools import Train, given, write_config
+from tests.train_tools import MEASURED, Train, given, write_config
 from tools.gpu.trained import sampled
 
 pytestmark = [
@@ -50,6 +50,7 @@ EVERY_STEP = {
     "kl/coef", "kl/ref", "mismatch/kl", "mismatch/max_abs", "mismatch/max_sample", "mismatch/mean_abs",
     "perf/tokens_per_s", "perf/tokens_per_s_per_rank", "perf/model_tflop", "perf/tflop_per_s_per_rank",
     "response/mean_tokens", "response/truncated", "reward/length", "reward/mean",
+    "engines/running", "engines/tokens_per_s_fastest", "memory/resident_gib/actor_update", "perf/sync_s", "sync/bytes",
     "time/experience", "time/rollout", "time/sync", "time/update",
 }  # fmt: skip
 
@@ -60,7 +61,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 def results(row: dict[str, float]) -> dict[str, float]:
     """Without what says how fast it was, and without the validation that every run ends with."""
-    left_out = ("time/", "perf/", "unix_time", "validation/")
+    left_out = (*MEASURED, "validation/")
     return {name: value for name, value in row.items() if not name.startswith(left_out)}
 
 

@@ -26,7 +26,7 @@ from mrl.trainers.shared.memory import AWAKE, MemoryOrder
 from mrl.trainers.shared.world import RankZeroError
 from tests.bare_run import bare_run
 from tests.conftest import TinyModels
-from tests.train_tools import Train, write_config
+from tests.train_tools import MEASURED, Train, write_config
 
 RUN_S = 300.0
 PPO: dict[str, Any] = {
@@ -62,8 +62,8 @@ def engine(run: Train) -> int:
 def left(folder: Path) -> dict[str, Any]:
     """What a run leaves: samples and metrics, weights apart."""
     files = sorted((folder / "runs/run/rollouts").glob("*.jsonl"))
-    speed = ("time/", "perf/", "memory/", "unix_time", "rollout/engine_restarts")
-    rows = [{k: v for k, v in row.items() if not k.startswith(speed)} for row in read_metrics(folder / "runs/run")]
+    left_out = (*MEASURED, "rollout/engine_restarts")
+    rows = [{k: v for k, v in row.items() if not k.startswith(left_out)} for row in read_metrics(folder / "runs/run")]
     return {file.name: file.read_text().splitlines() for file in files} | {"metrics": rows}
 
 

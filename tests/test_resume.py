@@ -25,7 +25,7 @@ from mrl.observe import rewind
 from mrl.rollout import Engine
 from tests import zygote
 from tests.conftest import TinyModels
-from tests.train_tools import Train, given, write_config
+from tests.train_tools import MEASURED, Train, given, write_config
 
 RUN_S = 300.0
 VOCAB = 320
@@ -60,8 +60,7 @@ def results(run_dir: Path) -> dict[int, dict[str, float]]:
     """The rows of metrics.jsonl as they are, by step, without what says how fast the step was and what was moved."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert len({row["step"] for row in rows}) == len(rows), "a step is there twice"
-    timing = ("time/", "perf/", "unix_time", "memory/")
-    return {row["step"]: {k: v for k, v in row.items() if not k.startswith(timing)} for row in rows}
+    return {row["step"]: {k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in rows}
 
 
 def samples(run_dir: Path) -> dict[str, list[dict[str, Any]]]:

@@ -47,7 +47,9 @@ def main() -> None:
     with args.data.open() as file:
         rows = [json.loads(line) for line in itertools.islice(file, args.rows)]
     likeliest, drawn = shares(args.model_dir, rows, args.max_new_tokens)
-    print(f"{args.model_dir}: right of {len(rows)}: {likeliest:.3f} of the likeliest answers, {drawn:.3f} of those drawn")
+    print(
+        f"{args.model_dir}: right of {len(rows)}: {likeliest:.3f} of the likeliest answers, {drawn:.3f} of those drawn"
+    )
 
 
 if __name__ == "__main__":

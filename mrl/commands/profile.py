@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
         "profile/ gets a trace and a table of the ten largest operations. In a run that goes on: run.profile, see mrl "
         "config."
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, **train.ALONE)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """What a run leaves behind and shows: run directory, metrics, samples, progress display, report."""
 
 from mrl.observe import trackers
-from mrl.observe.files import NotWritten, Unreadable, append_jsonl, write_down
+from mrl.observe.files import ENGINES, PLAN, RANKS, NotWritten, Unreadable, append_jsonl, write_down
 from mrl.observe.following import follow
 from mrl.observe.lock import RunLocked
 from mrl.observe.metrics import read_metrics
@@ -12,6 +12,9 @@ from mrl.observe.run_dir import RunDir, RunExists, is_of_this_launch, move_aside
 from mrl.observe.samples import before_after_table, sample_row, save_samples
 
 __all__ = [
+    "ENGINES",
+    "PLAN",
+    "RANKS",
     "NotWritten",
     "Recorder",
     "RunDir",

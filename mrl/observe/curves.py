@@ -103,16 +103,38 @@ CURVES = [
         log=True,
         floor=0.0,
     ),
+]
+MACHINE_CURVES = [
     Curve(
         "Throughput", (Line(("perf/tokens_per_s",), "tokens / s"),), "tokens a second over the whole step", floor=0.0
+    ),
+    Curve("MFU", (Line(("perf/mfu",), "models"),), "share of the GPUs' bfloat16 peak, while models run", floor=0.0),
+    Curve(
+        "Arithmetic of a rank",
+        (Line(("perf/tflop_per_s_per_rank",), "models"),),
+        "TFLOP/s while models run; recomputation and engines not counted",
+        floor=0.0,
+    ),
+    Curve(
+        "Tokens a second of an engine",
+        (
+            Line(("engines/tokens_per_s_fastest",), "fastest"),
+            Line(("engines/tokens_per_s_slowest",), "slowest"),
+        ),
+        "response tokens, while it has requests",
+        floor=0.0,
     ),
 ]
 
 
 def draw(curve: Curve, rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) -> Figure | None:
     """One set of axes, None without a line to draw; noisy lines are faint with their moving mean on top."""
-    found = [(line, *series(rows, line)) for line in curve.lines if not is_zero(rows, line)]
-    found = [(line, x, y) for line, x, y in found if len(x)]
+    found: list[tuple[Line, np.ndarray, np.ndarray]] = []
+    for line in curve.lines:
+        x, y = series(rows, line)
+        hidden = any(np.array_equal(x, other) and np.array_equal(y, values) for _, other, values in found)
+        if len(x) and not hidden and not is_zero(rows, line):
+            found.append((line, x, y))
     if not found:
         return None
     figure, axes = _axes(size)
@@ -153,6 +175,10 @@ def draw_phases(rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) -> Figu
             base + height, edges, baseline=base, fill=True, color=color, alpha=0.85, label=name.removeprefix("time/")
         )
         base = base + height
+    planned = [row.get("plan/step_s", np.nan) for row in steps]
+    if not np.isnan(planned).all():
+        label = "plan, of the phases that it knows"
+        axes.stairs(planned, edges, baseline=None, color=INK, linewidth=1.2, linestyle="--", label=label)
     axes.set_ylabel("seconds", color=INK, fontsize=8.5)
     axes.set_ylim(0, max(1e-9, float(np.percentile(base, 98)) * 1.25))
     axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.2))

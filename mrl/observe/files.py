@@ -12,6 +12,8 @@ import yaml
 
 from mrl.files import write_atomically
 
+PLAN, RANKS = "plan.json", "ranks.svg"  # of a run directory: what the plan says of the run, who is where
+ENGINES = "engines.jsonl"  # what each engine had to do, a line a step
 _SECTIONS = ("run", "model", "data", "batch", "algorithm")  # those that are read here
 
 

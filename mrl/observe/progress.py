@@ -18,6 +18,8 @@ from mrl.core import StepStats
 RECENT_STEPS = 20  # whose mean time the ETA is made of
 PLAIN_TICK_S = 30.0  # between signs of life of a long phase in a log file
 
+THREE_DIGITS = ".3g"  # as a format; of large numbers all digits before the point
+
 # (label, metrics of which the first one present is shown, format)
 HEADLINES: list[tuple[str, tuple[str, ...], str]] = [
     ("reward", ("reward/mean",), ".3f"),
@@ -33,7 +35,9 @@ HEADLINES: list[tuple[str, tuple[str, ...], str]] = [
     ("mismatch max", ("mismatch/max_abs",), ".1e"),
     ("tokens/s", ("perf/tokens_per_s",), ",.0f"),
     ("tokens/s a rank", ("perf/tokens_per_s_per_rank",), ",.0f"),
-    ("TFLOP/s a rank", ("perf/tflop_per_s_per_rank",), ".3g"),
+    ("TFLOP a step", ("perf/model_tflop",), THREE_DIGITS),
+    ("TFLOP/s a rank", ("perf/tflop_per_s_per_rank",), THREE_DIGITS),
+    ("MFU", ("perf/mfu",), ".1%"),
 ]
 
 
@@ -43,14 +47,29 @@ def headlines(metrics: dict[str, float]) -> list[tuple[str, str]]:
     for label, names, form in HEADLINES:
         name = next((n for n in names if n in metrics), None)
         if name is not None:
-            shown.append((label, format(metrics[name], form)))
+            shown.append((label, number(metrics[name], form)))
     return shown
 
 
-def shares(seconds: dict[str, float], digits: int) -> str:
-    """Such as "rollout 3.0s (75%)  update 1.0s (25%)"."""
-    total = sum(seconds.values()) or 1.0
-    return "  ".join(f"{phase} {s:.{digits}f}s ({s / total:.0%})" for phase, s in seconds.items())
+def number(value: float, form: str) -> str:
+    """In this format; no sign of what rounds to 0."""
+    text = format(value, ",.0f" if form == THREE_DIGITS and value >= 100 else form)
+    return text.lstrip("-") if not text.strip("-+0.e%") else text
+
+
+def shares(stats: StepStats, digits: int) -> str:
+    """Such as "rollout 3.0s (75%)  update 1.0s (25%)"; where the metrics have what the plan says, "rollout 3.0s (75%,
+    plan 2.1s)", and at the end the planned phases together."""
+    total = sum(stats.seconds.values()) or 1.0
+    plan = {name[5:-2]: value for name, value in stats.metrics.items() if name.startswith("plan/")}
+    parts = []
+    for phase, s in stats.seconds.items():
+        beside = f", plan {plan[phase]:.{digits}f}s" if phase in plan else ""
+        parts.append(f"{phase} {s:.{digits}f}s ({s / total:.0%}{beside})")
+    if "step" in plan:
+        both = sum(s for phase, s in stats.seconds.items() if phase in plan)
+        parts.append(f"planned phases {both:.{digits}f}s (plan {plan['step']:.{digits}f}s)")
+    return "  ".join(parts)
 
 
 def clock(seconds: float) -> str:
@@ -114,7 +133,7 @@ class PlainDisplay:
         parts = [f"step {p.latest.step}/{p.total_steps}"]
         parts += [f"{label} {value}" for label, value in headlines(p.latest.metrics)]
         if p.latest.seconds:
-            parts.append(shares(p.latest.seconds, 1))
+            parts.append(shares(p.latest, 1))
         eta = p.eta_s()
         if eta is not None:
             parts.append(f"eta {clock(eta)}")
@@ -184,4 +203,4 @@ class LiveDisplay:
         return grid
 
     def _phases(self) -> Text:
-        return Text(shares(self._progress.latest.seconds, 2), style="cyan")
+        return Text(shares(self._progress.latest, 2), style="cyan")

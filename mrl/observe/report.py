@@ -2,50 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from mrl.files import write_atomically
-from mrl.observe.curves import CURVES, draw, draw_phases, is_zero, to_bytes
+from mrl.observe import html, machine
+from mrl.observe.curves import CURVES, draw, is_zero, to_bytes
 from mrl.observe.files import read_config
 from mrl.observe.metrics import Row, read_metrics
-from mrl.observe.progress import clock
+from mrl.observe.progress import clock, number
 from mrl.observe.samples import BeforeAfter, before_after
-
-STYLE = """
-:root { --ink: #1f2933; --soft: #5b6675; --line: #e4e8ee; --page: #f6f7f9; --accent: #3b6ea8; }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink);
-       font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 1200px; margin: 0 auto; padding: 32px 24px 64px; }
-header { display: flex; align-items: baseline; gap: 16px; flex-wrap: wrap; margin-bottom: 20px; }
-h1 { font-size: 26px; margin: 0; } h2 { font-size: 18px; margin: 36px 0 12px; }
-.sub { color: var(--soft); } .empty { color: var(--soft); padding: 24px 0; }
-.badge { font-size: 12px; font-weight: 600; padding: 2px 10px; border-radius: 999px; background: #e3ecf7;
-         color: var(--accent); }
-.badge.done { background: #e2f2e8; color: #2f7a4b; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(190px, 1fr)); gap: 12px; }
-.card { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; }
-.tile b { display: block; font-size: 19px; font-weight: 600; white-space: nowrap; }
-.tile span { color: var(--soft); font-size: 13px; }
-.curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(440px, 1fr)); gap: 16px; }
-.curves h3 { margin: 0; font-size: 15px; } .curves p { margin: 0 0 6px; font-size: 12.5px; color: var(--soft); }
-.curves img { width: 100%; height: auto; display: block; }
-.wide { overflow-x: auto; padding: 0; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th { text-align: left; color: var(--soft); font-weight: 600; font-size: 13px; }
-th, td { padding: 8px 14px; border-bottom: 1px solid var(--line); vertical-align: top; }
-tr:last-child td { border-bottom: 0; }
-td.text { font-family: ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
-.score { font-size: 12px; border-radius: 6px; padding: 1px 7px; margin-left: 8px; background: #fbe6e3; color: #a13c2c; }
-.score.some { background: #faf0d7; color: #8a6413; } .score.full { background: #e2f2e8; color: #2f7a4b; }
-pre { margin: 0; font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace; overflow-x: auto; }
-summary { cursor: pointer; color: var(--accent); }
-@media (max-width: 520px) { .curves { grid-template-columns: 1fr; } main { padding: 20px 14px; } }
-"""
 
 
 @dataclass(frozen=True)
@@ -57,6 +25,7 @@ class Run:
     config: dict[str, Any]
     config_text: str
     answers: BeforeAfter | None
+    machine: str  # of the page, as HTML
 
     @property
     def total_steps(self) -> int | None:
@@ -109,20 +78,14 @@ def write_report(run_dir: str | Path, refresh_s: float | None = None) -> Path:
 def load_run(run_dir: Path) -> Run:
     """What the run directory holds so far. Raises Unreadable."""
     text, config = read_config(run_dir)
-    return Run(run_dir.resolve().name, read_metrics(run_dir), config, text, before_after(run_dir))
+    rows = read_metrics(run_dir)
+    return Run(run_dir.resolve().name, rows, config, text, before_after(run_dir), machine.section(run_dir, rows))
 
 
 def render(run: Run, refresh_s: float | None = None) -> str:
     """The whole page as HTML, pictures and all; what a run has not made yet is left out."""
-    sections = [_header(run), _tiles(run), _curves(run), _answers(run.answers), _config(run.config_text)]
-    again = f'<meta http-equiv="refresh" content="{max(1, round(refresh_s))}">' if refresh_s is not None else ""
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'{again}<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)}</title><style>{STYLE}</style></head>\n<body><main>\n"
-        + "\n".join(section for section in sections if section)
-        + "\n</main></body></html>\n"
-    )
+    sections = [_header(run), _tiles(run), _curves(run), _answers(run.answers), run.machine, _config(run.config_text)]
+    return html.page(run.name, sections, refresh_s)
 
 
 def _header(run: Run) -> str:
@@ -149,13 +112,16 @@ def _tiles(run: Run) -> str:
     ):
         values = next((v for name in names if (v := [row[name] for row in rows if name in row])), [])
         if values:
-            tiles.append((label, f"{values[0]:{form}} → {values[-1]:{form}}"))
+            tiles.append((label, f"{number(values[0], form)} → {number(values[-1], form)}"))
     mismatch = [row["mismatch/max_abs"] for row in rows if "mismatch/max_abs" in row]
     if mismatch:
         tiles.append(("largest log-prob mismatch", f"{max(mismatch):.1e}"))
     speeds = sorted(row["perf/tokens_per_s"] for row in rows if "perf/tokens_per_s" in row)
     if speeds:
         tiles.append(("tokens / s, median", f"{speeds[len(speeds) // 2]:,.0f}"))
+    shares = sorted(row["perf/mfu"] for row in rows if "perf/mfu" in row)
+    if shares:
+        tiles.append(("MFU, median", f"{shares[len(shares) // 2]:.1%}"))
     seconds = sum(value for row in rows for name, value in row.items() if name.startswith("time/"))
     if seconds:
         tiles.append(("time in all phases", clock(seconds)))
@@ -166,17 +132,15 @@ def _tiles(run: Run) -> str:
 
 
 def _curves(run: Run) -> str:
-    cards = [
-        _card(curve.title, (curve.rl_note if run.learns_from_samples else "") or curve.note, figure)
-        for curve in CURVES
-        if (figure := draw(curve, run.rows))
-    ]
-    phases = draw_phases(run.rows)
-    if phases is not None:
-        cards.append(_card("Time of each phase", "seconds a step", phases))
     if not run.rows:
         return '<p class="empty">No step has been logged yet.</p>'
-    return f'<h2>Curves</h2>{_zeros(run)}<div class="curves">{"".join(cards)}</div>'
+    cards = [
+        html.card(curve.title, note, html.picture(curve.title, to_bytes(figure, "svg")))
+        for curve in CURVES
+        if (figure := draw(curve, run.rows))
+        for note in [(curve.rl_note if run.learns_from_samples else "") or curve.note]
+    ]
+    return f'<h2>Curves</h2>{_zeros(run)}<div class="grid">{"".join(cards)}</div>'
 
 
 def _zeros(run: Run) -> str:
@@ -190,12 +154,6 @@ def _zeros(run: Run) -> str:
     )
     because = why if run.updates_once_a_step else ""
     return f'<p class="sub">0 at every step, and not drawn: {escape(", ".join(found))}{because}.</p>'
-
-
-def _card(title: str, note: str, figure: Any) -> str:
-    data = base64.b64encode(to_bytes(figure, "svg")).decode()
-    picture = f'<img alt="{escape(title)}" src="data:image/svg+xml;base64,{data}">'
-    return f'<div class="card"><h3>{escape(title)}</h3><p>{escape(note) or "&nbsp;"}</p>{picture}</div>'
 
 
 def _answers(found: BeforeAfter | None) -> str:

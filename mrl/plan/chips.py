@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 GIB = 1 << 30
@@ -13,7 +13,7 @@ class Chip:
     """One GPU and its share of its node.
 
     memory: bytes; bf16, fp8: dense floating-point operations a second (fp8 None: it has none); hbm, nvlink, network,
-    pcie: bytes a second, the last three one way
+    pcie: bytes a second, the last three one way; device: what its driver calls it, after "NVIDIA "
     """
 
     name: str
@@ -24,33 +24,54 @@ class Chip:
     nvlink: float
     network: float
     pcie: float
+    device: str = ""
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.memory > 0
 
 
-def _chip(name: str, gib: float, tflops: float, fp8: float | None, hbm: float, nvlink: float, net: float) -> Chip:
+def _chip(
+    name: str, device: str, gib: float, tflops: float, fp8: float | None, hbm: float, nvlink: float, net: float
+) -> Chip:
     """hbm in TB/s; nvlink in GB/s, both ways together as the data sheets have it; net in Gbit/s a GPU."""
     pcie = 32e9 if name.startswith("a100") else 64e9  # PCI-SIG: 16 lanes of generation 4, and of 5
     tera = fp8 * 1e12 if fp8 is not None else None
-    return Chip(name, int(gib * GIB), tflops * 1e12, tera, hbm * 1e12, nvlink * 1e9 / 2, net * 1e9 / 8, pcie)
+    nbytes = int(gib * GIB)
+    return Chip(name, nbytes, tflops * 1e12, tera, hbm * 1e12, nvlink * 1e9 / 2, net * 1e9 / 8, pcie, device)
 
 
 CHIPS = {  # data sheets' figures, of SXM modules, without sparsity (half of what is printed there where that has it)
     chip.name: chip
     for chip in (
         # NVIDIA A100 80GB data sheet: 312 TFLOPS bf16, 2,039 GB/s, NVLink 600 GB/s. DGX A100: 8 x 200 Gb/s InfiniBand
-        _chip("a100-80g", 80, 312, None, 2.039, 600, 200),
+        _chip("a100-80g", "A100-SXM4-80GB", 80, 312, None, 2.039, 600, 200),
         # NVIDIA A100 40GB data sheet: as above, 1,555 GB/s
-        _chip("a100-40g", 40, 312, None, 1.555, 600, 200),
+        _chip("a100-40g", "A100-SXM4-40GB", 40, 312, None, 1.555, 600, 200),
         # NVIDIA H100 data sheet: 1,979 TFLOPS bf16 and 3,958 fp8 with sparsity, 3.35 TB/s, NVLink 900 GB/s. DGX H100:
         # 8 x 400 Gb/s ConnectX-7
-        _chip("h100-80g", 80, 989.5, 1979, 3.35, 900, 400),
+        _chip("h100-80g", "H100 80GB HBM3", 80, 989.5, 1979, 3.35, 900, 400),
         # NVIDIA H200 data sheet: the H100's arithmetic, 141 GB, 4.8 TB/s
-        _chip("h200", 140.4, 989.5, 1979, 4.8, 900, 400),
+        _chip("h200", "H200", 140.4, 989.5, 1979, 4.8, 900, 400),
         # NVIDIA HGX B200 data sheet, an eighth of it: 36 PFLOPS bf16 and 72 fp8 with sparsity, 1.44 TB, 8 TB/s a GPU,
         # NVLink 1.8 TB/s; 8 x 400 Gb/s
-        _chip("b200", 179, 2250, 4500, 8.0, 1800, 400),
+        _chip("b200", "B200", 179, 2250, 4500, 8.0, 1800, 400),
     )
 }
 DEFAULT = "h100-80g"
+NO_GPU = Chip("none", 0, 0, 0, 0, 0, 0, 0)  # ranks and engines compute on CPUs: bytes are counted, seconds are not
+KINDS = CHIPS | {NO_GPU.name: NO_GPU}
+
+
+def here(name: str, memory: int) -> Chip:
+    """A GPU as this machine tells of it, of which only the memory is known."""
+    return replace(CHIPS[DEFAULT], name=name, memory=memory)
+
+
+def chip_named(device: str) -> Chip | None:
+    """The row of a GPU by its driver's name for it. None for all others: those of another form have names like these
+    (H100 PCIe, H200 NVL, GH200, a part of a GPU), and other limits."""
+    return next((chip for chip in CHIPS.values() if chip.device == device.removeprefix("NVIDIA ")), None)
 
 
 @dataclass(frozen=True)
@@ -75,6 +96,10 @@ class Assumptions:
     fragments_share: float = 0.05  # of the memory of what the trainer computes with, lost between allocations
     disk: float = 2e9  # bytes a second that a node writes checkpoints with
     spare_share: float = 0.08  # of a GPU's memory, that --search leaves free
+
+    def without_gpu(self) -> Assumptions:
+        """Nothing of what GPUs and their engines take beside the tensors."""
+        return replace(self, fragments_share=0.0, **dict.fromkeys(self.IN_BYTES, 0.0))
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value, bytes in GiB."""

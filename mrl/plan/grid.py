@@ -68,7 +68,15 @@ class Grid:
 
     def spread(self, *axes: str, node: int) -> int:
         """Nodes of `node` ranks that the widest such group reaches over."""
-        return max(len({rank // node for rank in ranks}) for ranks in self.groups(*axes))
+        if (axes, node) not in self._spreads:
+            widest = max(len({rank // node for rank in ranks}) for ranks in self.groups(*axes))
+            self._spreads[axes, node] = widest
+        return self._spreads[axes, node]
+
+    @cached_property
+    def _spreads(self) -> dict[tuple[tuple[str, ...], int], int]:
+        """What `spread` has found."""
+        return {}
 
 
 def _digits(rank: int, sizes: Sequence[int]) -> Iterator[int]:

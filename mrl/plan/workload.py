@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mrl.config.sections.models import ParallelConfig, TrainConfig
 from mrl.config.trainers.base import Config, StepSize
@@ -18,7 +18,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Model:
-    """One model of the run over its whole world. dtype: bytes of a weight."""
+    """One model of the run over its whole world. dtype: bytes of a weight; on_gpu: its ranks have GPUs."""
 
     name: str
     path: str
@@ -29,19 +29,33 @@ class Model:
     grid: Grid
     dtype: int
     kind: LayerKind
+    on_gpu: bool
 
     @property
     def layout(self) -> ParallelConfig:
         return self.train.parallel
 
+    @property
+    def words(self) -> str:
+        """Such as "TP2 x PP4 x DP8"."""
+        p = self.layout
+        sizes = {"TP": p.tensor, "PP": p.pipeline, "VPP": p.virtual_pipeline or 1, "CP": p.context, "EP": p.expert}
+        sizes |= {"ETP": p.expert_tensor_size if p.expert > 1 else 1, "DP": self.grid.dp}
+        return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one copy"
 
-def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: bool) -> tuple[Model, ...]:
-    """archs: by the models' names."""
+    @property
+    def overlap(self) -> bool:
+        """Of the gradients' sums with the backward pass: see `mrl.learner.optimizer.sums_overlap`."""
+        return self.is_trained and self.on_gpu and self.grid.dp * self.layout.context > 1
+
+
+def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: bool, fused: bool) -> tuple[Model, ...]:
+    """archs: by the models' names. fused: transformer-engine's layers can be used there."""
     dtype = DTYPE_BYTES[cfg.model.dtype]
     found = []
     for name, built in cfg.built().items():
         asked = built.train.layers
-        fused = asked == "transformer_engine" or (asked == "auto" and on_gpu and dtype == 2)
+        takes_them = asked == "transformer_engine" or (asked == "auto" and fused and dtype == 2)
         found.append(
             Model(
                 name,
@@ -52,7 +66,8 @@ def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: b
                 built.is_trained,
                 Grid(built.train.parallel, world),
                 dtype,
-                "transformer_engine" if fused else "local",
+                "transformer_engine" if takes_them else "local",
+                on_gpu,
             )
         )
     return tuple(found)
@@ -140,6 +155,13 @@ class Work:
     @property
     def is_sampling(self) -> bool:
         return self.size.sampled > 0
+
+    def with_samples(self, size: StepSize, lengths: Lengths) -> Work:
+        """The same models at a step of other samples, in micro-batches as these need."""
+        models = self.models.values()
+        learnt = {model.name: size.minibatch if model.is_trained else size.learnt for model in models}
+        batches = {model.name: Batches.of(model, learnt[model.name], lengths.mean) for model in models}
+        return replace(self, size=size, lengths=lengths, batches=batches)
 
     @staticmethod
     def of(cfg: Config, models: tuple[Model, ...], assumed: Assumptions) -> Work:

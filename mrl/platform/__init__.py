@@ -12,10 +12,8 @@ from mrl.platform.gpu_health import GpuHealth, GpuTimeout, gpu_health
 from mrl.platform.host_room import HostRoom, host_bytes
 from mrl.platform.imagined import imagined_rank
 from mrl.platform.memory import (
-    peak_device_bytes,
     peak_memory_bytes,
     release_cached_memory,
-    reset_peak_device_bytes,
     reset_peak_memory,
 )
 from mrl.platform.optimizer_state import prime_adam, unshare_steps
@@ -61,13 +59,11 @@ __all__ = [
     "install",
     "is_deterministic",
     "pass_timers",
-    "peak_device_bytes",
     "peak_memory_bytes",
     "prime_adam",
     "probe_seconds",
     "random_state",
     "release_cached_memory",
-    "reset_peak_device_bytes",
     "reset_peak_memory",
     "restore_random_state",
     "synchronize",

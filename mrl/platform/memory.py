@@ -11,15 +11,17 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 STATUS = Path("/proc/self/status")
 
 
-def reset_peak_memory() -> None:
-    """Start a new peak. On CPU this needs Linux; elsewhere the peak stays that of the process' whole life."""
+def reset_peak_memory() -> bool:
+    """Start a new peak; False where that cannot be had: on a CPU it needs Linux, elsewhere the peak stays that of the
+    process' whole life."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-        return
+        return True
     try:
         CLEAR_REFS.write_text("5")
     except OSError:
-        return
+        return False
+    return True
 
 
 def peak_memory_bytes() -> int:
@@ -31,17 +33,6 @@ def peak_memory_bytes() -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def reset_peak_device_bytes() -> None:
-    """Start a new peak of the GPU; does nothing where there is none."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peak_device_bytes() -> int | None:
-    """Of tensors on the GPU, since the last reset; None where there is none."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
 def release_cached_memory() -> None:

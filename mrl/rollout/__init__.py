@@ -7,6 +7,7 @@ from mrl.rollout.agent import Agent, Home, Offered
 from mrl.rollout.client import EngineClient
 from mrl.rollout.engine import Engine
 from mrl.rollout.errors import EngineError, EngineStartError, RolloutError
+from mrl.rollout.load import Load
 from mrl.rollout.protocol import RELEASED_PARTS, MemoryPart
 from mrl.rollout.seeds import sample_seed
 from mrl.rollout.start import Others, start_agent, start_engine
@@ -20,6 +21,7 @@ __all__ = [
     "EngineError",
     "EngineStartError",
     "Home",
+    "Load",
     "Offered",
     "Others",
     "MemoryPart",

@@ -14,11 +14,13 @@ from mrl.rollout.access import Access
 from mrl.rollout.client import EngineClient
 from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.errors import EngineError, PortTaken, RolloutError
+from mrl.rollout.load import Meter
 from mrl.rollout.process import EngineProcess, Started, wait_ready
 from mrl.rollout.restarts import Restarts
 from mrl.rollout.server import DEATH_POLL_S, DEATH_WAIT_S, Parts, Server
 
 RESTART_POLL_S = 0.25
+CHECKS_AT_ONCE = 64
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class Fleet:
     check: raises if the server at a URL must not be used
     notes: of all that were checked
     accepts_stop_strings: whether all do that were checked
+    waiting: requests that have not been given to a server yet
     restarts: who may start a lost server again; nobody, until `restarts.allow` is called
     nodes: those that have some of the servers, besides this one
     memory_timeout_s: until a server has given up memory, or taken it back
@@ -63,6 +66,7 @@ class Fleet:
         self.notes: list[str] = []
         self.accepts_stop_strings = True
         self.restarts = Restarts(max_restarts)
+        self.waiting = Meter()
         self._nodes = nodes
         self._check, self._startup_timeout_s = check, startup_timeout_s
         self._memory_timeout_s = memory_timeout_s
@@ -88,8 +92,9 @@ class Fleet:
             return
         for process in self._started:
             wait_ready(process, self._startup_timeout_s)
-        for server in self.servers:
-            self._take_in(server)
+        with ThreadPoolExecutor(CHECKS_AT_ONCE) as pool:
+            for found in pool.map(lambda server: self._check(server.url), self.servers):
+                self._take_in(found)
         self._ready = True
 
     def close(self) -> None:
@@ -104,7 +109,8 @@ class Fleet:
 
     def least_loaded(self) -> Server | None:
         """Of those that are up."""
-        return min((server for server in self.servers if server.up), key=lambda server: server.load, default=None)
+        up = (server for server in self.servers if server.up)
+        return min(up, key=lambda server: server.meter.running, default=None)
 
     def forget_losses(self) -> None:
         """Servers that were given up while they were brought back are tried again."""
@@ -165,7 +171,7 @@ class Fleet:
         server.released = frozenset()
         while not process.is_ready(self._startup_timeout_s):
             await asyncio.sleep(RESTART_POLL_S)
-        self._take_in(server)
+        self._take_in(self._check(server.url))
 
     # ---- memory
 
@@ -204,8 +210,7 @@ class Fleet:
 
     # ---- checks
 
-    def _take_in(self, server: Server) -> None:
-        found = self._check(server.url)
+    def _take_in(self, found: Checked) -> None:
         self.accepts_stop_strings &= found.accepts_stop_strings
         for note in found.notes:
             if note not in self.notes:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import EngineError
+from mrl.rollout.load import Meter
 from mrl.rollout.process import Started
 from mrl.rollout.protocol import MEMORY_PARTS, RELEASE_MEMORY, MemoryPart
 
@@ -23,7 +24,7 @@ class Server:
     """One engine.
 
     process: None for one that mrl did not start
-    load: requests in flight
+    meter: of its requests
     life: counts its restarts, so that the failure of an earlier life is not taken for one of this
     up: False from its loss until it is started again, checked, and has its weights
     released: parts of its memory that it has given up in this life
@@ -32,7 +33,7 @@ class Server:
 
     url: str
     process: Started | None = None
-    load: int = 0
+    meter: Meter = field(default_factory=Meter)
     life: int = 0
     up: bool = True
     released: Parts = frozenset()

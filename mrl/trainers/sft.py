@@ -41,7 +41,7 @@ def train_step(run: SFTRun, step: int) -> None:
         run.updates.note("actor", run.actor, batch, samples, metrics)
         run.updates.end_of_step(step + 1)
     stats.metrics |= named("actor", metrics)
-    stats.metrics |= run.speed.metrics(stats, batch.tokens.numel(), time.monotonic() - began)
+    stats.metrics |= run.speed.metrics(stats, batch, batch.tokens.numel(), time.monotonic() - began)
     run.phase.end_of_step(stats)
     run.recorder.log(stats)
 

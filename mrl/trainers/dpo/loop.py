@@ -78,7 +78,7 @@ def train_step(run: DPORun, step: int) -> None:
     if step == 0 and run.cfg.preference.needs_reference:
         metrics["dpo/first_gap"] = float((policy - of_step.reference).abs().max())
     stats.metrics |= named("actor", metrics)
-    stats.metrics |= run.speed.metrics(stats, batch.tokens.numel(), time.monotonic() - began)
+    stats.metrics |= run.speed.metrics(stats, batch, batch.tokens.numel(), time.monotonic() - began)
     run.phase.end_of_step(stats)
     run.recorder.log(stats)
 

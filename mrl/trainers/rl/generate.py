@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import prompts_per_round
 from mrl.core import Prompt, Request, Rollout, Sample, SamplingParams
 from mrl.data import PromptDataset, Tokenizer, collate, data_notes
-from mrl.observe import save_samples, write_down
+from mrl.observe import ENGINES, append_jsonl, save_samples, write_down
 from mrl.resilience.sections import section
 from mrl.reward import RewardManager
-from mrl.rollout import Engine, sample_seed
+from mrl.rollout import Engine, Load, sample_seed
 from mrl.trainers.rl.groups import Group, GroupFilter, in_order, sample_groups, value_of
 from mrl.trainers.shared.world import World
 
@@ -105,6 +105,7 @@ class Generator:
     def rollout(self, step: int, on_sample: OnSample) -> Sampled:
         """The step's samples, as its rollout and as metrics. Raises SamplingError."""
         algorithm = self.cfg.algorithm
+        self.engine.take_loads()  # a validation's
         groups, metrics = self._groups(step, on_sample)
         samples = in_order(groups)
         rollout = collate(step, samples)
@@ -116,7 +117,15 @@ class Generator:
             rollout = replace(rollout, greedy_scores=by_group[rollout.group])
             metrics["sampling/greedy_reward_mean"] = float(by_group.mean())
         self._write_down([*samples, *greedy], f"step_{step}")
-        return rollout, sample_metrics(samples) | metrics
+        return rollout, sample_metrics(samples) | metrics | self._loads(step + 1)
+
+    def _loads(self, step: int) -> dict[str, float]:
+        """Metrics of what the engines had to do for step number `step`; RUN_DIR/engines.jsonl says it of each."""
+        loads, waiting = self.engine.take_loads()
+        row = {"step": step, "waiting": asdict(waiting), "engines": {url: asdict(each) for url, each in loads.items()}}
+        file, on_error = self.run_dir / ENGINES, self.cfg.checkpoint.on_error
+        write_down("the engines' loads", lambda: append_jsonl(file, row), on_error, self.note)
+        return load_metrics(list(loads.values()), waiting)
 
     def _groups(self, step: int, on_sample: OnSample) -> tuple[list[Group], dict[str, float]]:
         """The responses to each prompt of the step, and metrics of how they were found."""
@@ -173,10 +182,11 @@ class Generator:
         seed = self.cfg.run.seed
         requests = [Request(i, i // per_prompt, prompt, sample_seed(seed, stream, i)) for i, prompt in asked]
 
-        def finished(sample: Sample) -> None:
-            sample.response_text = self.tokenizer.decode(sample.response_ids)
-            self.rewards.submit(sample)
-            on_sample(sample)
+        def finished(some: list[Sample]) -> None:
+            for sample, text in zip(some, self.tokenizer.decode_all([sample.response_ids for sample in some])):
+                sample.response_text = text
+                self.rewards.submit(sample)
+                on_sample(sample)
 
         samples = self.engine.generate(requests, params, finished)
         with section("reward"):
@@ -199,6 +209,21 @@ class Generator:
 def _parts(samples: list[Sample], names: Sequence[str]) -> Tensor:
     rows = [[value_of(sample, name, "algorithm.gdpo_reward_keys") for name in names] for sample in samples]
     return torch.tensor(rows, dtype=torch.float32)
+
+
+def load_metrics(loads: Sequence[Load], waiting: Load) -> dict[str, float]:
+    """engines/running: requests that an engine was given at once, in the mean over the engines and the time that each
+    had any; engines/waiting: those that waited for that, in the mean over the time of all; engines/tokens_per_s_...:
+    response tokens of the slowest and the fastest engine a second of the time that it had requests."""
+    used = [load for load in loads if load.requests]
+    span = max((load.seconds for load in used), default=0.0)
+    speeds = [load.tokens_per_s for load in used] or [0.0]
+    return {
+        "engines/running": sum(load.mean for load in used) / max(1, len(used)),
+        "engines/waiting": waiting.mean * waiting.seconds / max(span, 1e-9),
+        "engines/tokens_per_s_slowest": min(speeds),
+        "engines/tokens_per_s_fastest": max(speeds),
+    }
 
 
 def sample_metrics(samples: list[Sample]) -> dict[str, float]:

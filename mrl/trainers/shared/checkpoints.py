@@ -202,7 +202,7 @@ class Saving:
         return None
 
     def _note_written(self, done: Written) -> None:
-        self._since_row.seconds |= {"checkpoint_copy": done.copy_s, "checkpoint_write": done.write_s}
+        self._since_row.metrics |= {"checkpoint/copy_s": done.copy_s, "checkpoint/write_s": done.write_s}
         size, meanwhile = f"{done.nbytes / MIB:.1f} MiB", " beside the training" * self._cfg.checkpoint.asynchronous
         self._recorder.note(f"{done.path} is complete: {size} written in {done.write_s:.2f} s{meanwhile}")
 

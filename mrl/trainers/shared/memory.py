@@ -78,6 +78,7 @@ class MemoryOrder:
         self._asleep: tuple[MemoryPart, ...] = ()
         self._seconds, self._copied = 0.0, 0
         self._peaks: dict[str, int] = {}
+        self._has_peak = False
 
     def begin(self, phase: str) -> None:
         """Moves to what the phase needs. What it does not need is given up first, on both sides."""
@@ -93,7 +94,7 @@ class MemoryOrder:
         if moving:
             self._settle("taking memory back", lambda: self._bring(moving))
         self._seconds += time.monotonic() - began
-        platform.reset_peak_device_bytes()
+        self._has_peak = platform.reset_peak_memory()
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -104,11 +105,12 @@ class MemoryOrder:
         self.begin(outer)
 
     def metrics(self) -> dict[str, float]:
-        """Of this rank since the last call: GiB copied, either way; seconds of all moves, the engines' too; peak of
-        tensors on the device by phase, where there is one."""
+        """Of this rank since the last call: GiB copied, either way; seconds of all moves, the engines' too; by phase
+        the peak of tensors on the GPU (peak_gib) or, on a CPU, of the process' memory (resident_gib)."""
         self._note_peak()
         copied = sum(learner.memory.bytes_copied for learner in self._learners.values())
-        found = {f"memory/peak_gib/{phase}": peak / GIB for phase, peak in self._peaks.items()}
+        kind = "peak_gib" if platform.gpu_count() else "resident_gib"
+        found = {f"memory/{kind}/{phase}": peak / GIB for phase, peak in self._peaks.items()}
         moves = self._engines is not None and bool(self._engines.parts)
         if moves or any(learner.memory.offload != "none" for learner in self._learners.values()):
             found["memory/offloaded_gib"] = (copied - self._copied) / GIB
@@ -141,8 +143,8 @@ class MemoryOrder:
         _TOGETHER.each(f"{what} before {self.phase!r}", action)
 
     def _note_peak(self) -> None:
-        if self.phase and (peak := platform.peak_device_bytes()) is not None:
-            self._peaks[self.phase] = max(peak, self._peaks.get(self.phase, 0))
+        if self.phase and self._has_peak:
+            self._peaks[self.phase] = max(platform.peak_memory_bytes(), self._peaks.get(self.phase, 0))
 
 
 def put_away(name: str, learner: Learner) -> None:

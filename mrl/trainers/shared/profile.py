@@ -47,8 +47,13 @@ def profiled(cfg: RunConfig, step: int, run_dir: Path, recorder: Recorder | Sile
 
 
 def table(largest: list[Any], total: float, on_gpu: bool) -> str:
-    """Lines of text: what of the time in operations themselves, without those that they call, each has taken."""
-    lines = [f"{'share':>6} {'ms':>12} {'calls':>9}  operation, by its own time on the {'GPU' if on_gpu else 'CPU'}"]
+    """Lines of text: what of the time in operations themselves, without those that they call, each has taken.
+
+    total: microseconds of all operations
+    """
+    where = "GPU" if on_gpu else "CPU"
+    what = f"operation, by its own time on the {where} ({total / 1000:,.1f} ms in all operations)"
+    lines = [f"{'share':>6} {'ms':>12} {'calls':>9}  {what}"]
     for event in largest:
         own = _self_us(event, on_gpu)
         lines.append(f"{own / total:6.1%} {own / 1000:12.2f} {event.count:9}  {event.key}")

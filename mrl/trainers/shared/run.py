@@ -17,6 +17,7 @@ from mrl.resilience import sections
 from mrl.trainers.shared.checkpoints import Kept, Saving, open_run_dir
 from mrl.trainers.shared.memory import MemoryOrder
 from mrl.trainers.shared.phases import Phases
+from mrl.trainers.shared.planned import planned
 from mrl.trainers.shared.profile import profiled
 from mrl.trainers.shared.speed import Speed
 from mrl.trainers.shared.updates import Updates
@@ -112,7 +113,7 @@ class Start:
         updates = Updates(run_dir, cfg.run.max_nonfinite_steps, recorder, writes=self.world.is_main)
         saving = Saving(cfg, phase, parts or {"actor": actor}, updates, states or {}, kept)
         self.stack.callback(saving.close)
-        speed = Speed(world_size())
+        speed = Speed(world_size(), planned(cfg, run_dir, recorder) if self.world.is_main else None)
         speed.watch(actor)
         return Run(cfg, self.world, run_dir, recorder, actor, memory, phase, updates, saving, speed, start_step=0)
 

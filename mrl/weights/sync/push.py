@@ -50,9 +50,11 @@ class SyncReport:
     hops: Hops
 
     def metrics(self) -> dict[str, float]:
-        """perf/sync_gather_s, sync/network_bytes, ...: the hops that there were."""
+        """perf/sync_s, sync/bytes: of the whole push, a byte of the model counted once; perf/sync_gather_s,
+        sync/network_bytes, ...: the hops that there were."""
         hops = {name: value for name, value in asdict(self.hops).items() if value}
-        return {f"perf/sync_{name}" if name.endswith("_s") else f"sync/{name}": value for name, value in hops.items()}
+        named = {f"perf/sync_{name}" if name.endswith("_s") else f"sync/{name}": value for name, value in hops.items()}
+        return {"perf/sync_s": self.seconds, "sync/bytes": float(self.bytes), **named}
 
 
 class WeightSync:
@@ -201,12 +203,8 @@ class WeightSync:
         for client in self._engines.clients:
             if self._guard is not None:
                 self._guard(client.url)
-        if not transport.uses_session:
-            return
-        for client in self._engines.clients:
-            client.timeout_s = self._engines.deadline.left()
-            if client.begin_weight_update():
-                self._open_sessions.append(client)
+        if transport.uses_session:
+            self._engines.call(self._begin_session)
 
     def _prepare(self, transport: Transport) -> None:
         if self._buckets:
@@ -240,6 +238,10 @@ class WeightSync:
         # a request that is none of ours, a health check perhaps, may be running: it is waited for
         self._engines.call(lambda client: client.flush_when_idle(self._engines.deadline.left()))
         self._engines.call(lambda client: client.update_weight_version(version))
+
+    def _begin_session(self, client: EngineClient) -> None:
+        if client.begin_weight_update():
+            self._open_sessions.append(client)
 
     def _end_session(self, client: EngineClient) -> None:
         if client in self._open_sessions:

@@ -1,0 +1,53 @@
+"""What a step with these samples takes by the plan, under the names that the metrics have for its phases."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from mrl.plan import timing
+from mrl.plan.plan import Plan
+from mrl.plan.timing import Clock
+from mrl.plan.workload import Lengths
+
+PHASES = {"scoring": "rollout", "actor_update": "update", "critic_update": "update", "moving memory": "offload"}
+
+
+@dataclass(frozen=True)
+class Samples:
+    """That a step has learnt from.
+
+    prompt, response: tokens in the mean; longest_prompt, longest_response: tokens
+    """
+
+    count: int
+    prompt: float
+    response: float
+    longest_prompt: int
+    longest_response: int
+
+
+def forecast(plan: Plan, samples: Samples, phases: Collection[str], updated: Collection[str]) -> dict[str, float]:
+    """Seconds by phase: of `phases`, the parts of the step that there were, and "offload", which is in all of them.
+    The engines are assumed to have written as many samples as the configuration says, as long as these.
+
+    updated: names of the models that made updates
+    """
+    planned = plan.work.size
+    whole = planned.minibatch == planned.learnt
+    size = replace(
+        planned,
+        learnt=samples.count,
+        minibatch=samples.count if whole else planned.minibatch,
+        prompt_tokens=samples.longest_prompt,
+        response_tokens=samples.longest_response,
+    )
+    longest = samples.longest_prompt + samples.longest_response
+    work = plan.work.with_samples(size, Lengths(longest, samples.response, samples.prompt))
+    away = {f"{name}_update" for name, model in work.models.items() if model.is_trained and name not in updated}
+    found: dict[str, float] = {}
+    for part in timing.step(Clock(plan.cluster, plan.assumed), work, plan.engine):
+        phase = PHASES.get(part.phase, part.phase)
+        if part.phase not in away and phase in (*phases, "offload"):
+            found[phase] = found.get(phase, 0.0) + part.seconds
+    return found

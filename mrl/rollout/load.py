@@ -1,0 +1,73 @@
+"""What engines had to do: requests at once, and how fast their answers came."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mrl.core import Sample
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of a span of time.
+
+    requests: begun; samples, tokens: finished, and their response tokens
+    seconds: in which there was any request; mean, most: requests at once in these seconds
+    """
+
+    requests: int
+    samples: int
+    tokens: int
+    seconds: float
+    mean: float
+    most: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """While there was anything to do."""
+        return self.tokens / max(self.seconds, 1e-9)
+
+
+class Meter:
+    """Counts what is under way at one place. now: gives seconds that only rise"""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self.running = self._most = 0
+        self._now, self._since = now, now()
+        self._clear()
+
+    def begin(self, requests: int) -> None:
+        """So many more are under way."""
+        self._pass()
+        self.running += requests
+        self._requests += requests
+        self._most = max(self._most, self.running)
+
+    def end(self, requests: int, samples: Sequence[Sample] = ()) -> None:
+        """So many fewer are; what has come of them."""
+        self._pass()
+        self.running -= requests
+        self._samples += len(samples)
+        self._tokens += sum(len(sample.response_ids) for sample in samples)
+
+    def take(self) -> Load:
+        """Since the last call."""
+        self._pass()
+        mean = self._waited / self._busy if self._busy else 0.0
+        found = Load(self._requests, self._samples, self._tokens, self._busy, mean, self._most)
+        self._clear()
+        return found
+
+    def _clear(self) -> None:
+        self._requests = self._samples = self._tokens = 0
+        self._busy = self._waited = 0.0
+        self._most = self.running
+
+    def _pass(self) -> None:
+        now = self._now()
+        if self.running:
+            self._busy += now - self._since
+            self._waited += self.running * (now - self._since)
+        self._since = now

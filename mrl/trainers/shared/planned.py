@@ -1,0 +1,86 @@
+"""The plan beside the run: files for its page, and what each step should have taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mrl import platform
+from mrl.config.derived import Machine
+from mrl.config.schema import Config
+from mrl.core import Rollout, StepStats
+from mrl.files import write_atomically
+from mrl.observe import PLAN, RANKS, Recorder, SilentRecorder
+from mrl.plan import picture, text
+from mrl.plan.chips import CHIPS, Assumptions, Chip, Cluster, chip_named
+from mrl.plan.forecast import Samples, forecast
+from mrl.plan.places import Places
+from mrl.plan.plan import Plan, make, read_shapes
+from mrl.plan.workload import models_of
+
+
+class Planned:
+    """Of a run on GPUs that the plan knows; rank 0's."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    @property
+    def peak_flops(self) -> float:
+        """Operations a second of a GPU, at most, in bfloat16."""
+        return self._plan.cluster.chip.bf16
+
+    def metrics(self, stats: StepStats, learnt: Rollout) -> dict[str, float]:
+        """plan/PHASE_s: seconds that the plan has for a step with these samples, for the phases in `stats`;
+        plan/offload_s: of all moves of memory; plan/step_s: of all. A model counts where `stats` says of an update."""
+        prompts, responses = learnt.prompt_lens, learnt.response_lens
+        samples = Samples(
+            learnt.num_samples,
+            float(prompts.double().mean()),
+            float(responses.double().mean()),
+            int(prompts.max()),
+            int(responses.max()),
+        )
+        updated = [name for name in self._plan.work.models if f"{name}/skipped" in stats.metrics]
+        found = forecast(self._plan, samples, stats.seconds, updated)
+        return {f"plan/{phase}_s": seconds for phase, seconds in {**found, "step": sum(found.values())}.items()}
+
+
+def planned(cfg: Config, run_dir: Path, recorder: Recorder | SilentRecorder) -> Planned | None:
+    """On rank 0, once the models are built: writes RUN_DIR/plan.json and ranks.svg. None where the plan does not know
+    what this run is on, with a note that says so. A plan that cannot be made costs a note, not the run."""
+    try:
+        machine, (chip, why) = Machine.around(platform.gpu_count()), _chip(cfg)
+        shapes = read_shapes(cfg)
+        on_gpu, fused = bool(platform.gpu_names()), platform.transformer_engine_usable()
+        models = models_of(cfg, shapes, machine.world_size, on_gpu, fused)
+        places = Places.of(cfg, {model.name: model for model in models}, machine)
+        cluster = Cluster(chip, machine.world_size, machine.local_world_size) if chip is not None else None
+        plan = make(cfg, cluster, shapes, Assumptions(), fused=fused) if cluster is not None else None
+        data = text.data(plan) if plan is not None else {"gpu": None, "why": why}
+    except Exception as error:  # the run does without it
+        recorder.note(f"no plan beside this run: {type(error).__name__}: {error}")
+        return None
+    recorder.write_down("plan.json", lambda: _write(run_dir, data | places.data(), places))
+    if plan is None:
+        recorder.note(f"no MFU and no prediction of the steps: {why}")
+        return None
+    recorder.note(f"the plan: {text.bottleneck(plan)}")
+    return Planned(plan)
+
+
+def _chip(cfg: Config) -> tuple[Chip | None, str]:
+    """The GPU of rank 0, or why there is no plan."""
+    names = platform.gpu_names()
+    if not names:
+        return None, "both need a GPU"
+    if cfg.model.dtype != "bfloat16":
+        return None, f"both are made of bfloat16's speed, model.dtype is {cfg.model.dtype}"
+    known = ", ".join(chip.device for chip in CHIPS.values())
+    return chip_named(names[0]), f"the plan knows {known}, and not this {names[0]}"
+
+
+def _write(run_dir: Path, data: dict[str, Any], places: Places) -> None:
+    write_atomically(run_dir / PLAN, json.dumps(data, indent=1) + "\n")
+    write_atomically(run_dir / RANKS, picture.draw(places))
