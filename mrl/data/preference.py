@@ -77,8 +77,8 @@ class PreferenceDataset:
         labels = [float(row.label) if row.label is not None else 1.0 - i for row in rows for i in range(each)]
         return Rollout.of(
             step,
-            [row.prompt.tolist() for row in rows for _ in range(each)],
-            [response.tolist() for row in rows for response in row.responses],
+            [row.prompt for row in rows for _ in range(each)],
+            [response for row in rows for response in row.responses],
             group=torch.arange(len(rows)).repeat_interleave(each),
             scores=torch.tensor(labels),
             rows=torch.tensor([row.index for row in rows]).repeat_interleave(each),
@@ -96,10 +96,10 @@ class PreferenceDataset:
 def mismatched(batch: Rollout, most_tokens: int) -> Rollout:
     """Every prompt of the batch with the response of the row after it, the last with the first one's; responses are
     cut to `most_tokens` of both."""
-    texts = batch.tokens.split(batch.seq_lens.tolist())
+    texts = [text.numpy() for text in batch.tokens.split(batch.seq_lens.tolist())]
     lens = batch.prompt_lens.tolist()
-    prompts = [text[:n].tolist() for text, n in zip(texts, lens, strict=True)]
-    responses = [text[n:].tolist() for text, n in zip(texts, lens, strict=True)]
+    prompts = [text[:n] for text, n in zip(texts, lens, strict=True)]
+    responses = [text[n:] for text, n in zip(texts, lens, strict=True)]
     moved = [*responses[1:], responses[0]]
     cut = [response[: most_tokens - len(prompt)] for prompt, response in zip(prompts, moved, strict=True)]
     return Rollout.of(batch.step, prompts, cut, rows=batch.rows)

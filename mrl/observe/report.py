@@ -53,7 +53,7 @@ class Run:
 
 
 def write_report(run_dir: str | Path, refresh_s: float | None = None) -> Path:
-    """Writes RUN_DIR/report.html and, once there are rewards, accuracies or losses, RUN_DIR/reward_curve.png; returns the page.
+    """Writes RUN_DIR/report.html and, once there is a first curve, RUN_DIR/reward_curve.png; returns the page.
 
     refresh_s: after so many seconds a browser loads the page again; None: never
 
