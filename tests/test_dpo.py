@@ -114,11 +114,13 @@ def test_the_export_is_what_was_trained(folder: Path) -> None:
 def test_labels_a_moving_reference_and_a_moving_threshold_go_on_exactly(folder: Path, tiny_models: TinyModels) -> None:
     data = {"train": str(folder / "labels.jsonl"), "max_prompt_tokens": 16, "max_tokens": 32}
     ref = {"policy": "refreshed", "refresh_every_steps": 1, "refresh_share": 0.5}
-    loss = {"loss": {"bco": {}, "kto": {"desirable_weight": 1.2}}}
+    loss = {"loss": {"bco": {}, "kto": {}}}
     config = write(folder, tiny_models("llama"), "labels.yaml", preference=loss, data=data, ref=ref)
-    train(folder, config, "run.name=labels")
-    train_and_kill(folder, folder / "runs/labels_killed", config, "run.name=labels_killed", "run.steps=50")
-    train(folder, config, "run.name=labels_killed")
+    weights = ("preference.loss.kto.desirable_weight=1.5",)
+    said = train(folder, config, "run.name=labels", *weights).terminal
+    assert "kto: 12 good and 12 bad rows count 18 to 12 by preference.loss.kto.desirable_weight" in said
+    train_and_kill(folder, folder / "runs/labels_killed", config, "run.name=labels_killed", "run.steps=50", *weights)
+    train(folder, config, "run.name=labels_killed", *weights)
     whole, killed = (folder / "runs" / name for name in ("labels", "labels_killed"))
     rows = results(whole)
     assert results(killed) == rows and set(difference(whole, killed).values()) == {0.0}
