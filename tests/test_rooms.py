@@ -85,10 +85,17 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
         "restarts": ("errors", "process"),
         "server": ("errors", "protocol", "client", "process"),
         "fleet": ("errors", "access", "client", "process", "elsewhere", "restarts", "server"),
+        "registry": ("agent",),
+        "members": ("errors", "access", "elsewhere", "registry"),
+        "open_fleet": ("errors", "elsewhere", "server", "fleet", "members"),
         "check": (*TALK, "fleet"),
         "flight": (*TALK, "samples", "server", "fleet"),
         "engine": (*TALK, "samples", "restarts", "fleet", "flight"),
-        "start": (*TALK, "launch", "process", "agent", "elsewhere", "server", "fleet", "check", "engine"),
+        "start": (
+            *(*TALK, "launch", "process", "agent", "elsewhere", "server", "fleet", "check", "engine"),
+            *("registry", "members", "open_fleet"),
+        ),
+        "serve": ("errors", "agent", "registry", "members", "start"),
         "__init__": (*TALK, "seeds", "agent", "engine", "start"),
     },
     "weights": {

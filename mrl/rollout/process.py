@@ -33,7 +33,10 @@ SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
 class Started(Protocol):
-    """An engine that the run has started, on this node or another; see `EngineProcess`."""
+    """An engine that the run has started, on this node or another; see `EngineProcess`.
+
+    is_gone: with who could start it again
+    """
 
     @property
     def name(self) -> str: ...
@@ -41,6 +44,8 @@ class Started(Protocol):
     def url(self) -> str: ...
     @property
     def log(self) -> Path: ...
+    @property
+    def is_gone(self) -> bool: ...
     def exit_code(self) -> int | None: ...
     def obituary(self) -> str: ...
     def is_ready(self, timeout_s: float) -> bool: ...
@@ -112,6 +117,11 @@ class EngineProcess:
     def pid(self) -> int:
         """Of the supervisor: the root of the engine's process tree."""
         return self._process.pid
+
+    @property
+    def is_gone(self) -> bool:
+        """Never: it is this process's."""
+        return False
 
     def exit_code(self) -> int | None:
         """None while the engine runs; 128 + n if signal n ended it."""

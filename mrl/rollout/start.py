@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from mrl.config.derived import Machine
-from mrl.config.schema import RolloutConfig
+from mrl.config.schema import RLConfig, RolloutConfig
 from mrl.config.secret_file import read_secret
 from mrl.families import engine_arch
 from mrl.ports import free_port
@@ -21,7 +21,10 @@ from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.engine import Engine
 from mrl.rollout.fleet import Fleet
 from mrl.rollout.launch import CPU, Launch, ServerSpec, launcher
+from mrl.rollout.members import Members, served
+from mrl.rollout.open_fleet import OpenFleet
 from mrl.rollout.process import EngineProcess
+from mrl.rollout.registry import Registry
 from mrl.rollout.server import Server
 
 
@@ -70,7 +73,7 @@ def start_engine(
     fleet = Fleet(
         servers,
         access,
-        lambda url: check_server(url, access, cfg, model_path, arch.family),
+        lambda url: check_server(url, access, cfg, model_path, arch.family, outlives=bool(cfg.urls)),
         startup_timeout_s=cfg.startup_timeout_s,
         max_restarts=cfg.max_restarts,
         nodes=nodes,
@@ -81,6 +84,27 @@ def start_engine(
         vocab_size=arch.vocab_size,
         concurrent_requests=cfg.concurrent_requests,
         request_timeout_s=cfg.request_timeout_s,
+    )
+
+
+def join_engines(cfg: RLConfig, run_dir: Path) -> Engine:
+    """The engines that `mrl serve` serves for the run in `run_dir`; returns at once, `Engine.wait_ready` waits for as
+    many nodes as were promised, and checks them. Raises ValueError for a key that others can read."""
+    rollout, model, arch = cfg.rollout, cfg.model, engine_arch(cfg.model.path)
+    access = Access(Registry(run_dir).key(), ours=True)
+    fleet = OpenFleet(
+        Members(run_dir, cfg.placement, served(cfg), access),
+        access,
+        lambda url: check_server(url, access, rollout, model.path, arch.family, outlives=True),
+        startup_timeout_s=rollout.startup_timeout_s,
+        max_restarts=rollout.max_restarts,
+        memory_timeout_s=rollout.request_timeout_s,
+    )
+    return Engine(
+        fleet,
+        vocab_size=arch.vocab_size,
+        concurrent_requests=rollout.concurrent_requests,
+        request_timeout_s=rollout.request_timeout_s,
     )
 
 
