@@ -16,7 +16,7 @@ from mrl.families.table import weight_table
 class EnginePlan:
     """Of one GPU of one engine.
 
-    gpus: whose numbers the engines have, `tensor` each, as ranks of the trainer count them
+    gpus: whose numbers the engines have, `tensor` each, as ranks of the trainer count them; none on nodes of their own
     weights, cache, workspace, context: bytes; token_bytes: of the cache a token; engines: of the run; tensor: GPUs of
     each; wanted: requests that an engine is given at once; context_tokens: of the longest
     """
@@ -85,19 +85,20 @@ def plan_engine(
     dtype: int,
     free: float,
     *,
+    engines: int,
     gpus: tuple[int, ...],
     requests: int,
     longest: int,
     workspace: float,
     context: float,
 ) -> EnginePlan:
-    """free: bytes of the GPU when the engine starts. requests: of a step, all engines together."""
+    """free: bytes of the GPU when the engine starts. engines, requests: of a step, all engines together."""
     tensor = rollout.tensor
     weights = weights_per_gpu(arch, tensor, dtype)
-    at_once = -(-min(rollout.concurrent_requests, requests) // rollout.servers)
+    at_once = -(-min(rollout.concurrent_requests, requests) // engines)
     cache = max(0, int(rollout.memory_fraction * (free - context)) - weights)
     return EnginePlan(
-        engines=rollout.servers,
+        engines=engines,
         tensor=tensor,
         gpus=gpus,
         weights=weights,

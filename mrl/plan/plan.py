@@ -39,7 +39,7 @@ def machine_of(cfg: Config, gpus: int | None, per_node: int) -> Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """work: a step of the run; engine: on the GPUs of the trainer; None: elsewhere, or nothing is sampled."""
+    """work: a step of the run; engine: one of those that mrl starts; None: they are given, or nothing is sampled."""
 
     cfg: Config
     cluster: Cluster
@@ -72,7 +72,8 @@ class Plan:
 
     @cached_property
     def parts(self) -> list[Part]:
-        return timing.step(Clock(self.cluster, self.assumed), self.work, self.engine)
+        apart = self.engine.engines if self.engine is not None and self.cfg.engine_nodes() is not None else 0
+        return timing.step(Clock(self.cluster, self.assumed), self.work, self.engine, apart)
 
     @property
     def seconds(self) -> float:
@@ -89,7 +90,11 @@ class Plan:
                 largest = sorted(phase.items, key=lambda item: -item.nbytes)[:3]
                 what = ", ".join(f"{item.owner} {item.what} {item.nbytes / (1 << 30):.1f}" for item in largest)
                 found.append(f"{name}: rank {rank} needs {over:.1f} GiB more than its GPU has (largest: {what})")
-        engine = self.engine
+        engine, nodes = self.engine, self.cfg.engine_nodes()
+        if engine is not None and nodes is not None:
+            there, wanted = self.cluster.per_node, engine.engines * engine.tensor // nodes.nodes
+            if wanted > there:
+                found.append(f"rollout: the engines of a node want {wanted} GPUs, it has {there}")
         if engine is not None and engine.holds < 1:
             left = engine.cache / (1 << 30)
             found.append(
@@ -130,20 +135,24 @@ def make(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assumed:
     """archs: as `read_shapes` gives them. Raises ValueError for a world that a layout does not fill."""
     work = Work.of(cfg, models_of(cfg, archs, cluster.gpus, on_gpu=True), assumed)
     engines = cfg.engines()
-    engine = _engine(engines[0], cluster, work, assumed) if engines is not None else None
+    engine = _engine(cfg, engines[0], cluster, work, assumed) if engines is not None else None
     return Plan(cfg, cluster, assumed, work, engine)
 
 
-def _engine(rollout: RolloutConfig, cluster: Cluster, work: Work, assumed: Assumptions) -> EnginePlan | None:
+def _engine(
+    cfg: Config, rollout: RolloutConfig, cluster: Cluster, work: Work, assumed: Assumptions
+) -> EnginePlan | None:
     if rollout.urls:
         return None
+    nodes = cfg.engine_nodes()
     actor = work.models["actor"]
     kinds = {
         tuple(memory.model_held(m, m.grid.seat(rank)) for m in work.models.values()): rank
         for rank in range(cluster.gpus)
     }
     left = float(cluster.chip.memory)  # of GPUs of their own
-    gpus = engine_gpus(rollout, Machine(cluster.gpus, cluster.per_node, gpus=cluster.gpus))
+    machine = Machine(cluster.gpus, cluster.per_node, gpus=cluster.gpus)
+    gpus = engine_gpus(rollout, machine) if nodes is None else ()
     if any(gpu < cluster.gpus for gpu in gpus):
         left = min(memory.left_for_engine(work, rank, cluster.chip.memory, assumed) for rank in kinds.values())
     return plan_engine(
@@ -151,6 +160,7 @@ def _engine(rollout: RolloutConfig, cluster: Cluster, work: Work, assumed: Assum
         rollout,
         actor.dtype,
         left,
+        engines=rollout.servers * (nodes.groups if nodes is not None else 1),
         gpus=gpus,
         requests=work.size.sampled,
         longest=work.lengths.longest,
