@@ -84,7 +84,7 @@ class Place:
 
     def cfg(self, nodes: int = 1, wait_s: float = 20.0, away_s: float = 60.0) -> RLConfig:
         placement = {"mode": "disaggregated", "nodes": nodes, "wait_s": wait_s, "silence_s": 3.0, "away_s": away_s}
-        rollout = {"engine": "echo", "startup_timeout_s": 20.0}
+        rollout = {"engine": "light", "startup_timeout_s": 20.0}
         cfg = load(write_config(self.folder, self.model, placement=placement, rollout=rollout))
         assert isinstance(cfg, RLConfig)
         return cfg
@@ -103,7 +103,7 @@ class Place:
 
 @pytest.fixture
 def place(tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setitem(ENGINES, "echo", EngineKind("tests.echo_engine:echo_launch"))
+    monkeypatch.setitem(ENGINES, "light", EngineKind("tests.light_engine:light_launch"))
     with contextlib.ExitStack() as stack:
         yield Place(tmp_path, tiny_models("llama"), stack)
 
@@ -160,7 +160,7 @@ def test_engines_come_later_and_go(place: Place) -> None:
     wait_for(lambda: len(engine.present()[0]) == 2)
     urls, new = engine.present()
     assert len(new) == 1 and new[0] == urls[1] and engine.urls == urls[:1], "no request before the push"
-    engine.has_pushed("default")
+    engine.has_pushed("0")
     assert engine.urls == urls and sample(engine) == 40
     engine.end_of_run()
     assert (second.ends(), third.ends()) == (OVER, OVER)

@@ -121,6 +121,10 @@ class Fleet:
         """Whether the server is gone with its node, so that the run goes on without it."""
         return False
 
+    async def is_soon_left_by(self, server: Server) -> bool:
+        """As `is_left_by`, now or in a moment."""
+        return False
+
     def present(self) -> tuple[Server, ...]:
         """All that are to get weights now."""
         return self.all
@@ -167,7 +171,7 @@ class Fleet:
             except Exception as error:
                 if isinstance(error, PortTaken) or not await server.ends_soon():
                     raise
-                if self.is_left_by(server):
+                if await self.is_soon_left_by(server):
                     return
                 again = f"engine died again before it had its weights: {process.obituary()}"
                 self.restarts.take(process, RolloutError(again))

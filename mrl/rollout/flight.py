@@ -168,10 +168,10 @@ class Flight:
     async def _watch(self) -> None:
         """A broken server need not break its connections. Takes in those that come."""
         while True:
-            await asyncio.sleep(WATCH_S)
             self._fleet.check_alone()
             for server in self._fleet.admit():
                 self._begin(self._fleet.bring_in(server))
+            await asyncio.sleep(WATCH_S)
             for server in self._fleet.servers:
                 if server.up and server.has_ended:
                     self._lose(server, RolloutError(f"engine died during generation: {server.obituary().strip()}"))

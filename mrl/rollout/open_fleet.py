@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -9,7 +10,7 @@ from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.errors import EngineError, EngineStartError, RolloutError
 from mrl.rollout.fleet import Fleet
 from mrl.rollout.members import Members
-from mrl.rollout.server import Server
+from mrl.rollout.server import DEATH_POLL_S, DEATH_WAIT_S, Server
 
 WAIT_POLL_S = 0.25
 
@@ -86,6 +87,13 @@ class OpenFleet(Fleet):
             self._members.drop(node)
         return True
 
+    async def is_soon_left_by(self, server: Server) -> bool:
+        """As `is_left_by`, now or in a moment: a node's engines may be seen to end before the node is."""
+        end = time.monotonic() + DEATH_WAIT_S
+        while not (has_left := self.is_left_by(server)) and time.monotonic() < end:
+            await asyncio.sleep(DEATH_POLL_S)
+        return has_left
+
     def present(self) -> tuple[Server, ...]:
         """All that are to get weights, newcomers too, when those that have left are out. Waits while there is none;
         raises as `check_alone`."""
@@ -114,7 +122,7 @@ class OpenFleet(Fleet):
         try:
             self.restarts.give_weights(server.url)
         except Exception:
-            if not await server.ends_soon() or not self.is_left_by(server):
+            if not await self.is_soon_left_by(server):
                 raise
         else:
             self.welcome(server)

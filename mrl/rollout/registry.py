@@ -113,6 +113,7 @@ class Beat:
         self._write()
 
     def close(self, *, leave: bool = False) -> None:
+        """Safe to call twice."""
         self._closed.set()
         self._thread.join()
         if not leave and (left := Sign.read(self._file)) is not None and left.life == self.life:

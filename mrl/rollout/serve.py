@@ -14,10 +14,11 @@ from mrl.config.schema import RLConfig
 from mrl.rollout.agent import Agent, Home
 from mrl.rollout.errors import EngineStartError
 from mrl.rollout.members import served
-from mrl.rollout.registry import Beat, Registry, Sign, Watched
+from mrl.rollout.registry import BEAT_S, Beat, Registry, Sign, Watched
 from mrl.rollout.start import start_agent
 
 POLL_S = 0.25
+LEAVING_S = 2 * BEAT_S  # a run looks as often
 STAY_S = 30.0  # beyond the run's own limit for saving
 WARNING = signal.SIGUSR1
 OVER, WARNED, AWAY = "over", "warned", "away"
@@ -63,7 +64,10 @@ class EngineNode:
             self._stack = stack.pop_all()
 
     def close(self) -> None:
-        """The run is told first, then the engines end."""
+        """The run sees that the node has left, then the engines end."""
+        self._beat.close()
+        if self._run.look() is not None:
+            time.sleep(LEAVING_S)
         self._stack.close()
 
     def serve(self) -> str | int:
