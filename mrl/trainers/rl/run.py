@@ -232,7 +232,7 @@ class MainParts:
         for note in placement.notes(self.cfg.rollout, this_machine()) if not self.cfg.placement.is_apart else ():
             recorder.note(note)
         engine = self.engine or self._start_engine()
-        recorder.note("waiting for the engine")
+        recorder.note("waiting for the engine" if len(engine.urls) == 1 else f"waiting for {len(engine.urls)} engines")
         engine.wait_ready()
         self.generator = make_generator(self.cfg, self.setup.run_dir, engine, self.rewards, recorder)
         for note in (*engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
@@ -274,7 +274,8 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         outlive = cfg.run.launcher == "ft" or cfg.placement.is_apart  # the ranks, with older weights
         pushed = run.push_weights(run.start_step, verify=outlive)
         if pushed.verified:
-            note(f"the engine has the weights of step {run.start_step}, all {pushed.verified} tensors")
+            have = "the engine has" if len(urls) == 1 else f"{len(urls)} engines have"
+            note(f"{have} the weights of step {run.start_step}, all {pushed.verified} tensors")
         for line in demonstrations.notes if demonstrations is not None else []:
             note(line)
         setup.is_set_up()
