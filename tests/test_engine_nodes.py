@@ -1,4 +1,4 @@
-"""What `mrl serve` and a run make of each other: signs of life, arrivals, departures, ends. Toy engines, real processes."""
+"""What `mrl serve` and a run make of each other: signs of life, arrivals, departures, ends. Toy engines."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ import pytest
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES, EngineKind
 from mrl.config.loader import load
-from mrl.config.schema import RLConfig
+from mrl.config.schema import RLConfig, RolloutConfig
 from mrl.core import SamplingParams
-from mrl.rollout import Engine, Home, RolloutError, join_engines
+from mrl.files import write_privately
+from mrl.rollout import Engine, Home, RolloutError, join_engines, start_engine
 from mrl.rollout.errors import EngineStartError
 from mrl.rollout.registry import Beat, Registry, Sign, Watched
 from mrl.rollout.serve import AWAY, OVER, WARNED, EngineNode
+from mrl.rollout.serving import Server
 from tests.conftest import TinyModels
 from tests.test_rollout_engines import requests
 from tests.train_tools import write_config
 
 CPU = Machine(1, 0, gpus=0)
+KEY = "a" * 64
 ASKED = [(3 + n, 4, 5) for n in range(40)]
 
 
@@ -250,3 +253,20 @@ def test_an_engine_that_dies_without_a_run_ends_its_node(place: Place) -> None:
     node = place.serve(0)
     kill_engine_at(json.loads(Registry(place.run_dir).node(0).read_text())["offered"]["urls"][0])
     assert "an engine has ended, and there is no run" in str(node.ends())
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"), [("/workers", {"workers": [{}, {}]}), ("/list_workers", {"urls": ["", ""]})]
+)
+def test_a_router_is_refused_as_an_engine(path: str, answer: object, place: Place) -> None:
+    """A stand-in that says of itself what sglang-router does."""
+    key = place.folder / "key"
+    write_privately(key, KEY)
+    with Server(0, KEY, {path: lambda body: answer}) as router:
+        threading.Thread(target=router.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{router.server_port}"
+        cfg = RolloutConfig(urls=(url,), api_key_file=str(key), startup_timeout_s=5.0)
+        with start_engine(cfg, str(place.model), "float32", place.folder) as engine:
+            with pytest.raises(EngineStartError, match=f"{url} is a router .* with 2 engines behind it"):
+                engine.wait_ready()
+        router.shutdown()

@@ -34,10 +34,9 @@ def add(commands: Any) -> None:
     )
     parser.description = (
         "For a run with placement.mode: disaggregated. Starts rollout.servers engines here and registers them in the "
-        "run's directory, where `mrl train` with the same configuration finds them. Exit codes: 0, the run is over; 69, "
-        "there has been no run for placement.away_s seconds; 75, told to leave by SIGUSR1; 128 + N, ended by signal N; "
-        "2, the configuration is wrong; 1, anything else, such as an engine that does not start, or a number that is "
-        "taken."
+        "run's directory, where `mrl train` with the same configuration finds them. Exit codes: 0, the run is over; "
+        "69, there has been no run for placement.away_s seconds; 75, told to leave by SIGUSR1; 128 + N, ended by "
+        "signal N; 2, the configuration is wrong; 1, anything else, such as a number that is taken."
     )
     parser.set_defaults(run=run)
 

@@ -28,6 +28,8 @@ def check_server(
     end = time.monotonic() + cfg.startup_timeout_s
     with contextlib.closing(EngineClient(url, cfg.startup_timeout_s, access)) as client:
         try:
+            if not access.ours:
+                _check_router(client, end)
             if outlives:
                 _tidy(client, end)
             info = _get_to_know(client, end, model_path, model_type)
@@ -56,6 +58,16 @@ def _notes(url: str, info: ServerInfo, cfg: RolloutConfig) -> Iterator[str]:
             f"engine {url} runs without --enable-deterministic-inference: it ignores sampling seeds, so the same "
             "(run seed, step, sample) need not give the same tokens, and a resumed run will sample differently "
             "(rollout.deterministic: false says that this is meant)"
+        )
+
+
+def _check_router(client: EngineClient, end: float) -> None:
+    client.timeout_s = max(0.1, min(CONNECT_TIMEOUT_S, end - time.monotonic()))
+    if (behind := client.workers()) is not None:
+        raise EngineStartError(
+            f"{client.url} is a router (sglang-router) with {behind} engines behind it: weights, flushes and checksums "
+            "that are sent there would reach one of them, and nobody knows which. Name the engines themselves in "
+            "rollout.urls: mrl gives each call to the one with the least to do"
         )
 
 

@@ -12,7 +12,7 @@ class PlacementConfig(Section):
     they have nodes of their own, on each of which `mrl serve` starts rollout.servers; the trainer's GPUs are its alone.
     """
 
-    mode: Literal["colocated", "disaggregated"] = "colocated"
+    mode: Literal["colocated", "disaggregated"] = "colocated"  # on the trainer's nodes, or on others
     # engine nodes that the run waits for before its first step; others may come later, and go while one is left
     nodes: PositiveInt = 1
     # consecutive engine nodes over which each engine is spread, tensor / nodes_per_engine GPUs on each; sglang only
