@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import shutil
 import signal
@@ -23,9 +24,11 @@ from mrl.core import SamplingParams
 from mrl.files import write_privately
 from mrl.rollout import Engine, Home, RolloutError, join_engines, start_engine
 from mrl.rollout.errors import EngineStartError
+from mrl.rollout.launch import Part, ServerSpec
 from mrl.rollout.registry import Beat, Registry, Sign, Watched
-from mrl.rollout.serve import AWAY, OVER, WARNED, EngineNode
+from mrl.rollout.serve import AWAY, OVER, WARNED, Duty, EngineNode, serve
 from mrl.rollout.serving import Server
+from mrl.rollout.sglang.command import sglang_launch
 from tests.conftest import TinyModels
 from tests.test_rollout_engines import requests
 from tests.train_tools import write_config
@@ -54,7 +57,8 @@ class Node:
     why: object = None
 
     def __post_init__(self) -> None:
-        self.node = EngineNode(self.cfg, self.run_dir, Home(self.number), CPU, self.received, self.said.append)
+        duty = Duty(self.cfg, self.run_dir, Home(self.number), CPU, self.received, self.said.append)
+        self.node = EngineNode(duty)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -85,9 +89,10 @@ class Place:
     def run_dir(self) -> Path:
         return self.folder / "runs" / "run"
 
-    def cfg(self, nodes: int = 1, wait_s: float = 20.0, away_s: float = 60.0) -> RLConfig:
+    def cfg(self, nodes: int = 1, wait_s: float = 20.0, away_s: float = 60.0, size: int = 1) -> RLConfig:
         placement = {"mode": "disaggregated", "nodes": nodes, "wait_s": wait_s, "silence_s": 3.0, "away_s": away_s}
-        rollout = {"engine": "light", "startup_timeout_s": 20.0}
+        placement["nodes_per_engine"] = size
+        rollout = {"engine": "light", "startup_timeout_s": 20.0, "tensor": size}
         cfg = load(write_config(self.folder, self.model, placement=placement, rollout=rollout))
         assert isinstance(cfg, RLConfig)
         return cfg
@@ -253,6 +258,57 @@ def test_an_engine_that_dies_without_a_run_ends_its_node(place: Place) -> None:
     node = place.serve(0)
     kill_engine_at(json.loads(Registry(place.run_dir).node(0).read_text())["offered"]["urls"][0])
     assert "an engine has ended, and there is no run" in str(node.ends())
+
+
+def test_an_engine_over_two_nodes_comes_goes_and_comes_back_with_both(place: Place) -> None:
+    cfg, received, said, ends = place.cfg(nodes=2, size=2), list[int](), list[str](), list[object]()
+
+    def begin(number: int) -> threading.Thread:
+        duty = Duty(cfg, place.run_dir, Home(number), CPU, received, said.append)
+        thread = threading.Thread(target=lambda: ends.append(serve(duty)), daemon=True)
+        thread.start()
+        return thread
+
+    nodes = [begin(1), begin(0)]
+    try:
+        engine = place.join(cfg)
+        engine.wait_ready()
+        (url,) = engine.urls
+        assert sample(engine) == 40
+        signs = [Sign.read(Registry(place.run_dir).node(number)) for number in range(2)]
+        assert len({sign.meeting for sign in signs if sign is not None}) == 1
+        assert signs[1] is not None and signs[1].offered is not None
+        kill_engine_at(signs[1].offered.urls[0])
+        wait_for(lambda: sample(engine) == 40 and engine.urls and engine.urls != (url,))
+        assert len(engine.urls) == 1 and place.given == list(engine.urls)
+        assert any("and 1 more has left" in line for line in place.told)
+        again = Sign.read(Registry(place.run_dir).node(1))
+        assert again is not None and again.meeting != signs[1].meeting
+        engine.end_of_run()
+        for node in nodes:
+            node.join(30)
+        assert ends == [OVER, OVER]
+    finally:
+        received.append(signal.SIGTERM)
+        for node in nodes:
+            node.join(30)
+
+
+def test_parts_of_an_engine_are_told_where_they_meet(place: Place, tmp_path: Path) -> None:
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("needs sglang")
+    rollout, machine = RolloutConfig(tensor=4), Machine(1, 0, gpus=2)
+    for number in range(2):
+        part = Part(2, number, "127.0.0.1:2345")
+        spec = ServerSpec(
+            rollout, str(place.model), "bfloat16", 8000, 0, 7, machine, tmp_path, host="127.0.0.1", part=part
+        )
+        launch = sglang_launch(spec)
+        line = " ".join(launch.command)
+        assert "--tp-size 4 --random-seed 7 " in line
+        assert f"--nnodes 2 --node-rank {number} --dist-init-addr 127.0.0.1:2345" in line
+        assert "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE" not in launch.env
+        assert launch.env["GLOO_SOCKET_IFNAME"] == "lo" and launch.env["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def _serve(cfg: RLConfig, args: argparse.Namespace, gpus: int) -> int:
     from mrl.redaction import redact
     from mrl.rollout.agent import Home
     from mrl.rollout.errors import EngineStartError, EngineUnavailable
-    from mrl.rollout.serve import EngineNode
+    from mrl.rollout.serve import Duty, serve
 
     def say(line: str) -> None:
         print(f"mrl: engine node {args.node}: {redact(line)}", file=sys.stderr, flush=True)
@@ -96,12 +96,9 @@ def _serve(cfg: RLConfig, args: argparse.Namespace, gpus: int) -> int:
     with signals.collected() as received:
         try:
             host = address_towards((args.head or ANYWHERE).partition(":")[0])
-            with _place(run_dir, args.node), contextlib.ExitStack() as stack:
-                home, machine = Home(args.node, host), Machine(1, 0, gpus)
-                node = EngineNode(cfg, run_dir, home, machine, received, say)
-                stack.enter_context(contextlib.closing(node))
-                why = node.serve()
-                say(f"ends: {why if isinstance(why, str) else f'signal {why}'}")
+            with _place(run_dir, args.node):
+                why = serve(Duty(cfg, run_dir, Home(args.node, host), Machine(1, 0, gpus), received, say))
+            say(f"ends: {why if isinstance(why, str) else f'signal {why}'}")
         except RunLocked:
             say(f"another mrl serve is node {args.node} of {run_dir} already: give this one another --node, or end it")
             return 1

@@ -11,8 +11,8 @@ from typing import Any
 
 from mrl.config.schema import PlacementConfig, RLConfig
 from mrl.rollout.access import Access
-from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.errors import EngineStartError
+from mrl.rollout.group import Group
 from mrl.rollout.registry import BEAT_S, Beat, Registry, Sign, Watched
 
 
@@ -42,7 +42,7 @@ class Members:
         self._registry, self._placement, self._what, self._access = Registry(run_dir), placement, what, access
         self._watched: dict[int, Watched] = {}
         self._signs: dict[int, Sign] = {}  # of those that live
-        self._taken: dict[str, OtherNode] = {}  # by their lives
+        self._taken: list[Group] = []
         self._refused: dict[str, str] = {}  # why, by life
         self._closed, self._looking = threading.Event(), threading.Lock()
         self._beat = Beat(self._registry.run, "running", what)
@@ -71,26 +71,24 @@ class Members:
     @property
     def lacking(self) -> bool:
         """Whether fewer are ready than were promised."""
-        return sum(sign.state == "ready" for sign in self._good().values()) < self._placement.nodes
+        return len(self._ready()) < self._placement.groups
 
-    def arrivals(self) -> Iterator[OtherNode]:
+    def arrivals(self) -> Iterator[Group]:
         """Nodes that are ready and that the caller has not had yet."""
-        for sign in self._good().values():
-            if sign.state == "ready" and sign.life not in self._taken and sign.offered is not None:
-                node = OtherNode(sign.offered, self._access, may_leave=True)
+        for signs in self._ready():
+            if not any(signs[0].life in group.lives for group in self._taken):
+                group = Group(signs, self._access)
                 with self._looking:
-                    self._taken[sign.life] = node
-                yield node
+                    self._taken.append(group)
+                yield group
 
-    def drop(self, node: OtherNode, refused: str | None = None) -> None:
+    def drop(self, group: Group, refused: str | None = None) -> None:
         """The run goes on without it; refused: for good, as it is now, and why."""
-        node.close()
+        group.close()
         with self._looking:
-            for life, one in list(self._taken.items()):
-                if one is node:
-                    del self._taken[life]
-                    if refused is not None:
-                        self._refused[life] = refused
+            self._taken = [one for one in self._taken if one is not group]
+            if refused is not None:
+                self._refused |= dict.fromkeys(group.lives, refused)
 
     def over(self) -> None:
         """The run has made its last step: nobody need wait for it any more."""
@@ -103,8 +101,8 @@ class Members:
         self._thread.join()
         sign = Sign.read(self._registry.run)
         self._beat.close(leave=sign is not None and sign.state == "over")
-        for node in self._taken.values():
-            node.close()
+        for group in self._taken:
+            group.close()
 
     # ---- looking
 
@@ -121,8 +119,8 @@ class Members:
         with self._looking:
             self._signs = found
             lives = {sign.life for sign in found.values()}
-            for life, node in self._taken.items():
-                node.is_gone |= life not in lives
+            for group in self._taken:
+                group.look(lives)
 
     def _good(self) -> dict[int, Sign]:
         """Of those that live, by number, who serve what this run wants."""
@@ -134,9 +132,19 @@ class Members:
             if sign.life not in self._refused and not differences(sign.what, self._what)
         }
 
+    def _ready(self) -> list[list[Sign]]:
+        """Of each engine's nodes, or of each node with its engines, where all are ready and have met each other."""
+        good, size = self._good(), self._placement.nodes_per_engine
+        found = []
+        for first in sorted(good):
+            signs = [good[number] for number in range(first, first + size) if number in good]
+            whole = len(signs) == size and len({sign.meeting for sign in signs}) == 1
+            if first % size == 0 and whole and all(sign.state == "ready" for sign in signs):
+                found.append(signs)
+        return found
+
     def _absent(self) -> str:
-        wanted, good = self._placement.nodes, self._good()
-        ready = sum(sign.state == "ready" for sign in good.values())
+        wanted, ready = self._placement.nodes, len(self._ready()) * self._placement.nodes_per_engine
         lines = [
             f"{ready} of {wanted} engine nodes (placement.nodes) are ready after placement.wait_s = {self.wait_s:g} s. "
             "Each is a `mrl serve` of this configuration, with a --node of its own, that sees this run's directory"

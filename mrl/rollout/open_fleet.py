@@ -6,9 +6,9 @@ import asyncio
 import time
 from typing import Any
 
-from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.errors import EngineError, EngineStartError, RolloutError
 from mrl.rollout.fleet import Fleet
+from mrl.rollout.group import Group
 from mrl.rollout.members import Members
 from mrl.rollout.server import DEATH_POLL_S, DEATH_WAIT_S, Server
 
@@ -27,7 +27,7 @@ class OpenFleet(Fleet):
         self.silence_s = members.silence_s
         self.newcomers: tuple[Server, ...] = ()
         self._members = members
-        self._of: dict[Server, OtherNode] = {}
+        self._of: dict[Server, Group] = {}
         self._alone_since: float | None = None
 
     @property
@@ -51,17 +51,18 @@ class OpenFleet(Fleet):
     def admit(self) -> tuple[Server, ...]:
         """What has come since the last time, checked: newcomers from now on."""
         found: tuple[Server, ...] = ()
-        for node in self._members.arrivals():
-            servers = tuple(Server(engine.url, engine, up=False, has_weights=False) for engine in node.engines)
+        for group in self._members.arrivals():
+            servers = tuple(Server(engine.url, engine, up=False, has_weights=False) for engine in group.engines)
             try:
                 for server in servers:
                     self._take_in(server)
             except (EngineError, RolloutError, EngineStartError) as error:
-                self._members.drop(node, refused=f"refused: {error}")
-                self.restarts.say(f"{node.offered.where} is not used: {error}")
+                self._members.drop(group, refused=f"refused: {error}")
+                self.restarts.say(f"{group.where} is not used: {error}")
                 continue
-            self._of |= dict.fromkeys(servers, node)
-            self.restarts.say(f"{node.offered.where} has come: {', '.join(node.offered.names)}")
+            self._of |= dict.fromkeys(servers, group)
+            names = (server.process.name for server in servers if server.process is not None)
+            self.restarts.say(f"has come: {', '.join(names)}")
             found += servers
         self.newcomers += found
         return found
@@ -83,8 +84,8 @@ class OpenFleet(Fleet):
             self.servers = tuple(one for one in self.servers if one is not server)
             self.newcomers = tuple(one for one in self.newcomers if one is not server)
             self.restarts.say(f"{server.process.name} has left; engines that go on: {len(self.servers)}")
-        if (node := self._of.pop(server, None)) is not None:
-            self._members.drop(node)
+        if (group := self._of.pop(server, None)) is not None:
+            self._members.drop(group)
         return True
 
     async def is_soon_left_by(self, server: Server) -> bool:

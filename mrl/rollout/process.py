@@ -193,6 +193,16 @@ class EngineProcess:
         shutil.rmtree(self._folder, ignore_errors=True)  # where the supervisor was killed
 
 
+class EnginePart(EngineProcess):
+    """A part of an engine over several nodes that answers no requests: whether it is ready, the first part says."""
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """While it runs. Raises EngineStartError if it has ended."""
+        if self.exit_code() is not None:
+            raise EngineStartError(f"engine did not start: {self.obituary()}")
+        return True
+
+
 def wait_ready(engine: Started, timeout_s: float) -> None:
     """Until the engine answers. Raises as `is_ready` does, which counts the time-out from the engine's start."""
     while not engine.is_ready(timeout_s):

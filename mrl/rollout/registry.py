@@ -38,6 +38,7 @@ class Sign:
     beats: counts the times that it was written
     what: with what it serves, for others to compare
     offered: a node's engines
+    meeting: where the nodes of an engine over several have met; None: each node has its own
     """
 
     life: str
@@ -45,6 +46,7 @@ class Sign:
     state: State
     what: Mapping[str, Any]
     offered: Offered | None = None
+    meeting: str | None = None
 
     def write(self, file: Path) -> None:
         write_privately(file, json.dumps(asdict(self)) + "\n")
@@ -95,9 +97,16 @@ class Registry:
 class Beat:
     """Writes a sign in a thread until `close`, which removes it, or leaves it as it is."""
 
-    def __init__(self, file: Path, state: State, what: Mapping[str, Any], offered: Offered | None = None) -> None:
+    def __init__(
+        self,
+        file: Path,
+        state: State,
+        what: Mapping[str, Any],
+        offered: Offered | None = None,
+        meeting: str | None = None,
+    ) -> None:
         self._file, self._closed, self._writing = file, threading.Event(), threading.Lock()
-        self._sign = Sign(secrets.token_hex(8), 0, state, what, offered)
+        self._sign = Sign(secrets.token_hex(8), 0, state, what, offered, meeting)
         self._write()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"sign {file.name}")
         self._thread.start()
@@ -106,10 +115,11 @@ class Beat:
     def life(self) -> str:
         return self._sign.life
 
-    def say(self, state: State) -> None:
-        """At once, and from now on."""
+    def say(self, state: State, offered: Offered | None = None) -> None:
+        """At once, and from now on; offered: None: what was offered before."""
         with self._writing:
-            self._sign = Sign(**{**vars(self._sign), "state": state})
+            new = {"state": state, "offered": offered or self._sign.offered}
+            self._sign = Sign(**{**vars(self._sign), **new})
         self._write()
 
     def close(self, *, leave: bool = False) -> None:

@@ -20,10 +20,10 @@ from mrl.rollout.check import check_server
 from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.engine import Engine
 from mrl.rollout.fleet import Fleet
-from mrl.rollout.launch import CPU, Launch, ServerSpec, launcher
+from mrl.rollout.launch import CPU, Launch, Part, ServerSpec, launcher
 from mrl.rollout.members import Members, served
 from mrl.rollout.open_fleet import OpenFleet
-from mrl.rollout.process import EngineProcess
+from mrl.rollout.process import EnginePart, EngineProcess
 from mrl.rollout.registry import Registry
 from mrl.rollout.server import Server
 
@@ -119,12 +119,15 @@ def start_agent(
     home: Home,
     where: str,
     key: str,
+    part: Part | None = None,
 ) -> Agent:
     """Starts the engines of a node that is not rank 0's, and who answers for them there; returns at once.
 
-    where: the node in words, for errors; the rest as `start_engine` takes it
+    where: the node in words, for errors; part: of the one engine that it has with other nodes; the rest as
+    `start_engine` takes it
     """
-    processes = _start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, Access(key, ours=True))
+    access = Access(key, ours=True)
+    processes = _start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, access, part)
     return Agent(home, where, processes, key)
 
 
@@ -137,6 +140,7 @@ def _start_servers(
     machine: Machine,
     home: Home,
     access: Access,
+    part: Part | None = None,
 ) -> list[EngineProcess]:
     """All of a node's; none is left if one of them cannot be started."""
     before = home.node * cfg.servers
@@ -144,7 +148,9 @@ def _start_servers(
         started = []
         for index in range(cfg.servers):
             port, number = free_port(home.host), before + index
-            spec = partial(ServerSpec, cfg, model_path, dtype, port, index, seed + before, machine, host=home.host)
+            first = before - (part.number if part is not None else 0)  # parts of an engine have one seed
+            fixed = (cfg, model_path, dtype, port, index, seed + first, machine)
+            spec = partial(ServerSpec, *fixed, host=home.host, part=part)
             process = _start(spec, port, f"engine {number}", log_dir / f"engine_{number}.log", access, home)
             started.append(undo.enter_context(contextlib.closing(process)))
         undo.pop_all()
@@ -158,4 +164,6 @@ def _start(spec: partial[ServerSpec], port: int, name: str, log: Path, access: A
         made = spec(folder=folder, api_key=access.api_key)
         return launcher(made.cfg.engine)(made)
 
-    return EngineProcess(name, launch, port, log, access, home.host)
+    part: Part | None = spec.keywords["part"]
+    kind = EnginePart if part is not None and part.number else EngineProcess
+    return kind(name, launch, port, log, access, home.host)
