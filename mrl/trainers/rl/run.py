@@ -229,10 +229,11 @@ class MainParts:
         opens them."""
         assert self.rewards is not None
         recorder = self.setup.recorder
-        for note in placement.notes(self.cfg.rollout, this_machine()) if not self.cfg.placement.is_apart else ():
+        engine, own = self.engine or self._start_engine(), self.cfg.placement
+        for note in placement.notes(self.cfg.rollout, this_machine()) if not own.is_apart else ():
             recorder.note(note)
-        engine = self.engine or self._start_engine()
-        recorder.note("waiting for the engine" if len(engine.urls) == 1 else f"waiting for {len(engine.urls)} engines")
+        many = f"{own.nodes} engine nodes (mrl serve)" if own.is_apart else f"{len(engine.urls)} engines"
+        recorder.note(f"waiting for {'the engine' if len(engine.urls) == 1 else many}")
         engine.wait_ready()
         self.generator = make_generator(self.cfg, self.setup.run_dir, engine, self.rewards, recorder)
         for note in (*engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
