@@ -29,7 +29,7 @@ LIMIT_S = 240.0
 COMPARED = 8  # steps of the undisturbed run
 PLACEMENT = {"mode": "disaggregated", "nodes": 2, "wait_s": 120.0, "silence_s": 5.0, "away_s": 120.0}
 RUN: dict[str, Any] = {
-    "actor": {"optimizer": {"lr": 5e-3}},
+    "actor": {"optimizer": {"lr": 5e-3}, "parallel": {"pipeline": 2}},
     "rollout": {"engine": "transformers"},
     "sync": {"verify": "checksum", "timeout_s": 60.0},
 }
@@ -105,6 +105,7 @@ def story(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> 
         for number, serve in serves.items():
             story.codes[f"node {number}"] = serve.wait(LIMIT_S)
             story.left[f"node {number}"] = serve.left_running()
+            story.said[f"node {number}"] = serve.terminal
         yield story
 
 
@@ -180,6 +181,7 @@ def test_nodes_end_with_the_run_s_last_step_and_leave_nothing(story: Story) -> N
     assert (story.codes["node 0"], story.codes["node 1"]) == (0, 0)
     assert story.left == {"killed": {}, "node 0": {}, "node 1": {}}
     assert not list((story.run_dir / "engines").glob("*.lock"))
+    assert "Traceback" not in story.said["node 0"]
 
 
 def test_strangers_are_refused_and_cannot_read_the_key(story: Story) -> None:
@@ -219,15 +221,19 @@ def test_a_run_whose_nodes_do_not_come_says_what_is_there(tiny_models: TinyModel
         assert "no node has ever been there" in train.terminal
 
 
-def test_two_sglang_engines_get_their_weights_by_broadcast(tiny_models: TinyModels, tmp_path: Path) -> None:
+def test_an_sglang_engine_over_two_nodes_gets_its_weights_by_broadcast(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """A tensor-parallel rank on each; both senders broadcast to both, and each push is proved on both."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("needs sglang")
-    sections = RUN | {"run": {"steps": 3}, "rollout": {"engine": "sglang"}, "placement": PLACEMENT}
+    placement = PLACEMENT | {"nodes_per_engine": 2}
+    sections = RUN | {"run": {"steps": 3}, "rollout": {"engine": "sglang", "tensor": 2}, "placement": placement}
     config = write_config(tmp_path, tiny_models("llama"), **sections)
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(Serve(tmp_path, config, f"--node={n}", "--head=127.0.0.1")) for n in range(2)]
         with Train(tmp_path, config) as train:
             assert train.wait(LIMIT_S) == 0, train.terminal[-3000:]
         assert [node.wait(LIMIT_S) for node in nodes] == [0, 0]
+        assert [node.left_running() for node in nodes] == [{}, {}]
     rows = results(tmp_path / "runs" / "run")
-    assert [row["rollout/engines"] for row in rows.values()] == [2, 2, 2]
+    assert [row["rollout/engines"] for row in rows.values()] == [1, 1, 1]
+    assert "Traceback" not in nodes[0].terminal + nodes[1].terminal

@@ -113,8 +113,10 @@ class RLConfig(Config):
         own = f"{self.rollout.servers} x tensor {self.rollout.tensor}"
         where = own if not self.rollout.urls else "at given addresses"
         if (placement := self.engine_nodes()) is not None:
-            over = f", each over {placement.nodes_per_engine} nodes" if placement.nodes_per_engine > 1 else ""
-            where = f"{own}{over} on each of {placement.groups} that mrl serve serves"
+            each = f"on each of {placement.nodes} nodes"
+            if placement.nodes_per_engine > 1:
+                each = f"on every {placement.nodes_per_engine} of {placement.nodes} nodes together"
+            where = f"{own} {each} that mrl serve serves"
         return [*rows, ("engine", f"{self.rollout.engine}, {where}")]
 
 
