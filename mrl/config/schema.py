@@ -17,6 +17,7 @@ from mrl.config.sections.models import (
     RefConfig,
     TrainConfig,
 )
+from mrl.config.sections.placement import PlacementConfig
 from mrl.config.sections.policy import (
     PolicyLossConfig,
     RolloutCorrectionConfig,
@@ -58,6 +59,7 @@ __all__ = [
     "PFPPOConfig",
     "PTXConfig",
     "ParallelConfig",
+    "PlacementConfig",
     "PolicyLossConfig",
     "RLConfig",
     "RefConfig",
