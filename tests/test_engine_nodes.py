@@ -23,6 +23,8 @@ from mrl.config.schema import RLConfig, RolloutConfig
 from mrl.core import SamplingParams
 from mrl.files import write_privately
 from mrl.rollout import Engine, Home, RolloutError, join_engines, start_engine
+from mrl.rollout.access import Access
+from mrl.rollout.check import check_server
 from mrl.rollout.errors import EngineStartError
 from mrl.rollout.launch import Part, ServerSpec
 from mrl.rollout.registry import Beat, Registry, Sign, Watched
@@ -311,18 +313,57 @@ def test_parts_of_an_engine_are_told_where_they_meet(place: Place, tmp_path: Pat
         assert launch.env["GLOO_SOCKET_IFNAME"] == "lo" and launch.env["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
-@pytest.mark.parametrize(
-    ("path", "answer"), [("/workers", {"workers": [{}, {}]}), ("/list_workers", {"urls": ["", ""]})]
-)
-def test_a_router_is_refused_as_an_engine(path: str, answer: object, place: Place) -> None:
+@contextlib.contextmanager
+def router(answers: dict[str, object], key: str = KEY) -> Iterator[str]:
     """A stand-in that says of itself what sglang-router does."""
-    key = place.folder / "key"
-    write_privately(key, KEY)
-    with Server(0, KEY, {path: lambda body: answer}) as router:
-        threading.Thread(target=router.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{router.server_port}"
-        cfg = RolloutConfig(urls=(url,), api_key_file=str(key), startup_timeout_s=5.0)
-        with start_engine(cfg, str(place.model), "float32", place.folder) as engine:
-            with pytest.raises(EngineStartError, match=f"{url} is a router .* with 2 engines behind it"):
-                engine.wait_ready()
-        router.shutdown()
+    routes = {path: lambda body, answer=answer: answer for path, answer in answers.items()}
+    with Server(0, key, routes) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def at_router(place: Place, url: str, key: str = KEY) -> Engine:
+    file = place.folder / "key"
+    write_privately(file, key)
+    cfg = RolloutConfig(urls=(url,), api_key_file=str(file), startup_timeout_s=5.0)
+    return start_engine(cfg, str(place.model), "float32", place.folder)
+
+
+@pytest.mark.parametrize("form", ["workers", "urls"])
+def test_engines_behind_a_router_are_used_themselves(form: str, place: Place, tmp_path: Path) -> None:
+    own = RolloutConfig(engine="transformers", servers=1)
+    with start_engine(own, str(place.model), "float32", tmp_path) as real:
+        real.wait_ready()
+        key = real.access.api_key
+        assert key is not None
+        said = {"/workers": {"workers": [{"url": f"{real.urls[0]}/", "is_healthy": True}]}}
+        if form == "urls":
+            said = {"/list_workers": {"urls": list(real.urls)}}
+        with router(said, key) as url, at_router(place, url, key) as engine:
+            engine.wait_ready()
+            assert engine.urls == real.urls
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"workers": []}, "is a router without engines"),
+        ({"workers": [{"url": "file:///etc/passwd"}]}, "names 'file:///etc/passwd', which is not an address"),
+        ({"workers": [{"url": "http://a:1"}, {"url": "http://a:1/"}]}, "http://a:1: there twice"),
+    ],
+)
+def test_what_a_router_says_is_not_believed(answer: object, says: str, place: Place) -> None:
+    with router({"/workers": answer}) as url, pytest.raises(EngineStartError, match=says):
+        at_router(place, url)
+
+
+def test_a_router_that_came_late_is_refused_as_an_engine(place: Place) -> None:
+    answers: dict[str, object] = {}
+    with router(answers) as url, at_router(place, url) as engine:
+        assert engine.urls == (url,)
+    late = {"/workers": {"workers": [{"url": "http://a:1"}]}}
+    with router(late) as url:
+        access = Access(KEY)
+        with pytest.raises(EngineStartError, match=f"{url} is a router .* with 1 engines behind it"):
+            check_server(url, access, RolloutConfig(startup_timeout_s=5.0), str(place.model), "llama", outlives=True)

@@ -95,11 +95,12 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
         "members": ("errors", "access", "registry", "group"),
         "open_fleet": ("errors", "server", "fleet", "group", "members"),
         "check": (*TALK, "fleet"),
+        "router": ("errors", "access", "client"),
         "flight": (*TALK, "samples", "server", "fleet"),
         "engine": (*TALK, "samples", "restarts", "load", "fleet", "flight"),
         "start": (
             *(*TALK, "launch", "process", "agent", "elsewhere", "server", "fleet", "check", "engine"),
-            *("registry", "members", "open_fleet"),
+            *("registry", "members", "open_fleet", "router"),
         ),
         "serve": ("errors", "launch", "agent", "registry", "members", "start"),
         "__init__": (*TALK, "seeds", "agent", "load", "engine", "start"),

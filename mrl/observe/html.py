@@ -70,7 +70,5 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     kept = [i for i in range(len(head)) if any(row[i] for row in rows)]
     kinds = ["" if i == 0 else ' class="number"' for i in range(len(head))]
     top = "".join(f"<th{kinds[i]}>{escape(head[i])}</th>" for i in kept)
-    body = "".join(
-        "<tr>" + "".join(f"<td{kinds[i]}>{escape(row[i])}</td>" for i in kept) + "</tr>" for row in rows
-    )
+    body = "".join("<tr>" + "".join(f"<td{kinds[i]}>{escape(row[i])}</td>" for i in kept) + "</tr>" for row in rows)
     return f"<table><tr>{top}</tr>{body}</table>"

@@ -243,4 +243,3 @@ def data(plan: Plan) -> dict[str, Any]:
         "tensors_of_rank_0": {phase.name: phase.tensors for phase in plan.ranks[0]},
         "assumed": vars(plan.assumed),
     } | plan.places.data()
-

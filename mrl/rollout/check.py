@@ -65,9 +65,8 @@ def _check_router(client: EngineClient, end: float) -> None:
     client.timeout_s = max(0.1, min(CONNECT_TIMEOUT_S, end - time.monotonic()))
     if (behind := client.workers()) is not None:
         raise EngineStartError(
-            f"{client.url} is a router (sglang-router) with {behind} engines behind it: weights, flushes and checksums "
-            "that are sent there would reach one of them, and nobody knows which. Name the engines themselves in "
-            "rollout.urls: mrl gives each call to the one with the least to do"
+            f"{client.url} is a router (sglang-router) with {len(behind)} engines behind it, and did not say so when "
+            "the run began: start the run again, or name the engines themselves in rollout.urls"
         )
 
 

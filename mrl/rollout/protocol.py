@@ -230,9 +230,11 @@ def read_server_info(answer: Any) -> ServerInfo:
     return ServerInfo(str(info.get("device", "cpu")), bool(seeded), not no_text, releases)
 
 
-def read_workers(answer: Any) -> int:
-    """How many engines are behind a router, of either form that sglang-router has had."""
-    return len(field(answer, "workers" if isinstance(answer, dict) and "workers" in answer else "urls", list))
+def read_workers(answer: Any) -> tuple[str, ...]:
+    """The engines behind a router, of either form that sglang-router has had."""
+    if isinstance(answer, dict) and "workers" in answer:
+        return tuple(field(worker, "url", str) for worker in field(answer, "workers", list))
+    return tuple(typed(url, "one of urls", str) for url in field(answer, "urls", list))
 
 
 def read_checksums(answer: Any) -> list[RankChecksums]:
@@ -267,5 +269,5 @@ RELEASE_MEMORY = Endpoint[MemoryBody, None]("release_memory_occupation", read_no
 RESUME_MEMORY = Endpoint[MemoryBody, None]("resume_memory_occupation", read_nothing)
 CHECKSUMS = Endpoint[CheckerBody, list[RankChecksums]]("weights_checker", read_checksums)
 # an engine has neither of these: 404
-ROUTER_WORKERS = Endpoint[None, int]("workers", read_workers, "GET")
-OLD_ROUTER_WORKERS = Endpoint[None, int]("list_workers", read_workers, "GET")
+ROUTER_WORKERS = Endpoint[None, tuple[str, ...]]("workers", read_workers, "GET")
+OLD_ROUTER_WORKERS = Endpoint[None, tuple[str, ...]]("list_workers", read_workers, "GET")

@@ -25,6 +25,7 @@ from mrl.rollout.members import Members, served
 from mrl.rollout.open_fleet import OpenFleet
 from mrl.rollout.process import EnginePart, EngineProcess
 from mrl.rollout.registry import Registry
+from mrl.rollout.router import engines_at
 from mrl.rollout.server import Server
 
 
@@ -47,7 +48,7 @@ def start_engine(
     machine: Machine = CPU,
     others: Others | None = None,
 ) -> Engine:
-    """Start `cfg.servers` servers (or take `cfg.urls`) and return at once; `Engine.wait_ready` waits and checks.
+    """Start `cfg.servers` servers (or take those at `cfg.urls`, and behind routers there) and return at once; `Engine.wait_ready` waits and checks.
 
     Servers started here want a key that is drawn now and known to this run alone.
 
@@ -61,7 +62,7 @@ def start_engine(
     nodes: list[OtherNode] = []
     if cfg.urls:
         access = Access(read_secret(cfg.api_key_file) if cfg.api_key_file is not None else None)
-        servers = [Server(url.rstrip("/")) for url in cfg.urls]
+        servers = [Server(url) for url in engines_at(cfg.urls, access)]
     else:
         access = Access(secrets.token_hex(32) if others is None else others.key, ours=True)
         home = Home() if others is None else others.home
