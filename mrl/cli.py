@@ -10,12 +10,13 @@ import sys
 from collections.abc import Sequence
 
 from mrl import __version__
-from mrl.commands import data, doctor, manual, plan, preflight, profile, report, train
+from mrl.commands import data, doctor, manual, plan, preflight, profile, report, serve, train
 from mrl.commands.shared import CONFIG_ERROR
 from mrl.weights import command as weights
 
 COMMANDS = (
     train.add,
+    serve.add,
     plan.add,
     preflight.add,
     data.add,

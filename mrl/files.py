@@ -29,6 +29,14 @@ def write_atomically(file: Path, content: str | bytes, *, durable: bool = False)
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def write_privately(file: Path, content: str) -> None:
+    """As `write_atomically`, and readable by its owner alone (mode 0600), from the first byte on."""
+    with replacing(file) as temporary:
+        temporary.unlink(missing_ok=True)
+        temporary.touch(0o600, exist_ok=False)
+        temporary.write_text(content)
+
+
 @contextmanager
 def replacing(file: Path, *, durable: bool = False) -> Iterator[Path]:
     """A hidden neighbour to write, which is `file` after that: a reader finds the old content or the new one, never a

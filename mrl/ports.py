@@ -7,6 +7,8 @@ import random
 import socket
 import sys
 
+import psutil
+
 PORTS = range(20000, 32000)  # below the range from which outgoing connections are numbered
 HERE = "127.0.0.1"
 MEETING_VARIABLE = "MRL_MEETING"  # of the ranks that `mrl train` starts: the folder where they meet, in a file
@@ -54,6 +56,16 @@ def address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
+
+
+def interface_of(host: str) -> str:
+    """The name of the interface that has this IPv4 address, such as "lo" or "eth0". Raises OSError if none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.family == socket.AF_INET and one.address == host for one in addresses):
+            return name
+    if host.startswith("127."):  # all of them are the loopback's
+        return LOOPBACK[GLOO]
+    raise OSError(f"no interface of this machine has the address {host}")
 
 
 @functools.cache

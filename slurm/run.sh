@@ -2,6 +2,8 @@
 # save, requeue and go on. Nothing below needs an edit; what may be set in the environment or the header:
 #
 #   CONFIG              the YAML file of the run; or COMMAND, an array, of what `mrl` is to do instead of training
+#   ENGINE_NODES        how many of the job's nodes, the last ones, serve engines (`mrl serve`) for a configuration with
+#                       placement.mode: disaggregated, and train nothing
 #   VENV                virtual environment with mrl, seen by all nodes (default: .venv of the checkout)
 #   CONTAINER_IMAGE     instead of a virtual environment (needs pyxis); CONTAINER_MOUNTS: what it sees
 #   LOG_DIR             of the nodes' logs, NAME_JOB_NODE.log (default: logs)
@@ -57,8 +59,12 @@ else
   arguments=(train "$CONFIG" ${gpus:+"run.nproc=${gpus##*:}"} "$@")
   ((${SLURM_RESTART_COUNT:-0} > 0)) && arguments+=(run.existing=move_aside) # what no checkpoint was written in
 fi
-if ((SLURM_JOB_NUM_NODES > 1)); then
-  place='--nodes "$SLURM_JOB_NUM_NODES" --node "$SLURM_NODEID" --head "'$head:$port'"'
+trainers=$((SLURM_JOB_NUM_NODES - ${ENGINE_NODES:-0}))
+((trainers > 0)) || fail "ENGINE_NODES=$ENGINE_NODES of $SLURM_JOB_NUM_NODES nodes leave none for the trainer"
+((trainers > 1)) && place='--nodes '$trainers' --node "$SLURM_NODEID" --head "'$head:$port'"'
+if [[ -n ${ENGINE_NODES:-} ]]; then # the last ones of the job
+  arguments+=("placement.nodes=$ENGINE_NODES")
+  serves='((SLURM_NODEID < '$trainers')) || { shift; set -- serve "$@" --node $((SLURM_NODEID - '$trainers')) --head '$head'; }'
 fi
 LOG_DIR=${LOG_DIR:-$PWD/logs}
 mkdir -p "$LOG_DIR" || fail "$LOG_DIR cannot be made"
@@ -68,7 +74,9 @@ export LOG=$LOG_DIR/${SLURM_JOB_NAME}_$SLURM_JOB_ID
 # the step, with a code of its own, at the first node that is through with saving: so each writes its code down.
 export STATE=$LOG_DIR/.${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0} EXIT_PREEMPTED
 node='exec >>"${LOG}_$SLURMD_NODENAME.log" 2>&1
-(echo $BASHPID >"$STATE.pid.$SLURM_NODEID"; exec "$0" -m mrl "$@" '${place:-}')
+'${serves:-}'
+[[ $1 == serve ]] || set -- "$@" '${place:-}'
+(echo $BASHPID >"$STATE.pid.$SLURM_NODEID"; exec "$0" -m mrl "$@")
 code=$?
 echo $code >"$STATE.code.$SLURM_NODEID"
 exit $((code == EXIT_PREEMPTED ? 0 : code))'

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from bad_configs import BAD, DENSE, EXPERT_MODEL, GAE, KL_ON, PPO, SFT, Bad
 from bad_data_configs import BAD_DATA
+from bad_placement_configs import BAD_PLACEMENT
 from bad_reuse_configs import BAD_REUSE
 from bad_reward_configs import BAD_REWARDS
 from bad_sampling_configs import BAD_SAMPLING
@@ -29,7 +30,7 @@ EXPERTS = {
 }
 
 
-EVERY_BAD = [*BAD, *BAD_DATA, *BAD_REWARDS, *BAD_REUSE, *BAD_SAMPLING]
+EVERY_BAD = [*BAD, *BAD_DATA, *BAD_REWARDS, *BAD_REUSE, *BAD_SAMPLING, *BAD_PLACEMENT]
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ class Process:
     asked: what it was told, of all its lives. failing: at this endpoint it dies, hangs or refuses, once
     """
 
-    name, log = "engine", "engine.log"
+    name, log, is_gone = "engine", "engine.log", False
 
     def __init__(self, url: str) -> None:
         self.url, self.code = url, None

@@ -17,7 +17,7 @@ from mrl import platform
 from mrl.config import placement
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES, EngineKind
-from mrl.config.schema import RolloutConfig
+from mrl.config.schema import PlacementConfig, RolloutConfig
 from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import CPU, ServerSpec
 from mrl.rollout.sglang.command import sglang_launch
@@ -117,6 +117,7 @@ def main_parts(
     data = SimpleNamespace(prompt_key="prompt", answer_key="answer", data_source_key="data_source")
     cfg: Any = SimpleNamespace(
         rollout=RolloutConfig(engine="echo", gpus=given),
+        placement=PlacementConfig(),
         reward=None,
         data=data,
         model=SimpleNamespace(path=str(model), dtype="float32"),

@@ -238,3 +238,16 @@ def test_dry_run_builds_every_kind_of_rank_and_names_what_is_not_here(capsys: py
     assert printed.count("as planned") == 12, "four stages of actor, critic and reference"
     assert "NOT" not in printed and "It fits" in printed
     assert "not here: data.train: 'data/train.parquet'" in printed and "no safetensors" in printed
+
+
+def test_engines_on_nodes_of_their_own_are_counted_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """They want nothing of the trainer's GPUs, and each gets its weights by a broadcast of its own."""
+    shared, apart = plan_of("grpo_qwen32b_16gpu"), plan_of("grpo_qwen32b_disaggregated")
+    assert apart.engine is not None and apart.engine.gpus == () and apart.engine.engines == 4
+    assert not any(item.owner == "engine" for _, phase in apart.worst.values() for item in phase.items)
+    pushes = [[part.seconds for part in p.parts if part.what == "weights to the engines"] for p in (shared, apart)]
+    assert sum(pushes[1]) == pytest.approx(4 * sum(pushes[0]))
+    assert main(["plan", "yaml_configs/grpo_qwen32b_disaggregated.yaml"]) == 0
+    assert "4 of tensor 4, on 2 nodes of their own (mrl serve): 16 x h100-80g" in capsys.readouterr().out
+    (problem,) = plan_of("grpo_qwen32b_disaggregated", "rollout.servers=4").problems
+    assert "the engines of a node want 16 GPUs, it has 8" in problem

@@ -170,3 +170,14 @@ def test_an_all_reduce_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     assert "all-reduce of 1 MiB over 1 ranks on 1 node by gloo: 0.00 GB/s" in capsys.readouterr().out
+
+
+def test_engines_of_other_nodes_need_nothing_here(
+    tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "launcher", lambda name: pytest.fail("no engine is started here"))
+    placement = {"mode": "disaggregated", "nodes": 3, "wait_s": 60.0}
+    cfg = load(write_config(tmp_path, tiny_models("llama"), placement=placement))
+    assert [finding.verdict for finding in machine.look_at_packages(cfg)] == ["ok"]
+    (found,) = machine.look_at_services(cfg)
+    assert str(found) == "3 engine nodes are to come (mrl serve): the run waits 60 s for them"

@@ -99,6 +99,18 @@ def test_the_nodes_look_at_each_other_first(desk: Desk) -> None:
     assert "something wrong on n2 1 " in desk.phases(job) and "starting" not in desk.phases(job)
 
 
+def test_the_last_nodes_serve_engines_where_a_job_says_so(desk: Desk) -> None:
+    job = desk.submit("well", "run.steps=7", ENGINE_NODES="1")
+    assert desk.ended(job) == ("COMPLETED", "0:0")
+    told = [re.search(r"told: -m mrl (\w+) \S+ (.*)", desk.log(job, node)) for node in ("n1", "n2")]
+    assert [one[1] for one in told if one] == ["train", "serve"]
+    trainer, engines = (one[2] for one in told if one)
+    assert trainer.endswith("run.steps=7 placement.nodes=1"), "the one node of its world"
+    assert re.search(r"run.steps=7 placement.nodes=1 --node 0 --head 127.0.1.1$", engines)
+    job = desk.submit("well", ENGINE_NODES="2")
+    assert desk.ended(job) == ("FAILED", "1:0") and "leave none for the trainer" in desk.phases(job)
+
+
 def test_who_is_told_to_stop_and_saves_goes_on_under_the_same_number(desk: Desk) -> None:
     """`mrl` alone is told, not what it has started."""
     job = desk.submit("second_time")

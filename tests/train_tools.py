@@ -69,6 +69,8 @@ class Train:
     """`mrl train CONFIG OVERRIDES`, with `environment` on top of this process's. `terminal`: all that it has shown. Use
     as a context manager: it ends the run. copied: its imports have been done before."""
 
+    command = "train"
+
     def __init__(self, folder: Path, *arguments: str | Path, copied: bool = True, **environment: str) -> None:
         mark = uuid.uuid4().hex
         self._mark = f"{zygote.MARK}={mark}"
@@ -76,7 +78,7 @@ class Train:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), zygote.MARK: mark, **environment}
         with self._file.open("wb") as out:
             self._process = (zygote.start if copied else subprocess.Popen)(
-                [sys.executable, "-m", "mrl", "train", *map(str, arguments)],
+                [sys.executable, "-m", "mrl", self.command, *map(str, arguments)],
                 cwd=folder,
                 env=environment,
                 stdout=out,

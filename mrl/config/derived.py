@@ -69,7 +69,8 @@ def asks_for_transformer_engine(cfg: Config) -> list[str]:
 def is_on_one_machine(cfg: Config) -> bool:
     """With all engines: the ranks that `mrl train` starts may have to reach given ones elsewhere, by nccl (by gloo
     they do it over an address of their own choice: mrl.weights.sync.transports.distributed)."""
-    return all(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in cfg.given_urls())
+    given = all(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in cfg.given_urls())
+    return given and cfg.engine_nodes() is None
 
 
 def smallest_world(cfg: Config) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from mrl.config.derived import Machine
 from mrl.config.sections.rollout import RolloutConfig
+from mrl.config.trainers.rl import RLConfig
 
 
 def engine_gpus(rollout: RolloutConfig, machine: Machine) -> tuple[int, ...]:
@@ -22,8 +23,13 @@ def shared_gpus(rollout: RolloutConfig, machine: Machine) -> tuple[int, ...]:
     return tuple(sorted({gpu for gpu in engine_gpus(rollout, machine) if gpu < ranks}))
 
 
+def gpus_with_engines(cfg: RLConfig, machine: Machine) -> tuple[int, ...]:
+    """Those of the trainer that an engine has too: none where engines have nodes of their own."""
+    return () if cfg.placement.is_apart else shared_gpus(cfg.rollout, machine)
+
+
 def notes(rollout: RolloutConfig, machine: Machine) -> Iterator[str]:
-    """What the user should know before the run starts, one sentence each."""
+    """What the user should know before the run starts, one sentence each. Of engines on the trainer's nodes."""
     if not machine.gpus and rollout.gpus is not None:
         yield "rollout.gpus has no effect: this machine has no GPUs"
     shared = shared_gpus(rollout, machine)

@@ -27,6 +27,7 @@ MAY_CHANGE = (
     "sync",
     "validation",
     "rollout",
+    "placement",
     "reward.workers",
     "reward.timeout_s",
     "reward.on_error",

@@ -25,6 +25,7 @@ from mrl.config.sections.models import (
     RefConfig,
     TrainConfig,
 )
+from mrl.config.sections.placement import PlacementConfig
 from mrl.config.sections.policy import (
     PolicyLossConfig,
     RolloutCorrectionConfig,
@@ -69,6 +70,7 @@ __all__ = [
     "PFPPOConfig",
     "PTXConfig",
     "ParallelConfig",
+    "PlacementConfig",
     "PolicyLossConfig",
     "LossesConfig",
     "PreferenceBatchConfig",

@@ -13,7 +13,8 @@ from mrl.files import make_private, write_atomically
 from mrl.observe.lock import Lock, Owner, read_owner
 
 LAUNCH = "launch"  # torchrun or ft_launcher, whose ranks have begun to write there
-KEEP = ("logs", "checkpoints", "lock", "ft.yaml", "preempted", LAUNCH)  # of the directory, not of what a run has made
+# of the directory, not of what a run has made
+KEEP = ("logs", "checkpoints", "engines", "lock", "ft.yaml", "preempted", LAUNCH)
 
 
 class RunExists(RuntimeError):

@@ -17,7 +17,8 @@ from mrl.families.table import weight_table
 class EnginePlan:
     """Of one GPU of one engine.
 
-    gpus: of all engines, `tensor` each, by the numbers of the trainer's ranks; higher ones are beside them
+    gpus: of all engines, `tensor` each, by the numbers of the trainer's ranks; higher ones are beside them. None where
+    engines have nodes of their own
     weights, cache, workspace, context: bytes; token_bytes: of the cache a token; engines: of the run; tensor: GPUs of
     each; wanted: requests that an engine is given at once; context_tokens: of the longest
     """

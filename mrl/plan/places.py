@@ -42,10 +42,10 @@ class Places:
 
     @classmethod
     def of(cls, cfg: Config, models: Mapping[str, Model], machine: Machine) -> Places:
-        """Of a run that has started: every node has the engines that the configuration asks for."""
+        """Of a run that has started: every node has the engines that the configuration asks for, if they are there."""
         world, per_node = machine.world_size, machine.local_world_size
         engines = cfg.engines()
-        if engines is None or engines[0].urls:
+        if engines is None or engines[0].urls or cfg.engine_nodes() is not None:
             return cls(models, world, per_node, {}, {})
         rollout = engines[0]
         found: dict[int, int] = {}

@@ -44,7 +44,7 @@ def machine_of(cfg: Config, gpus: int | None = None, per_node: int | None = None
 
 @dataclass(frozen=True)
 class Plan:
-    """work: a step of the run; engine: on the GPUs of the trainer; None: elsewhere, or nothing is sampled."""
+    """work: a step of the run; engine: one of those that mrl starts; None: they are given, or nothing is sampled."""
 
     cfg: Config
     cluster: Cluster
@@ -89,7 +89,8 @@ class Plan:
         """None without GPUs."""
         if not self.on_gpu:
             return []
-        return timing.step(Clock(self.cluster, self.assumed), self.work, self.engine)
+        apart = self.engine.engines if self.engine is not None and self.cfg.engine_nodes() is not None else 0
+        return timing.step(Clock(self.cluster, self.assumed), self.work, self.engine, apart)
 
     @property
     def seconds(self) -> float:
@@ -99,7 +100,16 @@ class Plan:
     def shortages(self) -> list[Shortage]:
         """Why it does not fit; none without GPUs."""
         limit = self.cluster.chip.memory
-        return list(shortages(self.work, self.worst, self.engine, limit)) if self.on_gpu else []
+        if not self.on_gpu:
+            return []
+        engine, nodes = self.engine, self.cfg.engine_nodes()
+        found = [*shortages(self.work, self.worst, engine, limit)]
+        if engine is not None and nodes is not None:
+            there, wanted = self.cluster.per_node, engine.engines * engine.tensor // nodes.nodes
+            if wanted > there:
+                text = f"rollout: the engines of a node want {wanted} GPUs, it has {there}"
+                found.append(Shortage(text, "fewer rollout.servers, or a larger placement.nodes_per_engine"))
+        return found
 
     @property
     def problems(self) -> list[str]:
@@ -151,15 +161,18 @@ def make(
     assumed = assumed if on_gpu else assumed.without_gpu()
     work = Work.of(cfg, models_of(cfg, archs, cluster.gpus, on_gpu, on_gpu and fused), assumed)
     engines = cfg.engines()
-    engine = _engine(engines[0], cluster, work, assumed) if engines is not None else None
+    engine = _engine(cfg, engines[0], cluster, work, assumed) if engines is not None else None
     return Plan(cfg, cluster, assumed, work, engine)
 
 
-def _engine(rollout: RolloutConfig, cluster: Cluster, work: Work, assumed: Assumptions) -> EnginePlan | None:
+def _engine(
+    cfg: Config, rollout: RolloutConfig, cluster: Cluster, work: Work, assumed: Assumptions
+) -> EnginePlan | None:
     if rollout.urls:
         return None
+    nodes = cfg.engine_nodes()
     actor = work.models["actor"]
-    gpus = _engine_gpus(rollout, cluster)
+    gpus = _engine_gpus(rollout, cluster) if nodes is None else ()
     left = float(cluster.chip.memory)  # of GPUs of their own
     if shared := [gpu for gpu in gpus if gpu < cluster.gpus]:
         kinds = {tuple(memory.model_held(m, m.grid.seat(gpu)) for m in work.models.values()): gpu for gpu in shared}
@@ -169,7 +182,7 @@ def _engine(rollout: RolloutConfig, cluster: Cluster, work: Work, assumed: Assum
         rollout,
         actor.dtype,
         left,
-        engines=rollout.servers * cluster.nodes,
+        engines=rollout.servers * (nodes.groups if nodes is not None else cluster.nodes),
         gpus=gpus,
         requests=work.size.sampled,
         longest=work.lengths.longest,

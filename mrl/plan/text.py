@@ -61,7 +61,11 @@ def _head(plan: Plan) -> Iterator[str]:
         held = f"{sum(1 for _ in model.arch.layers)} layers, {_size(model)} weights"
         how = "trained" if model.is_trained else "computed with"
         yield f"  {model.name:<8} {model.words}; {held}; {how}; {model.kind} layers, offload {model.train.offload}"
-    if plan.engine is not None:
+    if plan.engine is not None and (own := plan.cfg.engine_nodes()) is not None:
+        engine, gpus = plan.engine, plan.engine.engines * plan.engine.tensor
+        where = f"on {own.nodes} nodes of their own (mrl serve): {gpus} x {chip.name} besides those of the trainer"
+        yield f"  {'engines':<8} {engine.engines} of tensor {engine.tensor}, {where}"
+    elif plan.engine is not None:
         engine = plan.engine
         shared = any(engine.at(rank) is not None for rank in range(cluster.gpus))
         where = ", on the trainer's GPUs" if shared else ", on GPUs of their own"
@@ -231,6 +235,7 @@ def data(plan: Plan) -> dict[str, Any]:
             for name, (rank, phase) in plan.worst.items()
         },
         "engine": vars(plan.engine) if plan.engine is not None else None,
+        "engine_nodes": own.nodes if (own := plan.cfg.engine_nodes()) is not None else 0,
         "host_bytes_of_node": plan.host_of_node,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "seconds": plan.seconds,

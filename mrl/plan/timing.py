@@ -162,8 +162,9 @@ def _touched(arch: ModelArch, tokens: float) -> float:
     return (rest + in_experts * share) / (rest + in_experts)
 
 
-def sync(clock: Clock, work: Work) -> Iterator[Part]:
-    """Every stage's sender gathers its part and brings it to every node's engines."""
+def sync(clock: Clock, work: Work, apart: int) -> Iterator[Part]:
+    """Every stage's sender gathers its part and brings it to every node's engines; to each of `apart` engines by a
+    broadcast of its own where they have nodes of their own."""
     actor = work.models["actor"]
     senders = actor.layout.pipeline
     total = sum(model_held(actor, seat).weights for seat in actor.grid.seats if seat.dp == seat.cp == 0)
@@ -171,8 +172,8 @@ def sync(clock: Clock, work: Work) -> Iterator[Part]:
     speed, link = clock.link(actor, "tp")
     yield Part("sync", "gathering weights", nbytes / speed if actor.layout.tensor > 1 else 0.0, link)
     nodes = clock.cluster.nodes
-    speed, link = (clock.network, "network") if nodes > 1 else (clock.cluster.chip.nvlink, "NVLink")
-    yield Part("sync", "weights to the engines", nbytes / speed, link)
+    speed, link = (clock.network, "network") if nodes > 1 or apart else (clock.cluster.chip.nvlink, "NVLink")
+    yield Part("sync", "weights to the engines", nbytes * max(1, apart) / speed, link)
 
 
 def offload(clock: Clock, work: Work) -> Iterator[Part]:
@@ -183,8 +184,8 @@ def offload(clock: Clock, work: Work) -> Iterator[Part]:
             yield Part("moving memory", model.name, 2 * copied / clock.pcie, "PCIe")
 
 
-def step(clock: Clock, work: Work, engine: EnginePlan | None) -> list[Part]:
-    """All parts of one step, of which none overlap."""
+def step(clock: Clock, work: Work, engine: EnginePlan | None, apart: int = 0) -> list[Part]:
+    """All parts of one step, of which none overlap. apart: engines that have nodes of their own."""
     found: list[Part] = []
     size, lengths = work.size, work.lengths
     if engine is not None:
@@ -203,5 +204,5 @@ def step(clock: Clock, work: Work, engine: EnginePlan | None) -> list[Part]:
             once += step_of_optimizer(clock, model, phase)
             found += [Part(part.phase, part.what, part.seconds * updates, part.limit) for part in once]
     if work.is_sampling:
-        found += [*sync(clock, work), *offload(clock, work)]
+        found += [*sync(clock, work, apart), *offload(clock, work)]
     return found

@@ -47,7 +47,7 @@ def look_at_packages(cfg: Config) -> Iterator[Finding]:
         good = False
         yield Finding("packages", "problem", problem)
     rollout, _ = cfg.engines() or (None, None)
-    if rollout is not None and not rollout.urls:
+    if rollout is not None and not rollout.urls and cfg.engine_nodes() is None:
         here = Machine.starting(cfg, platform.gpu_count())
         spec = ServerSpec(rollout, cfg.model.path, cfg.model.dtype, 0, 0, 0, here, Path())
         try:
@@ -101,6 +101,9 @@ def look_at_services(cfg: Config) -> Iterator[Finding]:
             text = f"rollout.urls: {problem}"
             limit = rollout.startup_timeout_s if rollout is not None else 0.0
             yield Finding("services", "warning", text, f"the run waits {limit:g} s for it")
+    if (nodes := cfg.engine_nodes()) is not None:
+        text = f"{nodes.nodes} engine nodes are to come (mrl serve): the run waits {nodes.wait_s:g} s for them"
+        yield Finding("services", "ok", text)
     for name, server in rewards.servers.items() if rewards is not None else ():
         if (problem := _unreachable(server.url)) is not None:
             yield Finding(

@@ -10,7 +10,7 @@ from mrl.rollout.errors import EngineError, EngineStartError, RolloutError
 from mrl.rollout.load import Load
 from mrl.rollout.protocol import RELEASED_PARTS, MemoryPart
 from mrl.rollout.seeds import sample_seed
-from mrl.rollout.start import Others, start_agent, start_engine
+from mrl.rollout.start import Others, join_engines, start_agent, start_engine
 
 __all__ = [
     "RELEASED_PARTS",
@@ -26,6 +26,7 @@ __all__ = [
     "Others",
     "MemoryPart",
     "RolloutError",
+    "join_engines",
     "sample_seed",
     "start_agent",
     "start_engine",

@@ -75,6 +75,14 @@ class Agent:
             tuple(str(engine.log) for engine in self._engines),
         )
 
+    def is_ready(self, timeout_s: float) -> bool:
+        """Whether all its engines answer. Raises EngineStartError, as `EngineProcess.is_ready`."""
+        return all(engine.is_ready(timeout_s) for engine in self._engines)
+
+    def obituary(self) -> str | None:
+        """Of an engine that has ended; None while there is none."""
+        return next((engine.obituary() for engine in self._engines if engine.exit_code() is not None), None)
+
     def close(self) -> None:
         """Ends the engines."""
         self._closed = True

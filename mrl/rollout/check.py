@@ -15,9 +15,12 @@ from mrl.rollout.fleet import Checked
 from mrl.rollout.protocol import MODEL_INFO, ModelInfo, ServerInfo
 
 
-def check_server(url: str, access: Access, cfg: RolloutConfig, model_path: str, model_type: str) -> Checked:
+def check_server(
+    url: str, access: Access, cfg: RolloutConfig, model_path: str, model_type: str, *, outlives: bool
+) -> Checked:
     """What there is to know of a server that may be used. Draws one token to warm it up.
 
+    outlives: it may have served a run before, which may have been killed
     Raises EngineStartError or EngineError if it lets strangers in, does not answer, refuses the key or serves a model
     of another type."""
     if access.ours:
@@ -25,7 +28,11 @@ def check_server(url: str, access: Access, cfg: RolloutConfig, model_path: str, 
     end = time.monotonic() + cfg.startup_timeout_s
     with contextlib.closing(EngineClient(url, cfg.startup_timeout_s, access)) as client:
         try:
-            info = _get_to_know(client, end, cfg, model_path, model_type)
+            if not access.ours:
+                _check_router(client, end)
+            if outlives:
+                _tidy(client, end)
+            info = _get_to_know(client, end, model_path, model_type)
         except EngineError as error:
             if error.status in DENIED:
                 wants = f"engine {url} wants a key, or another one (HTTP {error.status})"
@@ -54,18 +61,30 @@ def _notes(url: str, info: ServerInfo, cfg: RolloutConfig) -> Iterator[str]:
         )
 
 
-def _get_to_know(client: EngineClient, end: float, cfg: RolloutConfig, model_path: str, model_type: str) -> ServerInfo:
+def _check_router(client: EngineClient, end: float) -> None:
+    client.timeout_s = max(0.1, min(CONNECT_TIMEOUT_S, end - time.monotonic()))
+    if (behind := client.workers()) is not None:
+        raise EngineStartError(
+            f"{client.url} is a router (sglang-router) with {len(behind)} engines behind it, and did not say so when "
+            "the run began: start the run again, or name the engines themselves in rollout.urls"
+        )
+
+
+def _tidy(client: EngineClient, end: float) -> None:
+    """A run that was killed may have left an update of the weights half-way and requests running."""
+    for tidy in (client.end_weight_update, client.abort_all):
+        client.timeout_s = max(0.1, end - time.monotonic())
+        with contextlib.suppress(EngineError):  # nothing is open
+            tidy()
+
+
+def _get_to_know(client: EngineClient, end: float, model_path: str, model_type: str) -> ServerInfo:
     """The engine's settings. Nothing is waited for beyond `end`."""
 
     def in_time() -> EngineClient:
         client.timeout_s = max(0.1, end - time.monotonic())
         return client
 
-    if cfg.urls:  # a run that was killed may have left an update of the weights half-way and requests running
-        for tidy in (client.end_weight_update, client.abort_all):
-            in_time()
-            with contextlib.suppress(EngineError):  # nothing is open
-                tidy()
     _check_model(client.url, in_time().model_info(), model_path, model_type)
     in_time().generate({"input_ids": [1], "sampling_params": {"max_new_tokens": 2, "temperature": 1.0}})
     return in_time().server_info()

@@ -111,6 +111,13 @@ class EngineClient:
         """Its settings."""
         return self._call(protocol.SERVER_INFO, None)
 
+    def workers(self) -> tuple[str, ...] | None:
+        """The engines that it hands requests on to, if it is a router; None: it is an engine."""
+        for endpoint in (protocol.ROUTER_WORKERS, protocol.OLD_ROUTER_WORKERS):
+            with contextlib.suppress(EngineError):
+                return self._call(endpoint, None)
+        return None
+
     # ---- weights
 
     def begin_weight_update(self) -> bool:

@@ -17,17 +17,20 @@ CONNECT_S = 10.0
 ANSWER_S = 30.0  # more than one look at an engine takes
 RESTART_S = FORMER_ENGINE_S + GRACE_S + ANSWER_S
 LOOK_S = 10.0  # that a question after ended engines is left open
+UNANSWERED = 2  # questions in a row after which a node that may leave has left
 KINDS = (errors.EngineStartError, errors.PortTaken, errors.EngineUnavailable)
 
 
 class OtherNode:
-    """A node whose engines its own first rank started.
+    """A node whose engines were started there: by its own first rank, or by `mrl serve`.
 
+    may_leave: the run goes on without it. Then `is_gone`, for good, once nobody answers there.
     Raises RolloutError, with the node's name, wherever the agent does not answer in time.
     """
 
-    def __init__(self, offered: Offered, access: Access) -> None:
-        self.offered = offered
+    def __init__(self, offered: Offered, access: Access, *, may_leave: bool = False) -> None:
+        self.offered, self._may_leave = offered, may_leave
+        self.is_gone = False
         self.lives: list[list[int | None]] = [[0, None] for _ in offered.urls]
         self._http = httpx.Client(base_url=offered.agent, headers=access.headers, trust_env=False, verify=tls())
         self._is_closed = threading.Event()
@@ -59,12 +62,16 @@ class OtherNode:
         self._http.close()
 
     def _watch(self) -> None:
-        """Keeps `lives` at what the agent says. One that says nothing is the pulse's business: its rank is gone."""
-        while not self._is_closed.is_set():
+        """Keeps `lives` at what the agent says. One that says nothing is the pulse's business, if it is a rank of the
+        run: it is gone."""
+        unanswered = 0
+        while not self._is_closed.is_set() and not self.is_gone:
             try:
                 answer = self.ask(ENDED, LOOK_S + ANSWER_S, seen=self.lives, wait_s=LOOK_S)
-                self.lives = answer["lives"]
+                self.lives, unanswered = answer["lives"], 0
             except (errors.RolloutError, RuntimeError):
+                unanswered += 1
+                self.is_gone = self._may_leave and unanswered >= UNANSWERED
                 self._is_closed.wait(1.0)
 
 
@@ -77,6 +84,11 @@ class ElsewhereEngine:
         offered = node.offered
         self.name = f"{offered.names[index]} on {offered.where}"
         self.url, self.log = offered.urls[index], Path(offered.logs[index])
+
+    @property
+    def is_gone(self) -> bool:
+        """With its node."""
+        return self._node.is_gone
 
     def exit_code(self) -> int | None:
         """None while it runs, as far as has been heard."""

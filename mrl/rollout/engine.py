@@ -127,7 +127,7 @@ class Engine:
 
     def check_push(self, url: str) -> None:
         """Raises EngineError if the weights of the server at `url` are given up: a push would write into nothing."""
-        (server,) = (server for server in self.fleet.servers if server.url == url)
+        (server,) = (server for server in self.fleet.all if server.url == url)
         if "weights" in server.released:
             text = "not asked: the memory of its weights is given up; take it back before the push"
             raise EngineError(url, BEGIN_UPDATE.name, None, text)
@@ -135,8 +135,19 @@ class Engine:
     def has_pushed(self, version: str) -> None:
         """To be called after each push of weights to all servers: from now on samples of others are refused."""
         self.weight_version = version
+        self.fleet.welcome()
         for server in self.fleet.servers:
             server.has_weights = True
+
+    def present(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The addresses of all engines that a push is for now, and of those among them that have never had weights of
+        the run. Engines that have left are out. Raises RolloutError if there has been none for too long."""
+        servers = self.fleet.present()
+        return tuple(server.url for server in servers), tuple(s.url for s in servers if s not in self.fleet.servers)
+
+    def end_of_run(self) -> None:
+        """The last step is made: `mrl serve` ends."""
+        self.fleet.end_of_run()
 
     def client(self, url: str, timeout_s: float = 300.0) -> EngineClient:
         """Of the server at `url`, one of `urls`."""

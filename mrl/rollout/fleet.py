@@ -46,9 +46,12 @@ class Fleet:
     accepts_stop_strings: whether all do that were checked
     waiting: requests that have not been given to a server yet
     restarts: who may start a lost server again; nobody, until `restarts.allow` is called
+    silence_s: until a server that has left is known to have
     nodes: those that have some of the servers, besides this one
     memory_timeout_s: until a server has given up memory, or taken it back
     """
+
+    silence_s = 0.0
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class Fleet:
 
     @property
     def _started(self) -> list[Started]:
-        return [server.process for server in self.servers if server.process is not None]
+        return [server.process for server in self.all if server.process is not None]
 
     def client(self, url: str, timeout_s: float) -> EngineClient:
         """Of the server at `url`; its caller closes it."""
@@ -104,6 +107,41 @@ class Fleet:
             node.close()
         for process in self.processes:
             process.close()
+
+    # ---- servers that come and go: see `OpenFleet`
+
+    @property
+    def all(self) -> tuple[Server, ...]:
+        """All that get weights."""
+        return self.servers
+
+    def admit(self) -> tuple[Server, ...]:
+        """Servers that have come since the last time, and lack the weights: here there are none."""
+        return ()
+
+    def welcome(self, *servers: Server) -> None:
+        """Newcomers, these or all, have the weights now."""
+
+    def is_left_by(self, server: Server) -> bool:
+        """Whether the server is gone with its node, so that the run goes on without it."""
+        return False
+
+    async def is_soon_left_by(self, server: Server) -> bool:
+        """As `is_left_by`, now or in a moment."""
+        return False
+
+    def present(self) -> tuple[Server, ...]:
+        """All that are to get weights now."""
+        return self.all
+
+    def check_alone(self) -> None:
+        """Raises RolloutError when no server has been there for too long."""
+
+    async def bring_in(self, server: Server) -> None:
+        """Until a newcomer has its weights, or has left again."""
+
+    def end_of_run(self) -> None:
+        """The last step is made."""
 
     # ---- servers that are lost
 
@@ -139,6 +177,8 @@ class Fleet:
             except Exception as error:
                 if isinstance(error, PortTaken) or not await server.ends_soon():
                     raise
+                if await self.is_soon_left_by(server):
+                    return
                 again = f"engine died again before it had its weights: {process.obituary()}"
                 self.restarts.take(process, RolloutError(again))
         server.life += 1
@@ -150,10 +190,12 @@ class Fleet:
 
         Returns whether there was such a server and a restart left for it.
         """
-        end = time.monotonic() + DEATH_WAIT_S
+        end = time.monotonic() + DEATH_WAIT_S + self.silence_s
         while not (dead := self._dead()) and self._started and time.monotonic() < end:
             time.sleep(DEATH_POLL_S)
         for server, process in dead:
+            if self.is_left_by(server):
+                continue
             if not self.restarts.is_left():
                 return False
             self.restarts.take(process, error)
@@ -163,7 +205,7 @@ class Fleet:
         return bool(dead)
 
     def _dead(self) -> list[tuple[Server, Started]]:
-        return [(server, server.process) for server in self.servers if server.process and server.has_ended]
+        return [(server, server.process) for server in self.all if server.process and server.has_ended]
 
     async def _start_again(self, server: Server, process: Started) -> None:
         """Until the server answers and has been checked. It has the weights of its model directory then."""

@@ -7,8 +7,10 @@ weights the loop stands still; the servers do not, their answers wait in the soc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing, suppress
+from typing import Any
 
 import httpx
 
@@ -44,7 +46,7 @@ class Flight:
     ) -> None:
         self._fleet, self._sampling, self._expected, self._on_samples = fleet, sampling, expected, on_samples
         self._concurrent_requests, self._request_timeout_s = concurrent_requests, request_timeout_s
-        self._posts: dict[Server, set[asyncio.Future[httpx.Response]]] = {server: set() for server in fleet.servers}
+        self._posts: dict[Server, set[asyncio.Future[httpx.Response]]] = defaultdict(set)
         self._restarting: set[asyncio.Task[None]] = set()
         self._samples: list[Sample] = []
 
@@ -89,7 +91,7 @@ class Flight:
 
     def _call_size(self, requests: int) -> int:
         """Requests a call: no more than leaves every server busy, nor than may be in flight."""
-        servers = len(self._fleet.servers)
+        servers = max(1, len(self._fleet.servers))
         return max(1, min(REQUESTS_A_CALL, requests // servers, self._concurrent_requests // servers))
 
     # ---- calls
@@ -140,7 +142,10 @@ class Flight:
 
     async def _least_loaded(self) -> Server:
         while (server := self._fleet.least_loaded()) is None:
-            await asyncio.wait(self._restarting, return_when=asyncio.FIRST_COMPLETED)
+            if self._restarting:
+                await asyncio.wait(self._restarting, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                await asyncio.sleep(WATCH_S)  # for one to come, as long as `_watch` allows
         return server
 
     async def _judge(self, server: Server, life: int, requests: Sequence[Request], error: Exception) -> None:
@@ -170,19 +175,29 @@ class Flight:
     # ---- servers
 
     async def _watch(self) -> None:
-        """A broken server need not break its connections."""
+        """A broken server need not break its connections. Takes in those that come."""
         while True:
+            self._fleet.check_alone()
+            for server in self._fleet.admit():
+                self._bring(self._fleet.bring_in(server))
             await asyncio.sleep(WATCH_S)
             for server in self._fleet.servers:
                 if server.up and server.has_ended:
                     self._lose(server, RolloutError(f"engine died during generation: {server.obituary().strip()}"))
 
     def _lose(self, server: Server, error: RolloutError) -> None:
-        """Raises `error` if the server cannot be started again."""
-        self._fleet.lose(server, error)
+        """Raises `error` if the server cannot be started again, and has not left with its node."""
+        has_left = self._fleet.is_left_by(server)
+        if not has_left:
+            self._fleet.lose(server, error)
         for post in self._posts[server]:
             post.cancel()
-        task = self._tasks.create_task(self._fleet.bring_back(server))
+        if not has_left:
+            self._bring(self._fleet.bring_back(server))
+
+    def _bring(self, coming: Coroutine[Any, Any, None]) -> None:
+        """Of a server that will be up."""
+        task = self._tasks.create_task(coming)
         self._restarting.add(task)
         task.add_done_callback(self._restarting.discard)
 

@@ -31,6 +31,16 @@ CPU = Machine(1, 1, gpus=0)  # a world of one
 
 
 @dataclass(frozen=True)
+class Part:
+    """Of an engine over several nodes: its number among `nodes`, of which number 0 answers requests, and HOST:PORT, an
+    address of that one where they meet."""
+
+    nodes: int
+    number: int
+    meeting: str
+
+
+@dataclass(frozen=True)
 class ServerSpec:
     """One server that is to be started.
 
@@ -43,6 +53,7 @@ class ServerSpec:
     folder: this account's alone; goes with the engine
     api_key: what every request will carry, for the engine to refuse all others; None: it lets everybody in
     host: the only address that it has to listen on: this machine's own where other nodes must reach it
+    part: None: the whole engine is on this node
     """
 
     cfg: RolloutConfig
@@ -55,6 +66,7 @@ class ServerSpec:
     folder: Path
     api_key: str | None = field(default=None, repr=False)
     host: str = HERE
+    part: Part | None = None
 
     @property
     def arch(self) -> ModelArch:
@@ -73,8 +85,8 @@ class ServerSpec:
 
     @property
     def _gpus(self) -> tuple[int, ...]:
-        first = self.index * self.cfg.tensor
-        return engine_gpus(self.cfg, self.machine)[first : first + self.cfg.tensor]
+        here = self.cfg.tensor // (self.part.nodes if self.part is not None else 1)
+        return engine_gpus(self.cfg, self.machine)[self.index * here : (self.index + 1) * here]
 
     def environment(self) -> dict[str, str]:
         """`environment`, in which the server's own GPUs come first. It sees all others too: weights in the memory of a

@@ -33,7 +33,10 @@ SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
 class Started(Protocol):
-    """An engine that the run has started, on this node or another; see `EngineProcess`."""
+    """An engine that the run has started, on this node or another; see `EngineProcess`.
+
+    is_gone: with who could start it again
+    """
 
     @property
     def name(self) -> str: ...
@@ -41,6 +44,8 @@ class Started(Protocol):
     def url(self) -> str: ...
     @property
     def log(self) -> Path: ...
+    @property
+    def is_gone(self) -> bool: ...
     def exit_code(self) -> int | None: ...
     def obituary(self) -> str: ...
     def is_ready(self, timeout_s: float) -> bool: ...
@@ -113,6 +118,11 @@ class EngineProcess:
         """Of the supervisor: the root of the engine's process tree."""
         return self._process.pid
 
+    @property
+    def is_gone(self) -> bool:
+        """Never: it is this process's."""
+        return False
+
     def exit_code(self) -> int | None:
         """None while the engine runs; 128 + n if signal n ended it."""
         return self._process.poll()
@@ -181,6 +191,16 @@ class EngineProcess:
                 self._process.kill()  # the engine's main process dies with its supervisor
                 self._process.wait(10.0)
         shutil.rmtree(self._folder, ignore_errors=True)  # where the supervisor was killed
+
+
+class EnginePart(EngineProcess):
+    """A part of an engine over several nodes that answers no requests: whether it is ready, the first part says."""
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """While it runs. Raises EngineStartError if it has ended."""
+        if self.exit_code() is not None:
+            raise EngineStartError(f"engine did not start: {self.obituary()}")
+        return True
 
 
 def wait_ready(engine: Started, timeout_s: float) -> None:

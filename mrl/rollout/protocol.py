@@ -230,6 +230,13 @@ def read_server_info(answer: Any) -> ServerInfo:
     return ServerInfo(str(info.get("device", "cpu")), bool(seeded), not no_text, releases)
 
 
+def read_workers(answer: Any) -> tuple[str, ...]:
+    """The engines behind a router, of either form that sglang-router has had."""
+    if isinstance(answer, dict) and "workers" in answer:
+        return tuple(field(worker, "url", str) for worker in field(answer, "workers", list))
+    return tuple(typed(url, "one of urls", str) for url in field(answer, "urls", list))
+
+
 def read_checksums(answer: Any) -> list[RankChecksums]:
     """In the order of the engine's tensor-parallel ranks."""
     found = []
@@ -261,3 +268,6 @@ UPDATE_VERSION = Endpoint[VersionBody, None]("update_weight_version", read_nothi
 RELEASE_MEMORY = Endpoint[MemoryBody, None]("release_memory_occupation", read_nothing)
 RESUME_MEMORY = Endpoint[MemoryBody, None]("resume_memory_occupation", read_nothing)
 CHECKSUMS = Endpoint[CheckerBody, list[RankChecksums]]("weights_checker", read_checksums)
+# an engine has neither of these: 404
+ROUTER_WORKERS = Endpoint[None, tuple[str, ...]]("workers", read_workers, "GET")
+OLD_ROUTER_WORKERS = Endpoint[None, tuple[str, ...]]("list_workers", read_workers, "GET")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from mrl.rollout.errors import RolloutError
 from mrl.rollout.process import Started, describe_exit
+
+log = logging.getLogger(__name__)
 
 
 class Restarts:
@@ -23,6 +26,10 @@ class Restarts:
         """note: takes one line for the user. give_weights: brings the engine at a URL, which has just been started and
         sampled nothing, to the weights and the version that the others have."""
         self._note, self._give_weights = note, give_weights
+
+    def say(self, line: str) -> None:
+        """To the user; to the log as long as nobody listens."""
+        (self._note or log.warning)(line)
 
     def is_left(self) -> bool:
         """Whether one more is allowed."""

@@ -41,7 +41,7 @@ class Server:
 
     @property
     def has_ended(self) -> bool:
-        return self.process is not None and self.process.exit_code() is not None
+        return self.process is not None and (self.process.is_gone or self.process.exit_code() is not None)
 
     async def ends_soon(self) -> bool:
         """Whether the process behind a failure is gone, or is so in a moment."""

@@ -62,12 +62,13 @@ class _Handler(BaseHTTPRequestHandler):
         if endpoint is None:
             return self._reply(404, {"message": f"no endpoint {self.path}"})
         try:
-            self._reply(200, endpoint(json.loads(data) if data else {}))
+            status, answer = 200, endpoint(json.loads(data) if data else {})
         except (BadRequest, KeyError) as error:
-            self._reply(400, {"success": False, "message": str(error)})
+            status, answer = 400, {"success": False, "message": str(error)}
         except Exception as error:
             log.exception("%s failed", self.path)
-            self._reply(500, {"success": False, "message": f"{type(error).__name__}: {error}"})
+            status, answer = 500, {"success": False, "message": f"{type(error).__name__}: {error}"}
+        self._reply(status, answer)
 
     def _reply(self, status: int, answer: Any) -> None:
         data = json.dumps(answer).encode()

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from mrl.config.derived import Machine
-from mrl.config.schema import RolloutConfig
+from mrl.config.schema import RLConfig, RolloutConfig
 from mrl.config.secret_file import read_secret
 from mrl.families import engine_arch
 from mrl.ports import free_port
@@ -20,8 +20,12 @@ from mrl.rollout.check import check_server
 from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.engine import Engine
 from mrl.rollout.fleet import Fleet
-from mrl.rollout.launch import CPU, Launch, ServerSpec, launcher
-from mrl.rollout.process import EngineProcess
+from mrl.rollout.launch import CPU, Launch, Part, ServerSpec, launcher
+from mrl.rollout.members import Members, served
+from mrl.rollout.open_fleet import OpenFleet
+from mrl.rollout.process import EnginePart, EngineProcess
+from mrl.rollout.registry import Registry
+from mrl.rollout.router import engines_at
 from mrl.rollout.server import Server
 
 
@@ -44,7 +48,7 @@ def start_engine(
     machine: Machine = CPU,
     others: Others | None = None,
 ) -> Engine:
-    """Start `cfg.servers` servers (or take `cfg.urls`) and return at once; `Engine.wait_ready` waits and checks.
+    """Start `cfg.servers` servers (or take those at `cfg.urls`, and behind routers there) and return at once; `Engine.wait_ready` waits and checks.
 
     Servers started here want a key that is drawn now and known to this run alone.
 
@@ -58,7 +62,7 @@ def start_engine(
     nodes: list[OtherNode] = []
     if cfg.urls:
         access = Access(read_secret(cfg.api_key_file) if cfg.api_key_file is not None else None)
-        servers = [Server(url.rstrip("/")) for url in cfg.urls]
+        servers = [Server(url) for url in engines_at(cfg.urls, access)]
     else:
         access = Access(secrets.token_hex(32) if others is None else others.key, ours=True)
         home = Home() if others is None else others.home
@@ -70,7 +74,7 @@ def start_engine(
     fleet = Fleet(
         servers,
         access,
-        lambda url: check_server(url, access, cfg, model_path, arch.family),
+        lambda url: check_server(url, access, cfg, model_path, arch.family, outlives=bool(cfg.urls)),
         startup_timeout_s=cfg.startup_timeout_s,
         max_restarts=cfg.max_restarts,
         nodes=nodes,
@@ -81,6 +85,27 @@ def start_engine(
         vocab_size=arch.vocab_size,
         concurrent_requests=cfg.concurrent_requests,
         request_timeout_s=cfg.request_timeout_s,
+    )
+
+
+def join_engines(cfg: RLConfig, run_dir: Path) -> Engine:
+    """The engines that `mrl serve` serves for the run in `run_dir`; returns at once, `Engine.wait_ready` waits for as
+    many nodes as were promised, and checks them. Raises ValueError for a key that others can read."""
+    rollout, model, arch = cfg.rollout, cfg.model, engine_arch(cfg.model.path)
+    access = Access(Registry(run_dir).key(), ours=True)
+    fleet = OpenFleet(
+        Members(run_dir, cfg.placement, served(cfg), access),
+        access,
+        lambda url: check_server(url, access, rollout, model.path, arch.family, outlives=True),
+        startup_timeout_s=rollout.startup_timeout_s,
+        max_restarts=rollout.max_restarts,
+        memory_timeout_s=rollout.request_timeout_s,
+    )
+    return Engine(
+        fleet,
+        vocab_size=arch.vocab_size,
+        concurrent_requests=rollout.concurrent_requests,
+        request_timeout_s=rollout.request_timeout_s,
     )
 
 
@@ -95,12 +120,15 @@ def start_agent(
     home: Home,
     where: str,
     key: str,
+    part: Part | None = None,
 ) -> Agent:
     """Starts the engines of a node that is not rank 0's, and who answers for them there; returns at once.
 
-    where: the node in words, for errors; the rest as `start_engine` takes it
+    where: the node in words, for errors; part: of the one engine that it has with other nodes; the rest as
+    `start_engine` takes it
     """
-    processes = _start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, Access(key, ours=True))
+    access = Access(key, ours=True)
+    processes = _start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, access, part)
     return Agent(home, where, processes, key)
 
 
@@ -113,6 +141,7 @@ def _start_servers(
     machine: Machine,
     home: Home,
     access: Access,
+    part: Part | None = None,
 ) -> list[EngineProcess]:
     """All of a node's; none is left if one of them cannot be started."""
     before = home.node * cfg.servers
@@ -120,7 +149,9 @@ def _start_servers(
         started = []
         for index in range(cfg.servers):
             port, number = free_port(home.host), before + index
-            spec = partial(ServerSpec, cfg, model_path, dtype, port, index, seed + before, machine, host=home.host)
+            first = before - (part.number if part is not None else 0)  # parts of an engine have one seed
+            fixed = (cfg, model_path, dtype, port, index, seed + first, machine)
+            spec = partial(ServerSpec, *fixed, host=home.host, part=part)
             process = _start(spec, port, f"engine {number}", log_dir / f"engine_{number}.log", access, home)
             started.append(undo.enter_context(contextlib.closing(process)))
         undo.pop_all()
@@ -134,4 +165,6 @@ def _start(spec: partial[ServerSpec], port: int, name: str, log: Path, access: A
         made = spec(folder=folder, api_key=access.api_key)
         return launcher(made.cfg.engine)(made)
 
-    return EngineProcess(name, launch, port, log, access, home.host)
+    part: Part | None = spec.keywords["part"]
+    kind = EnginePart if part is not None and part.number else EngineProcess
+    return kind(name, launch, port, log, access, home.host)

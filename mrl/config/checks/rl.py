@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.checks import algorithm, batch, models, policy, reuse, reward, rollout
+from mrl.config.checks import algorithm, batch, models, placement, policy, reuse, reward, rollout
 from mrl.config.checks.base import Archs
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
@@ -24,6 +24,7 @@ def check(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from models.check_critic(cfg)
     yield from algorithm.check_kl(cfg)
     yield from rollout.check(cfg, archs["actor"], machine)
+    yield from placement.check(cfg)
     yield from policy.check(cfg)
     yield from algorithm.check(cfg)
     yield from reward.check(cfg)

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from mrl.config.checks.base import either, inert
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES
-from mrl.config.placement import shared_gpus
+from mrl.config.placement import gpus_with_engines
 from mrl.config.problems import Problem
 from mrl.config.schema import RLConfig, RolloutConfig, SamplingConfig, ValidationConfig
 from mrl.config.secret_file import read_secret
@@ -84,29 +84,36 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
     if "server_args" not in ignored and any(argument.startswith("--trust") for argument in rollout.server_args):
         message = "--trust-remote-code would run code that comes with a model, which mrl never does: leave it out"
         yield Problem(("rollout.server_args",), message)
-    engines = rollout.servers * rollout.tensor
-    if not machine.gpus and engines > MOST_CPU_ENGINES:
+    yield from check_node(cfg, None if cfg.placement.is_apart else machine.gpus or 0)
+
+
+def check_node(cfg: RLConfig, there: int | None) -> Iterator[Problem]:
+    """Whether a node with `there` GPUs has room for its engines; None: nobody knows yet how many those have."""
+    rollout = cfg.rollout
+    engines = rollout.servers * rollout.tensor // cfg.placement.nodes_per_engine
+    product = f"{rollout.servers} servers x tensor {rollout.tensor}"
+    if cfg.placement.nodes_per_engine > 1:
+        product += f" / {cfg.placement.nodes_per_engine} nodes"
+    if there == 0 and engines > MOST_CPU_ENGINES:
         message = f"{engines} engine processes on one machine without GPUs: at most {MOST_CPU_ENGINES}"
         yield Problem(("rollout.servers", "rollout.tensor"), message)
     if rollout.gpus is not None:
-        yield from _gpus(rollout, rollout.gpus, machine)
-    elif machine.gpus and engines > machine.gpus:
-        message = (
-            f"{rollout.servers} servers x tensor {rollout.tensor} = {engines} GPUs, this machine has {machine.gpus}"
-        )
-        yield Problem(("rollout.servers", "rollout.tensor"), message)
+        yield from _gpus(rollout, rollout.gpus, f"{product} = {engines} GPUs", engines, there)
+    elif there and engines > there:
+        yield Problem(("rollout.servers", "rollout.tensor"), f"{product} = {engines} GPUs, this machine has {there}")
 
 
-def _gpus(rollout: RolloutConfig, gpus: tuple[int, ...], machine: Machine) -> Iterator[Problem]:
-    key, engines = "rollout.gpus", rollout.servers * rollout.tensor
+def _gpus(
+    rollout: RolloutConfig, gpus: tuple[int, ...], product: str, engines: int, there: int | None
+) -> Iterator[Problem]:
+    key = "rollout.gpus"
     if len(gpus) != engines:
-        message = f"names {len(gpus)}; {rollout.servers} servers x tensor {rollout.tensor} = {engines} GPUs"
-        yield Problem((key, "rollout.servers", "rollout.tensor"), message)
+        yield Problem((key, "rollout.servers", "rollout.tensor"), f"names {len(gpus)}; {product}")
     twice = sorted({gpu for gpu in gpus if gpus.count(gpu) > 1})
     if twice and "memory_fraction" not in ENGINES[rollout.engine].ignores:
         message = f"{', '.join(map(str, twice))}: twice, and each engine takes its memory_fraction of what is free"
         yield Problem((key,), message)
-    if (there := machine.gpus) and (absent := sorted({gpu for gpu in gpus if gpu >= there})):
+    if there and (absent := sorted({gpu for gpu in gpus if gpu >= there})):
         numbers = f"{there} GPUs, number 0 to {there - 1}" if there > 1 else "1 GPU, number 0"
         yield Problem((key,), f"{', '.join(map(str, absent))}: this machine has {numbers}")
 
@@ -117,7 +124,7 @@ def _offload(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
     keeps = cfg.rollout.release == "none" and "memory_fraction" not in ENGINES[cfg.rollout.engine].ignores
     if cfg.actor.offload == "none" or others or not keeps:
         return
-    if shared := shared_gpus(cfg.rollout, machine):
+    if shared := gpus_with_engines(cfg, machine):
         message = (
             f"{cfg.actor.offload}: the engine on GPU {', '.join(map(str, shared))} would fill at its start what the "
             "actor gives up, and keep it during the updates, which are the actor's alone: leave it out, or "
@@ -175,7 +182,7 @@ def _sync(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
     if transport in ("cuda_ipc", "distributed") and ENGINES[cfg.rollout.engine].is_plain:
         message = f"the {cfg.rollout.engine} engine does not know {transport}: use shared_memory, http, disk or auto"
         yield Problem(("sync.transport", "rollout.engine"), message)
-    elif transport == "distributed" and (shared := shared_gpus(cfg.rollout, machine)):
+    elif transport == "distributed" and (shared := gpus_with_engines(cfg, machine)):
         message = (
             f"engines and ranks of the trainer are on GPU {', '.join(map(str, shared))}, and NCCL takes no group with "
             "two members on one GPU: use cuda_ipc, shared_memory, http, disk or auto, or other rollout.gpus"

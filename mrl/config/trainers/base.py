@@ -10,6 +10,7 @@ from mrl.config.sections.algorithm import AlgorithmConfig
 from mrl.config.sections.base import Section
 from mrl.config.sections.data import DataConfig, PreferenceDataConfig
 from mrl.config.sections.models import ModelConfig, ParallelConfig, TrainConfig
+from mrl.config.sections.placement import PlacementConfig
 from mrl.config.sections.reward import RewardConfig
 from mrl.config.sections.rollout import RolloutConfig, SyncConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig
@@ -114,6 +115,10 @@ class Config(Section):
 
     def engines(self) -> tuple[RolloutConfig, SyncConfig] | None:
         """What samples, and how it gets the weights; None: nothing does."""
+        return None
+
+    def engine_nodes(self) -> PlacementConfig | None:
+        """The nodes that have the engines, where none of the trainer's has one; None: there are no such nodes."""
         return None
 
     def step_size(self) -> StepSize:

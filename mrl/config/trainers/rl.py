@@ -7,6 +7,7 @@ from typing import Literal
 from mrl.config.sections.algorithm import Algorithm, AlgorithmConfig
 from mrl.config.sections.data import BatchConfig
 from mrl.config.sections.models import CriticConfig, RefConfig, TrainConfig
+from mrl.config.sections.placement import PlacementConfig
 from mrl.config.sections.policy import RolloutCorrectionConfig
 from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
 from mrl.config.sections.reward import RewardConfig, RewardModelConfig
@@ -24,6 +25,7 @@ class RLConfig(Config):
     batch: BatchConfig
     rollout: RolloutConfig = RolloutConfig()
     sync: SyncConfig = SyncConfig()
+    placement: PlacementConfig = PlacementConfig()
     reward: RewardConfig
     algorithm: Algorithm
     replay: ReplayConfig | None = None
@@ -60,6 +62,9 @@ class RLConfig(Config):
 
     def engines(self) -> tuple[RolloutConfig, SyncConfig]:
         return self.rollout, self.sync
+
+    def engine_nodes(self) -> PlacementConfig | None:
+        return self.placement if self.placement.is_apart else None
 
     def step_size(self) -> StepSize:
         single = updates_per_step(self) == 1 and self.replay is None
@@ -107,6 +112,11 @@ class RLConfig(Config):
         rows.append(("updates", f"{most_updates_per_step(self)} a step: {updates}"))
         own = f"{self.rollout.servers} x tensor {self.rollout.tensor}"
         where = own if not self.rollout.urls else "at given addresses"
+        if (placement := self.engine_nodes()) is not None:
+            each = f"on each of {placement.nodes} nodes"
+            if placement.nodes_per_engine > 1:
+                each = f"on every {placement.nodes_per_engine} of {placement.nodes} nodes together"
+            where = f"{own} {each} that mrl serve serves"
         return [*rows, ("engine", f"{self.rollout.engine}, {where}")]
 
 

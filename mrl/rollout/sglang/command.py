@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from mrl.packages import missing_of_extra, pip_install
-from mrl.ports import LOOPBACK
+from mrl.ports import GLOO, LOOPBACK, interface_of
 from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import Launch, ServerSpec
 
@@ -37,8 +37,13 @@ def sglang_launch(spec: ServerSpec) -> Launch:
     arguments = _common(spec) + (_gpu(spec) if spec.gpu else _cpu(spec))
     env = _without_crash_dumps(spec.environment())
     env = _gpu_env(spec, env) if spec.gpu else env | _cpu_env(spec.cfg.tensor)
-    env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{spec.folder}/rendezvous"
-    env["GLOO_SOCKET_IFNAME"] = LOOPBACK["GLOO_SOCKET_IFNAME"]  # all its processes are on this machine
+    if spec.part is None:
+        env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{spec.folder}/rendezvous"
+        env[GLOO] = LOOPBACK[GLOO]  # all its processes are on this machine
+    else:
+        env[GLOO] = interface_of(spec.host)
+        arguments += ["--nnodes", str(spec.part.nodes), "--node-rank", str(spec.part.number)]
+        arguments += ["--dist-init-addr", spec.part.meeting]
     env["SGLANG_DIAG_BYPASS_HEALTH_GENERATE"] = "1"  # /health asks for no key, and would sample a token among the run's
     if spec.api_key is not None:
         arguments += ["--config", str(spec.secret_file("key.yaml", f'api-key: "{spec.api_key}"\n'))]

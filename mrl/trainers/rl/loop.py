@@ -63,7 +63,7 @@ def train_step(run: RLRun, step: int) -> None:
     )
     if (step + 1) % cfg.validation.every_steps == 0 or step + 1 == cfg.run.steps:
         validate(run, step + 1, stats)
-    stats.metrics["rollout/engine_restarts"] = run.engine_restarts - restarts
+    stats.metrics |= run.engines | {"rollout/engine_restarts": run.engine_restarts - restarts}
     phase.end_of_step(stats)
     run.recorder.log(stats)
 

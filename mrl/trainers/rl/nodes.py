@@ -50,7 +50,7 @@ def start_engines_elsewhere(cfg: RLConfig, setup: Start, machine: Machine) -> No
     """Starts the engines of all nodes but rank 0's, by each one's first rank, and ends them with the setup's stack.
     Collective; returns at once. Raises NodeError."""
     nodes = Nodes.gathered()
-    if len(nodes.all) == 1 or cfg.rollout.urls:
+    if len(nodes.all) == 1 or cfg.rollout.urls or cfg.placement.is_apart:
         return NodeEngines(nodes)
     key = setup.world.from_main("drawing the engines' key", lambda: secrets.token_hex(32))
     has_some = nodes.is_first and nodes.mine != nodes.of[0]

@@ -23,7 +23,7 @@ from mrl.learner.policy_copy import PolicyCopy
 from mrl.observe import Recorder, SilentRecorder
 from mrl.reward import RewardManager, longest_wait_s
 from mrl.reward.check import row_check
-from mrl.rollout import RELEASED_PARTS, Access, Engine, Others, start_engine
+from mrl.rollout import RELEASED_PARTS, Access, Engine, Others, join_engines, start_engine
 from mrl.trainers.rl.demonstrations import Demonstrations
 from mrl.trainers.rl.generate import Generator, Sampled, Sampler
 from mrl.trainers.rl.memory_order import ORDER, Engines
@@ -104,8 +104,10 @@ class RLRun(Run):
 
     def push_weights(self, version: int | str, *, verify: bool = False) -> SyncReport:
         """Gives the actor's weights to every engine; `version` comes back with every sample. If an engine of ours dies
-        in it, that one is started again, and all get the weights once more, verified."""
+        in it, that one is started again, and all get the weights once more, verified. Where engines come and go, it is
+        for those that are there, verified if one is new."""
         while True:
+            verify |= self._look_for_engines()
             try:
                 report = self.sync.push(str(version), verify=verify)
                 break
@@ -118,6 +120,14 @@ class RLRun(Run):
         self.pushed, self.memory.must_push = version, False
         return report
 
+    def _look_for_engines(self) -> bool:
+        """The next push is for the engines that are there; whether one of them is new. Collective."""
+        if not self.cfg.placement.is_apart:
+            return False
+        urls, new = self.world.from_main("looking for engines", lambda: self._generator.engine.present())
+        self.sync.use(urls, new)
+        return bool(new)
+
     def push_again(self) -> SyncReport:
         """The weights that the engines were given last, by the same name: for engines that lack them."""
         assert self.pushed is not None
@@ -128,6 +138,12 @@ class RLRun(Run):
         while self.memory.must_push:
             with self.memory.during("sync"):
                 self.push_again()
+
+    def finish(self) -> None:
+        """As every run; engine nodes are told."""
+        super().finish()
+        if self.generator is not None:
+            self.generator.engine.end_of_run()
 
     def let_go(self) -> None:
         """Engines that are not ours are left awake, with the last weights; a note says so if that fails."""
@@ -141,6 +157,12 @@ class RLRun(Run):
 
     def _revived(self, error: SyncError) -> bool:
         return self.world.from_main("starting the engine again", lambda: self._generator.engine.revive(error))
+
+    @property
+    def engines(self) -> dict[str, float]:
+        """As a metric, where they come and go: how many the run has, as rank 0 knows."""
+        is_told = self.cfg.placement.is_apart and self.generator is not None
+        return {"rollout/engines": len(self._generator.engine.urls)} if is_told else {}
 
     @property
     def engine_restarts(self) -> int:
@@ -183,15 +205,18 @@ class MainParts:
             max_response_tokens=cfg.rollout.sampling.max_new_tokens,
         )
         self.rewards = self.setup.stack.enter_context(contextlib.closing(rewards))
-        if not placement.shared_gpus(cfg.rollout, this_machine()):
+        if not placement.gpus_with_engines(cfg, this_machine()):
             self._start_engine()
 
     def _start_engine(self) -> Engine:
         cfg, logs = self.cfg, self.setup.run_dir / "logs"
         model, machine = cfg.model, this_machine()
-        engine = start_engine(
-            cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, machine=machine, others=self._others
-        )
+        if cfg.placement.is_apart:
+            engine = join_engines(cfg, self.setup.run_dir)
+        else:
+            engine = start_engine(
+                cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, machine=machine, others=self._others
+            )
         self.engine = self.setup.stack.enter_context(contextlib.closing(engine))
         return engine
 
@@ -204,10 +229,11 @@ class MainParts:
         opens them."""
         assert self.rewards is not None
         recorder = self.setup.recorder
-        for note in placement.notes(self.cfg.rollout, this_machine()):
+        engine, own = self.engine or self._start_engine(), self.cfg.placement
+        for note in placement.notes(self.cfg.rollout, this_machine()) if not own.is_apart else ():
             recorder.note(note)
-        engine = self.engine or self._start_engine()
-        recorder.note("waiting for the engine" if len(engine.urls) == 1 else f"waiting for {len(engine.urls)} engines")
+        many = f"{own.nodes} engine nodes (mrl serve)" if own.is_apart else f"{len(engine.urls)} engines"
+        recorder.note(f"waiting for {'the engine' if len(engine.urls) == 1 else many}")
         engine.wait_ready()
         self.generator = make_generator(self.cfg, self.setup.run_dir, engine, self.rewards, recorder)
         for note in (*engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
@@ -225,7 +251,7 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
     """Builds the run on every rank; closes engine, reward workers, files and process group on any exit."""
     with started(cfg, _longest_wait(cfg)) as setup:
         world, note, main = setup.world, setup.recorder.note, MainParts(cfg, setup)
-        waits = world.any(bool(placement.shared_gpus(cfg.rollout, this_machine())))
+        waits = world.any(bool(placement.gpus_with_engines(cfg, this_machine())))
         if not waits:
             main.start_elsewhere()
         world.from_main("starting the run", main.start)
@@ -246,7 +272,8 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         run.memory.begin("resume")
         run.resume()
         run.memory.begin("sync")
-        pushed = run.push_weights(run.start_step, verify=cfg.run.launcher == "ft")
+        outlive = cfg.run.launcher == "ft" or cfg.placement.is_apart  # the ranks, with older weights
+        pushed = run.push_weights(run.start_step, verify=outlive)
         if pushed.verified:
             have = "the engine has" if len(urls) == 1 else f"{len(urls)} engines have"
             note(f"{have} the weights of step {run.start_step}, all {pushed.verified} tensors")
@@ -268,6 +295,7 @@ def make_sync(main: MainParts, models: Models, urls: tuple[str, ...], access: Ac
         guard=main.engine.check_push if main.engine is not None else None,
         nodes=main.nodes.nodes if main.nodes is not None else None,
         homes=main.nodes.all_homes(urls) if main.nodes is not None else None,
+        apart=main.cfg.placement.is_apart,
     )
 
 
@@ -321,4 +349,5 @@ def _longest_wait(cfg: RLConfig) -> float:
         + rounds * cfg.rollout.request_timeout_s
         + cfg.rollout.max_restarts * (cfg.rollout.startup_timeout_s + cfg.rollout.request_timeout_s)
         + longest_wait_s(cfg.reward, samples)
+        + (cfg.placement.wait_s if cfg.placement.is_apart else 0.0)
     )

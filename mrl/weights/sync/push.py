@@ -65,6 +65,7 @@ class WeightSync:
     directory, which needs one machine, when None. plain: as `transports.resolve` takes it.
     nodes, homes: of the world, and the node of each engine that the run started, by its address, where there are
     several nodes.
+    apart: the engines have nodes of their own, whatever machine that is: no transport of one machine is used.
     guard: rank 0's, of an engine's URL: raises EngineError if that engine must not get weights now.
     """
 
@@ -80,10 +81,11 @@ class WeightSync:
         plain: bool = False,
         nodes: Nodes | None = None,
         homes: Mapping[str, int] | None = None,
+        apart: bool = False,
         guard: Callable[[str], None] | None = None,
     ) -> None:
         self._exporter, self._cfg, self._directory, self._plain = exporter, sync, directory, plain
-        self._guard = guard
+        self._guard, self._access, self._apart = guard, access, apart
         self._agreement = SyncAgreement(sync.timeout_s + GRACE_S)
         self._rank = self._agreement.rank
         self._metas = exporter.metas()
@@ -111,12 +113,25 @@ class WeightSync:
         return self._push(verify=verify or self._cfg.verify == "checksum")
 
     def restore(self, url: str) -> SyncReport:
-        """Brings the engine at `url`, which was started anew, to the weights and the name that the last push gave to
-        all; collective over all ranks, which must not have changed them since. Always verified; raises as `push`."""
-        with self._engines.only(url) as client:
-            if self._transport is not None:
-                self._transport.forget(client)
+        """Brings the engine at `url`, which was started anew or has come, to the weights and the name that the last
+        push gave to all; collective over all ranks, which must not have changed them since. Always verified; raises as
+        `push`."""
+        urls = [client.url for client in self._engines.clients]
+        self.use([*urls, *({url} - {*urls})], [url])
+        with self._engines.only(url):
             return self._push(verify=True)
+
+    def use(self, urls: Sequence[str], new: Sequence[str] = ()) -> None:
+        """From now on these are the engines; local, to be called on every rank. new: those that are other processes
+        than had these addresses before."""
+        known = {client.url: client for client in self._engines.clients}
+        for url, client in known.items():
+            if self._transport is not None and (url in new or url not in urls):
+                self._transport.forget(client)
+            if url not in urls:
+                client.close()
+        made = [known.get(url) or EngineClient(url, self._cfg.timeout_s, self._access) for url in urls]
+        self._engines.clients = tuple(made)
 
     def _push(self, verify: bool) -> SyncReport:
         started = time.monotonic()
@@ -183,7 +198,8 @@ class WeightSync:
             assert made
             return
         hosts = self._everywhere("comparing host names", socket.gethostname)
-        one_machine = spread is None and len({hosts[0], *(hosts[sender] for sender in self._senders)}) == 1
+        here = {hosts[0], *(hosts[sender] for sender in self._senders)}
+        one_machine = not self._apart and spread is None and len(here) == 1
 
         def decide() -> tuple[str, Path | None]:
             colocated = one_machine and transports.is_local([client.url for client in self._engines.clients])

@@ -1,0 +1,131 @@
+"""`mrl serve`: the engines of a node that has no ranks of the trainer."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mrl.commands import shared, world
+from mrl.commands.train import COMPILED
+
+if TYPE_CHECKING:
+    from mrl.config.derived import Machine
+    from mrl.config.schema import Config, RLConfig
+
+EXIT_AWAY = 69  # EX_UNAVAILABLE: there was no run to serve
+ANYWHERE = "192.0.2.1"  # kept for documentation (RFC 5737): the way there is the way to everywhere; nothing is sent
+
+
+def add(commands: Any) -> None:
+    """The subcommand's arguments."""
+    parser = commands.add_parser("serve", help="the engines of a node that has no ranks of the trainer")
+    shared.add_config(parser, "rollout.servers=2")
+    parser.add_argument("--node", type=int, default=0, metavar="K", help="which engine node this is, from 0 on")
+    parser.add_argument(
+        "--head",
+        metavar="HOST[:PORT]",
+        help="where the trainer's first node is: engines listen on this machine's address towards it (default: its "
+        "address towards everywhere)",
+    )
+    parser.description = (
+        "For a run with placement.mode: disaggregated. Starts rollout.servers engines here and registers them in the "
+        "run's directory, where `mrl train` with the same configuration finds them. Exit codes: 0, the run is over; "
+        "69, there has been no run for placement.away_s seconds; 75, told to leave by SIGUSR1; 128 + N, ended by "
+        "signal N; 2, the configuration is wrong; 1, anything else, such as a number that is taken."
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves."""
+    from mrl.config.loader import ConfigError, load
+
+    os.environ.setdefault(*COMPILED)
+    if args.node < 0:
+        print(f"mrl: --node {args.node}: nodes are numbered from 0 on", file=sys.stderr)
+        return shared.CONFIG_ERROR
+    try:
+        cfg = load(args.config, args.overrides, planned=_trainers)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return shared.CONFIG_ERROR
+    from mrl.config.schema import RLConfig
+
+    if not isinstance(cfg, RLConfig) or not cfg.placement.is_apart:
+        print("mrl: mrl serve is for a run with placement.mode: disaggregated", file=sys.stderr)
+        return shared.CONFIG_ERROR
+    gpus = world.gpus()
+    if problems := _problems(cfg, gpus):
+        print("\n".join(problems), file=sys.stderr)
+        return shared.CONFIG_ERROR
+    return _serve(cfg, args, gpus)
+
+
+def _trainers(cfg: Config) -> Machine:
+    """What the configuration is checked for: the trainer's world, which is elsewhere."""
+    from mrl.config.derived import Machine
+
+    return replace(Machine.starting(cfg, nodes=cfg.run.nodes or 1), planned=True, alone=False)
+
+
+def _problems(cfg: RLConfig, gpus: int) -> list[str]:
+    from mrl.config.checks.rollout import check_node
+
+    return [f"mrl: {', '.join(problem.keys)}: {problem.message}" for problem in check_node(cfg, gpus)]
+
+
+def _serve(cfg: RLConfig, args: argparse.Namespace, gpus: int) -> int:
+    from mrl.config.derived import Machine
+    from mrl.launcher import signals
+    from mrl.observe.lock import RunLocked
+    from mrl.ports import NoFreePort, address_towards
+    from mrl.redaction import redact
+    from mrl.rollout.agent import Home
+    from mrl.rollout.errors import EngineStartError, EngineUnavailable
+    from mrl.rollout.serve import Duty, serve
+
+    def say(line: str) -> None:
+        print(f"mrl: engine node {args.node}: {redact(line)}", file=sys.stderr, flush=True)
+
+    run_dir = (Path(cfg.run.root) / cfg.run.name).absolute()
+    with signals.collected() as received:
+        try:
+            host = address_towards((args.head or ANYWHERE).partition(":")[0])
+            with _place(run_dir, args.node):
+                why = serve(Duty(cfg, run_dir, Home(args.node, host), Machine(1, 0, gpus), received, say))
+            say(f"ends: {why if isinstance(why, str) else f'signal {why}'}")
+        except RunLocked:
+            say(f"another mrl serve is node {args.node} of {run_dir} already: give this one another --node, or end it")
+            return 1
+        except (EngineStartError, EngineUnavailable, NoFreePort, OSError, ValueError) as error:
+            say(str(error))
+            return 1
+    return _code(why)
+
+
+def _place(run_dir: Path, number: int) -> contextlib.AbstractContextManager[object]:
+    """Holds the node's number, for this process alone. Raises RunLocked."""
+    from mrl.observe.lock import Lock
+    from mrl.rollout.registry import Registry
+
+    @contextlib.contextmanager
+    def held() -> Any:
+        lock = Lock(Registry(run_dir).node(number).with_suffix(".lock"))
+        try:
+            yield
+        finally:
+            lock.release()
+
+    return held()
+
+
+def _code(why: str | int) -> int:
+    from mrl.resilience.protocol import EXIT_PREEMPTED
+    from mrl.rollout.serve import AWAY, OVER, WARNED
+
+    return 128 + why if isinstance(why, int) else {OVER: 0, WARNED: EXIT_PREEMPTED, AWAY: EXIT_AWAY}[why]

@@ -1,0 +1,62 @@
+"""Engines on nodes of their own: what contradicts that, and what would have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config.checks.base import changed, inert
+from mrl.config.engines import ENGINES
+from mrl.config.problems import Problem
+from mrl.config.schema import PlacementConfig, RLConfig
+
+MODE = "placement.mode"
+REACHING = ("auto", "http", "distributed")  # transports that bring weights to another node
+
+
+def check(cfg: RLConfig) -> Iterator[Problem]:
+    """Of the section `placement`, against the engines and how they get their weights."""
+    placement, rollout = cfg.placement, cfg.rollout
+    if not placement.is_apart:
+        others = [name for name in PlacementConfig.model_fields if name != "mode"]
+        because = "engines are on the trainer's nodes, which are all that the run waits for"
+        yield from inert(placement, "placement", others, because, MODE)
+        return
+    if rollout.urls:
+        message = (
+            "engines at given addresses and engines that `mrl serve` starts: leave out one of them. What is behind "
+            "rollout.urls gets weights, but neither comes later nor goes"
+        )
+        yield Problem((MODE, "rollout.urls"), message)
+    for name in changed(rollout, "release"):
+        message = "has no effect: no engine is on a GPU of the trainer, and `mrl serve`'s are needed all the time"
+        yield Problem((f"rollout.{name}", MODE), message)
+    if cfg.sync.transport not in REACHING:
+        message = f"{cfg.sync.transport} does not reach engine nodes: use auto, distributed or http"
+        yield Problem(("sync.transport", MODE), message)
+    if cfg.run.launcher == "ft":
+        limits = cfg.resilience.timeouts_s
+        for name, limit in (("setup", limits.setup), ("rollout", limits.rollout), ("sync", limits.sync)):
+            if placement.wait_s >= limit:
+                message = f"{placement.wait_s:g} s are never waited: ft ends ranks after {limit:g} s of {name}"
+                yield Problem(("placement.wait_s", f"resilience.timeouts_s.{name}"), message)
+    yield from _over_nodes(cfg)
+
+
+def _over_nodes(cfg: RLConfig) -> Iterator[Problem]:
+    """Engines that one node has no room for."""
+    placement, rollout, key = cfg.placement, cfg.rollout, "placement.nodes_per_engine"
+    size = placement.nodes_per_engine
+    if size == 1:
+        return
+    if "tensor" in ENGINES[rollout.engine].ignores:
+        yield Problem((key, "rollout.engine"), f"{size}: the {rollout.engine} engine runs on one device; set it to 1")
+        return
+    if rollout.tensor % size:
+        message = f"tensor {rollout.tensor} cannot be cut evenly over {size} nodes"
+        yield Problem((key, "rollout.tensor"), message)
+    if placement.nodes % size:
+        message = f"{placement.nodes} nodes are no whole number of groups of {size}"
+        yield Problem((key, "placement.nodes"), message)
+    if rollout.servers > 1:
+        message = f"{rollout.servers} engines on each group of {size} nodes: one over several nodes has them alone"
+        yield Problem((key, "rollout.servers"), message)

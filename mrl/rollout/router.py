@@ -1,0 +1,46 @@
+"""`sglang-router`: one address before several engines. It is asked which they are, and they are used themselves: weights,
+flushes and checksums that go through it would reach one of them, and nobody knows which."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+from mrl.rollout.access import Access
+from mrl.rollout.client import CONNECT_TIMEOUT_S, EngineClient
+from mrl.rollout.errors import EngineStartError
+
+ASKED_AT_ONCE = 64
+
+
+def engines_at(urls: Sequence[str], access: Access) -> tuple[str, ...]:
+    """The engines at these addresses, and behind those that are routers, in order. An address that does not answer yet
+    counts as an engine's.
+
+    Raises EngineStartError for a router without engines, with what is no address, or with one that is named elsewhere.
+    """
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+        found = tuple(
+            url for urls_there in pool.map(lambda url: _at(url.rstrip("/"), access), urls) for url in urls_there
+        )
+    if twice := {url for url in found if found.count(url) > 1}:
+        raise EngineStartError(f"rollout.urls: {', '.join(sorted(twice))}: there twice, by itself or behind routers")
+    return found
+
+
+def _at(url: str, access: Access) -> tuple[str, ...]:
+    with contextlib.closing(EngineClient(url, CONNECT_TIMEOUT_S, access)) as client:
+        behind = client.workers()
+    if behind is None:
+        return (url,)
+    if not behind:
+        raise EngineStartError(f"{url} is a router without engines: start them first, or name them in rollout.urls")
+    for engine in behind:
+        parts = urlsplit(engine)
+        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in engine:
+            raise EngineStartError(
+                f"the router {url} names {engine!r}, which is not an address such as http://host:30000"
+            )
+    return tuple(engine.rstrip("/") for engine in behind)

@@ -1,0 +1,62 @@
+"""One mistake in where the engines are, and what it gives."""
+
+from __future__ import annotations
+
+from bad_configs import Bad
+
+AT = "    max_new_tokens: 8\n"
+
+
+def placed(id: str, section: str, key: str, *says: str, rollout: str = "", more: str = "", at: str = "") -> Bad:
+    """On top of the good file: keys of `placement`, of `rollout`, and whole sections."""
+    return Bad(id, AT, f"{AT}{rollout}placement: {{{section}}}\n{more}", key, says, at)
+
+
+APART = "mode: disaggregated"
+BAD_PLACEMENT = [
+    placed("nodes of a colocated run", "nodes: 2", "placement.nodes", "has no effect", "placement.mode"),
+    placed(
+        "given engines and engine nodes",
+        APART,
+        "placement.mode",
+        "rollout.urls",
+        "neither comes later nor goes",
+        rollout="  urls: ['http://a:1']\n",
+    ),
+    placed(
+        "engine nodes that give memory up",
+        APART,
+        "rollout.release",
+        "has no effect",
+        rollout="  release: all\n",
+        at="  release: all",
+    ),
+    placed(
+        "memory of another machine",
+        APART,
+        "sync.transport",
+        "use auto, distributed or http",
+        more="sync: {transport: shared_memory}\n",
+    ),
+    placed(
+        "an engine over nodes that do not cut it",
+        f"{APART}, nodes: 3, nodes_per_engine: 3",
+        "placement.nodes_per_engine",
+        "tensor 4 cannot be cut evenly over 3 nodes",
+        rollout="  tensor: 4\n",
+    ),
+    placed(
+        "half a group of nodes",
+        f"{APART}, nodes: 3, nodes_per_engine: 2",
+        "placement.nodes_per_engine",
+        "3 nodes are no whole number of groups of 2",
+        rollout="  tensor: 2\n",
+    ),
+    placed(
+        "two engines over the same nodes",
+        f"{APART}, nodes: 2, nodes_per_engine: 2",
+        "placement.nodes_per_engine",
+        "one over several nodes has them alone",
+        rollout="  tensor: 2\n  servers: 2\n",
+    ),
+]
