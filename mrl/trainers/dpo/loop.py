@@ -152,7 +152,7 @@ def open_run(cfg: DPOConfig) -> Iterator[DPORun]:
 
 
 def balance_notes(cfg: DPOConfig, data: PreferenceDataset) -> Iterator[str]:
-    """Where kto's two kinds of rows weigh more unequally than its paper advises: the good ones 1 to 4/3 times the bad."""
+    """Where kto's two kinds of rows weigh otherwise than its paper advises: the good ones 1 to 4/3 times the bad."""
     kto = cfg.preference.loss.kto
     if kto is None:
         return
@@ -161,7 +161,7 @@ def balance_notes(cfg: DPOConfig, data: PreferenceDataset) -> Iterator[str]:
     if not weighed[1] <= weighed[0] <= 4 / 3 * weighed[1]:
         yield (
             f"kto: {good} good and {len(data) - good} bad rows count {weighed[0]:g} to {weighed[1]:g} by "
-            "preference.loss.kto.desirable_weight and undesirable_weight; advised is 1 to 4/3 times as much for the good"
+            "preference.loss.kto.desirable_weight and undesirable_weight; advised is 1 to 4/3 as much for the good"
         )
 
 
