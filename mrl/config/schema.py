@@ -21,6 +21,7 @@ from mrl.config.sections.policy import (
     PolicyLossConfig,
     RolloutCorrectionConfig,
 )
+from mrl.config.sections.precision import FP8Config, PrecisionConfig
 from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
 from mrl.config.sections.reward import (
     CodeConfig,
@@ -48,6 +49,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "EMAConfig",
+    "FP8Config",
     "FilterGroupsConfig",
     "FormatConfig",
     "KLConfig",
@@ -58,6 +60,7 @@ __all__ = [
     "PFPPOConfig",
     "PTXConfig",
     "ParallelConfig",
+    "PrecisionConfig",
     "PolicyLossConfig",
     "RLConfig",
     "RefConfig",
