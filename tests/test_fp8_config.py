@@ -12,7 +12,7 @@ from mrl.config.derived import Machine
 from mrl.config.fp8_shapes import token_unit
 from mrl.config.loader import load
 from mrl.config.problems import ConfigError, Problem
-from mrl.config.schema import RLConfig, TrainConfig
+from mrl.config.schema import RLConfig
 from mrl.platform.fp8 import RECIPES, chip_problem, version_problem
 from mrl.preflight.machine import look_at_fp8
 
@@ -76,7 +76,12 @@ REFUSED = {
         "actor.precision.fp8.head",
         ("no effect: no recipe", "actor.precision.fp8.recipe"),
     ),
-    "a recipe that is none": ([fp8("recipe: tensorwise")], 4, "actor.precision.fp8.recipe", ("'tensorwise'", "delayed, blockwise")),
+    "a recipe that is none": (
+        [fp8("recipe: tensorwise")],
+        4,
+        "actor.precision.fp8.recipe",
+        ("tensorwise", "delayed, blockwise"),
+    ),
     "a format of gradients alone": ([fp8("recipe: current, format: e5m2")], 4, "actor.precision.fp8.format", ("e4m3",)),
     "history of the present": (
         [fp8("recipe: current, history: 16")],
@@ -221,7 +226,10 @@ def test_the_same_recipe_fits_a_gpu_and_emulated_any_machine(recipe: str) -> Non
     emulated = loaded(fp8(f"recipe: {recipe}, head: true, emulate: true"), "model.dtype=float32", gpus=0)
     formats = {real.actor.precision.fp8.chosen_format, emulated.actor.precision.fp8.chosen_format}
     assert formats == {"hybrid" if recipe in ("current", "delayed") else "e4m3"}
-    assert token_unit(real.actor) == 2 * {"current": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}[recipe]
+    assert (
+        token_unit(real.actor.parallel, recipe)
+        == 2 * {"current": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}[recipe]
+    )
 
 
 def test_a_reference_has_the_actor_s_precision_and_a_reward_model_its_own() -> None:
@@ -235,8 +243,8 @@ def test_a_reference_has_the_actor_s_precision_and_a_reward_model_its_own() -> N
 
 def test_a_plan_for_gpus_elsewhere_is_not_asked_for_them_here() -> None:
     cfg = load("c.yaml", [fp8("recipe: mxfp8"), *TP2], planned=lambda cfg: Machine(8, 8, planned=True))
-    assert token_unit(cfg.actor) == 64
-    assert token_unit(TrainConfig()) == 1
+    assert token_unit(cfg.actor.parallel, "mxfp8") == 64
+    assert token_unit(cfg.actor.parallel, "none") == 2
 
 
 CHIPS = {

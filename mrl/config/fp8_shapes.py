@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
-from mrl.config.sections.models import ParallelConfig, TrainConfig
+from mrl.config.sections.models import ParallelConfig
+from mrl.config.sections.precision import FP8Recipe
 from mrl.families import ModelArch
 
 BLOCK = {"current": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}  # of each dimension of every product
 
 
-def token_unit(train: TrainConfig) -> int:
+def token_unit(layout: ParallelConfig, recipe: FP8Recipe) -> int:
     """Tokens that a micro-batch is padded to a multiple of, before it is cut over context-parallel ranks.
 
     With fp8 each rank's own tokens are whole blocks, also of the slice that sequence parallelism leaves it: they are
     the inner dimension of the product for a weight's gradient.
     """
-    layout = train.parallel
-    return layout.context * layout.tensor * BLOCK.get(train.precision.fp8.recipe, 1)
-
-
-def micro_batch_unit(train: TrainConfig, sequence_align: int) -> int:
-    """`token_unit` in whole pieces of what every sequence is padded to."""
-    return math.lcm(token_unit(train), sequence_align)
+    return layout.context * layout.tensor * BLOCK.get(recipe, 1)
 
 
 def widths(arch: ModelArch, layout: ParallelConfig) -> dict[str, tuple[int, int]]:

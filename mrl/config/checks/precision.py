@@ -90,11 +90,11 @@ def _settings(key: str, fp8: FP8Config, is_policy: bool) -> Iterator[Problem]:
 
 
 def _tokens(section: str, key: str, train: TrainConfig) -> Iterator[Problem]:
-    unit, most = token_unit(train), train.max_tokens_per_microbatch
-    layout, block = train.parallel, BLOCK[train.precision.fp8.recipe]
+    layout, recipe = train.parallel, train.precision.fp8.recipe
+    unit, most = token_unit(layout, recipe), train.max_tokens_per_microbatch
     if most % unit:
         would = f"{most // unit * unit} or {(most // unit + 1) * unit}" if most > unit else str(unit)
-        message = f"{most} is no multiple of {unit} tokens = {train.precision.fp8.recipe}'s {block}"
+        message = f"{most} is no multiple of {unit} tokens = {recipe}'s {BLOCK[recipe]}"
         message += f" x tensor {layout.tensor} x context {layout.context}, to which micro-batches are padded: {would}"
         yield Problem((f"{section}.max_tokens_per_microbatch", f"{key}.recipe"), message)
 
