@@ -40,6 +40,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "resilience": ("core", "config", "platform", "parallel", "failure", "files"),
     "trainers": (*BELOW, "rollout", "reward", "learner", "checkpoint", "observe", "resilience", "failure", "ports"),
     "plan": ("core", "families", "config", "platform", "parallel", "models", "learner", "data"),
+    "precision": (*BELOW, "learner", "observe"),
     "preload": ("config", "platform", "checkpoint"),
     "preflight": (
         *("families", "config", "platform", "algo", "options", "data", "reward", "rollout", "observe", "launcher"),

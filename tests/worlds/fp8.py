@@ -35,6 +35,7 @@ RECIPES = {
     "delayed": FP8Config(recipe="delayed", emulate=True, history=4),
     "blockwise": FP8Config(recipe="blockwise", emulate=True),
     "mxfp8": FP8Config(recipe="mxfp8", emulate=True),
+    "blockwise with head": FP8Config(recipe="blockwise", emulate=True, head=True),
 }
 LENGTHS = [(16, 48), (8, 24), (32, 64), (16, 48)]  # prompt and response tokens: 256, two blocks, in one micro-batch
 
