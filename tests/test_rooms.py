@@ -31,7 +31,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "algo": ("kernels", "options", "user_functions"),
     "data": ("core", "config", "foreign"),
     "weights": (
-        *("core", "families", "config", "platform", "parallel", "models", *ON_DISK),
+        *("core", "families", "config", "platform", "parallel", "kernels", "models", *ON_DISK),
         *("rollout.errors", "rollout.access", "rollout.protocol", "rollout.client"),
     ),
     "learner": BELOW,

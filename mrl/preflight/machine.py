@@ -52,6 +52,20 @@ def look_at_fp8(cfg: Config) -> Iterator[Finding]:
             yield Finding("fp8", "ok", f"{models}: {recipe}, by transformer-engine")
 
 
+def look_at_quantization(cfg: Config) -> Iterator[Finding]:
+    """Engines in another precision than the trainer, and nothing that corrects for it."""
+    (rollout, _), algorithm = cfg.engines() or (None, None), cfg.algorithm_used()
+    if rollout is None or algorithm is None or rollout.quantization == "none":
+        return
+    if algorithm.rollout_correction.rollout_is is None and not algorithm.rollout_correction.rollout_rs:
+        text = (
+            "rollout.quantization: fp8, whose log-probs are not the trainer's, and algorithm.rollout_correction is off"
+        )
+        yield Finding(
+            "engines", "warning", text, "algorithm.rollout_correction.rollout_is: token weighs the difference"
+        )
+
+
 def look_at_packages(cfg: Config) -> Iterator[Finding]:
     """Optional ones, which the configuration asks for: launcher, trackers, engine."""
     good = True

@@ -39,6 +39,7 @@ def check(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
             yield from _ends(key, fp8, model.train, arch)
             yield from _sizes(section, key, model, arch)
     yield from _states(cfg)
+    yield from _weights_in_fp8(cfg)
 
 
 def _is_like(model: Built, actor: Built) -> bool:
@@ -134,3 +135,20 @@ def _states(cfg: Config) -> Iterator[Problem]:
             f"{len(real)} models with delayed scaling in a process, which has room for the state of 1: use current"
         )
         yield Problem((*reversed(real),), message)
+
+
+def _weights_in_fp8(cfg: Config) -> Iterator[Problem]:
+    """What writes weights while a run goes on knows them in model.dtype only."""
+    for name, model in cfg.built().items():
+        key = f"{_SECTIONS.get(name, name)}.precision.fp8.params"
+        if not model.train.precision.fp8.params:
+            continue
+        if model.train.offload == "all":
+            yield Problem(
+                (f"{_SECTIONS.get(name, name)}.offload", key), "all moves weights of 16 bits, not of 8: optimizer"
+            )
+        if name == "actor" and (copies := cfg.copies()):
+            message = (
+                f"not with {' and '.join(copies)}, {len(copies)} sets of float32 weights that take the actor's place"
+            )
+            yield Problem((key,), message)

@@ -64,7 +64,21 @@ def round_trip(
     return _cast(blocks * factor, dtype).mul_(inverse).view(x.shape)[:m, :k]
 
 
+def quantized_blocks(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """(e4m3 [m, k], float32 [ceil(m / size), ceil(k / size)] by which blocks are multiplied to be those of x again)."""
+    m, k = x.shape
+    padded = torch.nn.functional.pad(x.float(), (0, -k % size, 0, -m % size))
+    blocks = padded.view(padded.size(0) // size, size, padded.size(1) // size, size)
+    factor, inverse = tensor_scale(blocks.abs().amax((1, 3), keepdim=True), E4M3)
+    values = _saturated(blocks * factor, E4M3).view(padded.shape)[:m, :k].contiguous()
+    return values, inverse[:, 0, :, 0].contiguous()
+
+
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Overwrites x."""
+    return _saturated(x, dtype).float()
+
+
+def _saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
-    return x.clamp_(-largest, largest).to(dtype).float()
+    return x.clamp_(-largest, largest).to(dtype)
