@@ -15,6 +15,7 @@ from mrl.config.problems import ConfigError, Problem
 from mrl.config.schema import RLConfig
 from mrl.platform.fp8 import RECIPES, chip_problem, version_problem
 from mrl.preflight.machine import look_at_fp8
+from tools.bench import fp8_curves
 
 WIDE = DENSE | {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}  # 256 / 4 heads of 64
 EXPERTS = WIDE | {
@@ -283,3 +284,25 @@ def test_preflight_tells_before_the_start_that_this_machine_has_no_fp8() -> None
     assert [(one.check, one.verdict) for one in found] == [("fp8", "problem")]
     assert "actor: precision.fp8.recipe current" in found[0].text
     assert not list(look_at_fp8(loaded(fp8("recipe: current, emulate: true"), gpus=0)))
+
+
+@pytest.mark.parametrize("form", fp8_curves.FORMS)
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_the_quickstart_is_ready_to_learn_in_every_form(algorithm: str, form: str) -> None:
+    words = [*fp8_curves.overrides(algorithm, form, 1), "model.path=wide"]
+    file = fp8_curves.record.ROOT / "yaml_configs" / f"quickstart_{algorithm}.yaml"
+    cfg = load(file, words, planned=lambda cfg: Machine(4, 4, planned=True))
+    assert isinstance(cfg, RLConfig) and (cfg.run.seed, cfg.run.name) == (1, f"fp8_{algorithm}_{form}_1")
+    recipes = {model.train.precision.fp8.recipe for model in cfg.built().values()}
+    assert recipes == ({form} if form not in ("float32", "bfloat16") else {"none"})
+
+
+def test_the_shipped_configuration_for_64_gpus_fits_its_recipe() -> None:
+    file = fp8_curves.record.ROOT / "yaml_configs" / "ppo_llama70b_64gpu_fp8.yaml"
+    model = f"model.path={fp8_curves.record.ROOT}/yaml_configs/models/Llama-3.1-70B"
+    cfg = load(file, [model], planned=lambda cfg: Machine(64, 8, planned=True))
+    assert isinstance(cfg, RLConfig)
+    assert {name: m.train.precision.fp8.recipe for name, m in cfg.built().items()} == dict.fromkeys(
+        ("actor", "critic", "ref"), "blockwise"
+    )
+    assert cfg.actor.max_tokens_per_microbatch % token_unit(cfg.actor.parallel, "blockwise") == 0
