@@ -3,7 +3,7 @@
     python -m tools.bench.fp8_curves [--algorithms ppo,grpo] [--forms float32,current,blockwise] [--seeds 3] [--dry-run]
 
 Wants what `python tools/quickstart.py` has left: the task in runs/quickstart and the start in runs/quickstart_sft/hf.
-Runs are runs/fp8_ALGORITHM_FORM_SEED; those that are there with all their steps are not made again. Writes their figures
+Runs are runs/fp8_ALGORITHM_FORM_SEED; those that are there with all their steps are not made again. Writes figures
 to tools/bench/results, and of each algorithm a picture to docs.
 """
 
