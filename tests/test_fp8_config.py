@@ -188,6 +188,12 @@ REFUSED = {
         "actor.precision.fp8.recipe",
         ("multiples of 32", "72 / 2 ranks = 36", "actor.parallel.tensor"),
     ),
+    "experts computed again": (
+        [fp8("recipe: delayed"), "model.path=experts", "actor.parallel={tensor: 1}", "actor.recompute=selective"],
+        4,
+        "actor.recompute",
+        ("4 experts", "not with delayed"),
+    ),
     "the critic's own model": (
         [fp8("recipe: mxfp8", "critic"), "critic.path=dense", "critic.parallel={tensor: 4}"],
         4,

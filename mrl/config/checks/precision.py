@@ -37,6 +37,7 @@ def check(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
         arch = archs.get(section)
         if arch is not None:
             yield from _ends(key, fp8, model.train, arch)
+            yield from _recompute(section, key, model.train, arch)
             yield from _sizes(section, key, model, arch)
     yield from _states(cfg)
     yield from _weights_in_fp8(cfg)
@@ -108,6 +109,14 @@ def _ends(key: str, fp8: FP8Config, train: TrainConfig, arch: ModelArch) -> Iter
     elif fp8.first_last_bf16 > arch.num_layers // stages:
         message = f"{fp8.first_last_bf16} is more than the {arch.num_layers // stages} layers of a pipeline stage"
         yield Problem((f"{key}.first_last_bf16",), message)
+
+
+def _recompute(section: str, key: str, train: TrainConfig, arch: ModelArch) -> Iterator[Problem]:
+    """Experts' activation, which transformer-engine's layers would compute again beside the products."""
+    fp8 = train.precision.fp8
+    if fp8.recipe == "delayed" and not fp8.emulate and train.recompute == "selective" and arch.experts is not None:
+        message = f"selective computes the activation of {arch.experts.count} experts again: not with delayed, but full"
+        yield Problem((f"{section}.recompute", f"{key}.recipe"), message)
 
 
 def _sizes(section: str, key: str, model: Built, arch: ModelArch) -> Iterator[Problem]:
