@@ -6,6 +6,8 @@
 #   CONTAINER_IMAGE     instead of a virtual environment (needs pyxis); CONTAINER_MOUNTS: what it sees
 #   LOG_DIR             of the nodes' logs, NAME_JOB_NODE.log (default: logs)
 #   MAX_REQUEUES        how often a job may go on by itself (default: 100)
+#   LOST_S              seconds that a node may need to end after another one has failed, before it counts as lost; more
+#                       than the cluster's KillWait (default: 120)
 #   NCCL_SOCKET_IFNAME, NCCL_IB_HCA, GLOO_SOCKET_IFNAME, NCCL_DEBUG: as NCCL and gloo know them
 #
 # Words after the script's name, KEY=VALUE, go to `mrl train`.
@@ -17,7 +19,7 @@ fail() { phase "error: $*"; exit 1; }
 cd "${MRL_HOME:-$SLURM_SUBMIT_DIR}" || fail "no directory ${MRL_HOME:-$SLURM_SUBMIT_DIR}"
 [[ -v COMMAND || -f ${CONFIG:?the header of the job names no CONFIG} ]] ||
   fail "there is no $CONFIG in $PWD: submit from the checkout, or set MRL_HOME"
-EXIT_PREEMPTED=75 INTERRUPTED=138 # of mrl: saved and left after a signal; of a wait: by SIGUSR1
+EXIT_PREEMPTED=75 # of mrl: saved and left after a signal
 
 # ---- where the nodes meet: the first one's address as Slurm knows it, a port of this job and attempt
 
@@ -80,17 +82,28 @@ phase "nodes $SLURM_JOB_NODELIST, head $head:$port, commit $(git rev-parse --sho
 phase "starting: mrl ${arguments[*]}; each node writes to ${LOG}_NODE.log"
 "${step[@]}" --mem=0 --kill-on-bad-exit=1 bash -c "$node" "$python" "${arguments[@]}" &
 run=$!
-code=$INTERRUPTED
-while ((code == INTERRUPTED)); do # the wait, not the run
-  wait "$run"
-  code=$?
+first_failure() { ls -tr "$STATE".code.* 2>/dev/null | xargs -r -d '\n' cat | grep -v '^0$' | head -n 1; }
+waited=0 lost=
+while kill -0 "$run" 2>/dev/null; do
+  sleep 1 & wait $! # a trap waits for what is in the foreground
+  failed=$(first_failure)
+  [[ -z $failed || $failed == "$EXIT_PREEMPTED" ]] || ((waited++))
+  if ((waited > ${LOST_S:-120})); then
+    lost=$(for k in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do [[ -e $STATE.code.$k ]] || echo "$k"; done | tr '\n' ' ')
+    kill -KILL "$run"
+  fi
 done
-first=$(ls -tr "$STATE".code.* 2>/dev/null | xargs -r -d '\n' cat | grep -v '^0$' | head -n 1)
-code=${first:-$code}
+wait "$run" 2>/dev/null
+code=$?
+failed=$(first_failure)
+code=${failed:-$code}
 rm -f "$STATE".*
 
-if ((code == EXIT_PREEMPTED && ${SLURM_RESTART_COUNT:-0} < ${MAX_REQUEUES:-100})); then
-  phase "saved and left; the job goes on as soon as there is room for it"
+again=
+((code == EXIT_PREEMPTED)) && again="saved and left"
+[[ -n $lost ]] && again="node ${lost}of $SLURM_JOB_NODELIST did not end with the others and counts as lost"
+if [[ -n $again ]] && ((${SLURM_RESTART_COUNT:-0} < ${MAX_REQUEUES:-100})); then
+  phase "$again; the job goes on as soon as there is room for it"
   scontrol requeue "$SLURM_JOB_ID"
   sleep 60 # for Slurm to end this script
 fi

@@ -22,7 +22,7 @@ from tests.slurm_cluster import Cluster, missing
 from tests.test_resume import results, samples
 from tests.train_tools import ROOT, write_config
 
-LIMIT_S = 240.0
+LIMIT_S = 150.0
 STEPS = 6
 # The pipeline's stages are on different nodes, tensor parallelism stays on one; each node has its engine.
 PPO: dict[str, Any] = {
@@ -119,7 +119,7 @@ def test_what_a_push_sends_over_the_network_is_the_model_once(whole: Path) -> No
     for row in results(whole).values():
         assert row["sync/network_bytes"] == size
         assert row["sync/engine_bytes"] == 2 * row["sync/network_bytes"]
-        assert row["sync/network_s"] > 0 and row["sync/engine_s"] > 0
+        assert row["perf/sync_network_s"] > 0 and row["perf/sync_engine_s"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def slurm() -> Iterator[Cluster]:
 def submit(slurm: Cluster, setting: Setting, *overrides: str) -> str:
     places = {"CONFIG": str(setting.config), "MRL_HOME": str(ROOT), "LOG_DIR": str(setting.folder / "logs")}
     script, run = str(ROOT / "slurm" / "ppo_tiny_cpu.sh"), ["run.nproc=2", "checkpoint.every_steps=1", *overrides]
-    return slurm.submit(setting.folder, script, *run, **places, VENV=sys.prefix)
+    return slurm.submit(setting.folder, script, *run, **places, VENV=sys.prefix, LOST_S="12")
 
 
 def said(setting: Setting) -> str:
@@ -167,7 +167,7 @@ def test_a_job_that_is_warned_and_loses_a_node_ends_as_the_undisturbed_run(
     wait_for_step(made + 1)
     slurm.kill_node("n2")
     slurm.call("slurmd", "-N", "n2")
-    wait_for(lambda: slurm.field(job, "Restarts") == "2", lambda: said(setting))
+    wait_for(lambda: slurm.field(job, "Restarts") == "2" or state(slurm, job) == "FAILED", lambda: said(setting))
     wait_for(lambda: state(slurm, job) in ("COMPLETED", "FAILED"), lambda: said(setting))
     assert state(slurm, job) == "COMPLETED", said(setting)
     assert samples(run_dir) == samples(whole)
@@ -177,16 +177,21 @@ def test_a_job_that_is_warned_and_loses_a_node_ends_as_the_undisturbed_run(
 
 
 def _learnt(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Metrics without those of engines and hops."""
-    apart = ("sync/", "rollout/engine_restarts")
-    return {step: {k: v for k, v in row.items() if not k.startswith(apart)} for step, row in results(run_dir).items()}
+    """Metrics without the engine's restart, which one of the runs had."""
+    rows = results(run_dir).items()
+    return {step: {k: v for k, v in row.items() if k != "rollout/engine_restarts"} for step, row in rows}
 
 
 def test_a_cancelled_job_leaves_nothing(slurm: Cluster, setting: Setting) -> None:
+    """Eight ranks, TP2 x PP2 x DP2 over both nodes, and an SGLang server on each."""
     run_dir = setting.run_dir("cancelled")
-    job = submit(slurm, setting, "run.name=cancelled", "run.steps=1000", "checkpoint.every_steps=1000")
+    size = ["run.nproc=4", "rollout.engine=sglang"]
+    job = submit(slurm, setting, "run.name=cancelled", "run.steps=1000", "checkpoint.every_steps=1000", *size)
     wait_for(lambda: steps_made(run_dir) >= 1 or state(slurm, job) == "FAILED", lambda: said(setting))
-    assert len(slurm.processes_of(job)) > 6
+    assert state(slurm, job) == "RUNNING", said(setting)
+    log = (setting.folder / "logs" / f"ppo_tiny_cpu_{job}_n1.log").read_text()
+    assert "TP2 x PP2 x DP2 over 8 ranks" in log and "2 engines have the weights of step 0, all 21 tensors" in log
+    assert len(slurm.processes_of(job)) > 12
     slurm.call("scancel", job)
     wait_for(lambda: state(slurm, job) == "CANCELLED", lambda: said(setting))
     wait_for(lambda: not slurm.processes_of(job), lambda: f"{slurm.processes_of(job)}\n{said(setting)}")

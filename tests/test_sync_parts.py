@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from mrl.weights.errors import WeightError
 from mrl.weights.meta import TensorMeta
 from mrl.weights.sync.checksum import ParamHash, Sha256Hash, StreamHasher, TileHash
 from mrl.weights.sync.engine_params import EngineParam, EngineShape, Part, engine_params
-from mrl.weights.sync.payload import SharedBuffer, pickle_by_value, plan_buckets
-from mrl.weights.sync.transports import resolve
+from mrl.weights.sync.filler import Filler
+from mrl.weights.sync.payload import Bucket, SharedBuffer, pickle_by_value, plan_buckets
+from mrl.weights.sync.transports import Deadline, Engines, Place, resolve
+from mrl.weights.sync.transports.http import Http
 from mrl.weights.sync.verify import Verifier
 from tests.sync_tools import FileExporter
 
@@ -50,6 +53,45 @@ def fill(metas: list[TensorMeta], flat: Tensor) -> list[tuple[str, Tensor]]:
     for _, view in named:
         view.copy_(torch.randn(view.shape))
     return named
+
+
+class Held(Http):
+    """Delivers a bucket when the one after it has begun to be filled; to nobody."""
+
+    def __init__(self) -> None:
+        super().__init__(Engines((), 1, Deadline(20.0)), Place(0, torch.device("cpu"), None))
+        self.begun = [threading.Event() for _ in range(9)]
+        self.delivered: list[float] = []
+
+    def send(self, bucket: Bucket, flat: Tensor) -> None:
+        number = int(bucket.slots[0].name)
+        assert self.begun[number + 1].wait(10.0), f"nobody filled bucket {number + 1} while {number} was on its way"
+        self.delivered.append(float(bucket.views(flat)[0][1][0]))
+
+
+def test_a_bucket_is_filled_while_the_one_before_it_is_on_its_way() -> None:
+    plan = plan_buckets([meta(str(number), 4) for number in range(8)], limit=16)
+    transport = Held()
+    transport.prepare(plan)
+    filler = Filler(transport, plan, None)
+    for number in range(8):
+        transport.begun[number].set()
+        filler.take(str(number), torch.full((4,), float(number)))
+    transport.begun[8].set()
+    filler.delivered()
+    assert transport.delivered == [float(number) for number in range(8)]
+
+
+def test_what_goes_wrong_on_the_way_is_raised_with_the_next_bucket_or_at_the_end() -> None:
+    plan = plan_buckets([meta("0", 4)], limit=16)
+    transport = Held()
+    transport.begun[1].wait = lambda timeout: False  # type: ignore[method-assign]
+    transport.prepare(plan)
+    filler = Filler(transport, plan, None)
+    filler.take("0", torch.zeros(4))
+    with pytest.raises(AssertionError, match="nobody filled bucket 1"):
+        filler.delivered()
+    filler.delivered()
 
 
 READER = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -25,11 +25,14 @@ from mrl.learner import Learner, losses  # noqa: E402
 from mrl.parallel import Meshes  # noqa: E402
 from mrl.weights.sync.payload import Bucket, plan_buckets  # noqa: E402
 from mrl.weights.sync.push import Filler  # noqa: E402
+from mrl.weights.sync.transports import Deadline, Engines, Place, Transport  # noqa: E402
+from mrl.weights.sync.transports.base import by_turns, largest  # noqa: E402
 from tools.gpu.stage import ROOT, Check, Numbers, Setting  # noqa: E402
 
 DTYPE = torch.bfloat16
 ROUNDS = 5
 BUCKET_BYTES = 512 << 20
+PUSH_S = 600.0
 
 
 def seconds(work: Callable[[], Any], rounds: int) -> float:
@@ -162,16 +165,21 @@ def rollout_of(count: int, length: int, vocabulary: int) -> Rollout:
     )
 
 
-class _Nowhere:
+class _Nowhere(Transport):
     """A transport whose engine takes a bucket as soon as it is full."""
 
-    def __init__(self, buckets: tuple[Bucket, ...]) -> None:
-        self._flat = torch.empty(max(bucket.nbytes for bucket in buckets), dtype=torch.uint8, device=platform.device())
+    name = "nowhere"
 
-    def buffer(self, bucket: Bucket) -> Tensor:
-        return self._flat[: bucket.nbytes]
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        def room() -> torch.Tensor:
+            return torch.empty(largest(buckets), dtype=torch.uint8, device=platform.device())
 
-    def send(self, bucket: Bucket, flat: Tensor) -> None:
+        self._flats = by_turns(room, buckets)
+
+    def buffer(self, bucket: Bucket) -> torch.Tensor:
+        return next(self._flats)
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         pass
 
 
@@ -180,12 +188,14 @@ def sync(setting: Setting) -> Numbers:
     actor = learner("local", setting.rehearsal)
     metas = actor.exporter.metas()
     buckets = plan_buckets(metas, BUCKET_BYTES)
-    nowhere: Any = _Nowhere(buckets)
+    nowhere = _Nowhere(Engines((), 1, Deadline(PUSH_S)), Place(0, platform.device(), None))
+    nowhere.prepare(buckets)
 
     def work() -> None:
         filler = Filler(nowhere, buckets, None)
         for name, tensor in actor.exporter.stream():
             filler.take(name, tensor)
+        filler.delivered()
         filler.check_done()
 
     nbytes = sum(bucket.nbytes for bucket in buckets)

@@ -208,7 +208,7 @@ class MainParts:
         for note in placement.notes(self.cfg.rollout, this_machine()):
             recorder.note(note)
         engine = self.engine or self._start_engine()
-        recorder.note("waiting for the engine")
+        recorder.note("waiting for the engine" if len(engine.urls) == 1 else f"waiting for {len(engine.urls)} engines")
         engine.wait_ready()
         self.generator = make_generator(self.cfg, self.setup.run_dir, engine, self.rewards, recorder)
         for note in (*engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
@@ -249,7 +249,8 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         run.memory.begin("sync")
         pushed = run.push_weights(run.start_step, verify=cfg.run.launcher == "ft")
         if pushed.verified:
-            note(f"the engine has the weights of step {run.start_step}, all {pushed.verified} tensors")
+            have = "the engine has" if len(urls) == 1 else f"{len(urls)} engines have"
+            note(f"{have} the weights of step {run.start_step}, all {pushed.verified} tensors")
         for line in demonstrations.notes if demonstrations is not None else []:
             note(line)
         setup.is_set_up()

@@ -7,25 +7,31 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from mrl import platform
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.checksum import StreamHasher
 from mrl.weights.sync.payload import Bucket
 from mrl.weights.sync.transports import Transport
+from mrl.weights.sync.transports.background import InBackground
+
+LATE_S = 5.0  # a delivery ends by itself when the push's time is over; this is for one that does not
 
 
 class Filler:
-    """Writes the stream's tensors into buckets and sends each bucket when it is full."""
+    """Writes the stream's tensors into buckets; delivers each full one in a thread, while the next is filled."""
 
     def __init__(self, transport: Transport, buckets: Sequence[Bucket], hasher: StreamHasher | None) -> None:
         self._transport, self._hasher = transport, hasher
         self._todo = [(bucket, slot) for bucket in buckets for slot in bucket.slots]
         self._next = 0
-        self.sending_s = 0.0
+        self._flat: Tensor | None = None
+        self._delivery: InBackground | None = None
+        self.waiting_s = 0.0  # for deliveries
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Puts the stream's next tensor, of any shape, into its place; sends the bucket that it fills.
 
-        Raises WeightError if this is not the tensor that the plan has next.
+        Raises WeightError if this is not the tensor that the plan has next, and what went wrong with an earlier bucket.
         """
         if self._next == len(self._todo):
             raise WeightError(f"the export stream has {name} after the last planned tensor")
@@ -37,13 +43,25 @@ class Filler:
             )
         if self._hasher is not None:
             self._hasher.add(name, tensor)
-        flat = self._transport.buffer(bucket)
-        slot.view(flat).copy_(tensor)
+        if self._flat is None:
+            self._flat = self._transport.buffer(bucket)
+        slot.view(self._flat).copy_(tensor)
         self._next += 1
         if slot is bucket.slots[-1]:
+            flat, self._flat = self._flat, None
+            self.delivered()
+            platform.synchronize()  # what is in the bucket is there for another thread
+            self._delivery = InBackground(lambda: self._transport.deliver(bucket, flat))
+
+    def delivered(self) -> None:
+        """Returns when no bucket is on its way. Raises what was wrong with the last one."""
+        delivery, self._delivery = self._delivery, None
+        if delivery is not None:
             began = time.monotonic()
-            self._transport.deliver(bucket, flat)
-            self.sending_s += time.monotonic() - began
+            try:
+                delivery.result(self._transport.engines.deadline.left() + LATE_S, "delivering a bucket")
+            finally:
+                self.waiting_s += time.monotonic() - began
 
     def check_done(self) -> None:
         """Raises WeightError if the stream had fewer tensors than the plan."""

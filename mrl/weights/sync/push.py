@@ -50,8 +50,9 @@ class SyncReport:
     hops: Hops
 
     def metrics(self) -> dict[str, float]:
-        """sync/gather_s, sync/network_bytes, ...: the hops that there were."""
-        return {f"sync/{name}": value for name, value in asdict(self.hops).items() if value}
+        """perf/sync_gather_s, sync/network_bytes, ...: the hops that there were."""
+        hops = {name: value for name, value in asdict(self.hops).items() if value}
+        return {f"perf/sync_{name}" if name.endswith("_s") else f"sync/{name}": value for name, value in hops.items()}
 
 
 class WeightSync:
@@ -223,7 +224,11 @@ class WeightSync:
                         filler.take(name, tensor)
                     except Exception as caught:  # raised when the stream is over
                         problem = caught
-            gather_s = time.monotonic() - began - filler.sending_s
+            gather_s = time.monotonic() - began - filler.waiting_s
+            try:
+                filler.delivered()
+            except Exception as caught:
+                problem = problem or caught
             if problem is not None:
                 raise problem
             filler.check_done()

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from itertools import cycle
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from mrl.rollout.client import EngineClient
 from mrl.weights.sync.payload import Bucket
 
 MIB = 1 << 20
+T = TypeVar("T")
 
 
 class Deadline:
@@ -103,9 +105,9 @@ class Place:
 class Transport(ABC):
     """One rank's end of a way to the engines. A push calls, in this order:
 
-    `prepare` on every sender, `deliver` for each of a sender's buckets, `commit` on rank 0 when all senders are done,
-    `release` on every rank whatever happened. Every failure is an exception; none of them may wait longer than
-    `engines.deadline`.
+    `prepare` on every sender, `buffer` and, in a thread, `deliver` for each of a sender's buckets, `commit` on rank 0
+    when all senders are done, `release` on every rank whatever happened. A bucket is filled while the one before it is
+    delivered. Every failure is an exception; none of them may wait longer than `engines.deadline`.
     """
 
     name: ClassVar[str]
@@ -123,8 +125,8 @@ class Transport(ABC):
 
     @abstractmethod
     def buffer(self, bucket: Bucket) -> Tensor:
-        """uint8 [at least bucket.nbytes], which the bucket's tensors are to be written into; valid until `send`
-        returns."""
+        """uint8 [at least bucket.nbytes], which the bucket's tensors are to be written into; valid until its `send`
+        returns. Asked once a bucket, while the one before it may be on its way."""
 
     @contextmanager
     def relaying(self) -> Iterator[None]:
@@ -157,6 +159,11 @@ class Transport(ABC):
     def close(self) -> None:
         """The last push is over."""
         self.release(failed=False)
+
+
+def by_turns(make: Callable[[], T], buckets: Sequence[Bucket]) -> Iterator[T]:
+    """Two, in turns without end, one to be filled while the other is sent; of a single bucket one."""
+    return cycle([make() for _ in buckets[:2]])
 
 
 def largest(buckets: Sequence[Bucket]) -> int:

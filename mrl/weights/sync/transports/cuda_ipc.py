@@ -27,7 +27,6 @@ class CudaIpc(Transport):
 
     name = "cuda_ipc"
     one_machine = True
-    _flat: Tensor | None = None
 
     def __init__(self, engines: Engines, place: Place) -> None:
         if place.device.type != "cuda":
@@ -38,12 +37,10 @@ class CudaIpc(Transport):
         super().__init__(engines, place)
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        self._flat = None
+        """Nothing: a buffer is made for each bucket."""
 
     def buffer(self, bucket: Bucket) -> Tensor:
-        if self._flat is None:
-            self._flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.place.device)
-        return self._flat
+        return torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.place.device)
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
         platform.synchronize()
@@ -54,10 +51,8 @@ class CudaIpc(Transport):
             client.update_weights_from_tensor(payloads, load_format="flattened_bucket")
 
         self.engines.call(update)
-        self._flat = None
 
     def release(self, failed: bool) -> None:
-        self._flat = None
         platform.collect_shared()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mrl.files import replacing
 from mrl.weights.sync.payload import Bucket
-from mrl.weights.sync.transports.base import Transport, largest
+from mrl.weights.sync.transports.base import Transport, by_turns, largest
 
 
 class Disk(Transport):
@@ -26,15 +26,14 @@ class Disk(Transport):
     name = "disk"
     uses_session = False
     needs_directory = True
-    _flat: Tensor | None = None
+    _flats: Iterator[Tensor] = iter(())
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        self._flat = torch.empty(largest(buckets), dtype=torch.uint8)
+        self._flats = by_turns(lambda: torch.empty(largest(buckets), dtype=torch.uint8), buckets)
         self._count = 0
 
     def buffer(self, bucket: Bucket) -> Tensor:
-        assert self._flat is not None
-        return self._flat
+        return next(self._flats)
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
         name = f"rank-{self.place.rank:05d}-{self._count:05d}.safetensors"
@@ -47,7 +46,7 @@ class Disk(Transport):
         self.engines.call(lambda client: client.update_weights_from_disk(directory, weight_version=version))
 
     def release(self, failed: bool) -> None:
-        self._flat = None
+        self._flats = iter(())
         if self.place.rank == 0 and self.place.directory is not None:
             shutil.rmtree(self.place.directory, ignore_errors=True)
             self.place.directory.mkdir()

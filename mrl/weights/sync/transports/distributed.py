@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,7 @@ from mrl.rollout.errors import EngineError
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket
 from mrl.weights.sync.transports.background import InBackground
-from mrl.weights.sync.transports.base import Engines, Place, Transport, largest
+from mrl.weights.sync.transports.base import Engines, Place, Transport, by_turns, largest
 
 CLEANUP_TIMEOUT_S = 5.0
 LEAVING_S = 1.0  # until a broadcast that the engine has left ends; NCCL's may not
@@ -56,17 +56,17 @@ class Distributed(Transport):
         self._device = place.device if self._backend == "nccl" else torch.device("cpu")
         self._groups: dict[EngineClient, _Joined] = {}
         self._abandoned: list[_Joined] = []
-        self._flat: Tensor | None = None
+        self._flats: Iterator[Tensor] = iter(())
         self._generation = 0
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        self._flat = torch.empty(largest(buckets), dtype=torch.uint8, device=self._device)
+        size = largest(buckets)
+        self._flats = by_turns(lambda: torch.empty(size, dtype=torch.uint8, device=self._device), buckets)
         self._generation += 1
         self.engines.call(self._join)
 
     def buffer(self, bucket: Bucket) -> Tensor:
-        assert self._flat is not None
-        return self._flat
+        return next(self._flats)
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
         part = flat[: bucket.nbytes]
@@ -103,7 +103,7 @@ class Distributed(Transport):
             raise WeightError(f"{what} did not end within {self.engines.deadline.seconds:g} s")
 
     def release(self, failed: bool) -> None:
-        self._flat = None
+        self._flats = iter(())
         if failed:
             self._leave()
 

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from mrl.weights.sync.payload import Bucket, pickle_by_value
-from mrl.weights.sync.transports.base import Transport, largest
+from mrl.weights.sync.transports.base import Transport, by_turns, largest
 
 
 class Http(Transport):
     name = "http"
-    _flat: Tensor | None = None
+    _flats: Iterator[Tensor] = iter(())
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        self._flat = torch.empty(largest(buckets), dtype=torch.uint8)
+        self._flats = by_turns(lambda: torch.empty(largest(buckets), dtype=torch.uint8), buckets)
 
     def buffer(self, bucket: Bucket) -> Tensor:
-        assert self._flat is not None
-        return self._flat
+        return next(self._flats)
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
         payloads = [pickle_by_value(bucket, flat)] * self.engines.tensor
         self.engines.call(lambda client: client.update_weights_from_tensor(payloads))
 
     def release(self, failed: bool) -> None:
-        self._flat = None
+        self._flats = iter(())

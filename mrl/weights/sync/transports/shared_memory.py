@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 
 from torch import Tensor
 
@@ -16,30 +17,31 @@ SHM = "/dev/shm"
 
 
 class SharedMemory(Transport):
-    """One buffer a sender, as large as its largest bucket, reused by all of them and freed after each push."""
+    """Two buffers a sender, each as large as its largest bucket, used in turns and freed after each push."""
 
     name = "shared_memory"
     one_machine = True
-    _buffer: SharedBuffer | None = None
+    _turns: Iterator[Tensor] = iter(())
+    _shared: Mapping[int, SharedBuffer] = {}  # by the address of their bytes
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        size = largest(buckets)
+        size, turns = largest(buckets), len(buckets[:2])
         state = os.statvfs(SHM)
         free = state.f_bavail * state.f_frsize
-        if free < size:
+        if free < turns * size:
             raise WeightError(
-                f"{SHM} has {free // MIB} MiB free, this rank's largest bucket needs {-(-size // MIB)} MiB: "
+                f"{SHM} has {free // MIB} MiB free, this rank's buckets need {turns} x {-(-size // MIB)} MiB: "
                 f"enlarge {SHM}, lower sync.bucket_mib, or set sync.transport to http or distributed"
             )
-        self._buffer = SharedBuffer(size)
+        made = [SharedBuffer(size) for _ in range(turns)]
+        self._shared = {one.flat.data_ptr(): one for one in made}
+        self._turns = cycle([one.flat for one in made])
 
     def buffer(self, bucket: Bucket) -> Tensor:
-        assert self._buffer is not None
-        return self._buffer.flat
+        return next(self._turns)
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
-        assert self._buffer is not None
-        shared = self._buffer
+        shared = self._shared[flat.data_ptr()]
 
         def update(client: EngineClient) -> None:
             payload = shared.pickle(bucket, readers=self.engines.tensor)
@@ -48,4 +50,4 @@ class SharedMemory(Transport):
         self.engines.call(update)
 
     def release(self, failed: bool) -> None:
-        self._buffer = None
+        self._turns, self._shared = iter(()), {}
