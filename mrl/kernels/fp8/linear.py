@@ -33,12 +33,12 @@ class _FP8Linear(torch.autograd.Function):
         recipe, scales = ctx.recipe, ctx.scales
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         d_x = d_weight = d_bias = None
-        if needs_x:
-            product = recipe.rounded(grad, "gradient", 1, scales) @ recipe.rounded(weight, "weight", 0, scales)
-            d_x = product.to(x.dtype)
+        across = recipe.rounded(grad, "gradient", 1, scales) if needs_x or not recipe.has_blocks else None
+        if needs_x and across is not None:
+            d_x = (across @ recipe.rounded(weight, "weight", 0, scales)).to(x.dtype)
         if needs_weight and recipe.wgrad:
-            product = recipe.rounded(grad, "gradient", 0, scales).T @ recipe.rounded(x, "input", 0, scales)
-            d_weight = product.to(weight.dtype)
+            down = recipe.rounded(grad, "gradient", 0, scales) if recipe.has_blocks or across is None else across
+            d_weight = (down.T @ recipe.rounded(x, "input", 0, scales)).to(weight.dtype)
         elif needs_weight:
             d_weight = (grad.T @ x.to(grad.dtype)).to(weight.dtype)
         if needs_bias:

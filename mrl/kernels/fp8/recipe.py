@@ -29,6 +29,11 @@ class Recipe:
     hybrid: bool
     wgrad: bool = True
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether it matters along which dimension an operand is rounded."""
+        return self.scaling in ("blockwise", "mxfp8")
+
     def format(self, role: Role) -> torch.dtype:
         """Of such an operand."""
         return E5M2 if self.hybrid and role == "gradient" else E4M3
