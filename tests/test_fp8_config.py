@@ -13,7 +13,8 @@ from mrl.config.fp8_shapes import token_unit
 from mrl.config.loader import load
 from mrl.config.problems import ConfigError, Problem
 from mrl.config.schema import RLConfig
-from mrl.platform.fp8 import RECIPES, chip_problem, version_problem
+from mrl.fp8_chips import RECIPES, chip_problem
+from mrl.platform.fp8 import version_problem
 from mrl.preflight.machine import look_at_fp8
 from tools.bench import fp8_curves
 

@@ -37,6 +37,7 @@ ROOT = Path(__file__).parent.parent
 RECIPES = {  # and the GPUs that their names promise
     "ppo_llama70b_64gpu": 64,
     "ppo_llama70b_64gpu_16k": 64,
+    "ppo_llama70b_64gpu_fp8": 64,
     "grpo_qwen32b_16gpu": 16,
     "grpo_qwen3_30b_a3b_32gpu": 32,
     "dapo_qwen7b_8gpu": 8,
@@ -80,6 +81,12 @@ def test_what_does_not_fit_is_said_with_the_reason(capsys: pytest.CaptureFixture
     assert main(["plan", "yaml_configs/ppo_llama70b_64gpu.yaml", *keys, "--gpu", "a100-40g"]) == 1
     printed = capsys.readouterr().out
     assert "It does not fit" in printed and "rank 0 needs" in printed and "actor optimizer" in printed
+
+
+def test_a_chip_without_the_recipe_is_said_with_both_numbers() -> None:
+    said = plan_of("ppo_llama70b_64gpu_fp8", gpu="a100-80g").problems
+    assert "precision.fp8.recipe: blockwise needs compute capability 9.0 or above, a100-80g has 8.0" in said
+    assert not plan_of("ppo_llama70b_64gpu_fp8").problems
 
 
 def test_more_memory_and_a_faster_chip_help() -> None:

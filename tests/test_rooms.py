@@ -22,7 +22,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "options": ("float32",),
     "families": ("float32", "foreign"),
     "config": ("core", "options", "families", "directories", "float32", "foreign", "redaction"),
-    "platform": ("ports",),
+    "fp8_chips": (),
+    "platform": ("ports", "fp8_chips"),
     "parallel": ("config", "platform"),
     "kernels": (),
     "models": ("core", "families", "config", "platform", "parallel", "kernels"),
@@ -39,7 +40,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "observe": ("core", "config", "files", "packages", "redaction"),
     "resilience": ("core", "config", "platform", "parallel", "failure", "files"),
     "trainers": (*BELOW, "rollout", "reward", "learner", "checkpoint", "observe", "resilience", "failure", "ports"),
-    "plan": ("core", "families", "config", "platform", "parallel", "models", "learner", "data"),
+    "plan": ("core", "families", "config", "platform", "parallel", "models", "learner", "data", "fp8_chips"),
     "precision": (*BELOW, "learner", "observe"),
     "preload": ("config", "platform", "checkpoint"),
     "preflight": (

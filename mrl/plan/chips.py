@@ -6,17 +6,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 GIB = 1 << 30
+CAPABILITIES = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}  # NVIDIA's list of CUDA GPUs
 
 
 @dataclass(frozen=True)
 class Chip:
     """One GPU and its share of its node.
 
-    memory: bytes; bf16, fp8: dense floating-point operations a second (fp8 None: it has none); hbm, nvlink, network,
-    pcie: bytes a second, the last three one way
+    capability: CUDA's number of what it can do; memory: bytes; bf16, fp8: dense floating-point operations a second (fp8
+    None: it has none); hbm, nvlink, network, pcie: bytes a second, the last three one way
     """
 
     name: str
+    capability: tuple[int, int]
     memory: int
     bf16: float
     fp8: float | None
@@ -30,7 +32,8 @@ def _chip(name: str, gib: float, tflops: float, fp8: float | None, hbm: float, n
     """hbm in TB/s; nvlink in GB/s, both ways together as the data sheets have it; net in Gbit/s a GPU."""
     pcie = 32e9 if name.startswith("a100") else 64e9  # PCI-SIG: 16 lanes of generation 4, and of 5
     tera = fp8 * 1e12 if fp8 is not None else None
-    return Chip(name, int(gib * GIB), tflops * 1e12, tera, hbm * 1e12, nvlink * 1e9 / 2, net * 1e9 / 8, pcie)
+    kind = CAPABILITIES[name[:4]]
+    return Chip(name, kind, int(gib * GIB), tflops * 1e12, tera, hbm * 1e12, nvlink * 1e9 / 2, net * 1e9 / 8, pcie)
 
 
 CHIPS = {  # data sheets' figures, of SXM modules, without sparsity (half of what is printed there where that has it)

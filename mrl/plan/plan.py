@@ -12,6 +12,7 @@ from mrl.config.placement import engine_gpus
 from mrl.config.sections.rollout import RolloutConfig
 from mrl.config.trainers.base import Config
 from mrl.families import ModelArch
+from mrl.fp8_chips import chip_problem
 from mrl.plan import memory, timing
 from mrl.plan.chips import Assumptions, Cluster
 from mrl.plan.engine import EnginePlan, plan_engine
@@ -89,6 +90,7 @@ class Plan:
                 largest = sorted(phase.items, key=lambda item: -item.nbytes)[:3]
                 what = ", ".join(f"{item.owner} {item.what} {item.nbytes / (1 << 30):.1f}" for item in largest)
                 found.append(f"{name}: rank {rank} needs {over:.1f} GiB more than its GPU has (largest: {what})")
+        found += self._without_fp8()
         engine = self.engine
         if engine is not None and engine.holds < 1:
             left = engine.cache / (1 << 30)
@@ -96,6 +98,15 @@ class Plan:
                 f"rollout: {left:.1f} GiB are left for an engine's cache, less than one sequence of full length"
             )
         return found
+
+    def _without_fp8(self) -> list[str]:
+        """Recipes that these GPUs cannot compute."""
+        chip, models = self.cluster.chip, self.cfg.built().values()
+        wanted = {
+            fp8.recipe for model in models if (fp8 := model.train.precision.fp8).recipe != "none" and not fp8.emulate
+        }
+        problems = (chip_problem(recipe, chip.capability, None, chip.name) for recipe in sorted(wanted))
+        return [f"precision.fp8.recipe: {problem}" for problem in problems if problem is not None]
 
     def host(self, rank: int) -> list[Item]:
         """What a rank's process has in host memory."""

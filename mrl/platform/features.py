@@ -8,7 +8,8 @@ from importlib import metadata
 
 import torch
 
-from mrl.platform.fp8 import RECIPES, fp8_problem, fp8_recipes
+from mrl.fp8_chips import RECIPES
+from mrl.platform.fp8 import fp8_problem, fp8_recipes
 from mrl.platform.fused import (
     APEX_KERNEL,
     compiler_problem,

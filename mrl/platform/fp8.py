@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 from importlib import metadata
 
 import torch
 from packaging.version import InvalidVersion, Version
 
+from mrl.fp8_chips import RECIPES, chip_problem
 from mrl.platform.fused import TRANSFORMER_ENGINE, transformer_engine_problem
 
 VERSIONS = Version("2.9"), Version("2.12")  # of transformer-engine: from, and below, as megatron-core's extra has it
 
 
-@dataclass(frozen=True)
-class _Needs:
-    """capability: of the GPU, from `capability` and below `below`; cuda: that torch is built with, at least."""
-
-    capability: tuple[int, int]
-    asks: str
-    below: tuple[int, int] | None = None
-    cuda: tuple[int, int] = (12, 1)
-
-
-RECIPES = {
-    "current": _Needs((8, 9), "is_fp8_available"),
-    "delayed": _Needs((8, 9), "is_fp8_available"),
-    "blockwise": _Needs((9, 0), "is_fp8_block_scaling_available", cuda=(12, 9)),
-    "mxfp8": _Needs((10, 0), "is_mxfp8_available", below=(12, 0)),
+_ASKS = {  # how transformer-engine is asked
+    "current": "is_fp8_available",
+    "delayed": "is_fp8_available",
+    "blockwise": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
 }
 
 
@@ -53,30 +43,14 @@ def version_problem(installed: str) -> str | None:
     return None if fits else f"transformer-engine is {installed}; needed is {first} or later, below {end}"
 
 
-def chip_problem(recipe: str, capability: tuple[int, int], cuda: tuple[int, int]) -> str | None:
-    """Why a GPU of this compute capability, with this CUDA, cannot compute it."""
-    needs = RECIPES[recipe]
-    if capability < needs.capability or (needs.below is not None and capability >= needs.below):
-        bound = f" and below {_dotted(needs.below)}" if needs.below is not None else ""
-        asked = f"compute capability {_dotted(needs.capability)} or above{bound}"
-        return f"{recipe} needs {asked}, this GPU has {_dotted(capability)}"
-    if cuda < needs.cuda:
-        return f"{recipe} needs CUDA {_dotted(needs.cuda)} or above, torch here is built with {_dotted(cuda)}"
-    return None
-
-
 def fp8_recipes() -> list[str]:
     """Those that can be computed here."""
     return [recipe for recipe in RECIPES if fp8_problem(recipe) is None]
 
 
 def _refusal(recipe: str) -> str | None:
-    ask = getattr(importlib.import_module(TRANSFORMER_ENGINE), RECIPES[recipe].asks, None)
+    ask = getattr(importlib.import_module(TRANSFORMER_ENGINE), _ASKS[recipe], None)
     if ask is None:
         return None
     is_there, why = ask(return_reason=True)
     return None if is_there else f"transformer-engine: {why or 'it says no more'}"
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
