@@ -42,7 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     dense = make_tiny(root / "dense", "llama", weights=False, **SIZES)
     moe = make_tiny(root / "moe", "qwen3_moe", weights=False, **SIZES, moe_intermediate_size=256)
     found = {}
-    for processes, layouts in ((1, ("one", "moe:one", "resume:one")), (2, (*ON_2, "resume:tp2"))):
+    for processes, layouts in ((1, ("one", "moe:one", "resume:one", "params:one")), (2, (*ON_2, "resume:tp2"))):
         file = root / f"{processes}.json"
         run_world(processes, "fp8.py", root, dense, moe, file, *layouts)
         found |= json.loads(file.read_text())
@@ -79,6 +79,12 @@ def test_a_resumed_run_is_the_same_to_the_bit_with_all_that_scaling_remembers(
     assert found["delayed"]["memory"] and found["delayed"]["scales"] == 24, (
         "8 layers with 3 scales each, all of them set"
     )
+
+
+def test_weights_in_fp8_are_drawn_and_loaded_for_the_optimizer_and_exported_as_they_stand(
+    results: dict[str, dict[str, Any]],
+) -> None:
+    assert results["params:one"] == {"drawn": True, "exported": True, "loaded": True}
 
 
 def test_the_memory_of_other_layers_is_refused() -> None:

@@ -229,7 +229,7 @@ def test_it_starts_without_torch() -> None:
 
 
 def test_dry_run_builds_every_kind_of_rank_and_names_what_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "yaml_configs/ppo_llama70b_64gpu.yaml", "--dry-run"]) == 0
+    assert main(["train", "yaml_configs/ppo_llama70b_64gpu_fp8.yaml", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("as planned") == 12, "four stages of actor, critic and reference"
     assert "NOT" not in printed and "It fits" in printed
