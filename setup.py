@@ -15,6 +15,7 @@ REQUIRED = [
     "transformers>=5.0,<6",
     "safetensors>=0.5",
     "numpy>=1.26",
+    "pyarrow>=16",
     "packaging>=24.0",
     "pyyaml>=6.0",
     "pydantic>=2.10,<3",

@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mrl import units
 from mrl.units import NUMBERING, RESPONSE_TOKEN, PerResponseToken, PerSample, PerToken
+
+Ids = Sequence[int] | np.ndarray  # of tokens
 
 
 @dataclass(frozen=True)
@@ -51,19 +54,32 @@ class Request:
     seed: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Sample:
-    """One finished response. `log_probs` are the engine's, of logits / temperature, one a response token."""
+    """One finished response.
+
+    response_ids [n] int32, from any numbers
+    log_probs [n] float32, likewise: the engine's, of logits / temperature, one a response token
+    """
 
     request: Request
-    response_ids: list[int]
-    log_probs: list[float]
+    response_ids: np.ndarray
+    log_probs: np.ndarray
     finish_reason: str  # "stop" | "length" | "abort"
     weight_version: str
     response_text: str = ""
     score: float = 0.0
     score_parts: dict[str, float] = field(default_factory=dict)
     reward_error: str = ""  # why the reward function failed on it, where that scores 0
+
+    def __post_init__(self) -> None:
+        self.response_ids = np.asarray(self.response_ids, dtype=np.int32)
+        self.log_probs = np.asarray(self.log_probs, dtype=np.float32)
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """Prompt and response, int32."""
+        return np.concatenate([np.array(self.request.prompt.token_ids, dtype=np.int32), self.response_ids])
 
 
 @dataclass(frozen=True)
@@ -99,12 +115,11 @@ class Rollout:
     weight_versions: PerSample | None = None
 
     @classmethod
-    def of(
-        cls, step: int, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], **known: Tensor | None
-    ) -> Self:
+    def of(cls, step: int, prompts: Sequence[Ids], responses: Sequence[Ids], **known: Tensor | None) -> Self:
         """Token ids as a rollout, sample i = prompt i + response i. Of what is not `known`, groups are of one sample,
         scores and log-probs are 0, and the rest is None."""
         pairs = list(zip(prompts, responses, strict=True))
+        flat = [np.asarray(ids, dtype=np.int64) for pair in pairs for ids in pair]
         made: dict[str, Any] = {
             "group": torch.arange(len(pairs)),
             "scores": torch.zeros(len(pairs)),
@@ -112,7 +127,7 @@ class Rollout:
         }
         return cls(
             step=step,
-            tokens=torch.tensor([token for pair in pairs for ids in pair for token in ids]),
+            tokens=torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *flat])),
             seq_lens=torch.tensor([len(prompt) + len(response) for prompt, response in pairs]),
             prompt_lens=torch.tensor([len(prompt) for prompt in prompts]),
             **made | known,
@@ -144,17 +159,19 @@ class Rollout:
     def dense(self, flat: Tensor) -> Tensor:
         """[R] -> [B, T], zeros outside the response mask."""
         mask = self.response_mask
-        out = torch.zeros(mask.shape, dtype=flat.dtype)
-        out[mask] = flat
-        return out
+        return torch.zeros(mask.shape, dtype=flat.dtype).masked_scatter_(mask, flat)
 
     def flat(self, dense: Tensor) -> Tensor:
         """[B, T] -> [R]."""
-        return dense[self.response_mask]
+        return dense.masked_select(self.response_mask)
 
     def pick(self, samples: Tensor) -> Self:
         """Some of the samples, in the order of `samples` [b] int64, which may name one more than once."""
         return units.pick(self, samples)
+
+    def part(self, samples: range) -> Self:
+        """Samples that follow each other: `pick` without a copy."""
+        return units.part(self, samples)
 
     def flat_of(self, samples: Tensor, flat: Tensor) -> Tensor:
         """Of a flat vector [R], what belongs to the samples of `pick(samples)`."""

@@ -7,7 +7,7 @@ names: items of another kind (turns, say) are one more `Unit`. A field may itsel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -39,6 +39,14 @@ class Unit:
         starts, count = (each.cumsum(0) - each)[samples], each[samples]
         before = count.cumsum(0) - count
         return torch.arange(int(count.sum())) + (starts - before).repeat_interleave(count)
+
+    def span(self, of: Any, samples: range) -> slice:
+        """`places` of samples that follow each other."""
+        if self.lengths is None:
+            return slice(samples.start, samples.stop)
+        each = self._each(of)
+        start = int(each[: samples.start].sum())
+        return slice(start, start + int(each[samples.start : samples.stop].sum()))
 
     def _each(self, of: Any) -> Tensor:
         assert self.lengths is not None
@@ -77,14 +85,24 @@ def check(batch: object, of: object = None) -> None:
 def pick(batch: T, samples: Tensor, of: object = None) -> T:
     """Of some of the samples, in the order of `samples` [b] int64, which may name one more than once. of: as in
     `check`."""
-    whole: Any = batch
-    of, units, changes = whole if of is None else of, declared(whole), {}
-    for name, value in _values(whole).items():
+    of = batch if of is None else of
+    return _taken(batch, lambda unit: unit.places(of, samples))
+
+
+def part(batch: T, samples: range, of: object = None) -> T:
+    """As `pick`, of samples that follow each other (step 1): the tensors are views of the batch's."""
+    of = batch if of is None else of
+    return _taken(batch, lambda unit: unit.span(of, samples))
+
+
+def _taken(batch: Any, where: Callable[[Unit], Tensor | slice]) -> Any:
+    units, changes = declared(batch), {}
+    for name, value in _values(batch).items():
         if _is_batch(value):
-            changes[name] = pick(value, samples, of)
+            changes[name] = _taken(value, where)
         elif name in units and value is not None:
-            changes[name] = value[units[name][0].places(of, samples)]
-    return replace(whole, **changes)
+            changes[name] = value[where(units[name][0])]
+    return replace(batch, **changes)
 
 
 def join(batches: Sequence[T]) -> T:

@@ -6,6 +6,7 @@
 #   CONTAINER_IMAGE     instead of a virtual environment (needs pyxis); CONTAINER_MOUNTS: what it sees
 #   LOG_DIR             of the nodes' logs, NAME_JOB_NODE.log (default: logs)
 #   MAX_REQUEUES        how often a job may go on by itself (default: 100)
+#   PREFLIGHT           no: several nodes start without looking at each other first
 #   LOST_S              seconds that a node may need to end after another one has failed, before it counts as lost; more
 #                       than the cluster's KillWait (default: 120)
 #   NCCL_SOCKET_IFNAME, NCCL_IB_HCA, GLOO_SOCKET_IFNAME, NCCL_DEBUG: as NCCL and gloo know them
@@ -47,7 +48,7 @@ else
 fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
-# ---- the run
+# ---- what each node is told
 
 gpus=${SLURM_GPUS_PER_NODE:-} # 8, or h100:8
 if [[ -v COMMAND ]]; then
@@ -79,6 +80,30 @@ trap warn USR1
 
 phase "nodes $SLURM_JOB_NODELIST, head $head:$port, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
 [[ -n ${CONTAINER_IMAGE:-} ]] && "${step[@]}" true && phase "every node has the container"
+
+# ---- preflight: every node looks at itself, at the others and at the network between them; it ends by itself
+
+if [[ -n ${place:-} && ! -v COMMAND && ${PREFLIGHT:-yes} == yes ]]; then
+  names=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+  look='exec >>"${LOG}_$SLURMD_NODENAME.log" 2>&1
+  COLUMNS=160 "$0" -m mrl "$@" '${place/:$port/:$((port - 10000))}'
+  code=$?
+  ((code == 0)) || echo "$SLURMD_NODENAME $code" >"$STATE.look.$SLURM_NODEID"
+  exit $code'
+  phase "preflight of $names"
+  "${step[@]}" --mem=0 --time="${PREFLIGHT_MINUTES:-10}" --kill-on-bad-exit=1 bash -c "$look" "$python" \
+    preflight "${arguments[@]:1}" --names "$names"
+  code=$?
+  bad=$(cat $(ls -tr "$STATE".look.* 2>/dev/null) /dev/null | paste -sd,)
+  rm -f "$STATE".look.*
+  if ((code)); then
+    phase "error: preflight has found something wrong on ${bad:-a node that does not end} (with exit code): ${LOG}_NODE.log"
+    code=${bad##* } && exit "${code:-1}"
+  fi
+fi
+
+# ---- the run
+
 phase "starting: mrl ${arguments[*]}; each node writes to ${LOG}_NODE.log"
 "${step[@]}" --mem=0 --kill-on-bad-exit=1 bash -c "$node" "$python" "${arguments[@]}" &
 run=$!

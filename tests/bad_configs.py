@@ -173,7 +173,7 @@ BAD = [
         ("8 layers do not divide over 3 stages: 1, 2, 4 or 8 would", "first_stage_layers"),
         base=PPO.replace("nproc: 4", "nproc: 6"),
     ),
-    Bad("two machines on one", NPROC, "  nproc: 4\n  nodes: 2\n", "run.nodes", ("made for 2 machines", "--nnodes 2")),
+    Bad("two machines on one", NPROC, "  nproc: 4\n  nodes: 2\n", "run.nodes", ("made for 2 machines", "--nodes 2")),
     Bad(
         "virtual without pipeline",
         "    pipeline: 2",

@@ -109,6 +109,18 @@ def hangs() -> list[GpuHealth]:
     raise platform.GpuTimeout("a small product on every GPU was not there within 60 s")
 
 
+def gpus_of(gib: float) -> Edit:
+    """A large one, and a small one."""
+    sizes = {"H100": 80 << 30, "L4": int(gib * (1 << 30))}
+    found = [GpuHealth(number, name, size, size) for number, (name, size) in enumerate(sizes.items())]
+    return patched("mrl.platform.gpu_health", lambda: found)
+
+
+def host_memory(total: int, available: int) -> Edit:
+    seen = SimpleNamespace(total=total, available=available)
+    return patched("mrl.preflight.memory.psutil", SimpleNamespace(virtual_memory=lambda: seen))
+
+
 def none_free() -> int:
     raise ports.NoFreePort("no free port on 127.0.0.1 among 100 tried")
 
@@ -303,6 +315,30 @@ MISTAKES = [
         ("checkpoint.every_steps=1", "run.steps=3"),
         edit=full(1_000_000),
     ),
+    # memory
+    Mistake(
+        "the smallest GPU is too small",
+        ("rollout: rank 0 needs", "its GPU has 1.0", "engine weights and cache", "more GPUs"),
+        edit=gpus_of(1),
+    ),
+    Mistake(
+        "GPUs that are named are too small",
+        (
+            "actor_update: rank 0 needs",
+            "its GPU has 40.0",
+            "actor activations",
+            "fewer actor.max_tokens_per_microbatch",
+        ),
+        ("actor.max_tokens_per_microbatch=4194304", "batch.prompts_per_step=65536"),
+        arguments=("--gpu", "a100-40g"),
+    ),
+    Mistake(
+        "an engine that keeps its memory",
+        ("actor_update: rank 0 needs", "rollout.release: all (the engine holds"),
+        ("actor.max_tokens_per_microbatch=1048576", "batch.prompts_per_step=16384", "rollout.memory_fraction=0.95"),
+        arguments=("--gpu", "a100-40g"),
+    ),
+    Mistake("too little host memory", ("this machine has 1 MB", "fewer ranks"), edit=host_memory(10**6, 10**6)),
     Mistake(
         "a place for temporary files that is none",
         ("TMPDIR is '/nowhere'", "writable"),

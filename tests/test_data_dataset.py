@@ -215,7 +215,7 @@ def test_collate_refuses_incomplete_samples() -> None:
     with pytest.raises(ValueError, match="sample 0 has no response tokens"):
         collate(0, [sample(0, (1,), [])])
     broken = sample(0, (1,), [2, 3])
-    broken.log_probs.pop()
+    broken.log_probs = broken.log_probs[1:]
     with pytest.raises(ValueError, match="sample 0 has 2 response tokens and 1 log-probs"):
         collate(0, [broken])
     with pytest.raises(ValueError, match="no samples"):

@@ -127,16 +127,15 @@ class MadeUp:
     eos_id: int = 2
 
     def generate(
-        self, requests: Sequence[Request], params: SamplingParams, on_sample: Callable[[Sample], None]
+        self, requests: Sequence[Request], params: SamplingParams, on_samples: Callable[[list[Sample]], None]
     ) -> list[Sample]:
         self.asked.append((requests, params))
         samples = [Sample(r, [5, 2], [-1.0, -2.0], "stop", "0") for r in requests]
-        for each in reversed(samples):
-            on_sample(each)
+        on_samples(samples[::-1])
         return samples
 
-    def decode(self, ids: list[int]) -> str:
-        return str(ids)
+    def decode_all(self, responses: Sequence[Sequence[int]]) -> list[str]:
+        return [str(ids) for ids in responses]
 
     def submit(self, sample: Sample) -> None:
         request = sample.request

@@ -62,7 +62,8 @@ def sample(engine: Engine, temperature: float) -> list[dict[str, Any]]:
     requests = [Request(n, n, Prompt(n, ids, {}), sample_seed(1, 0, n)) for n, ids in enumerate(prompts)]
     samples: list[Sample] = engine.generate(requests, SamplingParams(temperature=temperature, max_new_tokens=40))
     return [
-        {"prompt": s.request.prompt.token_ids, "response": s.response_ids, "log_probs": s.log_probs} for s in samples
+        {"prompt": s.request.prompt.token_ids, "response": s.response_ids.tolist(), "log_probs": s.log_probs.tolist()}
+        for s in samples
     ]
 
 

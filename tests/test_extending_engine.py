@@ -39,7 +39,7 @@ def test_an_engine_of_one_s_own_samples_and_gets_weights(table: None, tiny_model
         assert engine.notes == []
         asked = requests([(3 + n, 4, 5) for n in range(80)])
         samples = engine.generate(asked, SamplingParams(max_new_tokens=2))
-        assert [sample.response_ids for sample in samples] == [[5, 4]] * len(asked)
+        assert [sample.response_ids.tolist() for sample in samples] == [[5, 4]] * len(asked)
         assert {sample.weight_version for sample in samples} == {"default"}
         sync = SyncConfig(transport="disk", timeout_s=60.0)
         with closing(WeightSync(FileExporter(model), engine.urls, sync, access=engine.access)) as weights:

@@ -34,15 +34,6 @@ from mrl.plan.workload import Batches  # noqa: E402
 from mrl.trainers.rl.memory_order import ORDER  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
-RECIPES = {  # and the GPUs that their names promise
-    "ppo_llama70b_64gpu": 64,
-    "ppo_llama70b_64gpu_16k": 64,
-    "ppo_llama70b_64gpu_fp8": 64,
-    "grpo_qwen32b_16gpu": 16,
-    "grpo_qwen3_30b_a3b_32gpu": 32,
-    "dapo_qwen7b_8gpu": 8,
-    "sft_qwen7b_8gpu": 8,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -52,28 +43,13 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe(name: str, *overrides: str) -> Config:
-    return load(f"yaml_configs/{name}.yaml", overrides, planned=lambda cfg: machine_of(cfg, None, 8))
+    return load(f"yaml_configs/{name}.yaml", overrides, planned=machine_of)
 
 
 def plan_of(name: str, *overrides: str, gpu: str = "h100-80g") -> Plan:
     cfg = recipe(name, *overrides)
-    cluster = Cluster(CHIPS[gpu], machine_of(cfg, None, 8).world_size)
+    cluster = Cluster(CHIPS[gpu], machine_of(cfg).world_size)
     return make(cfg, cluster, read_shapes(cfg), Assumptions())
-
-
-def test_every_large_recipe_is_in_the_table() -> None:
-    found = {path.stem for path in (ROOT / "yaml_configs").glob("*gpu*.yaml")}
-    assert set(RECIPES) <= found
-    models = {path.parent.name for path in (ROOT / "yaml_configs" / "models").glob("*/config.json")}
-    assert {Path(recipe(name).model.path).name for name in RECIPES} <= models
-
-
-@pytest.mark.parametrize(("name", "gpus"), RECIPES.items())
-def test_a_recipe_fits(name: str, gpus: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", f"yaml_configs/{name}.yaml"]) == 0
-    printed = capsys.readouterr().out
-    assert f"{gpus} x h100-80g on {gpus // 8} node" in printed and "It fits" in printed
-    assert "matmul_share" in printed, "what is assumed stands there"
 
 
 def test_what_does_not_fit_is_said_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +61,8 @@ def test_what_does_not_fit_is_said_with_the_reason(capsys: pytest.CaptureFixture
 
 def test_a_chip_without_the_recipe_is_said_with_both_numbers() -> None:
     said = plan_of("ppo_llama70b_64gpu_fp8", gpu="a100-80g").problems
-    assert "precision.fp8.recipe: blockwise needs compute capability 9.0 or above, a100-80g has 8.0" in said
+    wanted = "precision.fp8.recipe: blockwise needs compute capability 9.0 or above, a100-80g has 8.0"
+    assert any(text.startswith(wanted) for text in said)
     assert not plan_of("ppo_llama70b_64gpu_fp8").problems
 
 
@@ -202,9 +179,43 @@ def test_search_writes_a_configuration_that_fits(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["ppo_llama70b_64gpu", "--gpus", "8"], "Nearest: TP8, 5120 tokens, recompute full"),
+        (["dapo_qwen7b_8gpu", "--gpus", "1"], "refused, such as for rollout.servers: 8 servers x tensor 1 = 8 GPUs"),
+    ],
+)
+def test_a_search_without_a_result_says_why(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The layout that is written need not be one of that world."""
+    name, *options = arguments
+    assert main(["plan", f"yaml_configs/{name}.yaml", "--search", *options]) == 1
+    assert said in capsys.readouterr().out
+
+
+def test_engines_that_keep_their_memory_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two models take turns: that is a matter of how much the engines hold."""
+    assert main(["plan", "yaml_configs/ppo_llama70b_64gpu.yaml", "rollout.release=none"]) == 1
+    assert "actor_update: rank 0 needs 125.0 GiB, its GPU has 80.0" in (printed := capsys.readouterr().out)
+    assert "-> rollout.release: all (the engine holds 68.0 GiB meanwhile)" in printed
+    assert (
+        main(["plan", "yaml_configs/ppo_llama70b_64gpu.yaml", "rollout.release=none", "rollout.memory_fraction=0.26"])
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
         (["--gpu", "h900"], "expected one of a100-80g"),
         (["--gpus", "12"], "do not divide"),
         (["--gpus", "0"], "at least 1"),
+        (["--gpus", "160", "--per-node", "64"], "no whole number of nodes of 64"),
+        (["--search", "--gpu", "none"], "planned for GPUs alone"),
+        (["--search", "--json"], "not for --search"),
+        (
+            ["critic=null", "algorithm.adv_estimator=grpo", "batch.samples_per_prompt=8", "rollout.release=none"],
+            "keep it",
+        ),
         (["--out", "x.yaml"], "--out is for --search"),
         (["--search", "--out", "yaml_configs/ppo_llama70b_64gpu.yaml"], "cannot take its place"),
         (["actor.parallel.tensor=3"], "does not divide the model's"),

@@ -17,6 +17,7 @@ import yaml
 from mrl import cli
 from mrl.commands import shared
 from mrl.config.checkpoint_size import checkpoint_bytes
+from mrl.config.derived import Machine
 from mrl.config.loader import load
 from mrl.families import load_arch
 from mrl.packages import pip_install, pip_install_extra
@@ -109,6 +110,7 @@ def test_the_tested_versions_are_those_of_the_constraints() -> None:
     assert {part: pinned[part] for part in tested.TESTED} == tested.TESTED
 
 
+IN_A_WORLD = Machine(16, 8, 0, joined=True)
 NEED_NOT_LOOK = [{"MRL_MEETING": "x"}, {"TORCHELASTIC_RESTART_COUNT": "1"}, {"LOCAL_RANK": "1"}]
 
 
@@ -116,7 +118,7 @@ NEED_NOT_LOOK = [{"MRL_MEETING": "x"}, {"TORCHELASTIC_RESTART_COUNT": "1"}, {"LO
 def test_ranks_that_need_not_look_do_not(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "LOCAL_RANK": "0", **environment}.items():
         monkeypatch.setenv(name, value)
-    assert not shared.is_refused(None, in_a_world=True)  # type: ignore[arg-type]
+    assert not shared.is_refused(None, IN_A_WORLD)  # type: ignore[arg-type]
 
 
 def test_the_first_rank_of_another_node_looks_at_its_own_machine(
@@ -127,7 +129,7 @@ def test_the_first_rank_of_another_node_looks_at_its_own_machine(
     monkeypatch.setattr(look, "OF_NODE", ())
     monkeypatch.setattr(look, "OF_MACHINE", (machine.look_at_temporary_files,))
     monkeypatch.setenv("TMPDIR", "/nowhere")
-    assert shared.is_refused(None, in_a_world=True)  # type: ignore[arg-type]
+    assert shared.is_refused(None, IN_A_WORLD)  # type: ignore[arg-type]
     assert capsys.readouterr().err.startswith(f"{socket.gethostname()}: TMPDIR is '/nowhere'")
 
 

@@ -53,7 +53,7 @@ def requests(prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None = Non
 @torch.inference_mode()
 def logits_of(model: torch.nn.Module, sample: Sample) -> Tensor:
     """[response tokens, vocab]: the logits that each response token was drawn from."""
-    prompt, response = list(sample.request.prompt.token_ids), sample.response_ids
+    prompt, response = list(sample.request.prompt.token_ids), sample.response_ids.tolist()
     return model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].double()
 
 
@@ -67,7 +67,7 @@ def max_log_prob_error(model: torch.nn.Module, samples: Sequence[Sample], temper
     worst = 0.0
     for sample in samples:
         expected = (logits_of(model, sample) / temperature).log_softmax(-1)
-        chosen = expected.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+        chosen = expected.gather(1, torch.tensor(sample.response_ids.tolist())[:, None])[:, 0]
         worst = max(worst, float((chosen - torch.tensor(sample.log_probs).double()).abs().max()))
     return worst
 
@@ -75,7 +75,7 @@ def max_log_prob_error(model: torch.nn.Module, samples: Sequence[Sample], temper
 def test_greedy_equals_transformers_generate(engine: Engine, model: torch.nn.Module) -> None:
     samples = engine.generate(requests(PROMPTS), SamplingParams(temperature=0, max_new_tokens=24))
     for sample in samples:
-        assert sample.response_ids == greedy(model, sample.request.prompt.token_ids, 24)
+        assert sample.response_ids.tolist() == greedy(model, sample.request.prompt.token_ids, 24)
     assert max_log_prob_error(model, samples, 1.0) <= 1e-4
 
 
@@ -86,7 +86,7 @@ def test_log_probs_are_of_tempered_unfiltered_logits(
 ) -> None:
     params = SamplingParams(temperature=temperature, max_new_tokens=24, **filters)  # type: ignore[arg-type]
     samples = engine.generate(requests(PROMPTS), params)
-    assert all(len(s.log_probs) == len(s.response_ids) > 0 for s in samples)
+    assert all(len(s.log_probs) == len(s.response_ids.tolist()) > 0 for s in samples)
     assert max_log_prob_error(model, samples, temperature) <= 1e-4
 
 
@@ -94,23 +94,23 @@ def test_log_probs_are_of_tempered_unfiltered_logits(
 def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(engine: Engine, filters: dict[str, float]) -> None:
     params = SamplingParams(max_new_tokens=32, **filters)  # type: ignore[arg-type]
     seeds = [sample_seed(1, 0, i) for i in range(len(PROMPTS))]
-    alone = [engine.generate([request], params)[0].response_ids for request in requests(PROMPTS, seeds)]
-    assert [s.response_ids for s in engine.generate(requests(PROMPTS, seeds), params)] == alone
+    alone = [engine.generate([request], params)[0].response_ids.tolist() for request in requests(PROMPTS, seeds)]
+    assert [s.response_ids.tolist() for s in engine.generate(requests(PROMPTS, seeds), params)] == alone
     crowd = [tuple(range(3 + i, 6 + 2 * i)) for i in range(40)]
     crowd_seeds = [sample_seed(2, 0, i) for i in range(40)]
     mixed = engine.generate(
         requests([*crowd[:20], *PROMPTS, *crowd[20:]], [*crowd_seeds[:20], *seeds, *crowd_seeds[20:]]), params
     )
-    assert [s.response_ids for s in mixed[20 : 20 + len(PROMPTS)]] == alone
+    assert [s.response_ids.tolist() for s in mixed[20 : 20 + len(PROMPTS)]] == alone
 
 
 def test_distinct_seeds_draw_distinct_samples_of_the_right_distribution(engine: Engine, model: torch.nn.Module) -> None:
     n = 1500
     seeds = [sample_seed(7, 3, i) for i in range(n)]
     samples = engine.generate(requests([PROMPTS[0]] * n, seeds), SamplingParams(max_new_tokens=2))
-    assert len({tuple(s.response_ids) for s in samples}) > n / 4
+    assert len({tuple(s.response_ids.tolist()) for s in samples}) > n / 4
     expected = logits_of(model, samples[0])[0].softmax(-1)
-    counts = torch.bincount(torch.tensor([s.response_ids[0] for s in samples]), minlength=len(expected))
+    counts = torch.bincount(torch.tensor([s.response_ids.tolist()[0] for s in samples]), minlength=len(expected))
     top = expected.topk(8).indices
     sigma = (n * expected[top] * (1 - expected[top])).sqrt()
     assert bool(((counts[top] - n * expected[top]).abs() < 4.5 * sigma).all())
@@ -120,29 +120,29 @@ def test_distinct_seeds_draw_distinct_samples_of_the_right_distribution(engine: 
 def test_both_engines_draw_the_same_tokens(sglang_engine: Engine, transformers_engine: Engine) -> None:
     params, asked = SamplingParams(temperature=0.9, max_new_tokens=24), requests(PROMPTS, [11, 12, 13, 14])
     a, b = sglang_engine.generate(asked, params), transformers_engine.generate(asked, params)
-    assert [s.response_ids for s in a] == [s.response_ids for s in b]
+    assert [s.response_ids.tolist() for s in a] == [s.response_ids.tolist() for s in b]
 
 
 def test_top_k_and_top_p_keep_to_the_likely_tokens(engine: Engine, model: torch.nn.Module) -> None:
     many = requests([PROMPTS[0]] * 24, [sample_seed(5, 0, i) for i in range(24)])
     for sample in engine.generate(many, SamplingParams(temperature=1.5, top_k=3, max_new_tokens=8)):
         best = logits_of(model, sample).topk(3).indices.tolist()
-        assert all(token in row for token, row in zip(sample.response_ids, best))
+        assert all(token in row for token, row in zip(sample.response_ids.tolist(), best))
     for sample in engine.generate(many, SamplingParams(temperature=1.5, top_p=0.5, max_new_tokens=8)):
         probs, order = (logits_of(model, sample) / 1.5).softmax(-1).sort(descending=True)
         before = probs.cumsum(-1) - probs
-        rank = (order == torch.tensor(sample.response_ids)[:, None]).int().argmax(-1)
+        rank = (order == torch.tensor(sample.response_ids.tolist())[:, None]).int().argmax(-1)
         assert bool((before.gather(1, rank[:, None]) <= 0.5 + 1e-6).all())
 
 
 def test_length_and_stop_ids(engine: Engine, model: torch.nn.Module) -> None:
     full = engine.generate(requests([PROMPTS[0]]), SamplingParams(temperature=0, max_new_tokens=12))[0]
-    assert (len(full.response_ids), full.finish_reason) == (12, "length")
-    stop = full.response_ids[5]
-    first = full.response_ids.index(stop)
+    assert (len(full.response_ids.tolist()), full.finish_reason) == (12, "length")
+    stop = full.response_ids.tolist()[5]
+    first = full.response_ids.tolist().index(stop)
     params = SamplingParams(temperature=0, max_new_tokens=12, stop_token_ids=(stop,))
     cut = engine.generate(requests([PROMPTS[0]]), params)[0]
-    assert cut.response_ids == full.response_ids[: first + 1], "the stop token belongs to the response"
+    assert cut.response_ids.tolist() == full.response_ids[: first + 1].tolist(), "the stop token belongs to it"
     assert cut.finish_reason == "stop"
     assert cut.log_probs == pytest.approx(full.log_probs[: first + 1], abs=1e-5)
 
@@ -155,7 +155,7 @@ def test_a_request_beyond_the_context_is_refused_by_name(engine: Engine) -> None
     # SGLang 0.5.23 keeps the last two positions free and ends a response two tokens early there, saying "length"
     most = 512 - 490 - 2
     exact = engine.generate(asked[1:], SamplingParams(max_new_tokens=most, temperature=0))[0]
-    assert len(exact.response_ids) == most or exact.finish_reason == "stop"
+    assert len(exact.response_ids.tolist()) == most or exact.finish_reason == "stop"
 
 
 def test_the_end_of_sequence_token_ends_a_response_and_is_kept(engine: Engine) -> None:
@@ -164,8 +164,8 @@ def test_the_end_of_sequence_token_ends_a_response_and_is_kept(engine: Engine) -
     ended = [s for s in samples if s.finish_reason == "stop"]
     assert ended
     for sample in samples:
-        assert EOS not in sample.response_ids[:-1]
-        assert (sample.response_ids[-1] == EOS) == (sample.finish_reason == "stop")
+        assert EOS not in sample.response_ids.tolist()[:-1]
+        assert (sample.response_ids.tolist()[-1] == EOS) == (sample.finish_reason == "stop")
 
 
 def test_samples_come_ordered_and_are_reported_as_they_finish(engine: Engine) -> None:
@@ -192,7 +192,7 @@ def test_weights_from_disk_change_the_tokens_and_the_version(
         client.update_weights_from_disk(str(other), weight_version="step-7")
         sample = engine.generate(requests([PROMPTS[0]]), params)[0]
         assert sample.weight_version == "step-7"
-        assert sample.response_ids == greedy(AutoModelForCausalLM.from_pretrained(other), PROMPTS[0], 8)
+        assert sample.response_ids.tolist() == greedy(AutoModelForCausalLM.from_pretrained(other), PROMPTS[0], 8)
         changed = client.weights_checksum()[0].checksums
         assert [name for name in before if before[name] == changed[name]] == []
     finally:
@@ -237,18 +237,18 @@ def test_stop_strings(transformers_engine: Engine) -> None:
     from tests.tiny import tiny_tokenizer
 
     decode = tiny_tokenizer().decode
-    text = decode(free.response_ids)
+    text = decode(free.response_ids.tolist())
     stop = next(c for c in text[5:] if c.isascii())
     cut = transformers_engine.generate(requests(PROMPTS), SamplingParams(max_new_tokens=40, top_k=60, stop=(stop,)))[0]
     assert cut.finish_reason == "stop"
-    assert cut.response_ids == free.response_ids[: len(cut.response_ids)]
-    assert stop in decode(cut.response_ids) and stop not in decode(cut.response_ids[:-1])
+    assert cut.response_ids.tolist() == free.response_ids.tolist()[: len(cut.response_ids.tolist())]
+    assert stop in decode(cut.response_ids.tolist()) and stop not in decode(cut.response_ids.tolist()[:-1])
 
 
 def test_memory_given_up_around_an_update(engine: Engine, tiny_models: TinyModels) -> None:
     """The order of a step on one GPU, on the wire: a second request for what is done already would end SGLang."""
     asked, sampling, cfg = requests(PROMPTS), SamplingParams(max_new_tokens=6), SyncConfig(timeout_s=60.0)
-    before = [sample.response_ids for sample in engine.generate(asked, sampling)]
+    before = [sample.response_ids.tolist() for sample in engine.generate(asked, sampling)]
     exporter = FileExporter(tiny_models("llama"))
     with closing(
         WeightSync(exporter, engine.urls, cfg, access=engine.access, plain=True, guard=engine.check_push)
@@ -268,5 +268,5 @@ def test_memory_given_up_around_an_update(engine: Engine, tiny_models: TinyModel
             assert sync.push("default", verify=True).verified == len(exporter.tensors)
             engine.has_pushed("default")
             engine.resume_memory(parts)
-            assert [sample.response_ids for sample in engine.generate(asked, sampling)] == before
+            assert [sample.response_ids.tolist() for sample in engine.generate(asked, sampling)] == before
     engine.weight_version = None  # the engine is not this test's alone

@@ -78,13 +78,13 @@ def test_a_scratch_moe_sglang_with_stop_strings_then_killed(tiny_models: TinyMod
         engine.client(engine.urls[0]).update_weights_from_disk(str(weights), weight_version="pushed")
         model = AutoModelForCausalLM.from_pretrained(weights).float().eval()
         free = engine.generate(requests([(5, 6, 7)]), SamplingParams(temperature=0, max_new_tokens=30))[0]
-        assert free.response_ids == greedy(model, (5, 6, 7), 30)
+        assert free.response_ids.tolist() == greedy(model, (5, 6, 7), 30)
         decode = tiny_tokenizer().decode
-        stop = next(c for c in decode(free.response_ids)[3:] if c.isascii())
+        stop = next(c for c in decode(free.response_ids.tolist())[3:] if c.isascii())
         cut = engine.generate(requests([(5, 6, 7)]), SamplingParams(temperature=0, max_new_tokens=30, stop=(stop,)))[0]
         assert cut.finish_reason == "stop"
-        assert cut.response_ids == free.response_ids[: len(cut.response_ids)]
-        assert stop in decode(cut.response_ids) and stop not in decode(cut.response_ids[:-1])
+        assert cut.response_ids.tolist() == free.response_ids.tolist()[: len(cut.response_ids.tolist())]
+        assert stop in decode(cut.response_ids.tolist()) and stop not in decode(cut.response_ids.tolist()[:-1])
         error, seconds = generate_and_kill(engine, lambda tree: tree[-1])
     assert "engine 0" in str(error) and "exit code" in str(error) and "End of" in str(error)
     assert seconds < 20
@@ -225,5 +225,5 @@ def test_requests_are_spread_over_servers(tiny_models: TinyModels, tmp_path: Pat
             engine.client(url).update_weights_from_disk(str(tiny_models("llama")), weight_version=str(index))
         assert {s.weight_version for s in engine.generate(asked, SamplingParams(max_new_tokens=6))} == {"0", "1"}
         one = engine.generate(asked[:1], SamplingParams(max_new_tokens=6))
-        assert one[0].response_ids == together[0].response_ids
+        assert one[0].response_ids.tolist() == together[0].response_ids.tolist()
     assert (tmp_path / "engine_1.log").exists()

@@ -45,7 +45,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "preload": ("config", "platform", "checkpoint"),
     "preflight": (
         *("families", "config", "platform", "algo", "options", "data", "reward", "rollout", "observe", "launcher"),
-        *("weights.disk", "weights.errors", "directories", "packages", "ports", "redaction", "user_functions"),
+        *("plan", "weights.disk", "weights.errors", "directories", "packages", "ports", "redaction", "user_functions"),
     ),
     "doctor": ("platform", "reward", "rollout", "preflight", "packages"),
     "packages": (),
@@ -77,7 +77,8 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
         "protocol": ("errors", "answers"),
         "access": ("errors", "listener"),
         "client": ("errors", "answers", "protocol", "access"),
-        "samples": ("errors", "answers", "protocol"),
+        "columns": (),
+        "samples": ("errors", "answers", "protocol", "columns"),
         "launch": (),
         "sglang": ("errors", "launch"),
         "transformers_engine": ("errors", "launch", "protocol", "serving", "sglang.cpu_shim"),

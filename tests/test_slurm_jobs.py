@@ -18,6 +18,9 @@ JOBS = sorted(file for file in (ROOT / "slurm").glob("*.sh") if file.name != "ru
 # In the place of python: says what it is told; leaves with 75 when it is warned, unless a process of its own was too.
 STAND_IN = """#!/bin/bash
 echo "told: $*"
+[[ $3 == preflight && $LOOKS == bad && $SLURM_NODEID == 1 ]] && exit 1
+[[ $3 == preflight && $LOOKS == bad ]] && sleep 60
+[[ $3 == preflight ]] && exit 0
 [[ $ENDS == at_once && $SLURM_NODEID == 1 ]] && exit 3
 [[ $ENDS == second_time && $SLURM_RESTART_COUNT == 1 || $ENDS == well ]] && exit 0
 sleep 120 & helper=$!
@@ -79,7 +82,21 @@ def test_each_node_gets_its_own_place_and_the_same_head(desk: Desk) -> None:
     places = [re.search(r"run.steps=7 --nodes 2 --node (\d) --head (127.0.1.1:2\d{4})$", one[2]) for one in told if one]
     assert [place[1] for place in places if place] == ["0", "1"]
     assert len({place[2] for place in places if place}) == 1
-    assert re.search(r"ppo_tiny_cpu \d+\.0: nodes n\[1-2\], head .*, commit \w+\n.*starting: ", desk.phases(job))
+    assert re.search(
+        r"ppo_tiny_cpu \d+\.0: nodes n\[1-2\], head .*, commit \w+\n.*preflight of n1,n2\n(?s:.*)starting: ",
+        desk.phases(job),
+    )
+
+
+def test_the_nodes_look_at_each_other_first(desk: Desk) -> None:
+    """At another port than the run's; who finds something wrong is named, and nothing is started."""
+    job = desk.submit("well", "run.steps=7")
+    assert desk.ended(job) == ("COMPLETED", "0:0")
+    looks = [re.search(r"told: -m mrl preflight .* --head (\S+)\ntold: .* --head (\S+)\n", desk.log(job, "n1"))]
+    assert all(look and look[1] != look[2] for look in looks), desk.log(job, "n1")
+    job = desk.submit("well", LOOKS="bad")
+    assert desk.ended(job) == ("FAILED", "1:0")
+    assert "something wrong on n2 1 " in desk.phases(job) and "starting" not in desk.phases(job)
 
 
 def test_who_is_told_to_stop_and_saves_goes_on_under_the_same_number(desk: Desk) -> None:
@@ -89,7 +106,7 @@ def test_who_is_told_to_stop_and_saves_goes_on_under_the_same_number(desk: Desk)
     assert desk.ended(job) == ("COMPLETED", "0:0"), desk.phases(job)
     assert desk.slurm.field(job, "Restarts") == "1"
     assert "told to stop" in desk.phases(job) and "saved and left" in desk.phases(job)
-    heads = re.findall(r"--head (\S+)", desk.log(job, "n1"))
+    heads = re.findall(r"mrl train .* --head (\S+)", desk.log(job, "n1"))
     assert len(heads) == len(set(heads)) == 2, "an attempt met at a former one's port"
 
 

@@ -23,9 +23,9 @@ def add(commands: Any) -> None:
     """The subcommand's arguments."""
     parser = commands.add_parser("plan", help="does it fit, what takes how long, who is where: before a GPU is held")
     shared.add_config(parser, "actor.parallel.tensor=8")
-    parser.add_argument("--gpu", metavar="KIND", help="such as h100-80g (default), h200, b200, a100-80g")
+    parser.add_argument("--gpu", metavar="KIND", help="such as h100-80g (default), h200; none: on CPUs")
     parser.add_argument("--gpus", type=int, metavar="N", help="ranks (default: run.nodes x run.nproc)")
-    parser.add_argument("--per-node", type=int, default=8, metavar="N", help="GPUs of a node (default: 8)")
+    parser.add_argument("--per-node", type=int, metavar="N", help="GPUs of a node (default: run.nproc, or 8)")
     parser.add_argument("--json", action="store_true", help="everything, as data")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw who is where")
     parser.add_argument("--search", action="store_true", help="layouts of the actor and critic that fit, best first")
@@ -41,19 +41,27 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan."""
     from mrl.config.loader import ConfigError, load
     from mrl.plan import picture, text
-    from mrl.plan.chips import CHIPS, DEFAULT, Assumptions, Cluster
+    from mrl.plan.chips import DEFAULT, KINDS, Assumptions, Cluster
     from mrl.plan.plan import machine_of, make, read_shapes
 
     kind = args.gpu or DEFAULT
-    if problem := _wrong(args, kind, list(CHIPS)):
+    if problem := _wrong(args, kind, list(KINDS)):
         print(f"mrl: {problem}", file=sys.stderr)
         return shared.CONFIG_ERROR
     try:
-        cfg = load(args.config, args.overrides, planned=lambda cfg: machine_of(cfg, args.gpus, args.per_node))
+        asked = None if args.search else args.gpus  # to be searched for, where the layout that is written is of another
+        cfg = load(args.config, args.overrides, planned=lambda cfg: machine_of(cfg, asked, args.per_node))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
-    cluster = Cluster(CHIPS[kind], machine_of(cfg, args.gpus, args.per_node).world_size, args.per_node)
+    machine = machine_of(cfg, args.gpus, args.per_node)
+    if machine.world_size % machine.local_world_size:
+        print(
+            f"mrl: {machine.world_size} ranks are no whole number of nodes of {machine.local_world_size} (--per-node)",
+            file=sys.stderr,
+        )
+        return shared.CONFIG_ERROR
+    cluster = Cluster(KINDS[kind], machine.world_size, machine.local_world_size)
     if args.search:
         return _search(args, cfg, cluster)
     plan = make(cfg, cluster, read_shapes(cfg), Assumptions())
@@ -67,20 +75,21 @@ def dry_run(config: Path, overrides: Sequence[str]) -> int:
     """`mrl train --dry-run`: needs config.json alone, and says which files are not here. Exit code 1: it would fail."""
     from mrl.config.loader import ConfigError, load
     from mrl.plan.chips import CHIPS, DEFAULT, Assumptions, Cluster
-    from mrl.plan.plan import PER_NODE, machine_of, make, read_shapes
+    from mrl.plan.plan import machine_of, make, read_shapes
 
     try:
-        cfg = load(config, overrides, planned=lambda cfg: machine_of(cfg, None, PER_NODE))
+        cfg = load(config, overrides, planned=machine_of)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
-    cluster = Cluster(CHIPS[DEFAULT], machine_of(cfg, None, PER_NODE).world_size, PER_NODE)
+    machine = machine_of(cfg)
+    cluster = Cluster(CHIPS[DEFAULT], machine.world_size, machine.local_world_size)
     from mrl.plan.dry_run import DryRun
 
     run = DryRun(make(cfg, cluster, read_shapes(cfg), Assumptions()))
     for line in run.lines():
         print(line)
-    is_refused = not run.absent and shared.is_refused(cfg)  # data and rewards, where they are here
+    is_refused = not run.absent and shared.is_refused(cfg, machine)  # data and rewards, where they are here
     return DOES_NOT_FIT if run.problems or is_refused else 0
 
 
@@ -89,8 +98,9 @@ def _search(args: argparse.Namespace, cfg: Config, cluster: Cluster) -> int:
     from mrl.plan.chips import Assumptions
     from mrl.plan.plan import read_shapes
 
-    found = search.search(cfg, cluster, read_shapes(cfg), Assumptions())
-    print("\n".join(search.lines(found)))
+    result = search.search(cfg, cluster, read_shapes(cfg), Assumptions())
+    found = result.fitting
+    print("\n".join(search.lines(result)))
     if found and args.out is not None:
         if not _is_written(args.out, search.written(found, args.config, args.out)):
             return DOES_NOT_FIT
@@ -110,8 +120,12 @@ def _is_written(file: Path, content: str) -> bool:
 def _wrong(args: argparse.Namespace, kind: str, kinds: list[str]) -> str | None:
     if kind not in kinds:
         return f"--gpu {kind}: expected one of {', '.join(kinds)}"
-    if args.per_node < 1 or (args.gpus is not None and args.gpus < 1):
+    if any(number is not None and number < 1 for number in (args.per_node, args.gpus)):
         return "--gpus and --per-node take a number of at least 1"
+    if args.search and kind == "none":
+        return "--search compares seconds, which are planned for GPUs alone: name a --gpu"
+    if args.search and (args.json or args.svg is not None):
+        return "--json and --svg are for a plan, not for --search"
     if args.out is not None and not args.search:
         return "--out is for --search"
     if args.out is not None and args.out.resolve() == args.config.resolve():

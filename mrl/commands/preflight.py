@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING, Any
 
 from mrl.commands import shared, world
 
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
+    from mrl.config.schema import Config
+    from mrl.preflight.finding import Finding
+    from mrl.preflight.nodes import Meeting
+
+MEET_S = 120.0  # nodes import torch from a shared disk at first
 
 
 def add(commands: Any) -> None:
@@ -17,51 +23,123 @@ def add(commands: Any) -> None:
     shared.add_config(parser, "run.root=/scratch/runs")
     parser.add_argument("--ranks", type=int, metavar="N", help="of the whole world, if other nodes take part")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="of these, on this machine (default: all)")
+    parser.add_argument("--gpu", metavar="KIND", help="count memory for such GPUs, as mrl plan, if not for those here")
     parser.add_argument("--json", action="store_true", help="for programs, instead of the table")
+    shared.add_nodes(parser)
+    parser.add_argument("--names", default="", metavar="A,B,...", help="with --nodes: what messages call the nodes")
+    parser.add_argument(
+        "--wait-s",
+        type=float,
+        default=MEET_S,
+        metavar="S",
+        help=f"with --nodes: until all are here (default: {MEET_S:g})",
+    )
     parser.add_argument(
         "--network", action="store_true", help="run by torchrun or srun as every rank: measures an all-reduce instead"
     )
-    parser.add_argument("--mib", type=int, default=256, metavar="N", help="with --network: size of it (default: 256)")
-    parser.add_argument("--at-least", type=float, metavar="GB_PER_S", help="with --network: less is a problem")
+    parser.add_argument("--mib", type=int, metavar="N", help="size of an all-reduce (default: 256, without GPUs 16)")
+    parser.add_argument("--at-least", type=float, metavar="GB_PER_S", help="of an all-reduce: less is a problem")
     parser.description = (
         "Starts nothing of the run. Exit code 0: ready; 2: the configuration is wrong; 1: something else is. What mrl "
-        "train refuses is found here, all at once."
+        "train refuses is found here, all at once. With --nodes, run on each node, it also tells which nodes do not "
+        "come, what is wrong on others, and measures all-reduces between them."
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Shows all that is wrong, in one table. Exit code 2: the configuration is wrong; 1: something else is."""
-    from mrl.config.loader import ConfigError, load
-    from mrl.preflight import network, show
-    from mrl.preflight.finding import problems
-    from mrl.preflight.look import look, look_at_machine, of_configuration
+    from mrl.preflight import network, nodes
 
-    source = str(args.config)
     if args.network:
         return network.main(args.mib, args.at_least, as_json=args.json)
+    if problem := _wrong(args):
+        print(f"mrl: {problem}", file=sys.stderr)
+        return shared.CONFIG_ERROR
+    findings, is_configured = _found(args)
+    meeting = None
+    if args.nodes > 1:
+        meeting = _meeting(args)
+        findings += nodes.look_at_nodes(meeting, findings, args.mib, args.at_least)
+    code = _show(args, findings, is_configured)
+    if meeting is not None:
+        meeting.part()
+    return code
+
+
+def _found(args: argparse.Namespace) -> tuple[list[Finding], bool]:
+    """By this node, and whether the configuration is right. Of several nodes only the first looks at what all see."""
+    from mrl.config.derived import Machine
+    from mrl.config.loader import ConfigError, load
+    from mrl.preflight.look import OF_NODE, OF_RUN, look, look_at_machine, of_configuration
+    from mrl.preflight.memory import look_at_memory
+
+    gpus = world.gpus()
+    machine = _joined(args, gpus)
+    starting = world.of_nodes(args.nodes, gpus) if args.nodes > 1 else None
     try:
-        gpus = world.gpus()
-        cfg = load(args.config, args.overrides, joined=_planned(args, gpus), gpus=gpus)
+        cfg = load(args.config, args.overrides, joined=machine, planned=starting, gpus=gpus)
     except ConfigError as error:
-        findings, code = of_configuration(error), shared.CONFIG_ERROR
-    else:
-        findings, code = [*of_configuration(None), *look(cfg)], 0
-    findings += look_at_machine()
-    code = code or int(bool(problems(findings)))
-    if args.json:
-        print(show.as_json(findings, source, code))
-        return code
+        return [*of_configuration(error), *_memory_all_the_same(args, machine), *look_at_machine()], False
+    machine = machine or (starting(cfg) if starting is not None else Machine.starting(cfg, gpus))
+    looks = OF_NODE if args.node else (*OF_RUN, *OF_NODE)
+    memory = look_at_memory(cfg, machine, args.gpu)
+    return [*of_configuration(None), *look(cfg, looks), *memory, *look_at_machine()], True
+
+
+def _show(args: argparse.Namespace, findings: list[Finding], is_configured: bool) -> int:
     from rich.console import Console
 
+    from mrl.preflight import show
+    from mrl.preflight.finding import problems
+
+    source, code = str(args.config), int(bool(problems(findings))) if is_configured else shared.CONFIG_ERROR
+    if args.json:
+        print(show.as_json(findings, source, code), flush=True)
+        return code
     console = Console()
     console.print(show.table(findings, source))
     console.print(show.verdict(findings))
     return code
 
 
-def _planned(args: argparse.Namespace, gpus: int) -> Machine | None:
+def _wrong(args: argparse.Namespace) -> str | None:
+    from mrl.plan.chips import KINDS
+
+    if args.gpu is not None and args.gpu not in KINDS:
+        return f"--gpu {args.gpu}: expected one of {', '.join(KINDS)}"
+    if args.nodes > 1 and args.ranks is not None:
+        return "--ranks is for a look without the other nodes, --nodes for one with them"
+    return shared.misplaced(args)
+
+
+def _meeting(args: argparse.Namespace) -> Meeting:
+    from mrl.launcher import NodePlace
+    from mrl.preflight.nodes import Meeting
+
+    return Meeting(NodePlace(args.node, args.nodes, args.head), [*filter(None, args.names.split(","))], args.wait_s)
+
+
+def _joined(args: argparse.Namespace, gpus: int) -> Machine | None:
     """The world of --ranks; None: the one that `mrl train` would start on this machine."""
     from mrl.config.derived import Machine
 
     return None if args.ranks is None else Machine(args.ranks, args.ranks_per_node or args.ranks, gpus, joined=True)
+
+
+def _memory_all_the_same(args: argparse.Namespace, machine: Machine | None) -> list[Finding]:
+    """Where files alone are wrong, of which a plan needs config.json only."""
+    from mrl.config.derived import Machine
+    from mrl.config.loader import ConfigError, load
+    from mrl.plan.plan import machine_of
+    from mrl.preflight.memory import look_at_memory
+
+    def planned(cfg: Config) -> Machine:
+        whole = machine or Machine.starting(cfg, nodes=args.nodes)
+        return machine_of(cfg, whole.world_size, whole.local_world_size)
+
+    try:
+        cfg = load(args.config, args.overrides, planned=planned)
+    except ConfigError:
+        return []
+    return list(look_at_memory(cfg, planned(cfg), args.gpu))

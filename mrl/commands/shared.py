@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mrl.redaction import redact
 
 if TYPE_CHECKING:
+    from mrl.config.derived import Machine
     from mrl.config.schema import Config
 
 CONFIG_ERROR = 2
@@ -23,21 +24,44 @@ def add_config(parser: argparse.ArgumentParser, example: str) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=f"such as {example}")
 
 
-def is_refused(cfg: Config, *, in_a_world: bool = False) -> bool:
-    """Says all that preflight finds wrong. Of a world's ranks rank 0 looks, and for its own machine the first one of
-    every other node; not those whose launcher `mrl train` has looked before it started them, nor restarted ones."""
+def add_nodes(parser: argparse.ArgumentParser) -> None:
+    """--nodes, --node and --head: this node's place among several."""
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the world (default: this one)")
+    parser.add_argument("--node", type=int, metavar="K", help="which one this is, from 0, the head, on")
+    parser.add_argument("--head", metavar="HOST:PORT", help="where node 0 listens for the others")
+
+
+def misplaced(args: argparse.Namespace) -> str | None:
+    """What is wrong with --nodes, --node and --head."""
+    if args.nodes == 1 and args.node is None and args.head is None:
+        return None
+    if args.nodes < 2 or args.node is None or args.head is None:
+        return "--nodes N (2 or more), --node K and --head HOST:PORT go together"
+    if not 0 <= args.node < args.nodes:
+        return f"--node {args.node}: nodes are numbered from 0 to {args.nodes - 1}"
+    host, _, port = args.head.rpartition(":")
+    is_address = bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
+    return None if is_address else f"--head {args.head}: must be HOST:PORT, such as node17:29500"
+
+
+def is_refused(cfg: Config, machine: Machine) -> bool:
+    """Says all that preflight finds wrong. Of the ranks of a joined world rank 0 looks, and for its own machine the
+    first one of every other node; not those whose launcher `mrl train` has looked before it started them, nor restarted
+    ones. Of a planned one memory is not looked at: its plan has."""
     from mrl.ports import MEETING_VARIABLE
     from mrl.preflight.finding import problems
     from mrl.preflight.look import OF_NODE, OF_RUN, look, look_at_machine
+    from mrl.preflight.memory import look_at_memory
     from mrl.resilience.protocol import attempt
 
     looks = (*OF_RUN, *OF_NODE)
-    if in_a_world:
+    if machine.joined:
         if MEETING_VARIABLE in os.environ or attempt() or os.environ.get("LOCAL_RANK", "0") != "0":
             return False
         looks = looks if os.environ["RANK"] == "0" else OF_NODE
-    wrong = problems([*look(cfg, looks), *look_at_machine()])
-    node = f"{socket.gethostname()}: " if in_a_world else ""
+    of_memory = () if machine.planned or looks == OF_NODE else look_at_memory(cfg, machine)
+    wrong = problems([*look(cfg, looks), *of_memory, *look_at_machine()])
+    node = f"{socket.gethostname()}: " if machine.joined else ""
     for finding in wrong:
         print(node + redact(str(finding)), file=sys.stderr)
     return bool(wrong)

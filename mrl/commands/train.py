@@ -29,9 +29,7 @@ def add(commands: Any) -> None:
         "Under torchrun or ft_launcher it joins the world that they started. "
         "With --nodes it starts one node's processes of a world over several: the same command runs on each."
     )
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the world (default: this one)")
-    parser.add_argument("--node", type=int, metavar="K", help="which one this is, from 0, the head, on")
-    parser.add_argument("--head", metavar="HOST:PORT", help="where node 0 listens for the others")
+    shared.add_nodes(parser)
     parser.set_defaults(run=run)
 
 
@@ -41,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return plan.dry_run(args.config, args.overrides)
     os.environ.setdefault(*COMPILED)
-    if problem := _misplaced(args):
+    if problem := shared.misplaced(args):
         print(f"mrl: {problem}", file=sys.stderr)
         return shared.CONFIG_ERROR
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -49,10 +47,11 @@ def run(args: argparse.Namespace) -> int:
 
         preemption.die_at_once()
         rank.adopt()
-        cfg = _load(args, joined=world.joined())
+        around = world.joined()
+        cfg = _load(args, joined=around)
         if isinstance(cfg, int):
             return cfg
-        return 1 if shared.is_refused(cfg, in_a_world=True) else world.be_a_rank(cfg)
+        return 1 if shared.is_refused(cfg, around) else world.be_a_rank(cfg)
 
     # most mistakes are found here, before torch has been imported to count GPUs
     cfg = _load(args, planned=world.of_nodes(args.nodes))
@@ -80,23 +79,12 @@ def _load(args: argparse.Namespace, **machine: Any) -> Config | int:
 
 
 def _lead(args: argparse.Namespace, nursery: Nursery | None) -> int:
-    cfg = _load(args, planned=world.of_nodes(args.nodes, world.gpus()))
+    machine = world.of_nodes(args.nodes, world.gpus())
+    cfg = _load(args, planned=machine)
     if isinstance(cfg, int):
         return cfg
-    if shared.is_refused(cfg):
+    if shared.is_refused(cfg, machine(cfg)):
         return 1
     if args.nodes > 1:
         return world.start_node(cfg, args)
     return world.start(cfg, args.config, args.overrides, nursery)
-
-
-def _misplaced(args: argparse.Namespace) -> str | None:
-    """What is wrong with --nodes, --node and --head."""
-    if args.nodes == 1 and args.node is None and args.head is None:
-        return None
-    if args.nodes < 2 or args.node is None or args.head is None:
-        return "--nodes N (2 or more), --node K and --head HOST:PORT go together"
-    if not 0 <= args.node < args.nodes:
-        return f"--node {args.node}: nodes are numbered from 0 to {args.nodes - 1}"
-    host, _, port = args.head.rpartition(":")
-    return None if host and port.isdecimal() else f"--head {args.head}: must be HOST:PORT, such as node17:29500"

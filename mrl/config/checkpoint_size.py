@@ -23,10 +23,14 @@ def checkpoint_bytes(cfg: Config, archs: Archs) -> int:
         assert arch is not None
         tp = built.train.parallel.tensor
         count = num_parameters(arch, "critic" if name == "critic" else "policy", tp)
-        total += count * (DTYPE_BYTES[cfg.model.dtype] + OPTIMIZER)
-        if name == "actor":
-            total += count * len(cfg.copies()) * FLOAT32
+        total += count * bytes_a_weight(cfg, name)
     return total
+
+
+def bytes_a_weight(cfg: Config, model: str) -> int:
+    """In a checkpoint, of a trained model: the weight, what updates it, and copies of the actor's."""
+    copies = len(cfg.copies()) if model == "actor" else 0
+    return DTYPE_BYTES[cfg.model.dtype] + OPTIMIZER + copies * FLOAT32
 
 
 def export_bytes(cfg: Config, archs: Archs) -> int:

@@ -93,12 +93,12 @@ def balance(sizes: list[int], order: list[int], count: int) -> Bins:
         load, j = heap[0]
         bins[j].append(i)
         heapq.heapreplace(heap, (load + sizes[i], j))
-    loads = [0] * count
+    loads = np.zeros(count, dtype=np.int64)
     for load, j in heap:
         loads[j] = load
     for _ in range(2 * count):
-        high, low = max(range(count), key=loads.__getitem__), min(range(count), key=loads.__getitem__)
-        moved = _swap(bins[high], bins[low], sizes, loads[high] - loads[low])
+        high, low = int(loads.argmax()), int(loads.argmin())
+        moved = _swap(bins[high], bins[low], sizes, int(loads[high] - loads[low]))
         if moved == 0:
             break
         loads[high] -= moved

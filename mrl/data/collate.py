@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from mrl.core import Rollout, Sample
@@ -17,7 +18,7 @@ def collate(step: int, samples: list[Sample]) -> Rollout:
     for place, sample in enumerate(ordered):
         if sample.request.sample_id != place:
             raise ValueError(f"step {step}: expected sample {place}, got sample {sample.request.sample_id}")
-        if not sample.response_ids:
+        if not len(sample.response_ids):
             raise ValueError(f"step {step}: sample {place} has no response tokens ({sample.finish_reason})")
         if len(sample.log_probs) != len(sample.response_ids):
             raise ValueError(
@@ -37,7 +38,7 @@ def collate(step: int, samples: list[Sample]) -> Rollout:
         [s.response_ids for s in ordered],
         group=torch.tensor([s.request.group for s in ordered]),
         scores=torch.tensor([s.score for s in ordered], dtype=torch.float32),
-        rollout_log_probs=torch.tensor([x for s in ordered for x in s.log_probs], dtype=torch.float32),
+        rollout_log_probs=torch.from_numpy(np.concatenate([s.log_probs for s in ordered])),
         rows=torch.tensor([s.request.prompt.index for s in ordered]),
         weight_versions=torch.tensor([int(s.weight_version) for s in ordered]),
     )

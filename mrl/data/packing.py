@@ -20,10 +20,12 @@ def sequence_align(cp: int) -> int:
 def require_ids(rollout: Rollout, vocab_size: int) -> None:
     """Raises DataError, naming sample and place, for a token without an embedding. Embeddings that are cut by tensor
     parallelism would take a zero for it and say nothing."""
-    wrong = (rollout.tokens < 0) | (rollout.tokens >= vocab_size)
-    if not bool(wrong.any()):
+    if not rollout.tokens.numel():
         return
-    at = int(wrong.nonzero()[0])
+    low, high = rollout.tokens.aminmax()
+    if 0 <= int(low) <= int(high) < vocab_size:
+        return
+    at = int(((rollout.tokens < 0) | (rollout.tokens >= vocab_size)).nonzero()[0])
     sample = int((rollout.seq_lens.cumsum(0) <= at).sum())
     place = at - int(rollout.seq_lens[:sample].sum())
     raise DataError(

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jinja2 import TemplateError
 
 from mrl.config import tokenizer_files
 from mrl.config.problems import printable, shortened
+from mrl.core import Ids
 from mrl.data.control_tokens import ControlTokens
 from mrl.data.limits import bounded
 from mrl.foreign import check_links, read_json
@@ -55,6 +57,17 @@ class Tokenizer:
         """The text, without special tokens unless asked for."""
         text: str = self.hf.decode(list(ids), skip_special_tokens=not special)
         return text
+
+    def decode_all(self, responses: Sequence[Ids]) -> list[str]:
+        """The text of each, as `decode` gives it; of many at once on all cores, where the tokenizer can do that."""
+        from transformers import PreTrainedTokenizerFast
+
+        lists = [np.asarray(ids).tolist() for ids in responses]
+        plain = getattr(type(self.hf), "_decode", None) is PreTrainedTokenizerFast._decode
+        if not plain or self.hf.clean_up_tokenization_spaces:
+            return [self.decode(ids) for ids in lists]
+        texts: list[str] = self.hf.backend_tokenizer.decode_batch(lists, skip_special_tokens=True)
+        return texts
 
     @property
     def has_chat_template(self) -> bool:

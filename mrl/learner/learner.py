@@ -124,10 +124,9 @@ class Learner:
         self._outputs: list[tuple[Tensor, Tensor]] = []  # of the last backward: the model's at some tokens, their dest
         self._finite = True  # its loss and every rank's gradients
 
-    def log_probs(self, rollout: Rollout, temperature: float, sample_ids: range | None = None) -> tuple[Tensor, Tensor]:
-        """Log-probs of the response tokens under softmax(logits / temperature), and the entropies: [R], [R].
-        sample_ids: of these samples only, 0 elsewhere."""
-        out = self._forward(rollout, "log_probs", 2, temperature, sample_ids)
+    def log_probs(self, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs of the response tokens under softmax(logits / temperature), and the entropies: [R], [R]."""
+        out = self._forward(rollout, "log_probs", 2, temperature)
         return out[0], out[1]
 
     def distribution(self, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,11 +139,9 @@ class Learner:
         return self._forward(rollout, "values", 1, 1.0)[0]
 
     @torch.no_grad()
-    def _forward(
-        self, rollout: Rollout, output: Output, channels: int, temperature: float, sample_ids: range | None = None
-    ) -> Tensor:
+    def _forward(self, rollout: Rollout, output: Output, channels: int, temperature: float) -> Tensor:
         self.memory.require("parameters", f"computing {output}")
-        samples = range(rollout.num_samples) if sample_ids is None else sample_ids
+        samples = range(rollout.num_samples)
         self._count_flops(rollout, samples, passes=1)
         packed = self._micro_batches(rollout, samples)
         batches = [_MicroBatch(batch, temperature) for batch in packed]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 GIB = 1 << 30
@@ -26,6 +26,10 @@ class Chip:
     nvlink: float
     network: float
     pcie: float
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.memory > 0
 
 
 def _chip(name: str, gib: float, tflops: float, fp8: float | None, hbm: float, nvlink: float, net: float) -> Chip:
@@ -54,6 +58,13 @@ CHIPS = {  # data sheets' figures, of SXM modules, without sparsity (half of wha
     )
 }
 DEFAULT = "h100-80g"
+NO_GPU = Chip("none", (0, 0), *[0] * 7)  # ranks and engines compute on CPUs: their bytes are counted, seconds are not
+KINDS = CHIPS | {NO_GPU.name: NO_GPU}
+
+
+def here(name: str, memory: int) -> Chip:
+    """A GPU as this machine tells of it, of which only the memory is known."""
+    return replace(CHIPS[DEFAULT], name=name, memory=memory)
 
 
 @dataclass(frozen=True)
@@ -78,6 +89,10 @@ class Assumptions:
     fragments_share: float = 0.05  # of the memory of what the trainer computes with, lost between allocations
     disk: float = 2e9  # bytes a second that a node writes checkpoints with
     spare_share: float = 0.08  # of a GPU's memory, that --search leaves free
+
+    def without_gpu(self) -> Assumptions:
+        """Nothing of what GPUs and their engines take beside the tensors."""
+        return replace(self, fragments_share=0.0, **dict.fromkeys(self.IN_BYTES, 0.0))
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value, bytes in GiB."""

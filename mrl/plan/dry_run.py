@@ -18,8 +18,36 @@ from mrl.plan import text
 from mrl.plan.memory import model_held
 from mrl.plan.parameters import Held
 from mrl.plan.plan import Plan
-from mrl.plan.proof import build
+from mrl.plan.proof import Built, build
 from mrl.plan.workload import Model
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Ranks that hold as much of a model as one another, and what the first of them really holds."""
+
+    stage: int
+    ranks: tuple[int, ...]
+    planned: Held
+    built: Built
+
+    @property
+    def is_right(self) -> bool:
+        return self.built.held == self.planned
+
+
+def kinds(model: Model) -> Iterator[Kind]:
+    """Of all ranks; a rank of each is built."""
+    found: dict[tuple[int, Held], list[int]] = {}
+    for seat in model.grid.seats:
+        found.setdefault((seat.pp, model_held(model, seat)), []).append(seat.rank)
+    local = model.train.model_copy(update={"layers": "local", "precision": PrecisionConfig()})
+    dtype = {2: torch.bfloat16, 4: torch.float32}[model.dtype]
+    for (stage, planned), ranks in found.items():
+        made = build(
+            model.arch, model.path, model.role, local, ranks[0], model.grid.world, dtype, overlap=model.overlap
+        )
+        yield Kind(stage, tuple(ranks), planned, made)
 
 
 @dataclass
@@ -49,27 +77,21 @@ class DryRun:
         yield from (f"  {line}" for line in text.batch(self.plan))
         for model in self.plan.work.models.values():
             yield from (f"  {line}" for line in self._micro_batches(model))
-        yield from ("", f"Memory of a {cluster.chip.name}, GiB")
+        yield from ("", f"Memory of one {cluster.chip.name if self.plan.on_gpu else 'rank'}, GiB")
         yield from (f"  {line}" for line in text.memory(self.plan))
         yield from ("", text.verdict(self.plan), f"dry run: {time.monotonic() - began:.0f} s")
 
     def _ranks(self, model: Model) -> Iterator[str]:
         """A rank of every kind: its model, Megatron's buffers and its optimizer's part, against the plan."""
-        kinds: dict[tuple[int, Held], list[int]] = {}
-        for seat in model.grid.seats:
-            kinds.setdefault((seat.pp, model_held(model, seat)), []).append(seat.rank)
-        local = model.train.model_copy(update={"layers": "local", "precision": PrecisionConfig()})
-        dtype = {2: torch.bfloat16, 4: torch.float32}[model.dtype]
-        for (stage, planned), ranks in kinds.items():
-            built = build(model.arch, model.path, model.role, local, ranks[0], model.grid.world, dtype)
-            is_right = built.held == planned
-            if not is_right:
-                self.problems.append(f"{model.name}, rank {ranks[0]}: planned {planned}, built {built.held}")
-            count = sum(len(chunk) for chunk in built.names)
+        for kind in kinds(model):
+            if not kind.is_right:
+                planned, built = kind.planned, kind.built.held
+                self.problems.append(f"{model.name}, rank {kind.ranks[0]}: planned {planned}, built {built}")
+            count, held, ranks = sum(map(len, kind.built.names)), kind.built.held, kind.ranks
             yield (
-                f"{model.name}, stage {stage}, {len(ranks)} ranks as rank {ranks[0]}: {count} parameters of "
-                f"{built.held.weights} elements, {built.held.shard} of them to update: "
-                f"{'as planned' if is_right else 'NOT as planned'}"
+                f"{model.name}, stage {kind.stage}, {len(ranks)} rank{'s' * (len(ranks) > 1)} as rank {ranks[0]}: "
+                f"{count} parameters of {held.weights} elements, {held.shard} of them to update: "
+                f"{'as planned' if kind.is_right else 'NOT as planned'}"
             )
 
     def _micro_batches(self, model: Model) -> Iterator[str]:

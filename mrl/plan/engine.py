@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from mrl.config.engines import ENGINES
 from mrl.config.sections.rollout import RolloutConfig
 from mrl.families import ModelArch
 from mrl.families.engine_names import VOCAB_MULTIPLE
@@ -16,7 +17,7 @@ from mrl.families.table import weight_table
 class EnginePlan:
     """Of one GPU of one engine.
 
-    gpus: whose numbers the engines have, `tensor` each, as ranks of the trainer count them
+    gpus: of all engines, `tensor` each, by the numbers of the trainer's ranks; higher ones are beside them
     weights, cache, workspace, context: bytes; token_bytes: of the cache a token; engines: of the run; tensor: GPUs of
     each; wanted: requests that an engine is given at once; context_tokens: of the longest
     """
@@ -85,27 +86,34 @@ def plan_engine(
     dtype: int,
     free: float,
     *,
+    engines: int,
     gpus: tuple[int, ...],
     requests: int,
     longest: int,
     workspace: float,
     context: float,
 ) -> EnginePlan:
-    """free: bytes of the GPU when the engine starts. requests: of a step, all engines together."""
+    """free: bytes of the GPU when the engine starts. engines: of the run. requests: of a step, all engines together."""
     tensor = rollout.tensor
     weights = weights_per_gpu(arch, tensor, dtype)
-    at_once = -(-min(rollout.concurrent_requests, requests) // rollout.servers)
-    cache = max(0, int(rollout.memory_fraction * (free - context)) - weights)
+    at_once = -(-min(rollout.concurrent_requests, requests) // engines)
+    running = min(at_once, rollout.max_running_requests or at_once)
+    context_tokens = min(rollout.max_context_tokens or longest, longest)
+    token_bytes = cache_bytes_a_token(arch, tensor, dtype)
+    takes_a_share = "memory_fraction" not in ENGINES[rollout.engine].ignores
+    cache = max(0, int((rollout.memory_fraction if takes_a_share else 1.0) * (free - context)) - weights)
+    if not takes_a_share:  # but what its requests need
+        cache = min(cache, running * context_tokens * token_bytes)
     return EnginePlan(
-        engines=rollout.servers,
+        engines=engines,
         tensor=tensor,
         gpus=gpus,
         weights=weights,
         cache=cache,
-        token_bytes=cache_bytes_a_token(arch, tensor, dtype),
+        token_bytes=token_bytes,
         workspace=int(workspace),
         context=int(context),
-        wanted=min(at_once, rollout.max_running_requests or at_once),
-        context_tokens=min(rollout.max_context_tokens or longest, longest),
+        wanted=running,
+        context_tokens=context_tokens,
         release=rollout.release,
     )

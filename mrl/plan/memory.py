@@ -15,7 +15,7 @@ from mrl.plan.activations import FLOAT32, Shapes, Tokens
 from mrl.plan.chips import Assumptions
 from mrl.plan.engine import EnginePlan
 from mrl.plan.grid import Seat, chunk_layers
-from mrl.plan.parameters import ADAM_BYTES, Held, held
+from mrl.plan.parameters import Held, held
 from mrl.plan.workload import Model, Work
 
 Level = Literal["nothing", "parameters", "all"]  # of a model on the device: see mrl.learner.memory
@@ -31,7 +31,7 @@ NEEDS: dict[str, tuple[dict[str, Level], tuple[bool, bool]]] = {
     "checkpoint": ({"actor": "parameters"}, (True, False)),  # reads what it writes where that lies, after a sync
 }
 SAMPLE_VECTORS, DENSE_VECTORS = 10, 8  # float32 of a step's response tokens, flat and padded to the longest
-OBJECT_BYTES = 76  # of a response token on rank 0: two places in lists, an int, a float
+OBJECT_BYTES = 12  # of a response token on rank 0: its id, its log-prob, about four letters
 HEAD_ROWS, HEAD_ELEMENTS, HEAD_COPIES = 1024, 1 << 21, 3  # of mrl.kernels.linear_logprob: rows of logits at once
 
 
@@ -57,7 +57,7 @@ class Phase:
 
 
 def model_held(model: Model, seat: Seat) -> Held:
-    return held(model.arch, model.role, model.grid, seat)
+    return held(model.arch, model.role, model.grid, seat, model.overlap)
 
 
 def resident(model: Model, seat: Seat, level: Level) -> Iterator[Item]:
@@ -141,7 +141,8 @@ def sync_peak(model: Model, seat: Seat, bucket: int) -> Iterator[Item]:
     """On a sender: the parts of its largest tensor, that tensor, and two buckets, one that the engines still read."""
     if seat.tp == 0 and seat.dp == 0 and seat.cp == 0:
         whole = _largest_tensor(model.arch) * model.dtype
-        yield Item(model.name, "sync buckets", 2 * max(bucket, whole) + 2 * whole)
+        filled = min(bucket, model_held(model, seat).weights * model.layout.tensor * model.dtype)
+        yield Item(model.name, "sync buckets", 2 * max(filled, whole) + 2 * whole)
 
 
 @lru_cache(maxsize=64)
@@ -214,15 +215,19 @@ def _copies(work: Work, seat: Seat, on_host: bool) -> Iterator[Item]:
             yield Item("actor", name, FLOAT32 * model_held(work.models["actor"], seat).shard)
 
 
-def host_items(work: Work, rank: int, asynchronous: bool) -> list[Item]:
+def host_items(work: Work, rank: int, written: Mapping[str, int]) -> list[Item]:
     """Of one rank's process, beyond its code: what is offloaded, copies of the actor, a checkpoint that is written in
-    the background (`asynchronous`), the step's samples."""
+    the background, the step's samples.
+
+    written: bytes of a weight in such a checkpoint, by model; data-parallel ranks divide the writing as the updating
+    """
     found: list[Item] = []
     for model in work.models.values():
         seat = model.grid.seat(rank)
         found += on_host(model, seat)
-        if model.is_trained and asynchronous:
-            found.append(Item(model.name, "checkpoint being written", checkpoint_bytes(model, seat)))
+        if model.name in written:
+            nbytes = model_held(model, seat).shard * written[model.name]
+            found.append(Item(model.name, "checkpoint being written", nbytes))
     found += _copies(work, work.models["actor"].grid.seat(rank), on_host=True)
     size, mean = work.size, work.lengths
     flat = size.learnt * (mean.mean * 8 + mean.response * FLOAT32 * SAMPLE_VECTORS)
@@ -231,10 +236,3 @@ def host_items(work: Work, rank: int, asynchronous: bool) -> list[Item]:
     if rank == 0 and size.sampled:
         found.append(Item("samples", "objects of rank 0", size.sampled * mean.response * OBJECT_BYTES))
     return found
-
-
-def checkpoint_bytes(model: Model, seat: Seat) -> float:
-    """What a rank writes of a trained model: its part of main weights and moments; replica 0 the weights too."""
-    own = model_held(model, seat)
-    weights = own.weights * model.dtype if seat.dp == 0 and seat.cp == 0 else 0
-    return own.shard * (ADAM_BYTES + FLOAT32) + weights

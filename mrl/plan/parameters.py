@@ -29,6 +29,7 @@ MODULES = (  # of a layer, in the order of its parameters
     "mlp.",
 )
 PARAM_ALIGN, BUCKET_ALIGN = 64, 128  # elements, of a parameter's start and a bucket's end: megatron-core 0.16
+BUCKET, BUCKET_A_REPLICA = 40_000_000, 1_000_000  # elements after which Megatron closes one, where sums overlap
 GRADIENT_BYTES = 4  # float32, whatever the weights are
 ADAM_BYTES = 8  # mean and mean square of the gradients, float32
 MAIN_BYTES = 4  # float32 weights beside bfloat16 ones
@@ -131,13 +132,16 @@ class Held:
 
 
 @lru_cache(maxsize=1 << 14)
-def held(arch: ModelArch, role: Role, grid: Grid, seat: Seat) -> Held:
+def held(arch: ModelArch, role: Role, grid: Grid, seat: Seat, overlap: bool = False) -> Held:
+    """overlap: of the gradients' sums with the backward pass; Megatron then cuts the first stage's buffers into many
+    buckets, each padded."""
     layout = grid.layout
+    most = max(BUCKET, BUCKET_A_REPLICA * grid.dp) if overlap and seat.pp == 0 else None
     numbers = range(layout.virtual_pipeline or 1)
     dense, expert = (grid.dp * layout.context, seat.cp + layout.context * seat.dp), (grid.edp, seat.edp)
     shares = [(is_expert, size, rank) for is_expert, (size, rank) in ((False, dense), (True, expert))]
     parts = [
-        (_buffer(arch, role, layout, seat.pp, number, is_expert, size), rank)
+        (_buffer(arch, role, layout, seat.pp, number, is_expert, size, most), rank)
         for number in numbers
         for is_expert, size, rank in shares
     ]
@@ -150,8 +154,16 @@ def held(arch: ModelArch, role: Role, grid: Grid, seat: Seat) -> Held:
 
 @lru_cache(maxsize=2048)
 def _buffer(
-    arch: ModelArch, role: Role, layout: ParallelConfig, stage: int, number: int, expert: bool, size: int
+    arch: ModelArch,
+    role: Role,
+    layout: ParallelConfig,
+    stage: int,
+    number: int,
+    expert: bool,
+    size: int,
+    most: int | None,
 ) -> _Buffer:
+    """most: elements of a bucket, which ends after the parameter that reaches them; None: it has all of them."""
     parameters = [each for each in _chunk(arch, role, layout, stage, number) if each.expert == expert]
     unit = lcm(size, BUCKET_ALIGN)
     places: list[tuple[int, int]] = []
@@ -164,7 +176,7 @@ def _buffer(
             begin = start = buckets[-1][1]
         end = start + parameter.numel
         places.append((start, end))
-        if parameter.apart:
+        if parameter.apart or (most is not None and end - begin >= most):
             buckets.append((begin, _up(end, unit)))
             begin = end = buckets[-1][1]
     if places and places[-1][0] >= begin:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from mrl.config.checkpoint_size import bytes_a_weight, checkpoint_bytes
 from mrl.config.checks.models import read_archs
 from mrl.config.derived import Machine, smallest_world
 from mrl.config.placement import engine_gpus
@@ -17,25 +18,28 @@ from mrl.plan import memory, timing
 from mrl.plan.chips import Assumptions, Cluster
 from mrl.plan.engine import EnginePlan, plan_engine
 from mrl.plan.memory import Item, Phase
+from mrl.plan.shortage import Shortage, shortages
 from mrl.plan.timing import Clock, Part
 from mrl.plan.workload import Work, models_of
 
 PER_NODE = 8  # GPUs, where nobody says otherwise
 
 
-def world_of(cfg: Config, per_node: int) -> int:
-    """Ranks that the configuration is made for: run.nodes machines with run.nproc processes each, or a node's GPUs; the
-    smallest world of its layouts where it names neither."""
-    if cfg.run.nodes is not None:
-        return cfg.run.nodes * (cfg.run.nproc or per_node)
-    return cfg.run.nproc or smallest_world(cfg)
+def machine_of(cfg: Config, gpus: int | None = None, per_node: int | None = None) -> Machine:
+    """A machine of the world that is planned, which is elsewhere and whose GPUs are all there.
 
-
-def machine_of(cfg: Config, gpus: int | None, per_node: int) -> Machine:
-    """What the configuration is checked for: a world that is elsewhere, whose GPUs are all there."""
-    world, engines = gpus or world_of(cfg, per_node), cfg.engines()
+    gpus: ranks in all; None: run.nodes machines with run.nproc processes each, or a node's GPUs; the smallest world of
+    the layouts where the configuration names neither. per_node: ranks of a machine; None: as it says, or 8
+    """
+    run, engines = cfg.run, cfg.engines()
+    per_node = per_node or (run.nproc if run.nodes is not None else None) or PER_NODE
+    if gpus is not None:
+        world = gpus
+    else:
+        world = run.nodes * (run.nproc or per_node) if run.nodes is not None else run.nproc or smallest_world(cfg)
+    ranks = min(world, per_node)
     apart = engines[0].gpus if engines is not None and engines[0].gpus is not None else ()
-    return Machine(world, min(world, per_node), gpus=max((world, *(gpu + 1 for gpu in apart))), planned=True)
+    return Machine(world, ranks, gpus=max((ranks, *(gpu + 1 for gpu in apart))), planned=True)
 
 
 @dataclass(frozen=True)
@@ -71,59 +75,63 @@ class Plan:
         ]
         return {name: max(rows, key=lambda row: row[0])[1:] for name, rows in zip(names, each, strict=True)}
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.cluster.chip.is_gpu
+
     @cached_property
     def parts(self) -> list[Part]:
+        """None without GPUs."""
+        if not self.on_gpu:
+            return []
         return timing.step(Clock(self.cluster, self.assumed), self.work, self.engine)
 
     @property
     def seconds(self) -> float:
         return sum(part.seconds for part in self.parts)
 
+    @cached_property
+    def shortages(self) -> list[Shortage]:
+        """Why it does not fit; none without GPUs."""
+        limit = self.cluster.chip.memory
+        found = [*shortages(self.work, self.worst, self.engine, limit), *self._without_fp8()]
+        return found if self.on_gpu else []
+
     @property
     def problems(self) -> list[str]:
-        """Why it does not fit, one sentence each."""
-        found = []
-        limit = self.cluster.chip.memory
-        for name, (rank, phase) in self.worst.items():
-            if phase.total > limit:
-                over = (phase.total - limit) / (1 << 30)
-                largest = sorted(phase.items, key=lambda item: -item.nbytes)[:3]
-                what = ", ".join(f"{item.owner} {item.what} {item.nbytes / (1 << 30):.1f}" for item in largest)
-                found.append(f"{name}: rank {rank} needs {over:.1f} GiB more than its GPU has (largest: {what})")
-        found += self._without_fp8()
-        engine = self.engine
-        if engine is not None and engine.holds < 1:
-            left = engine.cache / (1 << 30)
-            found.append(
-                f"rollout: {left:.1f} GiB are left for an engine's cache, less than one sequence of full length"
-            )
-        return found
+        """The same, one sentence each."""
+        return [str(shortage) for shortage in self.shortages]
 
-    def _without_fp8(self) -> list[str]:
+    def _without_fp8(self) -> Iterator[Shortage]:
         """Recipes that these GPUs cannot compute."""
-        chip, models = self.cluster.chip, self.cfg.built().values()
-        wanted = {
-            fp8.recipe for model in models if (fp8 := model.train.precision.fp8).recipe != "none" and not fp8.emulate
-        }
-        problems = (chip_problem(recipe, chip.capability, None, chip.name) for recipe in sorted(wanted))
-        return [f"precision.fp8.recipe: {problem}" for problem in problems if problem is not None]
+        chip, fp8 = self.cluster.chip, [model.train.precision.fp8 for model in self.cfg.built().values()]
+        for recipe in sorted({one.recipe for one in fp8 if one.recipe != "none" and not one.emulate}):
+            if (problem := chip_problem(recipe, chip.capability, None, chip.name)) is not None:
+                yield Shortage(f"precision.fp8.recipe: {problem}", "another recipe, or other GPUs")
 
     def host(self, rank: int) -> list[Item]:
         """What a rank's process has in host memory."""
         checkpoint = self.cfg.checkpoint
-        return memory.host_items(self.work, rank, checkpoint.every_steps is not None and checkpoint.asynchronous)
+        copied = checkpoint.every_steps is not None and checkpoint.asynchronous
+        trained = [name for name, model in self.work.models.items() if model.is_trained and copied]
+        return memory.host_items(self.work, rank, {name: bytes_a_weight(self.cfg, name) for name in trained})
 
     @property
     def host_of_node(self) -> float:
-        """Bytes of the first node, which has rank 0."""
+        """Bytes of the first node, which has rank 0. Without GPUs with the models, and the engines' weights."""
         first = range(min(self.cluster.gpus, self.cluster.per_node))
-        return sum(item.nbytes for rank in first for item in self.host(rank))
+        beside = sum(item.nbytes for rank in first for item in self.host(rank))
+        if self.on_gpu:
+            return beside
+        engine = self.engine
+        weights = engine.engines // self.cluster.nodes * engine.tensor * engine.weights if engine is not None else 0
+        most = max(phase.total for _, phase in self.worst.values())
+        return beside + weights + len(first) * most
 
     @property
-    def checkpoint_bytes(self) -> float:
+    def checkpoint_bytes(self) -> int:
         """On disk, of one."""
-        trained = [model for model in self.work.models.values() if model.is_trained]
-        return sum(memory.checkpoint_bytes(model, seat) for model in trained for seat in model.grid.seats)
+        return checkpoint_bytes(self.cfg, {name: model.arch for name, model in self.work.models.items()})
 
     def _kind(self, rank: int) -> tuple[object, ...]:
         found: list[object] = [self._engine_at(rank) is not None]
@@ -137,9 +145,14 @@ class Plan:
         return self.engine if self.engine is not None and self.engine.at(rank) is not None else None
 
 
-def make(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assumed: Assumptions) -> Plan:
-    """archs: as `read_shapes` gives them. Raises ValueError for a world that a layout does not fill."""
-    work = Work.of(cfg, models_of(cfg, archs, cluster.gpus, on_gpu=True), assumed)
+def make(
+    cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assumed: Assumptions, *, fused: bool = True
+) -> Plan:
+    """archs: as `read_shapes` gives them. fused: its GPUs can use transformer-engine's layers. Raises ValueError for a
+    world that a layout does not fill."""
+    on_gpu = cluster.chip.is_gpu
+    assumed = assumed if on_gpu else assumed.without_gpu()
+    work = Work.of(cfg, models_of(cfg, archs, cluster.gpus, on_gpu, on_gpu and fused), assumed)
     engines = cfg.engines()
     engine = _engine(engines[0], cluster, work, assumed) if engines is not None else None
     return Plan(cfg, cluster, assumed, work, engine)
@@ -149,24 +162,36 @@ def _engine(rollout: RolloutConfig, cluster: Cluster, work: Work, assumed: Assum
     if rollout.urls:
         return None
     actor = work.models["actor"]
-    kinds = {
-        tuple(memory.model_held(m, m.grid.seat(rank)) for m in work.models.values()): rank
-        for rank in range(cluster.gpus)
-    }
+    gpus = _engine_gpus(rollout, cluster)
     left = float(cluster.chip.memory)  # of GPUs of their own
-    gpus = engine_gpus(rollout, Machine(cluster.gpus, cluster.per_node, gpus=cluster.gpus))
-    if any(gpu < cluster.gpus for gpu in gpus):
+    if shared := [gpu for gpu in gpus if gpu < cluster.gpus]:
+        kinds = {tuple(memory.model_held(m, m.grid.seat(gpu)) for m in work.models.values()): gpu for gpu in shared}
         left = min(memory.left_for_engine(work, rank, cluster.chip.memory, assumed) for rank in kinds.values())
     return plan_engine(
         actor.arch,
         rollout,
         actor.dtype,
         left,
+        engines=rollout.servers * cluster.nodes,
         gpus=gpus,
         requests=work.size.sampled,
         longest=work.lengths.longest,
         workspace=assumed.engine_workspace,
         context=assumed.engine_context,
+    )
+
+
+def _engine_gpus(rollout: RolloutConfig, cluster: Cluster) -> tuple[int, ...]:
+    """Of all nodes: those of ranks by the ranks' numbers, others from the world's size on."""
+    if not cluster.chip.is_gpu:
+        return ()
+    ranks = min(cluster.gpus, cluster.per_node)
+    own = engine_gpus(rollout, Machine(cluster.gpus, ranks, gpus=ranks))
+    beside = max(0, max(own) + 1 - ranks)
+    return tuple(
+        node * ranks + gpu if gpu < ranks else cluster.gpus + node * beside + gpu - ranks
+        for node in range(cluster.nodes)
+        for gpu in own
     )
 
 

@@ -32,13 +32,22 @@ class Built:
 
 
 def build(
-    arch: ModelArch, hf_path: str, role: Role, train: TrainConfig, rank: int, world: int, dtype: torch.dtype
+    arch: ModelArch,
+    hf_path: str,
+    role: Role,
+    train: TrainConfig,
+    rank: int,
+    world: int,
+    dtype: torch.dtype,
+    *,
+    overlap: bool = False,
 ) -> Built:
-    """Builds the rank's chunks and wraps them for training, on the meta device: no memory, whatever the size."""
+    """Builds the rank's chunks and wraps them for training, on the meta device: no memory, whatever the size. overlap:
+    as for `wrap_ddp`."""
     with platform.imagined_rank(rank, world), (mesh := Mesh(train.parallel)).active():
         models = build_model(arch, hf_path, train, mesh, dtype, role, seed=None)
         names = tuple(tuple((name, p.numel()) for name, p in model.named_parameters()) for model in models)
-        buffers = list(_buffers(wrap_ddp(models)))
+        buffers = list(_buffers(wrap_ddp(models, overlap=overlap)))
         return Built(
             names,
             Held(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -19,7 +20,7 @@ from mrl.config.trainers.base import Config
 from mrl.config.trainers.table import trainer_of
 from mrl.families import ModelArch
 from mrl.plan.chips import GIB, Assumptions, Cluster
-from mrl.plan.plan import Plan, make
+from mrl.plan.plan import Plan, machine_of, make
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -49,22 +50,35 @@ class Candidate:
         return f"{' x '.join(parts)}, {self.tokens} tokens, recompute {self.recompute}"
 
 
-def search(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assumed: Assumptions) -> list[Candidate]:
-    """Of those that fit the fastest first; of equally fast ones (within 1%) what leaves more memory."""
-    found = []
-    machine = Machine(cluster.gpus, min(cluster.gpus, cluster.per_node), gpus=cluster.gpus, planned=True)
+@dataclass(frozen=True)
+class Found:
+    """fitting: the fastest first; of equally fast ones (within 1%) what leaves more memory. refused: how many of the
+    others the checks refuse, by the reason. nearest: of those that need too much memory the one that needs least"""
+
+    fitting: list[Candidate]
+    refused: Counter[str]
+    nearest: Candidate | None
+
+
+def search(cfg: Config, cluster: Cluster, archs: Mapping[str, ModelArch], assumed: Assumptions) -> Found:
+    """Of all layouts of this world."""
+    found, tight, refused = [], [], Counter[str]()
+    machine = machine_of(cfg, cluster.gpus, cluster.per_node)
     checked = _checked(cfg, archs)
     for layout in _layouts(cfg, cluster, archs["actor"]):
         for recompute, tokens in product(RECOMPUTES, _micro_batches(cfg)):
             variant = _with(cfg, layout, recompute, tokens)
-            if any(_problems(variant, checked, machine)):
+            if (problem := next(_problems(variant, checked, machine), None)) is not None:
+                refused[str(problem)] += 1
                 break
-            plan = make(variant, cluster, archs, assumed)
-            if not plan.problems and _leaves_room(plan):
-                found.append(Candidate(layout, recompute, tokens, plan))
+            candidate = Candidate(layout, recompute, tokens, make(variant, cluster, archs, assumed))
+            if not candidate.plan.shortages and _leaves_room(candidate.plan):
+                found.append(candidate)
                 break  # with more recomputation it is slower
+            tight.append(candidate)
     best = min((each.plan.seconds for each in found), default=0.0)
-    return sorted(found, key=lambda each: (int(100 * each.plan.seconds / best), each.tightest))
+    found.sort(key=lambda each: (int(100 * each.plan.seconds / best), each.tightest))
+    return Found(found, refused, min(tight, key=lambda each: each.tightest, default=None))
 
 
 def _leaves_room(plan: Plan) -> bool:
@@ -115,11 +129,11 @@ def _with(cfg: Config, layout: ParallelConfig, recompute: Recompute, tokens: int
     return cfg.model_copy(update=changed)
 
 
-def lines(found: Sequence[Candidate], most: int = 10) -> Iterator[str]:
-    """A table, and why the best is the best."""
+def lines(result: Found, most: int = 10) -> Iterator[str]:
+    """A table, and why the best is the best; or why there is none."""
+    found = result.fitting
     if not found:
-        yield "No layout fits. What helps: more GPUs, offload: all, rollout.release: all, a smaller "
-        yield "max_tokens_per_microbatch."
+        yield from _why_none(result)
         return
     best = found[0]
     yield f"{'layout':<56} {'step':>8} {'most memory':>12}  what it loses against the best"
@@ -127,6 +141,18 @@ def lines(found: Sequence[Candidate], most: int = 10) -> Iterator[str]:
         lost = _lost(each, best) if each is not best else "the best"
         yield f"{each.words():<56} {each.plan.seconds:6.0f} s {each.tightest / GIB:8.1f} GiB  {lost}"
     yield from ("", *_reasons(found))
+
+
+def _why_none(result: Found) -> Iterator[str]:
+    yield "No layout fits."
+    if (each := result.nearest) is not None:
+        spare = each.plan.assumed.spare_share
+        needs = f"{each.tightest / GIB:.1f} of {each.plan.cluster.chip.memory / GIB:.1f} GiB"
+        yield f"Nearest: {each.words()}: {needs}, of which {spare:.0%} are to stay free (spare_share)."
+        yield from (f"  {shortage.text}" for shortage in each.plan.shortages)
+        yield "What helps: more GPUs, offload: all, rollout.release: all, fewer max_tokens_per_microbatch."
+    for reason, count in result.refused.most_common(3):
+        yield f"{count} layout{'s' * (count > 1)} refused, such as for {reason}"
 
 
 def _lost(each: Candidate, best: Candidate) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mrl.families.flops import num_parameters
 from mrl.plan.chips import GIB
 from mrl.plan.grid import stage_layers
-from mrl.plan.memory import Phase
+from mrl.plan.memory import Item
 from mrl.plan.plan import Plan
 from mrl.plan.workload import Model
 
@@ -15,15 +16,17 @@ from mrl.plan.workload import Model
 def lines(plan: Plan) -> Iterator[str]:
     """The whole plan."""
     yield from _head(plan)
+    of_what = "GPU" if plan.on_gpu else "rank"
     for title, part in (
         ("Batch", batch(plan)),
         ("Ranks", grid(plan)),
-        ("Memory of a GPU, GiB, the rank that needs most in each phase", memory(plan)),
-        ("Beside the GPUs", beside(plan)),
+        (f"Memory of a {of_what}, GiB, the rank that needs most in each phase", memory(plan)),
+        ("Beside the GPUs" if plan.on_gpu else "Of a node", beside(plan)),
         ("One step, seconds; nothing is assumed to overlap", seconds(plan)),
         ("Assumed, measured by nobody with mrl", assumed(plan)),
     ):
-        yield from ("", title, *(f"  {line}" for line in part))
+        if shown := [f"  {line}" for line in part]:
+            yield from ("", title, *shown)
     yield ""
     yield verdict(plan)
 
@@ -31,7 +34,11 @@ def lines(plan: Plan) -> Iterator[str]:
 def verdict(plan: Plan) -> str:
     """In words: does it fit, what is slowest."""
     if plan.problems:
-        return "\n".join(["It does not fit:", *(f"  {problem}" for problem in plan.problems)])
+        each = [f"  {shortage.text}\n    -> {shortage.remedy}" for shortage in plan.shortages]
+        return "\n".join(["It does not fit:", *each])
+    if not plan.on_gpu:
+        needs = f"{plan.host_of_node / GIB:.1f} GiB"
+        return f"On CPUs: a node needs {needs} beside the programs themselves; how long a step takes is not planned."
     name, (rank, phase) = max(plan.worst.items(), key=lambda item: item[1][1].total)
     room = (plan.cluster.chip.memory - phase.total) / GIB
     return f"It fits: {room:.1f} GiB are left where it is tightest ({name}, rank {rank}). {bottleneck(plan)}"
@@ -41,30 +48,37 @@ def bottleneck(plan: Plan) -> str:
     part = max(plan.parts, key=lambda part: part.seconds)
     share = part.seconds / plan.seconds
     what = f"{part.phase}: {part.what} ({part.limit})"
-    return f"A step takes about {plan.seconds:.0f} s; the most of it, {share:.0%}, is {what}."
+    seconds = f"{plan.seconds:.{0 if plan.seconds >= 1 else 3}f} s"
+    return f"A step takes about {seconds}; the most of it, {share:.0%}, is {what}."
 
 
 def _head(plan: Plan) -> Iterator[str]:
     cluster, chip = plan.cluster, plan.cluster.chip
-    yield f"{plan.cfg.run.name}: {cluster.gpus} x {chip.name} on {cluster.nodes} nodes of {cluster.per_node}"
+    each = f"{cluster.gpus} x {chip.name}" if plan.on_gpu else counted(cluster.gpus, "process")
+    where = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes of {cluster.per_node}"
+    yield f"{plan.cfg.run.name}: {each} on {where}{'' if plan.on_gpu else ', without GPUs'}"
     for model in plan.work.models.values():
-        held = f"{sum(1 for _ in model.arch.layers)} layers, {_billions(model)} weights"
+        held = f"{sum(1 for _ in model.arch.layers)} layers, {_size(model)} weights"
         how = "trained" if model.is_trained else "computed with"
         yield f"  {model.name:<8} {_layout(model)}; {held}; {how}; {model.kind} layers, offload {model.train.offload}"
     if plan.engine is not None:
         engine = plan.engine
         shared = any(engine.at(rank) is not None for rank in range(cluster.gpus))
-        where = "on the trainer's GPUs" if shared else "on GPUs of their own"
-        yield f"  {'engines':<8} {engine.engines} of tensor {engine.tensor}, {where}, release {engine.release}"
+        where = ", on the trainer's GPUs" if shared else ", on GPUs of their own"
+        placed = f"{where}, release {engine.release}" if plan.on_gpu else ""
+        yield f"  {'engines':<8} {engine.engines} of tensor {engine.tensor}{placed}"
     elif plan.cfg.engines() is not None:
         yield f"  {'engines':<8} at rollout.urls: not planned, and sampling is not in the times"
 
 
-def _billions(model: Model) -> str:
-    from mrl.plan.memory import model_held
+def counted(number: float, what: str) -> str:
+    """Such as 1 update, 2 batches."""
+    return f"{number:g} {what}" + ("" if number == 1 else "es" if what.endswith(("s", "ch")) else "s")
 
-    whole = sum(model_held(model, seat).shard for seat in model.grid.seats)
-    return f"{whole / 1e9:.1f}B"
+
+def _size(model: Model) -> str:
+    whole = num_parameters(model.arch, model.role)
+    return f"{whole / 1e9:.1f}B" if whole >= 1e8 else f"{whole / 1e6:.1f}M"
 
 
 def _layout(model: Model) -> str:
@@ -78,7 +92,8 @@ def batch(plan: Plan) -> Iterator[str]:
     """The step's arithmetic, from prompts to ranks."""
     size, work = plan.work.size, plan.work
     if size.sampled:
-        yield f"{size.prompts} prompts x {size.sampled // size.prompts} = {size.sampled} samples a step"
+        samples = f"{size.sampled // size.prompts} = {counted(size.sampled, 'sample')}"
+        yield f"{counted(size.prompts, 'prompt')} x {samples} a step"
         longest = f"{size.prompt_tokens} + {size.response_tokens} = {work.lengths.longest}"
         mean = f"{work.lengths.prompt:.0f} + {work.lengths.response:.0f}"
         yield f"a sample: at most {longest} tokens of prompt and response; assumed in the mean {mean}"
@@ -86,16 +101,26 @@ def batch(plan: Plan) -> Iterator[str]:
         if name in ("dynamic sampling", "replay"):
             yield f"{name}: {words}; the times below are of one round without it"
     minibatches = size.learnt // size.minibatch
-    updates = f"{size.epochs} x {minibatches} = {size.epochs * minibatches} updates of {size.minibatch} samples"
+    updates = (
+        f"{size.epochs} x {minibatches} = {counted(size.epochs * minibatches, 'update')} of {size.minibatch} samples"
+    )
     yield f"{size.learnt} samples -> {updates}"
     for name, each in work.batches.items():
         model = work.models[name]
         what = "an update" if model.is_trained else "a pass over all samples"
         yield (
-            f"{name}: {what} is {each.per_replica:g} samples on each of {model.grid.dp} replicas, in {each.count} "
-            f"micro-batches of {each.samples:.1f} samples, {each.tokens:.0f} tokens "
-            f"(at most {model.train.max_tokens_per_microbatch}), {each.tokens / model.layout.context:.0f} on a rank"
+            f"{name}: {what} is {counted(each.per_replica, 'sample')}{_on_replicas(model)}, in "
+            f"{counted(each.count, 'micro-batch')} of {each.samples:.1f} samples, {each.tokens:.0f} tokens (at most "
+            f"{model.train.max_tokens_per_microbatch}){_on_a_rank(model, each.tokens)}"
         )
+
+
+def _on_replicas(model: Model) -> str:
+    return f" on each of {model.grid.dp} replicas" if model.grid.dp > 1 else ""
+
+
+def _on_a_rank(model: Model, tokens: float) -> str:
+    return f", {tokens / model.layout.context:.0f} on a rank" if model.layout.context > 1 else ""
 
 
 def grid(plan: Plan) -> Iterator[str]:
@@ -110,7 +135,8 @@ def grid(plan: Plan) -> Iterator[str]:
         per_node, last = plan.cluster.per_node, plan.cluster.gpus
         for node, first in enumerate(range(0, last, per_node)):
             ranks = range(first, min(first + per_node, last))
-            yield f"  node {node}: ranks {first}-{ranks[-1]}  {_spans(model, ranks)}{_engines(plan, ranks)}"
+            numbers = f"ranks {first}-{ranks[-1]}" if len(ranks) > 1 else f"rank {first}"
+            yield f"  node {node}: {numbers}  {_spans(model, ranks)}{_engines(plan, ranks)}"
 
 
 def _stages(model: Model) -> str:
@@ -142,9 +168,10 @@ def memory(plan: Plan) -> Iterator[str]:
     limit = plan.cluster.chip.memory / GIB
     for name, (rank, phase) in plan.worst.items():
         mark = "" if phase.total <= plan.cluster.chip.memory else "   <-- too much"
-        yield f"{name:<16} rank {rank:<4} {phase.total / GIB:7.1f} of {limit:.0f}{mark}"
-        yield f"    {_items(phase)}"
-    if plan.engine is not None:
+        most = f" of {limit:.1f}{mark}" if plan.on_gpu else ""
+        yield f"{name:<16} rank {rank:<4} {_gib(phase.total):>7}{most}"
+        yield f"    {_items(phase.items)}"
+    if plan.engine is not None and plan.on_gpu:
         engine = plan.engine
         yield (
             f"an engine's GPU: weights {engine.weights / GIB:.1f}, cache {engine.cache / GIB:.1f} = "
@@ -155,35 +182,45 @@ def memory(plan: Plan) -> Iterator[str]:
             yield "  (the others wait, or the engine takes some back when responses grow long)"
 
 
-def _items(phase: Phase) -> str:
-    return ", ".join(f"{item.owner} {item.what} {item.nbytes / GIB:.1f}" for item in phase.items if item.nbytes)
+def _items(items: Sequence[Item]) -> str:
+    shown = [item for item in items if item.nbytes >= 0.0005 * GIB]
+    return ", ".join(f"{item.owner} {item.what} {_gib(item.nbytes)}" for item in shown) or "less than a MiB of each"
+
+
+def _gib(nbytes: float) -> str:
+    """Tiny models have a few thousandths."""
+    return f"{nbytes / GIB:.1f}" if nbytes >= GIB / 10 else f"{nbytes / GIB:.3f}"
 
 
 def beside(plan: Plan) -> Iterator[str]:
     """Host memory and disk."""
-    yield f"host memory of the first node: {plan.host_of_node / GIB:.0f} GiB, of which rank 0 has"
-    yield "    " + ", ".join(f"{item.owner} {item.what} {item.nbytes / GIB:.1f}" for item in plan.host(0))
+    models = "" if plan.on_gpu else " (its models, and the weights of all engines, included)"
+    yield f"host memory of the first node: {_gib(plan.host_of_node)} GiB{models}, of which rank 0 has"
+    yield f"    {_items(plan.host(0))}"
     if plan.cfg.checkpoint.every_steps is not None:
-        one, kept = plan.checkpoint_bytes / GIB, plan.cfg.checkpoint.keep_last + 1
-        write = plan.checkpoint_bytes / (plan.cluster.nodes * plan.assumed.disk)
-        all_of_them = f"the last {kept - 1} and the one being written: {one * kept:.0f} GiB"
-        yield f"a checkpoint: {one:.0f} GiB, {write:.0f} s; {all_of_them}"
+        one, kept = plan.checkpoint_bytes, plan.cfg.checkpoint.keep_last + 1
+        write = f", {one / (plan.cluster.nodes * plan.assumed.disk):.0f} s" if plan.on_gpu else ""
+        all_of_them = f"the last {kept - 1} and the one being written: {_gib(one * kept)} GiB"
+        yield f"a checkpoint: {_gib(one)} GiB{write}; {all_of_them}"
 
 
 def seconds(plan: Plan) -> Iterator[str]:
+    if not plan.parts:
+        return
     totals: dict[str, float] = {}
     for part in plan.parts:
         totals[part.phase] = totals.get(part.phase, 0.0) + part.seconds
+    digits = 1 if plan.seconds >= 1 else 4
     for phase, total in totals.items():
-        yield f"{phase:<16} {total:8.1f}   {total / plan.seconds:4.0%}"
+        yield f"{phase:<16} {total:8.{digits}f}   {total / plan.seconds:4.0%}"
         for part in plan.parts:
             if part.phase == phase and part.seconds >= 0.01 * total:
-                yield f"    {part.seconds:8.1f}  {part.what} ({part.limit})"
-    yield f"{'step':<16} {plan.seconds:8.1f}"
+                yield f"    {part.seconds:8.{digits}f}  {part.what} ({part.limit})"
+    yield f"{'step':<16} {plan.seconds:8.{digits}f}"
 
 
 def assumed(plan: Plan) -> Iterator[str]:
-    rows = plan.assumed.rows()
+    rows = plan.assumed.rows() if plan.on_gpu else []
     for start in range(0, len(rows), 3):
         yield "   ".join(f"{name} {value}" for name, value in rows[start : start + 3])
 

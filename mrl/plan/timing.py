@@ -145,7 +145,8 @@ def rollout(clock: Clock, work: Work, engine: EnginePlan) -> Iterator[Part]:
     overhead = assumed.decode_overhead_s + (2 * arch.num_layers * assumed.hop_s if engine.tensor > 1 else 0)
     limit = limit if slower > overhead else "launches and small all-reduces"
     tail = "" if steps > (size.response_tokens or 0) else "; the longest response decides"
-    what = f"responses, {busy:.0f} at once on each of {engine.engines} engines{tail}"
+    engines = f"each of {engine.engines} engines" if engine.engines > 1 else "1 engine"
+    what = f"responses, {busy:.0f} at once on {engines}{tail}"
     yield Part("rollout", what, steps * (slower + overhead), limit)
 
 

@@ -18,7 +18,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Model:
-    """One model of the run over its whole world. dtype: bytes of a weight."""
+    """One model of the run over its whole world. dtype: bytes of a weight; on_gpu: its ranks have GPUs."""
 
     name: str
     path: str
@@ -29,19 +29,25 @@ class Model:
     grid: Grid
     dtype: int
     kind: LayerKind
+    on_gpu: bool
 
     @property
     def layout(self) -> ParallelConfig:
         return self.train.parallel
 
+    @property
+    def overlap(self) -> bool:
+        """Of the gradients' sums with the backward pass: see `mrl.learner.optimizer.sums_overlap`."""
+        return self.is_trained and self.on_gpu and self.grid.dp * self.layout.context > 1
 
-def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: bool) -> tuple[Model, ...]:
-    """archs: by the models' names."""
+
+def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: bool, fused: bool) -> tuple[Model, ...]:
+    """archs: by the models' names. fused: transformer-engine's layers can be used there."""
     dtype = DTYPE_BYTES[cfg.model.dtype]
     found = []
     for name, built in cfg.built().items():
         asked = built.train.layers
-        fused = asked == "transformer_engine" or (asked == "auto" and on_gpu and dtype == 2)
+        takes_them = asked == "transformer_engine" or (asked == "auto" and fused and dtype == 2)
         found.append(
             Model(
                 name,
@@ -52,7 +58,8 @@ def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: b
                 built.is_trained,
                 Grid(built.train.parallel, world),
                 dtype,
-                "transformer_engine" if fused else "local",
+                "transformer_engine" if takes_them else "local",
+                on_gpu,
             )
         )
     return tuple(found)

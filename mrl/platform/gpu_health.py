@@ -3,6 +3,7 @@ GPU: a sick GPU can hang whoever asks it, and contexts take memory."""
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -30,8 +31,10 @@ class GpuTimeout(RuntimeError):
     """The GPUs did not answer."""
 
 
+@functools.cache
 def gpu_health(timeout_s: float = TIMEOUT_S) -> list[GpuHealth]:
-    """Of every GPU that this process may use; none on a CPU machine. Raises GpuTimeout, OSError."""
+    """Of every GPU that this process may use, when it was asked first; none on a CPU machine. Raises GpuTimeout,
+    OSError."""
     if not torch.cuda.is_available():
         return []
     command = [sys.executable, "-c", "from mrl.platform.gpu_health import main; main()"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import time
 from datetime import timedelta
 from typing import Literal
@@ -13,7 +14,8 @@ import torch.distributed as dist
 
 from mrl.ports import MEETING_VARIABLE, listen
 
-_POLL_S = 0.01
+_POLL_S, _POLLED_RANKS = 0.01, 64  # as many ask that often; more of them, less often
+_EVERYBODY = "every rank"
 _imagined: torch.device | None = None  # see mrl.platform.imagined
 
 
@@ -55,6 +57,7 @@ def init_process_group(timeout_s: float, kind: Literal["gloo", "nccl"] | None = 
     """
     if dist.is_initialized():
         return
+    _allow_connections()
     gc.freeze()  # full collections, one in each of Megatron's saves, need not walk over all that was imported
     limit, kind = timedelta(seconds=timeout_s), kind or backend()
     if kind == "nccl":
@@ -65,6 +68,13 @@ def init_process_group(timeout_s: float, kind: Literal["gloo", "nccl"] | None = 
     dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=limit)
 
 
+def _allow_connections() -> None:
+    """As many open files as the system lets this process have: a group by gloo has a connection to each of its ranks,
+    and the usual 1,024 files are those of a few hundred ranks."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def _meet(rank: int, size: int, limit: timedelta) -> dist.Store:
     """The store of the world, once all its ranks have come to it."""
     folder, attempt = os.environ.get(MEETING_VARIABLE), _attempt()
@@ -73,11 +83,15 @@ def _meet(rank: int, size: int, limit: timedelta) -> dist.Store:
     here, end = dist.PrefixStore(attempt, store), time.monotonic() + limit.total_seconds()
     here.set(f"rank {rank}", "here")
     names = [f"rank {number}" for number in range(size)]
-    while missing := [name for name in names if not here.check([name])]:
-        if time.monotonic() > end:
-            within = f"within run.timeout_s = {limit.total_seconds():g} s"
-            raise WorldError(f"the world of {size} did not form {within}: {', '.join(missing)} did not come")
-        time.sleep(_POLL_S)
+    for name in names if rank == 0 else [_EVERYBODY]:  # rank 0 looks for the others, who ask the store for one word
+        while not here.check([name]):
+            if time.monotonic() > end:
+                within = f"within run.timeout_s = {limit.total_seconds():g} s"
+                missing = [name for name in names if not here.check([name])]
+                raise WorldError(f"the world of {size} did not form {within}: {', '.join(missing)} did not come")
+            time.sleep(_POLL_S * max(1, size / _POLLED_RANKS))
+    if rank == 0:
+        here.set(_EVERYBODY, "here")
     return store
 
 

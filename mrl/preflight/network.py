@@ -1,5 +1,5 @@
-"""How fast do this world's ranks add up a buffer? `mrl preflight CONFIG --network`, as every rank: by nccl where there
-are GPUs, by gloo elsewhere."""
+"""How fast do this world's ranks add up a buffer, and which node is slower than the others? `mrl preflight CONFIG
+--network`, as every rank: by nccl where there are GPUs, by gloo elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -18,21 +20,32 @@ from mrl import platform
 TIMEOUT_S = 120.0
 WARM_UPS, REPEATS = 2, 5
 MIB = 1 << 20
+NAME_VARIABLE = "MRL_NODE_NAME"  # what messages call this rank's node
+SLOW_SHARE = 0.5  # of the nodes' median
 
 
 @dataclass(frozen=True)
 class Network:
-    """GB/s are those of the bus, as nccl-tests count: 2 (n - 1) / n x bytes / seconds, which does not depend on n."""
+    """GB/s are those of the bus, as nccl-tests count: 2 (n - 1) / n x bytes / seconds, which does not depend on n.
+
+    gb_per_s: of an all-reduce over all ranks. pairs: of one between two neighbouring nodes, (node, node, GB/s of the
+    slowest two of their ranks, whose place on their nodes)
+    """
 
     backend: str
     ranks: int
     nodes: int
     mib: int
     gb_per_s: float
+    pairs: tuple[tuple[str, str, float, int], ...]
 
 
 class WrongSum(RuntimeError):
     """An all-reduce gave something else than the sum."""
+
+
+def default_mib() -> int:
+    return 256 if platform.backend() == "nccl" else 16
 
 
 def measure(mib: int) -> Network:
@@ -41,44 +54,128 @@ def measure(mib: int) -> Network:
     Raises WorldError if a rank does not come, WrongSum if what comes out is wrong.
     """
     platform.init_process_group(TIMEOUT_S)
-    ranks, nbytes = dist.get_world_size(), mib * MIB
-    buffer = torch.empty(nbytes // 4, dtype=torch.float32, device=platform.device())
+    ranks = dist.get_world_size()
+    buffer = torch.empty(mib * MIB // 4, dtype=torch.float32, device=platform.device())
+    speed = _all_reduce(buffer, dist.group.WORLD, ranks)
+    names: list[str] = [""] * ranks
+    dist.all_gather_object(names, _name())
+    by_node: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        by_node.setdefault(name, []).append(rank)
+    return Network(platform.backend(), ranks, len(by_node), mib, speed, tuple(_pairs(buffer, by_node)))
+
+
+def _name() -> str:
+    """By the launcher's number too: on one machine there may be several nodes."""
+    number = os.environ.get("GROUP_RANK")
+    host = socket.gethostname()
+    return os.environ.get(NAME_VARIABLE) or (host if number is None else f"node {number} ({host})")
+
+
+def _all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup | None, ranks: int) -> float:
+    """GB/s of the bus."""
     seconds = []
     for _ in range(WARM_UPS + REPEATS):
         buffer.fill_(1.0)
         platform.synchronize()
-        dist.barrier()
+        dist.barrier(group)
         began = time.perf_counter()
-        dist.all_reduce(buffer)
+        dist.all_reduce(buffer, group=group)
         platform.synchronize()
         seconds.append(time.perf_counter() - began)
         least, most = float(buffer.min()), float(buffer.max())
         if least != ranks or most != ranks:
             raise WrongSum(f"an all-reduce of ones over {ranks} ranks gave {least:g} to {most:g}")
-    nodes: list[str] = [""] * ranks
-    dist.all_gather_object(nodes, os.environ.get("GROUP_RANK", socket.gethostname()))
-    median = sorted(seconds[WARM_UPS:])[REPEATS // 2]
-    bus = 2 * (ranks - 1) / ranks * nbytes / median / 1e9
-    return Network(platform.backend(), ranks, len(set(nodes)), mib, bus)
+    return 2 * (ranks - 1) / ranks * buffer.nbytes / median(seconds[WARM_UPS:]) / 1e9
 
 
-def main(mib: int, at_least: float | None, *, as_json: bool) -> int:
-    """Prints a line on rank 0. Exit code 1: no world, a wrong sum, or less than `at_least` GB/s."""
+def _pairs(buffer: torch.Tensor, by_node: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, str, float, int]]:
+    """Each node with the next one, rank by rank; collective. In a round no node has two neighbours at once."""
+    nodes, rank = list(by_node), dist.get_rank()
+    mine: dict[tuple[str, str], tuple[float, int]] = {}
+    for edges in rounds(len(nodes)):
+        own: list[tuple[tuple[str, str], int, dist.ProcessGroup]] = []
+        for edge in ((nodes[one], nodes[other]) for one, other in edges):
+            for place, members in enumerate(zip(by_node[edge[0]], by_node[edge[1]], strict=False)):
+                group = dist.new_group(list(members))  # waits for all ranks: all groups first, then all pairs at once
+                if rank in members:
+                    own.append((edge, place, group))
+        for edge, place, group in own:  # one, or none
+            mine[edge] = (_all_reduce(buffer, group, 2), place)
+        dist.barrier()
+    found: list[dict[tuple[str, str], tuple[float, int]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    for one, other in dict.fromkeys(edge for each in found for edge in each):
+        speed, place = min(each[one, other] for each in found if (one, other) in each)
+        yield one, other, speed, place
+
+
+def rounds(nodes: int) -> list[list[tuple[int, int]]]:
+    """A ring's edges, each node with the next one, in rounds in which every node has one at most."""
+    if nodes < 3:
+        return [[(0, 1)]] if nodes == 2 else []
+    edges = [(node, (node + 1) % nodes) for node in range(nodes)]
+    last = [[edges.pop()]] if nodes % 2 else []
+    return [edges[::2], edges[1::2], *last]
+
+
+def slow_nodes(found: Network, at_least: float | None) -> list[str]:
+    """What is wrong, one sentence a node. Slow is a node that is so with each of its neighbours: against the median of
+    all, where there are more than two, and against `at_least` GB/s."""
+    best: dict[str, tuple[float, int]] = {}
+    for one, other, speed, place in found.pairs:
+        for name in (one, other):
+            best[name] = max(best.get(name, (0.0, 0)), (speed, place))
+    usual = median(speed for speed, _ in best.values()) if len(best) > 2 else 0.0
+    limit = max(SLOW_SHARE * usual, at_least or 0.0)
+    than = f"half of the nodes' median of {usual:.2f}" if limit > (at_least or 0.0) else f"the {limit:g} asked for"
+    what = "GPU" if found.backend == "nccl" else "rank"
+    return [
+        f"{name} is slow: an all-reduce with its neighbours gives {speed:.2f} GB/s at best ({what} {place} of the "
+        f"node), less than {than}"
+        for name, (speed, place) in best.items()
+        if speed < limit
+    ]
+
+
+def words(found: Network) -> str:
+    """One sentence."""
+    where = f"{found.ranks} ranks on {found.nodes} node{'s' * (found.nodes > 1)}"
+    said = f"all-reduce of {found.mib} MiB over {where} by {found.backend}: {found.gb_per_s:.2f} GB/s"
+    speeds = [speed for _, _, speed, _ in found.pairs]
+    return f"{said}; between two nodes {min(speeds):.2f} to {max(speeds):.2f}" if speeds else said
+
+
+def main(mib: int | None, at_least: float | None, *, as_json: bool) -> int:
+    """Prints a line on rank 0, more where something is wrong. Exit code 1: no world, a wrong sum, a slow node, or less
+    than `at_least` GB/s."""
     if "RANK" not in os.environ:
         print("mrl: --network is run as every rank: torchrun --nproc-per-node 8 -m mrl preflight ...", file=sys.stderr)
         return 1
-    try:
-        found = measure(mib)
-    except (platform.WorldError, WrongSum, RuntimeError) as error:
-        print(f"mrl: network, rank {os.environ['RANK']} on {socket.gethostname()}: {error}", file=sys.stderr)
+    if (found := _measured(mib or default_mib())) is None:
         return 1
+    wrong = slow_nodes(found, at_least)
+    if at_least is not None and found.nodes == 1 < found.ranks and found.gb_per_s < at_least:
+        wrong.append(f"less than the {at_least:g} GB/s that are asked for")
+    if os.environ["RANK"] == "0":
+        lines = [json.dumps(vars(found))] if as_json else [f"network: {line}" for line in (words(found), *wrong)]
+        print("\n".join(lines), flush=True)
+    return int(bool(wrong))
+
+
+def _measured(mib: int) -> Network | None:
+    """None: it is said why not."""
+    try:
+        return measure(mib)
+    except (platform.WorldError, WrongSum, RuntimeError) as error:
+        print(f"mrl: network, rank {os.environ['RANK']} on {_name()}: {error}", file=sys.stderr)
+        return None
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    is_slow = at_least is not None and found.ranks > 1 and found.gb_per_s < at_least
-    if os.environ["RANK"] == "0":
-        where = f"{found.ranks} ranks on {found.nodes} node{'s' * (found.nodes > 1)}"
-        said = f"network: all-reduce of {mib} MiB over {where} by {found.backend}: {found.gb_per_s:.2f} GB/s"
-        said += f", less than the {at_least:g} that are asked for" if is_slow else ""
-        print(json.dumps(vars(found)) if as_json else said, flush=True)
-    return int(is_slow)
+
+
+if __name__ == "__main__":  # a rank of `mrl preflight --nodes`, which judges
+    if (seen := _measured(int(sys.argv[1]))) is None:
+        sys.exit(1)
+    print(json.dumps(vars(seen)))

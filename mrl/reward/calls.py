@@ -6,7 +6,10 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np  # workers do without
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,7 @@ class Call:
     response: str
     row: dict[str, Any]
     response_tokens: int = 0
-    token_ids: tuple[int, ...] = ()  # prompt and response
+    token_ids: np.ndarray | None = field(default=None, compare=False)  # prompt and response; functions do not get them
 
 
 @dataclass(frozen=True)

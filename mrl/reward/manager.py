@@ -136,8 +136,7 @@ class RewardManager:
             raise RewardError(f"{label}: the row has no {self.prompt_key!r} (data.prompt_key), only {sorted(row)}")
         prompt = prompt_text(row[self.prompt_key])
         label = f"sample {request.sample_id} (row {request.prompt.index}, prompt {prompt[:PROMPT_HEAD_CHARS]!r})"
-        tokens = (*request.prompt.token_ids, *sample.response_ids)
-        return Call(prompt, sample.response_text, row, len(sample.response_ids), tokens), label
+        return Call(prompt, sample.response_text, row, len(sample.response_ids), sample.token_ids), label
 
 
 def longest_wait_s(cfg: RewardConfig, samples: int) -> float:

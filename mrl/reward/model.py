@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from mrl.reward.calls import Call, Outcome, settle
 from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.plan import Component
 
-ScoreTokens = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]  # prompt + response of each sample -> its score
+if TYPE_CHECKING:
+    import numpy as np
+
+ScoreTokens = Callable[["Sequence[np.ndarray]"], Sequence[float]]  # prompt + response of each sample -> its score
 
 
 class ModelSource:
@@ -33,7 +37,7 @@ class ModelSource:
             return
         if self.score is None:
             raise RewardError("the reward model is not there yet")
-        scores = self.score([call.token_ids for call, _, _ in waiting])
+        scores = self.score([call.token_ids for call, _, _ in waiting if call.token_ids is not None])
         for (_, label, future), score in zip(waiting, scores, strict=True):
             if math.isfinite(score):
                 settle(future, Outcome(score))

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -128,7 +128,7 @@ class FunctionPool:
         self, component: Component, calls: list[Call], labels: list[str], futures: list[Future[Outcome]]
     ) -> None:
         try:
-            payload = pickle.dumps((component.name, calls))
+            payload = pickle.dumps((component.name, [replace(call, token_ids=None) for call in calls]))
         except Exception as error:
             raise RewardError(f"{labels[0]}: its row cannot be sent to a reward worker: {error}") from error
         with self._lock:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import ssl
 from dataclasses import dataclass, field
+from functools import cache
 from urllib.parse import urlsplit
+
+import httpx
 
 from mrl.ports import HERE, is_here
 from mrl.rollout.errors import EngineError
@@ -40,3 +44,9 @@ class Access:
 
 
 OPEN = Access()
+
+
+@cache
+def tls() -> ssl.SSLContext:
+    """Of every connection. Reading the certificates takes 20 ms and 1 MiB: once a process, not once an engine."""
+    return httpx.create_ssl_context(trust_env=False)

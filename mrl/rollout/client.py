@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import httpx
 
 from mrl.rollout import protocol
-from mrl.rollout.access import OPEN, Access
+from mrl.rollout.access import OPEN, Access, tls
 from mrl.rollout.answers import MOST_TEXT, error_message, from_json
 from mrl.rollout.errors import BadAnswer, EngineError
 from mrl.rollout.protocol import Endpoint, GenerateBody, LoadFormat, MemoryPart, ModelInfo, RankChecksums, ServerInfo
@@ -44,6 +44,7 @@ class EngineClient:
             headers=access.headers,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,
+            verify=tls(),
         )
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from mrl.rollout import errors
-from mrl.rollout.access import Access
+from mrl.rollout.access import Access, tls
 from mrl.rollout.agent import ENDED, OBITUARY, READY, RESTART, Offered
 from mrl.rollout.process import FORMER_ENGINE_S, GRACE_S
 
@@ -29,7 +29,7 @@ class OtherNode:
     def __init__(self, offered: Offered, access: Access) -> None:
         self.offered = offered
         self.lives: list[list[int | None]] = [[0, None] for _ in offered.urls]
-        self._http = httpx.Client(base_url=offered.agent, headers=access.headers, trust_env=False)
+        self._http = httpx.Client(base_url=offered.agent, headers=access.headers, trust_env=False, verify=tls())
         self._is_closed = threading.Event()
         threading.Thread(target=self._watch, daemon=True, name=f"engines of {offered.where}").start()
 

@@ -11,7 +11,7 @@ from mrl.rollout.access import Access
 from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import EngineError, RolloutError
 from mrl.rollout.fleet import Fleet
-from mrl.rollout.flight import Flight, OnSample
+from mrl.rollout.flight import Flight, OnSamples
 from mrl.rollout.protocol import BEGIN_UPDATE, MemoryPart
 from mrl.rollout.restarts import Restarts
 from mrl.rollout.samples import Expected
@@ -71,9 +71,9 @@ class Engine:
         self.fleet.close()
 
     def generate(
-        self, requests: Sequence[Request], sampling: SamplingParams, on_sample: OnSample | None = None
+        self, requests: Sequence[Request], sampling: SamplingParams, on_samples: OnSamples | None = None
     ) -> list[Sample]:
-        """Finished samples ordered by sample_id. `on_sample` is called in this thread as samples finish.
+        """Finished samples ordered by sample_id. `on_samples` is called in this thread with those that finish together.
 
         Log-probs are of logits / temperature (raw logits when greedy), not renormalised for top_p and top_k.
         A server of ours that dies or does not answer within rollout.request_timeout_s is started again as often as
@@ -93,7 +93,7 @@ class Engine:
         if not requests:
             return []
         expected = Expected(self.vocab_size, sampling.max_new_tokens, self.weight_version)
-        flight = Flight(self.fleet, sampling, expected, on_sample, self.concurrent_requests, self.request_timeout_s)
+        flight = Flight(self.fleet, sampling, expected, on_samples, self.concurrent_requests, self.request_timeout_s)
         samples = asyncio.run(flight.run(requests))
         return sorted(samples, key=lambda sample: sample.request.sample_id)
 

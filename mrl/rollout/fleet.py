@@ -19,6 +19,7 @@ from mrl.rollout.restarts import Restarts
 from mrl.rollout.server import DEATH_POLL_S, DEATH_WAIT_S, Parts, Server
 
 RESTART_POLL_S = 0.25
+CHECKS_AT_ONCE = 64
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +89,9 @@ class Fleet:
             return
         for process in self._started:
             wait_ready(process, self._startup_timeout_s)
-        for server in self.servers:
-            self._take_in(server)
+        with ThreadPoolExecutor(CHECKS_AT_ONCE) as pool:
+            for found in pool.map(lambda server: self._check(server.url), self.servers):
+                self._take_in(found)
         self._ready = True
 
     def close(self) -> None:
@@ -165,7 +167,7 @@ class Fleet:
         server.released = frozenset()
         while not process.is_ready(self._startup_timeout_s):
             await asyncio.sleep(RESTART_POLL_S)
-        self._take_in(server)
+        self._take_in(self._check(server.url))
 
     # ---- memory
 
@@ -204,8 +206,7 @@ class Fleet:
 
     # ---- checks
 
-    def _take_in(self, server: Server) -> None:
-        found = self._check(server.url)
+    def _take_in(self, found: Checked) -> None:
         self.accepts_stop_strings &= found.accepts_stop_strings
         for note in found.notes:
             if note not in self.notes:

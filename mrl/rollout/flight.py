@@ -1,33 +1,32 @@
 """One `Engine.generate` call: requests in flight over the servers, and what is done when a server is lost.
 
-Everything happens in one thread. While an engine gets its weights the loop stands still; the servers do not, their
-answers wait in the sockets.
+Everything happens in one thread, but for the reading of answers, which is most of the work. While an engine gets its
+weights the loop stands still; the servers do not, their answers wait in the sockets.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from functools import cache
 
 import httpx
 
 from mrl.core import Request, Sample, SamplingParams
-from mrl.rollout.answers import error_message, from_json
+from mrl.rollout.access import tls
+from mrl.rollout.answers import error_message
 from mrl.rollout.client import CONNECT_TIMEOUT_S
 from mrl.rollout.errors import BadAnswer, EngineError, Refused, RolloutError
 from mrl.rollout.fleet import Fleet
 from mrl.rollout.protocol import GENERATE
-from mrl.rollout.samples import Expected, generate_body, read_samples
+from mrl.rollout.samples import Expected, generate_body, read_answer
 from mrl.rollout.server import Server
 
 REQUESTS_A_CALL = 32  # several requests share an HTTP call: on small models a call costs far more than a token
 WATCH_S = 0.25  # between looks at the engine processes
 ABORT_TIMEOUT_S = 5.0
 
-OnSample = Callable[[Sample], None]
+OnSamples = Callable[[list[Sample]], None]
 
 
 class Flight:
@@ -39,25 +38,25 @@ class Flight:
         fleet: Fleet,
         sampling: SamplingParams,
         expected: Expected,
-        on_sample: OnSample | None,
+        on_samples: OnSamples | None,
         concurrent_requests: int,
         request_timeout_s: float,
     ) -> None:
-        self._fleet, self._sampling, self._expected, self._on_sample = fleet, sampling, expected, on_sample
+        self._fleet, self._sampling, self._expected, self._on_samples = fleet, sampling, expected, on_samples
         self._concurrent_requests, self._request_timeout_s = concurrent_requests, request_timeout_s
         self._posts: dict[Server, set[asyncio.Future[httpx.Response]]] = {server: set() for server in fleet.servers}
         self._restarting: set[asyncio.Task[None]] = set()
         self._samples: list[Sample] = []
 
     async def run(self, requests: Sequence[Request]) -> list[Sample]:
-        """Finished samples in the order of their ends. Raises RolloutError, or what `on_sample` raises."""
+        """Finished samples in the order of their ends. Raises RolloutError, or what `on_samples` raises."""
         self._fleet.forget_losses()
         size = self._call_size(len(requests))
         self._slots = asyncio.Semaphore(max(1, self._concurrent_requests // size))
         calls = [requests[start : start + size] for start in range(0, len(requests), size)]
         self._unfinished = len(calls)
         limit = httpx.Timeout(self._request_timeout_s, connect=CONNECT_TIMEOUT_S)
-        limits = httpx.Limits(max_connections=None)
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=None)  # however long the loop stands still
         try:
             async with (
                 httpx.AsyncClient(
@@ -65,7 +64,7 @@ class Flight:
                     limits=limits,
                     headers=self._fleet.access.headers,
                     trust_env=False,
-                    verify=_tls(),
+                    verify=tls(),
                 ) as self._http,
                 asyncio.TaskGroup() as self._tasks,
             ):
@@ -91,10 +90,9 @@ class Flight:
         async with self._slots:
             while (samples := await self._attempt(requests)) is None:
                 pass
-        for sample in samples:
-            self._samples.append(sample)
-            if self._on_sample is not None:
-                self._on_sample(sample)
+        self._samples += samples
+        if self._on_samples is not None:
+            self._on_samples(samples)
         self._unfinished -= 1
         if not self._unfinished:
             self._watcher.cancel()
@@ -114,7 +112,7 @@ class Flight:
             done, _ = await asyncio.wait([post], timeout=limit)
             if not done:  # it answers, byte by byte
                 raise httpx.ReadTimeout(f"no whole answer in {limit:g} s")
-            return None if post.cancelled() else self._read(requests, post.result())
+            return None if post.cancelled() else await self._read(requests, post.result())
         except (httpx.HTTPError, BadAnswer) as error:
             await self._judge(server, life, requests, error)
             return None
@@ -123,11 +121,11 @@ class Flight:
             self._posts[server].discard(post)
             server.load -= len(requests)
 
-    def _read(self, requests: Sequence[Request], reply: httpx.Response) -> list[Sample]:
+    async def _read(self, requests: Sequence[Request], reply: httpx.Response) -> list[Sample]:
         if reply.status_code != 200:
             kind = Refused if 400 <= reply.status_code < 500 else BadAnswer
             raise kind(f"HTTP {reply.status_code}: {error_message(reply.content)}")
-        return read_samples(requests, from_json(reply.content), self._expected)
+        return await asyncio.to_thread(read_answer, requests, reply.content, self._expected)
 
     async def _least_loaded(self) -> Server:
         while (server := self._fleet.least_loaded()) is None:
@@ -183,12 +181,6 @@ class Flight:
                 with closing(self._fleet.client(server.url, ABORT_TIMEOUT_S)) as client:
                     with suppress(EngineError):  # the error that brought us here is the one to report
                         client.abort_all()
-
-
-@cache
-def _tls() -> ssl.SSLContext:
-    """Reading the certificates takes 20 ms: once a process, not once a rollout."""
-    return httpx.create_ssl_context(trust_env=False)
 
 
 def _names(requests: Sequence[Request]) -> str:

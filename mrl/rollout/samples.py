@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mrl.core import Request, Sample, SamplingParams
-from mrl.rollout.answers import field, shown
+from mrl.rollout import columns
+from mrl.rollout.answers import field, from_json, shown
 from mrl.rollout.errors import BadAnswer
 from mrl.rollout.protocol import GenerateBody, SamplingBody
 
 ABOVE_ZERO = 1e-3  # what rounding may make of a log-prob of 0
 LARGEST = sys.float_info.max
 FINISH_REASONS = ("stop", "length")
+MANY_BYTES = 1 << 20  # of an answer that is worth reading by columns
 
 
 def generate_body(requests: Sequence[Request], sampling: SamplingParams) -> GenerateBody:
@@ -47,15 +51,40 @@ class Expected:
     weight_version: str | None = None
 
 
-def read_samples(requests: Sequence[Request], answer: Any, expected: Expected) -> list[Sample]:
-    """One Sample a request. Raises BadAnswer, which names sample and field, if anything is not as `expected`."""
+def read_answer(requests: Sequence[Request], content: bytes, expected: Expected) -> list[Sample]:
+    """One Sample a request, from an answer as it came. Raises BadAnswer as `read_samples`, or for what is no JSON."""
+    if len(content) >= MANY_BYTES and (found := columns.cut(content)) is not None:
+        rest, tokens = found
+        if len(tokens) == len(requests) and all(_fit(each, expected) for each in tokens):
+            return read_samples(requests, from_json(rest), expected, tokens)
+    return read_samples(requests, from_json(content), expected)
+
+
+def read_samples(
+    requests: Sequence[Request], answer: Any, expected: Expected, tokens: Sequence[columns.Tokens] = ()
+) -> list[Sample]:
+    """One Sample a request. Raises BadAnswer, which names sample and field, if anything is not as `expected`.
+
+    tokens: of each, where they have been read already
+    """
     answers = answer if isinstance(answer, list) else [answer]
     if len(answers) != len(requests):
         raise BadAnswer(f"{len(requests)} requests, {len(answers)} answers")
-    return [_read(request, one, expected) for request, one in zip(requests, answers)]
+    known: Sequence[columns.Tokens | None] = tokens or [None] * len(answers)
+    return [_read(request, one, expected, each) for request, one, each in zip(requests, answers, known)]
 
 
-def _read(request: Request, answer: Any, expected: Expected) -> Sample:
+def _fit(tokens: columns.Tokens, expected: Expected) -> bool:
+    """Whether `_check_ids` and `_log_probs` would find nothing to say."""
+    ids, values = tokens.ids, tokens.log_probs
+    return (
+        0 < len(ids) <= expected.max_new_tokens
+        and bool(0 <= ids.min() <= ids.max() < expected.vocab_size)
+        and bool(((values >= -LARGEST) & (values <= ABOVE_ZERO)).all())
+    )
+
+
+def _read(request: Request, answer: Any, expected: Expected, tokens: columns.Tokens | None) -> Sample:
     try:
         meta = field(answer, "meta_info", dict)
         reason = _finish_reason(meta)
@@ -67,7 +96,9 @@ def _read(request: Request, answer: Any, expected: Expected) -> Sample:
                 f"weight_version is {shown(version)}, but the run gave the engine {expected.weight_version!r}: "
                 "somebody else changes its weights"
             )
-        return Sample(request, ids, _log_probs(meta, ids), reason, version)
+        if tokens is None:
+            tokens = columns.Tokens(np.array(ids, dtype=np.int64), np.array(_log_probs(meta, ids), dtype=np.float64))
+        return Sample(request, tokens.ids, tokens.log_probs, reason, version)
     except BadAnswer as error:
         raise BadAnswer(f"sample {request.sample_id}: {error}") from error
 

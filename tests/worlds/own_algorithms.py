@@ -41,7 +41,7 @@ def gradients(model_dir: str, file: str, meshes: Meshes, layout: str) -> Result:
     cfg = RLConfig.model_validate(TEN_STEPS | {"algorithm": algorithm})
     experience = make_experience(cfg.algorithm, rollout, forward_passes(cfg.algorithm, rollout, 1.0, actor), 0.0)
     samples = range(rollout.num_samples)
-    targets = policy_targets(bare_run(cfg, actor, None), experience, samples, 1)
+    targets = policy_targets(bare_run(cfg, actor, None), experience, 1)
     loss = losses.policy(cfg.algorithm.policy_loss, cfg.algorithm.kl, 0.0, targets)
     metrics = actor.backward(rollout, samples, loss, 1.0, full_gradients=True)
     return metrics, everywhere(actor, lambda parameter: parameter.main_grad)

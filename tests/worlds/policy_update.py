@@ -109,7 +109,7 @@ def corrections(world: World) -> dict[str, Metrics]:
 def high_entropy(world: World) -> dict[str, Metrics]:
     rollout = world.rollout()
     run, exp = world.experience(world.still, rollout, policy_loss={"high_entropy_token_ratio": 0.2})
-    targets = policy_targets(run, exp, EVERY, 0)
+    targets = policy_targets(run, exp, 0)
     taken = exp.entropies >= exp.entropies.sort(descending=True).values[int(0.2 * exp.entropies.numel()) - 1]
     want = {
         "actor/pg_loss": float(-(exp.advantages * taken).sum() / taken.numel()),

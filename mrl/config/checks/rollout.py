@@ -23,6 +23,7 @@ def check(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[P
     """Lengths, engines and transports that do not fit the model, the machine or each other."""
     yield from _lengths(cfg, arch)
     yield from _engine(cfg, arch, machine)
+    yield from _offload(cfg, machine)
     yield from _sync(cfg, machine)
     yield from _quantization(cfg, arch, machine)
     if cfg.data.validation is None and cfg.validation != ValidationConfig():
@@ -111,6 +112,21 @@ def _gpus(rollout: RolloutConfig, gpus: tuple[int, ...], machine: Machine) -> It
     if (there := machine.gpus) and (absent := sorted({gpu for gpu in gpus if gpu >= there})):
         numbers = f"{there} GPUs, number 0 to {there - 1}" if there > 1 else "1 GPU, number 0"
         yield Problem((key,), f"{', '.join(map(str, absent))}: this machine has {numbers}")
+
+
+def _offload(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
+    """Of the only model that is updated, for engines that take their share of the memory once and keep it."""
+    others = cfg.critic is not None and not cfg.critic.frozen
+    keeps = cfg.rollout.release == "none" and "memory_fraction" not in ENGINES[cfg.rollout.engine].ignores
+    if cfg.actor.offload == "none" or others or not keeps:
+        return
+    if shared := shared_gpus(cfg.rollout, machine):
+        message = (
+            f"{cfg.actor.offload}: the engine on GPU {', '.join(map(str, shared))} would fill at its start what the "
+            "actor gives up, and keep it during the updates, which are the actor's alone: leave it out, or "
+            "rollout.release: all"
+        )
+        yield Problem(("actor.offload", "rollout.release"), message)
 
 
 def _stops(sampling: SamplingConfig, arch: ModelArch | None) -> Iterator[Problem]:

@@ -83,6 +83,10 @@ class Experience:
         """Of some of the samples, in the order of `samples` [b] int64, which may name one more than once."""
         return units.pick(self, samples, of=self.rollout)
 
+    def part(self, samples: range) -> Experience:
+        """Of samples that follow each other, without a copy."""
+        return units.part(self, samples, of=self.rollout)
+
     def targets(self) -> list[Tensor]:
         """All flat vectors that a loss may be made of."""
         maybe = (self.old_log_probs, self.trainer_log_probs, self.ref_log_probs, self.values)
@@ -207,18 +211,8 @@ def resampled(cfg: PFPPOConfig | None, exp: Experience, seed: int) -> Experience
     return exp.pick(resampling.draw(cfg.reweight_method, scores, generator, cfg.weight_pow))
 
 
-def minibatch_mask(rollout: Rollout, sample_ids: range, keep: Tensor | None = None) -> Tensor:
-    """Which tokens are of the mini-batch, [R] bool. keep [R] bool: only of these."""
-    chosen = torch.zeros(rollout.num_samples, dtype=torch.bool)
-    chosen[sample_ids.start : sample_ids.stop] = True
-    inside = chosen.repeat_interleave(rollout.response_lens)
-    return inside if keep is None else inside & keep
-
-
-def minibatch_weights(
-    rollout: Rollout, sample_ids: range, mode: str, scale: float | None = None, keep: Tensor | None = None
-) -> Tensor:
-    """Flat [R] weights of the mini-batch's tokens, 0 outside it; sum(weights * loss) is the configured aggregate.
-    keep [R] bool: the others neither learn nor count in the aggregate."""
-    mask = rollout.dense(minibatch_mask(rollout, sample_ids, keep))
+def token_weights(rollout: Rollout, mode: str, scale: float | None = None, keep: Tensor | None = None) -> Tensor:
+    """Flat [R] weights of a mini-batch's tokens; sum(weights * loss) is the configured aggregate. keep [R] bool: the
+    others neither learn nor count in the aggregate."""
+    mask = rollout.response_mask if keep is None else rollout.dense(keep)
     return rollout.flat(aggregate.token_weights(mode, mask, scale))

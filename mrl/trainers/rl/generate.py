@@ -173,10 +173,11 @@ class Generator:
         seed = self.cfg.run.seed
         requests = [Request(i, i // per_prompt, prompt, sample_seed(seed, stream, i)) for i, prompt in asked]
 
-        def finished(sample: Sample) -> None:
-            sample.response_text = self.tokenizer.decode(sample.response_ids)
-            self.rewards.submit(sample)
-            on_sample(sample)
+        def finished(some: list[Sample]) -> None:
+            for sample, text in zip(some, self.tokenizer.decode_all([sample.response_ids for sample in some])):
+                sample.response_text = text
+                self.rewards.submit(sample)
+                on_sample(sample)
 
         samples = self.engine.generate(requests, params, finished)
         with section("reward"):

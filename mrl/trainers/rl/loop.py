@@ -13,7 +13,7 @@ from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import updates_per_step
 from mrl.core import Rollout, StepStats
 from mrl.learner import losses
-from mrl.trainers.rl.experience import Experience, forward_passes, make_experience, minibatch_weights, resampled
+from mrl.trainers.rl.experience import Experience, forward_passes, make_experience, resampled, token_weights
 from mrl.trainers.rl.models import RefreshedReference
 from mrl.trainers.rl.policy_update import check_samples, drop_if_far, policy_targets
 from mrl.trainers.rl.run import RLRun, open_rl_run
@@ -135,35 +135,37 @@ def over_updates(rows: list[dict[str, float]]) -> dict[str, float]:
 def update_actor(run: RLRun, exp: Experience, sample_ids: range, number: int) -> dict[str, float]:
     """Metrics of an update: the gradients, what judges them, and the optimizer's step, which does nothing where loss
     or gradients are not finite. number: how many updates of the step came before."""
-    cfg = run.cfg.algorithm
-    targets = policy_targets(run, exp, sample_ids, number)
+    cfg, part = run.cfg.algorithm, exp.part(sample_ids)
+    targets = policy_targets(run, part, number)
     metrics = run.actor.backward(
-        exp.rollout,
-        sample_ids,
+        part.rollout,
+        range(part.rollout.num_samples),
         losses.policy(cfg.policy_loss, cfg.kl, run.kl_controller.value, targets),
         run.cfg.rollout.sampling.temperature,
         entropy_grad=cfg.policy_loss.entropy_coef > 0,
         also=[run.demonstrations.term(exp.rollout.step, number)] if run.demonstrations is not None else [],
     )
     metrics |= drop_if_far(run, metrics)
-    metrics |= check_samples(run, exp, number)
+    if number < len(run.minibatches(exp.rollout)):
+        metrics |= check_samples(run, part, sample_ids.start, number)
     metrics |= run.actor.step()
-    run.updates.note("actor", run.actor, exp.rollout, sample_ids, metrics, exp.targets())
+    run.updates.note("actor", run.actor, part.rollout, sample_ids, metrics, part.targets())
     if run.ema is not None and not metrics["skipped"]:
         run.ema.after_update()
     return metrics
 
 
 def update_critic(run: RLRun, exp: Experience, sample_ids: range) -> dict[str, float]:
-    assert run.critic is not None and exp.values is not None
-    cfg = run.cfg.algorithm.value_loss
+    assert run.critic is not None
+    cfg, part = run.cfg.algorithm.value_loss, exp.part(sample_ids)
+    assert part.values is not None
     scale = cfg.loss_scale_factor or run.cfg.rollout.sampling.max_new_tokens
-    weights = minibatch_weights(exp.rollout, sample_ids, cfg.loss_agg_mode, scale)
-    mean_weights = minibatch_weights(exp.rollout, sample_ids, "token-mean")
-    loss = losses.value(cfg, exp.values, exp.returns, weights, mean_weights)
-    metrics = run.critic.backward(exp.rollout, sample_ids, loss, temperature=1.0)
+    weights = token_weights(part.rollout, cfg.loss_agg_mode, scale)
+    mean_weights = token_weights(part.rollout, "token-mean")
+    loss = losses.value(cfg, part.values, part.returns, weights, mean_weights)
+    metrics = run.critic.backward(part.rollout, range(part.rollout.num_samples), loss, temperature=1.0)
     metrics |= run.critic.step()
-    run.updates.note("critic", run.critic, exp.rollout, sample_ids, metrics, exp.targets())
+    run.updates.note("critic", run.critic, part.rollout, sample_ids, metrics, part.targets())
     return metrics
 
 

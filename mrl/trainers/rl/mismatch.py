@@ -34,8 +34,9 @@ class MismatchLimits:
         self._warn = _Limit("warn", cfg.warn, cfg.warn_sample)
         self._note = note
 
-    def check(self, rollout: Rollout, log_probs: Tensor, where: Tensor) -> dict[str, float]:
-        """Metrics of the trainer's log-probs [R] against the engine's, at the tokens `where` [R] bool.
+    def check(self, rollout: Rollout, log_probs: Tensor, where: Tensor, first: int = 0) -> dict[str, float]:
+        """Metrics of the trainer's log-probs [R] against the engine's, at the tokens `where` [R] bool. first: the
+        number in the step of the rollout's first sample.
 
         Raises MismatchError if they are further apart than `rollout.mismatch` allows, and notes what it warns of.
         """
@@ -44,12 +45,12 @@ class MismatchLimits:
         by_sample = rollout.dense(gap).sum(1) / tokens.clamp(min=1)
         mean = float(gap.sum() / where.sum().clamp(min=1))
         which = f"step {rollout.step + 1}: engine and trainer disagree on the log-probs of the samples"
-        if found := self._stop.beyond(rollout, mean, by_sample):
+        if found := self._stop.beyond(rollout, mean, by_sample, first):
             raise MismatchError(
                 f"{which}: {found}. Nothing was learnt from them. Has the engine other weights than the run gave it, "
                 "or another model, dtype or temperature? If they are meant to be that far apart, raise these limits"
             )
-        if found := self._warn.beyond(rollout, mean, by_sample):
+        if found := self._warn.beyond(rollout, mean, by_sample, first):
             self._note(f"{which}: {found}")
         metrics = rollout_correction.mismatch(log_probs, rollout.rollout_log_probs, where)
         metrics["max_sample"] = float(by_sample.max())
@@ -64,23 +65,23 @@ class _Limit:
     step: float | None
     sample: float | None
 
-    def beyond(self, rollout: Rollout, mean: float, by_sample: Tensor) -> str:
+    def beyond(self, rollout: Rollout, mean: float, by_sample: Tensor, first: int) -> str:
         """What is, in words; empty if nothing is."""
         found = []
         if self.step is not None and mean > self.step:
             found.append(f"{mean:.2g} nats a token in the mean (rollout.mismatch.{self.key} = {self.step:g})")
         if self.sample is not None and bool((by_sample > self.sample).any()):
-            names = _named(rollout, by_sample, self.sample)
+            names = _named(rollout, by_sample, self.sample, first)
             found.append(f"{names} (rollout.mismatch.{self.key}_sample = {self.sample:g})")
         return "; ".join(found)
 
 
-def _named(rollout: Rollout, by_sample: Tensor, limit: float) -> str:
+def _named(rollout: Rollout, by_sample: Tensor, limit: float, first: int) -> str:
     beyond = torch.nonzero(by_sample > limit).flatten()
     worst = beyond[by_sample[beyond].argsort(descending=True)][:MAX_NAMED].tolist()
     rows = rollout.rows.tolist() if rollout.rows is not None else None
     names = [
-        f"sample {sample}{f' (data row {rows[sample]})' if rows else ''} {float(by_sample[sample]):.2g}"
+        f"sample {first + sample}{f' (data row {rows[sample]})' if rows else ''} {float(by_sample[sample]):.2g}"
         for sample in worst
     ]
     more = f" and {len(beyond) - MAX_NAMED} more" if len(beyond) > MAX_NAMED else ""

@@ -10,22 +10,24 @@ from torch import Tensor
 from mrl.algo import Sequences, rollout_correction, token_choice
 from mrl.learner import losses
 from mrl.rollout.seeds import sample_seed
-from mrl.trainers.rl.experience import Experience, minibatch_mask, minibatch_weights
+from mrl.trainers.rl.experience import Experience, token_weights
 from mrl.trainers.rl.run import RLRun
 
 TOKEN_STREAM = 1 << 43  # keeps the choice of tokens apart from every step's samples
 
 
-def policy_targets(run: RLRun, exp: Experience, sample_ids: range, number: int) -> losses.PolicyTargets:
-    """The step's first update is of the old policy itself: its ratio is 1 then, not what rounding makes of 1, which
+def policy_targets(run: RLRun, exp: Experience, number: int) -> losses.PolicyTargets:
+    """exp: of the mini-batch alone. number: how many updates of the step came before.
+
+    The step's first update is of the old policy itself: its ratio is 1 then, not what rounding makes of 1, which
     would give a loss of |log-ratio| a gradient."""
     cfg, rollout = run.cfg.algorithm.policy_loss, exp.rollout
     is_old_policy = number == 0 and exp.is_old_policy
     keep = exp.correction.keep if exp.correction is not None else None
     sequences = Sequences.of_mask(rollout.response_mask, None if keep is None else rollout.dense(keep))
     scale = cfg.loss_scale_factor or run.cfg.rollout.sampling.max_new_tokens
-    weights = minibatch_weights(rollout, sample_ids, cfg.aggregation, scale, keep)
-    mask = minibatch_mask(rollout, sample_ids, keep)
+    weights = token_weights(rollout, cfg.aggregation, scale, keep)
+    mask = torch.ones_like(exp.advantages, dtype=torch.bool) if keep is None else keep
     policy_weights = weights
     if exp.correction is not None and exp.correction.weights is not None:
         factors = exp.correction.weights
@@ -38,16 +40,16 @@ def policy_targets(run: RLRun, exp: Experience, sample_ids: range, number: int) 
         advantages=exp.advantages,
         policy_weights=policy_weights,
         weights=weights,
-        mean_weights=minibatch_weights(rollout, sample_ids, "token-mean", keep=keep),
+        mean_weights=token_weights(rollout, "token-mean", keep=keep),
         old_log_probs=None if is_old_policy else exp.old_log_probs,
         ref_log_probs=exp.ref_log_probs,
         sampling_log_probs=rollout.rollout_log_probs if cfg.off_policy_mask_threshold is not None else None,
         sequences=replace(sequences, total=run.actor.total_over_context),
-        chosen=choose_tokens(run, exp, sample_ids, mask, number),
+        chosen=choose_tokens(run, exp, mask, number),
     )
 
 
-def choose_tokens(run: RLRun, exp: Experience, sample_ids: range, mask: Tensor, number: int) -> Tensor | None:
+def choose_tokens(run: RLRun, exp: Experience, mask: Tensor, number: int) -> Tensor | None:
     """Of the mini-batch's tokens `mask`, for a loss that treats some tokens differently: it needs the log-probs of all
     of them before the update, which the step's first one has already. The same on every rank."""
     loss = run.cfg.algorithm.policy_loss
@@ -55,7 +57,7 @@ def choose_tokens(run: RLRun, exp: Experience, sample_ids: range, mask: Tensor, 
         return None
     log_probs = exp.trainer_log_probs if number == 0 else None
     if log_probs is None:
-        log_probs, _ = run.actor.log_probs(exp.rollout, run.cfg.rollout.sampling.temperature, sample_ids)
+        log_probs, _ = run.actor.log_probs(exp.rollout, run.cfg.rollout.sampling.temperature)
     return token_choice.choose(
         loss.loss_mode,
         log_probs=log_probs,
@@ -67,13 +69,14 @@ def choose_tokens(run: RLRun, exp: Experience, sample_ids: range, mask: Tensor, 
     )
 
 
-def check_samples(run: RLRun, exp: Experience, number: int) -> dict[str, float]:
+def check_samples(run: RLRun, exp: Experience, first: int, number: int) -> dict[str, float]:
     """Metrics of the mini-batch's samples against the engine's, where no pass of its own has told; of the first update
-    alone, for which they are exact. Collective. Raises MismatchError if other weights drew them."""
-    if exp.trainer_log_probs is not None or number >= len(run.minibatches(exp.rollout)):
+    alone, for which they are exact. exp: of the mini-batch, whose first sample is number `first` of the step.
+    Collective. Raises MismatchError if other weights drew them."""
+    if exp.trainer_log_probs is not None:
         return {}
     log_probs, seen = run.actor.last_log_probs(exp.rollout)
-    metrics = run.mismatch.check(exp.rollout, log_probs, seen & exp.is_new)
+    metrics = run.mismatch.check(exp.rollout, log_probs, seen & exp.is_new, first)
     return metrics if number == 0 else {}
 
 

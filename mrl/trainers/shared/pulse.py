@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mrl.parallel import rank
+from mrl.parallel import messages, rank
 
 EVERY, ANSWER = 0.1, 0.7  # of timeout_s: between two signs of life of rank 0, and for all others to answer one
 
@@ -46,15 +46,15 @@ class Pulse:
         """Rank 0, while all others `hear`. Raises LostRank."""
         with self.talk:
             self._meet(ANSWER * self._timeout_s)
-            dist.broadcast_object_list([message], src=0, group=self.group)
+            messages.send(message, self.group)
 
     def hear(self) -> Any:
         """Rank 0's next message. Raises LostRank."""
-        box: list[Any] = [_Beat()]
-        while isinstance(box[0], _Beat):
+        message: Any = _Beat()
+        while isinstance(message, _Beat):
             self._meet(self._timeout_s)
-            dist.broadcast_object_list(box, src=0, group=self.group)
-        return box[0]
+            message = messages.receive(self.group)
+        return message
 
     @contextmanager
     def working(self, what: str) -> Iterator[None]:

@@ -59,15 +59,15 @@ class Updates:
         metrics: dict[str, float],
         targets: Sequence[Tensor] = (),
     ) -> None:
-        """After a `learner.backward` over `sample_ids` and the `learner.step` that followed, which gave `metrics`.
-        Collective.
+        """After a `learner.backward` over the samples of `rollout`, which are `sample_ids` of the step, and the
+        `learner.step` that followed, which gave `metrics`. Collective.
 
-        targets: flat [R] vectors of the step that went into the loss, such as advantages
+        targets: flat [R] vectors that went into the loss, such as advantages
         """
         self._made[role] = self._made.get(role, 0) + 1
         if metrics["skipped"]:
             self._skipped[role] = self._skipped.get(role, 0) + 1
-            self._write_down(role, metrics, rollout, *_suspects(learner, rollout, sample_ids, targets))
+            self._write_down(role, metrics, rollout, sample_ids, *_suspects(learner, rollout, targets))
 
     def end_of_step(self, step: int) -> None:
         """`step`: from 1. Raises NonFiniteError after `limit` steps in a row with a skipped update."""
@@ -95,28 +95,34 @@ class Updates:
             )
 
     def _write_down(
-        self, role: str, metrics: dict[str, float], rollout: Rollout, by: str, sample_ids: Sequence[int]
+        self,
+        role: str,
+        metrics: dict[str, float],
+        rollout: Rollout,
+        sample_ids: range,
+        by: str,
+        suspects: Sequence[int],
     ) -> None:
         if not self._writes:
             return
         rows = rollout.rows.tolist() if rollout.rows is not None else [None] * rollout.num_samples
         line = {"step": rollout.step + 1, "update": self._made[role], "role": role}
         values = {name: metrics[name] for name in ("loss", "grad_norm")}
-        samples = {"by": by, "sample_ids": list(sample_ids), "rows": [rows[sample] for sample in sample_ids]}
+        places = [sample_ids[sample] for sample in suspects]
+        samples = {"by": by, "sample_ids": places, "rows": [rows[sample] for sample in suspects]}
         row = line | values | samples
         self._recorder.write_down("the skipped update's samples", lambda: append_jsonl(self.file, row))
 
 
-def _suspects(
-    learner: Learner, rollout: Rollout, sample_ids: range, targets: Sequence[Tensor]
-) -> tuple[str, Sequence[int]]:
+def _suspects(learner: Learner, rollout: Rollout, targets: Sequence[Tensor]) -> tuple[str, Sequence[int]]:
+    """What told them, and their places in the rollout."""
     if outputs := learner.nonfinite_samples(rollout):
         return "outputs", outputs
     if targets:
         bad = rollout.dense(~torch.stack(list(targets)).isfinite().all(0)).any(1)
-        if found := [sample for sample in sample_ids if bad[sample]]:
+        if found := bad.nonzero().flatten().tolist():
             return "targets", found
-    return "mini-batch", sample_ids
+    return "mini-batch", range(rollout.num_samples)
 
 
 def named(role: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -201,12 +201,8 @@ class WeightSync:
         for client in self._engines.clients:
             if self._guard is not None:
                 self._guard(client.url)
-        if not transport.uses_session:
-            return
-        for client in self._engines.clients:
-            client.timeout_s = self._engines.deadline.left()
-            if client.begin_weight_update():
-                self._open_sessions.append(client)
+        if transport.uses_session:
+            self._engines.call(self._begin_session)
 
     def _prepare(self, transport: Transport) -> None:
         if self._buckets:
@@ -240,6 +236,10 @@ class WeightSync:
         # a request that is none of ours, a health check perhaps, may be running: it is waited for
         self._engines.call(lambda client: client.flush_when_idle(self._engines.deadline.left()))
         self._engines.call(lambda client: client.update_weight_version(version))
+
+    def _begin_session(self, client: EngineClient) -> None:
+        if client.begin_weight_update():
+            self._open_sessions.append(client)
 
     def _end_session(self, client: EngineClient) -> None:
         if client in self._open_sessions:

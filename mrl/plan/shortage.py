@@ -1,0 +1,85 @@
+"""What does not fit into a GPU's memory, by how much, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from mrl.plan.chips import GIB
+from mrl.plan.engine import EnginePlan
+from mrl.plan.memory import NEEDS, Phase
+from mrl.plan.workload import Model, Work
+
+SECTIONS = {"reward": "reward.model"}  # of the configuration, where a model's name is another one
+RELEASES = {"none": ("cache", "all"), "cache": ("all",), "all": ()}
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """text: phase, rank, GiB that are needed and there, and the largest reasons. remedy: what to do.
+
+    counted: it would not fit either if the process needed nothing of what is only assumed (CUDA, NCCL, fragments)
+    """
+
+    text: str
+    remedy: str
+    counted: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.text}. What helps: {self.remedy}"
+
+
+def shortages(
+    work: Work, worst: Mapping[str, tuple[int, Phase]], engine: EnginePlan | None, memory: int
+) -> Iterator[Shortage]:
+    """worst: of each phase the rank that needs most. memory: bytes of a GPU"""
+    for name, (rank, phase) in worst.items():
+        if phase.total > memory:
+            largest = sorted(phase.items, key=lambda item: -item.nbytes)[:3]
+            what = ", ".join(f"{item.owner} {item.what} {item.nbytes / GIB:.1f}" for item in largest)
+            needs, has = f"{phase.total / GIB:.1f} GiB", f"{memory / GIB:.1f}"
+            counted = sum(item.nbytes for item in phase.items if item.owner != "process")
+            text = f"{name}: rank {rank} needs {needs}, its GPU has {has} (largest: {what})"
+            yield Shortage(text, "; ".join(_remedies(work, phase, engine)), counted > memory)
+    if engine is not None and engine.holds < 1:
+        needed, left = engine.context_tokens * engine.token_bytes / GIB, engine.cache / GIB
+        text = (
+            f"rollout: a sequence of {engine.context_tokens} tokens needs {needed:.1f} GiB of an engine's cache, for "
+            f"which {left:.1f} are left beside its weights ({engine.weights / GIB:.1f} GiB)"
+        )
+        yield Shortage(text, "; ".join([*_away(work, "rollout"), "a larger rollout.memory_fraction or rollout.tensor"]))
+
+
+def _remedies(work: Work, phase: Phase, engine: EnginePlan | None) -> Iterator[str]:
+    """What would take something of this phase away, the cheapest first."""
+    awake = sum(item.nbytes for item in phase.items if item.owner == "engine")
+    if engine is not None and awake > engine.context and (better := RELEASES[engine.release]):
+        if phase.name not in ("rollout", "scoring"):
+            yield f"rollout.release: {better[-1]} (the engine holds {awake / GIB:.1f} GiB meanwhile)"
+    yield from _away(work, phase.name)
+    model = work.models.get(phase.name.removesuffix("_update"))
+    if model is not None:
+        yield from _smaller_passes(model, phase, work.lengths.longest)
+    yield "a larger parallel.tensor or parallel.pipeline, or more GPUs (mrl plan CONFIG --search)"
+
+
+def _away(work: Work, phase: str) -> Iterator[str]:
+    """Models of which more could wait in host memory meanwhile."""
+    levels = NEEDS[phase][0]
+    for name, model in work.models.items() if work.is_sampling else ():
+        level, key = levels.get(name, "nothing"), f"{SECTIONS.get(name, name)}.offload"
+        if level == "nothing" and model.train.offload != "all":
+            yield f"{key}: all"
+        elif level == "parameters" and model.train.offload == "none" and model.is_trained:
+            yield f"{key}: optimizer"
+
+
+def _smaller_passes(model: Model, phase: Phase, longest: int) -> Iterator[str]:
+    saved = sum(item.nbytes for item in phase.items if item.what == "activations") / GIB
+    if model.train.recompute != "full":
+        yield f"{model.name}.recompute: full (of {saved:.1f} GiB of activations a tenth is left)"
+    tokens = model.train.max_tokens_per_microbatch
+    if tokens > longest:
+        yield f"fewer {model.name}.max_tokens_per_microbatch than {tokens}"
+    elif model.layout.context == 1:
+        yield f"{model.name}.parallel.context: 2, which cuts the longest sequence"

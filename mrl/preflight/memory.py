@@ -1,0 +1,77 @@
+"""Does the run fit into the GPUs' and this machine's memory? Counted as `mrl plan` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+
+from mrl import platform
+from mrl.config.derived import Machine
+from mrl.config.schema import Config
+from mrl.directories import size_text
+from mrl.plan import chips
+from mrl.plan.chips import GIB, Assumptions, Chip, Cluster
+from mrl.plan.plan import Plan, make, read_shapes
+from mrl.preflight.finding import Finding
+
+
+def look_at_memory(cfg: Config, machine: Machine, kind: str | None = None) -> Iterator[Finding]:
+    """Of the world `machine`; kind: of its GPUs, one of `mrl plan --gpu`; None: what this machine has."""
+    try:
+        chip = chips.KINDS[kind] if kind is not None else _chip_here()
+    except (platform.GpuTimeout, OSError):
+        yield Finding("GPU memory", "skipped", "not checked: the GPUs do not answer")
+        return
+    cluster = Cluster(chip, machine.world_size, machine.local_world_size)
+    fused = kind is not None or platform.transformer_engine_usable()
+    plan = make(cfg, cluster, read_shapes(cfg), Assumptions(), fused=fused)
+    yield from _of_gpus(plan)
+    yield _of_the_host(plan, is_node=kind is None)
+
+
+def _chip_here() -> Chip:
+    """The smallest of this machine's GPUs, as another process sees them: this one holds none of their memory."""
+    found = platform.gpu_health()
+    if not found:
+        return chips.NO_GPU
+    smallest = min(found, key=lambda gpu: gpu.total)
+    return chips.here(smallest.name, smallest.total)
+
+
+def _of_gpus(plan: Plan) -> Iterator[Finding]:
+    if not plan.on_gpu:
+        why = "not checked: no GPU here, and none named (--gpu h100-80g, as for mrl plan)"
+        yield Finding("GPU memory", "skipped", why)
+        return
+    for shortage in plan.shortages:
+        if shortage.counted:
+            yield Finding("GPU memory", "problem", shortage.text, shortage.remedy)
+        else:
+            text = f"{shortage.text}; it would without what is assumed for CUDA, NCCL and fragments"
+            yield Finding("GPU memory", "warning", text, shortage.remedy)
+    if not plan.shortages:
+        name, (rank, phase) = max(plan.worst.items(), key=lambda item: item[1][1].total)
+        chip = plan.cluster.chip
+        needs = f"{phase.total / GIB:.1f} of {chip.memory / GIB:.1f} GiB of a {chip.name}"
+        yield Finding("GPU memory", "ok", f"{name} needs most, on rank {rank}: {needs}")
+
+
+def _of_the_host(plan: Plan, is_node: bool) -> Finding:
+    """is_node: this machine is one of the run's"""
+    memory, needed = psutil.virtual_memory(), plan.host_of_node
+    ranks = min(plan.cluster.per_node, plan.cluster.gpus)
+    what = "offloaded models, checkpoints being written and samples" if plan.on_gpu else "models, engines and samples"
+    text = f"{what} of the {ranks} rank{'s' * (ranks > 1)} of a node take {size_text(int(needed))}"
+    if not is_node:
+        return Finding("host memory", "skipped", f"not checked: with --gpu the run's nodes are others; {text}")
+    has = f"{size_text(memory.total)}, {size_text(memory.available)} free"
+    text += f" beside the programs themselves; this machine has {has}"
+    remedy = "fewer ranks a node, offload: none where it fits, or checkpoint.asynchronous: false"
+    if not plan.on_gpu:
+        remedy = "a smaller model, fewer ranks, or a smaller max_tokens_per_microbatch"
+    if needed > memory.total:
+        return Finding("host memory", "problem", text, remedy)
+    if needed > memory.available:
+        return Finding("host memory", "warning", text, f"end what uses it, or: {remedy}")
+    return Finding("host memory", "ok", text)

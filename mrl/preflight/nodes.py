@@ -1,0 +1,181 @@
+"""The nodes of a run before it starts: do all come, what does each find wrong, and how fast are they together?
+
+`mrl preflight CONFIG --nodes N --node K --head HOST:PORT` on each. They meet in a store at the head, tell each other
+what they have found, and then each starts a rank a GPU (one, without GPUs) that measures the network. Every wait ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from mrl import platform, ports
+from mrl.launcher import NodePlace
+from mrl.preflight import network
+from mrl.preflight.finding import Finding, problems
+
+MEET_S = 120.0  # for all nodes to come: the first import of torch from a shared disk takes its time
+MEASURE_S = 180.0
+SAY_S = 5.0  # for all nodes to have said what is wrong: a scheduler ends them with the first one
+_POLL_S = 0.05
+
+
+class NodesMissing(RuntimeError):
+    """Nodes did not come in time; names them."""
+
+
+@dataclass
+class Meeting:
+    """Of all nodes, this one being `place`. names: of the nodes, for messages"""
+
+    place: NodePlace
+    names: Sequence[str]
+    meet_s: float = MEET_S
+    _store: Any = field(init=False, default=None)
+
+    def exchange(self, what: str, own: object, timeout_s: float) -> list[Any]:
+        """Every node's `own` (plain data), in the nodes' order. Raises NodesMissing."""
+        try:
+            self._join(timeout_s).set(f"{what} {self.place.number}", json.dumps(own))
+            end = time.monotonic() + timeout_s
+            keys = [f"{what} {number}" for number in range(self.place.count)]
+            while missing := [number for number, key in enumerate(keys) if not self._store.check([key])]:
+                if time.monotonic() > end:
+                    raise NodesMissing(f"{', '.join(map(self.name, missing))} did not come within {timeout_s:g} s")
+                time.sleep(_POLL_S)
+            return [json.loads(self._store.get(key)) for key in keys]
+        except dist.DistError as error:
+            reason = str(error).splitlines()[0]
+            raise NodesMissing(f"{self.name(0)} does not answer at {self.place.head}: {reason}") from None
+        except OSError as error:
+            why = error.strerror or error
+            text = f"{self.name(0)} cannot listen at {self.place.head} ({why}): --head takes its own address"
+            raise NodesMissing(f"{text}, and a port that is free") from None
+
+    def part(self, timeout_s: float = SAY_S) -> None:
+        """To be called when this node has said what it has to say: the others go after the head, which may be after all
+        have, so that a scheduler that ends all with the first one cuts nobody short."""
+        if self._store is None:
+            return
+        awaited = ["said 0"] if self.place.number else [f"said {number}" for number in range(self.place.count)]
+        end = time.monotonic() + timeout_s
+        with contextlib.suppress(dist.DistError):
+            self._store.set(f"said {self.place.number}", "")
+            while not all(self._store.check([key]) for key in awaited) and time.monotonic() < end:
+                time.sleep(_POLL_S)
+        if self.place.number == 0:
+            time.sleep(4 * _POLL_S)  # the others look once more, and it is the head that serves them
+
+    def name(self, number: int) -> str:
+        return f"node {number} ({self.names[number]})" if number < len(self.names) else f"node {number}"
+
+    def _join(self, timeout_s: float) -> Any:
+        if self._store is None:
+            host, _, port = self.place.head.rpartition(":")
+            limit = timedelta(seconds=timeout_s)
+            if self.place.number == 0:
+                listening = ports.listen(host, int(port)).detach()
+                self._store = dist.TCPStore(
+                    host, int(port), is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listening
+                )
+            else:
+                self._store = dist.TCPStore(host, int(port), timeout=limit)
+        return self._store
+
+
+def look_at_nodes(meeting: Meeting, found: Sequence[Finding], mib: int | None, at_least: float | None) -> list[Finding]:
+    """What is wrong on other nodes, or how fast they all are together; `found`: by this node. On every node the same,
+    but for its own."""
+    place = meeting.place
+    own = [str(finding) for finding in problems(found)]
+    try:
+        reports = meeting.exchange("found", {"problems": own, "gpus": platform.gpu_count()}, meeting.meet_s)
+        others = [(number, text) for number, each in enumerate(reports) for text in each["problems"]]
+        if others:
+            told = [(number, text) for number, text in others if number != place.number]
+            return [Finding("nodes", "problem", f"{meeting.name(number)}: {text}") for number, text in told]
+        if unlike := _unlike(meeting, [each["gpus"] for each in reports]):
+            return [unlike]
+        host = place.head.rpartition(":")[0]
+        port, *_ = meeting.exchange("port", ports.free_port(host) if place.number == 0 else None, meeting.meet_s)
+        result = _measured(meeting, f"{host}:{port}", mib)
+        results = meeting.exchange("measured", result, MEASURE_S)
+    except (NodesMissing, ports.NoFreePort) as error:
+        remedy = (
+            "its own output says why, or ping it, look at its interfaces and at GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+        )
+        return [Finding("nodes", "problem", str(error), remedy)]
+    return [Finding("nodes", "ok", f"all {place.count} are here"), *_judged(meeting, results, at_least)]
+
+
+def _unlike(meeting: Meeting, gpus: Sequence[int]) -> Finding | None:
+    """Nodes with fewer GPUs than others."""
+    few = [f"{meeting.name(number)} has {count}" for number, count in enumerate(gpus) if count < max(gpus)]
+    if not few:
+        return None
+    text = f"of GPUs, of which others have {max(gpus)}, {', '.join(few)}"
+    return Finding("nodes", "problem", text, "look there at nvidia-smi and CUDA_VISIBLE_DEVICES")
+
+
+def _measured(meeting: Meeting, head: str, mib: int | None) -> dict[str, Any]:
+    """{"network": of rank 0, on node 0 alone, "error": of this node's ranks, "" if none}."""
+    place, local = meeting.place, platform.gpu_count() or 1
+    host, _, port = head.rpartition(":")
+    command = [sys.executable, "-m", "mrl.preflight.network", str(mib or network.default_mib())]
+    env = os.environ | {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": str(place.count * local)}
+    env |= {"LOCAL_WORLD_SIZE": str(local), network.NAME_VARIABLE: meeting.name(place.number)}
+    ranks = []
+    for number in range(local):
+        mine = env | {"RANK": str(place.number * local + number), "LOCAL_RANK": str(number)}
+        pipe = subprocess.PIPE
+        ranks.append(subprocess.Popen(command, env=mine, stdout=pipe, stderr=pipe, text=True, start_new_session=True))
+    outputs = list(_outputs(ranks))
+    error = next((text for _, text in outputs if text), "")
+    line = outputs[0][0].strip()
+    return {"network": json.loads(line) if place.number == 0 and line and not error else None, "error": error}
+
+
+def _outputs(ranks: Sequence[subprocess.Popen[str]]) -> Iterator[tuple[str, str]]:
+    """(what a rank has printed, why it failed) of each; none is left."""
+    end = time.monotonic() + MEASURE_S
+    try:
+        for number, rank in enumerate(ranks):
+            try:
+                out, errors = rank.communicate(timeout=max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                yield "", f"its rank {number} was not through with the all-reduces within {MEASURE_S:g} s"
+                continue
+            said = [line for line in errors.splitlines() if line.startswith("mrl: ")] or errors.splitlines()[-1:]
+            yield out, (said[0] if said else f"exit code {rank.returncode}") if rank.returncode else ""
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def _judged(meeting: Meeting, results: Sequence[dict[str, Any]], at_least: float | None) -> Iterator[Finding]:
+    failed = [(number, each["error"]) for number, each in enumerate(results) if each["error"]]
+    for number, text in failed:
+        yield Finding("network", "problem", f"{meeting.name(number)}: {text.removeprefix('mrl: ')}")
+    if failed:
+        return
+    found = network.Network(**results[0]["network"])
+    is_steady = found.backend == "nccl" or at_least is not None  # other programs slow CPUs down
+    for text in network.slow_nodes(found, at_least):
+        yield Finding(
+            "network",
+            "problem" if is_steady else "warning",
+            text,
+            "leave the node out, or look at its cables, NICs and NCCL_DEBUG=INFO",
+        )
+    yield Finding("network", "ok", network.words(found))

@@ -1,0 +1,102 @@
+"""The shipped recipes, every one of them, planned: what their names promise, and what docs/planning.md says of them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mrl.cli import main
+from mrl.config.loader import load
+from mrl.plan.memory import model_held
+from mrl.plan.plan import machine_of
+from tests.conftest import TinyModels
+from tests.test_plan import ROOT, plan_of, recipe
+
+YAMLS = sorted(path.stem for path in (ROOT / "yaml_configs").glob("*.yaml"))
+RECIPES = {  # and the GPUs that their names promise
+    "ppo_llama70b_64gpu": 64,
+    "ppo_llama70b_64gpu_16k": 64,
+    "ppo_llama70b_64gpu_fp8": 64,
+    "grpo_qwen32b_16gpu": 16,
+    "grpo_qwen3_30b_a3b_32gpu": 32,
+    "dapo_qwen7b_8gpu": 8,
+    "sft_qwen7b_8gpu": 8,
+    "grpo_qwen0.6b_1gpu": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the recipes' paths start."""
+    monkeypatch.chdir(ROOT)
+
+
+def test_every_large_recipe_is_in_the_table() -> None:
+    assert set(RECIPES) == {name for name in YAMLS if re.search(r"_[0-9]+gpu", name)}
+    models = {path.parent.name for path in (ROOT / "yaml_configs" / "models").glob("*/config.json")}
+    assert {Path(recipe(name).model.path).name for name in RECIPES} <= models
+
+
+@pytest.fixture(scope="module")
+def sorting_model(tiny_models: TinyModels) -> Path:
+    """For the quickstarts, which make theirs."""
+    return tiny_models("qwen2", weights=False)
+
+
+@pytest.mark.parametrize("gpu", ["h100-80g", "none"])
+@pytest.mark.parametrize("name", YAMLS)
+def test_every_yaml_can_be_planned(
+    name: str, gpu: str, sorting_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it is shipped, for GPUs and without."""
+    keys = [f"model.path={sorting_model}"] if name.startswith("quickstart") else []
+    assert main(["plan", f"yaml_configs/{name}.yaml", *keys, "--gpu", gpu]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("On CPUs: a node needs" if gpu == "none" else "It fits: ")
+
+
+def test_from_the_laptop_to_64_gpus_is_one_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one that docs/planning.md shows."""
+    [block] = re.findall(r"```yaml\n(base: .*?)```", (ROOT / "docs" / "planning.md").read_text(), re.S)
+    file = tmp_path / "mine.yaml"
+    file.write_text(block.replace("base: ", f"base: {ROOT}/"))
+    assert main(["plan", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "64 x h100-80g on 8 nodes of 8" in printed and "critic   TP8 x PP4 x DP2; 80 layers, 69.5B" in printed
+    large = load(file, planned=machine_of)
+    small = recipe("quickstart_ppo", f"model.path={large.model.path}")
+    assert small.algorithm_used() == large.algorithm_used() and small.rewards() == large.rewards()
+
+
+def test_engines_are_a_node_s_own() -> None:
+    """`rollout.servers` of each: what a machine of eight GPUs starts in the real run."""
+    for name, gpus in RECIPES.items():
+        cfg, machine = recipe(name), machine_of(recipe(name))
+        if (engines := cfg.engines()) is not None:
+            assert machine.gpus == engines[0].servers * engines[0].tensor == min(8, gpus), name
+    plan = plan_of("grpo_qwen32b_16gpu").engine
+    assert plan is not None and plan.engines == 4 and [plan.at(rank) for rank in (0, 7, 8, 15)] == [0, 1, 2, 3]
+
+
+def test_the_page_shows_the_ranks_of_the_largest_recipes() -> None:
+    """The numbers of tools/plan_table.py, which builds them."""
+    page = (ROOT / "docs" / "planning.md").read_text()
+    for name in ("ppo_llama70b_64gpu", "ppo_llama70b_64gpu_16k"):
+        for model in plan_of(name).work.models.values():
+            kinds = Counter((seat.pp, model_held(model, seat)) for seat in model.grid.seats)
+            for (stage, own), ranks in kinds.items():
+                row = f"| {name} | {model.name} | {stage} | {ranks} | {own.weights} | {own.buffer} |"
+                assert row + (f" {own.shard} |" if model.is_trained else " - |") in page, (
+                    "python -m tools.plan_table --write"
+                )
+
+
+@pytest.mark.parametrize(("name", "gpus"), RECIPES.items())
+def test_a_recipe_fits(name: str, gpus: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"yaml_configs/{name}.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{gpus} x h100-80g on {-(-gpus // 8)} node" in printed and "It fits" in printed
+    assert "matmul_share" in printed, "what is assumed stands there"
