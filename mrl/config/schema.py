@@ -22,6 +22,7 @@ from mrl.config.sections.policy import (
     PolicyLossConfig,
     RolloutCorrectionConfig,
 )
+from mrl.config.sections.precision import FP8Config, PrecisionConfig
 from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
 from mrl.config.sections.reward import (
     CodeConfig,
@@ -49,6 +50,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "EMAConfig",
+    "FP8Config",
     "FilterGroupsConfig",
     "FormatConfig",
     "KLConfig",
@@ -60,6 +62,7 @@ __all__ = [
     "PTXConfig",
     "ParallelConfig",
     "PlacementConfig",
+    "PrecisionConfig",
     "PolicyLossConfig",
     "RLConfig",
     "RefConfig",

@@ -19,6 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from mrl import platform
+from mrl.config.fp8_shapes import token_unit
 from mrl.config.schema import TrainConfig
 from mrl.core import PackedBatch, Rollout
 from mrl.data.balance import plan_micro_batches
@@ -38,6 +39,7 @@ from mrl.learner.optimizer import (
 )
 from mrl.models.batch import ModelBatch, Output, on_device
 from mrl.models.build import build_model
+from mrl.models.fp8_layers import end_of_update
 from mrl.parallel import Mesh, communication
 from mrl.weights.model.export import Exporter
 from mrl.weights.model.load import load_pretrained
@@ -215,6 +217,7 @@ class Learner:
             if good:
                 self.schedule.step(1)
                 apply_update(self.optimizer, norm)
+            end_of_update(self.bare, is_kept=good)
         lr = float(self.optimizer.param_groups[0]["lr"])
         return {"grad_norm": norm, "lr": lr, "skipped": float(not good)}
 
@@ -263,6 +266,7 @@ class Learner:
         """This rank's micro-batches; their number is the same on every rank."""
         require_ids(rollout, self.arch.vocab_size)
         mesh, ids = self.mesh, list(sample_ids)
+        unit = token_unit(mesh.cfg, self.train.precision.fp8.recipe)
         plan = plan_micro_batches(
             rollout.seq_lens[ids],
             mesh.dp,
@@ -271,7 +275,7 @@ class Learner:
             multiple_of=mesh.pp if mesh.vpp else 1,
         )
         return [
-            pack(rollout, [ids[i] for i in group], mesh.cp, mesh.cp_rank, align_total=mesh.cp * mesh.tp)
+            pack(rollout, [ids[i] for i in group], mesh.cp, mesh.cp_rank, align_total=unit)
             for group in plan[mesh.dp_rank]
         ]
 
