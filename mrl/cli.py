@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from mrl import __version__
-from mrl.commands import data, doctor, manual, plan, preflight, profile, report, serve, train
+from mrl.commands import data, doctor, evaluate, manual, plan, preflight, profile, report, serve, train
 from mrl.commands.shared import CONFIG_ERROR
 from mrl.weights import command as weights
 
@@ -22,6 +22,7 @@ COMMANDS = (
     data.add,
     manual.add,
     report.add,
+    evaluate.add,
     profile.add,
     weights.add_parsers,
     doctor.add,

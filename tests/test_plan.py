@@ -59,6 +59,13 @@ def test_what_does_not_fit_is_said_with_the_reason(capsys: pytest.CaptureFixture
     assert "It does not fit" in printed and "rank 0 needs" in printed and "actor optimizer" in printed
 
 
+def test_a_chip_without_the_recipe_is_said_with_both_numbers() -> None:
+    said = plan_of("ppo_llama70b_64gpu_fp8", gpu="a100-80g").problems
+    wanted = "precision.fp8.recipe: blockwise needs compute capability 9.0 or above, a100-80g has 8.0"
+    assert any(text.startswith(wanted) for text in said)
+    assert not plan_of("ppo_llama70b_64gpu_fp8").problems
+
+
 def test_more_memory_and_a_faster_chip_help() -> None:
     h100, b200 = (plan_of("ppo_llama70b_64gpu", gpu=gpu) for gpu in ("h100-80g", "b200"))
     assert b200.seconds < h100.seconds
@@ -233,7 +240,7 @@ def test_it_starts_without_torch() -> None:
 
 
 def test_dry_run_builds_every_kind_of_rank_and_names_what_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "yaml_configs/ppo_llama70b_64gpu.yaml", "--dry-run"]) == 0
+    assert main(["train", "yaml_configs/ppo_llama70b_64gpu_fp8.yaml", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("as planned") == 12, "four stages of actor, critic and reference"
     assert "NOT" not in printed and "It fits" in printed

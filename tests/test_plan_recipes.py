@@ -19,6 +19,7 @@ YAMLS = sorted(path.stem for path in (ROOT / "yaml_configs").glob("*.yaml"))
 RECIPES = {  # and the GPUs that their names promise
     "ppo_llama70b_64gpu": 64,
     "ppo_llama70b_64gpu_16k": 64,
+    "ppo_llama70b_64gpu_fp8": 64,
     "grpo_qwen32b_16gpu": 16,
     "grpo_qwen3_30b_a3b_32gpu": 32,
     "dapo_qwen7b_8gpu": 8,

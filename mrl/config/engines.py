@@ -27,7 +27,7 @@ ENGINES = {
     "sglang": EngineKind("mrl.rollout.sglang.command:sglang_launch", is_plain=False),
     "transformers": EngineKind(
         "mrl.rollout.transformers_engine.command:transformers_launch",
-        ignores=("tensor", "memory_fraction", "server_args"),
+        ignores=("tensor", "memory_fraction", "quantization", "server_args"),
     ),
 }
 

@@ -30,6 +30,7 @@ from mrl.config.sections.policy import (
     PolicyLossConfig,
     RolloutCorrectionConfig,
 )
+from mrl.config.sections.precision import FP8Config, PrecisionConfig
 from mrl.config.sections.preference import LossesConfig, PreferenceConfig, PreferenceRefConfig
 from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
 from mrl.config.sections.reward import (
@@ -60,6 +61,7 @@ __all__ = [
     "DataConfig",
     "DPOConfig",
     "EMAConfig",
+    "FP8Config",
     "FilterGroupsConfig",
     "FormatConfig",
     "KLConfig",
@@ -71,6 +73,7 @@ __all__ = [
     "PTXConfig",
     "ParallelConfig",
     "PlacementConfig",
+    "PrecisionConfig",
     "PolicyLossConfig",
     "LossesConfig",
     "PreferenceBatchConfig",

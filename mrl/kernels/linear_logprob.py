@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.kernels.head_products import Operands, Plain, Products
+
 _PADDING_LOGIT = -1e30
 _CHUNK_ROWS = 1024  # at least: enough for matrix products at full speed
+_CHUNK_MULTIPLE = 128  # of rows: no block of fp8 is cut by a chunk's end
 _CHUNK_ELEMENTS = 1 << 21  # of logits, on a CPU: what stays in its caches. More rows a chunk while they are few
 _CHUNK_ELEMENTS_GPU = 1 << 27  # half a GiB a float32 block, of which there are three: fewer, longer kernels
 
@@ -32,16 +35,18 @@ def linear_log_prob(
     vocab_size: int,
     tp_group: dist.ProcessGroup | None = None,
     chunk: int | None = None,
+    products: Products = Plain,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of `labels` and entropies of softmax(hidden @ weight.T / temperature).
 
     hidden [n, h], weight [V/tp, h], labels [n] int64 (global vocabulary ids) -> float32 [n], [n].
     The gradient of `hidden` holds only this rank's vocabulary part: the caller sums it over the tensor-parallel group.
     chunk: rows worked through at once; by the size of the vocabulary when None.
+    products: who multiplies, and in what
     """
     chunk = chunk or _chunk_rows(weight)
     out: tuple[Tensor, Tensor] = _LinearLogProb.apply(
-        hidden, weight, labels, temperature, vocab_start, vocab_size, _if_parallel(tp_group), chunk
+        hidden, weight, labels, temperature, vocab_start, vocab_size, _if_parallel(tp_group), chunk, products
     )
     return out
 
@@ -56,15 +61,17 @@ def linear_distribution(
     vocab_size: int,
     tp_group: dist.ProcessGroup | None = None,
     chunk: int | None = None,
+    products: Products = Plain,
 ) -> Tensor:
     """float32 [3, n]: the log-probs and entropies of `linear_log_prob`, and the sums over the vocabulary of the squared
     probabilities. No gradient."""
     valid = max(0, min(weight.size(0), vocab_size - vocab_start))
     chunk, group = chunk or _chunk_rows(weight), _if_parallel(tp_group)
     out = torch.empty(3, hidden.size(0), dtype=torch.float32, device=hidden.device)
+    operands = products(hidden, weight)
     for s in range(0, hidden.size(0), chunk):
         rows = slice(s, s + chunk)
-        x = _logits(hidden[rows], weight, temperature, valid)
+        x = _logits(operands, rows, temperature, valid)
         log_probs, _, entropy, squares = _row_statistics(x, labels[rows] - vocab_start, valid, group, squares=True)
         out[:, rows] = torch.stack([log_probs, entropy, squares])
     return out
@@ -82,66 +89,55 @@ class _LinearLogProb(torch.autograd.Function):
         vocab_size: int,
         group: dist.ProcessGroup | None,
         chunk: int,
+        products: Products,
     ) -> tuple[Tensor, Tensor]:
-        n = hidden.size(0)
+        n, operands = hidden.size(0), products(hidden, weight)
         log_probs, entropy, lse = (torch.empty(n, dtype=torch.float32, device=hidden.device) for _ in range(3))
         valid = max(0, min(weight.size(0), vocab_size - vocab_start))
         for s in range(0, n, chunk):
             rows = slice(s, s + chunk)
-            x = _logits(hidden[rows], weight, temperature, valid)
+            x = _logits(operands, rows, temperature, valid)
             log_probs[rows], lse[rows], entropy[rows], _ = _row_statistics(x, labels[rows] - vocab_start, valid, group)
         ctx.save_for_backward(hidden, weight, labels, lse, entropy)
         ctx.set_materialize_grads(False)
-        ctx.args = (temperature, vocab_start, valid, chunk)
+        ctx.args = (temperature, vocab_start, valid, chunk, products)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         d_log_probs, d_entropy = grads  # None: that output took no part in the loss
         hidden, weight, labels, lse, entropy = ctx.saved_tensors
-        temperature, vocab_start, valid, chunk = ctx.args
+        temperature, vocab_start, valid, chunk, products = ctx.args
+        operands = products(hidden, weight)
         d_log_probs = torch.zeros_like(lse) if d_log_probs is None else d_log_probs
         d_hidden = torch.empty_like(hidden)
         d_weight: Tensor | None = None
         for s in range(0, hidden.size(0), chunk):
             rows = slice(s, s + chunk)
-            log_p = _logits(hidden[rows], weight, temperature, valid).sub_(lse[rows, None])
+            log_p = _logits(operands, rows, temperature, valid).sub_(lse[rows, None])
             dx = _d_logits(log_p, entropy[rows], d_log_probs[rows], None if d_entropy is None else d_entropy[rows])
             _add_at_label(dx, labels[rows] - vocab_start, valid, d_log_probs[rows])
             dx = dx.div_(temperature).to(hidden.dtype)
-            d_hidden[rows] = dx @ weight
-            if d_weight is None:
-                d_weight = _wide_product(dx.T, hidden[rows])
-            elif dx.dtype == torch.float32:
-                d_weight.addmm_(dx.T, hidden[rows])
-            else:
-                d_weight += _wide_product(dx.T, hidden[rows])
-        if d_weight is None:  # no rows
-            return d_hidden, torch.zeros_like(weight), None, None, None, None, None, None
-        return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None, None
+            d_hidden[rows] = operands.d_hidden(dx)
+            d_weight = operands.add_d_weight(d_weight, dx, rows)
+        made = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)  # None: no rows
+        return d_hidden, made, *[None] * 7
 
 
 def _chunk_rows(weight: Tensor) -> int:
     elements = _CHUNK_ELEMENTS if weight.device.type == "cpu" else _CHUNK_ELEMENTS_GPU
-    return max(_CHUNK_ROWS, elements // weight.size(0))
-
-
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """float32 a @ b; without rounding it to a narrower dtype of a and b first, where torch can (on CUDA)."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and hasattr(torch.ops.aten.mm, "dtype"):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return (a @ b).float()
+    return max(_CHUNK_ROWS, elements // weight.size(0) // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE)
 
 
 def _if_parallel(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return group if group is not None and group.size() > 1 else None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, valid: int) -> Tensor:
-    x = _wide_product(hidden, weight.T)
+def _logits(operands: Operands, rows: slice, temperature: float, valid: int) -> Tensor:
+    x = operands.logits(rows)
     if temperature != 1.0:
         x /= temperature
-    if valid < weight.size(0):
+    if valid < x.size(1):
         x[:, valid:] = _PADDING_LOGIT
     return x
 

@@ -19,6 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from mrl import platform
+from mrl.config.fp8_shapes import token_unit
 from mrl.config.schema import TrainConfig
 from mrl.core import PackedBatch, Rollout
 from mrl.data.balance import plan_micro_batches
@@ -38,6 +39,7 @@ from mrl.learner.optimizer import (
 )
 from mrl.models.batch import ModelBatch, Output, on_device
 from mrl.models.build import build_model
+from mrl.models.fp8_layers import end_of_update
 from mrl.parallel import Mesh, communication
 from mrl.weights.model.export import Exporter
 from mrl.weights.model.load import load_pretrained
@@ -217,6 +219,7 @@ class Learner:
             if good:
                 self.schedule.step(1)
                 apply_update(self.optimizer, norm)
+            end_of_update(self.bare, is_kept=good)
         lr = float(self.optimizer.param_groups[0]["lr"])
         return {"grad_norm": norm, "lr": lr, "skipped": float(not good)}
 
@@ -264,30 +267,27 @@ class Learner:
     def _micro_batches(self, rollout: Rollout, sample_ids: range | list[int], together: int = 1) -> list[PackedBatch]:
         """This rank's micro-batches; their number is the same on every rank. together: as in `Loss`."""
         require_ids(rollout, self.arch.vocab_size)
-        mesh, ids, align = self.mesh, list(sample_ids), sequence_align(self.mesh.cp)
-        padded = (rollout.seq_lens[ids] + align - 1) // align * align
+        mesh, ids = self.mesh, list(sample_ids)
+        unit = token_unit(mesh.cfg, self.train.precision.fp8.recipe)
         plan = plan_micro_batches(
-            padded.view(-1, together).sum(1),
+            self._tokens_together(rollout.seq_lens[ids], together),
             mesh.dp,
             self.train.max_tokens_per_microbatch,
             multiple_of=mesh.pp if mesh.vpp else 1,
         )
         return [
-            pack(
-                rollout,
-                [ids[together * item + i] for item in items for i in range(together)],
-                mesh.cp,
-                mesh.cp_rank,
-                align_total=mesh.cp * mesh.tp,
-            )
+            pack(rollout, [ids[i] for i in _samples_of(items, together)], mesh.cp, mesh.cp_rank, align_total=unit)
             for items in plan[mesh.dp_rank]
         ]
 
     def fits_together(self, rollout: Rollout, together: int) -> bool:
         """Whether so many samples, one after the other, are never more tokens than a micro-batch may have."""
+        return int(self._tokens_together(rollout.seq_lens, together).max()) <= self.train.max_tokens_per_microbatch
+
+    def _tokens_together(self, seq_lens: Tensor, together: int) -> Tensor:
+        """[B / together] tokens, padding included, of so many samples each, one after the other."""
         align = sequence_align(self.mesh.cp)
-        padded = (rollout.seq_lens + align - 1) // align * align
-        return int(padded.view(-1, together).sum(1).max()) <= self.train.max_tokens_per_microbatch
+        return ((seq_lens + align - 1) // align * align).view(-1, together).sum(1)
 
     def _schedule(
         self,
@@ -335,3 +335,8 @@ class Learner:
         metrics = dict(zip(names, values, strict=True))
         self._finite = broken_ranks == 0 and math.isfinite(metrics["loss"])
         return metrics
+
+
+def _samples_of(items: list[int], together: int) -> list[int]:
+    """Places of the samples of items that have so many each, one after the other."""
+    return [together * item + i for item in items for i in range(together)]

@@ -37,6 +37,8 @@ def wrap_ddp(chunks: list[MegatronModule], *, overlap: bool = False) -> list[Dis
         use_distributed_optimizer=True,
         overlap_grad_reduce=overlap,
         average_in_collective=False,
+        fp8_param_gather=chunks[0].config.fp8_param,
+        reuse_grad_buf_for_mxfp8_param_ag=_shares_buffers(chunks),
         check_for_nan_in_grad=False,  # it raises on the one rank that sees it: Learner.step decides on all alike
     )
     wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
@@ -46,6 +48,11 @@ def wrap_ddp(chunks: list[MegatronModule], *, overlap: bool = False) -> list[Dis
         of_earlier = [chunk.no_sync for chunk in wrapped]
         chunks[0].config.no_sync_func = of_earlier[0] if len(wrapped) == 1 else of_earlier
     return wrapped
+
+
+def _shares_buffers(chunks: list[MegatronModule]) -> bool:
+    """Whether new weights are gathered where gradients were: what Megatron asks for with weights in mxfp8."""
+    return bool(chunks[0].config.fp8_param) and chunks[0].config.fp8_recipe == "mxfp8"
 
 
 def _keep_padding_between_buckets(chunk: DistributedDataParallel) -> None:
@@ -76,6 +83,7 @@ def build_optimizer(
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=True,
+            reuse_grad_buf_for_mxfp8_param_ag=_shares_buffers([chunk.module for chunk in chunks]),
         ),
         chunks,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from mrl import platform
@@ -36,9 +38,10 @@ def build_model(
     config = transformer_config(arch, train, mesh, dtype)
     inv_freq = inverse_frequencies(hf_path, arch)
     stages = range(mesh.vpp) if mesh.vpp is not None else [None]
+    made = partial(_CLASSES[role], arch, config, inv_freq, tied=arch.tied_embeddings, precision=train.precision.fp8)
     chunks = []
     for stage in stages:
-        chunk = _CLASSES[role](arch, config, inv_freq, tied=arch.tied_embeddings, vp_stage=stage).to(platform.device())
+        chunk = made(vp_stage=stage).to(platform.device())
         if seed is not None:
             initialise(chunk, arch, mesh, role, seed)
         chunks.append(chunk)
@@ -48,8 +51,11 @@ def build_model(
 def build_skeleton(arch: ModelArch, hf_path: str, mesh: Mesh, role: Role) -> MegatronModule:
     """A model of one process whose matrices have shapes and names but no memory, of Megatron's own layers on every
     machine: what checkpoints call a parameter does not depend on the kind of layer. Call inside `mesh.active()`."""
-    config = transformer_config(arch, TrainConfig(), mesh, torch.float32)
+    train = TrainConfig()
+    config = transformer_config(arch, train, mesh, torch.float32)
     config.transformer_impl, config.use_cpu_initialization, config.moe_grouped_gemm = "local", True, False
     inv_freq = inverse_frequencies(hf_path, arch)
     with torch.device("meta"):
-        return _CLASSES[role](arch, config, inv_freq, tied=arch.tied_embeddings, vp_stage=None)
+        return _CLASSES[role](
+            arch, config, inv_freq, tied=arch.tied_embeddings, vp_stage=None, precision=train.precision.fp8
+        )

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mrl import platform
+from mrl.config.sections.precision import FP8Config
 from mrl.families import ModelArch
 from mrl.models.batch import ModelBatch
 from mrl.models.gpt import PackedGPT
@@ -18,9 +19,16 @@ class Critic(PackedGPT):
     0. Every rank applies it to the same rows, so its gradient is complete on each and must not be summed over them."""
 
     def __init__(
-        self, arch: ModelArch, config: TransformerConfig, inv_freq: Tensor, *, tied: bool, vp_stage: int | None
+        self,
+        arch: ModelArch,
+        config: TransformerConfig,
+        inv_freq: Tensor,
+        *,
+        tied: bool,
+        vp_stage: int | None,
+        precision: FP8Config,
     ) -> None:
-        super().__init__(arch, config, inv_freq, tied=False, vp_stage=vp_stage)
+        super().__init__(arch, config, inv_freq, tied=False, vp_stage=vp_stage, precision=precision)
         if self.post_process:
             del self.output_layer
             self.value_head = nn.Linear(

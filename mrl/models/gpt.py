@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from mrl import platform
+from mrl.config.sections.precision import FP8Config
 from mrl.families import ModelArch
 from mrl.families.table import VOCAB_ALIGN, VOCAB_ALIGN_GPU, padded_vocab_size
 from mrl.models.batch import ModelBatch
@@ -17,6 +18,7 @@ from mrl.models.mcore import (
     gather_from_sequence_parallel_region,
     parallel_state,
 )
+from mrl.models.precision import emulation_of
 from mrl.models.rope import RotaryAngles
 from mrl.models.specs import block_spec
 
@@ -26,11 +28,18 @@ class PackedGPT(GPTModel):
     hidden states [t, 1, h] on inner stages (t / tp under sequence parallelism) and the head's output on the last."""
 
     def __init__(
-        self, arch: ModelArch, config: TransformerConfig, inv_freq: Tensor, *, tied: bool, vp_stage: int | None
+        self,
+        arch: ModelArch,
+        config: TransformerConfig,
+        inv_freq: Tensor,
+        *,
+        tied: bool,
+        vp_stage: int | None,
+        precision: FP8Config,
     ) -> None:
         super().__init__(
             config,
-            block_spec(arch, config, vp_stage),
+            block_spec(arch, config, vp_stage, emulation_of(precision)),
             padded_vocab_size(arch, config.tensor_model_parallel_size, vocab_align()),
             arch.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

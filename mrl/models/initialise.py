@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mrl.families import ModelArch
 from mrl.families.rows import Row
 from mrl.families.table import Role, weight_table
+from mrl.models.fp8_params import is_quantized, write
 from mrl.models.naming import global_name
 from mrl.parallel import Mesh
 
@@ -32,7 +33,11 @@ def initialise(chunk: nn.Module, arch: ModelArch, mesh: Mesh, role: Role, seed: 
             raise ValueError(f"parameter {name} of the model is not in the weight table of {arch.family}")
         row = table[name]
         if row.start == "normal":
-            _draw(parameter, row.copy_of or name, row, arch, mesh, seed)
+            drawn = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            values = drawn if is_quantized(parameter) else parameter
+            _draw(values, row.copy_of or name, row, arch, mesh, seed)
+            if values is drawn:
+                write(parameter, drawn)
         else:
             parameter.fill_(1.0 if row.start == "ones" else 0.0)
 

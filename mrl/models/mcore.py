@@ -15,6 +15,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.tensor_parallel import (  # noqa: E402
+    ColumnParallelLinear,
+    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
@@ -27,11 +29,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # noqa: E402
 
 __all__ = [
+    "ColumnParallelLinear",
     "GPTModel",
     "MegatronModule",
     "ModuleSpec",
     "PackedSeqParams",
     "ProcessGroupCollection",
+    "RowParallelLinear",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",

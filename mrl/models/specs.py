@@ -10,6 +10,7 @@ from torch import Tensor
 from mrl.families import ModelArch
 from mrl.kernels.layers import swiglu
 from mrl.models.attention import PackedAttention, transformer_engine_attention
+from mrl.models.fp8_layers import RoundedColumnParallel, RoundedRowParallel
 from mrl.models.mcore import (
     MegatronModule,
     ModuleSpec,
@@ -22,19 +23,40 @@ from mrl.models.mcore import (
     get_transformer_layer_offset,
 )
 from mrl.models.norm import RMSNorm
+from mrl.models.precision import Emulation
 
 # where checkpoints keep the norm before the MLP, whatever the layers: the local spec of megatron-core says so
 MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
-def block_spec(arch: ModelArch, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of this rank's chunk `vp_stage`, and the final norm. Call inside the mesh."""
+def block_spec(
+    arch: ModelArch, config: TransformerConfig, vp_stage: int | None, emulation: Emulation | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of this rank's chunk `vp_stage`, and the final norm. emulation: what local layers round by. Call
+    inside the mesh."""
     fused = config.transformer_impl == "transformer_engine"
     layer_spec, norm = (_transformer_engine_layer, _transformer_engine_norm()) if fused else (_local_layer, RMSNorm)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    layers = arch.layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
-    made = {experts: layer_spec(config, experts) for experts in {layer.experts for layer in layers}}
-    return TransformerBlockSubmodules(layer_specs=[made[layer.experts] for layer in layers], layer_norm=norm)
+    here = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    kinds = [(arch.layers[i].experts, emulation is not None and emulation.rounds(i, arch.num_layers)) for i in here]
+    made = {kind: layer_spec(config, kind[0]) for kind in set(kinds)}
+    if emulation is not None:
+        for experts, is_rounded in made:
+            if is_rounded:
+                _round(made[experts, is_rounded], experts, emulation)
+    return TransformerBlockSubmodules(layer_specs=[made[kind] for kind in kinds], layer_norm=norm)
+
+
+def _round(layer: ModuleSpec, experts: bool, emulation: Emulation) -> None:
+    """Local layers' four products, and those of each expert, in fp8."""
+    column, row = (
+        ModuleSpec(module=module, params={"emulation": emulation})
+        for module in (RoundedColumnParallel, RoundedRowParallel)
+    )
+    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    attention.linear_qkv, attention.linear_proj = column, row
+    own = mlp.experts.submodules if experts else mlp
+    own.linear_fc1, own.linear_fc2 = column, row
 
 
 class InPlaceGradients(TransformerLayer):

@@ -13,12 +13,15 @@ from mrl.config.schema import TrainConfig
 from mrl.families import ModelArch
 from mrl.models.layer_kind import layer_kind
 from mrl.models.mcore import TransformerConfig
+from mrl.models.precision import transformer_engine_fields
 from mrl.parallel import Mesh
 
 
 def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
     """Raises UnsupportedModel for layers that this machine does not have."""
-    fused = layer_kind(train.layers, dtype) == "transformer_engine"
+    fp8 = train.precision.fp8
+    kind = "local" if fp8.emulate else layer_kind(train.layers, dtype)
+    fused = kind == "transformer_engine"
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -47,6 +50,7 @@ def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: t
         **_layout(train, mesh),
         **_recompute(train, fused, experts=arch.experts is not None),
         **_experts(arch, mesh, fused),
+        **transformer_engine_fields(fp8, kind),
     )
 
 

@@ -6,17 +6,20 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 GIB = 1 << 30
+CAPABILITIES = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}  # NVIDIA's list of CUDA GPUs
 
 
 @dataclass(frozen=True)
 class Chip:
     """One GPU and its share of its node.
 
-    memory: bytes; bf16, fp8: dense floating-point operations a second (fp8 None: it has none); hbm, nvlink, network,
-    pcie: bytes a second, the last three one way; device: what its driver calls it, after "NVIDIA "
+    capability: CUDA's number of what it can do; memory: bytes; bf16, fp8: dense floating-point operations a second
+    (fp8 None: it has none); hbm, nvlink, network, pcie: bytes a second, the last three one way; device: what its driver
+    calls it, after "NVIDIA "
     """
 
     name: str
+    capability: tuple[int, int]
     memory: int
     bf16: float
     fp8: float | None
@@ -37,8 +40,8 @@ def _chip(
     """hbm in TB/s; nvlink in GB/s, both ways together as the data sheets have it; net in Gbit/s a GPU."""
     pcie = 32e9 if name.startswith("a100") else 64e9  # PCI-SIG: 16 lanes of generation 4, and of 5
     tera = fp8 * 1e12 if fp8 is not None else None
-    nbytes = int(gib * GIB)
-    return Chip(name, nbytes, tflops * 1e12, tera, hbm * 1e12, nvlink * 1e9 / 2, net * 1e9 / 8, pcie, device)
+    kind, nbytes = CAPABILITIES[name[:4]], int(gib * GIB)
+    return Chip(name, kind, nbytes, tflops * 1e12, tera, hbm * 1e12, nvlink * 1e9 / 2, net * 1e9 / 8, pcie, device)
 
 
 CHIPS = {  # data sheets' figures, of SXM modules, without sparsity (half of what is printed there where that has it)
@@ -59,7 +62,8 @@ CHIPS = {  # data sheets' figures, of SXM modules, without sparsity (half of wha
     )
 }
 DEFAULT = "h100-80g"
-NO_GPU = Chip("none", 0, 0, 0, 0, 0, 0, 0)  # ranks and engines compute on CPUs: bytes are counted, seconds are not
+# ranks and engines compute on CPUs: their bytes are counted, seconds are not
+NO_GPU = Chip("none", (0, 0), 0, 0, None, 0, 0, 0, 0)
 KINDS = CHIPS | {NO_GPU.name: NO_GPU}
 
 

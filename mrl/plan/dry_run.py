@@ -10,6 +10,7 @@ import torch
 
 from mrl.config.checks.all import check_all
 from mrl.config.derived import Machine, summary
+from mrl.config.sections.precision import PrecisionConfig
 from mrl.config.trainers.base import Config
 from mrl.data.balance import plan_micro_batches
 from mrl.data.packing import sequence_align
@@ -40,7 +41,7 @@ def kinds(model: Model) -> Iterator[Kind]:
     found: dict[tuple[int, Held], list[int]] = {}
     for seat in model.grid.seats:
         found.setdefault((seat.pp, model_held(model, seat)), []).append(seat.rank)
-    local = model.train.model_copy(update={"layers": "local"})
+    local = model.train.model_copy(update={"layers": "local", "precision": PrecisionConfig()})
     dtype = {2: torch.bfloat16, 4: torch.float32}[model.dtype]
     for (stage, planned), ranks in found.items():
         made = build(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from mrl.config.placement import engine_gpus
 from mrl.config.sections.rollout import RolloutConfig
 from mrl.config.trainers.base import Config
 from mrl.families import ModelArch
+from mrl.fp8_chips import chip_problem
 from mrl.plan import memory, timing
 from mrl.plan.chips import Assumptions, Cluster
 from mrl.plan.engine import EnginePlan, plan_engine
@@ -103,7 +104,7 @@ class Plan:
         if not self.on_gpu:
             return []
         engine, nodes = self.engine, self.cfg.engine_nodes()
-        found = [*shortages(self.work, self.worst, engine, limit)]
+        found = [*shortages(self.work, self.worst, engine, limit), *self._without_fp8()]
         if engine is not None and nodes is not None:
             there, wanted = self.cluster.per_node, engine.engines * engine.tensor // nodes.nodes
             if wanted > there:
@@ -115,6 +116,13 @@ class Plan:
     def problems(self) -> list[str]:
         """The same, one sentence each."""
         return [str(shortage) for shortage in self.shortages]
+
+    def _without_fp8(self) -> Iterator[Shortage]:
+        """Recipes that these GPUs cannot compute."""
+        chip, fp8 = self.cluster.chip, [model.train.precision.fp8 for model in self.cfg.built().values()]
+        for recipe in sorted({one.recipe for one in fp8 if one.recipe != "none" and not one.emulate}):
+            if (problem := chip_problem(recipe, chip.capability, None, chip.name)) is not None:
+                yield Shortage(f"precision.fp8.recipe: {problem}", "another recipe, or other GPUs")
 
     def host(self, rank: int) -> list[Item]:
         """What a rank's process has in host memory."""

@@ -7,6 +7,7 @@ from mrl.platform.adaptations import applied, install
 from mrl.platform.copies import to_device, to_host
 from mrl.platform.determinism import be_deterministic, is_deterministic
 from mrl.platform.features import Feature, features
+from mrl.platform.fp8 import fp8_problem, fp8_recipes
 from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable, triton_usable
 from mrl.platform.gpu_health import GpuHealth, GpuTimeout, gpu_health
 from mrl.platform.host_room import HostRoom, host_bytes
@@ -50,6 +51,8 @@ __all__ = [
     "device",
     "device_uuid",
     "features",
+    "fp8_problem",
+    "fp8_recipes",
     "gpu_count",
     "gpu_health",
     "gpu_names",

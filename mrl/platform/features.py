@@ -8,6 +8,8 @@ from importlib import metadata
 
 import torch
 
+from mrl.fp8_chips import RECIPES
+from mrl.platform.fp8 import fp8_problem, fp8_recipes
 from mrl.platform.fused import (
     APEX_KERNEL,
     compiler_problem,
@@ -75,12 +77,23 @@ def features() -> list[Feature]:
     cuda = torch.version.cuda if torch.cuda.is_available() else None
     rows = [Feature("CUDA", cuda, "GPUs, nccl", "CPU and gloo: the same code, for small models")]
     rows += [_feature(part) for part in _PARTS]
+    rows.append(_fp8())
     return [*rows, _gpu_tests({row.part: row.usable for row in rows})]
+
+
+def _fp8() -> Feature:
+    """Which recipes; of those that are not there the reason, where a GPU is."""
+    found = fp8_recipes()
+    without = "precision.fp8.emulate rounds the same on any machine"
+    if torch.cuda.is_available() and (lacking := [recipe for recipe in RECIPES if recipe not in found]):
+        without = f"{fp8_problem(lacking[0])}; {without}"
+    return Feature("fp8", ", ".join(found) or None, "precision.fp8: products in 8 bits, on GPUs", without)
 
 
 def _gpu_tests(usable: Mapping[str, bool]) -> Feature:
     """The stages that find here what they need. usable: by part"""
-    needed = {"cuda": "CUDA", "engine": "transformers", "transformer_engine": "transformer-engine", "speed": "CUDA"}
+    needed = {"cuda": "CUDA", "engine": "transformers", "transformer_engine": "transformer-engine"}
+    needed |= {"fp8": "fp8", "speed": "CUDA"}
     stages = [stage for stage, part in needed.items() if usable["CUDA"] and usable[part]]
     without = "no GPU: it tests nothing here"
     if stages:

@@ -23,7 +23,12 @@ OF_RUN: tuple[Look, ...] = (
     space.look_at_space,
     machine.look_at_services,
 )
-OF_NODE: tuple[Look, ...] = (machine.look_at_packages, machine.look_at_layers)
+OF_NODE: tuple[Look, ...] = (
+    machine.look_at_packages,
+    machine.look_at_layers,
+    machine.look_at_fp8,
+    machine.look_at_quantization,
+)
 OF_MACHINE: tuple[Callable[[], Iterator[Finding]], ...] = (  # whatever runs there
     machine.look_at_temporary_files,
     tested.look_at_versions,

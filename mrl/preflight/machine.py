@@ -40,6 +40,32 @@ def look_at_layers(cfg: Config) -> Iterator[Finding]:
         yield Finding("layers", "problem", text, "say auto or local, or see mrl doctor")
 
 
+def look_at_fp8(cfg: Config) -> Iterator[Finding]:
+    """Where it is wanted, and not emulated."""
+    wanted = {name: model.train.precision.fp8 for name, model in cfg.built().items()}
+    for recipe in {fp8.recipe for fp8 in wanted.values() if fp8.recipe != "none" and not fp8.emulate}:
+        models = ", ".join(name for name, fp8 in wanted.items() if fp8.recipe == recipe and not fp8.emulate)
+        if (problem := platform.fp8_problem(recipe)) is not None:
+            text = f"{models}: precision.fp8.recipe {recipe} cannot be computed here: {problem}"
+            yield Finding("fp8", "problem", text, "see mrl doctor, or say precision.fp8.emulate: true")
+        else:
+            yield Finding("fp8", "ok", f"{models}: {recipe}, by transformer-engine")
+
+
+def look_at_quantization(cfg: Config) -> Iterator[Finding]:
+    """Engines in another precision than the trainer, and nothing that corrects for it."""
+    (rollout, _), algorithm = cfg.engines() or (None, None), cfg.algorithm_used()
+    if rollout is None or algorithm is None or rollout.quantization == "none":
+        return
+    if algorithm.rollout_correction.rollout_is is None and not algorithm.rollout_correction.rollout_rs:
+        text = (
+            "rollout.quantization: fp8, whose log-probs are not the trainer's, and algorithm.rollout_correction is off"
+        )
+        yield Finding(
+            "engines", "warning", text, "algorithm.rollout_correction.rollout_is: token weighs the difference"
+        )
+
+
 def look_at_packages(cfg: Config) -> Iterator[Finding]:
     """Optional ones, which the configuration asks for: launcher, trackers, engine."""
     good = True

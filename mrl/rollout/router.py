@@ -1,11 +1,12 @@
-"""`sglang-router`: one address before several engines. It is asked which they are, and they are used themselves: weights,
-flushes and checksums that go through it would reach one of them, and nobody knows which."""
+"""`sglang-router`: one address before several engines. It is asked which they are, and they are used themselves:
+weights, flushes and checksums that go through it would reach one of them, and nobody knows which."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from urllib.parse import urlsplit
 
 from mrl.rollout.access import Access
@@ -22,9 +23,7 @@ def engines_at(urls: Sequence[str], access: Access) -> tuple[str, ...]:
     Raises EngineStartError for a router without engines, with what is no address, or with one that is named elsewhere.
     """
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-        found = tuple(
-            url for urls_there in pool.map(lambda url: _at(url.rstrip("/"), access), urls) for url in urls_there
-        )
+        found = tuple(chain.from_iterable(pool.map(lambda url: _at(url.rstrip("/"), access), urls)))
     if twice := {url for url in found if found.count(url) > 1}:
         raise EngineStartError(f"rollout.urls: {', '.join(sorted(twice))}: there twice, by itself or behind routers")
     return found

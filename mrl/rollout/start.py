@@ -48,7 +48,8 @@ def start_engine(
     machine: Machine = CPU,
     others: Others | None = None,
 ) -> Engine:
-    """Start `cfg.servers` servers (or take those at `cfg.urls`, and behind routers there) and return at once; `Engine.wait_ready` waits and checks.
+    """Start `cfg.servers` servers (or take those at `cfg.urls` and behind routers there) and return at once;
+    `Engine.wait_ready` waits and checks.
 
     Servers started here want a key that is drawn now and known to this run alone.
 

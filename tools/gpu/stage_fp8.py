@@ -1,12 +1,133 @@
-"""fp8: not there yet."""
+"""fp8: transformer-engine's recipes on this GPU, against their emulation, against bfloat16, and for their speed. What
+needs no transformer-engine is rehearsed on a CPU."""
 
 from __future__ import annotations
 
-from tools.gpu.stage import Numbers, Setting, Skipped
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl import platform
+from mrl.config.schema import FP8Config
+from mrl.kernels.fp8 import ROLES, Recipe
+from mrl.kernels.head_fused import Fused, _cast
+from mrl.kernels.head_products import Products, Rounded
+from mrl.kernels.linear_logprob import linear_log_prob
+from mrl.models.precision import recipe_of
+from tools.gpu.stage import Check, Numbers, Setting, Skipped, require
+from tools.gpu.stage_cuda import of_sft, same_losses
+from tools.gpu.stage_speed import random, rounds_of, seconds
+from tools.gpu.trained import task, train
+
+RECIPES = ("current", "delayed", "blockwise", "mxfp8")
+RUN_S = 30.0
+NEAR = 0.05  # losses and gradient norms of the same steps, fp8 against bfloat16, relative
+SAME_NUMBERS = 1e-6  # share of values that are cast otherwise than emulated
+SAME_LOG_PROBS = 1e-3  # nats, in the mean: the same rounded operands, summed in another order
+LINEAR_SPEED = 1 / 1.6  # of bfloat16's seconds, casts included
 
 
-def fp8(setting: Setting) -> Numbers:
-    raise Skipped("mrl has no fp8 yet")
+def here(recipe: str, check: Check) -> Check:
+    """The check, skipped with the reason where this GPU cannot compute the recipe."""
+
+    def made(setting: Setting) -> Numbers:
+        if not setting.rehearsal and (problem := platform.fp8_problem(recipe)) is not None:
+            raise Skipped(problem)
+        return check(setting)
+
+    return made
 
 
-CHECKS = {"fp8": fp8}
+def casts(recipe: str) -> Check:
+    """transformer-engine's values, cast and back, against the emulation's."""
+
+    def check(setting: Setting) -> Numbers:
+        found, x = _recipe(recipe), random(256, 512).float() * torch.exp(random(256, 1).float())
+        x = x.bfloat16()
+        numbers: Numbers = {}
+        for role in ROLES:
+            own = found.rounded(x, role, 1)
+            theirs = own if setting.rehearsal else _cast(x, role, found).dequantize(dtype=torch.float32)
+            numbers[role] = float((own != theirs).float().mean())
+        return require(numbers, **dict.fromkeys(ROLES, SAME_NUMBERS))
+
+    return check
+
+
+def head(recipe: str) -> Check:
+    """The loss head by transformer-engine's products against emulated ones: log-probs and both gradients."""
+
+    def check(setting: Setting) -> Numbers:
+        found = _recipe(recipe)
+        emulated: Products = partial(Rounded, recipe=found)
+        fused: Products = emulated if setting.rehearsal else partial(Fused, recipe=found)
+        want, got = _head(emulated), _head(fused)
+        numbers: Numbers = {"log-probs": float((got[0] - want[0]).abs().mean())}
+        for name, mine, theirs in zip(("hidden", "weight"), got[1:], want[1:]):
+            numbers[name] = float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+        return require(numbers, **{"log-probs": SAME_LOG_PROBS, "hidden": 0.02, "weight": 0.02})
+
+    return check
+
+
+def linear(setting: Setting) -> Numbers:
+    """Forward and backward of transformer-engine's linear layer, casts included, against bfloat16."""
+    if setting.rehearsal:
+        raise Skipped("a rehearsal has one kind of layer")
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    layer, x = te.Linear(8192, 8192, bias=False, params_dtype=torch.bfloat16), random(8192, 8192)
+    x.requires_grad_()
+
+    def both(enabled: bool) -> None:
+        with te.fp8_autocast(enabled=enabled, fp8_recipe=Float8CurrentScaling()):
+            y = layer(x)
+        y.backward(y)
+
+    rounds = rounds_of(setting)
+    plain, fp8 = seconds(lambda: both(False), rounds), seconds(lambda: both(True), rounds)
+    return require({"bf16 ms": plain * 1e3, "fp8 ms": fp8 * 1e3, "ratio": fp8 / plain}, ratio=LINEAR_SPEED)
+
+
+def trained(recipe: str, emulate: bool) -> Check:
+    """Six steps of SFT of the 20M model, against the same in bfloat16."""
+
+    def check(setting: Setting) -> Numbers:
+        words = [*of_sft(task(setting, "sort-20m")), "run.steps=6", "checkpoint.export_hf=false"]
+        kind = "emulated" if emulate else "by transformer-engine"
+        own = [f"actor.precision.fp8={{recipe: {recipe}, emulate: {str(emulate).lower()}, head: true}}"]
+        rows = train(setting, f"{recipe} {kind}", "quickstart_gpu_sft", [*words, *own], RUN_S)
+        plain = train(setting, f"bfloat16 for {recipe} {kind}", "quickstart_gpu_sft", words, RUN_S)
+        return same_losses(plain, rows, NEAR)
+
+    return check
+
+
+def _recipe(name: Any) -> Recipe:
+    found = recipe_of(FP8Config(recipe=name))
+    assert found is not None
+    return found
+
+
+def _head(products: Products) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    numbers = [torch.randn(*size, generator=generator).bfloat16() for size in ((300, 256), (384, 256))]
+    hidden, weight = (x.to(platform.device()).requires_grad_() for x in numbers)
+    labels = torch.arange(300, device=platform.device())
+    log_probs, _ = linear_log_prob(hidden, weight, labels, 8.0, 0, 384, products=products)
+    log_probs.sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return log_probs.detach(), hidden.grad, weight.grad
+
+
+CHECKS: dict[str, Check] = {
+    **{f"casts are the emulation's: {name}": here(name, casts(name)) for name in RECIPES},
+    **{f"the loss head is the emulation's: {name}": here(name, head(name)) for name in RECIPES},
+    "te.Linear, current, against bfloat16": here("current", linear),
+    "SFT in current is near bfloat16": here("current", trained("current", emulate=False)),
+    "SFT in blockwise is near bfloat16": here("blockwise", trained("blockwise", emulate=False)),
+    "SFT, current emulated, is near bfloat16": trained("current", emulate=True),
+}

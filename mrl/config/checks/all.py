@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mrl.config.checks import data, layout, models, run
+from mrl.config.checks import data, layout, models, precision, run
 from mrl.config.checks.base import Archs
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem, printable
@@ -35,6 +35,7 @@ def check(cfg: Config, archs: Archs, machine: Machine) -> list[Problem]:
     problems += models.check_optimizers(cfg)
     problems += models.check_layers(cfg, machine)
     problems += models.check_offload(cfg)
+    problems += precision.check(cfg, archs, machine)
     problems += run.check_resilience(cfg)
     problems += data.check_answers(cfg, archs)
     problems += trainer_of(cfg).check(cfg, archs, machine)

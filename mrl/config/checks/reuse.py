@@ -40,7 +40,9 @@ def _reference(cfg: RLConfig) -> Iterator[Problem]:
         yield Problem((key, "ema"), "needs the average: add an `ema:` section (`ema: {}` for its defaults)")
     if ref.policy != "frozen":
         because = f"the reference is {ref.policy}: weights beside the actor's, computed with in its place"
-        yield from inert(ref, "ref", ["path", "parallel", "max_tokens_per_microbatch", "offload"], because, key)
+        yield from inert(
+            ref, "ref", ["path", "parallel", "max_tokens_per_microbatch", "precision", "offload"], because, key
+        )
     if ref.policy != "refreshed":
         because = f"the reference is {ref.policy}"
         yield from inert(ref, "ref", ["refresh_every_steps", "refresh_share"], because, key)

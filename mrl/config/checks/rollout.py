@@ -8,13 +8,15 @@ from urllib.parse import urlsplit
 from mrl.config.checks.base import either, inert
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES
+from mrl.config.fp8_shapes import widths
 from mrl.config.placement import gpus_with_engines
 from mrl.config.problems import Problem
-from mrl.config.schema import RLConfig, RolloutConfig, SamplingConfig, ValidationConfig
+from mrl.config.schema import ParallelConfig, RLConfig, RolloutConfig, SamplingConfig, ValidationConfig
 from mrl.config.secret_file import read_secret
 from mrl.families import ModelArch
 
 MOST_CPU_ENGINES = 64
+_BLOCK = 128  # of weights in fp8
 
 
 def check(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[Problem]:
@@ -23,6 +25,7 @@ def check(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[P
     yield from _engine(cfg, arch, machine)
     yield from _offload(cfg, machine)
     yield from _sync(cfg, machine)
+    yield from _quantization(cfg, arch, machine)
     if cfg.data.validation is None and cfg.validation != ValidationConfig():
         yield Problem(("validation", "data.validation"), "has no effect: there is no validation file")
 
@@ -65,7 +68,7 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
     yield from _stops(rollout.sampling, arch)
     if rollout.urls:
         names = ["servers", "tensor", "memory_fraction", "max_context_tokens"]
-        names += ["max_running_requests", "max_restarts", "server_args", "gpus"]
+        names += ["max_running_requests", "max_restarts", "server_args", "gpus", "quantization"]
         yield from inert(rollout, "rollout", names, "mrl starts no engine when urls are given", "rollout.urls")
         yield from _urls(rollout.urls)
         return
@@ -190,6 +193,26 @@ def _sync(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
         yield Problem(("sync.transport", "rollout.urls"), message)
     if transport == "disk":
         yield from inert(cfg.sync, "sync", ["bucket_mib"], "disk transport writes files, not buckets", "sync.transport")
+
+
+def _quantization(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[Problem]:
+    rollout, key = cfg.rollout, "rollout.quantization"
+    if rollout.quantization == "none" or rollout.urls or ENGINES[rollout.engine].is_plain:
+        return
+    if machine.gpus == 0:
+        yield Problem((key,), "fp8 needs GPUs, this machine has 0: leave it out")
+    if cfg.sync.verify != "off":
+        message = "checksum compares what engines hold with what the trainer has; of weights in fp8 it knows nothing"
+        yield Problem(("sync.verify", key), message)
+    if cfg.run.launcher == "ft":
+        yield Problem(("run.launcher", key), "ft proves the engines' weights after a restart: not with weights in fp8")
+    if cfg.sync.transport == "disk":
+        yield Problem(("sync.transport", key), "disk writes whole models of the hub, not weights in fp8")
+    for name, (whole, _) in widths(arch, ParallelConfig()).items() if arch is not None else ():
+        ranks = 1 if name == "hidden size" else rollout.tensor
+        if whole % (_BLOCK * ranks):
+            message = f"fp8 has blocks of {_BLOCK}, but the model's {name} is {whole} on {ranks} ranks of an engine"
+            yield Problem((key, "rollout.tensor"), message)
 
 
 def _is_local(url: str) -> bool:

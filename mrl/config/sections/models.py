@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mrl.config.sections.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from mrl.config.sections.precision import PrecisionConfig
 
 
 class ParallelConfig(Section):
@@ -59,6 +60,7 @@ class TrainConfig(Section):
     # what waits in host memory while it is not needed: gradients, main weights and Adam's moments (optimizer), the
     # parameters too (all)
     offload: Literal["none", "optimizer", "all"] = "none"
+    precision: PrecisionConfig = PrecisionConfig()
 
 
 class CriticConfig(TrainConfig):
@@ -83,6 +85,7 @@ class RefConfig(Section):
     path: str | None = None  # Hugging Face directory; the actor's initial weights when null
     parallel: ParallelConfig | None = None  # the actor's when null
     max_tokens_per_microbatch: PositiveInt | None = None  # tokens a pass, at most; the actor's when null
+    precision: PrecisionConfig | None = None  # the actor's when null
     offload: Literal["none", "all"] = "none"  # all: its parameters wait in host memory while it does not compute
 
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from mrl.config.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from mrl.config.sections.models import ParallelConfig
+from mrl.config.sections.precision import PrecisionConfig
 
 
 class FormatConfig(Section):
@@ -78,6 +79,7 @@ class RewardModelConfig(Section):
     path: str  # Hugging Face directory
     parallel: ParallelConfig | None = None  # the actor's where null
     max_tokens_per_microbatch: PositiveInt | None = None  # tokens a pass, at most; the actor's where null
+    precision: PrecisionConfig = PrecisionConfig()
     offload: Literal["none", "all"] = "none"  # all: its parameters wait in host memory while it does not compute
 
 

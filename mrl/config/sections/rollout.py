@@ -53,6 +53,9 @@ class RolloutConfig(Section):
     max_running_requests: PositiveInt | None = None
     # of the GPU memory that is free when the engine starts, for its weights and KV cache; sglang only
     memory_fraction: Fraction = 0.7
+    # fp8: pushes round the layers' matrices to e4m3 in blocks of 128 x 128, and engines multiply in it; sglang only, on
+    # GPUs. See algorithm.rollout_correction for what corrects it
+    quantization: Literal["none", "fp8"] = "none"
     startup_timeout_s: PositiveFloat = 300.0  # seconds until an engine must answer
     request_timeout_s: PositiveFloat = 600.0  # seconds of one request
     max_restarts: NonNegativeInt = 3  # of mrl's own engines in a run, when one dies or lets a request time out

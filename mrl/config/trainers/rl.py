@@ -53,7 +53,7 @@ class RLConfig(Config):
 
     def like_actor(self, own: RefConfig | RewardModelConfig) -> TrainConfig:
         """The actor's settings, but for those that are given."""
-        given = {name: dict(own)[name] for name in ("parallel", "max_tokens_per_microbatch", "offload")}
+        given = {name: dict(own)[name] for name in ("parallel", "max_tokens_per_microbatch", "precision", "offload")}
         return self.actor.model_copy(update={name: value for name, value in given.items() if value is not None})
 
     def copies(self) -> dict[str, bool]:

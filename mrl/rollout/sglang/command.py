@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ CPU_RUNNING_REQUESTS = 512
 CPU_KV_CACHE_BYTES = 4 << 30  # reserved, touched only as it fills
 # of torch's own allocator, and for the trainer: its expandable segments exclude torch_memory_saver
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+# as quantised checkpoints of the hub say it; mrl.weights.sync.quantized pushes weights of this form
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -78,8 +81,11 @@ def _common(spec: ServerSpec) -> list[str]:
         arguments.append("--enable-deterministic-inference")
     if cfg.max_context_tokens is not None:
         arguments += ["--context-length", str(cfg.max_context_tokens)]
-    if not any(Path(spec.model_path).glob("*.safetensors")):  # from scratch: the first push of weights fills the engine
+    is_empty = not any(Path(spec.model_path).glob("*.safetensors"))
+    if is_empty or cfg.quantization == "fp8":  # from scratch, or files of another form: the first push fills the engine
         arguments += ["--load-format", "dummy"]
+    if cfg.quantization == "fp8":
+        arguments += ["--json-model-override-args", json.dumps({"quantization_config": FP8})]
     return arguments
 
 

@@ -39,6 +39,7 @@ from mrl.trainers.shared.memory import MemoryOrder, OffloadError
 from mrl.trainers.shared.run import Run, Start, started
 from mrl.trainers.shared.world import RankZeroError
 from mrl.weights.sync.push import SyncError, SyncReport, WeightSync
+from mrl.weights.sync.quantized import QuantizedSource
 
 
 @dataclass
@@ -284,9 +285,9 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
 
 
 def make_sync(main: MainParts, models: Models, urls: tuple[str, ...], access: Access) -> WeightSync:
-    rollout = main.cfg.rollout
+    rollout, weights = main.cfg.rollout, models.actor.exporter
     return WeightSync(
-        models.actor.exporter,
+        QuantizedSource(weights) if rollout.quantization == "fp8" else weights,
         urls,
         main.cfg.sync,
         rollout.tensor,

@@ -1,5 +1,5 @@
-"""What transformer-engine's layers keep beside their parameters: without fp8 an empty tensor, with it bytes, a pickle
-that they run when they get it back.
+"""What layers keep beside their parameters: without fp8 an empty tensor, with it bytes; transformer-engine's a pickle
+that they run when they get it back, mrl's own (mrl.models.precision) numbers behind a mark.
 
 With delayed scaling the next scales follow from what is in there, and must not be lost; so it is given back, once it
 has been read here with nothing let in but tensors, plain values and transformer-engine's own recipes.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.models.precision import STATE
 from mrl.weights.errors import WeightError
 
 RECIPES = "transformer_engine.common.recipe"
@@ -27,8 +28,11 @@ def given_back(stored: Any, name: str) -> Tensor | None:
     value = stored[0] if isinstance(stored, list) and len(stored) == 1 else None
     if not isinstance(value, Tensor) or value.dtype != torch.uint8 or value.numel() == 0:
         return None
+    content = value.numpy().tobytes()
+    if content.startswith(STATE):
+        return value
     try:
-        _State(io.BytesIO(value.numpy().tobytes())).load()
+        _State(io.BytesIO(content)).load()
     except Exception as error:  # a damaged pickle can raise anything
         raise WeightError(f"{name} is not what a layer keeps of fp8: {error}") from error
     return value

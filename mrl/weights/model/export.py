@@ -17,6 +17,7 @@ from mrl.families import ModelArch
 from mrl.families.rows import Row
 from mrl.families.table import VALUE_HEAD, Role, weight_table
 from mrl.files import sync
+from mrl.models.fp8_params import values_of
 from mrl.parallel import Mesh, gather, rank
 from mrl.weights.agreement import WeightAgreement, raise_together
 from mrl.weights.disk.model_files import copy_model_files
@@ -48,7 +49,7 @@ class Exporter:
         arch: ModelArch,
         mesh: Mesh,
         *,
-        read: Callable[[nn.Parameter], Tensor] = torch.Tensor.detach,
+        read: Callable[[nn.Parameter], Tensor] = values_of,
     ) -> None:
         self.arch, self.mesh, self._read = arch, mesh, read
         self._all = parameters = list(named_parameters(chunks))

@@ -17,6 +17,7 @@ from mrl.config.model_dirs import is_converted
 from mrl.families import ModelArch, is_reward_model
 from mrl.families.rows import Row
 from mrl.families.table import EMBEDDING, HF_VALUE_HEAD, OUTPUT, Role, weight_table
+from mrl.models import fp8_params
 from mrl.parallel import Mesh
 from mrl.weights.agreement import raise_together
 from mrl.weights.disk.megatron_dirs import converted
@@ -201,8 +202,8 @@ def _fill(item: Item, arch: ModelArch, mesh: Mesh) -> None:
             f"{item.name}: the model holds {list(parameter.shape)}, its part of {', '.join(item.row.hf)} is "
             f"{list(shard.shape)}"
         )
-    parameter.data.copy_(shard)
-    if not all_finite(parameter.data):
+    fp8_params.write(parameter, shard)
+    if not all_finite(fp8_params.values_of(parameter)):
         bad = [source.label for source in item.sources if not all_finite(source[:])]
         raise WeightError(
             f"{', '.join(bad)} holds NaN or infinity"

@@ -1,0 +1,85 @@
+"""`mrl eval`: what a run's weights are like, measured after it or beside it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mrl.commands import shared
+from mrl.files import write_atomically
+
+if TYPE_CHECKING:
+    from mrl.config.schema import Config
+
+
+def add(commands: Any) -> None:
+    """The subcommand's arguments."""
+    parser = commands.add_parser("eval", help="measure what fp8 would do to a run's log-probs and gradients")
+    parser.add_argument("--precision-report", action="store_true", required=True, help="each fp8 recipe, emulated")
+    shared.add_config(parser, "run.name=mine")
+    parser.add_argument("--weights", type=Path, metavar="DIR", help="Hugging Face directory (default: RUN_DIR/hf)")
+    parser.add_argument("--samples", type=int, default=64, metavar="N", help="at most (default: 64)")
+    parser.add_argument("--recipes", metavar="NAME,NAME", help="such as current,blockwise (default: all)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="the picture (default: RUN_DIR/precision.svg)")
+    parser.description = (
+        "Log-probs and the policy gradient of the run's last samples, or of an sft run's data, in every fp8 recipe "
+        "against float32, on this machine and in one process: in the layers, in the loss head alone, and in both. "
+        "Weights are those of RUN_DIR/hf where that is there, else model.path's."
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table, draws the picture. Exit code 2: the configuration or an argument is wrong; 1: no samples."""
+    from mrl.config.loader import ConfigError, load
+    from mrl.precision.measure import RECIPES
+
+    recipes = args.recipes.split(",") if args.recipes else list(RECIPES)
+    if problem := _wrong(args.samples, recipes, RECIPES):
+        print(f"mrl: {problem}", file=sys.stderr)
+        return shared.CONFIG_ERROR
+    try:
+        cfg = load(args.config, args.overrides)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return shared.CONFIG_ERROR
+    return _report(args, cfg, recipes)
+
+
+def _wrong(samples: int, recipes: list[str], known: tuple[str, ...]) -> str | None:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return f"eval is one process, and this is one of WORLD_SIZE={os.environ['WORLD_SIZE']}"
+    if samples < 1:
+        return "--samples takes a number of at least 1"
+    if unknown := [name for name in recipes if name not in known]:
+        return f"--recipes {','.join(unknown)}: expected some of {', '.join(known)}"
+    return None
+
+
+def _report(args: argparse.Namespace, cfg: Config, recipes: list[str]) -> int:
+    from mrl.precision import NoSamples, lines, measure, picture, samples_of
+
+    run_dir = Path(cfg.run.root) / cfg.run.name
+    own = run_dir / "hf"
+    weights = str(args.weights or (own if own.is_dir() else cfg.model.path))
+    try:
+        samples = samples_of(cfg, weights, args.samples)
+    except NoSamples as error:
+        print(f"mrl: {error}", file=sys.stderr)
+        return 1
+    count, tokens = samples.rollout.num_samples, samples.rollout.num_response_tokens
+    print(f"weights  {weights}\nsamples  {samples.source}: {count}, {tokens} response tokens")
+    rows = measure(cfg, weights, samples, recipes, lambda name: print(f"computes {name}", file=sys.stderr))
+    print("\n".join(["", *lines(rows), ""]))
+    file = args.svg or run_dir / "precision.svg"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, picture(rows, f"{cfg.run.name}: fp8 recipes against float32, {tokens} tokens"))
+    except OSError as error:
+        print(f"mrl: {file} cannot be written: {error.strerror or error}", file=sys.stderr)
+        return 1
+    print(f"picture  {file}")
+    return 0

@@ -1,0 +1,163 @@
+"""Can the products that a configuration wants in fp8 be made in it? transformer-engine's rules, told before anything
+starts. What a GPU can do is asked of it where it is: mrl.preflight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config.checks.base import Archs, inert
+from mrl.config.derived import Machine
+from mrl.config.fp8_shapes import BLOCK, token_unit, widths
+from mrl.config.problems import Problem
+from mrl.config.sections.models import TrainConfig
+from mrl.config.sections.precision import FP8Config
+from mrl.config.trainers.base import Built, Config
+from mrl.families import ModelArch
+
+_SECTIONS = {"reward": "reward.model"}  # model -> section, where they have different names
+_OF_DELAYED = ("history", "history_use", "margin")
+
+
+def check(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    """What contradicts itself, has no effect, or does not divide; each model that says so itself or is laid out
+    otherwise than the actor whose precision it has."""
+    actor = cfg.built()["actor"]
+    for name, model in cfg.built().items():
+        if name != "actor" and not model.is_trained and _is_like(model, actor):
+            continue
+        section = _SECTIONS.get(name, name)
+        key, fp8 = f"{section}.precision.fp8", model.train.precision.fp8
+        if fp8.recipe == "none":
+            names = [field for field in FP8Config.model_fields if field != "recipe"]
+            yield from inert(fp8, key, names, "no recipe is chosen", f"{key}.recipe")
+            continue
+        yield from _place(cfg, section, key, fp8, machine)
+        yield from _settings(key, fp8, is_policy=not model.scores)
+        yield from _tokens(section, key, model.train)
+        arch = archs.get(section)
+        if arch is not None:
+            yield from _ends(key, fp8, model.train, arch)
+            yield from _recompute(section, key, model.train, arch)
+            yield from _sizes(section, key, model, arch)
+    yield from _states(cfg)
+    yield from _weights_in_fp8(cfg)
+
+
+def _is_like(model: Built, actor: Built) -> bool:
+    mine, theirs = model.train, actor.train
+    return model.path is None and (mine.precision, mine.parallel, mine.max_tokens_per_microbatch) == (
+        theirs.precision,
+        theirs.parallel,
+        theirs.max_tokens_per_microbatch,
+    )
+
+
+def _place(cfg: Config, section: str, key: str, fp8: FP8Config, machine: Machine) -> Iterator[Problem]:
+    """Which layers compute it, and where."""
+    layers = cfg.built()["actor"].train.layers if section not in ("actor", "critic") else None
+    layers_key = f"{section if layers is None else 'actor'}.layers"
+    chosen = layers or cfg.built()[section].train.layers
+    if fp8.emulate:
+        if chosen == "transformer_engine":
+            yield Problem((f"{key}.emulate", layers_key), "emulated are mrl's own layers: layers auto or local")
+        if fp8.params:
+            message = "has no effect: emulated layers round a weight where it is used; its memory is model.dtype's"
+            yield Problem((f"{key}.params", f"{key}.emulate"), message)
+        return
+    if machine.gpus == 0:
+        message = f"{fp8.recipe} needs GPUs, this machine has 0: emulate: true rounds the same on any machine"
+        yield Problem((f"{key}.recipe", f"{key}.emulate"), message)
+    if chosen == "local":
+        message = f"{fp8.recipe} is computed by transformer-engine's layers, not by local ones: layers auto, or emulate"
+        yield Problem((f"{key}.recipe", layers_key), message)
+    if cfg.model.dtype == "float32":
+        message = f"{fp8.recipe} takes bfloat16 (16 bits) beside its 8, not float32 (32 bits), unless it is emulated"
+        yield Problem((f"{key}.recipe", "model.dtype"), message)
+
+
+def _settings(key: str, fp8: FP8Config, is_policy: bool) -> Iterator[Problem]:
+    recipe = f"{key}.recipe"
+    if fp8.recipe != "delayed":
+        yield from inert(fp8, key, list(_OF_DELAYED), f"{fp8.recipe} scales by the present values", recipe)
+        if not fp8.wgrad:
+            yield Problem((f"{key}.wgrad", recipe), f"false goes with delayed, not {fp8.recipe}")
+    else:
+        if fp8.first_last_bf16:
+            message = f"{fp8.first_last_bf16} layers at each end need 0: delayed scaling keeps one state of all layers"
+            yield Problem((f"{key}.first_last_bf16", recipe), message)
+        if fp8.params:
+            yield Problem((f"{key}.params", recipe), "weights in fp8 need scales of their own step: not with delayed")
+    if fp8.head and not is_policy:
+        yield Problem((f"{key}.head",), "has no effect: a head with 1 output is not computed in fp8, only a vocabulary")
+
+
+def _tokens(section: str, key: str, train: TrainConfig) -> Iterator[Problem]:
+    layout, recipe = train.parallel, train.precision.fp8.recipe
+    unit, most = token_unit(layout, recipe), train.max_tokens_per_microbatch
+    if most % unit:
+        would = f"{most // unit * unit} or {(most // unit + 1) * unit}" if most > unit else str(unit)
+        message = f"{most} is no multiple of {unit} tokens = {recipe}'s {BLOCK[recipe]}"
+        message += f" x tensor {layout.tensor} x context {layout.context}, to which micro-batches are padded: {would}"
+        yield Problem((f"{section}.max_tokens_per_microbatch", f"{key}.recipe"), message)
+
+
+def _ends(key: str, fp8: FP8Config, train: TrainConfig, arch: ModelArch) -> Iterator[Problem]:
+    stages = train.parallel.pipeline
+    if (both := 2 * fp8.first_last_bf16) >= arch.num_layers:
+        message = f"{fp8.first_last_bf16} layers at each end are {both} of the model's {arch.num_layers}: none is left"
+        yield Problem((f"{key}.first_last_bf16",), message)
+    elif fp8.first_last_bf16 > arch.num_layers // stages:
+        message = f"{fp8.first_last_bf16} is more than the {arch.num_layers // stages} layers of a pipeline stage"
+        yield Problem((f"{key}.first_last_bf16",), message)
+
+
+def _recompute(section: str, key: str, train: TrainConfig, arch: ModelArch) -> Iterator[Problem]:
+    """Experts' activation, which transformer-engine's layers would compute again beside the products."""
+    fp8 = train.precision.fp8
+    if fp8.recipe == "delayed" and not fp8.emulate and train.recompute == "selective" and arch.experts is not None:
+        message = f"selective computes the activation of {arch.experts.count} experts again: not with delayed, but full"
+        yield Problem((f"{section}.recompute", f"{key}.recipe"), message)
+
+
+def _sizes(section: str, key: str, model: Built, arch: ModelArch) -> Iterator[Problem]:
+    """Emulated, a block at an edge may be smaller: its scale is that of what it holds."""
+    fp8, layout = model.train.precision.fp8, model.train.parallel
+    if fp8.emulate:
+        return
+    block = BLOCK[fp8.recipe]
+    for name, (whole, ranks) in widths(arch, layout).items():
+        if whole % ranks == 0 and whole // ranks % block:
+            where = f"{whole} / {ranks} ranks = {whole // ranks}" if ranks > 1 else str(whole)
+            message = f"{fp8.recipe} needs multiples of {block} on each rank, but the model's {name} is {where}"
+            yield Problem((f"{key}.recipe", f"{section}.parallel.tensor"), message)
+
+
+def _states(cfg: Config) -> Iterator[Problem]:
+    """transformer-engine keeps what delayed scaling remembers once a process, for whatever model comes by."""
+    real = [
+        f"{_SECTIONS.get(name, name)}.precision.fp8.recipe"
+        for name, model in cfg.built().items()
+        if (fp8 := model.train.precision.fp8).recipe == "delayed" and not fp8.emulate
+    ]
+    if len(real) > 1:
+        message = (
+            f"{len(real)} models with delayed scaling in a process, which has room for the state of 1: use current"
+        )
+        yield Problem((*reversed(real),), message)
+
+
+def _weights_in_fp8(cfg: Config) -> Iterator[Problem]:
+    """What writes weights while a run goes on knows them in model.dtype only."""
+    for name, model in cfg.built().items():
+        key = f"{_SECTIONS.get(name, name)}.precision.fp8.params"
+        if not model.train.precision.fp8.params:
+            continue
+        if model.train.offload == "all":
+            yield Problem(
+                (f"{_SECTIONS.get(name, name)}.offload", key), "all moves weights of 16 bits, not of 8: optimizer"
+            )
+        if name == "actor" and (copies := cfg.copies()):
+            message = (
+                f"not with {' and '.join(copies)}, {len(copies)} sets of float32 weights that take the actor's place"
+            )
+            yield Problem((key,), message)

@@ -1,0 +1,33 @@
+"""What fp8 products ask of sizes: of a model's matrices on one rank, and of the tokens of a micro-batch."""
+
+from __future__ import annotations
+
+from mrl.config.sections.models import ParallelConfig
+from mrl.config.sections.precision import FP8Recipe
+from mrl.families import ModelArch
+
+BLOCK = {"current": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}  # of each dimension of every product
+
+
+def token_unit(layout: ParallelConfig, recipe: FP8Recipe) -> int:
+    """Tokens that a micro-batch is padded to a multiple of, before it is cut over context-parallel ranks.
+
+    With fp8 each rank's own tokens are whole blocks, also of the slice that sequence parallelism leaves it: they are
+    the inner dimension of the product for a weight's gradient.
+    """
+    return layout.context * layout.tensor * BLOCK.get(recipe, 1)
+
+
+def widths(arch: ModelArch, layout: ParallelConfig) -> dict[str, tuple[int, int]]:
+    """name -> (whole, ranks that share it) of every dimension of the matrices of a layer."""
+    tp, experts_tp = layout.tensor, layout.expert_tensor_size
+    found = {
+        "hidden size": (arch.hidden_size, 1),
+        "queries, keys and values": ((arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim, tp),
+        "attention's output": (arch.num_heads * arch.head_dim, tp),
+    }
+    if arch.dense_width is not None:
+        found["feed-forward width"] = (arch.dense_width, tp)
+    if arch.expert_width is not None:
+        found["experts' feed-forward width"] = (arch.expert_width, experts_tp)
+    return found

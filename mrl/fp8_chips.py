@@ -1,0 +1,41 @@
+"""What transformer-engine's fp8 recipes ask of a GPU and of CUDA; numbers alone, so that a plan can be made without
+either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Version = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """capability: of the GPU, from `capability` and below `below`; cuda: that torch is built with, at least."""
+
+    capability: Version
+    below: Version | None = None
+    cuda: Version = (12, 1)
+
+
+RECIPES = {
+    "current": Needs((8, 9)),
+    "delayed": Needs((8, 9)),
+    "blockwise": Needs((9, 0), cuda=(12, 9)),
+    "mxfp8": Needs((10, 0), below=(12, 0)),
+}
+
+
+def chip_problem(recipe: str, capability: Version, cuda: Version | None, chip: str = "this GPU") -> str | None:
+    """Why a GPU of this compute capability, with this CUDA where that is known, cannot compute it; None if it can."""
+    needs = RECIPES[recipe]
+    if capability < needs.capability or (needs.below is not None and capability >= needs.below):
+        bound = f" and below {_dotted(needs.below)}" if needs.below is not None else ""
+        asked = f"compute capability {_dotted(needs.capability)} or above{bound}"
+        return f"{recipe} needs {asked}, {chip} has {_dotted(capability)}"
+    if cuda is not None and cuda < needs.cuda:
+        return f"{recipe} needs CUDA {_dotted(needs.cuda)} or above, torch here is built with {_dotted(cuda)}"
+    return None
+
+
+def _dotted(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"

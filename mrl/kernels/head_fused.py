@@ -1,0 +1,76 @@
+"""The loss head's products by transformer-engine's fp8 matrix multiplication. Written from its sources of 2.9 to 2.11,
+and run on no GPU yet."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.kernels.fp8 import E5M2, Recipe, Role
+
+_ALIGN = 128  # of rows: tiles of every recipe
+
+
+class Fused:
+    """The matrix is cast once for all chunks of a pass, hidden states and the gradient of the logits chunk by chunk."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, recipe: Recipe) -> None:
+        self._hidden, self._weight, self._recipe = hidden, weight, recipe
+
+    def logits(self, rows: slice) -> Tensor:
+        hidden = _cast(_padded(self._hidden[rows]), "input", self._recipe)
+        made = _multiply(self._cast_weight, hidden, "TN", torch.float32)
+        return made[: self._hidden[rows].size(0)]
+
+    def d_hidden(self, dx: Tensor) -> Tensor:
+        made = _multiply(self._cast_weight, _cast(_padded(dx), "gradient", self._recipe), "NN", dx.dtype)
+        return made[: dx.size(0)]
+
+    def add_d_weight(self, total: Tensor | None, dx: Tensor, rows: slice) -> Tensor:
+        hidden = _cast(_padded(self._hidden[rows]), "input", self._recipe)
+        made = _multiply(hidden, _cast(_padded(dx), "gradient", self._recipe), "NT", torch.float32)
+        return made if total is None else total.add_(made)
+
+    @cached_property
+    def _cast_weight(self) -> Any:
+        return _cast(self._weight, "weight", self._recipe)
+
+
+def _padded(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.size(0) % _ALIGN)).contiguous()
+
+
+def _cast(x: Tensor, role: Role, recipe: Recipe) -> Any:
+    """Along both dimensions, as transformer-engine's own layers hold it."""
+    import transformer_engine_torch as tex
+
+    dtype = tex.DType.kFloat8E5M2 if recipe.format(role) == E5M2 else tex.DType.kFloat8E4M3
+    if recipe.scaling == "mxfp8":
+        from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+
+        return MXFP8Quantizer(fp8_dtype=dtype)(x)
+    if recipe.scaling == "blockwise":
+        from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+        dims = 2 if role == "weight" else 1
+        return Float8BlockQuantizer(fp8_dtype=dtype, rowwise=True, columnwise=True, block_scaling_dim=dims)(x)
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+
+    return Float8CurrentScalingQuantizer(fp8_dtype=dtype, device=x.device)(x)
+
+
+def _multiply(a: Any, b: Any, layout: str, dtype: torch.dtype) -> Tensor:
+    """As cuBLAS names it, by columns: TN b @ a.T, NN b @ a, NT b.T @ a. Older versions want room to work in."""
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    room = {}
+    if "workspace" in inspect.signature(general_gemm).parameters:
+        from transformer_engine.pytorch.module.base import get_workspace
+
+        room = {"workspace": get_workspace()}
+    made: Tensor = general_gemm(a, b, out_dtype=dtype, layout=layout, use_split_accumulator=True, **room)[0]
+    return made

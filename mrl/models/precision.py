@@ -1,0 +1,90 @@
+"""What `precision` means for a model: which of its layers round to fp8, and who does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from mrl import platform
+from mrl.config.sections.precision import FP8Config
+from mrl.families import UnsupportedModel
+from mrl.kernels.fp8 import Recipe, Scales
+from mrl.kernels.head_fused import Fused
+from mrl.kernels.head_products import Plain, Products, Rounded
+from mrl.models.layer_kind import LayerKind
+
+STATE = b"mrl-fp8:"  # begins what an emulated layer keeps in a checkpoint; float32 follow
+_TRANSFORMER_ENGINE_NAMES = {"current": "tensorwise"}  # Megatron's; the others are the same
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """What mrl's own layers round by.
+
+    ends: layers at each end of the model that do not
+    """
+
+    recipe: Recipe
+    ends: int
+    history: int
+    history_use: Literal["max", "most_recent"]
+    margin: int
+
+    def rounds(self, layer: int, layers: int) -> bool:
+        """Whether the model's layer of this number does."""
+        return self.ends <= layer < layers - self.ends
+
+    def scales(self) -> Scales | None:
+        """What one linear layer remembers, at first nothing."""
+        if self.recipe.scaling != "delayed":
+            return None
+        return Scales(self.recipe, self.history, self.history_use, self.margin)
+
+
+def recipe_of(cfg: FP8Config) -> Recipe | None:
+    """None where nothing is in fp8."""
+    if cfg.recipe == "none":
+        return None
+    return Recipe(cfg.recipe, hybrid=cfg.chosen_format == "hybrid", wgrad=cfg.wgrad)
+
+
+def head_products(cfg: FP8Config) -> Products:
+    """What the loss head multiplies with. It has no memory: with delayed it scales as current does."""
+    recipe = recipe_of(cfg)
+    if recipe is None or not cfg.head:
+        return Plain
+    return partial(Rounded if cfg.emulate else Fused, recipe=recipe)
+
+
+def emulation_of(cfg: FP8Config) -> Emulation | None:
+    """None where layers are not to round themselves."""
+    recipe = recipe_of(cfg)
+    if recipe is None or not cfg.emulate:
+        return None
+    return Emulation(recipe, cfg.first_last_bf16, cfg.history, cfg.history_use, cfg.margin)
+
+
+def transformer_engine_fields(cfg: FP8Config, kind: LayerKind) -> dict[str, Any]:
+    """TransformerConfig's for these layers; none without fp8 and for emulated layers. Raises UnsupportedModel, with the
+    reason, where this machine cannot compute the recipe."""
+    if cfg.recipe == "none" or cfg.emulate:
+        return {}
+    if (problem := platform.fp8_problem(cfg.recipe)) is not None:
+        raise UnsupportedModel(f"precision.fp8.recipe: {cfg.recipe} cannot be computed here: {problem}")
+    if kind != "transformer_engine":
+        raise UnsupportedModel(
+            f"precision.fp8.recipe: {cfg.recipe} is for transformer-engine's layers, not {kind} ones"
+        )
+    ends = {"num_layers_at_start_in_bf16": cfg.first_last_bf16, "num_layers_at_end_in_bf16": cfg.first_last_bf16}
+    return {
+        "fp8": cfg.chosen_format,
+        "fp8_recipe": _TRANSFORMER_ENGINE_NAMES.get(cfg.recipe, cfg.recipe),
+        "fp8_param": cfg.params,
+        "fp8_wgrad": cfg.wgrad,
+        "fp8_margin": cfg.margin,
+        "fp8_amax_history_len": cfg.history,
+        "fp8_amax_compute_algo": cfg.history_use,
+        "first_last_layers_bf16": cfg.first_last_bf16 > 0,
+        **(ends if cfg.first_last_bf16 else {}),
+    }

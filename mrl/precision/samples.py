@@ -1,0 +1,87 @@
+"""The samples that recipes are compared on: what the run has drawn last, or its demonstrations."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.algo import aggregate
+from mrl.config.schema import Config
+from mrl.core import Rollout
+from mrl.data import PromptDataset, Tokenizer, load_tokenizer
+from mrl.observe.files import read_jsonl
+
+
+class NoSamples(RuntimeError):
+    """The run has none yet."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """source: where they come from, in words; weights [R]: how much of each token's log-prob the loss takes off;
+    temperature: that they were drawn at."""
+
+    source: str
+    rollout: Rollout
+    weights: Tensor
+    temperature: float
+
+
+def samples_of(cfg: Config, weights: str, most: int) -> Samples:
+    """At most `most`. Of a run that samples the last step's, in whose place text is tokenised again, and every token
+    counts by its response's score above the mean, over their deviation; else answers of the data, which count alike.
+    weights: the directory whose tokenizer it is. Raises NoSamples."""
+    tokenizer = load_tokenizer(weights, cfg.model.eos_token)
+    if not cfg.is_sampling:
+        use = cfg.data_uses()["data"]
+        data = PromptDataset(use.cfg.train, use.cfg, tokenizer, require_answer=True)
+        rollout = data.sft_rollout(0, min(most, use.rows_per_step), cfg.run.seed)
+        return Samples("answers of data.train", rollout, _shares(rollout), 1.0)
+    file, rows = _last_step(Path(cfg.run.root) / cfg.run.name)
+    rollout = _rollout(cfg, tokenizer, [row for row in rows if row["response"]][:most])
+    scores = rollout.scores - rollout.scores.mean()
+    if bool(scores.any()):
+        scores = scores / scores.std()
+    else:
+        scores = torch.ones_like(scores)
+    counts = rollout.flat(scores[:, None].expand(rollout.response_mask.shape))
+    rollout_cfg, _ = cfg.engines() or (None, None)
+    temperature = rollout_cfg.sampling.temperature if rollout_cfg is not None else 1.0
+    return Samples(str(file), rollout, counts * _shares(rollout), temperature)
+
+
+def _last_step(run_dir: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """The file, and those of its rows that hold a response. Raises NoSamples."""
+    found = {
+        int(match[1]): file
+        for file in (run_dir / "rollouts").glob("step_*.jsonl")
+        if (match := re.fullmatch(r"step_(\d+)", file.stem))
+    }
+    if not found:
+        raise NoSamples(f"{run_dir}/rollouts has no samples of a step: train it for one first (run.steps=1)")
+    file = found[max(found)]
+    rows = [row for row in read_jsonl(file) if isinstance(row.get("response"), str) and row["response"]]
+    if not rows or not all(isinstance(row.get("prompt"), str) for row in rows):
+        raise NoSamples(f"{file} holds no responses with their prompts, as a run writes them")
+    return file, rows
+
+
+def _rollout(cfg: Config, tokenizer: Tokenizer, rows: list[dict[str, Any]]) -> Rollout:
+    encode = tokenizer.encode_plain if cfg.data.chat_template else tokenizer.encode_prompts
+    answers = tokenizer.encode_plain([row["response"] for row in rows])
+    ends = [[tokenizer.eos_id] if row.get("finish_reason") == "stop" else [] for row in rows]
+    return Rollout.of(
+        0,
+        encode([row["prompt"] for row in rows]),
+        [answer + end for answer, end in zip(answers, ends, strict=True)],
+        scores=torch.tensor([float(row.get("score", 0.0)) for row in rows]),
+    )
+
+
+def _shares(rollout: Rollout) -> Tensor:
+    return rollout.flat(aggregate.token_weights("token-mean", rollout.response_mask))

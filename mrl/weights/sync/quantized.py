@@ -1,0 +1,60 @@
+"""The actor's weights as an engine in fp8 wants them: matrices of the layers as e4m3 in blocks of 128 x 128, each with
+its scale's inverse beside it, under the names that quantised checkpoints of the hub have (`weight_scale_inv`).
+
+The engine is started with that form (mrl.rollout.sglang.command); embedding, head, norms and routers stay as they are.
+Written from SGLang's sources, and given to no engine on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mrl.families import ModelArch
+from mrl.kernels.fp8 import quantized_blocks
+from mrl.weights.meta import TensorMeta
+from mrl.weights.sync.payload import WeightSource
+
+BLOCK = 128
+SCALE = "_scale_inv"
+_ROUTERS = (".mlp.gate.weight", ".block_sparse_moe.gate.weight")
+
+
+class QuantizedSource:
+    """`source`, whose layers' matrices [n, k] become e4m3 [n, k] and float32 [ceil(n / 128), ceil(k / 128)]."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    @property
+    def arch(self) -> ModelArch:
+        return self._source.arch
+
+    def metas(self) -> Sequence[TensorMeta]:
+        return [made for meta in self._source.metas() for made in _metas(meta)]
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._source.stream():
+            if not _is_cast(name, tensor.shape):
+                yield name, tensor
+                continue
+            values, inverse = quantized_blocks(tensor, BLOCK)
+            yield name, values
+            yield name + SCALE, inverse
+
+
+def _is_cast(name: str, shape: Sequence[int]) -> bool:
+    is_matrix = ".layers." in name and name.endswith("_proj.weight") or ".experts." in name
+    return is_matrix and len(shape) == 2 and not name.endswith(_ROUTERS)
+
+
+def _metas(meta: TensorMeta) -> Iterator[TensorMeta]:
+    if not _is_cast(meta.name, meta.shape):
+        yield meta
+        return
+    rows, columns = meta.shape
+    yield replace(meta, dtype=torch.float8_e4m3fn)
+    yield TensorMeta(meta.name + SCALE, (-(-rows // BLOCK), -(-columns // BLOCK)), torch.float32, meta.sender)
