@@ -201,6 +201,19 @@ def test_a_cancelled_job_leaves_nothing(slurm: Cluster, setting: Setting) -> Non
     wait_for(lambda: not slurm.processes_of(job), lambda: f"{slurm.processes_of(job)}\n{said(setting)}")
 
 
+def test_the_last_node_of_a_job_serves_the_engines(slurm: Cluster, setting: Setting) -> None:
+    run_dir = setting.run_dir("apart")
+    together = ["rollout.release=none", *(f"{model}.parallel.pipeline=1" for model in ("actor", "critic"))]
+    apart = ["placement.mode=disaggregated", "run.name=apart", "run.steps=2", *together]
+    job = submit(slurm, setting, *apart, ENGINE_NODES="1")
+    wait_for(lambda: state(slurm, job) in ("COMPLETED", "FAILED"), lambda: said(setting))
+    assert state(slurm, job) == "COMPLETED", said(setting)
+    assert [row["rollout/engines"] for row in read_metrics(run_dir)] == [1.0, 1.0]
+    serving = (setting.folder / "logs" / f"ppo_tiny_cpu_{job}_n2.log").read_text()
+    assert "engine node 0: ready: engine 0 at http://" in serving and "engine node 0: ends: over" in serving
+    wait_for(lambda: not slurm.processes_of(job), lambda: str(slurm.processes_of(job)))
+
+
 def test_a_mistake_ends_the_job_with_what_is_wrong(slurm: Cluster, setting: Setting) -> None:
     job = submit(slurm, setting, "run.name=wrong", "actor.parallel.tensor=3")
     wait_for(lambda: state(slurm, job) in ("COMPLETED", "FAILED"), lambda: said(setting))

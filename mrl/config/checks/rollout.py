@@ -103,7 +103,10 @@ def check_node(cfg: RLConfig, there: int | None) -> Iterator[Problem]:
     if rollout.gpus is not None:
         yield from _gpus(rollout, rollout.gpus, f"{product} = {engines} GPUs", engines, there)
     elif there and engines > there:
-        yield Problem(("rollout.servers", "rollout.tensor"), f"{product} = {engines} GPUs, this machine has {there}")
+        message = f"{product} = {engines} GPUs, this machine has {there}"
+        if rollout.tensor > there and not cfg.placement.is_apart:
+            message += "; an engine over several nodes needs nodes of its own (placement.mode: disaggregated)"
+        yield Problem(("rollout.servers", "rollout.tensor"), message)
 
 
 def _gpus(
