@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl import cli
-from mrl.data.preview import histogram
+from mrl.data.histogram import histogram
 from tests.conftest import TinyModels
 
 SFT = """

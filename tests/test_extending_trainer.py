@@ -124,7 +124,7 @@ def config(tmp_path: Path, tiny_models: Any, monkeypatch: pytest.MonkeyPatch) ->
         ("data.answer_key=result", "has no 'result'"),
         ("data.max_prompt_tokens=512", "leaves no room for answers"),
         ("actor.optimizer.decay=linear", "required by linear decay"),
-        ("trainer=forgett", "must be one of rl, sft, forget"),
+        ("trainer=forgett", "must be one of rl, sft, dpo, forget"),
     ],
 )
 def test_its_configuration_is_checked_by_its_own_rules_and_by_those_of_all(
@@ -143,7 +143,7 @@ def test_what_the_command_shows_of_it_is_its_own_answer(config: Path, capsys: py
     manual.manual.cache_clear()
     try:
         assert manual.text("samples_per_step").splitlines()[0].endswith("trainer: forget")
-        assert "rl, sft, forget" in manual.text("actor.optimizer.lr")
+        assert "rl, sft, dpo, forget" in manual.text("actor.optimizer.lr")
     finally:
         manual.manual.cache_clear()
 

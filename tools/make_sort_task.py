@@ -5,7 +5,8 @@
 OUT_DIR/model_init: config.json of an 85k-parameter Llama and a character-level tokenizer, no weights;
 with --sizes that config.json, such as one below yaml_configs/models, with this tokenizer's special tokens.
 OUT_DIR/data: train.jsonl and validation.jsonl with rows {"prompt": "31542=", "answer": "12345"}; no validation prompt
-is in the training file.
+is in the training file. pairs.jsonl: {"prompt": "31542=", "chosen": "12345", "rejected": "12435"}, of the training
+prompts; what is rejected has two of its digits exchanged.
 """
 
 from __future__ import annotations
@@ -86,6 +87,20 @@ def write_data(out: Path, digits: int, train_rows: int, validation_rows: int, se
     for name, part in (("validation", texts[:validation_rows]), ("train", texts[validation_rows:])):
         rows = (json.dumps({"prompt": f"{t}=", "answer": "".join(sorted(t))}) for t in part)
         (out / f"{name}.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    pairs = (spoiled(text, random.Random(f"{seed} {text}")) for text in texts[validation_rows:])
+    (out / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in pairs if row is not None))
+
+
+def spoiled(text: str, draw: random.Random) -> dict[str, str] | None:
+    """A pair; None for a number of equal digits, whose order cannot be wrong."""
+    right = sorted(text)
+    places = [(i, j) for i in range(len(text)) for j in range(i) if right[i] != right[j]]
+    if not places:
+        return None
+    i, j = draw.choice(places)
+    wrong = [*right]
+    wrong[i], wrong[j] = wrong[j], wrong[i]
+    return {"prompt": f"{text}=", "chosen": "".join(right), "rejected": "".join(wrong)}
 
 
 def main() -> None:

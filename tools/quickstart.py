@@ -39,8 +39,13 @@ def main() -> None:
         shutil.rmtree(ROOT / name, ignore_errors=True)
     run("making the task: sort five digits", "tools/make_sort_task.py", task, *sizes)
     run("supervised start from random weights", "-m", "mrl", "train", f"yaml_configs/{sft}.yaml")
-    run(f"{algorithm.upper()} against a real SGLang server", "-m", "mrl", "train",
-        f"yaml_configs/quickstart_{algorithm}.yaml")  # fmt: skip
+    config = f"yaml_configs/quickstart_{algorithm}.yaml"
+    if algorithm == "dpo":
+        run("DPO on pairs", "-m", "mrl", "train", config)
+        for model in (f"runs/{sft}/hf", "runs/quickstart_dpo/hf"):
+            run("answers", "tools/exact_match.py", model, f"{task}/data/validation.jsonl", "--rows", "512")
+    else:
+        run(f"{algorithm.upper()} against a real SGLang server", "-m", "mrl", "train", config)
     run("report", "-m", "mrl", "report", f"runs/quickstart_{algorithm}")
 
 

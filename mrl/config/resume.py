@@ -70,13 +70,13 @@ def snapshot(cfg: Config) -> Tree:
     """What a checkpoint keeps of the configuration, for JSON and without passwords. Reads the training data: about a
     second a GB."""
     found = {
-        f"{key}.train": {source.path: _contents(Path(source.path)) for source in use.cfg.train}
+        f"{key}.train": {source.path: contents(Path(source.path)) for source in use.cfg.train}
         for key, use in cfg.data_uses().items()
     }
     return {"config": redact_tree(cfg.model_dump(mode="json")), "data_contents": found}
 
 
-def _contents(path: Path) -> Tree:
+def contents(path: Path) -> Tree:
     """Size and digest of a file, or of all files of a directory but those that are hidden or a cache."""
     files = [path]
     if path.is_dir():

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from mrl.config.sections.algorithm import AlgorithmConfig, FilterGroupsConfig, KLConfig, PFPPOConfig, ValueLossConfig
 from mrl.config.sections.base import Section
-from mrl.config.sections.data import BatchConfig, DataConfig, SFTBatchConfig, SourceConfig, Sources
+from mrl.config.sections.data import (
+    BatchConfig,
+    DataConfig,
+    PreferenceBatchConfig,
+    PreferenceDataConfig,
+    SFTBatchConfig,
+    SourceConfig,
+    Sources,
+)
 from mrl.config.sections.models import (
     CriticConfig,
     ModelConfig,
@@ -23,6 +31,7 @@ from mrl.config.sections.policy import (
     RolloutCorrectionConfig,
 )
 from mrl.config.sections.precision import FP8Config, PrecisionConfig
+from mrl.config.sections.preference import LossesConfig, PreferenceConfig, PreferenceRefConfig
 from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
 from mrl.config.sections.reward import (
     CodeConfig,
@@ -36,6 +45,7 @@ from mrl.config.sections.reward import (
 from mrl.config.sections.rollout import MismatchConfig, RolloutConfig, SamplingConfig, SyncConfig, ValidationConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig, SectionTimeouts
 from mrl.config.trainers.base import Config
+from mrl.config.trainers.dpo import DPOConfig
 from mrl.config.trainers.rl import RLConfig
 from mrl.config.trainers.sft import SFTConfig
 from mrl.options.losses import AggMode
@@ -49,6 +59,7 @@ __all__ = [
     "Config",
     "CriticConfig",
     "DataConfig",
+    "DPOConfig",
     "EMAConfig",
     "FP8Config",
     "FilterGroupsConfig",
@@ -64,6 +75,11 @@ __all__ = [
     "PlacementConfig",
     "PrecisionConfig",
     "PolicyLossConfig",
+    "LossesConfig",
+    "PreferenceBatchConfig",
+    "PreferenceConfig",
+    "PreferenceDataConfig",
+    "PreferenceRefConfig",
     "RLConfig",
     "RefConfig",
     "ReplayConfig",

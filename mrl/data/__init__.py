@@ -5,10 +5,12 @@ from mrl.data.collate import collate
 from mrl.data.dataset import PromptDataset, data_notes
 from mrl.data.errors import DataError
 from mrl.data.packing import pack, sequence_align
+from mrl.data.preference import PreferenceDataset, preference_notes
 from mrl.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 __all__ = [
     "DataError",
+    "PreferenceDataset",
     "PromptDataset",
     "Tokenizer",
     "TokenizerError",
@@ -17,5 +19,6 @@ __all__ = [
     "load_tokenizer",
     "pack",
     "plan_micro_batches",
+    "preference_notes",
     "sequence_align",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from mrl.config.schema import DataConfig, SourceConfig
@@ -13,6 +12,7 @@ from mrl.core import Prompt, Rollout
 from mrl.data.encoder import Encoder
 from mrl.data.errors import DataError, raise_for
 from mrl.data.mixture import Mixture
+from mrl.data.order import Order
 from mrl.data.rows import RowCheck, RowReader
 from mrl.data.source import PromptSource
 from mrl.data.tokenizer import Tokenizer
@@ -52,26 +52,24 @@ class PromptDataset:
             if not self.sources[-1]:
                 limit = f"data.max_prompt_tokens={cfg.max_prompt_tokens}"
                 raise DataError(f"{source.path}: all {self.sources[-1].dropped} prompts have more than {limit} tokens")
-        weights = [source.weight for source in sources if source.weight is not None]
-        self.mixture = Mixture([len(source) for source in self.sources], weights or None)
+        self._order = Order(sources, [len(source) for source in self.sources], cfg.shuffle)
 
     def __len__(self) -> int:
         return sum(map(len, self.sources))
 
-    def prompts_for_step(self, step: int, n: int, seed: int) -> list[Prompt]:
-        """The n prompts of step `step` (from 0): places step*n ... of an endless row, in which each source goes through
-        epochs, each a permutation of its prompts. Without weights an epoch of all sources has each prompt once.
+    @property
+    def mixture(self) -> Mixture:
+        """How the sources are mixed."""
+        return self._order.mixture
 
-        Raises ValueError for a negative step.
-        """
-        if step < 0:
-            raise ValueError(f"step {step} is negative")
-        return self._at(range(step * n, (step + 1) * n), seed if self.cfg.shuffle else None)
+    def prompts_for_step(self, step: int, n: int, seed: int) -> list[Prompt]:
+        """The n prompts of step `step` (from 0), as `Order.of_step` has them. Raises ValueError for a negative step."""
+        return [self.sources[source].prompt(place) for source, place in self._order.of_step(step, n, seed)]
 
     def first(self, n: int) -> list[Prompt]:
         """The first n prompts in the order of the rows (all of them if there are fewer), of several sources in turn:
         the same ones at every validation."""
-        return self._at(range(min(n, len(self))), None)
+        return [self.sources[source].prompt(place) for source, place in self._order.first(n)]
 
     def where(self, prompt: Prompt) -> str:
         """File and row, for messages."""
@@ -95,16 +93,6 @@ class PromptDataset:
         rows = torch.tensor([p.index for p in prompts])
         return Rollout.of(step, [p.token_ids for p in prompts], answers, rows=rows)
 
-    def _at(self, places: range, seed: int | None) -> list[Prompt]:
-        """The prompts at these places of the run; in the order of the rows without a seed."""
-        source, epoch, at = self.mixture.draws(np.arange(places.start, places.stop))
-        order = {key: self._order(*key, seed) for key in set(zip(source.tolist(), epoch.tolist(), strict=True))}
-        return [self.sources[s].prompt(int(order[s, e][a])) for s, e, a in zip(source, epoch, at, strict=True)]
-
-    def _order(self, source: int, epoch: int, seed: int | None) -> np.ndarray:
-        size = len(self.sources[source])
-        return np.arange(size) if seed is None else np.random.default_rng([seed, epoch, source]).permutation(size)
-
 
 def data_notes(tokenizer: Tokenizer, sets: Mapping[str, PromptDataset]) -> list[str]:
     """What was corrected, left out or cut, one sentence each. `sets`: by the key that names the sources."""
@@ -123,11 +111,16 @@ def _notes(key: str, data: PromptDataset) -> Iterator[str]:
         if source.cut:
             ends = {"left": "at their beginning", "middle": "in the middle", "right": "at their end"}
             yield f"{place}: {source.cut} prompts cut to {limit} tokens, {ends[data.cfg.truncation]}"
-        if source.as_text:
-            yield f"{place}: {_hold(source.as_text)}: text to the model, no control tokens"
-        if source.as_control:
-            because = "not told from the template's own" if data.cfg.chat_template else "the row is the whole prompt"
-            yield f"{place}: {_hold(source.as_control)}: control to the model ({because})"
+        yield from control_notes(place, source.as_text, source.as_control, data.cfg.chat_template)
+
+
+def control_notes(place: str, as_text: list[str], as_control: list[str], is_chat: bool) -> Iterator[str]:
+    """What became of the control tokens in rows, whose names are given. place: which rows"""
+    if as_text:
+        yield f"{place}: {_hold(as_text)}: text to the model, no control tokens"
+    if as_control:
+        because = "not told from the template's own" if is_chat else "the row is the whole prompt"
+        yield f"{place}: {_hold(as_control)}: control to the model ({because})"
 
 
 def _hold(names: list[str]) -> str:

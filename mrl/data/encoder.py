@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -54,15 +55,29 @@ class Encoder:
         return replace(prompt, as_text=name) if self.cfg.chat_template else replace(prompt, as_control=name)
 
     def _dressed(self, row: Row) -> Dressed:
-        text, control = self.text(row), self.tokenizer.control
+        text = self.text(row)
         if not self.cfg.chat_template:
-            return Dressed(text, as_control=control.first_in(text))
-        messages = _messages(row[self.cfg.prompt_key])
+            return self.text_of(text)
+        return self._conversation(_messages(row[self.cfg.prompt_key]), text, self.tokenizer.dress)
+
+    def text_of(self, text: str) -> Dressed:
+        """Text as it is."""
+        return Dressed(text, as_control=self.tokenizer.control.first_in(text))
+
+    def whole(self, messages: list[Row]) -> Dressed:
+        """A conversation with its last answer, as `dressed`. Raises ValueError for one that the chat template
+        refuses."""
+        messages = _messages(messages)
+        return self._conversation(messages, self.tokenizer.dress_whole(messages), self.tokenizer.dress_whole)
+
+    def _conversation(self, messages: list[Row], text: str, dress: Callable[[list[Row]], str]) -> Dressed:
+        """text: what `dress` makes of the messages."""
+        control = self.tokenizer.control
         name = control.first_in(messages)
         if name is None:
             return Dressed(text, as_control=self._turn if self._turn and _holds(messages, self._turn) else None)
         try:
-            hidden = self.tokenizer.dress(control.hidden(messages))
+            hidden = dress(control.hidden(messages))
         except ValueError:  # a template that looks for the names
             return Dressed(text, as_control=name)
         ids = control.encode(hidden) if control.shown(hidden) == text else None

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
 
-from mrl.config.schema import Config
+from mrl.config.schema import Config, PreferenceDataConfig
 from mrl.core import Prompt
 from mrl.data.dataset import PromptDataset, data_notes
+from mrl.data.histogram import histogram, shortened_text
+from mrl.data.preference_preview import preview_preferences
 from mrl.data.rows import RowCheck
 from mrl.data.tokenizer import load_tokenizer
 
-BARS, BAR_WIDTH = 10, 40
-SHOWN_CHARS = 2000
 BATCH_PROMPTS = 1024
 
 
@@ -24,6 +23,9 @@ def preview(cfg: Config, samples: int, check: RowCheck | None = None) -> Iterato
     check: what the reward demands of a row
     """
     use = cfg.data_uses()["data"]
+    if isinstance(use.cfg, PreferenceDataConfig) and use.preferences is not None:
+        yield from preview_preferences(cfg, use.cfg, use.preferences, samples)
+        return
     has_answers = not use.is_sampled
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
     sets = {"data.train": PromptDataset(cfg.data.train, cfg.data, tokenizer, has_answers, check)}
@@ -65,33 +67,15 @@ def _lengths(data: PromptDataset, with_answers: bool) -> np.ndarray:
     return prompts + np.asarray(answers)
 
 
-def histogram(lengths: np.ndarray, what: str) -> Iterator[str]:
-    """At most ten bars of equal width over the lengths int [n], in tokens, each with its number of rows."""
-    low, high = int(lengths.min()), int(lengths.max())
-    width = math.ceil((high - low + 1) / BARS)
-    counts = np.bincount((lengths - low) // width)
-    yield f"  tokens of {what}: {low} to {high}, mean {lengths.mean():.1f}"
-    digits = len(str(low + width * len(counts)))
-    for i, count in enumerate(counts.tolist()):
-        first = low + i * width
-        bar = "#" * math.ceil(BAR_WIDTH * count / int(counts.max()))
-        yield f"  {first:{digits}} - {first + width - 1:{digits}} {bar:{BAR_WIDTH}} {count}"
-
-
 def _sample(prompt: Prompt, data: PromptDataset, with_answer: bool) -> Iterator[str]:
     name = prompt.row.get(data.cfg.data_source_key)
     source = f", {data.cfg.data_source_key} {name}" if name is not None else ""
     yield f"\n--- {data.where(prompt)}: {len(prompt.token_ids)} tokens{source}"
-    yield _short(prompt.text)
+    yield shortened_text(prompt.text)
     answer = prompt.row.get(data.cfg.answer_key)
     if with_answer:
         [ids] = data.answers([prompt])
         yield f"--> {len(ids)} tokens, EOS included"
-        yield _short(str(answer))
+        yield shortened_text(str(answer))
     elif answer is not None:
-        yield f"--> {data.cfg.answer_key}: {_short(str(answer))}"
-
-
-def _short(text: str) -> str:
-    more = len(text) - SHOWN_CHARS
-    return f"{text[:SHOWN_CHARS]} ... and {more} characters more" if more > 0 else text
+        yield f"--> {data.cfg.answer_key}: {shortened_text(str(answer))}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from mrl.config.problems import shortened
 from mrl.config.schema import DataConfig, SourceConfig
@@ -16,6 +16,17 @@ Row = dict[str, Any]
 RowCheck = Callable[[Row], str | None]  # why a completed row cannot be used
 
 FIRST_ROWS, FIRST_DRESSED, FIRST_BYTES = 20_000, 200, 32 << 20
+
+
+class Reader(Protocol):
+    """What a row must be."""
+
+    @property
+    def cfg(self) -> DataConfig: ...
+
+    def read(self, rows: Rows, i: int, source_name: str | None) -> Row:
+        """The completed row. Raises ValueError, which says why it cannot be used."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,26 +51,17 @@ class RowReader:
 
     def complete(self, row: Row, source_name: str | None) -> Row:
         """The row with what it holds elsewhere: values that a key with dots reaches, the name of its source."""
-        cfg, found = self.cfg, dict(row)
-        for key in (cfg.prompt_key, cfg.answer_key, cfg.data_source_key):
-            value: Any = row
-            for part in key.split("."):
-                value = value.get(part) if isinstance(value, dict) else None
-            if value is not None and key not in found:
-                found[key] = value
-        if source_name is not None and found.get(cfg.data_source_key) is None:
-            found[cfg.data_source_key] = source_name
-        return found
+        return completed(row, self.cfg, (self.cfg.prompt_key, self.cfg.answer_key), source_name)
 
     def answer_problem(self, row: Row) -> str | None:
         """Why the row has no answer to learn from; None if it has one."""
         key = self.cfg.answer_key
         if key not in row:
-            return _missing(row, key, "data.answer_key")
+            return missing(row, key, "data.answer_key")
         return None if isinstance(row[key], str) else f"{key!r} must be text, not {type(row[key]).__name__}"
 
 
-def check_first(source: SourceConfig, reader: RowReader, dress: Callable[[Row], object] | None = None) -> None:
+def check_first(source: SourceConfig, reader: Reader, dress: Callable[[Row], object] | None = None) -> None:
     """Reads the first rows; with `dress`, the chat template's, puts fewer of them through it.
 
     Raises DataError that names every one that is of no use, TokenizerError for a template that does not end."""
@@ -77,14 +79,33 @@ def check_first(source: SourceConfig, reader: RowReader, dress: Callable[[Row], 
     raise_for(problems)
 
 
-def _missing(row: Row, key: str, setting: str) -> str:
+def completed(row: Row, cfg: DataConfig, keys: Sequence[str], source_name: str | None) -> Row:
+    """The row with what it holds elsewhere: of `keys` those with dots that reach into it, the name of its source."""
+    found = dict(row)
+    for key in (*keys, cfg.data_source_key):
+        value: Any = row
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None and key not in found:
+            found[key] = value
+    if source_name is not None and found.get(cfg.data_source_key) is None:
+        found[cfg.data_source_key] = source_name
+    return found
+
+
+def missing(row: Row, key: str, setting: str) -> str:
+    """What to say of a row without the key that `setting` names."""
     return f"no key {key!r} ({setting}); the row has: {', '.join(map(repr, row)) or 'nothing'}"
 
 
 def _prompt_problem(row: Row, key: str, chat: bool) -> str | None:
     if key not in row:
-        return _missing(row, key, "data.prompt_key")
-    value = row[key]
+        return missing(row, key, "data.prompt_key")
+    return content_problem(row[key], key, chat)
+
+
+def content_problem(value: Any, key: str, chat: bool) -> str | None:
+    """Why the value of a key is neither text nor, where there is a chat template, messages; None if it is."""
     if isinstance(value, str):
         return None
     if not chat:

@@ -80,6 +80,11 @@ class Tokenizer:
         """
         return self._dress(messages, add_generation_prompt=True)
 
+    def dress_whole(self, messages: list[dict[str, Any]]) -> str:
+        """A conversation with the assistant's last answer, which ends as the template ends a turn. Raises as
+        `dress`."""
+        return self._dress(messages, add_generation_prompt=False)
+
     def turn_notes(self) -> list[str]:
         """What to know where the chat template ends the assistant's turns with another special token than EOS."""
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]

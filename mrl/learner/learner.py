@@ -58,10 +58,12 @@ class Loss:
     """A loss and the names of its metrics (known on every rank, also where no output arrives).
 
     compute(model output [k, n], places [n] of its tokens in the flat response vectors) -> LossParts
+    together: so many samples, one after the other, are in one micro-batch
     """
 
     compute: Callable[[Tensor, Tensor], LossParts]
     sums: tuple[str, ...]
+    together: int = 1
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ class Learner:
         batches = [
             _MicroBatch(packed, term.temperature, term.entropy_grad, number)
             for number, term in enumerate(terms)
-            for packed in self._micro_batches(term.rollout, term.sample_ids)
+            for packed in self._micro_batches(term.rollout, term.sample_ids, term.loss.together)
         ]
         for term in terms:
             self._count_flops(term.rollout, term.sample_ids, passes=1 + BACKWARD)
@@ -262,22 +264,30 @@ class Learner:
         lens, outputs = rollout.seq_lens[ids], int(rollout.response_lens[ids].sum())
         self.flops += passes * self._flops.total(int(lens.sum()), int((lens * (lens + 1) // 2).sum()), outputs)
 
-    def _micro_batches(self, rollout: Rollout, sample_ids: range | list[int]) -> list[PackedBatch]:
-        """This rank's micro-batches; their number is the same on every rank."""
+    def _micro_batches(self, rollout: Rollout, sample_ids: range | list[int], together: int = 1) -> list[PackedBatch]:
+        """This rank's micro-batches; their number is the same on every rank. together: as in `Loss`."""
         require_ids(rollout, self.arch.vocab_size)
         mesh, ids = self.mesh, list(sample_ids)
         unit = token_unit(mesh.cfg, self.train.precision.fp8.recipe)
         plan = plan_micro_batches(
-            rollout.seq_lens[ids],
+            self._tokens_together(rollout.seq_lens[ids], together),
             mesh.dp,
             self.train.max_tokens_per_microbatch,
-            sequence_align(mesh.cp),
             multiple_of=mesh.pp if mesh.vpp else 1,
         )
         return [
-            pack(rollout, [ids[i] for i in group], mesh.cp, mesh.cp_rank, align_total=unit)
-            for group in plan[mesh.dp_rank]
+            pack(rollout, [ids[i] for i in _samples_of(items, together)], mesh.cp, mesh.cp_rank, align_total=unit)
+            for items in plan[mesh.dp_rank]
         ]
+
+    def fits_together(self, rollout: Rollout, together: int) -> bool:
+        """Whether so many samples, one after the other, are never more tokens than a micro-batch may have."""
+        return int(self._tokens_together(rollout.seq_lens, together).max()) <= self.train.max_tokens_per_microbatch
+
+    def _tokens_together(self, seq_lens: Tensor, together: int) -> Tensor:
+        """[B / together] tokens, padding included, of so many samples each, one after the other."""
+        align = sequence_align(self.mesh.cp)
+        return ((seq_lens + align - 1) // align * align).view(-1, together).sum(1)
 
     def _schedule(
         self,
@@ -317,10 +327,16 @@ class Learner:
                 end = first + len(loss.sums)
                 for part in parts:
                     sums[1] += part.loss
-                    sums[first:end] += torch.stack(part.sums).double()
+                    if part.sums:
+                        sums[first:end] += torch.stack(part.sums).double()
                 first = end
         dist.all_reduce(sums)
         broken_ranks, *values = sums.tolist()
         metrics = dict(zip(names, values, strict=True))
         self._finite = broken_ranks == 0 and math.isfinite(metrics["loss"])
         return metrics
+
+
+def _samples_of(items: list[int], together: int) -> list[int]:
+    """Places of the samples of items that have so many each, one after the other."""
+    return [together * item + i for item in items for i in range(together)]

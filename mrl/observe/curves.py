@@ -52,11 +52,19 @@ CURVES = [
         ceiling=1.0,
     ),
     Curve(
+        "Preference accuracy",
+        (Line(("rewards/accuracies",), "pairs"),),
+        "share of pairs whose chosen response has the higher reward",
+        floor=0.0,
+        ceiling=1.0,
+    ),
+    Curve(
         "Loss",
         (Line(("actor/loss",), "actor", zero="loss of the policy"),),
-        "cross-entropy of the answers",
+        "what is minimised: in sft the cross-entropy of the answers",
         "of the policy: updates follow its gradient, its value need not fall",
     ),
+    Curve("Reward margin", (Line(("rewards/margins",), "chosen less rejected"),)),
     Curve(
         "KL divergence",
         (

@@ -53,7 +53,7 @@ class Run:
 
 
 def write_report(run_dir: str | Path, refresh_s: float | None = None) -> Path:
-    """Writes RUN_DIR/report.html and, once there are rewards or losses, RUN_DIR/reward_curve.png; returns the page.
+    """Writes RUN_DIR/report.html and, once there is a first curve, RUN_DIR/reward_curve.png; returns the page.
 
     refresh_s: after so many seconds a browser loads the page again; None: never
 
@@ -64,7 +64,7 @@ def write_report(run_dir: str | Path, refresh_s: float | None = None) -> Path:
     if not run_dir.is_dir():
         raise FileNotFoundError(f"{run_dir} is not a run directory")
     run = load_run(run_dir)
-    for curve in CURVES[:2]:
+    for curve in CURVES[:3]:
         picture = draw(curve, run.rows, size=(7.2, 4.0))
         if picture is not None:
             picture.axes[0].set_title(f"{curve.title}: {run.name}", loc="left", fontsize=12, pad=12)

@@ -3,16 +3,18 @@ used. Each look yields one finding a mistake."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from mrl.algo import own
-from mrl.config.schema import AlgorithmConfig, Config, SourceConfig
+from mrl.config.schema import AlgorithmConfig, Config, PreferenceDataConfig, SourceConfig
 from mrl.config.tokenizer_files import TOKENIZER
 from mrl.data import DataError, TokenizerError, load_tokenizer
 from mrl.data.encoder import Encoder
-from mrl.data.rows import RowCheck, RowReader, check_first
+from mrl.data.preference_rows import PreferenceReader
+from mrl.data.rows import Reader, Row, RowCheck, RowReader, check_first
 from mrl.data.sources import open_rows
 from mrl.options.estimators import OwnEstimator
 from mrl.options.losses import OwnLoss
@@ -76,7 +78,11 @@ def look_at_data(cfg: Config) -> Iterator[Finding]:
     try:
         tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
         for source, reader in dressed:
-            check_first(source, reader, Encoder(reader.cfg, tokenizer).text)
+            encoder = Encoder(reader.cfg, tokenizer)
+            dress: Callable[[Row], object] = encoder.text
+            if isinstance(reader, PreferenceReader):
+                dress = partial(reader.dressed, encoder=encoder)
+            check_first(source, reader, dress)
     except (DataError, TokenizerError) as error:
         yield Finding("tokenizer", "problem", str(error))
         return
@@ -99,10 +105,12 @@ def check_of_sampled(cfg: Config) -> RowCheck | None:
     return row_check(rewards, cfg.data) if rewards is not None else None
 
 
-def _sources(cfg: Config) -> Iterator[tuple[SourceConfig, RowReader]]:
+def _sources(cfg: Config) -> Iterator[tuple[SourceConfig, Reader]]:
     for use in cfg.data_uses().values():
         check = check_of_sampled(cfg) if use.is_sampled else None
-        reader = RowReader(use.cfg, require_answer=not use.is_sampled, check=check)
+        reader: Reader = RowReader(use.cfg, require_answer=not use.is_sampled, check=check)
+        if isinstance(use.cfg, PreferenceDataConfig) and use.preferences is not None:
+            reader = PreferenceReader(use.cfg, use.preferences)
         yield from ((source, reader) for source in (*use.cfg.train, *(use.cfg.validation or ())))
 
 

@@ -24,7 +24,8 @@ from mrl.learner.losses import PolicyTargets
 from mrl.learner.optimizer import main_parameters
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.parallel import gather
-from mrl.trainers.rl.models import RefreshedReference, build_models
+from mrl.trainers.rl.models import build_models
+from mrl.trainers.shared.references import RefreshedReference
 from mrl.weights.errors import WeightError
 
 SHARE = 0.25

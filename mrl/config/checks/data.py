@@ -29,10 +29,10 @@ class _Unreadable(Exception):
 def check_sources(cfg: Config) -> Iterator[Problem]:
     for key, use in cfg.data_uses().items():
         data = use.cfg
-        yield from _sources(key, "train", data, data.train, needs_answer=not use.is_sampled)
+        yield from _sources(key, "train", data, data.train, use.needed)
         yield from _weights(f"{key}.train", data.train)
         if data.validation is not None and use.is_sampled:
-            yield from _sources(key, "validation", data, data.validation, needs_answer=False)
+            yield from _sources(key, "validation", data, data.validation, use.needed)
             yield from _validation_weights(data.validation)
         elif data.validation is not None:
             other = key.rpartition(".")[0] or "trainer"
@@ -40,7 +40,7 @@ def check_sources(cfg: Config) -> Iterator[Problem]:
 
 
 def _sources(
-    section: str, name: str, data: DataConfig, sources: tuple[SourceConfig, ...], needs_answer: bool
+    section: str, name: str, data: DataConfig, sources: tuple[SourceConfig, ...], needed: dict[str, str]
 ) -> Iterator[Problem]:
     key = f"{section}.{name}"
     if not sources:
@@ -58,7 +58,7 @@ def _sources(
             yield Problem((key,), f"cannot read {source.path}: {reason(error)}")
         else:
             if columns is not None:
-                yield from _columns(section, key, source, columns, data, needs_answer)
+                yield from _columns(section, key, source, columns, data, needed)
 
 
 def _weights(key: str, sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
@@ -76,11 +76,10 @@ def _validation_weights(sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
 
 
 def _columns(
-    section: str, key: str, source: SourceConfig, columns: Columns, data: DataConfig, needs_answer: bool
+    section: str, key: str, source: SourceConfig, columns: Columns, data: DataConfig, needed: dict[str, str]
 ) -> Iterator[Problem]:
     where, has = f"the first row of {source.path}", ", ".join(columns) or "no keys"
-    wanted = {"prompt_key": data.prompt_key} | ({"answer_key": data.answer_key} if needs_answer else {})
-    for setting, name in wanted.items():
+    for setting, name in needed.items():
         if name not in columns and name.split(".")[0] not in columns:
             yield Problem((f"{section}.{setting}", key), f"{where} has no {name!r}; it has {has}")
     if columns.get(data.prompt_key) is list and not data.chat_template:

@@ -65,6 +65,32 @@ class DataConfig(Section):
     shuffle: bool = True  # every epoch in an order of its own, by run.seed
 
 
+class PreferenceDataConfig(DataConfig):
+    """Where pairs, or responses with a label, come from.
+
+    A pair has `chosen_key` and `rejected_key`; without `prompt_key` both are whole texts or conversations, whose common
+    beginning is the prompt. A response with a label has `prompt_key`, `completion_key` and `label_key`. Text gets one
+    EOS at its end, a conversation what the chat template ends its last turn with.
+    """
+
+    chosen_key: str = "chosen"  # the better response: text, or with chat_template messages too
+    rejected_key: str = "rejected"  # the worse response
+    completion_key: str = "completion"  # the only response
+    label_key: str = "label"  # whether that is a good one: true or false
+    max_tokens: PositiveInt = 2048  # tokens of prompt and response; longer responses are cut at their end
+
+    def responses(self, form: Literal["pairs", "labels"]) -> dict[str, str]:
+        """The settings that name a row's responses -> the names."""
+        if form == "labels":
+            return {"completion_key": self.completion_key}
+        return {"chosen_key": self.chosen_key, "rejected_key": self.rejected_key}
+
+    def needed(self, form: Literal["pairs", "labels"]) -> dict[str, str]:
+        """The settings that name what every row has -> the names."""
+        others = {"prompt_key": self.prompt_key, "label_key": self.label_key} if form == "labels" else {}
+        return self.responses(form) | others
+
+
 class BatchConfig(Section):
     """How much a step samples, and in how many updates it learns from that."""
 
@@ -72,6 +98,12 @@ class BatchConfig(Section):
     samples_per_prompt: PositiveInt = 1  # responses to each: the size of a group
     samples_per_minibatch: PositiveInt | None = None  # samples an update; null: all of the step
     epochs_per_step: PositiveInt = 1  # passes over a step's samples
+
+
+class PreferenceBatchConfig(Section):
+    """How much a step learns from; a step is one update, and the batch of every loss."""
+
+    rows_per_step: PositiveInt  # pairs, or responses with a label, of one update
 
 
 class SFTBatchConfig(Section):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Literal
 
 from mrl.config.sections.algorithm import AlgorithmConfig
 from mrl.config.sections.base import Section
-from mrl.config.sections.data import DataConfig
+from mrl.config.sections.data import DataConfig, PreferenceDataConfig
 from mrl.config.sections.models import ModelConfig, ParallelConfig, TrainConfig
 from mrl.config.sections.placement import PlacementConfig
 from mrl.config.sections.reward import RewardConfig
@@ -37,11 +38,21 @@ class DataUse:
 
     rows_per_step: of `train`
     is_sampled: responses to its prompts are; otherwise they are learnt from, so every row must have an answer
+    preferences: it has pairs, or responses with a label, in place of answers
     """
 
     cfg: DataConfig
     rows_per_step: int
     is_sampled: bool = False
+    preferences: Literal["pairs", "labels"] | None = None
+
+    @property
+    def needed(self) -> dict[str, str]:
+        """The settings that name what every row has -> the names."""
+        if isinstance(self.cfg, PreferenceDataConfig) and self.preferences is not None:
+            return self.cfg.needed(self.preferences)
+        answer = {} if self.is_sampled else {"answer_key": self.cfg.answer_key}
+        return {"prompt_key": self.cfg.prompt_key} | answer
 
 
 @dataclass(frozen=True)

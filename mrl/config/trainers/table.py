@@ -14,7 +14,7 @@ from mrl.config.checks import rl as rl_checks
 from mrl.config.checks.base import Archs
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
-from mrl.config.trainers import sft
+from mrl.config.trainers import dpo, sft
 from mrl.config.trainers.base import Config
 from mrl.config.trainers.rl import RLConfig
 
@@ -47,6 +47,7 @@ class Trainer(Generic[C]):
 TRAINERS: dict[str, Trainer[Any]] = {  # by `trainer`
     "rl": Trainer(RLConfig, "mrl.trainers.rl.loop:main", rl_checks.check, rl_checks.check_files),
     "sft": Trainer(sft.SFTConfig, "mrl.trainers.sft:main", sft.check),
+    "dpo": Trainer(dpo.DPOConfig, "mrl.trainers.dpo.loop:main", dpo.check),
 }
 
 

@@ -14,9 +14,9 @@ from mrl.config.trainers.rl import updates_per_step
 from mrl.core import Rollout, StepStats
 from mrl.learner import losses
 from mrl.trainers.rl.experience import Experience, forward_passes, make_experience, resampled, token_weights
-from mrl.trainers.rl.models import RefreshedReference
 from mrl.trainers.rl.policy_update import check_samples, drop_if_far, policy_targets
 from mrl.trainers.rl.run import RLRun, open_rl_run
+from mrl.trainers.shared.references import RefreshedReference
 from mrl.trainers.shared.updates import named
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mrl.checkpoint import Part
-from mrl.config.schema import EMAConfig, RefConfig, RLConfig
+from mrl.config.schema import EMAConfig, RLConfig
 from mrl.config.trainers.rl import needs_ref
 from mrl.families import is_reward_model
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.trainers.shared.memory import put_away
 from mrl.trainers.shared.models import build_learner
+from mrl.trainers.shared.references import RefreshedReference
 from mrl.trainers.shared.world import World
 
 
@@ -24,20 +25,6 @@ class MovingAverage(PolicyCopy):
 
     def after_update(self) -> None:
         self.follow(self._share)
-
-
-class RefreshedReference(PolicyCopy):
-    """The actor as it was some steps ago."""
-
-    def __init__(self, actor: Learner, cfg: RefConfig) -> None:
-        assert cfg.refresh_every_steps is not None
-        super().__init__(actor, offload=True)
-        self._every, self._share = cfg.refresh_every_steps, cfg.refresh_share
-
-    def after_step(self, step: int) -> None:
-        """step: how many are done"""
-        if step % self._every == 0:
-            self.follow(self._share)
 
 
 @dataclass(frozen=True)
@@ -99,7 +86,8 @@ def _reference(
     if cfg.ref.policy == "ema":
         return ema
     if cfg.ref.policy == "refreshed":
-        return RefreshedReference(actor, cfg.ref)
+        assert cfg.ref.refresh_every_steps is not None
+        return RefreshedReference(actor, cfg.ref.refresh_every_steps, cfg.ref.refresh_share)
     reference = build_learner(cfg, world, "policy", cfg.ref.path, cfg.like_actor(cfg.ref), trainable=False)
     put_away("ref", reference)
     return reference

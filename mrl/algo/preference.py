@@ -1,0 +1,223 @@
+"""Losses of preference learning on pairs: functions of the sums of log-probs of whole responses, and of their lengths.
+
+P pairs, each of a chosen and a rejected response to one prompt. D is a response's log-ratio, policy - reference. Every
+function gives [P], of which the mean over the pairs of a step is taken; all are finite, with their gradients, where
+log-ratios differ by hundreds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from mrl.algo.registry import Registry
+from mrl.algo.stats import check_same_shape
+
+MOST_EXPONENT = 80.0  # e^80 is still a float32
+LEAST_LOSS = 1e-7  # nats a token: a response of probability 1 has infinite odds
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of some responses, [P] each, at temperature 1.
+
+    policy, reference: sums of the log-probs of a response's tokens; tokens: their number, 1 or more
+    Raises ValueError for shapes that differ.
+    """
+
+    policy: Tensor
+    reference: Tensor
+    tokens: Tensor
+
+    def __post_init__(self) -> None:
+        check_same_shape(policy=self.policy, reference=self.reference, tokens=self.tokens)
+
+    @property
+    def ratio(self) -> Tensor:
+        """D, [P]."""
+        return self.policy - self.reference
+
+    @property
+    def mean(self) -> Tensor:
+        """The policy's log-prob a token, [P]."""
+        return self.policy / self.tokens
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """All pairs of a step."""
+
+    chosen: Sums
+    rejected: Sums
+
+
+PairLoss = Callable[..., Tensor]
+PAIR_LOSSES: Registry[PairLoss] = Registry("pair loss")
+
+
+def reward(ratio: Tensor, f_divergence_type: str = "reverse_kl", f_alpha_divergence_coef: float = 0.5) -> Tensor:
+    """[P]: f'(e^D), less what cancels in a difference, for the f-divergence from the reference (arXiv 2309.16240).
+
+    Exponents stop at 80, beyond which the gradient is 0. Raises ValueError for an unknown divergence.
+    """
+    if f_divergence_type == "reverse_kl":
+        return ratio
+    if f_divergence_type == "forward_kl":
+        return 1 - (-ratio).clamp(max=MOST_EXPONENT).exp()
+    if f_divergence_type == "js_divergence":
+        return math.log(2) + logsigmoid(ratio)
+    if f_divergence_type == "alpha_divergence":
+        power = f_alpha_divergence_coef - 1
+        return ratio if power == 0 else ((power * ratio).clamp(max=MOST_EXPONENT).exp() - 1) / power
+    raise ValueError(f"unknown f-divergence {f_divergence_type!r}")
+
+
+def margin(t: Pairs, f_divergence_type: str, f_alpha_divergence_coef: float, per_token: bool = False) -> Tensor:
+    """[P]: the chosen response's reward less the rejected one's. per_token: each divided by its length."""
+    chosen, rejected = (
+        reward(side.ratio, f_divergence_type, f_alpha_divergence_coef) / (side.tokens if per_token else 1)
+        for side in (t.chosen, t.rejected)
+    )
+    return chosen - rejected
+
+
+@PAIR_LOSSES.register("sigmoid")
+def sigmoid(
+    t: Pairs, beta: float, label_smoothing: float, f_divergence_type: str, f_alpha_divergence_coef: float
+) -> Tensor:
+    """[P]: -log sigmoid(beta d), smoothed as cDPO does it."""
+    return _smoothed(beta * margin(t, f_divergence_type, f_alpha_divergence_coef), label_smoothing)
+
+
+@PAIR_LOSSES.register("robust")
+def robust(
+    t: Pairs, beta: float, label_smoothing: float, f_divergence_type: str, f_alpha_divergence_coef: float
+) -> Tensor:
+    """[P], unbiased under that share of flipped pairs."""
+    x = beta * margin(t, f_divergence_type, f_alpha_divergence_coef)
+    return ((label_smoothing - 1) * logsigmoid(x) + label_smoothing * logsigmoid(-x)) / (1 - 2 * label_smoothing)
+
+
+@PAIR_LOSSES.register("hinge")
+def hinge(t: Pairs, beta: float, f_divergence_type: str, f_alpha_divergence_coef: float) -> Tensor:
+    """[P]: max(0, 1 - beta d)."""
+    return (1 - beta * margin(t, f_divergence_type, f_alpha_divergence_coef)).relu()
+
+
+@PAIR_LOSSES.register("ipo")
+def ipo(t: Pairs, beta: float, f_divergence_type: str, f_alpha_divergence_coef: float) -> Tensor:
+    """[P]: (d a token - 1 / (2 beta))^2."""
+    return (margin(t, f_divergence_type, f_alpha_divergence_coef, per_token=True) - 1 / (2 * beta)).square()
+
+
+@PAIR_LOSSES.register("sigmoid_norm")
+def sigmoid_norm(t: Pairs, beta: float, f_divergence_type: str, f_alpha_divergence_coef: float) -> Tensor:
+    """[P]: -log sigmoid(beta d), d a token."""
+    return -logsigmoid(beta * margin(t, f_divergence_type, f_alpha_divergence_coef, per_token=True))
+
+
+@PAIR_LOSSES.register("exo_pair")
+def exo_pair(
+    t: Pairs, beta: float, label_smoothing: float, f_divergence_type: str, f_alpha_divergence_coef: float
+) -> Tensor:
+    """[P]: KL(q || (1 - e, e)), q = (sigmoid(beta d), sigmoid(-beta d)), equation 16."""
+    x = beta * margin(t, f_divergence_type, f_alpha_divergence_coef)
+    first = x.sigmoid() * (logsigmoid(x) - math.log1p(-label_smoothing))
+    return first + (-x).sigmoid() * (logsigmoid(-x) - math.log(label_smoothing))
+
+
+@PAIR_LOSSES.register("nca_pair")
+def nca_pair(t: Pairs, beta: float) -> Tensor:
+    """[P]."""
+    chosen, rejected = beta * t.chosen.ratio, beta * t.rejected.ratio
+    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+
+
+@PAIR_LOSSES.register("bco_pair")
+def bco_pair(t: Pairs, beta: float) -> Tensor:
+    """[P]."""
+    return -logsigmoid(beta * t.chosen.ratio) - logsigmoid(-beta * t.rejected.ratio)
+
+
+@PAIR_LOSSES.register("sppo_hard")
+def sppo_hard(t: Pairs, beta: float) -> Tensor:
+    """[P]: squared distances of the log-ratios from +-1 / (2 beta)."""
+    return (t.chosen.ratio - 0.5 / beta).square() + (t.rejected.ratio + 0.5 / beta).square()
+
+
+@PAIR_LOSSES.register("aot")
+def aot(t: Pairs, beta: float, label_smoothing: float) -> Tensor:
+    """[P], by rank: the policy's margins, sorted, less the reference's, sorted."""
+    ours, theirs = t.chosen.policy - t.rejected.policy, t.chosen.reference - t.rejected.reference
+    return _smoothed(beta * (ours.sort().values - theirs.sort().values), label_smoothing)
+
+
+@PAIR_LOSSES.register("aot_unpaired")
+def aot_unpaired(t: Pairs, beta: float, label_smoothing: float) -> Tensor:
+    """[P], by rank: the chosen log-ratios, sorted, less the rejected ones, sorted."""
+    return _smoothed(beta * (t.chosen.ratio.sort().values - t.rejected.ratio.sort().values), label_smoothing)
+
+
+@PAIR_LOSSES.register("apo_zero")
+def apo_zero(t: Pairs, beta: float) -> Tensor:
+    """[P], equation 7."""
+    return (-beta * t.chosen.ratio).sigmoid() + (beta * t.rejected.ratio).sigmoid()
+
+
+@PAIR_LOSSES.register("apo_down")
+def apo_down(t: Pairs, beta: float) -> Tensor:
+    """[P], equation 8."""
+    return (beta * t.chosen.ratio).sigmoid() + (beta * (t.rejected.ratio - t.chosen.ratio)).sigmoid()
+
+
+@PAIR_LOSSES.register("discopop")
+def discopop(
+    t: Pairs, beta: float, discopop_tau: float, f_divergence_type: str, f_alpha_divergence_coef: float
+) -> Tensor:
+    """[P]: logistic and exponential loss, mixed by sigmoid(x / tau), x = beta d."""
+    x = beta * margin(t, f_divergence_type, f_alpha_divergence_coef)
+    exponential = (logsigmoid(x / discopop_tau) - x).clamp(max=MOST_EXPONENT).exp()  # e^-x alone would overflow
+    return exponential - (-x / discopop_tau).sigmoid() * logsigmoid(x)
+
+
+@PAIR_LOSSES.register("sft")
+def sft(t: Pairs) -> Tensor:
+    """[P], whose mean is the chosen responses' negative log-likelihood over their tokens in all."""
+    return -t.chosen.policy * (t.chosen.tokens.numel() / t.chosen.tokens.sum())
+
+
+@PAIR_LOSSES.register("simpo")
+def simpo(t: Pairs, beta: float, simpo_gamma: float, alpha: float) -> Tensor:
+    """[P]: -log sigmoid(beta (r_c - r_r) - gamma), r = (1 - p^-alpha) / alpha of the mean p a token, log p at 0."""
+    chosen, rejected = (
+        x if alpha == 0 else (1 - (-alpha * x).clamp(max=MOST_EXPONENT).exp()) / alpha
+        for x in (t.chosen.mean, t.rejected.mean)
+    )
+    return -logsigmoid(beta * (chosen - rejected) - simpo_gamma)
+
+
+@PAIR_LOSSES.register("orpo")
+def orpo(t: Pairs, beta: float) -> Tensor:
+    """[P]: -beta log sigmoid of the log of the odds ratio."""
+    return -beta * logsigmoid(log_odds_ratio(t))
+
+
+def log_odds_ratio(t: Pairs) -> Tensor:
+    """[P]: log of odds(chosen) / odds(rejected), odds = p / (1 - p) of the mean probability a token."""
+    chosen, rejected = (side.mean.clamp(max=-LEAST_LOSS) for side in (t.chosen, t.rejected))
+    return (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
+
+
+def _smoothed(x: Tensor, share: float) -> Tensor:
+    return -(1 - share) * logsigmoid(x) - share * logsigmoid(-x)
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - e^x) of x < 0."""
+    near, far = x.clamp(min=-1.0), x.clamp(max=-0.5)  # each branch within its own range, also in the gradient
+    return torch.where(x > -math.log(2), (-near.expm1()).log(), (-far.exp()).log1p())

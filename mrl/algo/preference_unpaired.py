@@ -1,0 +1,69 @@
+"""Losses of preference learning on single responses with a label: functions of whole responses' sums of log-probs.
+
+Every function gives [B], of which the mean over the rows of a step is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from mrl.algo.preference import Sums
+from mrl.algo.registry import Registry
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """All rows of a step.
+
+    responses: their sums [B]; desirable [B] bool: their labels
+    kl: of kto, 0-d without gradient; shift: of bco, in units of its rewards
+    """
+
+    responses: Sums
+    desirable: Tensor
+    kl: Tensor
+    shift: float = 0.0
+
+
+LabelLoss = Callable[..., Tensor]
+LABEL_LOSSES: Registry[LabelLoss] = Registry("loss of labelled responses")
+
+
+def kl_estimate(ratios: Tensor) -> Tensor:
+    """0-d, not below 0: the mean of the log-ratios [B] of responses that answer other prompts than theirs."""
+    return ratios.detach().mean().clamp(min=0)
+
+
+@LABEL_LOSSES.register("kto")
+def kto(t: Labelled, beta: float, desirable_weight: float, undesirable_weight: float) -> Tensor:
+    """[B]: w (1 - sigmoid(+-beta (D - kl)))."""
+    x = beta * (t.responses.ratio - t.kl)
+    return torch.where(t.desirable, desirable_weight * (-x).sigmoid(), undesirable_weight * x.sigmoid())
+
+
+@LABEL_LOSSES.register("apo_zero_unpaired")
+def apo_zero_unpaired(t: Labelled, beta: float, desirable_weight: float, undesirable_weight: float) -> Tensor:
+    """[B]: `kto` with kl 0."""
+    x = beta * t.responses.ratio
+    return torch.where(t.desirable, desirable_weight * (-x).sigmoid(), undesirable_weight * x.sigmoid())
+
+
+@LABEL_LOSSES.register("bco")
+def bco(t: Labelled, beta: float) -> Tensor:
+    """[B]: -log sigmoid(+-(beta D - shift))."""
+    x = beta * t.responses.ratio - t.shift
+    return -logsigmoid(torch.where(t.desirable, x, -x))
+
+
+def mean_reward(responses: Sums, desirable: Tensor, beta: float) -> float | None:
+    """bco's shift of these rows alone: the mean of the two kinds' mean rewards; None where one kind is missing. Shapes
+    as in `Labelled`."""
+    rewards = beta * responses.ratio.detach()
+    if bool(desirable.all()) or not bool(desirable.any()):
+        return None
+    return float((rewards[desirable].mean() + rewards[~desirable].mean()) / 2)

@@ -1,0 +1,132 @@
+"""`trainer: dpo`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from mrl.config.checks.base import Archs, inert
+from mrl.config.checks.layout import check_shares
+from mrl.config.derived import Machine
+from mrl.config.problems import Problem
+from mrl.config.sections.data import PreferenceBatchConfig, PreferenceDataConfig
+from mrl.config.sections.preference import PreferenceConfig, PreferenceRefConfig
+from mrl.config.trainers.base import Built, Config, DataUse, ModelUse, StepSize
+
+LOSS, REF = "preference.loss", "ref.policy"
+
+
+class DPOConfig(Config):
+    """`trainer: dpo`: preference learning, from pairs or from responses with a label."""
+
+    trainer: Literal["dpo"]  # preference learning: DPO, IPO, SimPO, ORPO, KTO and their kin
+    data: PreferenceDataConfig
+    batch: PreferenceBatchConfig
+    preference: PreferenceConfig = PreferenceConfig()
+    ref: PreferenceRefConfig = PreferenceRefConfig()
+
+    @property
+    def has_own_reference(self) -> bool:
+        """Whether there is a second model, if only before the first step."""
+        return self.preference.needs_reference and self.ref.policy != "refreshed"
+
+    def models(self) -> dict[str, ModelUse]:
+        path = self.ref.path if self.has_own_reference else None
+        return super().models() | {"ref": ModelUse(path, self.actor.parallel if self.has_own_reference else None)}
+
+    def built(self) -> dict[str, Built]:
+        stays = self.has_own_reference and self.ref.policy != "cached"
+        return super().built() | ({"ref": Built(self.ref.path, self.actor)} if stays else {})
+
+    def copies(self) -> dict[str, bool]:
+        moves = self.preference.needs_reference and self.ref.policy == "refreshed"
+        return {"reference": True} if moves else {}
+
+    def step_size(self) -> StepSize:
+        samples = self.batch.rows_per_step * (1 if self.preference.is_unpaired else 2)
+        live = ("ref",) if self.preference.needs_reference and self.ref.policy != "cached" else ()
+        before = ("actor",) if self.preference.couples_rows else ()
+        longest = self.data.max_prompt_tokens
+        return StepSize(
+            learnt=samples,
+            minibatch=samples,
+            prompt_tokens=longest,
+            response_tokens=self.data.max_tokens - longest,
+            passes=before + live,
+        )
+
+    def data_uses(self) -> dict[str, DataUse]:
+        form: Literal["pairs", "labels"] = "labels" if self.preference.is_unpaired else "pairs"
+        return {"data": DataUse(self.data, self.batch.rows_per_step, preferences=form)}
+
+    def summary(self) -> list[tuple[str, str]]:
+        what = "responses with a label" if self.preference.is_unpaired else "pairs"
+        losses = " + ".join(
+            name if loss.weight == 1 else f"{loss.weight:g} {name}"
+            for name, loss in self.preference.loss.chosen.items()
+        )
+        reference = self.ref.policy if self.preference.needs_reference else "none"
+        rows = [("step", f"{self.batch.rows_per_step} {what}, 1 update"), ("loss", losses)]
+        return [*rows, ("reference", reference)]
+
+
+def check(cfg: DPOConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    key, rows = "batch.rows_per_step", cfg.batch.rows_per_step
+    yield from check_shares(cfg, machine, key, rows, "rows")
+    yield from _losses(cfg)
+    yield from _reference(cfg)
+    yield from inert(cfg.data, "data", ["answer_key"], "dpo learns from chosen_key and rejected_key", "trainer")
+    if cfg.data.max_prompt_tokens >= cfg.data.max_tokens:
+        message = f"{cfg.data.max_prompt_tokens} leave no room for a response in {cfg.data.max_tokens} tokens"
+        yield Problem(("data.max_prompt_tokens", "data.max_tokens"), message)
+    arch = archs["actor"]
+    if arch is not None and cfg.data.max_tokens > arch.max_positions:
+        message = f"{cfg.data.max_tokens} are more than the model's {arch.max_positions} positions"
+        yield Problem(("data.max_tokens", "model.path"), message)
+
+
+def _losses(cfg: DPOConfig) -> Iterator[Problem]:
+    preference, chosen = cfg.preference, cfg.preference.loss.chosen
+    if not chosen:
+        yield Problem((LOSS,), "names no loss")
+    for name, loss in chosen.items():
+        yield from (Problem((f"{LOSS}.{name}.{key}",), message) for key, message in loss.wrong())
+    paired = [name for name, loss in chosen.items() if not loss.is_unpaired]
+    unpaired = [name for name, loss in chosen.items() if loss.is_unpaired]
+    if paired and unpaired:
+        message = f"{', '.join(unpaired)} are of responses with a label, {', '.join(paired)} of pairs: choose one kind"
+        yield Problem((LOSS,), message)
+    if unpaired and cfg.batch.rows_per_step < 2 and preference.needs_kl:
+        yield Problem(("batch.rows_per_step", LOSS), "kto needs two rows a step: each prompt with another's response")
+    whole = [name for name, loss in chosen.items() if loss.sums_whole]
+    if preference.ld_alpha is not None and whole:
+        message = f"is of log-ratios of pairs, {', '.join(whole)} take all tokens alike"
+        yield Problem(("preference.ld_alpha", LOSS), message)
+    sorting = [name for name in chosen if name in ("aot", "aot_unpaired", *unpaired)]
+    if preference.use_weighting and sorting:
+        message = f"weighs pairs, and {', '.join(sorting)} {'have' if unpaired else 'compares the batch, and has'} none"
+        yield Problem(("preference.use_weighting", LOSS), message)
+    if preference.reference_free and not any(loss.uses_reference for loss in chosen.values()):
+        message = f"has no effect: {', '.join(chosen)} use no reference"
+        yield Problem(("preference.reference_free", LOSS), message)
+
+
+def _reference(cfg: DPOConfig) -> Iterator[Problem]:
+    ref, moving = cfg.ref, ["refresh_every_steps", "refresh_share"]
+    if not cfg.preference.needs_reference:
+        because = "no reference is used"
+        yield from inert(ref, "ref", list(type(ref).model_fields), because, LOSS)
+        return
+    if ref.policy != "refreshed":
+        yield from inert(ref, "ref", moving, f"the reference is {ref.policy}", REF)
+    else:
+        because = "the reference is refreshed: weights beside the actor's, computed with in its place"
+        yield from inert(ref, "ref", ["path"], because, REF)
+        if ref.refresh_every_steps is None:
+            yield Problem(("ref.refresh_every_steps", REF), "required by refreshed")
+        elif ref.refresh_every_steps >= cfg.run.steps:
+            message = f"{ref.refresh_every_steps} steps of {cfg.run.steps}: the reference would never be refreshed"
+            yield Problem(("ref.refresh_every_steps", "run.steps"), message)
+    if ref.policy == "cached" and cfg.preference.needs_kl:
+        message = "kto needs the reference in every step, for responses to other prompts: frozen or refreshed"
+        yield Problem((REF, LOSS), message)

@@ -1,0 +1,193 @@
+"""The losses of preference learning: a class each, of the keys that this loss alone reads, with its defaults.
+
+The functions are in mrl.algo, by the same names; these keys are their arguments. Names are TRL's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from mrl.options.base import NonNegativeFloat, Options, PositiveFloat
+
+Wrong = tuple[str, str]  # a key, and what is wrong with it
+Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+LabelNoise = Annotated[float, Field(ge=0, lt=0.5)]
+
+
+class PreferenceOptions(Options):
+    """What a loss says of itself, besides its keys."""
+
+    is_unpaired: ClassVar[bool] = False  # of single responses with a label, not of pairs
+    uses_reference: ClassVar[bool] = True
+    couples_rows: ClassVar[bool] = False  # a row's gradient depends on other rows' sums, not on their number alone
+    needs_kl: ClassVar[bool] = False  # an estimate of the KL to the reference, from responses to other prompts
+    sums_whole: ClassVar[bool] = False  # of all tokens alike: ld_alpha is none of its
+    rewards_of_means: ClassVar[bool] = False  # its rewards are of log-probs a token
+
+    weight: PositiveFloat = 1.0  # what it is multiplied by in the sum of the losses
+
+    def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if name is not None:
+            PREFERENCE_LOSSES[name] = cls
+
+    def wrong(self) -> Iterator[Wrong]:
+        """What bounds of single keys cannot say."""
+        yield from ()
+
+
+PREFERENCE_LOSSES: dict[str, type[PreferenceOptions]] = {}
+
+
+class Temperature(PreferenceOptions):
+    """Of the losses with a temperature of 0.1."""
+
+    beta: PositiveFloat = 0.1  # the larger, the closer the policy stays to the reference
+
+
+class FDivergence(Temperature):
+    """Of the losses that compare two log-ratios, which may be those of another divergence (arXiv 2309.16240)."""
+
+    # the divergence from the reference whose rewards are compared; reverse_kl: the log-ratios themselves
+    f_divergence_type: Divergence = "reverse_kl"
+    f_alpha_divergence_coef: PositiveFloat = 0.5  # alpha of alpha_divergence
+
+    def wrong(self) -> Iterator[Wrong]:
+        alpha = type(self).model_fields["f_alpha_divergence_coef"].default
+        if self.f_divergence_type != "alpha_divergence" and self.f_alpha_divergence_coef != alpha:
+            yield "f_alpha_divergence_coef", f"has no effect: the divergence is {self.f_divergence_type}"
+
+
+class Sigmoid(FDivergence, name="sigmoid"):
+    """DPO (arXiv 2305.18290); with label_smoothing the conservative one. With reference_free: CPO's."""
+
+    label_smoothing: LabelNoise = 0.0  # share of pairs taken to be the wrong way round
+
+
+class Robust(FDivergence, name="robust"):
+    """Robust DPO (arXiv 2403.00409): unbiased where a known share of the pairs is the wrong way round."""
+
+    label_smoothing: LabelNoise = 0.0  # that share
+
+
+class Hinge(FDivergence, name="hinge"):
+    """SLiC's hinge (arXiv 2305.10425) on the normalised likelihoods."""
+
+
+class IPO(FDivergence, name="ipo"):
+    """IPO (arXiv 2310.12036): the squared distance of the log-ratios a token from 1 / (2 beta); beta is its tau."""
+
+
+class SigmoidNorm(FDivergence, name="sigmoid_norm"):
+    """Length-normalised DPO (Tulu 3, arXiv 2411.15124): log-ratios a token."""
+
+    beta: PositiveFloat = 5.0  # the larger, the closer the policy stays to the reference
+
+
+class EXOPair(FDivergence, name="exo_pair"):
+    """EXO on pairs (arXiv 2402.00856): the reverse KL to the preferences."""
+
+    label_smoothing: Annotated[float, Field(gt=0, lt=0.5)] = 1e-3  # of the preferences, which must not be 0 or 1
+
+
+class NCAPair(Temperature, name="nca_pair"):
+    """Noise contrastive alignment (arXiv 2402.05369): the chosen response's likelihood counts by itself."""
+
+
+class BCOPair(Temperature, name="bco_pair"):
+    """Binary classification of both halves (arXiv 2404.04656), without a shift, as in TRL."""
+
+
+class SPPOHard(Temperature, name="sppo_hard"):
+    """SPPO (arXiv 2405.00675) with win rates of 0 and 1."""
+
+
+class AOT(Temperature, name="aot"):
+    """Distributional alignment (arXiv 2406.05882): the pairs' margins, sorted, against the reference's."""
+
+    couples_rows: ClassVar[bool] = True
+
+    label_smoothing: LabelNoise = 0.0  # share of pairs taken to be the wrong way round
+
+
+class AOTUnpaired(Temperature, name="aot_unpaired"):
+    """Distributional alignment (arXiv 2406.05882): all chosen log-ratios, sorted, against all rejected."""
+
+    couples_rows: ClassVar[bool] = True
+
+    label_smoothing: LabelNoise = 0.0  # share of pairs taken to be the wrong way round
+
+
+class APOZero(Temperature, name="apo_zero"):
+    """Anchored (arXiv 2408.06266): chosen responses become likelier, rejected ones less likely."""
+
+
+class APODown(Temperature, name="apo_down"):
+    """Anchored (arXiv 2408.06266): both become less likely, the rejected ones more so."""
+
+
+class DiscoPOP(FDivergence, name="discopop"):
+    """The loss that a language model has found (arXiv 2406.08414)."""
+
+    discopop_tau: PositiveFloat = 0.05  # temperature of its mixture of logistic and exponential loss
+
+
+class SFT(PreferenceOptions, name="sft"):
+    """The negative log-likelihood a token of the chosen responses, beside other losses (RPO, MPO, CPO)."""
+
+    uses_reference: ClassVar[bool] = False
+    sums_whole: ClassVar[bool] = True
+
+
+class SimPO(PreferenceOptions, name="simpo"):
+    """SimPO (arXiv 2405.14734), without a reference: log-probs a token and a margin. AlphaPO (arXiv 2501.03884)."""
+
+    uses_reference: ClassVar[bool] = False
+    sums_whole: ClassVar[bool] = True
+    rewards_of_means: ClassVar[bool] = True
+
+    beta: PositiveFloat = 2.0  # of the log-probs a token
+    simpo_gamma: NonNegativeFloat = 1.0  # the margin; 0.3 to 0.5 of beta
+    alpha: float = 0.0  # AlphaPO's shape of the reward; 0: the log-probs themselves
+
+
+class ORPO(Temperature, name="orpo"):
+    """ORPO's odds ratio (arXiv 2403.07691), without a reference; the whole of the paper's has `sft` beside it."""
+
+    uses_reference: ClassVar[bool] = False
+    sums_whole: ClassVar[bool] = True
+    rewards_of_means: ClassVar[bool] = True
+
+
+class Unpaired(Temperature):
+    """Of the losses of single responses with a label."""
+
+    is_unpaired: ClassVar[bool] = True
+    sums_whole: ClassVar[bool] = True
+
+
+class KTO(Unpaired, name="kto"):
+    """KTO (arXiv 2402.01306): each response against an estimate of the KL to the reference."""
+
+    needs_kl: ClassVar[bool] = True
+
+    desirable_weight: PositiveFloat = 1.0  # of responses with a true label
+    undesirable_weight: PositiveFloat = 1.0  # of the others
+
+
+class APOZeroUnpaired(Unpaired, name="apo_zero_unpaired"):
+    """KTO with an estimate of 0."""
+
+    desirable_weight: PositiveFloat = 1.0  # of responses with a true label
+    undesirable_weight: PositiveFloat = 1.0  # of the others
+
+
+class BCO(Unpaired, name="bco"):
+    """BCO (arXiv 2404.04656): classification, with the moving average of the mean reward as its threshold."""
+
+    couples_rows: ClassVar[bool] = True
+
+    shift_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9  # a step, of that average

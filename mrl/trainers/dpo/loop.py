@@ -1,0 +1,171 @@
+"""Preference learning: the log-probs of whole responses, against a reference's, in one of many losses."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.algo import preference_unpaired
+from mrl.algo.preference import Sums
+from mrl.config.schema import DPOConfig
+from mrl.core import Rollout
+from mrl.data import PreferenceDataset, load_tokenizer, preference_notes
+from mrl.data.preference import mismatched
+from mrl.learner.preference import Targets, one_pass, targets, two_pass
+from mrl.options.preference import BCO
+from mrl.trainers.dpo import metrics as reported
+from mrl.trainers.dpo.reference import Cached, Live, cached_reference, live_reference, sums_of
+from mrl.trainers.shared.models import build_learner
+from mrl.trainers.shared.references import RefreshedReference
+from mrl.trainers.shared.run import Run, started
+from mrl.trainers.shared.updates import named
+
+
+class Shift:
+    """The moving average that is bco's threshold, part of the run's state."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+    def after(self, found: float | None, decay: float) -> float:
+        """The average with a step's own value, if it has one that is finite; 0 before the first."""
+        if found is not None and math.isfinite(found):
+            self.value = found if self.value is None else decay * self.value + (1 - decay) * found
+        return self.value or 0.0
+
+
+@dataclass
+class DPORun(Run):
+    cfg: DPOConfig
+    data: PreferenceDataset
+    reference: Live | Cached | None
+    shift: Shift
+
+
+def main(cfg: DPOConfig) -> None:
+    """Trains to `run.steps`, going on from the run directory's last checkpoint. Called on every rank."""
+    with open_run(cfg) as run:
+        for step in run.steps():
+            train_step(run, step)
+        run.finish()
+
+
+def train_step(run: DPORun, step: int) -> None:
+    stats, began = run.saving.new_stats(step + 1), time.monotonic()
+    numbers = run.data.of_step(step, run.cfg.batch.rows_per_step, run.cfg.run.seed)
+    batch = run.data.batch(step, numbers)
+    with run.phase("update", stats):
+        of_step = step_targets(run, batch, numbers)
+        of_step, policy, metrics = update(run, batch, of_step)
+        run.updates.note("actor", run.actor, batch, range(batch.num_samples), metrics)
+        run.updates.end_of_step(step + 1)
+        if isinstance(run.reference, RefreshedReference):
+            run.reference.after_step(step + 1)
+    metrics |= reported.of_step(of_step, policy, [run.data.rows[number] for number in numbers])
+    if step == 0 and run.cfg.preference.needs_reference:
+        metrics["dpo/first_gap"] = float((policy - of_step.reference).abs().max())
+    stats.metrics |= named("actor", metrics)
+    stats.metrics |= run.speed.metrics(stats, batch, batch.tokens.numel(), time.monotonic() - began)
+    run.phase.end_of_step(stats)
+    run.recorder.log(stats)
+
+
+def step_targets(run: DPORun, batch: Rollout, numbers: Sequence[int]) -> Targets:
+    """What the losses compare the policy with: the reference's sums, and kto's baseline. Collective."""
+    cfg, reference = run.cfg.preference, run.reference
+    of_step = targets(batch, cfg.loss.chosen, run.data.per_row, cfg.ld_alpha)
+    if isinstance(reference, Cached):
+        return replace(of_step, reference=reference.of(numbers))
+    if reference is not None:
+        of_step = replace(of_step, reference=sums_of(run.cfg, reference, batch))
+    if cfg.needs_kl:
+        others = mismatched(batch, run.cfg.data.max_tokens)
+        ratios = sums_of(run.cfg, run.actor, others)
+        ratios = ratios - sums_of(run.cfg, reference, others) if reference is not None else ratios
+        of_step = replace(of_step, kl=preference_unpaired.kl_estimate(ratios))
+    return of_step
+
+
+def update(run: DPORun, batch: Rollout, of_step: Targets) -> tuple[Targets, Tensor, dict[str, float]]:
+    """One optimizer update: (what the losses were held against, the policy's sums [B] before it, metrics). Collective.
+
+    In one pass where a row's gradient needs nothing of other rows and every pair fits into a micro-batch, else in two.
+    """
+    actor, samples = run.actor, range(batch.num_samples)
+    fits = of_step.together == 1 or actor.fits_together(batch, of_step.together)
+    if fits and not run.cfg.preference.couples_rows:
+        loss = one_pass(of_step, actor.total_over_context, actor.mesh.cp)
+        metrics = actor.backward(batch, samples, loss, temperature=1.0)
+        policy = of_step.sums(actor.last_log_probs(batch)[0])
+    else:
+        of_step, policy = first_pass(run, batch, of_step)
+        loss, value = two_pass(of_step, policy)
+        metrics = actor.backward(batch, samples, loss, temperature=1.0) | {"loss": value}
+    return of_step, policy, metrics | actor.step()
+
+
+def first_pass(run: DPORun, batch: Rollout, of_step: Targets) -> tuple[Targets, Tensor]:
+    """The policy's sums [B], and what follows from them: the rows' weights, bco's threshold. Collective."""
+    if run.cfg.preference.use_weighting:
+        log_probs, _, squares = run.actor.distribution(batch, 1.0)
+        likely = of_step.member.new_zeros(batch.num_samples, dtype=torch.float64)
+        likely = likely.index_add(0, of_step.member, log_probs.double() - squares.double().log()) / of_step.tokens
+        return replace(of_step, row_weights=likely.view(-1, 2).sum(1).exp()), of_step.sums(log_probs)
+    policy = of_step.sums(run.actor.log_probs(batch, 1.0)[0])
+    if isinstance(bco := of_step.losses.get("bco"), BCO):
+        responses = Sums(policy, of_step.reference, of_step.tokens)
+        found = preference_unpaired.mean_reward(responses, of_step.labels, bco.beta)
+        of_step = replace(of_step, shift=run.shift.after(found, bco.shift_decay))
+    return of_step, policy
+
+
+@contextlib.contextmanager
+def open_run(cfg: DPOConfig) -> Iterator[DPORun]:
+    """Builds the run on every rank; closes files and process group on any exit."""
+    with started(cfg) as start:
+        data = read_data(cfg)
+        for line in [*data.tokenizer.notes, *preference_notes("data.train", data), *balance_notes(cfg, data)]:
+            start.recorder.note(line)
+        caches = cfg.preference.needs_reference and cfg.ref.policy == "cached"
+        cached = cached_reference(cfg, start, data) if caches else None
+        actor = build_learner(cfg, start.world, "policy", None, cfg.actor)
+        live, shift = live_reference(cfg, start, actor), Shift()
+        parts = {"actor": actor} | ({"ref": live} if isinstance(live, RefreshedReference) else {})
+        begun = start.begin(actor, parts=parts, states={"shift": shift})
+        run = DPORun(**vars(begun), data=data, reference=cached or live, shift=shift)
+        run.resume()
+        start.is_set_up()
+        yield run
+
+
+def balance_notes(cfg: DPOConfig, data: PreferenceDataset) -> Iterator[str]:
+    """Where kto's two kinds of rows weigh otherwise than its paper advises: the good ones 1 to 4/3 times the bad."""
+    kto = cfg.preference.loss.kto
+    if kto is None:
+        return
+    good = sum(bool(row.label) for row in data.rows)
+    weighed = good * kto.desirable_weight, (len(data) - good) * kto.undesirable_weight
+    if not weighed[1] <= weighed[0] <= 4 / 3 * weighed[1]:
+        yield (
+            f"kto: {good} good and {len(data) - good} bad rows count {weighed[0]:g} to {weighed[1]:g} by "
+            "preference.loss.kto.desirable_weight and undesirable_weight; advised is 1 to 4/3 as much for the good"
+        )
+
+
+def read_data(cfg: DPOConfig) -> PreferenceDataset:
+    """Raises DataError, or TokenizerError, for what cannot be used."""
+    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
+    return PreferenceDataset(cfg.data.train, cfg.data, tokenizer, "labels" if cfg.preference.is_unpaired else "pairs")

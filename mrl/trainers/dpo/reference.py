@@ -1,0 +1,101 @@
+"""The reference of a run of preference learning: its sums of log-probs for the responses of a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mrl.config.resume import contents
+from mrl.config.schema import DPOConfig
+from mrl.core import Rollout
+from mrl.data import PreferenceDataset
+from mrl.files import replacing
+from mrl.learner import Learner
+from mrl.learner.preference import targets
+from mrl.trainers.shared.models import build_learner
+from mrl.trainers.shared.references import RefreshedReference
+from mrl.trainers.shared.run import Start
+
+FILE = "reference_sums.safetensors"
+ROWS_AT_ONCE = 512
+Live = Learner | RefreshedReference
+
+
+@dataclass(frozen=True)
+class Cached:
+    """sums [rows, responses of a row] float64, by the rows' numbers."""
+
+    sums: Tensor
+
+    def of(self, numbers: Sequence[int]) -> Tensor:
+        """[B] of the batch of these rows."""
+        return self.sums[list(numbers)].flatten()
+
+
+def cached_reference(cfg: DPOConfig, start: Start, data: PreferenceDataset) -> Cached:
+    """Of all rows: read from RUN_DIR/reference_sums.safetensors where that was made with the same tokens, weights, type
+    and ld_alpha, else computed by a model that is let go, and written there. Collective."""
+    file, note = start.run_dir / FILE, start.recorder.note
+
+    def find() -> tuple[str, Tensor | None]:
+        key = _key(cfg, data)
+        found, stored = _read(file)
+        if found is not None and stored != key:
+            note(f"reference: {file} is of other tokens or weights, and is made again")
+        return key, found if stored == key else None
+
+    key, sums = start.world.from_main("reading the reference's sums", find)
+    if sums is not None:
+        note(f"reference: its log-probs of {len(data)} rows are those of {file}")
+        return Cached(sums)
+    learner = build_learner(cfg, start.world, "policy", cfg.ref.path, cfg.actor, trainable=False)
+    made = torch.zeros(len(data), data.per_row, dtype=torch.float64)
+    for first in range(0, len(data), ROWS_AT_ONCE):
+        numbers = range(first, min(first + ROWS_AT_ONCE, len(data)))
+        made[first : first + len(numbers)] = sums_of(cfg, learner, data.batch(0, numbers)).view(-1, data.per_row)
+    start.world.from_main("writing the reference's sums", lambda: _write(file, key, made))
+    note(f"reference: its log-probs of {len(data)} rows are in {file}, its weights are let go")
+    return Cached(made)
+
+
+def live_reference(cfg: DPOConfig, start: Start, actor: Learner) -> Live | None:
+    """A model of its own, or the actor as it was; None where no loss asks for one, or it is cached. Collective."""
+    if not cfg.preference.needs_reference or cfg.ref.policy == "cached":
+        return None
+    if cfg.ref.policy == "refreshed":
+        assert cfg.ref.refresh_every_steps is not None
+        return RefreshedReference(actor, cfg.ref.refresh_every_steps, cfg.ref.refresh_share)
+    return build_learner(cfg, start.world, "policy", cfg.ref.path, cfg.actor, trainable=False)
+
+
+def sums_of(cfg: DPOConfig, policy: Live, batch: Rollout) -> Tensor:
+    """[B] float64: sums of log-probs of the responses, weighed as the losses do. Collective."""
+    together = 1 if cfg.preference.is_unpaired else 2
+    of = targets(batch, {}, together, cfg.preference.ld_alpha)
+    return of.sums(policy.log_probs(batch, 1.0)[0])
+
+
+def _key(cfg: DPOConfig, data: PreferenceDataset) -> str:
+    weights = contents(Path(cfg.ref.path or cfg.model.path))
+    start = cfg.run.seed if cfg.model.from_scratch and cfg.ref.path is None else None
+    made_of = [data.digest(), data.form, weights, start, cfg.model.dtype, cfg.preference.ld_alpha]
+    return json.dumps(made_of, sort_keys=True)
+
+
+def _read(file: Path) -> tuple[Tensor | None, str]:
+    if not file.is_file():
+        return None, ""
+    with safe_open(file, "pt") as stored:
+        return stored.get_tensor("sums"), (stored.metadata() or {}).get("key", "")
+
+
+def _write(file: Path, key: str, sums: Tensor) -> None:
+    with replacing(file) as temporary:
+        save_file({"sums": sums}, temporary, {"key": key})

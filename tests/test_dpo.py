@@ -1,0 +1,183 @@
+"""`trainer: dpo` as a user runs it: what it reports, its references, going on after a death, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from mrl import cli
+from mrl.config.loader import ConfigError, load
+from tests.test_resume import TinyModels, difference, results, train, train_and_kill
+
+CACHE = "reference_sums.safetensors"
+
+
+def write(folder: Path, model: Path, name: str = "config.yaml", **keys: Any) -> Path:
+    """FOLDER/NAME, and twelve pairs, whose halves are also responses with a label."""
+    pairs = [
+        {"prompt": f"{n} + {n} =", "chosen": f"{2 * n}" * (n % 4 + 1), "rejected": f"{n}!", "data_source": "ab"[n % 2]}
+        for n in range(1, 13)
+    ]
+    labels = [
+        {"prompt": row["prompt"], "completion": row[half], "label": half == "chosen"}
+        for row in pairs
+        for half in ("chosen", "rejected")
+    ]
+    for file, rows in (("pairs", pairs), ("labels", labels)):
+        (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "trainer": "dpo",
+        "run": {"name": "run", "root": str(folder / "runs"), "steps": 4, "trackers": []},
+        "model": {"path": str(model), "dtype": "float32"},
+        "actor": {"optimizer": {"lr": 1e-3}, "max_tokens_per_microbatch": 40},
+        "data": {"train": str(folder / "pairs.jsonl"), "max_prompt_tokens": 16, "max_tokens": 32},
+        "batch": {"rows_per_step": 6},
+        "checkpoint": {"every_steps": 2, "export_hf": True},
+    } | keys
+    (folder / name).write_text(yaml.safe_dump(config))
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with cached log-probs of the reference, which is killed, whose cache is then spoiled; the same undisturbed;
+    the same with a live reference."""
+    folder = tmp_path_factory.mktemp("dpo")
+    preference = {"loss": {"sigmoid": {"beta": 0.2}, "sft": {"weight": 0.5}}}
+    config = write(folder, tiny_models("llama"), preference=preference, ref={"policy": "cached"})
+    train(folder, config, "run.name=whole")
+    train_and_kill(folder, folder / "runs/killed", config, "run.name=killed", "run.steps=50")
+    spoil(folder / "runs/killed" / CACHE)
+    (folder / "terminal").write_text(train(folder, config, "run.name=killed").terminal)
+    train(folder, config, "run.name=live", "ref.policy=frozen")
+    return folder
+
+
+def spoil(file: Path) -> None:
+    with safe_open(file, "pt") as stored:
+        sums = stored.get_tensor("sums")
+    save_file({"sums": sums + 1}, file, {"key": "of other weights"})
+
+
+def test_killed_and_started_again_is_the_same_run_to_the_bit(folder: Path) -> None:
+    whole, killed = (folder / "runs" / name for name in ("whole", "killed"))
+    assert results(killed) == results(whole) and list(results(whole)) == [1, 2, 3, 4]
+    assert set(difference(whole, killed).values()) == {0.0}
+
+
+def test_a_cache_of_something_else_is_made_again_and_that_is_said(folder: Path) -> None:
+    said = (folder / "terminal").read_text()
+    assert f"{CACHE} is of other tokens or weights, and is made again" in said
+    assert "its log-probs of 12 rows are in" in said and "its weights are let go" in said
+
+
+def test_a_live_reference_is_the_cached_one(folder: Path) -> None:
+    cached, live = (results(folder / "runs" / name) for name in ("whole", "live"))
+    for step, row in cached.items():
+        assert live[step] == pytest.approx(row, rel=1e-5, abs=1e-6), step
+
+
+def test_what_the_first_step_reports(folder: Path) -> None:
+    """Policy and reference are the same: a loss of log 2, no pair won, no gap."""
+    first = results(folder / "runs/whole")[1]
+    assert first["dpo/first_gap"] < 1e-4
+    assert first["dpo/loss_by_type/sigmoid"] == pytest.approx(math.log(2), rel=1e-4)
+    assert first["actor/loss"] == pytest.approx(math.log(2) + 0.5 * first["dpo/loss_by_type/sft"], rel=1e-4)
+    assert first["dpo/loss_by_type/sft"] == pytest.approx(first["dpo/nll_loss"], rel=1e-6)
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-4) and first["actor/entropy"] > 0
+    assert first["logps/chosen"] < 0 and first["dpo/length_chosen"] > 1 and first["dpo/cut_share"] == 0
+
+
+def test_later_ones_show_that_it_learns(folder: Path) -> None:
+    last = results(folder / "runs/whole")[4]
+    assert "dpo/first_gap" not in last and last["rewards/margins"] > 0.1
+    assert last["rewards/accuracies"] > 0.5 and last["dpo/loss_by_type/sigmoid"] < math.log(2)
+    assert {"rewards/accuracies/source/a", "rewards/accuracies/chosen_longer"} <= last.keys()
+
+
+def test_the_export_is_what_was_trained(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "runs/whole/hf")
+    other = AutoModelForCausalLM.from_pretrained(folder / "runs/killed/hf").state_dict()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in model.state_dict().items())
+
+
+def test_labels_a_moving_reference_and_a_moving_threshold_go_on_exactly(folder: Path, tiny_models: TinyModels) -> None:
+    data = {"train": str(folder / "labels.jsonl"), "max_prompt_tokens": 16, "max_tokens": 32}
+    ref = {"policy": "refreshed", "refresh_every_steps": 1, "refresh_share": 0.5}
+    loss = {"loss": {"bco": {}, "kto": {}}}
+    config = write(folder, tiny_models("llama"), "labels.yaml", preference=loss, data=data, ref=ref)
+    weights = ("preference.loss.kto.desirable_weight=1.5",)
+    said = train(folder, config, "run.name=labels", *weights).terminal
+    assert "kto: 12 good and 12 bad rows count 18 to 12 by preference.loss.kto.desirable_weight" in said
+    train_and_kill(folder, folder / "runs/labels_killed", config, "run.name=labels_killed", "run.steps=50", *weights)
+    train(folder, config, "run.name=labels_killed", *weights)
+    whole, killed = (folder / "runs" / name for name in ("labels", "labels_killed"))
+    rows = results(whole)
+    assert results(killed) == rows and set(difference(whole, killed).values()) == {0.0}
+    assert len({row["dpo/shift"] for row in rows.values()}) == 4 and "dpo/kl" in rows[1]
+    assert rows[1]["dpo/first_gap"] == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("preference.loss={}", "preference.loss: names no loss"),
+        ("preference.loss=sigmoidd", "did you mean sigmoid?"),
+        ("preference.loss={sigmoid: {gamma: 1.0}}", "unknown key"),
+        ("preference.loss={sigmoid: {}, kto: {}}", "kto are of responses with a label, sigmoid of pairs"),
+        ("preference.loss=kto", "has no 'completion'"),
+        ("preference.loss={robust: {label_smoothing: 0.5}}", "preference.loss.robust.label_smoothing: must be less"),
+        ("preference.loss={exo_pair: {label_smoothing: 0.0}}", "label_smoothing: must be greater than 0"),
+        ("preference.loss={sigmoid: {f_alpha_divergence_coef: 0.2}}", "the divergence is reverse_kl"),
+        ("preference={loss: simpo, ld_alpha: 0.5}", "preference.ld_alpha: is of log-ratios of pairs, simpo take all"),
+        ("preference={loss: aot, use_weighting: true}", "aot compares the batch"),
+        ("preference={loss: orpo, reference_free: true}", "has no effect: orpo use no reference"),
+        ("preference={loss: simpo}", "ref.policy: has no effect: no reference is used"),
+        ("ref={policy: refreshed}", "required by refreshed"),
+        ("ref={policy: cached, refresh_share: 0.5}", "has no effect: the reference is cached"),
+        ("data.max_prompt_tokens=32", "leave no room for a response in 32 tokens"),
+        ("data.max_tokens=4096", "more than the model's 512 positions"),
+        ("data.rejected_key=worse", "has no 'worse'"),
+        ("data.answer_key=other", "data.answer_key: has no effect"),
+        ("run.nproc=8", "batch.rows_per_step: 6 rows are fewer than the 8 data-parallel replicas"),
+        ("resilience.timeouts_s.rollout=1.0", "dpo does not sample"),
+    ],
+)
+def test_what_cannot_be_or_has_no_effect_is_refused(
+    tiny_models: TinyModels, tmp_path: Path, override: str, said: str
+) -> None:
+    config = write(tmp_path, tiny_models("llama"), ref={"policy": "cached"})
+    more = ["run.launcher=ft"] if override.startswith("resilience") else []
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(config, [override, *more])
+
+
+def test_a_cache_cannot_have_what_kto_needs(tiny_models: TinyModels, tmp_path: Path) -> None:
+    data = {"train": str(tmp_path / "labels.jsonl"), "max_prompt_tokens": 16, "max_tokens": 32}
+    config = write(tmp_path, tiny_models("llama"), data=data, preference={"loss": "kto"}, ref={"policy": "cached"})
+    with pytest.raises(ConfigError, match="ref.policy: kto needs the reference in every step"):
+        load(config)
+    load(config, ["ref.policy=frozen"])
+
+
+def test_mrl_data_shows_both_halves(
+    tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["data", str(write(tmp_path, tiny_models("llama"))), "--samples", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "data.train: 12 pairs" in shown and "tokens of chosen" in shown and "tokens of rejected" in shown
+    assert re.search(r"--> chosen: \d+ tokens\n\d+</s>\n--> rejected: \d+ tokens\n\d+!</s>", shown)
+    with (tmp_path / "pairs.jsonl").open("a") as file:
+        file.write('{"prompt": "1", "chosen": "a"}\n')
+    assert cli.main(["data", str(tmp_path / "config.yaml")]) == 1
+    assert "pairs.jsonl:13: no key 'rejected' (data.rejected_key)" in capsys.readouterr().err

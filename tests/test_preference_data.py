@@ -1,0 +1,166 @@
+"""Pairs and labelled responses: their forms, where the prompt ends, what is cut or left out, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mrl.config.schema import PreferenceDataConfig, SourceConfig
+from mrl.data import DataError, PreferenceDataset, preference_notes
+from mrl.data.preference import mismatched
+from mrl.data.tokenizer import Tokenizer
+from tests.tiny import EOS, tiny_tokenizer
+
+TINY = Tokenizer(tiny_tokenizer(), [])
+CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
+CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def read(
+    folder: Path, rows: list[Any], form: Any = "pairs", tokenizer: Tokenizer = TINY, **keys: Any
+) -> PreferenceDataset:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = (SourceConfig(path=str(file)),)
+    cfg = PreferenceDataConfig(**{"train": sources, "shuffle": False, "max_prompt_tokens": 64, **keys})
+    return PreferenceDataset(sources, cfg, tokenizer, form)
+
+
+def texts(data: PreferenceDataset, number: int = 0) -> tuple[str, ...]:
+    row = data.rows[number]
+    return tuple(data.tokenizer.decode(part.tolist(), special=True) for part in (row.prompt, *row.responses))
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture
+def chat() -> Tokenizer:
+    hf = tiny_tokenizer()
+    hf.chat_template = CHAT
+    return Tokenizer(hf, [])
+
+
+def test_text_with_and_without_a_prompt(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "2+2=", "chosen": "4", "rejected": "22"},
+        {"chosen": "2+2=4", "rejected": "2+2=22"},
+        {"chosen": "2+2=4", "rejected": "2+2=4!"},  # one begins with the other
+    ]
+    data = read(tmp_path, rows)
+    assert texts(data, 0) == texts(data, 1) == ("2+2=", "4</s>", "22</s>")
+    assert texts(data, 2) == ("2+2=4", "</s>", "!</s>")
+    batch = data.batch(3, [0, 2])
+    assert batch.step == 3 and batch.scores.tolist() == [1, 0, 1, 0] and batch.group.tolist() == [0, 0, 1, 1]
+    assert batch.rows is not None and batch.rows.tolist() == [0, 0, 2, 2]
+    assert batch.tokens[int(batch.seq_lens[0]) - 1] == EOS
+
+
+def test_conversations_in_every_form_give_the_same_tokens(tmp_path: Path, chat: Tokenizer) -> None:
+    rows = [
+        {"prompt": [user("hi")], "chosen": [assistant("yes")], "rejected": [assistant("no")]},
+        {"prompt": "hi", "chosen": "yes", "rejected": "no"},
+        {"chosen": [user("hi"), assistant("yes")], "rejected": [user("hi"), assistant("no")]},
+    ]
+    data = read(tmp_path, rows, tokenizer=chat, chat_template=True)
+    want = ("<user>hi</s><assistant>", "yes</s>", "no</s>")  # the template's end of turn, no other
+    assert [texts(data, i) for i in range(3)] == [want] * 3
+
+
+def test_control_tokens_in_a_conversation_are_text(tmp_path: Path, chat: Tokenizer) -> None:
+    data = read(tmp_path, [{"prompt": "hi", "chosen": "a</s>b", "rejected": "c"}], tokenizer=chat, chat_template=True)
+    chosen = data.rows[0].responses[0].tolist()
+    assert chosen.count(EOS) == 1 and chosen[-1] == EOS
+    assert any("text to the model, no control tokens" in note for note in preference_notes("data.train", data))
+
+
+def test_the_prompt_ends_before_a_token_that_lies_over_its_end(tmp_path: Path) -> None:
+    vocabulary = {"<unk>": 0, "</s>": 1, "a": 2, "b": 3, "c": 4, "bc": 5}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[("b", "c")], unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("\n", "isolated"), decoders.Fuse()
+    merging = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="</s>"), [])
+    data = read(tmp_path, [{"prompt": "ab", "chosen": "ca", "rejected": "a"}], tokenizer=merging)
+    row = data.rows[0]
+    assert row.prompt.tolist() == [2], "both halves share a prompt: what is before b and bc"
+    assert [part.tolist() for part in row.responses] == [[5, 2, 1], [3, 2, 1]]
+    assert data.sources[0].merged == 1
+    assert any("1 rows where a token lies over the end" in note for note in preference_notes("data.train", data))
+
+
+def test_what_is_cut_and_left_out_is_counted(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "1234", "chosen": "abcdefgh", "rejected": "x"},  # the response is cut
+        {"prompt": "1234567890", "chosen": "a", "rejected": "b"},  # the prompt fills all there is
+        {"prompt": "12", "chosen": "abcdefghij", "rejected": "abcdefghiX"},  # the same after the cut
+        {"prompt": "12", "chosen": "same", "rejected": "same"},
+        {"prompt": "12", "chosen": "a", "rejected": "b"},
+    ]
+    data = read(tmp_path, rows, max_prompt_tokens=9, max_tokens=10)
+    source = data.sources[0]
+    assert (len(data), source.long_prompt, source.same, source.cut) == (2, 1, 2, 1)
+    assert texts(data, 0) == ("1234", "abcdef", "x</s>") and data.rows[0].is_cut and not data.rows[1].is_cut
+    notes = " ".join(preference_notes("data.train", data))
+    assert "1 rows left out: their prompt" in notes and "2 rows left out: both responses" in notes
+    assert "1 rows with a response cut to 10 tokens" in notes
+    cut = read(tmp_path, rows[:1], max_prompt_tokens=3, max_tokens=10, truncation="left")
+    assert texts(cut)[0] == "234" and cut.sources[0].cut_prompt == 1
+    with pytest.raises(DataError, match="none of its 1 rows can be used: 1 have too long a prompt"):
+        read(tmp_path, rows[1:2], max_prompt_tokens=3)
+
+
+def test_labels(tmp_path: Path) -> None:
+    rows = [{"prompt": "1", "completion": "a", "label": True}, {"prompt": "2", "completion": "bcd", "label": 0}]
+    batch = read(tmp_path, rows, "labels").batch(0, [1, 0, 1])
+    assert batch.scores.tolist() == [0, 1, 0] and batch.response_lens.tolist() == [4, 2, 4]
+    moved = mismatched(batch, 3)
+    assert moved.prompt_lens.tolist() == [1, 1, 1] and moved.response_lens.tolist() == [2, 2, 2]
+    assert TINY.decode(moved.tokens.tolist()) == "2a1bc2bc"
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "said"),
+    [
+        (
+            {"prompt": "1", "chosen": "a"},
+            "pairs",
+            "no key 'rejected' (data.rejected_key); the row has: 'prompt', 'chosen'",
+        ),
+        ({"chosen": [user("a")], "rejected": "b"}, "pairs", "chat messages need data.chat_template: true"),
+        ({"prompt": "1", "completion": "a"}, "labels", "no key 'label' (data.label_key)"),
+        ({"prompt": "1", "completion": "a", "label": "yes"}, "labels", "'label' must be true or false, not 'yes'"),
+        ({"chosen": "abc", "rejected": "xyz"}, "pairs", "no token of a prompt is shared"),
+        (["no", "row"], "pairs", "not"),
+    ],
+)
+def test_rows_of_no_use_are_named_by_file_and_line(tmp_path: Path, row: Any, form: str, said: str) -> None:
+    good = {"prompt": "1", "chosen": "a", "rejected": "b", "completion": "a", "label": True}
+    with pytest.raises(DataError, match=rf"^{re.escape(str(tmp_path))}/rows.jsonl:2: .*{re.escape(said)}"):
+        read(tmp_path, [good, row], form)
+
+
+def test_conversations_that_begin_differently(tmp_path: Path, chat: Tokenizer) -> None:
+    row = {"chosen": [user("hi"), assistant("yes")], "rejected": [user("you"), assistant("no")]}
+    with pytest.raises(DataError, match="rows.jsonl:1: without a prompt, both conversations must begin with the same"):
+        read(tmp_path, [row], tokenizer=chat, chat_template=True)
+
+
+def test_steps_have_every_row_once_an_epoch_and_the_digest_is_of_tokens(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}", "chosen": "a", "rejected": "b"} for i in range(6)]
+    data = read(tmp_path, rows, shuffle=True)
+    drawn = [data.of_step(step, 2, seed=1) for step in range(6)]
+    assert sorted(sum(drawn[:3], [])) == sorted(sum(drawn[3:], [])) == list(range(6)) and drawn[:3] != drawn[3:]
+    assert data.digest() == read(tmp_path, rows).digest() != read(tmp_path, rows, max_tokens=2).digest()
+    assert torch.equal(data.batch(0, [1]).tokens, read(tmp_path, rows).batch(0, [1]).tokens)

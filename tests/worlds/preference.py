@@ -1,0 +1,122 @@
+"""Losses of preference learning under many layouts: loss and every gradient.
+
+Usage: preference.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...]. A layout is like tp2 (data parallelism
+fills the world) or tp2/80, with at most 80 tokens a micro-batch; `one` alone writes the reference file.
+RESULT_JSON gets {layout: {case: [relative loss error, worst relative gradient error, its tensor, micro-batches]}}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mrl import platform
+
+platform.install()
+
+from gradients import TIMEOUT_S, compare, everywhere, parse  # noqa: E402
+
+from mrl.algo.preference_unpaired import kl_estimate  # noqa: E402
+from mrl.config.schema import DPOConfig, TrainConfig  # noqa: E402
+from mrl.core import Rollout  # noqa: E402
+from mrl.data.preference import mismatched  # noqa: E402
+from mrl.families import load_arch  # noqa: E402
+from mrl.learner import Learner  # noqa: E402
+from mrl.learner.preference import one_pass, targets, two_pass  # noqa: E402
+from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
+from mrl.trainers.dpo.loop import DPORun, Shift, first_pass  # noqa: E402
+
+PROMPT = (3, 5, 2, 7, 4, 1, 6)  # tokens
+RESPONSES = ((9, 2), (30, 11), (1, 17), (5, 12), (3, 21), (7, 8), (4, 4))  # chosen, rejected
+CASES: dict[str, dict[str, Any]] = {
+    "sigmoid": {"loss": {"sigmoid": {"beta": 0.3, "label_smoothing": 0.1}}},
+    "ipo": {"loss": "ipo"},
+    "ld": {"loss": {"apo_down": {}, "sigmoid_norm": {"weight": 0.5}}, "ld_alpha": 0.4},
+    "aot": {"loss": "aot"},
+    "simpo": {"loss": {"simpo": {"alpha": 0.25}, "orpo": {}}},
+    "sft": {"loss": {"sigmoid": {"weight": 0.8}, "bco_pair": {"weight": 0.2}, "sft": {}}},
+    "weighted": {"loss": "hinge", "use_weighting": True},
+    "kto": {"loss": "kto"},
+    "bco": {"loss": "bco"},
+}
+
+
+def make_batch(vocab: int, unpaired: bool) -> Rollout:
+    """Seven pairs; their halves with labels."""
+    g = torch.Generator().manual_seed(7)
+    draw = lambda n: torch.randint(1, vocab, (n,), generator=g).tolist()  # noqa: E731
+    prompts = [prompt for n in PROMPT for prompt in 2 * [draw(n)]]
+    responses = [draw(n) for pair in RESPONSES for n in pair]
+    labels = torch.arange(14) % 3 > 0 if unpaired else torch.arange(14) % 2 == 0
+    return Rollout.of(0, prompts, responses, scores=labels.float())
+
+
+def config(preference: dict[str, Any]) -> DPOConfig:
+    rest = {"run": {"name": "-"}, "model": {"path": "-"}, "data": {"train": "-"}, "batch": {"rows_per_step": 7}}
+    return DPOConfig.model_validate_json(json.dumps({"trainer": "dpo", "preference": preference, **rest}))
+
+
+def build(model_dir: str, mesh: Mesh, tokens: int, seed: int, trainable: bool) -> Learner:
+    train = TrainConfig(parallel=mesh.cfg, max_tokens_per_microbatch=tokens)
+    return Learner(
+        "policy", load_arch(model_dir), model_dir, train, mesh,
+        dtype=torch.float32, seed=seed, from_scratch=True, trainable=trainable,
+    )  # fmt: skip
+
+
+def gradients(cfg: DPOConfig, actor: Learner, ref: Learner, twice: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    """(loss, full gradients by Hugging Face name). twice: in two passes, whatever the loss needs"""
+    preference = cfg.preference
+    together = 1 if preference.is_unpaired else 2
+    batch = make_batch(actor.arch.vocab_size, preference.is_unpaired)
+    t = targets(batch, preference.loss.chosen, together, preference.ld_alpha)
+    if preference.needs_reference:
+        t = replace(t, reference=t.sums(ref.log_probs(batch, 1.0)[0]))
+    if preference.needs_kl:
+        others = mismatched(batch, 30)
+        of = targets(others, {}, 1)
+        t = replace(
+            t, kl=kl_estimate(of.sums(actor.log_probs(others, 1.0)[0]) - of.sums(ref.log_probs(others, 1.0)[0]))
+        )
+    if preference.couples_rows or twice:
+        run = object.__new__(DPORun)
+        run.actor, run.cfg, run.shift = actor, cfg, Shift()
+        t, policy = first_pass(run, batch, t)
+        loss, value = two_pass(t, policy)
+    else:
+        loss, value = one_pass(t, actor.total_over_context, actor.mesh.cp), None
+    metrics = actor.backward(batch, range(14), loss, 1.0, full_gradients=True)
+    return metrics["loss"] if value is None else value, everywhere(actor, lambda p: p.main_grad)
+
+
+def main() -> None:
+    model_dir, reference_file, result_file, *layouts = sys.argv[1:]
+    platform.init_process_group(TIMEOUT_S)
+    meshes = Meshes(TIMEOUT_S)
+    results: dict[str, dict[str, list[object]]] = {}
+    for layout in layouts:
+        name, _, tokens = layout.partition("/")
+        mesh = meshes.get(parse(name))
+        actor, ref = (build(model_dir, mesh, int(tokens or 10_000), 3 + i, i == 0) for i in (0, 1))
+        got = {case: gradients(config(keys), actor, ref, twice=False) for case, keys in CASES.items()}
+        got |= {
+            f"{case} twice": gradients(config(CASES[case]), actor, ref, twice=True) for case in ("sigmoid", "ld", "kto")
+        }
+        if layout == "one":
+            torch.save(got, reference_file)
+        want = torch.load(reference_file)
+        batches = len(actor._micro_batches(make_batch(313, False), range(14), 2))  # noqa: SLF001
+        results[layout] = {case: [*compare(got[case], want[case.removesuffix(" twice")]), batches] for case in got}
+    if rank() == 0:
+        Path(result_file).write_text(json.dumps(results))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
