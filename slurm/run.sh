@@ -80,11 +80,20 @@ node='exec >>"${LOG}_$SLURMD_NODENAME.log" 2>&1
 code=$?
 echo $code >"$STATE.code.$SLURM_NODEID"
 exit $((code == EXIT_PREEMPTED ? 0 : code))'
+run= warned=
 warn() {
+  warned=yes
+  [[ -n $run ]] || return
   phase "told to stop: the ranks save"
   "${step[@]}" --mem=0 bash -c 'kill -USR1 "$(cat "$STATE.pid.$SLURM_NODEID")"' || phase "error: not every node could be told"
 }
 trap warn USR1
+requeue() { # "why": as often as is allowed
+  ((${SLURM_RESTART_COUNT:-0} < ${MAX_REQUEUES:-100})) || return
+  phase "$1; the job goes on as soon as there is room for it"
+  scontrol requeue "$SLURM_JOB_ID"
+  sleep 60 # for Slurm to end this script
+}
 
 phase "nodes $SLURM_JOB_NODELIST, head $head:$port, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
 [[ -n ${CONTAINER_IMAGE:-} ]] && "${step[@]}" true && phase "every node has the container"
@@ -92,8 +101,9 @@ phase "nodes $SLURM_JOB_NODELIST, head $head:$port, commit $(git rev-parse --sho
 # ---- preflight: every node looks at itself, at the others and at the network between them; it ends by itself
 
 if [[ -n ${place:-} && ! -v COMMAND && ${PREFLIGHT:-yes} == yes ]]; then
-  names=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
-  look='exec >>"${LOG}_$SLURMD_NODENAME.log" 2>&1
+  names=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n "$trainers" | paste -sd,)
+  look='((SLURM_NODEID < '$trainers')) || exit 0
+  exec >>"${LOG}_$SLURMD_NODENAME.log" 2>&1
   COLUMNS=160 "$0" -m mrl "$@" '${place/:$port/:$((port - 10000))}'
   code=$?
   ((code == 0)) || echo "$SLURMD_NODENAME $code" >"$STATE.look.$SLURM_NODEID"
@@ -102,7 +112,7 @@ if [[ -n ${place:-} && ! -v COMMAND && ${PREFLIGHT:-yes} == yes ]]; then
   "${step[@]}" --mem=0 --time="${PREFLIGHT_MINUTES:-10}" --kill-on-bad-exit=1 bash -c "$look" "$python" \
     preflight "${arguments[@]:1}" --names "$names"
   code=$?
-  bad=$(cat $(ls -tr "$STATE".look.* 2>/dev/null) /dev/null | paste -sd,)
+  bad=$(ls -tr "$STATE".look.* 2>/dev/null | xargs -r -d '\n' cat | paste -sd,)
   rm -f "$STATE".look.*
   if ((code)); then
     phase "error: preflight has found something wrong on ${bad:-a node that does not end} (with exit code): ${LOG}_NODE.log"
@@ -112,6 +122,10 @@ fi
 
 # ---- the run
 
+if [[ -n $warned ]]; then
+  requeue "told to stop before the run began"
+  exit "$EXIT_PREEMPTED"
+fi
 phase "starting: mrl ${arguments[*]}; each node writes to ${LOG}_NODE.log"
 "${step[@]}" --mem=0 --kill-on-bad-exit=1 bash -c "$node" "$python" "${arguments[@]}" &
 run=$!
@@ -132,13 +146,10 @@ failed=$(first_failure)
 code=${failed:-$code}
 rm -f "$STATE".*
 
-again=
-((code == EXIT_PREEMPTED)) && again="saved and left"
-[[ -n $lost ]] && again="node ${lost}of $SLURM_JOB_NODELIST did not end with the others and counts as lost"
-if [[ -n $again ]] && ((${SLURM_RESTART_COUNT:-0} < ${MAX_REQUEUES:-100})); then
-  phase "$again; the job goes on as soon as there is room for it"
-  scontrol requeue "$SLURM_JOB_ID"
-  sleep 60 # for Slurm to end this script
+if [[ -n $lost ]]; then
+  requeue "node ${lost}of $SLURM_JOB_NODELIST did not end with the others and counts as lost"
+elif ((code == EXIT_PREEMPTED)); then
+  requeue "saved and left"
 fi
 phase "ended with exit code $code"
 exit "$code"

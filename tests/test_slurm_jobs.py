@@ -20,6 +20,7 @@ STAND_IN = """#!/bin/bash
 echo "told: $*"
 [[ $3 == preflight && $LOOKS == bad && $SLURM_NODEID == 1 ]] && exit 1
 [[ $3 == preflight && $LOOKS == bad ]] && sleep 60
+[[ $3 == preflight && $LOOKS == slow && $SLURM_RESTART_COUNT != 1 ]] && sleep 4
 [[ $3 == preflight ]] && exit 0
 [[ $ENDS == at_once && $SLURM_NODEID == 1 ]] && exit 3
 [[ $ENDS == second_time && $SLURM_RESTART_COUNT == 1 || $ENDS == well ]] && exit 0
@@ -37,13 +38,18 @@ class Desk:
     slurm: Cluster
     folder: Path
 
-    def submit(self, ends: str, *arguments: str, **environment: str) -> str:
-        there = {"VENV": str(self.folder / "venv"), "LOG_DIR": str(self.folder / "logs"), "MRL_HOME": str(ROOT)}
+    @property
+    def logs(self) -> Path:
+        return self.folder / f"logs of {len(self.slurm.names)} nodes"
+
+    def submit(self, ends: str, *arguments: str, nodes: int = 2, **environment: str) -> str:
+        there = {"VENV": str(self.folder / "venv"), "LOG_DIR": str(self.logs), "MRL_HOME": str(ROOT)}
         script = str(ROOT / "slurm" / "ppo_tiny_cpu.sh")
-        return self.slurm.submit(self.folder, script, *arguments, **there, **environment, ENDS=ends)
+        size = f"--nodes={nodes}"
+        return self.slurm.submit(self.folder, size, script, *arguments, **there, **environment, ENDS=ends)
 
     def log(self, job: str, node: str) -> str:
-        file = self.folder / "logs" / f"ppo_tiny_cpu_{job}_{node}.log"
+        file = self.logs / f"ppo_tiny_cpu_{job}_{node}.log"
         return file.read_text() if file.exists() else ""
 
     def phases(self, job: str) -> str:
@@ -111,6 +117,27 @@ def test_the_last_nodes_serve_engines_where_a_job_says_so(desk: Desk) -> None:
     assert desk.ended(job) == ("FAILED", "1:0") and "leave none for the trainer" in desk.phases(job)
 
 
+def test_nodes_that_serve_do_not_look_as_nodes_of_the_trainer(desk: Desk) -> None:
+    with contextlib.closing(Cluster(nodes=3)) as slurm:
+        three = Desk(slurm, desk.folder)
+        job = three.submit("well", "run.steps=8", nodes=3, ENGINE_NODES="1")
+        assert three.ended(job) == ("COMPLETED", "0:0")
+    logs = [three.log(job, node) for node in ("n1", "n2", "n3")]
+    assert [re.findall(r"-m mrl (\w+)", log) for log in logs] == [["preflight", "train"]] * 2 + [["serve"]]
+    places = [re.search(r"train .* --nodes 2 --node (\d)", log) for log in logs[:2]]
+    assert [place[1] for place in places if place] == ["0", "1"]
+    assert re.search(r"serve .* --node 0 --head", logs[2])
+
+
+def test_who_is_told_to_stop_in_preflight_starts_nothing_and_goes_on_later(desk: Desk) -> None:
+    job = desk.submit("well", LOOKS="slow")
+    desk.slurm.wait_for(lambda: all("preflight" in desk.log(job, node) for node in ("n1", "n2")), 60)
+    desk.slurm.call("scancel", "--batch", "--signal=USR1", job)
+    assert desk.ended(job) == ("COMPLETED", "0:0"), desk.phases(job)
+    assert "told to stop before the run began; the job goes on" in desk.phases(job)
+    assert desk.phases(job).count("starting: ") == 1
+
+
 def test_who_is_told_to_stop_and_saves_goes_on_under_the_same_number(desk: Desk) -> None:
     """`mrl` alone is told, not what it has started."""
     job = desk.submit("second_time")
@@ -131,7 +158,7 @@ def test_a_job_that_has_gone_on_often_enough_ends_with_mrl_s_code(desk: Desk) ->
 def test_one_node_s_failure_ends_the_job_with_its_code(desk: Desk) -> None:
     job = desk.submit("at_once")
     assert desk.ended(job) == ("FAILED", "3:0"), desk.phases(job)
-    assert not desk.slurm.processes_of(job)
+    desk.slurm.wait_for(lambda: not desk.slurm.processes_of(job), 30)
 
 
 @pytest.mark.parametrize(
