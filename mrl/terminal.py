@@ -39,6 +39,7 @@ class Terminal:
         os.set_blocking(self._source, False)
         self._log_path, self._log_is_whole = log, True
         self._rank_side_open = True
+        self._is_in_a_line = False  # what was copied last had no end of line
 
     def __enter__(self) -> Terminal:
         self._log = TidyLog(self._log_path.open("ab"))
@@ -79,9 +80,10 @@ class Terminal:
             pass
 
     def say(self, text: str, prefix: str = "mrl: ") -> None:
-        """A line of the launcher's own."""
+        """A line of the launcher's own; a rank may have died in the midst of one of its."""
+        end, self._is_in_a_line = "\n" * self._is_in_a_line, False
         with contextlib.suppress(OSError):
-            print(f"{prefix}{text}", file=sys.stderr, flush=True)
+            print(f"{end}{prefix}{text}", file=sys.stderr, flush=True)
 
     def log(self, text: str) -> None:
         """Lines for the log alone."""
@@ -107,6 +109,7 @@ class Terminal:
             self._selector.unregister(self._source)
             return False
         self._write(data)
+        self._is_in_a_line = data[-1:] != b"\n"
         with contextlib.suppress(OSError):  # nobody is there to read: the log still gets it
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
