@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime  # noqa: F401 - pydantic's core imports it, and panics if Ctrl-C comes in the midst of that
 import os
 import re
 import signal
