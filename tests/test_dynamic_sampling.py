@@ -14,6 +14,7 @@ from mrl.config.schema import FilterGroupsConfig, RLConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.observe.files import read_jsonl
 from mrl.reward import RewardError
+from mrl.rollout.load import Load, Meter
 from mrl.trainers.rl.generate import Generator
 from mrl.trainers.rl.groups import GroupFilter, SamplingError, in_order, sample_groups
 
@@ -133,6 +134,9 @@ class MadeUp:
         samples = [Sample(r, [5, 2], [-1.0, -2.0], "stop", "0") for r in requests]
         on_samples(samples[::-1])
         return samples
+
+    def take_loads(self) -> tuple[dict[str, Load], Load]:
+        return {}, Meter().take()
 
     def decode_all(self, responses: Sequence[Sequence[int]]) -> list[str]:
         return [str(ids) for ids in responses]

@@ -85,12 +85,19 @@ def test_doctor_misses_the_compiler_that_triton_calls(monkeypatch: pytest.Monkey
     ("cuda", "fused_layers", "sglang", "stages", "left_out"),
     [
         (False, False, True, None, "no GPU: it tests nothing here"),
-        (True, False, False, "cuda, engine, speed", "left out here: transformer_engine, engine's checks of SGLang"),
-        (True, True, True, "cuda, engine, transformer_engine, speed", "left out here: nothing"),
+        (
+            True,
+            False,
+            False,
+            "cuda, engine, speed",
+            "left out here: transformer_engine, fp8, engine's checks of SGLang",
+        ),
+        (True, True, True, "cuda, engine, transformer_engine, fp8, speed", "left out here: nothing"),
     ],
 )
 def test_doctor_says_which_stages_can_run(
     cuda: bool, fused_layers: bool, sglang: bool, stages: str | None, left_out: str
 ) -> None:
-    row = _gpu_tests({"CUDA": cuda, "transformers": True, "transformer-engine": fused_layers, "sglang": sglang})
+    usable = {"CUDA": cuda, "transformers": True, "transformer-engine": fused_layers, "fp8": fused_layers}
+    row = _gpu_tests(usable | {"sglang": sglang})
     assert (row.version, row.without) == (stages, left_out)

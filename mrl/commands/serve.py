@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mrl.commands import shared, world
 from mrl.commands.train import COMPILED
@@ -54,16 +54,14 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
-    from mrl.config.schema import RLConfig
-
-    if not isinstance(cfg, RLConfig) or not cfg.placement.is_apart:
+    if cfg.engine_nodes() is None:
         print("mrl: mrl serve is for a run with placement.mode: disaggregated", file=sys.stderr)
         return shared.CONFIG_ERROR
-    gpus = world.gpus()
-    if problems := _problems(cfg, gpus):
+    rl, gpus = cast("RLConfig", cfg), world.gpus()
+    if problems := _problems(rl, gpus):
         print("\n".join(problems), file=sys.stderr)
         return shared.CONFIG_ERROR
-    return _serve(cfg, args, gpus)
+    return _serve(rl, args, gpus)
 
 
 def _trainers(cfg: Config) -> Machine:

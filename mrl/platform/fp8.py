@@ -30,7 +30,11 @@ def fp8_problem(recipe: str) -> str | None:
     if (problem := version_problem(metadata.version("transformer-engine"))) is not None:
         return problem
     cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-    return chip_problem(recipe, torch.cuda.get_device_capability(), (cuda[0], cuda[1])) or _refusal(recipe)
+    try:
+        capability = torch.cuda.get_device_capability()
+    except (AssertionError, RuntimeError) as error:
+        return f"CUDA does not say what this GPU can do: {error}"
+    return chip_problem(recipe, capability, (cuda[0], cuda[1])) or _refusal(recipe)
 
 
 def version_problem(installed: str) -> str | None:
