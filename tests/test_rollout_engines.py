@@ -174,7 +174,7 @@ def test_samples_come_ordered_and_are_reported_as_they_finish(engine: Engine) ->
     samples = engine.generate(
         list(reversed(asked)),
         SamplingParams(max_new_tokens=4),
-        lambda s: seen.append((s.request.sample_id, threading.get_ident())),
+        lambda finished: seen.extend((s.request.sample_id, threading.get_ident()) for s in finished),
     )
     assert [s.request for s in samples] == asked
     assert sorted(seen) == [(i, threading.get_ident()) for i in range(100)]

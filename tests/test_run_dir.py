@@ -115,6 +115,7 @@ class TestNothingIsWrittenOver:
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         monkeypatch.setattr("mrl.config.loader.load", lambda *args, **more: sft(tmp_path))
         monkeypatch.setattr("mrl.preflight.look.OF_RUN", (look_at_directory,))
+        monkeypatch.setattr("mrl.preflight.memory.look_at_memory", lambda *args: ())  # there is no model
         assert main(["train", "config.yaml"]) == 1
         said = capfd.readouterr().err
         assert said.count("\n") == 1 and "run.existing=move_aside" in said
