@@ -71,7 +71,7 @@ def greedy(engine: Engine) -> list[list[int]]:
 
     requests = [Request(i, i, Prompt(i, prompt, {}), i) for i, prompt in enumerate(PROMPTS)]
     samples = engine.generate(requests, SamplingParams(temperature=0, max_new_tokens=16))
-    return [sample.response_ids for sample in samples]
+    return [sample.response_ids.tolist() for sample in samples]
 
 
 def with_weights(sizes: Path, out: Path) -> Path:

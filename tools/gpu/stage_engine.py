@@ -128,6 +128,7 @@ def large(setting: Setting) -> Numbers:
         "checkpoint.every_steps": "null",
         "checkpoint.export_hf": "false",
         "rollout.release": release(),
+        "actor.offload": "none" if release() == "none" else "all",
     }
     words = [*ONE_RANK, *own, *(f"{key}={value}" for key, value in small.items()), *engine(has_sglang()), LAYERS]
     numbers = sampled(train(setting, "qwen", "grpo_qwen0.6b_1gpu", words, 150.0))
