@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from mrl import cli
 from mrl.config.loader import ConfigError, load
+from mrl.trainers.dpo import reference
 from tests.test_resume import TinyModels, difference, results, train, train_and_kill
 
 CACHE = "reference_sums.safetensors"
@@ -181,3 +182,11 @@ def test_mrl_data_shows_both_halves(
         file.write('{"prompt": "1", "chosen": "a"}\n')
     assert cli.main(["data", str(tmp_path / "config.yaml")]) == 1
     assert "pairs.jsonl:13: no key 'rejected' (data.rejected_key)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"not a file of tensors", b"\x08\0\0\0\0\0\0\0{}      "])
+def test_a_cache_that_cannot_be_read_is_none(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / CACHE
+    assert reference._read(file) == (None, "")
+    file.write_bytes(content)
+    assert reference._read(file) == (None, "")

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from mrl.ports import HERE
+
 EVERYWHERE = (bytes(4), bytes(16))
 ADDRESS_BYTES = {socket.AF_INET: 4, socket.AF_INET6: 16}
 
@@ -49,7 +51,7 @@ class Listener:
         return False
 
 
-def listeners(port: int, host: str = "127.0.0.1") -> list[Listener]:
+def listeners(port: int, host: str = HERE) -> list[Listener]:
     """The sockets that connections to `host`:`port` go to, an IPv4 address of this machine; none if nobody listens."""
     found: dict[bytes, list[Listener]] = {}
     try:

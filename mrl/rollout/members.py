@@ -13,7 +13,7 @@ from mrl.config.schema import PlacementConfig, RLConfig
 from mrl.rollout.access import Access
 from mrl.rollout.errors import EngineStartError
 from mrl.rollout.group import Group
-from mrl.rollout.registry import BEAT_S, Beat, Registry, Sign, Watched
+from mrl.rollout.registry import BEAT_S, LEAVE_S, Beat, Registry, Sign, Watched
 
 
 def served(cfg: RLConfig) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Members:
     def close(self) -> None:
         """No sign from now on: the run has ended, or will be started again."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(LEAVE_S)
         sign = Sign.read(self._registry.run)
         self._beat.close(leave=sign is not None and sign.state == "over")
         for group in self._taken:

@@ -27,6 +27,7 @@ from mrl.rollout.agent import Offered
 
 FOLDER = "engines"
 BEAT_S = 1.0
+LEAVE_S = 10.0  # that an end waits for a thread which is held up by the file server
 State = Literal["starting", "ready", "running", "over"]
 
 
@@ -125,7 +126,7 @@ class Beat:
     def close(self, *, leave: bool = False) -> None:
         """Safe to call twice."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(LEAVE_S)
         if not leave and (left := Sign.read(self._file)) is not None and left.life == self.life:
             self._file.unlink(missing_ok=True)
 

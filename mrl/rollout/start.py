@@ -12,7 +12,7 @@ from pathlib import Path
 from mrl.config.derived import Machine
 from mrl.config.schema import RLConfig, RolloutConfig
 from mrl.config.secret_file import read_secret
-from mrl.families import engine_arch
+from mrl.families import ModelArch, engine_arch
 from mrl.ports import free_port
 from mrl.rollout.access import Access
 from mrl.rollout.agent import Agent, Home, Offered
@@ -81,12 +81,7 @@ def start_engine(
         nodes=nodes,
         memory_timeout_s=cfg.request_timeout_s,
     )
-    return Engine(
-        fleet,
-        vocab_size=arch.vocab_size,
-        concurrent_requests=cfg.concurrent_requests,
-        request_timeout_s=cfg.request_timeout_s,
-    )
+    return _engine(fleet, arch, cfg)
 
 
 def join_engines(cfg: RLConfig, run_dir: Path) -> Engine:
@@ -102,11 +97,15 @@ def join_engines(cfg: RLConfig, run_dir: Path) -> Engine:
         max_restarts=rollout.max_restarts,
         memory_timeout_s=rollout.request_timeout_s,
     )
+    return _engine(fleet, arch, rollout)
+
+
+def _engine(fleet: Fleet, arch: ModelArch, cfg: RolloutConfig) -> Engine:
     return Engine(
         fleet,
         vocab_size=arch.vocab_size,
-        concurrent_requests=rollout.concurrent_requests,
-        request_timeout_s=rollout.request_timeout_s,
+        concurrent_requests=cfg.concurrent_requests,
+        request_timeout_s=cfg.request_timeout_s,
     )
 
 

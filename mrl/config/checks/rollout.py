@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from mrl.config.checks.base import either, inert
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES
-from mrl.config.fp8_shapes import widths
+from mrl.config.fp8_shapes import BLOCK, widths
 from mrl.config.placement import gpus_with_engines
 from mrl.config.problems import Problem
 from mrl.config.schema import ParallelConfig, RLConfig, RolloutConfig, SamplingConfig, ValidationConfig
@@ -16,7 +16,7 @@ from mrl.config.secret_file import read_secret
 from mrl.families import ModelArch
 
 MOST_CPU_ENGINES = 64
-_BLOCK = 128  # of weights in fp8
+_BLOCK = BLOCK["blockwise"]  # of weights in fp8
 
 
 def check(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[Problem]:

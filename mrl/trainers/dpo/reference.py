@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -47,9 +47,11 @@ def cached_reference(cfg: DPOConfig, start: Start, data: PreferenceDataset) -> C
     def find() -> tuple[str, Tensor | None]:
         key = _key(cfg, data)
         found, stored = _read(file)
-        if found is not None and stored != key:
-            note(f"reference: {file} is of other tokens or weights, and is made again")
-        return key, found if stored == key else None
+        is_whole = found is not None and found.shape == (len(data), data.per_row) and found.dtype == torch.float64
+        if file.is_file() and not (is_whole and stored == key):
+            what = "of other tokens or weights" if is_whole else "not as a run writes it"
+            note(f"reference: {file} is {what}, and is made again")
+        return key, found if is_whole and stored == key else None
 
     key, sums = start.world.from_main("reading the reference's sums", find)
     if sums is not None:
@@ -90,10 +92,12 @@ def _key(cfg: DPOConfig, data: PreferenceDataset) -> str:
 
 
 def _read(file: Path) -> tuple[Tensor | None, str]:
-    if not file.is_file():
+    """The sums and what they were made of; (None, "") where there are none, or none that can be read."""
+    try:
+        with safe_open(file, "pt") as stored:
+            return stored.get_tensor("sums"), (stored.metadata() or {}).get("key", "")
+    except (OSError, SafetensorError):
         return None, ""
-    with safe_open(file, "pt") as stored:
-        return stored.get_tensor("sums"), (stored.metadata() or {}).get("key", "")
 
 
 def _write(file: Path, key: str, sums: Tensor) -> None:
