@@ -78,6 +78,15 @@ def test_what_cannot_be_measured_is_said_in_a_line(folder: Path, words: list[str
     assert made.returncode == code and says in made.stderr and len(made.stderr.splitlines()) == 1, made.stderr
 
 
+def test_samples_that_are_no_run_s_are_said_in_a_line(folder: Path) -> None:
+    file = folder / "runs" / "broken" / "rollouts" / "step_1.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text('{"response": \n{"response": "a"}\n')
+    made = zygote.run("mrl", "eval", "--precision-report", "rl.yaml", "run.name=broken", cwd=folder)
+    assert made.returncode == 1 and str(file.relative_to(folder)) in made.stderr, made.stderr
+    assert len(made.stderr.splitlines()) == 1, made.stderr
+
+
 def test_a_title_is_no_markup() -> None:
     row = Row("a & b", 0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
     assert ElementTree.fromstring(picture([row], "<run>")) is not None
