@@ -76,9 +76,13 @@ export STATE=$LOG_DIR/.${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0} EXIT_PREEMPTED
 node='exec >>"${LOG}_$SLURMD_NODENAME.log" 2>&1
 '${serves:-}'
 [[ $1 == serve ]] || set -- "$@" '${place:-}'
-(echo $BASHPID >"$STATE.pid.$SLURM_NODEID"; exec "$0" -m mrl "$@")
-code=$?
-echo $code >"$STATE.code.$SLURM_NODEID"
+ended= # 143 where Slurm ends this node, with another one or for good; only a node that is lost writes nothing
+trap "ended=143; echo 143 >\"$STATE.code.$SLURM_NODEID\"" TERM
+"$0" -m mrl "$@" &
+echo $! >"$STATE.pid.$SLURM_NODEID"
+while wait $!; code=$?; kill -0 $! 2>/dev/null; do :; done
+code=${ended:-$code}
+echo "$code" >"$STATE.code.$SLURM_NODEID"
 exit $((code == EXIT_PREEMPTED ? 0 : code))'
 run= warned=
 warn() {
@@ -106,7 +110,7 @@ if [[ -n ${place:-} && ! -v COMMAND && ${PREFLIGHT:-yes} == yes ]]; then
   exec >>"${LOG}_$SLURMD_NODENAME.log" 2>&1
   COLUMNS=160 "$0" -m mrl "$@" '${place/:$port/:$((port - 10000))}'
   code=$?
-  ((code == 0)) || echo "$SLURMD_NODENAME $code" >"$STATE.look.$SLURM_NODEID"
+  ((code == 0 || code == 143)) || echo "$SLURMD_NODENAME $code" >"$STATE.look.$SLURM_NODEID" # 143: ended with another
   exit $code'
   phase "preflight of $names"
   "${step[@]}" --mem=0 --time="${PREFLIGHT_MINUTES:-10}" --kill-on-bad-exit=1 bash -c "$look" "$python" \
@@ -116,7 +120,8 @@ if [[ -n ${place:-} && ! -v COMMAND && ${PREFLIGHT:-yes} == yes ]]; then
   rm -f "$STATE".look.*
   if ((code)); then
     phase "error: preflight has found something wrong on ${bad:-a node that does not end} (with exit code): ${LOG}_NODE.log"
-    code=${bad##* } && exit "${code:-1}"
+    code=${bad#* } && code=${code%%,*} # of the first one
+    exit "${code:-1}"
   fi
 fi
 
@@ -126,22 +131,41 @@ if [[ -n $warned ]]; then
   requeue "told to stop before the run began"
   exit "$EXIT_PREEMPTED"
 fi
+began=$(date +%s)
 phase "starting: mrl ${arguments[*]}; each node writes to ${LOG}_NODE.log"
-"${step[@]}" --mem=0 --kill-on-bad-exit=1 bash -c "$node" "$python" "${arguments[@]}" &
+"${step[@]}" --job-name=run --mem=0 --kill-on-bad-exit=1 bash -c "$node" "$python" "${arguments[@]}" &
 run=$!
 first_failure() { ls -tr "$STATE".code.* 2>/dev/null | xargs -r -d '\n' cat | grep -v '^0$' | head -n 1; }
-waited=0 lost=
+without_code() { # nodes that began and have not said how they ended
+  local here k
+  here=$(printf '%s\n' "$STATE".*)
+  for ((k = 0; k < SLURM_JOB_NUM_NODES; k++)); do
+    grep -qxF "$STATE.pid.$k" <<<"$here" && ! grep -qxF "$STATE.code.$k" <<<"$here" && echo "$k"
+  done | tr '\n' ' '
+}
+was_away() { # whether Slurm has no word of node k of the job, or it began anew after the run did
+  local node
+  node=$(scontrol show node -o "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n "$(($1 + 1))p")") || return 0
+  [[ $node =~ State=[A-Z+_]*(DOWN|NOT_RESPONDING|\*) ]] ||
+    (($(date -d "$(grep -o 'SlurmdStartTime=[^ ]*' <<<"$node" | cut -d= -f2)" +%s) >= began))
+}
+end_run() { { kill -KILL "$run"; wait "$run"; } 2>/dev/null; }
+waited=0
 while kill -0 "$run" 2>/dev/null; do
   sleep 1 & wait $! # a trap waits for what is in the foreground
   failed=$(first_failure)
   [[ -z $failed || $failed == "$EXIT_PREEMPTED" ]] || ((waited++))
-  if ((waited > ${LOST_S:-120})); then
-    lost=$(for k in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do [[ -e $STATE.code.$k ]] || echo "$k"; done | tr '\n' ' ')
-    kill -KILL "$run"
+  if ((waited && waited % 5 == 0)) && steps=$(squeue --noheader --steps -j "$SLURM_JOB_ID" -o '%i %j'); then
+    number=$(awk '$2 == "run" { print $1 }' <<<"$steps")
+    [[ -n $number ]] || end_run # srun alone has not noticed
+    # a node that was about to begin has missed srun's signal
+    [[ -z $number || -z $(without_code) ]] || scancel --quiet --signal=TERM "$number" 2>/dev/null
   fi
+  ((waited <= ${LOST_S:-120})) || end_run
 done
 wait "$run" 2>/dev/null
 code=$?
+lost=$(for k in $(without_code); do ((waited <= ${LOST_S:-120})) && ! was_away "$k" || echo "$k"; done | tr '\n' ' ')
 failed=$(first_failure)
 code=${failed:-$code}
 rm -f "$STATE".*

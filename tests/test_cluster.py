@@ -23,8 +23,8 @@ from tests.slurm_cluster import Cluster, missing
 from tests.test_resume import results, samples
 from tests.train_tools import ROOT, write_config
 
-LIMIT_S = 150.0
-STEPS = 6
+LIMIT_S = 300.0
+STEPS = 8
 # The pipeline's stages are on different nodes, tensor parallelism stays on one; each node has its engine.
 # Whoever is not at work gives its memory up, on both nodes at once.
 PPO: dict[str, Any] = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -159,6 +161,21 @@ def test_one_node_s_failure_ends_the_job_with_its_code(desk: Desk) -> None:
     job = desk.submit("at_once")
     assert desk.ended(job) == ("FAILED", "3:0"), desk.phases(job)
     desk.slurm.wait_for(lambda: not desk.slurm.processes_of(job), 30)
+
+
+@pytest.mark.parametrize("misses", ["the end of its step", "to end the other node"])
+def test_what_srun_misses_holds_nobody_up(desk: Desk, misses: str) -> None:
+    """Slurm does so at times, when a node fails as the step starts; no node is lost, and the job is not tried again."""
+    deaf = desk.folder / misses / "srun"
+    deaf.parent.mkdir()
+    words, after = '"$@"', "[[ $* != *job-name=run* ]] || exec sleep 100"
+    if misses != "the end of its step":
+        words, after = '"${@/--kill-on-bad-exit=1/--kill-on-bad-exit=0}"', ""
+    deaf.write_text(f"#!/bin/bash\n{shutil.which('srun')} {words}\ncode=$?\n{after}\nexit $code\n")
+    deaf.chmod(0o755)
+    job = desk.submit("at_once", PATH=f"{deaf.parent}:{os.environ['PATH']}")
+    assert desk.ended(job) == ("FAILED", "3:0"), desk.phases(job)
+    assert "goes on" not in desk.phases(job)
 
 
 @pytest.mark.parametrize(
