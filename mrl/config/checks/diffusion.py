@@ -1,0 +1,133 @@
+"""What can be known of a diffusion model and its sampler from the JSON files of a diffusers directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mrl.foreign import read_json
+
+SCHEDULERS = {  # by sampler.kind
+    "ddim": ("DDIMScheduler", "DDPMScheduler", "PNDMScheduler"),
+    "flow_sde": ("FlowMatchEulerDiscreteScheduler",),
+}
+FOLDERS = ("transformer", "unet")  # where a diffusers directory has its net
+
+
+@dataclass(frozen=True)
+class NetKind:
+    """told: what it is told besides the latent and the time: classes, or words by one or several text encoders
+    encoders: of how many of the directory's text encoders, which must be there; optional: of how many more that may be
+    fixed: it knows one size of latents alone
+    """
+
+    told: Literal["labels", "clip", "sd3", "flux"]
+    encoders: int = 0
+    optional: int = 0
+    fixed: bool = False
+
+
+FLUX = "FluxTransformer2DModel"
+NETS = {
+    "DiTTransformer2DModel": NetKind("labels", fixed=True),
+    "UNet2DModel": NetKind("labels"),
+    "UNet2DConditionModel": NetKind("clip", 1),
+    "SD3Transformer2DModel": NetKind("sd3", 2, optional=1),
+    FLUX: NetKind("flux", 2),
+}
+FLUX_LATENT = 128  # diffusers' size of a latent where nobody says one
+PREDICTIONS = ("epsilon", "v_prediction", "sample")
+
+
+def scheduler_problem(kind: str, name: str, config: dict[str, Any]) -> str | None:
+    """Why a scheduler of this class and configuration has no step of this kind; None if it has."""
+    known = SCHEDULERS[kind]
+    if name not in known:
+        others = [other for other, names in SCHEDULERS.items() if name in names]
+        hint = f": sampler.kind {others[0]} has" if others else f"; {kind} is made for {', '.join(known)}"
+        return f"a {name} has no {kind} step{hint}"
+    if kind == "flow_sde":
+        return "invert_sigmas: it goes from image to noise" if config.get("invert_sigmas", False) else None
+    clips = name != "PNDMScheduler" and config.get("clip_sample", True)
+    if clips or config.get("thresholding", False):
+        return "clip_sample or thresholding: clamped pixels have no gradient; set both to false"
+    said = config.get("prediction_type", "epsilon")
+    return None if said in PREDICTIONS else f"prediction_type {said!r} is none of {', '.join(PREDICTIONS)}"
+
+
+def net_folder(path: str | Path) -> Path:
+    """Of a diffusers directory. Raises ValueError where there is none."""
+    for name in FOLDERS:
+        if (Path(path) / name / "config.json").is_file():
+            return Path(path) / name
+    raise ValueError(f"{path} is no diffusers directory: it has no {' or '.join(f'{n}/config.json' for n in FOLDERS)}")
+
+
+def component(folder: Path, file: str = "config.json") -> tuple[str, dict[str, Any]]:
+    """Class and configuration of one part of a diffusers directory. Raises ValueError."""
+    try:
+        found = read_json(folder / file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {folder / file}: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("_class_name"), str):
+        raise ValueError(f"{folder / file} names no class")
+    return found["_class_name"], found
+
+
+def net_of(path: str | Path) -> tuple[Path, str, dict[str, Any]]:
+    """Folder, class and configuration of the net that is trained. Raises ValueError for one that is not known."""
+    folder = net_folder(path)
+    name, config = component(folder)
+    if name not in NETS:
+        raise ValueError(f"{folder} is a {name}; mrl trains {', '.join(NETS)}")
+    return folder, name, config
+
+
+def numbered(name: str, count: int) -> list[str]:
+    """Folders of a diffusers directory: NAME, NAME_2, ..."""
+    return [name if i == 1 else f"{name}_{i}" for i in range(1, count + 1)]
+
+
+def net_problem(name: str, config: dict[str, Any]) -> str | None:
+    """Why a net of this configuration cannot be trained; None if it can."""
+    if name == "UNet2DConditionModel" and config.get("addition_embed_type") is not None:
+        return f"addition_embed_type {config['addition_embed_type']!r} (Stable Diffusion XL), which is told sizes too"
+    return None
+
+
+def pixels_a_latent(vae: dict[str, Any] | None) -> int:
+    """How many pixels of an image's side one of a latent stands for."""
+    return 1 if vae is None else 2 ** (len(vae["block_out_channels"]) - 1)
+
+
+def latent_shape(
+    name: str, config: dict[str, Any], vae: dict[str, Any] | None, image_size: int | None
+) -> tuple[int, int, int]:
+    """(channels, height, width). Raises ValueError for an image that the net has no latents of."""
+    size: Any = config.get("sample_size") or FLUX_LATENT
+    height, width = (size, size) if isinstance(size, int) else size
+    if image_size is not None:
+        scale, unit = pixels_a_latent(vae), _unit(name, config)
+        if image_size % (scale * unit):
+            raise ValueError(f"{image_size} pixels are no multiple of {scale * unit}, as a {name} of this kind needs")
+        if NETS[name].fixed and (height, width) != (image_size // scale,) * 2:
+            raise ValueError(f"a {name} draws images of the one size that it was made for, {height * scale}")
+        height = width = image_size // scale
+    channels: int = config["in_channels"]
+    return (channels // 4 if name == FLUX else channels), height, width
+
+
+def _unit(name: str, config: dict[str, Any]) -> int:
+    """What the sides of a latent are multiples of."""
+    if name.startswith("UNet"):
+        return int(2 ** (len(config["block_out_channels"]) - 1))
+    return 2 if name == FLUX else int(config.get("patch_size", 1))
+
+
+def blank_label(name: str, config: dict[str, Any]) -> int | None:
+    """The class that stands for no class, which guidance is measured against; None where the net has none."""
+    if name == "DiTTransformer2DModel":
+        return int(config.get("num_embeds_ada_norm", 1000))
+    count = config.get("num_class_embeds")
+    return int(count) - 1 if count else None

@@ -1,0 +1,240 @@
+"""`trainer: ddpo` and `trainer: diffusion_sft`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from mrl.config.builtin_rewards import IMAGE_SCORER
+from mrl.config.checks.base import Archs, inert
+from mrl.config.checks.data import unreadable
+from mrl.config.checks.diffusion import (
+    NETS,
+    SCHEDULERS,
+    blank_label,
+    component,
+    latent_shape,
+    net_of,
+    net_problem,
+    numbered,
+    scheduler_problem,
+)
+from mrl.config.checks.models import check_optimizer
+from mrl.config.checks.reward import check_server
+from mrl.config.derived import Machine
+from mrl.config.problems import Problem
+from mrl.config.sections.data import SourceConfig
+from mrl.config.sections.diffusion import (
+    DiffusionAdvantageConfig,
+    DiffusionBatchConfig,
+    DiffusionDataConfig,
+    DiffusionLossConfig,
+    DiffusionModelConfig,
+    DiffusionSFTBatchConfig,
+    DiffusionTrainConfig,
+    ImageRewardConfig,
+    ImagesConfig,
+    SamplerConfig,
+)
+from mrl.config.sections.reward import ServerConfig
+from mrl.config.trainers.base import AnyConfig, DataUse
+
+PACKAGES = ("diffusers", "peft", "PIL")
+PLAN, PREVIEW = "mrl.diffusion.plan:DiffusionPlan", "mrl.diffusion.preview:preview"
+KIND, GUIDANCE, AGAINST = "sampler.kind", "sampler.guidance", "advantage.against"
+
+
+class DiffusionConfig(AnyConfig):
+    """What both trainers of diffusion models have. They share the sections of a run with the others, and no model."""
+
+    model: DiffusionModelConfig
+    actor: DiffusionTrainConfig = DiffusionTrainConfig()  # The net that is trained, and its optimizer
+    data: DiffusionDataConfig
+
+    def data_uses(self) -> dict[str, DataUse]:
+        return {}
+
+    def sources(self) -> dict[str, tuple[SourceConfig, ...]]:
+        return {"data.train": self.data.train}
+
+
+class DDPOConfig(DiffusionConfig):
+    """`trainer: ddpo`: a reward of images, by policy gradients over denoising steps (DDPO, Flow-GRPO)."""
+
+    trainer: Literal["ddpo"]  # diffusion models by a reward: DDPO, Flow-GRPO
+    sampler: SamplerConfig = SamplerConfig()
+    batch: DiffusionBatchConfig
+    advantage: DiffusionAdvantageConfig = DiffusionAdvantageConfig()
+    loss: DiffusionLossConfig = DiffusionLossConfig()
+    reward: ImageRewardConfig
+    images: ImagesConfig = ImagesConfig()
+
+    @property
+    def images_per_step(self) -> int:
+        return self.batch.prompts_per_step * self.batch.images_per_prompt
+
+    @property
+    def images_per_update(self) -> int:
+        return self.batch.images_per_update or self.images_per_step
+
+    @property
+    def is_sampling(self) -> bool:
+        return True
+
+    def reward_servers(self) -> dict[str, ServerConfig]:
+        return {"reward.server": self.reward.server} if self.reward.server is not None else {}
+
+    def given_urls(self) -> tuple[str, ...]:
+        return tuple(server.url for server in self.reward_servers().values())
+
+    def summary(self) -> list[tuple[str, str]]:
+        batch, updates = self.batch, self.images_per_step // self.images_per_update
+        return [
+            ("step", f"{batch.prompts_per_step} prompts x {batch.images_per_prompt} = {self.images_per_step} images"),
+            ("updates", f"{batch.inner_epochs} x {updates} of {self.images_per_update} images"),
+            ("sampler", f"{self.sampler.kind}, {self.sampler.steps} steps, guidance {self.sampler.guidance:g}"),
+        ]
+
+
+class DiffusionSFTConfig(DiffusionConfig):
+    """`trainer: diffusion_sft`: denoising of given images."""
+
+    trainer: Literal["diffusion_sft"]  # diffusion models by images
+    batch: DiffusionSFTBatchConfig
+
+    def summary(self) -> list[tuple[str, str]]:
+        return [("step", f"{self.batch.images_per_step} images, 1 update")]
+
+
+def check_sft(cfg: DiffusionSFTConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    yield from _common(cfg, machine)
+    yield from _shares(cfg, machine, "batch.images_per_step", cfg.batch.images_per_step)
+
+
+def check_ddpo(cfg: DDPOConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    yield from _common(cfg, machine)
+    yield from _batch(cfg, machine)
+    yield from _advantage(cfg)
+    yield from _reward(cfg.reward)
+    if cfg.sampler.kind == "ddim":
+        yield from inert(cfg.sampler, "sampler", ["noise_level"], "ddim takes eta", KIND)
+        if cfg.sampler.eta == 0:
+            yield Problem(("sampler.eta",), "at 0 every step is deterministic: there is no ratio to learn from")
+    else:
+        yield from inert(cfg.sampler, "sampler", ["eta"], "flow_sde takes noise_level", KIND)
+    if cfg.loss.kl_coef and cfg.model.from_scratch:
+        yield Problem(("loss.kl_coef", "model.from_scratch"), "the reference would be random weights")
+
+
+def check_files(cfg: DiffusionConfig) -> Iterator[Problem]:
+    """The diffusers directory and the data: what their JSON files tell."""
+    for source in cfg.data.train:
+        if (why := unreadable(source)) is not None:
+            yield Problem(("data.train",), why)
+    yield from _weights(cfg)
+    yield from check_shapes(cfg)
+    scorer = cfg.reward.scorer if isinstance(cfg, DDPOConfig) else None
+    if scorer is not None and not (Path(scorer.path) / "config.json").is_file():
+        yield Problem(("reward.scorer.path",), f"{scorer.path} has no config.json: it is no model's directory")
+
+
+def check_shapes(cfg: DiffusionConfig) -> Iterator[Problem]:
+    """What the configurations of a diffusers directory tell, without weights."""
+    path = Path(cfg.model.path)
+    try:
+        _, name, config = net_of(path)
+        scheduler, settings = component(path / "scheduler", "scheduler_config.json")
+        vae = component(path / "vae")[1] if (path / "vae").is_dir() else None
+    except ValueError as error:
+        yield Problem(("model.path",), str(error))
+        return
+    if (why := net_problem(name, config)) is not None:
+        yield Problem(("model.path",), why)
+    try:
+        latent_shape(name, config, vae, cfg.model.image_size)
+    except ValueError as error:
+        yield Problem(("model.image_size", "model.path"), str(error))
+    if isinstance(cfg, DDPOConfig):
+        yield from _sampler(cfg, name, config, scheduler, settings)
+    elif all(scheduler not in names for names in SCHEDULERS.values()):
+        yield Problem(("model.path",), f"mrl knows no noise of a {scheduler} to learn from")
+
+
+def _weights(cfg: DiffusionConfig) -> Iterator[Problem]:
+    path = Path(cfg.model.path)
+    try:
+        folder, name, _ = net_of(path)
+    except ValueError:
+        return  # `check_shapes` says so
+    if not cfg.model.from_scratch and not any(folder.glob("*.safetensors")):
+        message = f"{folder} has no safetensors; from_scratch: true would start at random"
+        yield Problem(("model.path", "model.from_scratch"), message)
+    count = NETS[name].encoders
+    for part in (*numbered("tokenizer", count), *numbered("text_encoder", count)):
+        if not (path / part).is_dir():
+            yield Problem(("model.path",), f"{path} has no {part}, which a {name} is told prompts by")
+
+
+def _sampler(cfg: DDPOConfig, name: str, config: dict, scheduler: str, settings: dict) -> Iterator[Problem]:
+    if (why := scheduler_problem(cfg.sampler.kind, scheduler, settings)) is not None:
+        yield Problem((KIND, "model.path"), f"{cfg.model.path}/scheduler: {why}")
+    times = settings.get("num_train_timesteps", 1000)
+    if cfg.sampler.steps > times:
+        message = f"{cfg.sampler.steps} steps, the scheduler was made for {times} times"
+        yield Problem(("sampler.steps", "model.path"), message)
+    if NETS[name].told == "labels":
+        if cfg.sampler.guidance != 1 and blank_label(name, config) is None:
+            yield Problem((GUIDANCE, "model.path"), f"must be 1: this {name} is told nothing that guidance could weigh")
+        yield from inert(cfg.sampler, "sampler", ["negative_prompt"], f"a {name} is told classes", "model.path")
+    elif cfg.sampler.guidance == 1:
+        yield from inert(cfg.sampler, "sampler", ["negative_prompt"], "there is no guidance", GUIDANCE)
+
+
+def _common(cfg: DiffusionConfig, machine: Machine) -> Iterator[Problem]:
+    if machine.planned:  # otherwise all its files are looked at
+        yield from check_shapes(cfg)
+    yield from check_optimizer("actor.optimizer", cfg.actor.optimizer)
+    if cfg.actor.lora is not None and cfg.model.from_scratch:
+        yield Problem(("actor.lora", "model.from_scratch"), "adapters of random weights, which nobody keeps")
+
+
+def _batch(cfg: DDPOConfig, machine: Machine) -> Iterator[Problem]:
+    total, each = cfg.images_per_step, cfg.images_per_update
+    if total % each:
+        message = f"{each} do not divide the {total} images of a step (prompts_per_step x images_per_prompt)"
+        yield Problem(("batch.images_per_update", "batch.prompts_per_step", "batch.images_per_prompt"), message)
+    yield from _shares(cfg, machine, "batch.prompts_per_step", total)
+
+
+def _shares(cfg: DiffusionConfig, machine: Machine, key: str, count: int) -> Iterator[Problem]:
+    world = machine.world_size
+    if count < world:
+        yield Problem((key, "run.nproc"), f"{count} images are fewer than the {world} ranks that share them")
+    elif cfg.actor.sharded and count % world:
+        message = f"{world} ranks do not divide the {count} images of a step: all must call the net equally often"
+        yield Problem(("actor.sharded", key, "run.nproc"), message)
+
+
+def _reward(reward: ImageRewardConfig) -> Iterator[Problem]:
+    if (reward.function is None) == (reward.server is None):
+        yield Problem(("reward.function", "reward.server"), "one of them scores the images: give one, not both")
+    if reward.server is not None:
+        yield from check_server("reward.server", reward.server)
+        yield from inert(reward.server, "reward.server", ["api"], "images are sent as mrl sends them", "reward.server")
+        yield from inert(reward, "reward", ["workers", "timeout_s"], "a server scores", "reward.server")
+    if (reward.function == IMAGE_SCORER) != (reward.scorer is not None):
+        yield Problem(("reward.function", "reward.scorer"), f"`function: {IMAGE_SCORER}` and its section go together")
+
+
+def _advantage(cfg: DDPOConfig) -> Iterator[Problem]:
+    advantage = cfg.advantage
+    if advantage.against != "prompt":
+        because = f"scores are held against {advantage.against}"
+        yield from inert(advantage, "advantage", ["buffer_size", "min_count"], because, AGAINST)
+    elif advantage.min_count > advantage.buffer_size:
+        message = f"{advantage.min_count} scores are never kept of a prompt, at most {advantage.buffer_size} are"
+        yield Problem(("advantage.min_count", "advantage.buffer_size"), message)
+    if advantage.against == "group" and cfg.batch.images_per_prompt < 2:
+        message = "1 image a prompt is a group without others: its advantage would always be 0"
+        yield Problem(("batch.images_per_prompt", AGAINST), message)

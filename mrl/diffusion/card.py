@@ -1,0 +1,57 @@
+"""README.md of an export: what it is, from the files of its run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from mrl.cards.write import CARD, is_edited, sealed
+from mrl.observe import read_metrics
+from mrl.observe.files import read_config
+from mrl.observe.metrics import Row
+from mrl.observe.report import BY_PROMPT, first_curve
+
+GRID, CURVE = "images.png", "reward.png"
+
+
+def card(run_dir: Path, export: Path, target: Path, step: int) -> None:
+    """Writes README.md, the newest grid of images and the curve of rewards into `export`, which will be `target`; a
+    card there that somebody has edited is kept. Raises Unreadable."""
+    _, config = read_config(run_dir)
+    earlier = target / CARD
+    if is_edited(earlier):
+        shutil.copyfile(earlier, export / CARD)
+        return
+    found = sorted((run_dir / "images").glob("step_*.png"), key=lambda file: int(file.stem.removeprefix("step_")))
+    if found:
+        shutil.copyfile(found[-1], export / GRID)
+    rows = read_metrics(run_dir)
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    trainer, base = config.get("trainer", ""), config.get("model", {}).get("path", "")
+    lines = ["---", "library_name: diffusers", f"tags: [mrl, {trainer}]", "---", f"# {run_dir.name}", ""]
+    lines.append(f"A diffusion model after {step} steps of `trainer: {trainer}`, from `{base}`; made by mrl.")
+    if rewards:
+        reward = config.get("reward", {}).get("function", "")
+        lines += [
+            "",
+            f"Mean of the reward `{reward}`: {rewards[0]:.4f} at the first step, {rewards[-1]:.4f} at the last.",
+        ]
+        lines.append("A model that is trained on a reward long enough pleases it and nothing else: look at the images.")
+    if rewards and (curve := first_curve(run_dir.name, rows)) is not None:
+        (export / CURVE).write_bytes(curve)
+        lines += ["", f"![mean reward by step]({CURVE})"]
+    lines += _by_prompt(rows)
+    lines += ["", f"Prompts: {config.get('data', {}).get('train', '')}."]
+    lines += ["", f"![images of the last grid]({GRID})"] if found else []
+    (export / CARD).write_text(sealed("\n".join(lines) + "\n"), encoding="utf-8")
+
+
+def _by_prompt(rows: list[Row]) -> list[str]:
+    """A table of the rewards of the prompts that the grid shows."""
+    names = dict.fromkeys(name for row in rows for name in row if name.startswith(BY_PROMPT))
+    found = {name: [row[name] for row in rows if name in row] for name in names}
+    table = [
+        f"| {name.removeprefix(BY_PROMPT).replace('|', '/')} | {values[0]:.4f} | {values[-1]:.4f} |"
+        for name, values in found.items()
+    ]
+    return ["", "| prompt | first | last |", "|---|---|---|", *table] if table else []

@@ -1,0 +1,192 @@
+"""DDPO (arXiv 2305.13301) and Flow-GRPO (2505.05470): sample, score, hold against each other, learn.
+
+Left out of the reference: its image hook (grids are written) and prompt functions (prompts are rows of data).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mrl.config.sections.diffusion import DiffusionLossConfig, DiffusionModelConfig, DiffusionTrainConfig
+from mrl.config.trainers.diffusion import DDPOConfig
+from mrl.core import StepStats
+from mrl.diffusion import adapters, advantages, nets
+from mrl.diffusion.conditions import PromptRow, Told
+from mrl.diffusion.images import Grids, save_grid
+from mrl.diffusion.pipeline import Pipeline
+from mrl.diffusion.prompts import PromptRows
+from mrl.diffusion.rewards import ImageRewards, Together, parts_of
+from mrl.diffusion.run import DiffusionRun, begin
+from mrl.diffusion.sample import Trajectories, draw, share
+from mrl.diffusion.update import Policy, Predict, chosen_steps, make_update
+from mrl.reward.calls import Outcome
+from mrl.trainers.shared.run import started
+from mrl.trainers.shared.updates import named
+
+TOGETHER = Together()
+NAME_CHARS = 60  # of a prompt, in the name of its metric
+SHUFFLE, ORDER = 1, 2  # streams of random numbers: of images in updates, of steps in an image
+
+
+@dataclass
+class Work:
+    """What a step works with."""
+
+    cfg: DDPOConfig
+    run: DiffusionRun
+    data: PromptRows
+    rewards: ImageRewards
+    policy: Policy
+    stats: advantages.PromptStats
+    grids: Grids
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """outcomes: of all images of the step; prompts likewise"""
+
+    mine: Trajectories
+    prompts: list[PromptRow]
+    outcomes: list[Outcome]
+
+
+def main(cfg: DDPOConfig) -> None:
+    """Trains to `run.steps`, going on from the run directory's last checkpoint. Called on every rank."""
+    with started(cfg) as start:
+        data = TOGETHER.together("reading data.train", lambda: PromptRows(cfg.data, cfg.run.seed))
+        stats = advantages.PromptStats(cfg.advantage.buffer_size, cfg.advantage.min_count)
+        rewards = TOGETHER.together("loading reward.function", lambda: ImageRewards(cfg.reward))
+        start.stack.callback(rewards.close)
+        run = begin(start, cfg, cfg.sampler, {"prompt_stats": stats})
+        grids = TOGETHER.together("reading data.train", lambda: Grids(cfg, data))
+        work = Work(cfg, run, data, rewards, _policy(cfg, run), stats, grids)
+        start.is_set_up()
+        if run.start_step == 0:
+            _show(work, 0)
+        for step in run.steps():
+            train_step(work, step)
+        run.finish()
+
+
+def _policy(cfg: DDPOConfig, run: DiffusionRun) -> Policy:
+    reference = TOGETHER.together(
+        "loading the reference", lambda: reference_of(cfg.model, cfg.actor, cfg.loss, run.pipeline)
+    )
+    policy = Policy.of(run.pipeline, cfg.sampler, cfg.loss, cfg.actor.micro_batch, reference)
+    steps = policy.steps
+    if len(steps.counted) < len(steps.times):
+        run.recorder.note(
+            f"{len(steps.times) - len(steps.counted)} of {len(steps.times)} denoising steps are "
+            "deterministic: they have no ratio and take no part in training"
+        )
+    return policy
+
+
+def reference_of(
+    model: DiffusionModelConfig, train: DiffusionTrainConfig, loss: DiffusionLossConfig, pipeline: Pipeline
+) -> Predict | None:
+    """What the net says that the run began with: without its adapters, or read again; None without a KL term.
+    Collective."""
+    if not loss.kl_coef:
+        return None
+    if pipeline.lora is None:
+        first = nets.build(model, train, frozen=True)
+        return lambda x, times, told, guidance: pipeline.predict(x, times, told, guidance, first)
+
+    def without(x: Tensor, times: Tensor, told: Told, guidance: float) -> Tensor:
+        with adapters.off(pipeline.net):
+            return pipeline.predict(x, times, told, guidance)
+
+    return without
+
+
+def train_step(work: Work, step: int) -> None:
+    """One step: images, their rewards, advantages, updates."""
+    run, cfg = work.run, work.cfg
+    stats, began = run.saving.new_stats(step + 1), time.monotonic()
+    with run.phase("rollout", stats):
+        sampled = _sample(work, step)
+    scores = np.array([outcome.score for outcome in sampled.outcomes])
+    stats.metrics |= {"reward/mean": float(scores.mean()), "reward/std": float(scores.std())}
+    stats.metrics |= parts_of(sampled.outcomes) | _by_prompt(work, sampled, scores)
+    with run.phase("update", stats):
+        _learn(work, step, sampled, _advantages(work, sampled, scores), stats)
+    stats.metrics["perf/images_per_s"] = cfg.images_per_step / (time.monotonic() - began)
+    if work.grids.is_due(step + 1):
+        with run.phase("rollout", stats):
+            _show(work, step + 1)
+    run.phase.end_of_step(stats)
+    run.recorder.log(stats)
+
+
+def _sample(work: Work, step: int) -> Sampled:
+    cfg, total = work.cfg, work.cfg.images_per_step
+    rows = [prompt for _, prompt in work.data.of_step(step, cfg.batch.prompts_per_step)]
+    prompts = [prompt for prompt in rows for _ in range(cfg.batch.images_per_prompt)]
+    mine = share(total)
+    work.run.recorder.expect(len(mine))
+
+    def score(ids: range, images: Tensor) -> None:
+        work.rewards.submit(ids, images, [prompts[i] for i in ids], step)
+        work.run.recorder.advance(len(ids))
+
+    def sample() -> Trajectories:
+        told = work.policy.pipeline.conditions.encode([prompts[i] for i in mine])
+        policy = work.policy
+        return draw(policy.pipeline, policy.steps, policy.sampler, mine, told, (cfg.run.seed, step), score)
+
+    drawn = TOGETHER.together(f"sampling for step {step + 1}", sample)
+    outcomes = TOGETHER.each(f"scoring the images of step {step + 1}", work.rewards.collect)
+    return Sampled(drawn, prompts, [each for part in outcomes for each in part])
+
+
+def _advantages(work: Work, sampled: Sampled, scores: np.ndarray) -> Tensor:
+    """[B] float32."""
+    cfg = work.cfg.advantage
+    if cfg.against == "prompt":
+        found = work.stats.advantages([prompt.text for prompt in sampled.prompts], scores)
+    elif cfg.against == "group":
+        each = work.cfg.batch.images_per_prompt
+        found = advantages.of_groups(scores, np.arange(len(scores)) // each)
+    else:
+        found = advantages.of_batch(scores)
+    return torch.from_numpy(found).float().clamp(-cfg.clip, cfg.clip)
+
+
+def _learn(work: Work, step: int, sampled: Sampled, weights: Tensor, stats: StepStats) -> None:
+    run, cfg, each = work.run, work.cfg, work.cfg.images_per_update
+    made: list[dict[str, float]] = []
+    for epoch in range(cfg.batch.inner_epochs):
+        seeds = (cfg.run.seed, step, epoch)
+        order = np.random.default_rng([*seeds, SHUFFLE]).permutation(cfg.images_per_step)
+        for ids in order.reshape(-1, each).tolist():
+            fraction, counted = cfg.batch.timestep_fraction, work.policy.steps.counted
+            places = {i: chosen_steps(counted, fraction, (*seeds, ORDER, i)) for i in sorted(ids)}
+            made.append(make_update(work.policy, run.learner, sampled.mine, weights, places))
+            run.updates.note_update("actor", made[-1], step, ids)
+    run.updates.end_of_step(step + 1)
+    means = {name: sum(metrics[name] for metrics in made) / len(made) for name in made[0]}
+    stats.metrics |= named("actor", means)
+    stats.metrics["advantage/clipped"] = float((weights.abs() >= cfg.advantage.clip).float().mean())
+
+
+def _by_prompt(work: Work, sampled: Sampled, scores: np.ndarray) -> dict[str, float]:
+    """reward_by_prompt/TEXT: the mean of this step's scores, of prompts of the grid."""
+    texts = np.array([prompt.text for prompt in sampled.prompts])
+    shown = dict.fromkeys(prompt.text for prompt in work.grids.prompts)
+    return {
+        f"reward_by_prompt/{text[:NAME_CHARS]}": float(scores[texts == text].mean()) for text in shown if text in texts
+    }
+
+
+def _show(work: Work, steps: int) -> None:
+    """Writes the grid after so many steps. Collective."""
+    run = work.run
+    images = TOGETHER.together(f"drawing the images after step {steps}", lambda: work.grids.draw(work.policy))
+    if run.world.is_main:
+        run.recorder.write_down("a grid of images", lambda: save_grid(run.run_dir, steps, images))

@@ -1,0 +1,74 @@
+"""Scores of images, from a pool of processes of each rank or a server: they score while the next images are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from torch import Tensor
+
+from mrl import failure
+from mrl.config.builtin_rewards import IMAGE_SCORER
+from mrl.config.sections.diffusion import ImageRewardConfig
+from mrl.diffusion.conditions import PromptRow
+from mrl.parallel import Agreement
+from mrl.parallel.agreement import by_reason
+from mrl.reward import RewardError
+from mrl.reward.calls import Call, Outcome
+from mrl.reward.plan import Component, component_name
+from mrl.reward.pool import FunctionPool, PoolSetup
+from mrl.reward.server import ServerClient
+
+
+class Together(Agreement[str]):
+    """What fails on one rank while it samples is one error on all."""
+
+    def report(self, error: BaseException) -> str:
+        return failure.describe(error)
+
+    def verdict(self, what: str, reports: Mapping[int, str]) -> RewardError:
+        return RewardError(f"{what} failed: {by_reason(reports)}")
+
+
+class ImageRewards:
+    """Of one rank. The constructor returns when a worker has loaded the function; RewardError if that fails."""
+
+    def __init__(self, cfg: ImageRewardConfig) -> None:
+        self._component, self._source = _source(cfg)
+        self._running: dict[int, Future[Outcome]] = {}
+
+    def submit(self, ids: range, images: Tensor, prompts: Sequence[PromptRow], step: int) -> None:
+        """Starts one call with these images [n, C, H, W] in 0..1, which are samples `ids` of the step."""
+        levels = (images * 255).round().byte().numpy()
+        for i, image, prompt in zip(ids, levels, prompts, strict=True):
+            call = Call(prompt.text, "", prompt.row, image=image)
+            label = f"step {step + 1}, sample {i} (prompt {prompt.text!r})"
+            self._running[i] = self._source.submit(self._component, call, label)
+        self._source.flush(self._component)
+
+    def collect(self) -> list[Outcome]:
+        """Of all that was submitted since the last call, by sample. Raises SampleError, which names the sample, for a
+        call that failed, took too long, or gave no finite score for each of its images."""
+        running, self._running = self._running, {}
+        return [running[i].result() for i in sorted(running)]
+
+    def close(self) -> None:
+        """Ends workers and connections; safe to call twice."""
+        self._source.close()
+
+
+def _source(cfg: ImageRewardConfig) -> tuple[Component, FunctionPool | ServerClient]:
+    if cfg.server is not None:
+        return Component("server", "server", "server", "server"), ServerClient("server", cfg.server)
+    assert cfg.function is not None
+    component = Component(component_name(cfg.function), cfg.function, "images", "function")
+    settings = {IMAGE_SCORER: cfg.scorer.model_dump()} if cfg.scorer is not None else {}
+    return component, FunctionPool(PoolSetup((component,), settings, "", cfg.workers, cfg.timeout_s))
+
+
+def parts_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """reward/NAME: the mean of each further number that the function gave."""
+    names = sorted({name for outcome in outcomes for name in outcome.parts})
+    found = {name: [outcome.parts[name] for outcome in outcomes if name in outcome.parts] for name in names}
+    return {f"reward/{name}": sum(values) / len(values) for name, values in found.items()}

@@ -1,0 +1,137 @@
+"""What both trainers of diffusion models begin with, hold and save: all but the model as in other trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mrl.checkpoint import CheckpointError
+from mrl.config.sections.diffusion import SamplerConfig
+from mrl.config.trainers.diffusion import DiffusionConfig
+from mrl.diffusion import nets
+from mrl.diffusion.advantages import PromptStats
+from mrl.diffusion.card import card
+from mrl.diffusion.learner import DiffusionLearner
+from mrl.diffusion.pipeline import Pipeline
+from mrl.diffusion.rewards import Together
+from mrl.directories import Staging
+from mrl.trainers.shared.checkpoints import Saving
+from mrl.trainers.shared.phases import Phases
+from mrl.trainers.shared.run import Loop, Start
+
+TOGETHER = Together()
+
+
+class Kept:
+    """What a checkpoint holds: rank 0 writes what is trained and its optimizer.
+
+    base: digest of the frozen weights that adapters belong to; empty where there are none
+    """
+
+    def __init__(self, learner: DiffusionLearner, base: str) -> None:
+        self._learner, self._base = learner, base
+        self._read: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective."""
+        return {"base": self._base, **self._learner.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """On rank 0, which keeps it for `share`. Raises CheckpointError for that of another net."""
+        if state.get("base", "") != self._base:
+            raise CheckpointError(
+                "the checkpoint's adapters belong to other weights than model.path has now: give it the net that the "
+                "run began with"
+            )
+        try:
+            self._learner.check_state(state)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(str(error)) from error
+        self._read = state
+
+    def share(self, is_resumed: bool) -> None:
+        """What rank 0 has read, or else its weights, tensor by tensor on every rank. Collective."""
+        if is_resumed:
+            self._learner.load_state_dict(self._read)
+        else:
+            self._learner.share()
+        self._read = None
+
+
+class DiffusersExports:
+    """Diffusers directories, with a card. All methods are collective; step: that the weights are of."""
+
+    def __init__(self, phase: Phases, pipeline: Pipeline) -> None:
+        self._phase, self._pipeline = phase, pipeline
+
+    def of_step(self, step: int) -> None:
+        """RUN_DIR/hf_step_N."""
+        self.whole(f"hf_step_{step}", step)
+
+    def whole(self, name: str, step: int) -> None:
+        """RUN_DIR/name, with a card."""
+
+        def write(weights: dict[str, Tensor], folder: Path) -> None:
+            self._pipeline.save(weights, folder)
+            card(self._phase.run_dir, folder, self._phase.run_dir / name, step)
+
+        self._export(name, write)
+
+    def adapter(self, name: str, step: int) -> None:
+        """RUN_DIR/name, the adapters alone, if there are any."""
+        if self._pipeline.lora is not None:
+            self._export(name, lambda weights, target: self._pipeline.save_adapter(weights, target))
+
+    def _export(self, name: str, write: Callable[[dict[str, Tensor], Path], None]) -> None:
+        target, weights = self._phase.run_dir / name, nets.weights(self._pipeline.net)
+        self._phase.world.from_main(f"writing {name}", lambda: self._write(target, weights, write))
+
+    def _write(
+        self, target: Path, weights: dict[str, Tensor], write: Callable[[dict[str, Tensor], Path], None]
+    ) -> None:
+        nbytes = sum(weight.numel() * 4 for weight in weights.values())
+        staging = Staging(target, nbytes, overwrite=True)
+        try:
+            staging.begin()
+            write(weights, staging.directory)
+            staging.commit()
+        finally:
+            staging.end()
+
+
+@dataclass
+class DiffusionRun(Loop):
+    pipeline: Pipeline
+    learner: DiffusionLearner
+    kept: Kept
+
+    def resume(self) -> None:
+        """Goes on from the newest checkpoint; all ranks begin with the same weights in any case. Collective."""
+        super().resume()
+        self.kept.share(is_resumed=self.start_step > 0)
+
+
+def begin(start: Start, cfg: DiffusionConfig, sampler: SamplerConfig, states: dict[str, PromptStats]) -> DiffusionRun:
+    """A run at its first step, or where its last checkpoint was made. Collective."""
+    pipeline = TOGETHER.together(
+        f"loading {cfg.model.path}", lambda: Pipeline.load(cfg.model, cfg.actor, sampler.negative_prompt)
+    )
+    learner = DiffusionLearner(pipeline.net, cfg.actor.optimizer)
+    phase, updates = start.watch(peers=0)
+    exports = DiffusersExports(phase, pipeline)
+    base = TOGETHER.together(f"reading the weights of {cfg.model.path}", pipeline.base_digest)
+    kept = Kept(learner, base)
+    saving = Saving(cfg, phase, {}, updates, states, kept, exports=exports)
+    start.stack.callback(saving.close)
+    run = DiffusionRun(
+        *(cfg, start.world, start.run_dir, start.recorder, phase, updates, saving, 0),
+        pipeline=pipeline,
+        learner=learner,
+        kept=kept,
+    )
+    run.resume()
+    return run

@@ -1,0 +1,102 @@
+"""Images and how they came about, from each sample's own random stream: the same in every world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mrl import platform
+from mrl.config.sections.diffusion import SamplerConfig
+from mrl.diffusion.conditions import Told, take
+from mrl.diffusion.pipeline import Pipeline
+from mrl.diffusion.steps import Steps
+from mrl.parallel import rank, world_size
+from mrl.rollout.seeds import sample_seed
+
+
+class DiffusionError(RuntimeError):
+    """Sampling or training cannot go on; the message names the sample."""
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """What this rank has sampled, in host memory.
+
+    ids [n]: places in the step
+    latents [n, S + 1, C, H, W] float32, from noise to the end
+    log_probs [n, S] float32; 0 at steps that have no probability
+    told: what the net was told, on the device
+    """
+
+    ids: range
+    latents: Tensor
+    log_probs: Tensor
+    told: Told
+
+
+def share(total: int, of_rank: int | None = None) -> range:
+    """Which of `total` samples a rank has, this one where none is named."""
+    place = rank() if of_rank is None else of_rank
+    return range(place * total // world_size(), (place + 1) * total // world_size())
+
+
+def draw(
+    pipeline: Pipeline,
+    steps: Steps,
+    cfg: SamplerConfig,
+    ids: range,
+    told: Told,
+    seeds: tuple[int, int],
+    on_images: Callable[[range, Tensor], None],
+) -> Trajectories:
+    """Samples `ids`, `cfg.batch` at a time. seeds: of the run and the number of the step.
+
+    on_images: is given the ids and the images [n, C, H, W] of each batch as it is ready
+
+    Raises DiffusionError for a latent that is not finite.
+    """
+    count, places = len(ids), len(steps.times)
+    latents = torch.empty(count, places + 1, *pipeline.shape)
+    log_probs = torch.zeros(count, places)
+    for start in range(0, count, cfg.batch):
+        rows = slice(start, min(start + cfg.batch, count))
+        mine = ids[rows]
+        last = _draw_batch(pipeline, steps, cfg, mine, take(told, rows), seeds, latents[rows], log_probs[rows])
+        bad = [i for i, latent in zip(mine, last, strict=True) if not bool(latent.isfinite().all())]
+        if bad:
+            raise DiffusionError(f"step {seeds[1] + 1}, sample {bad[0]}: a latent is not finite: has the net diverged?")
+        on_images(mine, pipeline.decode(last).cpu())
+    return Trajectories(ids, latents, log_probs, told)
+
+
+@torch.no_grad()
+def _draw_batch(
+    pipeline: Pipeline,
+    steps: Steps,
+    cfg: SamplerConfig,
+    ids: range,
+    told: Told,
+    seeds: tuple[int, int],
+    latents: Tensor,
+    log_probs: Tensor,
+) -> Tensor:
+    """Fills latents and log_probs; returns the last latents, on the device."""
+    streams = [torch.Generator().manual_seed(sample_seed(*seeds, i)) for i in ids]
+
+    def noise() -> Tensor:
+        drawn = torch.stack([torch.randn(pipeline.shape, generator=stream) for stream in streams])
+        return drawn.to(platform.device())
+
+    x, counted = noise(), set(steps.counted)
+    latents[:, 0] = x.cpu()
+    for place, time in enumerate(steps.times):
+        i = torch.full((len(ids),), place, device=x.device)
+        said = pipeline.predict(x, time.to(x.device).expand(len(ids)), told, cfg.guidance)
+        x, mean = steps.next(said, x, i, noise())
+        latents[:, place + 1] = x.cpu()
+        if place in counted:
+            log_probs[:, place] = steps.log_prob(x, mean, i).cpu()
+    return x

@@ -1,0 +1,103 @@
+"""One step of a sampler as a Gaussian policy: its mean and standard deviation, from what the net says. In float32.
+
+A sampler is made of a scheduler's own noise levels, so that what is trained is what diffusers would sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Steps:
+    """All steps of a sampler, by their place i from 0 (pure noise) to S - 1.
+
+    times [S]: what the net is told
+    stds [S]: 0 for a step that is deterministic, which has no probability and takes no part in training
+    mean: (output, x, i [n]) -> the mean of the next latent, all [n, ...] float32
+    """
+
+    times: Tensor
+    stds: Tensor
+    mean: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    @property
+    def counted(self) -> list[int]:
+        """Places of the steps that have a probability."""
+        return (self.stds > 0).nonzero().flatten().tolist()
+
+    def next(self, output: Tensor, x: Tensor, i: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """The next latent [n, ...], and its mean."""
+        mean = self.mean(output.float(), x.float(), i)
+        return mean + _like(self.stds.to(x.device)[i], x) * noise, mean
+
+    def log_prob(self, latent: Tensor, mean: Tensor, i: Tensor) -> Tensor:
+        """[n]: log-density of `latent` under the step, the mean over its elements (DDPO, arXiv 2305.13301): the size
+        of an image does not move what a clip range means. NaN is never made: steps with std 0 must not be asked for."""
+        std = _like(self.stds.to(mean.device)[i], mean)
+        each = -((latent.float() - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
+        return each.flatten(1).mean(1)
+
+
+def ddim(scheduler: Any, steps: int, eta: float, **timing: Any) -> Steps:
+    """The step of DDIM (arXiv 2010.02502, eq. 12 and 16); eta 1 is as random as DDPM.
+
+    The time before the last step is at least 0, as in the reference of DDPO: there the step still has noise where the
+    scheduler's own last one would have none. Nets may say the noise, the image or v.
+    """
+    scheduler.set_timesteps(steps, **timing)
+    kind, alphas = scheduler.config.prediction_type, scheduler.alphas_cumprod.float()
+    times = scheduler.timesteps.long().cpu()
+    before = (times - scheduler.config.num_train_timesteps // steps).clamp(min=0)
+    here, there = alphas[times].double(), alphas[before].double()
+    variance = (1 - there) / (1 - here) * (1 - here / there)
+    stds = eta * variance.clamp(min=0).sqrt()
+    rest = (1 - there - stds**2).clamp(min=0).sqrt()
+    a, b = here.sqrt().float(), (1 - here).sqrt().float()
+
+    def mean(output: Tensor, x: Tensor, i: Tensor) -> Tensor:
+        root, noisy = (_like(part.to(x.device)[i], x) for part in (a, b))
+        if kind == "epsilon":
+            image, noise = (x - noisy * output) / root, output
+        elif kind == "v_prediction":
+            image, noise = root * x - noisy * output, root * output + noisy * x
+        else:
+            image, noise = output, (x - root * output) / noisy
+        onward, kept = (_like(part.float().to(x.device)[i], x) for part in (there.sqrt(), rest))
+        return onward * image + kept * noise
+
+    return Steps(times, stds.float(), mean)
+
+
+def flow_sde(scheduler: Any, steps: int, level: float, **timing: Any) -> Steps:
+    """The stochastic step of a rectified flow whose net says the velocity (Flow-GRPO, arXiv 2505.05470, eq. 9): the
+    marginals of the flow, with noise of `level` sqrt(sigma / (1 - sigma)) a root of time.
+
+    At sigma 1 the denominator takes the second sigma, as there. timing: what the scheduler is told besides `steps`
+    """
+    scheduler.set_timesteps(steps, **timing)
+    sigmas = scheduler.sigmas.double().cpu()
+    now, dt = sigmas[:-1], sigmas[1:] - sigmas[:-1]
+    below_one = torch.where(now == 1, sigmas[1], now)
+    rate = level * (now / (1 - below_one)).sqrt()
+    drift = rate**2 / (2 * now)
+    of_x, of_velocity = (1 + drift * dt).float(), ((1 + drift * (1 - now)) * dt).float()
+
+    def mean(output: Tensor, x: Tensor, i: Tensor) -> Tensor:
+        return _like(of_x.to(x.device)[i], x) * x + _like(of_velocity.to(x.device)[i], x) * output
+
+    return Steps(scheduler.timesteps.float().cpu(), (rate * (-dt).sqrt()).float(), mean)
+
+
+STEPS: dict[str, Callable[..., Steps]] = {"ddim": ddim, "flow_sde": flow_sde}  # by sampler.kind
+
+
+def _like(values: Tensor, x: Tensor) -> Tensor:
+    """[n] as [n, 1, ...], to be multiplied with x."""
+    return values.view(-1, *(1,) * (x.dim() - 1))

@@ -1,0 +1,45 @@
+"""Built-in reward of images "scorer": how well an image goes with its prompt, by a model that knows both. Its own
+module, so that only who uses it imports torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+
+from mrl.reward.errors import RewardError
+
+
+class Scorer:
+    """A directory of transformers with a tower for images and one for text (CLIP, SigLIP, PickScore), on the CPU.
+
+    threads: that one process computes with. Raises RewardError for a directory that is none.
+    """
+
+    def __init__(self, path: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        transformers.utils.logging.disable_progress_bar()
+        try:
+            here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+            self._processor: Any = transformers.AutoProcessor.from_pretrained(path, **here)
+            self._model: Any = transformers.AutoModel.from_pretrained(path, use_safetensors=True, **here).eval()
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            raise RewardError(f"reward.scorer.path: {path} cannot be loaded by transformers: {error}") from error
+        if not hasattr(self._model, "get_image_features") or not hasattr(self._model, "get_text_features"):
+            name = type(self._model).__name__
+            raise RewardError(f"reward.scorer.path: {path} is a {name}, which has no features of images and of text")
+
+    @torch.no_grad()
+    def __call__(self, images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> list[float]:
+        """[n]: the cosine of the image's and the prompt's embeddings, -1..1. Prompts that are too long are cut."""
+        levels = (images * 255).round().astype(np.uint8).transpose(0, 2, 3, 1)
+        pictures = [Image.fromarray(np.repeat(each, 3, 2) if each.shape[2] == 1 else each) for each in levels]
+        given = self._processor(
+            text=prompts, images=pictures, return_tensors="pt", padding="max_length", truncation=True
+        )
+        said = self._model(**given)
+        cosines: list[float] = torch.cosine_similarity(said.image_embeds, said.text_embeds).tolist()
+        return cosines

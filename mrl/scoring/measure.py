@@ -1,0 +1,72 @@
+"""The scores of a reward model's directory, by mrl's own model in one process, and by transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mrl import platform
+from mrl.config.schema import RewardDataConfig, SourceConfig, TrainConfig
+from mrl.data import PreferenceDataset, load_tokenizer
+from mrl.data.scored import at_last_tokens
+from mrl.families import load_arch
+from mrl.learner import Learner
+from mrl.parallel import Meshes
+from mrl.scoring.accuracy import Judged
+
+TIMEOUT_S = 600.0
+ROWS_AT_ONCE = 64
+
+
+def read(model: str, data: str, subset_key: str, chat: bool | None, max_tokens: int | None) -> PreferenceDataset:
+    """Pairs, or ranked lists, of a file. chat: None: where the tokenizer has a chat template; max_tokens: None: the
+    model's positions. Raises DataError, or TokenizerError."""
+    tokenizer, source = load_tokenizer(model, None), SourceConfig(path=data)
+    max_tokens = max_tokens or load_arch(model).max_positions
+    cfg = RewardDataConfig(
+        train=(source,),
+        data_source_key=subset_key,
+        chat_template=tokenizer.has_chat_template if chat is None else chat,
+        max_prompt_tokens=max_tokens - 1,
+        max_tokens=max_tokens,
+        shuffle=False,
+    )
+    return PreferenceDataset((source,), cfg, tokenizer, "lists", cuts=False)
+
+
+def judge(model: str, data: PreferenceDataset, tokens: int, note: Callable[[int, int], None]) -> list[Judged]:
+    """Of every row, by mrl, in one process. An ensemble's mean counts. tokens: of a pass, at most; note: takes the rows
+    that are done, and all."""
+    platform.init_process_group(TIMEOUT_S)
+    mesh = Meshes(TIMEOUT_S).get(TrainConfig().parallel)
+    train = TrainConfig(max_tokens_per_microbatch=tokens)
+    dtype = torch.float32 if platform.device().type == "cpu" else torch.bfloat16
+    learner = Learner("critic", load_arch(model), model, train, mesh, dtype=dtype, seed=1, trainable=False)
+    found: list[Judged] = []
+    for first in range(0, len(data), ROWS_AT_ONCE):
+        numbers = range(first, min(first + ROWS_AT_ONCE, len(data)))
+        texts = data.batch(0, numbers)
+        scores = iter(learner.scores(at_last_tokens(texts)).mean(0).tolist())
+        for row in (data.rows[number] for number in numbers):
+            lengths = tuple(len(ids) for ids in row.responses)
+            found.append(Judged(tuple(next(scores) for _ in lengths), lengths, row.scores, row.source))
+        note(len(found), len(data))
+    return found
+
+
+@torch.no_grad()
+def theirs(model: str, data: PreferenceDataset, rows: int) -> Tensor:
+    """[n] scores of the first rows' responses, by transformers in float32, one text at a time."""
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # which would report the zero bias that engines want
+    texts = data.batch(0, range(min(rows, len(data))))
+    loaded = AutoModelForSequenceClassification.from_pretrained(
+        model, dtype=torch.float32, trust_remote_code=False, local_files_only=True
+    ).eval()
+    parts = texts.tokens.split(texts.seq_lens.tolist())
+    return torch.stack([loaded(ids[None]).logits.mean() for ids in parts])

@@ -1,0 +1,225 @@
+"""`mrl train` of diffusion models: what is refused, scored, exported, and what a killed run goes on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+diffusers = pytest.importorskip("diffusers", reason="pip install 'mrl[diffusion]'")
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from mrl.config.loader import ConfigError, load  # noqa: E402
+from mrl.config.sections.diffusion import DiffusionModelConfig, SamplerConfig  # noqa: E402
+from mrl.diffusion.conditions import PromptRow  # noqa: E402
+from mrl.diffusion.pipeline import Pipeline  # noqa: E402
+from mrl.diffusion.sample import draw  # noqa: E402
+from mrl.diffusion.sft import noised  # noqa: E402
+from mrl.diffusion.steps import STEPS  # noqa: E402
+from mrl.observe import write_report  # noqa: E402
+from mrl.ports import free_port  # noqa: E402
+from tests.diffusion_tools import SIZE, prompts_file, tiny_directory  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+REWARD = """
+import os, signal
+from pathlib import Path
+
+CALLS, KILLED = Path(__file__).with_name("calls"), Path(__file__).with_name("killed")
+
+
+def bright(images, prompts, rows):
+    with CALLS.open("a") as calls:
+        calls.write("x")
+    if not KILLED.exists() and CALLS.stat().st_size == 6:  # the second half of the third step
+        KILLED.touch()
+        os.kill(os.getppid(), signal.SIGKILL)
+    return [{"score": float(image.mean()), "least": float(image.min())} for image in images]
+"""
+
+
+def settings(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "trainer": "ddpo",
+        "run": {"name": "run", "root": str(tmp_path / "runs"), "steps": 4, "trackers": []},
+        "model": {"path": str(tiny_directory(tmp_path / "model", set_alpha_to_one=False))},
+        "actor": {"optimizer": {"lr": 1e-3, "warmup_steps": 2}},
+        "data": {"train": str(prompts_file(tmp_path / "prompts.jsonl"))},
+        "sampler": {"steps": 4, "guidance": 2.0, "batch": 3},
+        "batch": {"prompts_per_step": 3, "images_per_prompt": 2, "images_per_update": 3, "timestep_fraction": 0.5},
+        "advantage": {"against": "prompt", "buffer_size": 4, "min_count": 2},
+        "reward": {"function": "brightness"},
+        "images": {"every_steps": 1, "count": 6},
+        "checkpoint": {"every_steps": 1, "export_hf": True},
+    }
+
+
+def written(tmp_path: Path, config: dict[str, Any], name: str = "config.yaml") -> Path:
+    (tmp_path / name).write_text(yaml.safe_dump(config))
+    return tmp_path / name
+
+
+def train(config: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "mrl", "train", str(config), *overrides],
+        env={**os.environ, **world, "MASTER_PORT": str(free_port()), "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def rows(run_dir: Path) -> list[dict[str, float]]:
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    timed = ("time/", "perf/", "memory/", "checkpoint/", "unix_time")
+    return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in found]
+
+
+def test_a_killed_run_goes_on_with_the_same_images(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    config = settings(tmp_path) | {"reward": {"function": f"{tmp_path / 'reward.py'}:bright"}}
+    path, run_dir, whole = written(tmp_path, config), tmp_path / "runs" / "run", tmp_path / "runs" / "whole"
+    assert train(path).returncode == -9
+    assert len(rows(run_dir)) == 2
+    done = train(path)
+    assert done.returncode == 0 and "continuing from" in done.stdout, done.stdout + done.stderr
+    assert train(path, "run.name=whole").returncode == 0
+    assert rows(run_dir) == rows(whole), "to the last bit, with the statistics of prompts"
+    assert all("reward/least" in row and row["actor/skipped"] == 0 for row in rows(run_dir))
+    for step in (0, 1, 3, 4):
+        name = f"images/step_{step}.png"
+        assert (run_dir / name).read_bytes() == (whole / name).read_bytes()
+    assert (run_dir / "images" / "step_0.png").read_bytes() != (run_dir / "images" / "step_4.png").read_bytes()
+    assert {"reward_by_prompt/low", "reward_by_prompt/high"} <= rows(run_dir)[0].keys()
+    page = write_report(run_dir).read_text()
+    assert "data:image/png;base64" in page and "DDPO" in page and "Reward by prompt" in page
+    card = (run_dir / "hf" / "README.md").read_text()
+    assert "library_name: diffusers" in card and "images of the last grid" in card and "reward.py:bright" in card
+    assert (run_dir / "hf" / "reward.png").read_bytes()[:4] == b"\x89PNG" and "| prompt | first | last |" in card
+    assert_diffusers_draws_the_same(run_dir / "hf")
+
+
+def assert_diffusers_draws_the_same(export: Path) -> None:
+    """By its own scheduler's step, from the noise of our samples."""
+    pipeline = Pipeline.load(DiffusionModelConfig(path=str(export)))
+    steps = STEPS["ddim"](pipeline.scheduler, 4, 1.0)
+    told = pipeline.conditions.encode([PromptRow("mid", 1, {})])
+    sampler = SamplerConfig(steps=4, guidance=1.0)
+    ours = draw(pipeline, steps, sampler, range(1), told, (1, 0), lambda ids, images: None).latents[0]
+    net = diffusers.DiTTransformer2DModel.from_pretrained(export / "transformer", low_cpu_mem_usage=False).eval()
+    scheduler = diffusers.DDIMScheduler.from_pretrained(export / "scheduler")
+    scheduler.set_timesteps(4)
+    for place, time in enumerate(scheduler.timesteps):
+        x = ours[place][None]
+        with torch.no_grad():
+            said = net(x, timestep=time[None], **told).sample
+        noise = (ours[place + 1] - steps.mean(said, x, torch.tensor([place]))[0]) / steps.stds[place]
+        theirs = scheduler.step(said, time, x, eta=1.0, variance_noise=noise[None]).prev_sample[0]
+        assert torch.allclose(theirs, ours[place + 1], atol=1e-3)
+        assert noise.abs().max() < 6
+
+
+def test_adapters_do_not_go_on_beside_other_weights(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    config["actor"]["lora"] = {"rank": 2}
+    path = written(tmp_path, config)
+    assert train(path, "run.steps=1", "checkpoint.export_hf=false").returncode == 0
+    weights = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
+    stored = load_file(weights)
+    stored[min(stored)] += 1
+    save_file(stored, weights)
+    done = train(path, "run.steps=2")
+    assert done.returncode != 0 and "adapters belong to other weights than model.path has now" in done.stderr
+
+
+def test_denoising_learns_from_pictures(tmp_path: Path) -> None:
+    for name, level in (("low", 20), ("mid", 120), ("high", 230)):
+        Image.fromarray(np.full((SIZE, SIZE), level, np.uint8)).save(tmp_path / f"{name}.png")
+    lines = [{"prompt": name, "label": i, "image": f"{name}.png"} for i, name in enumerate(("low", "mid", "high"))]
+    (tmp_path / "pictures.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = settings(tmp_path)
+    config = {key: config[key] for key in ("run", "model", "actor")} | {
+        "trainer": "diffusion_sft",
+        "data": {"train": str(tmp_path / "pictures.jsonl")},
+        "batch": {"images_per_step": 12},
+    }
+    config["model"]["from_scratch"] = True
+    config["actor"]["optimizer"] = {"lr": 5e-3}
+    done = train(written(tmp_path, config), "run.steps=25")
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [row["actor/loss"] for row in rows(tmp_path / "runs" / "run")]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_what_a_net_is_to_say_is_what_makes_the_image_again() -> None:
+    x, noise, places = torch.rand(2, 1, 4, 4), torch.randn(2, 1, 4, 4), torch.tensor([10, 700])
+    for kind in ("epsilon", "v_prediction", "sample"):
+        scheduler = diffusers.DDIMScheduler(prediction_type=kind, clip_sample=False)
+        scheduler.set_timesteps(1000)
+        noisy, times, target = noised(scheduler, x, noise, places)
+        for i in range(2):
+            found = scheduler.step(target[i : i + 1], int(times[i]), noisy[i : i + 1]).pred_original_sample
+            assert torch.allclose(found, x[i : i + 1], atol=1e-4)
+    flow = diffusers.FlowMatchEulerDiscreteScheduler()
+    noisy, times, target = noised(flow, x, noise, places)
+    assert torch.allclose(noisy - (times / 1000).view(-1, 1, 1, 1) * target, x, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("sampler.eta=0", "sampler.eta: at 0 every step is deterministic"),
+        ("sampler.noise_level=0.5", "sampler.noise_level: has no effect: ddim takes eta"),
+        ("sampler.kind=flow_sde", "a DDIMScheduler has no flow_sde step"),
+        ("sampler.steps=2000", "the scheduler was made for 1000 times"),
+        ("advantage.min_count=5", "5 scores are never kept of a prompt, at most 4"),
+        ("advantage.against=group", "advantage.buffer_size: has no effect: scores are held against group"),
+        ("batch.images_per_update=4", "4 do not divide the 6 images of a step"),
+        ("run.nproc=4 actor.sharded=true", "4 ranks do not divide the 6 images of a step: all must call the net"),
+        ("run.nproc=8", "6 images are fewer than the 8 ranks"),
+        ("actor.optimizer.decay=linear", "required by linear decay"),
+        ("sampler.negative_prompt=ugly", "a DiTTransformer2DModel is told classes"),
+        ("model.path=nowhere", "nowhere is no diffusers directory"),
+        ("data.train=nowhere.jsonl", "nowhere.jsonl"),
+        ("rollout.engine=sglang", "it is a key of trainer rl, and this is trainer ddpo"),
+        ("reward.function=null", "one of them scores the images"),
+        ("reward.server.url=http://127.0.0.1:9", "give one, not both"),
+        (
+            "reward.function=null reward.server.url=127.0.0.1:9",
+            "'127.0.0.1:9' is not an address such as http://host:8000/score",
+        ),
+        ("reward.function=scorer", "`function: scorer` and its section go together"),
+        ("reward.function=scorer reward.scorer.path=nowhere", "nowhere has no config.json"),
+        ("model.image_size=16", "draws images of the one size that it was made for, 8"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(tmp_path: Path, override: str, said: str) -> None:
+    config = written(tmp_path, settings(tmp_path))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(config, override.split())
+
+
+def test_schedulers_and_nets_without_a_policy_are_refused(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    scheduler = tmp_path / "model" / "scheduler" / "scheduler_config.json"
+    stored = json.loads(scheduler.read_text())
+    scheduler.write_text(json.dumps(stored | {"clip_sample": True}))
+    with pytest.raises(ConfigError, match="clamped pixels have no gradient"):
+        load(written(tmp_path, config))
+    net = tmp_path / "model" / "transformer" / "config.json"
+    net.write_text(json.dumps(json.loads(net.read_text()) | {"_class_name": "QwenImageTransformer2DModel"}))
+    with pytest.raises(ConfigError, match="is a QwenImageTransformer2DModel; mrl trains DiTTransformer2DModel"):
+        load(written(tmp_path, config))
