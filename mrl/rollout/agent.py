@@ -16,7 +16,7 @@ from mrl.rollout.serving import BadRequest, Route, Server
 
 LOOK_S = 0.1
 LONGEST_LOOK_S = 30.0
-ENDED, READY, OBITUARY, RESTART = "/ended", "/ready", "/obituary", "/restart"
+ENDED, READY, OBITUARY, END, RESTART = "/ended", "/ready", "/obituary", "/end", "/restart"
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Agent:
             ENDED: self._ended,
             READY: lambda body: self._attempt(lambda: self._of(body).is_ready(body["timeout_s"])),
             OBITUARY: lambda body: self._attempt(self._of(body).obituary),
+            END: lambda body: self._attempt(self._of(body).close),
             RESTART: lambda body: self._attempt(lambda: self._restart(body)),
         }
         self._server = Server(0, key, routes, home.host)

@@ -1,0 +1,148 @@
+"""What a user's agent program gets, in its worker process. The standard library only: workers start with it.
+
+A program is `async def rollout(ctx, prompt)` or a class with `reset(row, rng)` and `step(turn)`, as in Gymnasium.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mrl import user_functions
+from mrl.agents.calls import BadCall, Call, Parser
+
+if TYPE_CHECKING:
+    from mrl.reward.sandbox import Ended
+
+Message = dict[str, Any]  # of a chat: "role", "content", and what else the chat template knows
+Words = str | list[Message]  # text where there is no chat template
+Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+Program = Callable[["Context", str], Awaitable[Any]]
+
+
+class Over(Exception):
+    """The model has no turn left: agent.max_turns or agent.max_tokens is reached, or its last turn was cut off. A
+    program that lets it pass ends with the rewards that it has given so far."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the model has said. finish: "stop", or "length" where max_new_tokens cut it off; number: from 0
+
+    calls: of tools, as agent.parser reads them; call_error: why one could not be read, for the model to hear, with no
+    calls then. A turn that was cut off has neither
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    finish: str
+    number: int
+    calls: tuple[Call, ...] = ()
+    call_error: str = ""
+
+
+class Context:
+    """One trajectory, of the prompt in `row`.
+
+    rng: random numbers that are the same whenever this trajectory is made
+    """
+
+    def __init__(
+        self,
+        ask: Ask,
+        row: dict[str, Any],
+        seed: int,
+        parser: Parser | None = None,
+        limits: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._parser, self._limits = parser, dict(limits or {})
+        self.row, self.rng = row, random.Random(seed)
+        self.score = 0.0
+        self._ask, self._said = ask, list[Message | str]()
+
+    async def generate(self) -> Turn:
+        """The model's next turn, after all that was said to it. Raises Over if there is none."""
+        said, self._said = self._said, []
+        answer = await self._ask({"say": said})
+        if "over" in answer:
+            raise Over(answer["over"])
+        calls, error = self._calls(answer["text"]) if answer["finish"] == "stop" else ((), "")
+        return Turn(answer["text"], tuple(answer["ids"]), answer["finish"], answer["number"], calls, error)
+
+    def _calls(self, text: str) -> tuple[tuple[Call, ...], str]:
+        try:
+            return (tuple(self._parser(text)), "") if self._parser is not None else ((), "")
+        except BadCall as error:
+            return (), str(error)
+
+    async def sandbox(self, code: str, stdin: str = "") -> Ended:
+        """What came of a Python program (`how`, `ok`, `stdout`, `stderr`), shut in as agent.sandbox says; others go on
+        meanwhile. Whatever the program does is no error; raises SandboxError where it cannot be shut in."""
+        from mrl.reward.sandbox import Limits, run_python
+
+        limits = dict(self._limits)
+        isolation = limits.pop("isolation")
+        return await asyncio.to_thread(run_python, code, stdin, limits=Limits(**limits), isolation=isolation)
+
+    def say(self, words: Words) -> None:
+        """What the model reads before its next turn; it learns none of it. Messages, such as [{"role": "user",
+        "content": "lower"}]; text where data.chat_template is false."""
+        self._said += [words] if isinstance(words, str) else words
+
+    def reward(self, value: float) -> None:
+        """Adds to the score."""
+        self.score += value
+
+
+def load_program(spec: str) -> Program:
+    """The program of `path/to/file.py:name`. Raises FunctionError for what is none."""
+    found = user_functions.find(spec, "agent.rollout")
+    if inspect.isclass(found):
+        lacking = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
+        if lacking:
+            raise user_functions.FunctionError(f"agent.rollout {spec!r}: the class has no {' and no '.join(lacking)}")
+        return _of_environment(found)
+    if not inspect.iscoroutinefunction(found):
+        raise user_functions.FunctionError(
+            f"agent.rollout {spec!r} is neither `async def rollout(ctx, prompt)` nor a class with reset and step"
+        )
+    return found
+
+
+def _of_environment(kind: type[Any]) -> Program:
+    """A class: reset(row, rng) begins; step(turn) gives (what it says, the reward, whether that was all)."""
+
+    async def play(ctx: Context, prompt: str) -> None:
+        environment = kind()
+        await _maybe(environment.reset(ctx.row, ctx.rng))
+        while True:
+            said, reward, done = await _maybe(environment.step(await ctx.generate()))
+            ctx.reward(reward)
+            if done:
+                return
+            ctx.say(said)
+
+    return play
+
+
+async def _maybe(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def score_of(result: Any, ctx: Context) -> dict[str, float]:
+    """What a program has returned, with the rewards that it gave on the way: "score", and other numbers by name. Raises
+    ValueError for what is no score."""
+    if isinstance(result, Mapping):
+        parts = {str(name): value for name, value in result.items()}
+    else:
+        parts = {"score": 0.0 if result is None else result}
+    parts["score"] = parts.get("score", 0.0) + ctx.score
+    for name, value in parts.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{name} is {value!r}, expected a finite number")
+    return {name: float(value) for name, value in parts.items()}

@@ -1,0 +1,156 @@
+"""The worker processes that agents' programs run in, as rank 0 has them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from mrl.agents.errors import AgentError
+
+STARTUP_TIMEOUT_S = 120.0
+SOCKET_TIMEOUT_S = 10  # of one message under way; only a stopped process takes so long
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+
+Message = dict[str, Any]
+
+
+class Worker:
+    """One process. setup: as `mrl.agents.worker` gets it. Raises AgentError if it does not come up."""
+
+    def __init__(self, setup: Message) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            limit = struct.pack("ll", SOCKET_TIMEOUT_S, 0)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "mrl.agents.worker", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+                start_new_session=True,
+            )
+        self.connection = Connection(ours.detach())
+        self.send({"sys_path": sys.path, **setup})
+
+    def wait_ready(self) -> None:
+        message = self.receive() if self.connection.poll(STARTUP_TIMEOUT_S) else {}
+        if "ready" not in message:
+            ended = f"its process ended ({self.kill()}) or hangs while importing the file"
+            raise AgentError(message.get("load_error") or ended)
+
+    def send(self, message: Message) -> None:
+        """What cannot be sent is not answered, which `exchange` finds."""
+        try:
+            self.connection.send_bytes(json.dumps(message, default=str).encode())
+        except OSError:
+            pass
+
+    def receive(self) -> Message:
+        """The next message; {"gone"} if there will be none."""
+        try:
+            message: Message = json.loads(self.connection.recv_bytes())
+        except (EOFError, OSError, ValueError):
+            return {"gone": True}
+        return message
+
+    def kill(self) -> str:
+        """Ends it with all that it has started; says how it had ended, if it had."""
+        self.connection.close()
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        code = self.process.wait(SOCKET_TIMEOUT_S)
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+class Pool:
+    """Trajectories by number, number n in process n % workers. For one thread at a time.
+
+    setup: of each; step_timeout_s: of an environment between two turns
+    """
+
+    def __init__(self, setup: Message, workers: int, step_timeout_s: float) -> None:
+        self._setup, self._timeout_s = setup, step_timeout_s
+        self._workers = [Worker(setup) for _ in range(workers)]
+        try:
+            for worker in self._workers:
+                worker.wait_ready()
+        except AgentError:
+            self.close()
+            raise
+
+    def exchange(self, messages: Mapping[int, Message]) -> dict[int, Message]:
+        """Tells each trajectory something, and gives what each says to it: {"say"}, {"done"}, {"error"}, or {"fault":
+        why} where its process ended or gave no answer in time. All that are alive must be among them."""
+        for number, message in messages.items():
+            self._of(number).send({"id": number, **message})
+        answers: dict[int, Message] = {}
+        gone: dict[Worker, str] = {}
+        end = time.monotonic() + self._timeout_s
+        while missing := {self._of(number) for number in messages if number not in answers} - gone.keys():
+            ready = wait([worker.connection for worker in missing], max(0.0, end - time.monotonic()))
+            if not ready:
+                late = f"gave no answer within {self._timeout_s:g} s (agent.step_timeout_s)"
+                gone |= dict.fromkeys(missing, late)
+            for worker in missing:
+                if worker.connection in ready:
+                    message = worker.receive()
+                    if "gone" in message:
+                        gone[worker] = "ended its process"
+                    elif message.get("id") in messages:
+                        answers[message["id"]] = message
+        return answers | self._replaced(gone, messages, answers)
+
+    def _replaced(
+        self, gone: Mapping[Worker, str], messages: Mapping[int, Message], answers: Mapping[int, Message]
+    ) -> dict[int, Message]:
+        """The faults of trajectories whose processes are lost, which others take the places of. Of these processes
+        all are lost but those that are done."""
+        faults = {
+            number: {"fault": gone[worker]}
+            for number in messages
+            if (worker := self._of(number)) in gone and "done" not in answers.get(number, {})
+        }
+        for worker, why in gone.items():
+            how = worker.kill()
+            if "process" in why:
+                for number in faults:
+                    if self._of(number) is worker:
+                        faults[number] = {"fault": f"{why} ({how})"}
+        for worker in gone:
+            new = Worker(self._setup)
+            new.wait_ready()
+            self._workers[self._workers.index(worker)] = new
+        return faults
+
+    def drop(self) -> None:
+        """Ends all trajectories."""
+        for worker in self._workers:
+            worker.send({"drop": True})
+
+    def close(self) -> None:
+        """Ends the processes; safe to call twice."""
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+
+    def _of(self, number: int) -> Worker:
+        return self._workers[number % len(self._workers)]
+
+
+def _environment() -> dict[str, str]:
+    path = os.environ.get("PYTHONPATH")
+    root = os.pathsep.join([_PACKAGE_ROOT, path] if path else [_PACKAGE_ROOT])
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": root}

@@ -1,0 +1,114 @@
+"""What stands between two turns of the model, as tokens. Nothing that was said before is ever tokenised again.
+
+With a chat template the tokens of new messages are what they add to a conversation of any other words: rendered after a
+dummy turn of the assistant's, without that turn. That holds if the template, given more messages, shows the earlier
+ones as before; which kinds of messages it holds for is found out at the start.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from mrl.agents.errors import AgentError
+from mrl.data import Tokenizer
+
+Message = dict[str, Any]
+_CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
+_DUMMY: list[Message] = [
+    {"role": "user", "content": "d"},
+    {"role": "assistant", "content": "d", "reasoning_content": "d", "tool_calls": [_CALL]},
+]
+_PLAIN: list[Message] = [{"role": "user", "content": "d"}, {"role": "assistant", "content": "d"}]
+KINDS = ("user", "tool")
+
+
+class Suffix:
+    """Of one tokenizer. stops: tokens that end a turn. Raises AgentError if no kind of message can be said.
+
+    kinds: roles of the messages that an environment may say; none where there is no chat template
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[int, ...], is_chat: bool) -> None:
+        self._tokenizer, self._is_chat = tokenizer, is_chat
+        self.kinds: tuple[str, ...] = ()
+        if not is_chat:
+            return
+        reasons = {}
+        for kind in KINDS:
+            try:
+                tail = self._tail([{"role": kind, "content": "d"}])
+                if not {self._end, tail[0]} & {*stops}:
+                    end = tokenizer.decode([self._end or tail[0]], special=True)
+                    raise AgentError(f"it ends turns with {end!r}, which does not end a response: model.eos_token")
+            except (AgentError, ValueError) as error:
+                reasons[kind] = str(error)
+            else:
+                self.kinds += (kind,)
+        if not self.kinds:
+            why = "; ".join(f"{kind} messages: {reason}" for kind, reason in reasons.items())
+            raise AgentError(f"the chat template cannot go on after a turn of the model: {why}")
+
+    def __call__(self, said: list[Message | str], last: int) -> list[int] | None:
+        """Ids of what was said after a turn with the token `last` at its end; None where that turn was cut off. Raises
+        AgentError for what cannot be said."""
+        texts = [each for each in said if isinstance(each, str)]
+        if texts and self._is_chat:
+            raise AgentError(f"{texts[0][:40]!r} is text, and the model is talked to in messages (data.chat_template)")
+        if not self._is_chat:
+            if len(texts) < len(said):
+                raise AgentError("there is no chat template (data.chat_template: false): only text can be said")
+            return self._encoded("".join(texts))
+        messages = [each for each in said if isinstance(each, dict)]
+        if wrong := [message.get("role") for message in messages if message.get("role") not in self.kinds]:
+            can = " and ".join(self.kinds)
+            raise AgentError(f"a message of the role {wrong[0]!r} cannot be said with this chat template, {can} can")
+        tail = self._tail(messages)
+        if last == self._end:
+            return tail
+        return tail[1:] if last == tail[0] else None  # a template may stop a turn by what begins the next one
+
+    def _tail(self, messages: list[Message]) -> list[int]:
+        """From after the token that ends the dummy turn, to where the model's next one begins."""
+        base, full = self._base, self._rendered([*self._dummy, *messages], whole=False)
+        if full[: len(base)] != base:
+            raise AgentError("it shows earlier turns otherwise once there are later ones")
+        after = 0 if self._end is None else base[::-1].index(self._end)
+        return base[len(base) - after :] + full[len(base) :]
+
+    @cached_property
+    def _base(self) -> list[int]:
+        return self._rendered(self._dummy, whole=True)
+
+    @cached_property
+    def _end(self) -> int | None:
+        """The token that ends a turn, the last special one of the dummy's; None where the next one's beginning does."""
+        before = self._rendered(self._dummy[:1], whole=False)
+        same = next((i for i, (a, b) in enumerate(zip(before, self._base)) if a != b), len(before))
+        special = {self._tokenizer.eos_id, *self._tokenizer.hf.added_tokens_decoder}
+        return next((token for token in reversed(self._base[same:]) if token in special), None)
+
+    @cached_property
+    def _dummy(self) -> list[Message]:
+        """With a call and thoughts, where the template knows such."""
+        try:
+            self._rendered(_DUMMY, whole=True)
+        except ValueError:
+            return _PLAIN
+        return _DUMMY
+
+    def _rendered(self, messages: list[Message], whole: bool) -> list[int]:
+        hidden = self._tokenizer.control.hidden(messages)
+        dress = self._tokenizer.dress_whole if whole else self._tokenizer.dress
+        return self._encoded(dress(hidden), is_hidden=True)
+
+    def _encoded(self, text: str, is_hidden: bool = False) -> list[int]:
+        """Names of control tokens in an environment's words are text."""
+        control = self._tokenizer.control
+        hidden = text if is_hidden else control.hidden(text)
+        ids = control.encode(hidden)
+        if ids is None:
+            if hidden != control.shown(hidden):
+                raise AgentError("an environment has said the name of a control token, which would become that token")
+            [ids] = self._tokenizer.encode_plain([hidden])
+        return ids

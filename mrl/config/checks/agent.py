@@ -1,0 +1,62 @@
+"""Responses of several turns: is there a program, and room for them; what does not go with them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+from mrl.config.checks.reward import definitions
+from mrl.config.problems import Problem, no_file, reason
+from mrl.config.schema import AgentConfig, RLConfig
+
+KEY, PARSER, ENVIRONMENT = "agent.rollout", "agent.parser", "environment"
+PARSERS = ("hermes", "qwen3_coder", "fenced")
+
+
+def check(cfg: RLConfig) -> Iterator[Problem]:
+    agent, reward = cfg.agent, cfg.reward
+    named = (reward.function, *reward.functions.values(), *(name for mix in reward.recipe.values() for name in mix))
+    if agent is None:
+        if ENVIRONMENT in named:
+            message = "environment is the score that an agent's environment gives: add a section `agent:`"
+            yield Problem(("reward", "agent"), message)
+        return
+    first, turn = cfg.data.max_prompt_tokens, cfg.rollout.sampling.max_new_tokens
+    if first + turn > agent.max_tokens:
+        message = f"{first} prompt tokens + {turn} new tokens of the first turn are more than {agent.max_tokens}"
+        yield Problem(("agent.max_tokens", "data.max_prompt_tokens", "rollout.sampling.max_new_tokens"), message)
+    if cfg.algorithm.adv_estimator == "optimal_token_baseline":
+        message = "it compares tokens at the same place, and turns begin at different ones: tir_optimal_token_baseline"
+        yield Problem(("algorithm.adv_estimator", "agent"), message)
+    if reward.model is not None:
+        yield Problem(("reward.model", "agent"), "a reward model was trained on answers, it has no place for turns")
+
+
+def check_file(agent: AgentConfig) -> Iterator[Problem]:
+    """The program and a parser of the user's are defined by their files (read, not run)."""
+    found = yield from _defined(KEY, agent.rollout)
+    if isinstance(found, ast.FunctionDef):
+        yield Problem((KEY,), f"{found.name} must be `async def {found.name}(ctx, prompt)`: it waits for turns")
+    if agent.parser is not None and agent.parser not in PARSERS:
+        own = yield from _defined(PARSER, agent.parser, f"none of {', '.join(PARSERS)}, and ")
+        if isinstance(own, ast.AsyncFunctionDef):
+            yield Problem((PARSER,), f"{own.name} is an async function, which nothing awaits: write a plain one")
+
+
+def _defined(key: str, spec: str, but: str = "") -> Generator[Problem, None, ast.stmt | None]:
+    """What `path/to/file.py:name` defines, or the problem. but: what else it is not"""
+    path, _, name = spec.rpartition(":")
+    if not path or not name:
+        yield Problem((key,), f"{spec!r} is {but}not path/to/file.py:name")
+        return None
+    try:
+        if problem := no_file(Path(path)):
+            raise ValueError(problem)
+        found = definitions(ast.parse(Path(path).read_bytes(), path))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        yield Problem((key,), f"cannot read {path}: {reason(error)}")
+        return None
+    if name not in found:
+        yield Problem((key,), f"{path} does not define {name!r}; it has {', '.join(sorted(found)) or 'nothing'}")
+    return found.get(name)

@@ -1,0 +1,27 @@
+"""Responses of several turns, between which a program of the user's has its say."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from mrl.config.sections.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from mrl.config.sections.reward import SandboxConfig
+
+
+class AgentConfig(Section):
+    """Responses of several turns. Between two of them an environment, a program of yours, says something, which the
+    model reads and never learns. `reward.function: environment` is the score that it gives."""
+
+    # path/to/file.py:name, `async def rollout(ctx, prompt)` or a class with reset(row, rng) and step(turn)
+    rollout: str
+    # how calls of tools are read from a turn: hermes (Qwen), qwen3_coder, fenced (blocks of code), or
+    # path/to/file.py:name of a function of the text; null: they are not
+    parser: str | None = None
+    sandbox: SandboxConfig = SandboxConfig()  # of programs that the model wrote, which `ctx.sandbox` runs
+    max_turns: PositiveInt = 8  # of the model's, each of rollout.sampling.max_new_tokens at most
+    max_tokens: PositiveInt = 8192  # prompt, turns and what the environment says, at most
+    workers: Annotated[int, Field(gt=0, le=256)] = 2  # processes that environments run in
+    step_timeout_s: PositiveFloat = 30.0  # seconds of an environment between two turns; its process is ended then
+    retries: NonNegativeInt = 1  # of a trajectory whose program raised, ended or hung; then the run ends

@@ -1,0 +1,70 @@
+"""Who worked when in the last steps of a run: engines and trainer, as two rows of bars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mrl.observe.curves import INK, PALETTE, blank
+from mrl.observe.metrics import Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHOWN = 6  # steps
+WAITING, PHASE = "rollout", "time/"
+LATE = {WAITING: 1, "sync": 2, "validation": 3}  # where samples that are drawn ahead are waited for after learning
+ENGINES, TRAINER = 1, 0  # places of the rows
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Seconds from the beginning of what is shown. place: ENGINES or TRAINER"""
+
+    place: int
+    what: str
+    start: float
+    seconds: float
+
+
+def bars(rows: Sequence[Row]) -> list[Bar]:
+    """Of the last steps. What is drawn ahead begins with the step before it is learnt; a step that waits for samples
+    that are drawn ahead one step does so at its end."""
+    steps = [row for row in rows if row["step"] > 0 and PHASE + WAITING in row][-SHOWN:]
+    found: list[Bar] = []
+    at = before = 0.0
+    for number, row in enumerate(steps):
+        phases = [name.removeprefix(PHASE) for name in row if name.startswith(PHASE)]
+        if "perf/train_s" in row:
+            phases.sort(key=lambda phase: LATE.get(phase, 0))
+        began = at
+        for phase in phases:
+            found.append(Bar(TRAINER, phase, at, row[PHASE + phase]))
+            at += row[PHASE + phase]
+        if "perf/generate_s" not in row:
+            found.append(Bar(ENGINES, "sampling", began, row[PHASE + WAITING]))
+        elif number > 0:
+            found.append(Bar(ENGINES, "sampling", before, min(row["perf/generate_s"], at - before)))
+        before = began
+    return found
+
+
+def draw_time_line(rows: Sequence[Row], size: tuple[float, float] = (11.2, 2.2)) -> Figure | None:
+    """None where nothing was sampled."""
+    found = bars(rows)
+    if not found:
+        return None
+    figure, axes = blank(size)
+    names = list(dict.fromkeys(bar.what for bar in found if bar.place == TRAINER))
+    colors = dict(zip(names, PALETTE[1:] * len(names), strict=False)) | {"sampling": PALETTE[0]}
+    for what, color in colors.items():
+        own = [bar for bar in found if bar.what == what]
+        label = "waiting for samples" if what == WAITING else what
+        axes.barh(
+            [b.place for b in own], [b.seconds for b in own], left=[b.start for b in own], color=color, label=label
+        )
+    axes.set_yticks([TRAINER, ENGINES], ["trainer", "engines"])
+    axes.set_xlabel(f"seconds, the last {SHOWN} steps at most", color=INK, fontsize=8.5)
+    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, ncols=7, loc="upper center", bbox_to_anchor=(0.5, 1.25))
+    return figure

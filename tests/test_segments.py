@@ -1,0 +1,157 @@
+"""Responses drawn in segments: the same tokens as at once, every group learnt once, none too old."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.core import Prompt, Request, Sample
+from mrl.data import collate
+from mrl.rollout import sample_seed
+from mrl.trainers.rl.groups import Group, in_order
+from mrl.trainers.rl.mismatch import by_age
+from mrl.trainers.rl.segments import Segments
+
+WANTED, MEMBERS, MOST = 3, 2, 24
+
+
+def request(group: int, member: int) -> Request:
+    return Request(0, 0, Prompt(group, (group % 7, 1), {}), sample_seed(1, group, member))
+
+
+class Engine:
+    """A token follows from (seed, position, version) alone; a response ends at token 0, some soon, some late."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.version, self.calls = version, 0
+
+    def __call__(self, requests: list[Request], tokens: int) -> list[Sample]:
+        self.calls += 1
+        assert [r.sample_id for r in requests] == list(range(len(requests)))
+        return [self._draw(request, tokens) for request in requests]
+
+    def _draw(self, request: Request, tokens: int) -> Sample:
+        ids: list[int] = []
+        while len(ids) < tokens and (not ids or ids[-1]):
+            at = len(request.prompt.token_ids) + len(ids)
+            noise = random.Random(f"{request.seed} {at} {self.version}")
+            ids.append(0 if noise.random() < 0.02 * (1 + request.seed % 10) else noise.randrange(1, 100))
+        finish = "stop" if ids[-1] == 0 else "length"
+        log_probs = -np.arange(1.0, len(ids) + 1) / 100
+        return Sample(request, np.array(ids), log_probs, finish, str(self.version))
+
+
+def segments(tokens: int = 4, oversample: float = 2.0) -> Segments:
+    return Segments(tokens, MOST, WANTED, math.ceil(WANTED * oversample), MEMBERS, request)
+
+
+def run(made: Segments, steps: range, moving: bool = True) -> list[list[Group]]:
+    """What each step learns from; the weights are new in every step if they are `moving`."""
+    return [made.draw(step, Engine(step if moving else 0))[0] for step in steps]
+
+
+def numbers(steps: list[list[Group]]) -> list[int]:
+    return [group[0].request.prompt.index for groups in steps for group in groups]
+
+
+def texts(groups: list[Group]) -> dict[tuple[int, int], list[int]]:
+    return {(g[0].request.prompt.index, m): g[m].response_ids.tolist() for g in groups for m in range(MEMBERS)}
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 12, MOST])
+def test_under_the_same_weights_segments_of_any_length_give_the_tokens_drawn_at_once(tokens: int) -> None:
+    found = run(segments(tokens), range(8), moving=False)
+    for (group, member), ids in texts([g for groups in found for g in groups]).items():
+        assert ids == Engine()([request(group, member)], MOST)[0].response_ids.tolist()
+
+
+def test_every_group_is_learnt_once_and_those_begun_first_go_first() -> None:
+    found = numbers(run(segments(), range(30)))
+    assert len(set(found)) == len(found) == 30 * WANTED
+    assert set(range(30 * WANTED - WANTED)) - set(found) <= set(range(20 * WANTED, 31 * WANTED)), "one was passed over"
+    assert found != sorted(found), "no group was carried over"
+
+
+def test_no_token_is_older_than_a_response_takes() -> None:
+    tokens = 4
+    steps = run(segments(tokens), range(30))
+    ages = {
+        step - int(s.versions[0])
+        for step, groups in enumerate(steps)
+        for g in groups
+        for s in g
+        if s.versions is not None
+    }
+    assert 0 < max(ages) <= MOST // tokens
+    mixed = [
+        s for groups in steps for g in groups for s in g if s.versions is not None and len({*s.versions.tolist()}) > 1
+    ]
+    for sample in mixed:  # each span is what its weights draw after what was there before
+        assert sample.versions is not None
+        for version in {*sample.versions.tolist()}:
+            span = np.flatnonzero(sample.versions == version)
+            prompt = (*sample.request.prompt.token_ids, *sample.response_ids[: span[0]].tolist())
+            again = Request(0, 0, Prompt(0, prompt, {}), sample.request.seed)
+            drawn = Engine(version)([again], len(span))[0].response_ids.tolist()
+            assert drawn == sample.response_ids[span].tolist()
+    assert mixed
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_run() -> None:
+    whole = run(segments(), range(12))
+    first, then = segments(), segments()
+    begun = run(first, range(5))
+    then.load_state_dict(first.state_dict())
+    again = begun + run(then, range(5, 12))
+    for a, b in zip(whole, again, strict=True):
+        assert texts(a) == texts(b)
+        assert [s.versions.tolist() for g in a for s in g if s.versions is not None] == [
+            s.versions.tolist() for g in b for s in g if s.versions is not None
+        ]
+    other = segments()
+    other.load_state_dict({"steps": []})
+    assert other.state_dict() == {"segments": []}
+
+
+def test_a_failure_leaves_what_is_under_way_as_it_was() -> None:
+    made, calls = segments(), 0
+
+    def fails(requests: list[Request], tokens: int) -> list[Sample]:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("the engine is gone")
+        return Engine(1)(requests, tokens)
+
+    [_] = run(made, range(1))
+    with pytest.raises(RuntimeError, match="gone"):
+        made.draw(1, fails)
+    clean = segments()
+    assert texts(made.draw(1, Engine(1))[0]) == texts(run(clean, range(2))[1])
+
+
+def test_a_step_draws_no_more_than_it_needs() -> None:
+    engine, made = Engine(), segments(MOST)
+    _, metrics = made.draw(0, engine)
+    assert engine.calls == metrics["segments/rounds"] == 1
+    short = segments(4)
+    found, metrics = short.draw(0, Engine())
+    assert metrics["segments/carried_tokens"] > 0 and len(found) == WANTED
+
+
+def test_ages_are_of_tokens() -> None:
+    found: list[Any] = [sample for groups in run(segments(), range(9))[-1:] for sample in in_order(groups)]
+    rollout = collate(8, found)
+    assert rollout.born is not None and rollout.born.tolist() == np.concatenate([s.versions for s in found]).tolist()
+    where = torch.ones(rollout.num_response_tokens, dtype=torch.bool)
+    metrics = by_age(rollout, torch.full_like(rollout.rollout_log_probs, 0.25), where, version=8)
+    ages = (8 - rollout.born).float()
+    assert metrics["staleness/mean"] == pytest.approx(float(ages.mean())) and metrics["staleness/max"] == ages.max()
+    assert {name for name in metrics if name.startswith("mismatch")} == {
+        f"mismatch/age_{int(a)}" for a in ages.unique()
+    }

@@ -1,0 +1,321 @@
+"""Groups that are under way over pushes: none too old, each learnt once, in order; which weights drew which token."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mrl.config.engines import ENGINES, EngineKind
+from mrl.config.schema import RolloutConfig
+from mrl.core import Prompt, Request, Sample, SamplingParams
+from mrl.rollout import Engine, Feed, ServerLost, sample_seed, start_engine
+from mrl.rollout.check import check_server
+from mrl.rollout.samples import Expected, read_samples
+from mrl.trainers.rl.groups import Group
+from mrl.trainers.rl.under_way import UnderWay
+from tests.conftest import TinyModels
+from tests.test_resume import difference, results, samples, train, train_and_kill
+from tests.train_tools import given, write_config
+
+WANTED, MEMBERS, STEPS = 3, 2, 40
+WAIT_S = 60.0
+
+
+def request(group: int, member: int) -> Request:
+    return Request(group * MEMBERS + member, group, Prompt(group, (1, 2), {}), sample_seed(1, group, member))
+
+
+class Engines:
+    """Draws in a thread of its own, in any order; a sample has the version at its beginning and at its end."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.version, self.random, self.lost = 0, random.Random(seed), 0
+        self.fails_at: list[int] = []
+        self.begun: list[tuple[int, int]] = []
+
+    def draw(self, feed: Feed, on_samples: Callable[[list[Sample]], None]) -> None:
+        under_way: list[tuple[Request, int]] = []
+        while True:
+            while feed._fed:
+                for one in feed._fed.popleft():
+                    under_way.append((one, self.version))
+                    self.begun.append((one.group, self.version))
+            if not under_way and feed._has_ended:
+                return
+            if self.fails_at and len(self.begun) >= self.fails_at[0]:
+                del self.fails_at[0]
+                raise ServerLost("http://one", 0, "it is gone")
+            if under_way:
+                one, born = under_way.pop(self.random.randrange(len(under_way)))
+                versions = np.array([born, self.version], np.int32)
+                on_samples(
+                    [
+                        Sample(
+                            one,
+                            np.array([one.seed % 99, 5]),
+                            np.array([-1.0, -2.0]),
+                            "stop",
+                            str(self.version),
+                            versions=versions,
+                        )
+                    ]
+                )
+            time.sleep(0.0002)
+
+    def replace(self, lost: ServerLost) -> list[str]:
+        self.lost += 1
+        return [lost.url]
+
+
+def under_way(engines: Engines, ahead: int, steps: int = STEPS) -> UnderWay:
+    return UnderWay(WANTED, ahead, steps * WANTED, MEMBERS, request, engines.draw, engines.replace)
+
+
+def run(made: UnderWay, engines: Engines, steps: range) -> list[list[Group]]:
+    found = []
+    for step in steps:
+        while made.wait(step):
+            pass
+        groups, _ = made.take()
+        found.append(groups)
+        time.sleep(engines.random.random() * 0.003)  # learns
+        engines.version = step + 1
+    return found
+
+
+def numbers(steps: list[list[Group]]) -> list[int]:
+    return [group[0].request.group for groups in steps for group in groups]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+def test_groups_are_learnt_once_in_order_and_no_token_is_older_than_the_bound(ahead: int) -> None:
+    engines = Engines()
+    with closing(under_way(engines, ahead)) as made:
+        found = run(made, engines, range(STEPS))
+    assert numbers(found) == list(range(STEPS * WANTED))
+    ages = [
+        step - int(sample.versions[0])
+        for step, groups in enumerate(found)
+        for group in groups
+        for sample in group
+        if sample.versions is not None
+    ]
+    assert max(ages) <= ahead and min(ages) >= 0
+    assert all(age == 0 for age in ages) if ahead == 0 else max(ages) > 0
+    assert len(engines.begun) == STEPS * WANTED * MEMBERS, "something was drawn for nothing, or twice"
+
+
+def test_a_lost_engine_costs_what_was_under_way_and_nothing_else() -> None:
+    engines = Engines()
+    engines.fails_at = [20, 60, 100]
+    with closing(under_way(engines, 2)) as made:
+        found = run(made, engines, range(STEPS))
+    assert numbers(found) == list(range(STEPS * WANTED)) and engines.lost == 3
+    assert len(engines.begun) > STEPS * WANTED * MEMBERS
+
+
+def test_three_lives_learn_each_group_once() -> None:
+    found: list[list[Group]] = []
+    state: dict[str, Any] = {}
+    for life, (first, saved) in enumerate([(0, 7), (7, 19), (19, STEPS)]):
+        engines = Engines(life)
+        engines.version = first
+        with closing(under_way(engines, 3)) as made:
+            made.load_state_dict(state)
+            found += run(made, engines, range(first, saved))
+            state = json.loads(json.dumps(made.state_dict(), default=lambda tensor: tensor.tolist()))
+            for group in state["under_way"]:
+                for sample in group["samples"]:
+                    sample["arrays"] = {name: torch.tensor(array) for name, array in sample["arrays"].items()}
+    assert numbers(found) == list(range(STEPS * WANTED))
+    assert [g.response_ids[0] for groups in found for [g, _] in groups] == [
+        request(number, 0).seed % 99 for number in range(STEPS * WANTED)
+    ]
+
+
+def test_what_the_thread_raises_is_raised_where_groups_are_waited_for() -> None:
+    def fails(feed: Feed, on_samples: object) -> None:
+        raise ZeroDivisionError
+
+    made = UnderWay(WANTED, 1, 9, MEMBERS, request, fails, Engines().replace)
+    with pytest.raises(ZeroDivisionError):
+        made.wait(0)
+
+
+def test_a_rest_waits_for_what_is_admitted_and_begins_nothing() -> None:
+    engines = Engines()
+    with closing(under_way(engines, 2)) as made:
+        assert made.wait(0) == []
+        made.take()
+        assert made.rest() == []
+        assert len(made.state_dict()["under_way"]) == 2 * WANTED
+    assert len(engines.begun) == 3 * WANTED * MEMBERS
+
+
+def test_spans_of_an_answer_are_looked_at() -> None:
+    def answer(*spans: tuple[str, int, int]) -> dict[str, Any]:
+        named = [dict(zip(("version", "start", "end"), span)) for span in spans]
+        meta = {"finish_reason": {"type": "stop"}, "prompt_tokens": 2, "completion_tokens": 3}
+        pairs = [[-1.0, token, None] for token in (5, 6, 7)]
+        meta |= {"weight_version": spans[-1][0], "weight_versions": named, "output_token_logprobs": pairs}
+        return {"output_ids": [5, 6, 7], "meta_info": meta}
+
+    def read(*spans: tuple[str, int, int]) -> list[int]:
+        [sample] = read_samples([request(0, 0)], answer(*spans), Expected(9, 3, versions={"3", "4"}))
+        assert sample.versions is not None
+        return sample.versions.tolist()
+
+    assert read(("3", 0, 2), ("4", 2, 3)) == [3, 3, 4]
+    for spans, message in [
+        ([("3", 0, 2)], "of 2 tokens, output_ids has 3"),
+        ([("3", 0, 1), ("4", 2, 3)], "spans without a gap"),
+        ([("3", 0, 2), ("9", 2, 3)], "'9', which the run gave to no engine"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            read(*spans)
+
+
+# ---- real engines
+
+
+def test_each_span_has_the_log_probs_of_the_weights_that_it_names(
+    tiny_models: TinyModels, sglang_engine: Engine
+) -> None:
+    """All weights are exchanged in the middle of long responses, again and again."""
+    weights = [tiny_models("llama"), tiny_models("llama", seed=1)]
+    found: list[Sample] = []
+    feed = Feed()
+    sampling = SamplingParams(max_new_tokens=160)
+    drawing = threading.Thread(target=lambda: sglang_engine.follow(feed, sampling, found.extend, MEMBERS))
+    sglang_engine.versions |= {str(number) for number in range(1000)}
+    with closing(sglang_engine.client(sglang_engine.urls[0])) as client:
+        client.update_weights_from_disk(str(weights[0]), weight_version="0")
+        drawing.start()
+        for group in range(2):
+            feed.put([request(group, member) for member in range(MEMBERS)])
+        feed.end()
+        version, end = 0, time.monotonic() + WAIT_S
+        while drawing.is_alive() and time.monotonic() < end:
+            version += 1
+            client.pause()
+            client.update_weights_from_disk(str(weights[version % 2]), weight_version=str(version))
+            client.flush_cache()
+            client.go_on()
+            drawing.join(0.3)
+        drawing.join(WAIT_S)
+        client.update_weights_from_disk(str(weights[0]), weight_version="default")
+    assert len(found) == 2 * MEMBERS
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in weights]
+    mixed = 0
+    for sample in found:
+        assert sample.versions is not None
+        gaps = [gap(model, sample) for model in models]
+        own = sample.versions % 2
+        assert max(float(gaps[n][own == n].max()) for n in {*own.tolist()}) < 1e-4
+        assert max(float(gaps[1 - n][own == n].max()) for n in {*own.tolist()}) > 1e-2
+        mixed += len({*own.tolist()}) > 1
+    assert mixed, "no response has gone on over a change of weights"
+
+
+def gap(model: Any, sample: Sample) -> np.ndarray:
+    """[n]: the engine's log-probs against those of a whole forward pass."""
+    ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+    with torch.no_grad():
+        log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+    found = log_probs.gather(1, ids[1:, None]).flatten()[-len(sample.response_ids) :]
+    return np.abs(found.numpy() - sample.log_probs)
+
+
+def test_an_engine_that_a_killed_trainer_left_paused_goes_on(tiny_models: TinyModels, sglang_engine: Engine) -> None:
+    url = sglang_engine.urls[0]
+    with closing(sglang_engine.client(url)) as client:
+        client.pause()
+    cfg = RolloutConfig(startup_timeout_s=WAIT_S)
+    check_server(url, sglang_engine.access, cfg, str(tiny_models("llama")), "llama", outlives=True)  # draws a token
+
+
+def config(folder: Path, model: Path, **rollout: Any) -> Path:
+    sampling = {"max_new_tokens": 24, "stop_token_ids": list(range(3, 320, 7))}
+    return write_config(
+        folder,
+        model,
+        actor={"parallel": {"tensor": 2}, "optimizer": {"lr": 5e-4}},
+        batch={"prompts_per_step": 4, "samples_per_prompt": 2, "samples_per_minibatch": 4},
+        algorithm={"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}},
+        data={"validation": str(folder / "validation.jsonl")},
+        validation={"every_steps": 3, "prompts": 4},
+        checkpoint={"every_steps": 2, "export_hf": False},
+        rollout={"sampling": sampling, **rollout},
+    )
+
+
+def test_a_bound_of_nothing_is_the_synchronous_loop_to_the_bit(
+    tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
+) -> None:
+    file = config(tmp_path, tiny_models("llama"), **given(sglang_engine, tmp_path))
+    train(tmp_path, file, "run.name=waits", "run.steps=4")
+    train(tmp_path, file, "run.name=goes_on", "run.steps=4", "rollout.overlap=bounded", "rollout.max_staleness=0")
+    waits, goes_on = (tmp_path / "runs" / name for name in ("waits", "goes_on"))
+    assert set(difference(waits, goes_on).values()) == {0.0}
+    assert samples(waits) == samples(goes_on)
+
+
+def test_over_a_kill_no_prompt_is_lost_or_learnt_twice(
+    tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
+) -> None:
+    behind = {"overlap": "bounded", "max_staleness": 2}
+    file = config(tmp_path, tiny_models("llama"), **behind, **given(sglang_engine, tmp_path))
+    run_dir = tmp_path / "runs/run"
+    train_and_kill(tmp_path, run_dir, file, "run.steps=50")
+    train(tmp_path, file, "run.steps=8")
+    rows, drawn = results(run_dir), samples(run_dir)
+    learnt = [[row["index"] for row in drawn[f"step_{step}.jsonl"][::2]] for step in range(8)]
+    assert sorted(sum(learnt, [])) == sorted([*range(24), *sum(learnt[6:], [])]), (
+        "of 24 rows each is learnt once a pass"
+    )
+    assert all(0 <= row["staleness/max"] <= 2 for step, row in rows.items() if step)
+    assert max(row["staleness/max"] for step, row in rows.items() if step) > 0
+    assert rows[1]["mismatch/age_0"] < 1e-4
+
+
+def test_an_engine_that_dies_is_for_the_main_thread_to_begin_anew(
+    tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENGINES, "light", EngineKind("tests.light_engine:light_launch"))
+    notes, given_to = list[str](), list[str]()
+    cfg = RolloutConfig.model_validate({"engine": "light"})
+    with start_engine(cfg, str(tiny_models("llama")), "float32", tmp_path) as engine:
+        engine.wait_ready()
+        engine.restarts.allow(notes.append, given_to.append)
+        engine.is_pushing("0")
+        [process] = engine.fleet.processes
+        os.killpg(os.getpgid(process.pid), signal.SIGKILL)
+        with pytest.raises(ServerLost, match="engine died") as lost:
+            engine.follow(Feed(), SamplingParams(), nothing, MEMBERS)
+        assert notes == [], "the thread has looked after it"
+        assert engine.replace(lost.value) == [*engine.urls] and engine.lacks_weights and given_to == []
+        assert engine.replace(lost.value) == [], "it was begun anew twice"
+        engine.has_pushed("0")
+        feed, found = Feed(), list[Sample]()
+        feed.put([request(0, member) for member in range(MEMBERS)])
+        feed.end()
+        engine.follow(feed, SamplingParams(), found.extend, MEMBERS)
+    assert [sample.versions.tolist() for sample in found if sample.versions is not None] == [[0, 0]] * MEMBERS
+    assert len(notes) == 1 and "starting it again (restart 1 of 3" in notes[0]
+
+
+def nothing(samples: list[Sample]) -> None:
+    pass
