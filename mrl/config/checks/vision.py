@@ -1,0 +1,127 @@
+"""Models that see pictures: what is done with them, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config.checks.base import Archs, inert
+from mrl.config.derived import first_chunk_layers, model_size
+from mrl.config.problems import Problem
+from mrl.config.trainers.base import Config
+from mrl.families import ModelArch
+
+SGLANG_PATCH_VALUES = 1176  # 0.5.23, get_image_feature of models/qwen2_5_vl.py
+
+
+def check(cfg: Config, archs: Archs) -> Iterator[Problem]:
+    """Of every run of language models."""
+    seeing = {name: arch for name, arch in archs.items() if arch is not None and arch.vision is not None}
+    if not seeing:
+        if archs.get("actor") is not None:
+            yield from _unseen(cfg)
+        return
+    if "actor" not in seeing and archs.get("actor") is not None:
+        yield from inert(cfg.model.vision, "model.vision", ["train"], "the model sees no pictures", "model.path")
+    if not cfg.sees_pictures:
+        yield Problem(("trainer", "model.path"), f"{cfg.trainer} does not train models that see pictures; rl does")
+        return
+    yield from _alike(cfg, archs, seeing)
+    for name, arch in seeing.items():
+        yield from _deep(cfg, name, arch)
+    for name, model in cfg.built().items():
+        section = "reward.model" if name == "reward" else name
+        if section not in seeing:
+            continue
+        if model.train.lora is not None and model.is_trained:
+            yield Problem((f"{section}.lora", "model.path"), "not with a model that sees pictures")
+        if model.train.precision.fp8.recipe != "none":
+            yield Problem((f"{section}.precision.fp8.recipe", "model.path"), "not with a model that sees pictures")
+    yield from _prompts_alone(cfg)
+    yield from _data(cfg)
+    yield from _engine(cfg, archs.get("actor"))
+
+
+def _unseen(cfg: Config) -> Iterator[Problem]:
+    """Of models of text: what has no effect."""
+    because, other = "the model sees no pictures", "model.path"
+    yield from inert(cfg.model.vision, "model.vision", ["train"], because, other)
+    for key, use in cfg.data_uses().items():
+        yield from inert(use.cfg, key, ["images_key", "max_images", "max_image_tokens"], because, other)
+    if (rewards := cfg.rewards()) is not None:
+        yield from inert(rewards, "reward", ["pictures"], because, other)
+
+
+def _prompts_alone(cfg: Config) -> Iterator[Problem]:
+    """Pictures go to an engine with a whole prompt of the data's, and nothing behind it."""
+    engines = cfg.engines()
+    if cfg.has_turns:
+        yield Problem(("agent", "model.path"), "not with a model that sees pictures: later turns would be without them")
+    if engines is not None and engines[0].segment_tokens is not None:
+        message = "not with a model that sees pictures: later segments would be without them"
+        yield Problem(("rollout.segment_tokens", "model.path"), message)
+    if engines is not None and engines[0].overlap == "bounded":
+        message = (
+            "not with a model that sees pictures: responses that go on by other weights are tested without: one_step"
+        )
+        yield Problem(("rollout.overlap", "model.path"), message)
+
+
+def _data(cfg: Config) -> Iterator[Problem]:
+    for key, use in cfg.data_uses().items():
+        if not use.is_sampled:
+            yield Problem((key, "model.path"), "demonstrations have no pictures here, and the model sees some")
+        elif use.cfg.truncation not in ("drop", "error"):
+            message = f"{use.cfg.truncation} might cut through a picture: drop, or error"
+            yield Problem((f"{key}.truncation", "model.path"), message)
+
+
+def _alike(cfg: Config, archs: Archs, seeing: dict[str, ModelArch]) -> Iterator[Problem]:
+    """Of one run all models see the same pictures, or none does."""
+    if "reward.model" in seeing:
+        yield Problem(("reward.model.path",), "sees pictures; reward models of text alone are supported")
+    for name, arch in archs.items():
+        if name == "reward.model" or arch is None or (name == "actor" and arch.vision is not None):
+            continue
+        actor = archs.get("actor")
+        mine, theirs = arch.vision, actor.vision if actor is not None else None
+        if (mine is None) != (theirs is None) or (
+            mine is not None
+            and theirs is not None
+            and (mine.unit, mine.patch, mine.image_token) != (theirs.unit, theirs.patch, theirs.image_token)
+        ):
+            yield Problem((f"{name}.path", "model.path"), "sees pictures in another way than the actor, or not at all")
+
+
+def _deep(cfg: Config, name: str, arch: ModelArch) -> Iterator[Problem]:
+    layout = cfg.models()[name].parallel
+    assert arch.vision is not None
+    if layout is None or layout.pipeline == 1 or model_size(layout) < 1:
+        return
+    deep, first = len(arch.vision.deep), first_chunk_layers(layout, arch.num_layers)
+    if first < deep:
+        chunk = "chunk of the first stage" if layout.virtual_pipeline else "stage"
+        message = f"the first {chunk} has {first} layers, {deep} take deep features of pictures: they need to be there"
+        yield Problem((f"{name}.parallel.first_stage_layers", f"{name}.parallel.pipeline"), message)
+
+
+def _engine(cfg: Config, arch: ModelArch | None) -> Iterator[Problem]:
+    found = cfg.engines()
+    if found is None:
+        return
+    rollout, _ = found
+    if rollout.engine == "sglang" and arch is not None and arch.vision is not None:
+        values = arch.vision.patch_values
+        if arch.family == "qwen2_5_vl" and values != SGLANG_PATCH_VALUES:
+            message = f"patches of {values} numbers: SGLang's Qwen2.5-VL takes all but {SGLANG_PATCH_VALUES} (14 x 14 "
+            yield Problem(("rollout.engine", "model.path"), message + "pixels) for features that are finished")
+    if rollout.tensor > 1:
+        message = "1 for a model that sees pictures: how an engine cuts the tower is not known here; take more servers"
+        yield Problem(("rollout.tensor", "model.path"), message)
+    if rollout.quantization != "none":
+        yield Problem(("rollout.quantization", "model.path"), "not with a model that sees pictures")
+    if rollout.urls and cfg.model.vision.train:
+        message = (
+            "false with servers that mrl does not start: SGLang keeps pictures' features of older weights unless it "
+            "was started with SGLANG_VLM_CACHE_SIZE_MB=0"
+        )
+        yield Problem(("model.vision.train", "rollout.urls"), message)

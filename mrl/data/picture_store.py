@@ -1,0 +1,67 @@
+"""The pictures of a rollout's rows, decoded again where they are computed with: references travel, pixels do not."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mrl.config.schema import SourceConfig
+from mrl.data.errors import DataError
+from mrl.data.eyes import Eyes, digest
+from mrl.data.pictures import PictureError
+from mrl.data.sources import OpenSource
+
+KEPT_BYTES = 256 << 20  # of pixels
+
+
+class PictureStore:
+    """Of the rows of some sources, numbered over all of them, one after the other. Nothing is opened before the first
+    picture is asked for; what was used last is kept."""
+
+    def __init__(self, sources: tuple[SourceConfig, ...], eyes: Eyes) -> None:
+        self._configs, self._eyes = sources, eyes
+        self._kept: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
+        self._bytes = 0
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """images [k, 5]: as `mrl.data.image_places` names them -> [patches, patch values] float32, one after the other.
+
+        Raises DataError for a picture that is not what it was when its prompt was sampled for.
+        """
+        return torch.cat([self._pixels(*image) for image in images.tolist()])
+
+    def _pixels(self, row: int, number: int, rows: int, columns: int, crc: int) -> Tensor:
+        key = row, number
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        source = next(each for each in reversed(self._sources) if each.first_index <= row)
+        try:
+            image = self._eyes.image(source.rows[row - source.first_index], source.root, number)
+            pixels = self._eyes.pixels(image)
+        except (PictureError, IndexError) as error:
+            raise DataError(f"{source.where(row)}: picture {number}: {error}") from error
+        if digest(image) != crc or len(pixels) != rows * columns:
+            raise DataError(
+                f"{source.where(row)}: picture {number} is decoded otherwise here than on rank 0: its file has "
+                "changed, or the nodes have other versions of Pillow"
+            )
+        self._keep(key, pixels)
+        return pixels
+
+    def _keep(self, key: tuple[int, int], pixels: Tensor) -> None:
+        self._kept[key] = pixels
+        self._bytes += pixels.nbytes
+        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= oldest.nbytes
+
+    @cached_property
+    def _sources(self) -> list[OpenSource]:
+        found: list[OpenSource] = []
+        for source in self._configs:
+            found.append(OpenSource(source, sum(len(each.rows) for each in found)))
+        return found

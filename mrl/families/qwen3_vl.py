@@ -1,0 +1,18 @@
+"""Qwen3-VL (dense): Qwen3 whose first layers get deep features of the tower as well."""
+
+from __future__ import annotations
+
+from mrl.families.arch import VisionArch
+from mrl.families.qwen3 import Qwen3
+from mrl.families.rows import Table
+from mrl.families.vision import qwen3_tower
+from mrl.families.vision_decoder import VisionDecoder
+
+
+class Qwen3VL(VisionDecoder, Qwen3):
+    name, architecture = "qwen3_vl", "Qwen3VLForConditionalGeneration"
+    engine_score_bias = False  # it serves no such class
+    body, tower = "model.language_model.", "model.visual."
+
+    def tower_rows(self, vision: VisionArch) -> Table:
+        return qwen3_tower(vision, self.tower)

@@ -1,0 +1,81 @@
+"""A decoder that sees pictures: a text family's layers, with a tower before them (`mrl.families.vision`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mrl.families.arch import ModelArch, VisionArch
+from mrl.families.decoder import Decoder
+from mrl.families.keys import Keys, UnsupportedModel, short
+from mrl.families.rope import refuse_partial
+from mrl.families.rows import BODY, Table
+from mrl.families.vision import TOWER, read_tower, rope_axes
+
+IN_MEMORY = "model.language_model."  # what transformers calls the decoder of a model that it has loaded
+
+
+class VisionDecoder(Decoder):
+    """config.json has the decoder's keys under `text_config`, or on top as the hub's Qwen2.5-VL; the tower's under
+    `vision_config`.
+
+    tower: the hub's prefix of the tower's tensors; tower_width: what vision_config calls its width
+    """
+
+    tower: str
+    tower_width = "hidden_size"
+
+    def read(self, keys: Keys) -> ModelArch:
+        arch = super().read(self._text(keys))
+        vision = keys.table("vision_config")
+        if vision is None:
+            raise keys.wrong("vision_config", "an object")
+        axes = rope_axes(self._text(keys), arch.head_dim)
+        found = read_tower(keys, vision, axes, self.tower_width, arch.hidden_size, arch.vocab_size)
+        if len(found.deep) > arch.num_layers:
+            raise vision.wrong("deepstack_visual_indexes", f"no more than the decoder's {arch.num_layers} layers")
+        return replace(arch, vision=found)
+
+    def refuse(self, keys: Keys) -> None:
+        super().refuse(self._text(keys))
+
+    def check_rope(self, keys: Keys) -> None:
+        """Plain frequencies, whatever turns them: `mrope` on the hub is `default` with sections."""
+        refuse_partial(keys)
+        for name in ("rope_parameters", "rope_scaling"):
+            rope = keys.table(name)
+            if rope is None:
+                continue
+            kinds = {rope["rope_type"], rope["type"]} - {None}
+            if not kinds <= {"default", "mrope"}:
+                raise UnsupportedModel(f"{keys.where}: {name}.rope_type={short(kinds)}; supported: default, mrope")
+            refuse_partial(rope)
+
+    def tower_rows(self, vision: VisionArch) -> Table:
+        """Those of the tower's parameters, under global names."""
+        raise NotImplementedError
+
+    def in_memory(self, name: str) -> str:
+        if name.startswith(self.tower):
+            return "model." + TOWER + name.removeprefix(self.tower)
+        return IN_MEMORY + name.removeprefix(self.body) if name.startswith(self.body) else name
+
+    def in_engine(self, name: str) -> str:
+        if name.startswith(self.tower):
+            return TOWER + name.removeprefix(self.tower).replace(".attn.qkv.", ".attn.qkv_proj.")
+        return BODY + name.removeprefix(self.body) if name.startswith(self.body) else name
+
+    def differences(self, keys: Keys) -> Iterator[str]:
+        yield from super().differences(keys)
+        for key in ("audio_config", "talker_config"):
+            if keys[key] is not None:
+                yield f"{key} (pictures and text only)"
+
+    def _text(self, keys: Keys) -> Keys:
+        """The decoder's keys by themselves; what is of the whole model stays."""
+        text = keys.table("text_config")
+        if text is None:
+            return keys
+        own = {name: value for name, value in text.content.items() if value is not None}
+        whole = {name: keys[name] for name in ("model_type", "tie_word_embeddings", "quantization_config", "auto_map")}
+        return Keys({**keys.content, **own, **whole}, keys.where)

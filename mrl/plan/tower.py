@@ -1,0 +1,62 @@
+"""What a vision tower needs on the ranks of the first pipeline stage, each of which has it whole and passes all the
+pictures of its micro-batches through it, whatever tensor and context parallelism cut."""
+
+from __future__ import annotations
+
+from mrl.families.arch import VisionArch
+from mrl.families.flops import BACKWARD, TowerFlops
+from mrl.plan.activations import FLOAT32, Tokens
+from mrl.plan.grid import Seat
+from mrl.plan.workload import Lengths, Model
+
+# vectors of its width that autograd keeps of a patch, as saved by transformers' modules on a CPU: those of a layer of
+# Qwen3-VL, of Qwen2.5-VL (whose norms are of float32), of the ends, and of each merger for deep features
+PLAIN, GATED, ENDS, DEEP = 11, 15, 7, 3
+
+
+def saved_bytes(vision: VisionArch, patches: float, dtype: int) -> float:
+    """Of a forward pass, for the backward one."""
+    return patches * dtype * (vision.depth * _layer(vision) + (ENDS + DEEP * len(vision.deep)) * vision.width)
+
+
+def forward_bytes(model: Model, seat: Seat, tokens: Tokens) -> float:
+    """Of a pass without gradients: pixels, features, and the layer that is worked on; 0 for other stages, and for
+    models of text."""
+    vision = model.arch.vision
+    if vision is None or seat.pp:
+        return 0.0
+    patches = tokens.seen * vision.merge**2
+    pixels = patches * vision.patch_values * (FLOAT32 + model.dtype)
+    return pixels + patches * model.dtype * _layer(vision) + _features(model, vision, tokens)
+
+
+def update_bytes(model: Model, seat: Seat, tokens: Tokens, in_flight: int) -> float:
+    """Of a pass with gradients, for so many micro-batches in flight; a frozen tower keeps features alone."""
+    vision = model.arch.vision
+    if vision is None or seat.pp:
+        return 0.0
+    kept = _features(model, vision, tokens)
+    if model.trains_tower:
+        patches = tokens.seen * vision.merge**2
+        kept += saved_bytes(vision, patches, model.dtype) + patches * vision.patch_values * (FLOAT32 + model.dtype)
+    return forward_bytes(model, seat, tokens) + in_flight * kept
+
+
+def flops(model: Model, samples: float, lengths: Lengths, *, trained: bool = False) -> float:
+    """Of a pass of the pictures of so many samples, one picture each; 0 for models of text. trained: forward, and
+    backward if the tower is trained"""
+    tower = TowerFlops.of(model.arch)
+    if tower is None:
+        return 0.0
+    times = 1 + BACKWARD if trained and model.trains_tower else 1
+    return times * samples * tower.picture(int(lengths.images * tower.vision.merge**2))
+
+
+def _layer(vision: VisionArch) -> int:
+    """Numbers of a patch that a layer keeps."""
+    widths, ffns = (GATED, 4) if vision.gated else (PLAIN, 2)
+    return widths * vision.width + ffns * vision.ffn_size
+
+
+def _features(model: Model, vision: VisionArch, tokens: Tokens) -> float:
+    return tokens.seen * model.arch.hidden_size * model.dtype * (1 + len(vision.deep))

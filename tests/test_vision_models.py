@@ -1,0 +1,172 @@
+"""Models that see pictures: read from config.json, and equal to transformers' under every layout."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.core import Rollout
+from mrl.data.image_places import image_places
+from mrl.data.packing import pack
+from mrl.families import FAMILIES, UnsupportedModel, load_arch
+from mrl.families.flops import ForwardFlops, num_parameters
+from mrl.families.table import weight_table
+from tests.tiny_vl import END, IMAGE, START, VL_FAMILIES, make_tiny_vl
+from tests.world import run_world
+
+LAYOUTS = {
+    "qwen3_vl": ("one", "tp2", "tp2.sequence0", "tp2/full", "pp2", "pp2/frozen/full", "cp2", "tp2.pp2/full",
+                 "tp2.cp2"),
+    "qwen2_5_vl": ("tp2.pp2/full", "tp2.cp2", "pp2.vpp2", "dp4/frozen"),
+}  # fmt: skip
+WRONG = ("wrong:pp2.first1", "wrong:pp2.vpp2")
+ALL = [(family, layout) for family, layouts in LAYOUTS.items() for layout in layouts]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("vl")
+    return {family: make_tiny_vl(root / family, family) for family in VL_FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def results(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    root, found = tmp_path_factory.mktemp("results"), {}
+    for family, model in models.items():
+        wrong = WRONG if family == "qwen3_vl" else ()
+        layouts = ("reference", *LAYOUTS[family], *wrong)
+        run_world(4, "vision_gradients.py", model, root / f"{family}.pt", root / f"{family}.json", *layouts)
+        found[family] = json.loads((root / f"{family}.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(("family", "layout"), ALL)
+def test_log_probs_values_and_gradients_are_those_of_transformers(
+    results: dict[str, dict[str, Any]], family: str, layout: str
+) -> None:
+    assert set(results[family][layout]) == {"policy", "critic"}
+    for case, (difference, error, worst) in results[family][layout].items():
+        assert difference < (1e-5 if case == "policy" else 1e-4), (case, difference)
+        assert error < 2e-5, (case, worst, error)
+
+
+@pytest.mark.parametrize("layout", WRONG)
+def test_a_first_stage_without_the_layers_that_take_deep_features_is_refused(
+    results: dict[str, dict[str, Any]], layout: str
+) -> None:
+    assert "first 2 layers take deep features of pictures: the first stage has 1" in results["qwen3_vl"][layout]
+
+
+@pytest.mark.parametrize("family", VL_FAMILIES)
+def test_positions_are_those_of_transformers(models: dict[str, Path], family: str) -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(models[family]))
+    arch, rng = load_arch(models[family]), np.random.default_rng(0)
+    prompts, grids = zip(*(_random_prompt(rng) for _ in range(200)), strict=True)
+    rollout = Rollout.of(
+        0, prompts, [[7]] * 200, rows=torch.arange(200), image_counts=torch.tensor([len(g) for g in grids]),
+        images=torch.tensor([[*g, 0] for each in grids for g in each]).reshape(-1, 3),
+    )  # fmt: skip
+    assert arch.vision is not None
+    found = image_places(rollout, arch.vision).position_ids.split(rollout.seq_lens.tolist(), 1)
+    for ids, own, got in zip(prompts, grids, found, strict=True):
+        tokens = torch.tensor([[*ids, 7]])
+        grid = torch.tensor([[1, *each] for each in own]) if own else None
+        want, _ = model.model.get_rope_index(tokens, image_grid_thw=grid, mm_token_type_ids=(tokens == IMAGE).int())
+        assert torch.equal(got, want[:, 0]), ids
+
+
+def _random_prompt(rng: np.random.Generator) -> tuple[list[int], list[list[int]]]:
+    ids, grids = rng.integers(3, 259, rng.integers(1, 5)).tolist(), []
+    for _ in range(rng.integers(0, 4)):
+        grids.append([2 * int(rng.integers(1, 6)), 2 * int(rng.integers(1, 6))])
+        ids += [START, *[IMAGE] * (grids[-1][0] * grids[-1][1] // 4), END, *rng.integers(3, 259, rng.integers(0, 4))]
+    return [int(i) for i in ids], grids
+
+
+def test_a_picture_is_seen_once_in_a_micro_batch_however_many_samples_have_it(models: dict[str, Path]) -> None:
+    vision = load_arch(models["qwen3_vl"]).vision
+    prompt = [5, START, IMAGE, IMAGE, END]
+    images = torch.tensor([[2, 4, 6], [2, 4, 6], [4, 2, 5]])
+    rollout = Rollout.of(
+        0, [prompt] * 3, [[9, 9]] * 3, rows=torch.tensor([4, 4, 1]), image_counts=torch.ones(3, dtype=torch.int64),
+        images=images,
+    )  # fmt: skip
+    batch = pack(rollout, [0, 1, 2], 1, 0, 1, vision)
+    assert batch.images.tolist() == [[1, 0, 4, 2, 5], [4, 0, 2, 4, 6]]
+    assert batch.image_at.tolist() == [2, 3, 9, 10, 16, 17]
+    assert batch.image_row.tolist() == [2, 3, 2, 3, 0, 1]
+
+
+def test_image_tokens_that_are_no_picture_s_are_refused(models: dict[str, Path]) -> None:
+    vision = load_arch(models["qwen3_vl"]).vision
+    rollout = Rollout.of(0, [[5], [5, IMAGE]], [[9], [9]])
+    with pytest.raises(ValueError, match="sample 1: 1 image tokens in the prompt, its pictures have 0"):
+        pack(rollout, [0, 1], 1, 0, 1, vision)
+
+
+def test_the_hub_s_flat_config_is_read_like_the_nested_one(models: dict[str, Path], tmp_path: Path) -> None:
+    flat = make_tiny_vl(tmp_path / "flat", "qwen2_5_vl", weights=False, flat=True)
+    assert load_arch(flat) == load_arch(models["qwen2_5_vl"])
+
+
+@pytest.mark.parametrize("family", VL_FAMILIES)
+def test_the_tower_s_rows_are_what_the_checkpoint_has(models: dict[str, Path], family: str) -> None:
+    from safetensors import safe_open
+
+    rows = weight_table(load_arch(models[family])).values()
+    shapes = {name: shape for row in rows for name, shape in zip(row.hf, row.shapes, strict=True)}
+    with safe_open(models[family] / "model.safetensors", "pt") as file:
+        assert shapes == {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert FAMILIES[family].in_memory(next(iter(shapes))) == "model.visual.patch_embed.proj.weight"
+
+
+def test_the_tower_counts_as_weights_and_not_as_work_of_a_text_token(models: dict[str, Path]) -> None:
+    arch = load_arch(models["qwen3_vl"])
+    text = replace(arch, vision=None)
+    assert ForwardFlops.of(arch) == ForwardFlops.of(text)
+    assert arch.vision is not None
+    tower = sum(prod(row.shapes[0]) for row in FAMILIES["qwen3_vl"].tower_rows(arch.vision).values())
+    assert num_parameters(arch) == num_parameters(text) + tower
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["Qwen2VLForConditionalGeneration"]}, "Qwen2VLForConditionalGeneration has no weight table"),
+        ({"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, "has no weight table"),
+        ({"vision_config": None}, "lacks 'vision_config'"),
+        ({"image_token_id": 320}, "image_token_id must be token ids from 0 to 319"),
+        ({"image_token_id": None}, "image_token_id"),
+        ({"audio_config": {}}, "audio_config (pictures and text only)"),
+        ({"vision_config.out_hidden_size": 32}, "out_hidden_size=32, the decoder's hidden_size is 64"),
+        ({"vision_config.in_channels": 4}, "4 channels a pixel"),
+        ({"vision_config.deepstack_visual_indexes": [1, 0]}, "ascending"),
+        ({"vision_config.deepstack_visual_indexes": [3]}, "layers from 0 to 2"),
+        ({"text_config.rope_parameters.mrope_section": [4, 2]}, "sum 8"),
+        ({"text_config.rope_parameters.rope_type": "yarn"}, "yarn"),
+        ({"text_config.attention_dropout": 0.1}, "attention_dropout=0.1"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    models: dict[str, Path], tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    config = json.loads((models["qwen3_vl"] / "config.json").read_text())
+    for path, value in change.items():
+        *above, key = path.split(".")
+        where = config
+        for part in above:
+            where = where[part]
+        where[key] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=message.replace("(", r"\(").replace(")", r"\)")):
+        load_arch(tmp_path)
