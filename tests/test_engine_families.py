@@ -18,12 +18,14 @@ import torch
 
 from mrl.config.schema import RolloutConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
+from mrl.families.engine_names import taken_at_once
 from mrl.rollout import Engine, sample_seed, start_engine
-from mrl.weights.errors import SyncError
-from mrl.weights.sync.payload import Bucket
+from mrl.weights.errors import SyncError, SyncMismatch
+from mrl.weights.sync.payload import Bucket, plan_buckets
 from tests.conftest import TinyModels
 from tests.served import TRANSPORTS, Served, check_transport, check_world, world
 from tests.sync_tools import FileExporter
+from tests.tiny import MOONLIGHT
 from tests.world import ROOT
 
 pytestmark = [
@@ -39,7 +41,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
     "mistral": ({}, 1),
     "mixtral": ({}, 1),
     "qwen3_moe": ({}, 1),
+    "glm4_moe": ({}, 1),
+    "deepseek_v3": ({}, 1),
+    "moonlight": (MOONLIGHT, 1),
+    "gemma3_text": ({"vocab_size": 301}, 2),
 }
+
+ONE_OF = {"moonlight": "deepseek_v3"}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +56,7 @@ def served(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
     found = {}
     with contextlib.ExitStack() as stack:
         for family, (settings, tensor) in FAMILIES.items():
-            old, new = (tiny_models(family, seed=seed, **settings) for seed in (0, 1))
+            old, new = (tiny_models(ONE_OF.get(family, family), seed=seed, **settings) for seed in (0, 1))
             logs = tmp_path_factory.mktemp(f"logs_{family}")
             engine = stack.enter_context(start_engine(RolloutConfig(tensor=tensor), str(old), "float32", logs))
             found[family] = Served(engine, old, new, tensor)
@@ -110,6 +118,19 @@ def test_a_family_over_every_transport(family: str, served: dict[str, Served], t
         check_transport(one, transport, expected)
     if FileExporter(one.new).arch.experts:
         check_world(one, world(one, [{"expert": 2}], ("shared_memory", "distributed"), tmp_path), expected)
+
+
+def test_tensors_that_an_engine_takes_at_once_only_come_at_once(served: dict[str, Served]) -> None:
+    """In buckets of one tensor each the engine would say yes, and keep half of them."""
+    one = served["deepseek_v3"]
+    expected, exporter = one.load(one.new), FileExporter(one.new)
+    for at_once, buckets in ((taken_at_once(exporter.arch), True), ({}, False)):
+        one.load(one.old)
+        with contextlib.closing(one.sync("http")) as sync:
+            sync._buckets = plan_buckets(exporter.metas(), 1, at_once)
+            with contextlib.nullcontext() if buckets else pytest.raises(SyncMismatch, match="fused_qkv_a_proj"):
+                sync.push("7")
+        assert (one.hashes() == expected) == buckets
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mixtral"])

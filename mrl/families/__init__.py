@@ -3,22 +3,31 @@ models before it imports anything large; what is common is in `decoder` and `exp
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mrl.families.arch import Experts, Layer, ModelArch
+from mrl.families.arch import Experts, Layer, ModelArch, VisionArch
 from mrl.families.decoder import Decoder
+from mrl.families.deepseek_v3 import DeepseekV3
+from mrl.families.gemma3_text import Gemma3Text
+from mrl.families.glm4_moe import Glm4Moe
 from mrl.families.keys import Keys, UnsupportedModel
 from mrl.families.llama import Llama
 from mrl.families.mistral import Mistral
 from mrl.families.mixtral import Mixtral
 from mrl.families.qwen2 import Qwen2
+from mrl.families.qwen2_5_vl import Qwen25VL
 from mrl.families.qwen3 import Qwen3
 from mrl.families.qwen3_moe import Qwen3Moe
+from mrl.families.qwen3_vl import Qwen3VL
 from mrl.foreign import check_links, read_json
 
 __all__ = [
     "FAMILIES",
+    "GENERATES_SUFFIXES",
+    "SCORES",
+    "STEP_HEAD_SUFFIX",
     "VALUE_HEAD_SUFFIX",
     "Decoder",
     "Experts",
@@ -26,7 +35,9 @@ __all__ = [
     "Layer",
     "ModelArch",
     "UnsupportedModel",
+    "VisionArch",
     "architecture_of",
+    "body_of",
     "engine_arch",
     "is_reward_model",
     "load_arch",
@@ -36,15 +47,35 @@ __all__ = [
 FAMILIES: dict[str, Decoder] = {
     family.name: family
     for family in (
+        DeepseekV3(),
+        Gemma3Text(),
+        Glm4Moe(),
         Llama(),
         Mistral(),
         Mixtral(),
         Qwen2(),
+        Qwen25VL(),
         Qwen3(),
         Qwen3Moe(),
+        Qwen3VL(),
     )
 }
+_CHUNKED = "its chunked attention is not supported: train a Llama 3 or Qwen3-MoE model instead"
+_LINEAR = "its linear attention has no packed form in megatron-core 0.16: train a Qwen3 or Qwen3-MoE model instead"
+LEFT_OUT = {  # architectures that people ask for: why not, and what to do
+    "Gemma3ForConditionalGeneration": "of Gemma 3 the text models (gemma3_text: 270M, 1B) are supported",
+    "Llama4ForCausalLM": _CHUNKED,
+    "Llama4ForConditionalGeneration": _CHUNKED,
+    "Qwen3NextForCausalLM": _LINEAR,
+    "Qwen3_5ForCausalLM": _LINEAR,
+    "Qwen3_5ForConditionalGeneration": _LINEAR,
+    "Qwen3_5MoeForCausalLM": _LINEAR,
+    "Qwen3_5MoeForConditionalGeneration": _LINEAR,
+}
 VALUE_HEAD_SUFFIX = "ForSequenceClassification"  # the same decoder with a score head: a critic or reward model
+STEP_HEAD_SUFFIX = "ForTokenClassification"  # with one for every token: a model of process rewards
+GENERATES_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration")  # with an output layer: a policy
+SCORES = "regression"  # the problem_type of a head whose outputs are scores: several are an ensemble
 
 
 def load_arch(path: str | Path) -> ModelArch:
@@ -58,10 +89,11 @@ def load_arch(path: str | Path) -> ModelArch:
     name, family = architecture_of(config, where), _family(config, where)
     if family is None:
         supported = ", ".join(sorted(family.architecture for family in FAMILIES.values()))
-        raise UnsupportedModel(f"{where}: architecture {name[:80]} has no weight table; supported: {supported}")
+        instead = LEFT_OUT.get(name, f"supported: {supported}")
+        raise UnsupportedModel(f"{where}: architecture {name[:80]} has no weight table; {instead}")
     keys = Keys(config, where)
     family.refuse(keys)
-    return family.read(keys)
+    return replace(family.read(keys), score_heads=_score_heads(config), scores_steps=name.endswith(STEP_HEAD_SUFFIX))
 
 
 def engine_arch(path: str | Path) -> ModelArch:
@@ -93,7 +125,23 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
 
 def is_reward_model(path: str | Path) -> bool:
     """Whether a Hugging Face directory says of itself that it has a score head in place of an output layer."""
-    return architecture_of(read_hf_config(path)).endswith(VALUE_HEAD_SUFFIX)
+    return architecture_of(read_hf_config(path)).endswith((VALUE_HEAD_SUFFIX, STEP_HEAD_SUFFIX))
+
+
+def body_of(architecture: str) -> str:
+    """The name without what says which head it has."""
+    for suffix in (*GENERATES_SUFFIXES, VALUE_HEAD_SUFFIX, STEP_HEAD_SUFFIX):
+        architecture = architecture.removesuffix(suffix)
+    return architecture
+
+
+def _score_heads(config: dict[str, Any]) -> int:
+    """Outputs of the score head. Classes of a classifier are no scores: they count as one, which their head does not
+    fit. Where the labels are not named, transformers takes them to be two."""
+    labels = config.get("id2label")
+    if config.get("problem_type") != SCORES:
+        return 1
+    return max(1, len(labels)) if isinstance(labels, dict) else 2
 
 
 def architecture_of(config: dict[str, Any], where: str = "config.json") -> str:
@@ -105,5 +153,9 @@ def architecture_of(config: dict[str, Any], where: str = "config.json") -> str:
 
 
 def _family(config: dict[str, Any], where: str) -> Decoder | None:
-    name = architecture_of(config, where).replace(VALUE_HEAD_SUFFIX, "ForCausalLM")
+    name = architecture_of(config, where)
+    for suffix in (VALUE_HEAD_SUFFIX, STEP_HEAD_SUFFIX):
+        bodies = {(family.scorer or body_of(family.architecture)) + suffix: family for family in FAMILIES.values()}
+        if name in bodies:
+            return bodies[name]
     return next((family for family in FAMILIES.values() if family.architecture == name), None)

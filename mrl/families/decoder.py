@@ -3,13 +3,14 @@ and says in its own file what it has otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from mrl import float32
-from mrl.families.arch import Experts, Layer, ModelArch
+from mrl.families.arch import Experts, Layer, ModelArch, VisionArch
 from mrl.families.keys import Keys, UnsupportedModel, short
-from mrl.families.rope import refuse_rope
-from mrl.families.rows import Table, attention, dense_mlp, prefixes
+from mrl.families.rope import refuse_rope, rotary_dim
+from mrl.families.rows import BODY, Table, attention, dense_mlp, prefixes
 
 MAX_WIDTH, MAX_VOCAB, MAX_LAYERS, MAX_HEADS = 1 << 20, 1 << 24, 4096, 1 << 14  # beyond these a number is a mistake
 MAX_POSITIONS = 1 << 30
@@ -26,16 +27,31 @@ class Decoder:
     width_key = "intermediate_size"  # what config.json calls the width of the MLP, or of one expert's
     norm_eps = 1e-6  # where config.json has none
     head_dim: int | None = None  # where config.json has none; None: hidden_size / num_attention_heads
+    scorer: str | None = None  # what the names of its scorers begin with; None: with what its policy's does
     qkv_bias = False
     qk_norm = False
+    tied_embeddings = False  # where config.json does not say
+    activation_key, activation = "hidden_act", "silu"  # of the MLP's gate, and the only one
+    shifted_norms = False  # norms multiply by 1 + weight
+    norms_behind = False  # the results of attention and MLP are normed before they are added
+    scaled_embedding = False  # embeddings are multiplied by sqrt(hidden_size)
+    local_only: str | None = None  # what its layers do that transformer-engine's cannot, in words
+    rotary_share: float | None = None  # of a head's channels, where config.json has none; None: all, and no other share
     ignores_attention_bias = False  # transformers' code of the family does not read the key
+    ignores_auto_map = False  # code in the model's directory, which is never run, is not missed
+    engine_config: Mapping[str, Any] = {}  # what SGLang asks config.json for, and is so in whatever is not refused
+    draft_keys: tuple[str, ...] = ()  # count layers that guess further tokens, which are left out and not saved
+    # SGLang (0.5.23) gives its score head a bias, random unless the checkpoint has one; transformers' has none
+    engine_score_bias = False
+    engine_cuts_vocab = True  # SGLang cuts its embedding over its ranks, and rounds its rows up
+    body = BODY  # the hub's prefix of the decoder's tensors
 
     def read(self, keys: Keys) -> ModelArch:
         """The shape that config.json describes, its values checked one by one. Raises UnsupportedModel, naming the
         key, for values of a wrong kind, zero or absurd."""
         vocabulary, hidden = keys.size("vocab_size", MAX_VOCAB), keys.size("hidden_size", MAX_WIDTH)
         heads = keys.size("num_attention_heads", MAX_HEADS)
-        experts = self.experts(keys)
+        experts, head_dim = self.experts(keys), self._head_dim(keys, hidden, heads)
         return ModelArch(
             family=self.name,
             vocab_size=vocabulary,
@@ -43,15 +59,16 @@ class Decoder:
             layers=self.layers(keys, keys.size("num_hidden_layers", MAX_LAYERS)),
             num_heads=heads,
             num_kv_heads=_kv_heads(keys, heads),
-            head_dim=self._head_dim(keys, hidden, heads),
+            head_dim=head_dim,
             norm_eps=keys.number("rms_norm_eps", self.norm_eps, float32.TINY, 1.0),
-            tied_embeddings=keys.flag("tie_word_embeddings", False),
+            tied_embeddings=keys.flag("tie_word_embeddings", self.tied_embeddings),
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
             max_positions=positions(keys),
             initializer_range=keys.number("initializer_range", 0.02, 0.0, 1e3),
             eos_token_ids=keys.token_ids("eos_token_id", vocabulary),
             experts=experts,
+            rotary_dim=None if self.rotary_share is None else rotary_dim(keys, head_dim, self.rotary_share),
         )
 
     def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
@@ -68,14 +85,18 @@ class Decoder:
         wrong = list(self.differences(keys))
         if wrong:
             raise UnsupportedModel(f"{keys.where}: not supported for {self.name}: " + "; ".join(wrong))
-        refuse_rope(keys)
+        self.check_rope(keys)
+
+    def check_rope(self, keys: Keys) -> None:
+        """Raises UnsupportedModel for rotary embeddings that `mrl.models.rope` does not have."""
+        refuse_rope(keys, partial=self.rotary_share is not None)
 
     def differences(self, keys: Keys) -> Iterator[str]:
         """What `refuse` complains of, one text a key."""
         if keys["model_type"] != self.name:
             yield f"model_type={short(keys['model_type'])} (architectures say {self.name})"
-        if keys.content.get("hidden_act", "silu") != "silu":
-            yield f"hidden_act={short(keys['hidden_act'])} (only silu)"
+        if keys.content.get(self.activation_key, self.activation) != self.activation:
+            yield f"{self.activation_key}={short(keys[self.activation_key])} (only {self.activation})"
         if keys["attention_dropout"]:
             yield f"attention_dropout={short(keys['attention_dropout'])} (only 0)"
         if keys["attention_bias"] and not self.ignores_attention_bias:
@@ -84,12 +105,28 @@ class Decoder:
             yield "mlp_bias=true"
         if keys["use_sliding_window"]:
             yield "use_sliding_window=true"
-        if keys["layer_types"] not in (None, ["full_attention"] * keys.size("num_hidden_layers", MAX_LAYERS)):
-            yield f"layer_types={short(keys['layer_types'])} (only full_attention, for every layer)"
+        yield from self.other_layers(keys)
         if keys["quantization_config"]:
             yield "quantization_config (train from unquantized weights)"
-        if keys["auto_map"]:
+        if keys["auto_map"] and not self.ignores_auto_map:
             yield "auto_map (code of the model's own, which is never run)"
+
+    def other_layers(self, keys: Keys) -> Iterator[str]:
+        """The difference of layers whose attention is not full."""
+        if keys["layer_types"] not in (None, ["full_attention"] * keys.size("num_hidden_layers", MAX_LAYERS)):
+            yield f"layer_types={short(keys['layer_types'])} (only full_attention, for every layer)"
+
+    def tower_rows(self, vision: VisionArch) -> Table:
+        """Parameters of the tower of a family that sees pictures, under global names."""
+        return {}
+
+    def in_memory(self, name: str) -> str:
+        """What transformers calls a tensor of the hub's in a model that it has loaded."""
+        return name
+
+    def in_engine(self, name: str) -> str:
+        """What SGLang calls it, where it is not joined with others."""
+        return name
 
     def layer_rows(self, arch: ModelArch, index: int) -> Table:
         """Megatron's parameters of layer `index` (from 0), under global names, in the order of the forward pass."""

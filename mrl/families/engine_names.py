@@ -6,14 +6,16 @@ names, or those of the joined experts on disk.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mrl.families import ModelArch
+from mrl.families import FAMILIES, ModelArch
 from mrl.families.rows import Row
 from mrl.families.table import HF_OUTPUT, weight_table
 
+DERIVED = (".rotary_emb.axis_map",)  # ends of names of SGLang's buffers that follow from config.json
 VOCAB_MULTIPLE = 64  # SGLang rounds its embedding rows up to this; those beyond the vocabulary are zero
 Parameters = Mapping[str, tuple["Source", ...]]
 
@@ -35,7 +37,9 @@ def fused_parameters(arch: ModelArch) -> Parameters:
     """SGLang's name of each parameter -> the tensors that lie in it, end to end."""
     found: dict[str, list[Source]] = {}
     for row in weight_table(arch).values():
-        found.setdefault(_fused_name(row), []).extend(Source(row, i) for i in range(len(row.hf)))
+        found.setdefault(FAMILIES[arch.family].in_engine(_fused_name(row)), []).extend(
+            Source(row, i) for i in range(len(row.hf))
+        )
     return {name: tuple(sources) for name, sources in found.items()}
 
 
@@ -51,8 +55,17 @@ def plain_parameters(arch: ModelArch) -> Parameters:
     return {name: tuple(sources) for name, sources in found.items()}
 
 
+def taken_at_once(arch: ModelArch) -> Mapping[str, str]:
+    """The Hugging Face tensors that SGLang takes only together with others -> the parameter that they are in."""
+    joined = [(name, row.joined) for row in weight_table(arch).values() if row.joined for name in row.hf]
+    several = {each for each, count in Counter(each for _, each in joined).items() if count > 1}
+    return {name: each for name, each in joined if each in several}
+
+
 def _fused_name(row: Row) -> str:
     first = row.hf[0]
+    if row.joined is not None:
+        return row.joined
     if row.copy_of:
         return HF_OUTPUT
     if row.expert:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mrl.families.arch import Experts, Layer, ModelArch
 from mrl.families.decoder import MAX_WIDTH, Decoder
 from mrl.families.keys import Keys
-from mrl.families.rows import Table, expert_mlps
+from mrl.families.rows import Table, dense_mlp, expert_mlps, router_bias
 
 MAX_EXPERTS = 1 << 16
 
@@ -13,10 +13,13 @@ MAX_EXPERTS = 1 << 16
 class ExpertDecoder(Decoder):
     """Experts in every layer. A family whose layers differ overrides `layers`.
 
-    router, expert_names: the hub's names in a layer; {} is the expert's number, the order gate, up, down
+    router, router_bias, expert_names: the hub's names in a layer; {} is the expert's number, the order gate, up, down
+    shared: the module of the experts that every token goes through, which Megatron and the hub call alike
     """
 
     router: str
+    router_bias = "mlp.gate.e_score_correction_bias"
+    shared = "mlp.shared_experts"
     expert_names: tuple[str, str, str]
 
     def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
@@ -40,5 +43,10 @@ class ExpertDecoder(Decoder):
     def ffn_rows(self, arch: ModelArch, layer: Layer, m: str, h: str) -> Table:
         if not layer.experts or arch.experts is None:
             return super().ffn_rows(arch, layer, m, h)
-        shape = arch.hidden_size, layer.ffn_size, arch.experts.count
-        return expert_mlps(*shape, m, h, router=self.router, names=self.expert_names)
+        hidden, experts = arch.hidden_size, arch.experts
+        rows = expert_mlps(hidden, layer.ffn_size, experts.count, m, h, router=self.router, names=self.expert_names)
+        if experts.sigmoid:
+            rows |= router_bias(experts.count, m, h + self.router_bias)
+        if experts.shared_width:
+            rows |= dense_mlp(hidden, experts.shared_width, m, h, self.shared)
+        return rows

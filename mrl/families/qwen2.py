@@ -9,3 +9,4 @@ class Qwen2(Decoder):
     name, architecture = "qwen2", "Qwen2ForCausalLM"
     qkv_bias = True
     ignores_attention_bias = True
+    engine_score_bias = True

@@ -9,3 +9,4 @@ class Qwen3(Decoder):
     name, architecture = "qwen3", "Qwen3ForCausalLM"
     head_dim = 128
     qk_norm = True
+    engine_score_bias = True

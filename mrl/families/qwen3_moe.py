@@ -14,6 +14,7 @@ _EXPERT = "mlp.experts.{}."
 class Qwen3Moe(ExpertDecoder, Qwen3):
     name, architecture = "qwen3_moe", "Qwen3MoeForCausalLM"
     width_key = "moe_intermediate_size"
+    engine_score_bias = False  # it serves no such class
     router = "mlp.gate.weight"
     expert_names = (_EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight", _EXPERT + "down_proj.weight")
 

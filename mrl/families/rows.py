@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mrl.families.arch import ModelArch
 
 Kind = Literal["copy", "vocab", "qkv", "gate_up"]  # how the two sides correspond: see mrl.weights.kinds
 Start = Literal["normal", "ones", "zeros"]
+BODY = "model."  # the hub's prefix of a decoder's tensors
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,12 @@ class Row:
     tp_dim: the dimension that tensor parallelism cuts; None: replicated
     expert: the parameter belongs to one expert (expert parallel, cut by expert tensor parallelism)
     start: the values that training from scratch starts with
+    frozen: never trained, and float32 whatever the model's dtype is, in every file and engine
     copy_of: a second copy of another parameter: written on load, never exported
     optional: the checkpoint may lack it; the parameter then stays as built
     aliases: other on-disk forms, one a tensor of `hf`, or none
+    joined: what SGLang calls the parameter that it is in, whole, with others of that name: it takes them at once only
+    zeros: names and shapes of tensors that others read beside it, and that are 0
     """
 
     kind: Kind
@@ -46,9 +50,17 @@ class Row:
     tp_dim: int | None = None
     expert: bool = False
     start: Start = "normal"
+    frozen: bool = False
     copy_of: str | None = None
     optional: bool = False
     aliases: tuple[Alias, ...] = ()
+    joined: str | None = None
+    zeros: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def below(self, body: str) -> Row:
+        """The same of a decoder whose tensors are called `body` and so on."""
+        names = tuple(body + name.removeprefix(BODY) if name.startswith(BODY) else name for name in self.hf)
+        return replace(self, hf=names)
 
 
 Table = dict[str, Row]
@@ -91,17 +103,53 @@ def attention(arch: ModelArch, m: str, h: str) -> Table:
     return rows
 
 
-def dense_mlp(hidden: int, ffn: int, m: str, h: str) -> Table:
-    """Rows of a gated MLP [hidden -> ffn -> hidden]."""
+def latent_attention(arch: ModelArch, m: str, h: str) -> Table:
+    """The same of a layer whose keys and values are made of a latent vector."""
+    assert arch.latent is not None
+    latent, hidden, heads = arch.latent, arch.hidden_size, arch.num_heads
+    fused = f"{h}self_attn.fused_qkv_a_proj_with_mqa.weight" if latent.query_rank else None
+
+    def linear(own: str, theirs: str, rows: int, columns: int, tp_dim: int = 0, joined: str | None = None) -> Table:
+        name, hf = f"{m}self_attention.{own}.weight", f"{h}self_attn.{theirs}.weight"
+        return {name: Row("copy", (hf,), ((rows, columns),), tp_dim=tp_dim, joined=joined)}
+
+    def own_norm(own: str, theirs: str, size: int) -> Table:
+        return {f"{m}self_attention.{own}.weight": norm(f"{h}self_attn.{theirs}.weight", size)}
+
+    rows = {m + "input_layernorm.weight": norm(h + "input_layernorm.weight", hidden)}
+    width = heads * arch.head_dim
+    if latent.query_rank is None:
+        rows |= linear("linear_q_proj", "q_proj", width, hidden)
+    else:
+        rows |= linear("linear_q_down_proj", "q_a_proj", latent.query_rank, hidden, joined=fused)
+        rows |= own_norm("q_layernorm", "q_a_layernorm", latent.query_rank)
+        rows |= linear("linear_q_up_proj", "q_b_proj", width, latent.query_rank)
+    down, up = "kv_a_proj_with_mqa", heads * (latent.plain + latent.value)
+    whole = fused or f"{h}self_attn.{down}.weight"
+    rows |= linear("linear_kv_down_proj", down, latent.rank + latent.turned, hidden, joined=whole)
+    rows |= own_norm("kv_layernorm", "kv_a_layernorm", latent.rank)
+    rows |= linear("linear_kv_up_proj", "kv_b_proj", up, latent.rank)
+    rows |= linear("linear_proj", "o_proj", hidden, heads * latent.value, tp_dim=1)
+    return rows | {m + "pre_mlp_layernorm.weight": norm(h + "post_attention_layernorm.weight", hidden)}
+
+
+def dense_mlp(hidden: int, ffn: int, m: str, h: str, name: str = "mlp") -> Table:
+    """Rows of a gated MLP [hidden -> ffn -> hidden]. name: of the module, Megatron's and the hub's."""
+    own, theirs = f"{m}{name}.", f"{h}{name}."
     return {
-        m + "mlp.linear_fc1.weight": Row(
+        own + "linear_fc1.weight": Row(
             "gate_up",
-            (h + "mlp.gate_proj.weight", h + "mlp.up_proj.weight"),
+            (theirs + "gate_proj.weight", theirs + "up_proj.weight"),
             ((ffn, hidden), (ffn, hidden)),
             tp_dim=0,
         ),
-        m + "mlp.linear_fc2.weight": Row("copy", (h + "mlp.down_proj.weight",), ((hidden, ffn),), tp_dim=1),
+        own + "linear_fc2.weight": Row("copy", (theirs + "down_proj.weight",), ((hidden, ffn),), tp_dim=1),
     }
+
+
+def router_bias(count: int, m: str, hf: str) -> Table:
+    """The row of what is added to the experts' scores before they are compared, and to nothing else."""
+    return {m + "mlp.router.expert_bias": Row("copy", (hf,), ((count,),), start="zeros", frozen=True)}
 
 
 def expert_mlps(

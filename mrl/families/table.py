@@ -8,12 +8,13 @@ of Megatron's local layer specs; `mrl.models.naming` translates the transformer-
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
 from mrl.families import FAMILIES, ModelArch
-from mrl.families.rows import Row, norm
+from mrl.families.rows import BODY, Row, norm
 
 Role = Literal["policy", "critic"]
 
@@ -24,6 +25,7 @@ VALUE_HEAD = "value_head.weight"
 HF_EMBEDDING = "model.embed_tokens.weight"
 HF_OUTPUT = "lm_head.weight"
 HF_VALUE_HEAD = "score.weight"
+HF_VALUE_BIAS = "score.bias"  # always zero: written for those who would otherwise make one up
 
 VOCAB_ALIGN = 8
 VOCAB_ALIGN_GPU = 128  # whole tiles of tensor cores; checkpoints are the same, which leave the padding out
@@ -34,8 +36,8 @@ def weight_table(arch: ModelArch, role: Role = "policy") -> Mapping[str, Row]:
     """Rows in the order of the forward pass.
 
     A policy with tied embeddings has a row for the output layer too: with pipeline parallelism the last stage holds a
-    copy of the embedding under that name. A critic has a value head (1, h) in place of the output layer and is never
-    tied.
+    copy of the embedding under that name. A critic has a value head (score_heads, h) in place of the output layer and
+    is never tied.
     """
     wide, family = ((arch.vocab_size, arch.hidden_size),), FAMILIES[arch.family]
     rows = {EMBEDDING: Row("vocab", (HF_EMBEDDING,), wide, tp_dim=0)}
@@ -43,13 +45,23 @@ def weight_table(arch: ModelArch, role: Role = "policy") -> Mapping[str, Row]:
         rows.update(family.layer_rows(arch, index))
     rows["decoder.final_layernorm.weight"] = norm("model.norm.weight", arch.hidden_size)
     if role == "critic":
-        head = Row("copy", (HF_VALUE_HEAD,), ((1, arch.hidden_size),), start="zeros", optional=True)
-        rows[VALUE_HEAD] = head
+        rows[VALUE_HEAD] = Row(
+            "copy",
+            (HF_VALUE_HEAD,),
+            ((arch.score_heads, arch.hidden_size),),
+            start="zeros",
+            optional=True,
+            zeros=((HF_VALUE_BIAS, (arch.score_heads,)),) if family.engine_score_bias or arch.scores_steps else (),
+        )
     elif arch.tied_embeddings:
         rows[OUTPUT] = Row("vocab", (HF_EMBEDDING,), wide, tp_dim=0, copy_of=EMBEDDING)
     else:
         rows[OUTPUT] = Row("vocab", (HF_OUTPUT,), wide, tp_dim=0)
-    return MappingProxyType(rows)
+    if family.shifted_norms:
+        rows = {name: replace(row, start="zeros") if row.start == "ones" else row for name, row in rows.items()}
+    if family.body != BODY:
+        rows = {name: row.below(family.body) for name, row in rows.items()}
+    return MappingProxyType({**family.tower_rows(arch.vision), **rows} if arch.vision is not None else rows)
 
 
 def padded_vocab_size(arch: ModelArch, tp: int, align: int = VOCAB_ALIGN) -> int:

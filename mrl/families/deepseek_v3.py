@@ -1,0 +1,71 @@
+"""DeepSeek-V3 and R1, Moonlight, Kimi-K2: keys and values made of a small vector a token, before sigmoid experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mrl import float32
+from mrl.families.arch import Latent, ModelArch
+from mrl.families.decoder import MAX_WIDTH
+from mrl.families.keys import Keys, UnsupportedModel, short
+from mrl.families.rope import YARN, refuse_rope
+from mrl.families.rows import Table, latent_attention, prefixes
+from mrl.families.sigmoid_experts import SigmoidExperts
+
+USUAL = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_interleave": True}
+
+
+class DeepseekV3(SigmoidExperts):
+    name, architecture = "deepseek_v3", "DeepseekV3ForCausalLM"
+    dense_first, scale, groups, per_token_groups = 3, 2.5, 8, 4
+    local_only = "attention by latent vectors"
+    ignores_auto_map = True  # the hub's directories bring code of before transformers had the family
+    # SGLang asks for these, and transformers leaves them out where it writes a config.json
+    engine_config = {name: value for name, value in USUAL.items() if name != "rope_interleave"}
+
+    def read(self, keys: Keys) -> ModelArch:
+        heads = keys.size("num_attention_heads", MAX_WIDTH)
+        has_rank = keys.content.get("q_lora_rank", 0) is not None
+        latent = Latent(
+            query_rank=keys.size("q_lora_rank", MAX_WIDTH, 1536) if has_rank else None,
+            rank=keys.size("kv_lora_rank", MAX_WIDTH, 512),
+            plain=keys.size("qk_nope_head_dim", MAX_WIDTH, 128),
+            turned=keys.size("qk_rope_head_dim", MAX_WIDTH, 64),
+            value=keys.size("v_head_dim", MAX_WIDTH, 128),
+        )
+        if latent.turned % 2:
+            raise keys.wrong("qk_rope_head_dim", "even: rotary embeddings turn pairs of channels")
+        if keys.size("num_key_value_heads", MAX_WIDTH, heads) != heads:
+            raise keys.wrong("num_key_value_heads", f"num_attention_heads ({heads})")
+        width = latent.plain + latent.turned
+        plain = super().read(Keys(keys.content | {"head_dim": width + width % 2}, keys.where))
+        return replace(
+            plain, head_dim=width, rotary_dim=latent.turned, latent=latent, attention_scale=_scale(keys, width)
+        )
+
+    def check_rope(self, keys: Keys) -> None:
+        refuse_rope(keys, types=YARN)
+
+    def differences(self, keys: Keys) -> Iterator[str]:
+        yield from super().differences(keys)
+        for key, usual in USUAL.items():
+            if keys.content.get(key, usual) != usual:
+                yield f"{key}={short(keys[key])} (only {usual})"
+
+    def layer_rows(self, arch: ModelArch, index: int) -> Table:
+        m, h = prefixes(index)
+        return {**latent_attention(arch, m, h), **self.ffn_rows(arch, arch.layers[index], m, h)}
+
+
+def _scale(keys: Keys, width: int) -> float | None:
+    """With yarn attention is sharper by the logarithm of how much longer sequences may be."""
+    rope = keys.table("rope_parameters") or keys.table("rope_scaling")
+    if rope is None or (rope["rope_type"] or rope["type"]) != "yarn":
+        return None
+    factor = rope.number("factor", None, 1.0, float32.MAX)
+    sharper = 0.1 * rope.number("mscale_all_dim", 0.0, 0.0, 1e3) * math.log(factor) + 1.0
+    if not math.isfinite(sharper):
+        raise UnsupportedModel(f"{rope.where}: factor={factor} is out of range")
+    return width**-0.5 * sharper**2

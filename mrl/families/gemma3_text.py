@@ -1,0 +1,68 @@
+"""Gemma 3, the text models: layers that look at a window of tokens between layers that look at all, with rotary angles
+of their own; norms before and behind attention and MLP; an embedding that is scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mrl import float32
+from mrl.families.arch import Layer, ModelArch
+from mrl.families.decoder import MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Decoder
+from mrl.families.keys import Keys, short
+from mrl.families.rope import BY_LAYER, FULL, SLIDING, refuse_rope
+from mrl.families.rows import Table, norm, prefixes
+
+WINDOW, PATTERN, SCALAR = 4096, 6, 256.0  # where config.json has none: the last of so many layers looks at all
+
+
+class Gemma3Text(Decoder):
+    name, architecture = "gemma3_text", "Gemma3ForCausalLM"
+    scorer = "Gemma3Text"
+    head_dim = 256
+    qk_norm = True
+    tied_embeddings = True
+    activation_key, activation = "hidden_activation", "gelu_pytorch_tanh"
+    shifted_norms = norms_behind = scaled_embedding = True
+    local_only = "windows and rotary angles by layer"
+    engine_cuts_vocab = False
+
+    def read(self, keys: Keys) -> ModelArch:
+        scalar = keys.number("query_pre_attn_scalar", SCALAR, float32.TINY, float32.MAX)
+        return replace(super().read(keys), attention_scale=scalar**-0.5)
+
+    def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
+        width, window = keys.size(self.width_key, MAX_WIDTH), keys.size("sliding_window", MAX_POSITIONS, WINDOW)
+        kinds = {FULL: Layer(width, rope=FULL), SLIDING: Layer(width, window=window, rope=SLIDING)}
+        return tuple(kinds[kind] for kind in self._kinds(keys, count))
+
+    def check_rope(self, keys: Keys) -> None:
+        refuse_rope(keys, by_layer=True)
+
+    def other_layers(self, keys: Keys) -> Iterator[str]:
+        return iter(())
+
+    def differences(self, keys: Keys) -> Iterator[str]:
+        yield from super().differences(keys)
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if keys[key] is not None:
+                yield f"{key}={short(keys[key])} (logits as they are)"
+        if keys["use_bidirectional_attention"]:
+            yield "use_bidirectional_attention=true (a token sees what is before it)"
+
+    def layer_rows(self, arch: ModelArch, index: int) -> Table:
+        (m, h), size = prefixes(index), arch.hidden_size
+        return super().layer_rows(arch, index) | {
+            m + "self_attn_bda.norm.weight": norm(h + "post_attention_layernorm.weight", size),
+            m + "pre_mlp_layernorm.weight": norm(h + "pre_feedforward_layernorm.weight", size),
+            m + "mlp_bda.norm.weight": norm(h + "post_feedforward_layernorm.weight", size),
+        }
+
+    def _kinds(self, keys: Keys, count: int) -> list[str]:
+        kinds = keys["layer_types"]
+        if kinds is None:
+            pattern = keys.size("sliding_window_pattern", MAX_LAYERS, PATTERN)
+            return [SLIDING if (i + 1) % pattern else FULL for i in range(count)]
+        if not isinstance(kinds, list) or len(kinds) != count or any(kind not in BY_LAYER for kind in kinds):
+            raise keys.wrong("layer_types", f"{FULL} or {SLIDING} for each of the {count} layers")
+        return kinds

@@ -1,0 +1,20 @@
+"""GLM-4.5, 4.6, 4.7 and Air: the plain decoder's attention, a part of whose channels turns, before sigmoid experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mrl.families.arch import ModelArch
+from mrl.families.keys import Keys
+from mrl.families.sigmoid_experts import SigmoidExperts
+
+
+class Glm4Moe(SigmoidExperts):
+    name, architecture = "glm4_moe", "Glm4MoeForCausalLM"
+    norm_eps = 1e-5
+    rotary_share = 0.5
+    ignores_attention_bias = True  # q, k and v have it then, and there is a place for those
+
+    def read(self, keys: Keys) -> ModelArch:
+        qk_norm, bias = keys.flag("use_qk_norm", False), keys.flag("attention_bias", False)
+        return replace(super().read(keys), qk_norm=qk_norm, qkv_bias=bias)

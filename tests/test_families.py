@@ -1,0 +1,130 @@
+"""Families whose layers are of several kinds: log-probs and gradients of all tensors as of transformers in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mrl.families import UnsupportedModel, load_arch
+from mrl.families.table import weight_table
+from mrl.weights.disk.model_files import copy_model_files
+from mrl.weights.disk.safetensors_io import HFCheckpoint
+from mrl.weights.disk.unused import unused_tensors
+from tests.conftest import TinyModels
+from tests.tiny import MOONLIGHT, make_tiny
+from tests.world import run_world
+from tests.worlds.families import reference
+
+EXPERTS = ("tp2.ep2", "pp2.ep2", "cp2.ep2", "tp2.ep2.etp2", "pp2.vpp2")
+DENSE = ("tp2", "tp2.sequence0", "pp2", "cp2", "tp2.pp2", "tp2.cp2", "pp2.vpp2")
+SIZE: dict[str, Any] = {"num_hidden_layers": 4, "num_key_value_heads": 4, "vocab_size": 313}
+MODELS: dict[str, dict[str, Any]] = {
+    "glm4_moe": {},
+    "glm4_moe_air": {
+        "use_qk_norm": False,
+        "first_k_dense_replace": 2,
+        "num_experts_per_tok": 4,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "initializer_range": 0.1,  # with larger weights, and no norms of heads, float32 itself is worth more
+    },
+    "gemma3_text": {},
+    "deepseek_v3": {"initializer_range": 0.1},
+    "moonlight": MOONLIGHT | {"initializer_range": 0.1},
+}
+FAMILY = {"glm4_moe_air": "glm4_moe", "moonlight": "deepseek_v3"}  # of the others their own names
+LAYOUTS = {name: DENSE if name == "gemma3_text" else EXPERTS for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("families")
+    jobs = []
+    for name, settings in MODELS.items():
+        reference(make_tiny(root / name, FAMILY.get(name, name), **SIZE | settings))
+        jobs.append(f"{root / name}={','.join(LAYOUTS[name])}")
+    run_world(1, "families.py", root / "one.json", *(f"{root / name}=one" for name in MODELS))
+    run_world(4, "families.py", root / "four.json", *jobs)
+    one, four = (json.loads((root / f"{name}.json").read_text()) for name in ("one", "four"))
+    return {name: one[name] | four[name] for name in MODELS}
+
+
+@pytest.mark.parametrize(("model", "layout"), [(name, x) for name in MODELS for x in ("one", *LAYOUTS[name])])
+def test_log_probs_and_gradients_are_transformers(results: dict[str, Any], model: str, layout: str) -> None:
+    log_prob, gradient, worst = results[model][layout]
+    assert log_prob < 2e-5 and gradient < 1e-5, (log_prob, gradient, worst)
+
+
+def test_a_router_s_bias_stays_float32_in_a_bfloat16_model(results: dict[str, Any]) -> None:
+    """It decides between experts that are nearly equal: rounded, it would choose others than the engine's."""
+    biases = {f"model.layers.{i}.mlp.gate.e_score_correction_bias": "torch.float32 kept" for i in (1, 2, 3)}
+    assert results["glm4_moe"]["bfloat16"] == biases
+
+
+def test_layers_that_guess_further_tokens_are_left_out(tiny_models: TinyModels, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_models("glm4_moe"), tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    save_file(weights | {"model.layers.2.eh_proj.weight": torch.ones(64, 128)}, model / "model.safetensors")
+    config = json.loads((model / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (model / "config.json").write_text(json.dumps(config))
+    arch = load_arch(model)
+    with contextlib.closing(HFCheckpoint(model)) as checkpoint:
+        assert list(unused_tensors(checkpoint, arch, weight_table(arch), "policy")) == []
+    copy_model_files(model, tmp_path, torch.float32, arch, "policy")
+    assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+GEMMA = "gemma3_text"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        (GEMMA, {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        (GEMMA, {"hidden_activation": "silu"}, "hidden_activation='silu' .only gelu_pytorch_tanh"),
+        (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+        (GEMMA, {"layer_types": ["full_attention", "chunked"]}, "layer_types must be full_attention or sliding"),
+        (GEMMA, {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention.rope_type=yarn"),
+        (GEMMA, {"architectures": ["Gemma3ForConditionalGeneration"]}, "of Gemma 3 the text models .* are supported"),
+        (GEMMA, {"architectures": ["Qwen3NextForCausalLM"]}, "linear attention .* train a Qwen3"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' .only sigmoid"),
+        ("deepseek_v3", {"topk_group": 2}, "n_group=4 with num_experts_per_tok=2 other than twice topk_group=2"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads must be num_attention_heads .4"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config .train from unquant"),
+        ("deepseek_v3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type=longrope; supported: default, yarn"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=false"),
+        (
+            "glm4_moe",
+            {"n_group": 2, "topk_group": 2},
+            "n_group=2 with num_experts_per_tok=2 other than twice topk_group=2",
+        ),
+        ("glm4_moe", {"topk_group": 3, "n_group": 2}, "topk_group must be a whole number from 1 to 2"),
+        (
+            "glm4_moe",
+            {"first_k_dense_replace": 2},
+            "first_k_dense_replace must be a whole number below num_hidden_layers",
+        ),
+        ("glm4_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok must be 2 or more"),
+        ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.3}}, "an even number of a head's 32 channels"),
+        ("glm4_moe", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn"),
+        ("glm4_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a number from"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(
+    tiny_models: TinyModels, tmp_path: Path, family: str, changes: dict[str, Any], says: str
+) -> None:
+    config = json.loads((tiny_models(family, weights=False) / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=says):
+        load_arch(tmp_path)
