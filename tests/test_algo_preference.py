@@ -72,7 +72,8 @@ def disco(p: Pair) -> Number:
 
 def simpo(p: Pair) -> Number:
     lead = alpha_reward(p.pc / p.nc, p.o["alpha"]) - alpha_reward(p.pr / p.nr, p.o["alpha"])
-    return -log(sigma(p.b * lead - mpf(p.o["simpo_gamma"])))
+    x = p.b * lead - mpf(p.o["simpo_gamma"])
+    return -(1 - p.e) * log(sigma(x)) - p.e * log(sigma(-x))
 
 
 PAPERS: dict[str, Callable[[Pair], Number]] = {
@@ -97,7 +98,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "robust": [{"label_smoothing": 0.1}],
     "ipo": [{"beta": 0.3}],
     "exo_pair": [{}, {"label_smoothing": 0.2}],
-    "simpo": [{}, {"alpha": 0.25, "simpo_gamma": 0.5}, {"alpha": -0.5}],
+    "simpo": [{}, {"alpha": 0.25, "simpo_gamma": 0.5}, {"alpha": -0.5, "label_smoothing": 0.2}],
     "discopop": [{}, {"beta": 0.02}],
 }
 DIVERGENCES: list[dict[str, Any]] = [
@@ -124,7 +125,8 @@ def data(spread: float, count: int = 7) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def as_pairs(policy: Tensor, reference: Tensor, tokens: Tensor) -> Pairs:
-    return Pairs(*(Sums(policy[i], reference[i], tokens[i].to(policy)) for i in (0, 1)))
+    sides = (Sums(policy[i], reference[i], tokens[i].to(policy)) for i in (0, 1))
+    return Pairs(*sides, text=policy[0], text_tokens=tokens[0].sum().to(policy))
 
 
 def computed(name: str, options: dict[str, Any], policy: Tensor, reference: Tensor, tokens: Tensor) -> Any:
@@ -229,7 +231,7 @@ def test_every_offered_loss_has_its_function_and_was_looked_at() -> None:
     for name, kind in PREFERENCE_LOSSES.items():
         function = (LABEL_LOSSES if kind.is_unpaired else PAIR_LOSSES).get(name)
         left = kind.model_fields.keys() - arguments(function, kind.filled({})).keys()
-        assert left == {"weight"} | ({"shift_decay"} if name == "bco" else set())
+        assert left == {"weight"} | {"bco": {"shift_decay"}, "sft": {"with_prompt"}}.get(name, set())
 
 
 def test_the_first_step_and_exchanged_halves() -> None:

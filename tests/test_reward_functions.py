@@ -179,7 +179,7 @@ def test_load_a_users_function_and_its_neighbours(module: Callable[[str], Path],
     [
         (
             "exact_mach",
-            "is no built-in; did you mean 'exact_match'.*known: arithmetic, code, exact_match, format, length",
+            "is no built-in; did you mean 'exact_match'.*known: arithmetic, code, environment, exact_match",
         ),
         ("{dir}/my_rewards.py:score", "there is no file .*my_rewards.py; did you mean 'my_reward.py'"),
         ("{dir}/nowhere/x.py:score", "there is no file .*nowhere/x.py"),

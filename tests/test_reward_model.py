@@ -7,6 +7,7 @@ import importlib.util
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,17 @@ from tiny import make_tiny
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from mrl.config.schema import RewardConfig, RolloutConfig
+from mrl.config.schema import RewardConfig, RewardModelConfig, RolloutConfig
 from mrl.core import Prompt, Request, Sample
+from mrl.families import FAMILIES, VALUE_HEAD_SUFFIX, load_arch
 from mrl.ports import free_port
 from mrl.reward import RewardManager
+from mrl.reward.server_api import BIASED_IN_SGLANG
 from mrl.rollout.launch import CPU, Launch, ServerSpec
 from mrl.rollout.process import EngineProcess
 from mrl.rollout.sglang.command import sglang_launch
+from mrl.trainers.rl.reward_scores import of_heads
+from mrl.weights.disk.model_files import copy_model_files
 from tests.world import run_world
 
 LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {"context": 2}, {}]
@@ -55,26 +60,41 @@ def gap(scores: list[float], wanted: Tensor) -> float:
     return float((torch.tensor(scores) - wanted).abs().max() / wanted.abs().max())
 
 
-def test_megatron_gives_the_scores_of_transformers_under_every_layout(
-    reward_model: Path, sequences: list[list[int]], wanted: Tensor, tmp_path: Path
-) -> None:
-    asked, result = tmp_path / "sequences.json", tmp_path / "result.json"
-    asked.write_text(json.dumps(sequences))
-    run_world(2, "reward_model.py", reward_model, asked, result, json.dumps(LAYOUTS))
-    for layout, scores in zip(LAYOUTS, json.loads(result.read_text()), strict=True):
+@pytest.fixture(scope="module")
+def found(reward_model: Path, sequences: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """result.json: mrl's scores by layout; exported: the model as mrl writes it."""
+    folder = tmp_path_factory.mktemp("found")
+    (folder / "sequences.json").write_text(json.dumps(sequences))
+    files = (reward_model, folder / "sequences.json", folder / "result.json")
+    run_world(2, "reward_model.py", *files, json.dumps(LAYOUTS))
+    return folder
+
+
+def test_megatron_gives_the_scores_of_transformers_under_every_layout(found: Path, wanted: Tensor) -> None:
+    for layout, scores in zip(LAYOUTS, json.loads((found / "result.json").read_text()), strict=True):
         assert gap(scores, wanted) < 1e-4, (layout, scores, wanted)
+
+
+@torch.no_grad()
+def test_transformers_scores_a_padded_batch_of_the_export_alike(
+    found: Path, sequences: list[list[int]], wanted: Tensor
+) -> None:
+    theirs = AutoModelForSequenceClassification.from_pretrained(found / "exported", dtype=torch.float32).eval()
+    pad, longest = theirs.config.pad_token_id, max(map(len, sequences))
+    ids = torch.tensor([[*text, *(longest - len(text)) * [pad]] for text in sequences])
+    assert gap(theirs(ids, attention_mask=(ids != pad).long()).logits[:, 0].tolist(), wanted) < 1e-4
 
 
 @pytest.mark.engine
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="the engine tests need sglang")
-def test_a_real_server_gives_the_scores_of_transformers_less_a_constant_that_is_told(
-    reward_model: Path, sequences: list[list[int]], wanted: Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_real_server_gives_the_scores_of_transformers_for_what_mrl_exports(
+    found: Path, sequences: list[list[int]], wanted: Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SGLang as a user starts it for a reward model, with --is-embedding."""
+    """SGLang as a user starts it for a reward model, with --is-embedding; its head has a bias, random unless given."""
     cfg, port = RolloutConfig(server_args=("--is-embedding",)), free_port()
 
     def launch(folder: Path) -> Launch:
-        return sglang_launch(ServerSpec(cfg, str(reward_model), "float32", port, 0, 0, CPU, folder=folder))
+        return sglang_launch(ServerSpec(cfg, str(found / "exported"), "float32", port, 0, 0, CPU, folder=folder))
 
     with contextlib.closing(EngineProcess("rm", launch, port, tmp_path / "log")) as server:
         server.wait_ready(300)
@@ -85,8 +105,8 @@ def test_a_real_server_gives_the_scores_of_transformers_less_a_constant_that_is_
         ]
         with RewardManager(RewardConfig.model_validate(reward)) as manager:
             manager.collect(samples)
-    found = torch.tensor([sample.score for sample in samples])
-    assert gap((found - found.mean() + wanted.mean()).tolist(), wanted) < 1e-4, (found, wanted)
+    scores = [sample.score for sample in samples]
+    assert gap(scores, wanted) < 1e-4, (scores, wanted)
     assert "serves a Qwen2ForSequenceClassification, whose score head has a bias in SGLang" in caplog.text
 
 
@@ -102,3 +122,45 @@ def test_a_model_in_a_recipe_and_a_score_that_is_none() -> None:
     assert [s.score for s in samples] == [3.0, 0.0, 1.0]
     assert samples[0].score_parts == {"model": 4.0, "exact_match": 1.0}
     assert "reward model on sample 1 " in samples[1].reward_error and "got nan" in samples[1].reward_error
+
+
+def test_what_is_known_of_the_engine_s_heads_is_said_once() -> None:
+    biased = {family.architecture for family in FAMILIES.values() if family.engine_score_bias}
+    assert biased == {name.replace(VALUE_HEAD_SUFFIX, "ForCausalLM") for name in BIASED_IN_SGLANG}
+
+
+@pytest.mark.parametrize(
+    ("heads", "std_coef", "want"), [("mean", 0.0, [2.0, 3.0]), ("mean", 0.5, [1.5, 3.0]), ("min", 0.0, [1.0, 3.0])]
+)
+def test_of_an_ensemble_s_scores_one_is_made(heads: str, std_coef: float, want: list[float]) -> None:
+    cfg = RewardModelConfig.model_validate({"path": "-", "heads": heads, "std_coef": std_coef})
+    assert of_heads(torch.tensor([[1.0, 3.0], [3.0, 3.0]]), cfg).tolist() == want
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "want"),
+    [
+        ({"eos_token_id": 2, "pad_token_id": 0}, {"pad_token": "<pad>"}, (0, "<pad>")),
+        ({"eos_token_id": 2, "pad_token_id": 2}, {"pad_token": "</s>"}, (1, "<s>")),
+        ({"eos_token_id": [2, 0], "pad_token_id": None}, {"pad_token": "<pad>"}, (1, "<s>")),
+        ({"eos_token_id": 2, "pad_token_id": 7}, {"pad_token": None}, (7, None)),
+        ({"eos_token_id": 2}, {"pad_token": None, "bos_token": None}, (0, None)),
+    ],
+)
+def test_the_padding_of_an_export_is_no_end(
+    tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], want: tuple[int, str | None]
+) -> None:
+    """With EOS as padding transformers would take the score of the token before it."""
+    make_tiny(tmp_path / "model", "llama", weights=False)
+    named = json.loads((tmp_path / "model/tokenizer_config.json").read_text()) | settings
+    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(named))
+    sizes = json.loads((tmp_path / "model/config.json").read_text())
+    sizes.pop("pad_token_id")
+    (tmp_path / "model/config.json").write_text(json.dumps(sizes | config))
+    (tmp_path / "export").mkdir()
+    arch = load_arch(tmp_path / "model")
+    copy_model_files(tmp_path / "model", tmp_path / "export", torch.float32, arch, "critic")
+    made, tokens = (
+        json.loads((tmp_path / f"export/{name}.json").read_text()) for name in ("config", "tokenizer_config")
+    )
+    assert (made["pad_token_id"], tokens["pad_token"]) == want

@@ -50,10 +50,16 @@ class Sums:
 
 @dataclass(frozen=True)
 class Pairs:
-    """All pairs of a step."""
+    """All pairs of a step.
+
+    text: the policy's log-probs of what `sft` learns of each pair, the chosen response or that and its prompt, summed;
+    text_tokens: 0-d, of how many tokens in all
+    """
 
     chosen: Sums
     rejected: Sums
+    text: Tensor
+    text_tokens: Tensor
 
 
 PairLoss = Callable[..., Tensor]
@@ -187,18 +193,18 @@ def discopop(
 
 @PAIR_LOSSES.register("sft")
 def sft(t: Pairs) -> Tensor:
-    """[P], whose mean is the chosen responses' negative log-likelihood over their tokens in all."""
-    return -t.chosen.policy * (t.chosen.tokens.numel() / t.chosen.tokens.sum())
+    """[P], whose mean is the texts' negative log-likelihood over their tokens in all."""
+    return -t.text * (t.text.numel() / t.text_tokens)
 
 
 @PAIR_LOSSES.register("simpo")
-def simpo(t: Pairs, beta: float, simpo_gamma: float, alpha: float) -> Tensor:
+def simpo(t: Pairs, beta: float, simpo_gamma: float, alpha: float, label_smoothing: float) -> Tensor:
     """[P]: -log sigmoid(beta (r_c - r_r) - gamma), r = (1 - p^-alpha) / alpha of the mean p a token, log p at 0."""
     chosen, rejected = (
         x if alpha == 0 else (1 - (-alpha * x).clamp(max=MOST_EXPONENT).exp()) / alpha
         for x in (t.chosen.mean, t.rejected.mean)
     )
-    return -logsigmoid(beta * (chosen - rejected) - simpo_gamma)
+    return _smoothed(beta * (chosen - rejected) - simpo_gamma, label_smoothing)
 
 
 @PAIR_LOSSES.register("orpo")

@@ -10,6 +10,8 @@ COMPARISONS = {  # f(response, answer), the answer being the row's
     "multiple_choice": "mrl.reward.functions",
 }
 SHAPES = dict.fromkeys(("format", "length", "overlong"), "mrl.reward.shaping")  # f(response, tokens, **its section)
+OF_AGENTS = ("environment",)  # what an agent's environment has said
 WITH_SECTION = ("code", *SHAPES)  # `reward` has a section of settings for each
-BUILTIN_REWARDS = (*COMPARISONS, *WITH_SECTION)
+BUILTIN_REWARDS = (*COMPARISONS, *WITH_SECTION, *OF_AGENTS)
+IMAGE_SCORER = "scorer"  # of images: `reward` of trainer ddpo has a section for it
 RESERVED = ("mean", "failed")  # metrics beside the components' scores and their parts

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from mrl.config.schema import PreferenceDataConfig, SourceConfig
+from mrl.config.schema import Form, PreferenceDataConfig, SourceConfig
 from mrl.core import Rollout
 from mrl.data.dataset import control_notes
+from mrl.data.encoded_rows import EncodedRows
 from mrl.data.encoder import Encoder
-from mrl.data.errors import DataError
-from mrl.data.mixture import Mixture
-from mrl.data.order import Order
 from mrl.data.preference_rows import PreferenceReader
 from mrl.data.preference_source import Preference, PreferenceSource
 from mrl.data.tokenizer import Tokenizer
 
 
-class PreferenceDataset:
-    """The usable rows of all sources, tokenised; a row's number is its place among them.
+class PreferenceDataset(EncodedRows[PreferenceSource, Preference]):
+    """What is compared in the rows.
 
-    form: what a row is. Of pairs a batch has the chosen response before the rejected one. `Rollout.scores` holds 1 for
-    what is chosen or labelled true, 0 for the rest.
+    form: what a batch has of a row: the chosen response before the rejected one, all responses of a ranked list, the
+    best first, or one response with its label. `Rollout.scores` holds 1 for what is chosen or labelled true, 0 for the
+    rest; of a list the number of responses that are worse; a response's score; of a solution in steps 0.
+    margins: every row has one, as `Preference.margin`
+    cuts: responses are cut at `data.max_tokens`; otherwise what does not fit is left out
 
     Raises DataError for malformed rows, and if nothing is left of a source.
     """
@@ -35,53 +36,36 @@ class PreferenceDataset:
         sources: Sequence[SourceConfig],
         cfg: PreferenceDataConfig,
         tokenizer: Tokenizer,
-        form: Literal["pairs", "labels"],
+        form: Form,
+        margins: bool = False,
+        cuts: bool = True,
     ) -> None:
         self.cfg, self.tokenizer, self.form = cfg, tokenizer, form
-        encoder, reader = Encoder(cfg, tokenizer), PreferenceReader(cfg, form)
-        self.sources: list[PreferenceSource] = []
-        for source in sources:
-            first = sum(len(found.rows) for found in self.sources)
-            self.sources.append(found := PreferenceSource(source, encoder, reader, first))
-            if not found:
-                why = f"{found.long_prompt} have too long a prompt, {found.same} the same response twice"
-                raise DataError(f"{source.path}: none of its {len(found.rows)} rows can be used: {why}")
-        sizes = [len(source) for source in self.sources]
-        self._order, self._first = Order(sources, sizes, cfg.shuffle), [sum(sizes[:i]) for i in range(len(sizes))]
-        self.rows: list[Preference] = [row for source in self.sources for row in source.kept]
-
-    def __len__(self) -> int:
-        return len(self.rows)
+        encoder, reader = Encoder(cfg, tokenizer), PreferenceReader(cfg, form, margins)
+        super().__init__(
+            sources,
+            lambda source, first: PreferenceSource(source, encoder, reader, first, cuts),
+            lambda found: ", ".join(f"{count} {what}" for count, what in _left_out(found, cfg) if count),
+            cfg.shuffle,
+        )
 
     @property
     def per_row(self) -> int:
-        """Responses of a row."""
-        return 1 if self.form == "labels" else 2
-
-    @property
-    def mixture(self) -> Mixture:
-        """How the sources are mixed."""
-        return self._order.mixture
-
-    def of_step(self, step: int, n: int, seed: int) -> list[int]:
-        """Numbers of the n rows of step `step` (from 0), as `Order.of_step` has them."""
-        return [self._first[source] + place for source, place in self._order.of_step(step, n, seed)]
-
-    def where(self, row: Preference) -> str:
-        """File and row, for messages."""
-        return next(s for s in reversed(self.sources) if s.first_index <= row.index).where(row.index)
+        """Responses of a row, of pairs and labels; ranked lists are of any length."""
+        assert self.form != "lists"
+        return 2 if self.form == "pairs" else 1
 
     def batch(self, step: int, numbers: Sequence[int]) -> Rollout:
-        """These rows: a pair is two samples, one after the other, of one group."""
-        rows, each = [self.rows[number] for number in numbers], self.per_row
-        labels = [float(row.label) if row.label is not None else 1.0 - i for row in rows for i in range(each)]
+        """These rows: what is compared with each other is one group, sample after sample."""
+        rows = [self.rows[number] for number in numbers]
+        sizes = torch.tensor([len(row.responses) for row in rows])
         return Rollout.of(
             step,
-            [row.prompt for row in rows for _ in range(each)],
+            [row.prompt for row in rows for _ in row.responses],
             [response for row in rows for response in row.responses],
-            group=torch.arange(len(rows)).repeat_interleave(each),
-            scores=torch.tensor(labels),
-            rows=torch.tensor([row.index for row in rows]).repeat_interleave(each),
+            group=torch.arange(len(rows)).repeat_interleave(sizes),
+            scores=torch.tensor([score for row in rows for score in (row.scores if not row.steps else (0.0,))]),
+            rows=torch.tensor([row.index for row in rows]).repeat_interleave(sizes),
         )
 
     def digest(self) -> str:
@@ -93,31 +77,73 @@ class PreferenceDataset:
         return found.hexdigest()
 
 
+def with_prompts(batch: Rollout) -> Rollout:
+    """The same samples, where all of a chosen response's prompt but the first token counts as response."""
+    prompt_lens = torch.where(batch.scores > 0, batch.prompt_lens.clamp(max=1), batch.prompt_lens)
+    log_probs = torch.zeros(int((batch.seq_lens - prompt_lens).sum()))
+    return replace(batch, prompt_lens=prompt_lens, rollout_log_probs=log_probs)
+
+
 def mismatched(batch: Rollout, most_tokens: int) -> Rollout:
-    """Every prompt of the batch with the response of the row after it, the last with the first one's; responses are
-    cut to `most_tokens` of both."""
+    """Every prompt of the batch with the next response that answers another row's prompt, the first one's after the
+    last; responses are cut to `most_tokens` of both."""
     texts = [text.numpy() for text in batch.tokens.split(batch.seq_lens.tolist())]
     lens = batch.prompt_lens.tolist()
     prompts = [text[:n] for text, n in zip(texts, lens, strict=True)]
     responses = [text[n:] for text, n in zip(texts, lens, strict=True)]
-    moved = [*responses[1:], responses[0]]
+    whose = list(range(batch.num_samples)) if batch.rows is None else batch.rows.tolist()
+    moved = [responses[_next_other(whose, i)] for i in range(batch.num_samples)]
     cut = [response[: most_tokens - len(prompt)] for prompt, response in zip(prompts, moved, strict=True)]
     return Rollout.of(batch.step, prompts, cut, rows=batch.rows)
 
 
+def _next_other(whose: Sequence[int], i: int) -> int:
+    """The next place after i, around the end, of another number than i's; the next one if all are the same."""
+    places = [*range(i + 1, len(whose)), *range(i)]
+    return next((j for j in places if whose[j] != whose[i]), places[0] if places else i)
+
+
 def preference_notes(key: str, data: PreferenceDataset) -> Iterator[str]:
-    """What was left out or cut, one sentence each. key: that names the sources."""
+    """What was corrected, left out or cut, one sentence each. key: that names the sources."""
     cfg = data.cfg
+    yield from [*data.tokenizer.notes, *(data.tokenizer.turn_notes() if cfg.chat_template else [])]
     for source in data.sources:
         place = key if len(data.sources) == 1 else f"{key}, {source.source.path}"
-        limits = f"data.max_prompt_tokens={cfg.max_prompt_tokens} or data.max_tokens={cfg.max_tokens}"
         for count, what in (
-            (source.long_prompt, f"left out: their prompt does not fit into {limits}"),
-            (source.same, "left out: both responses are the same"),
+            *_left_out(source, cfg),
             (source.cut_prompt, f"with a prompt cut to {cfg.max_prompt_tokens} tokens"),
             (source.cut, f"with a response cut to {cfg.max_tokens} tokens, prompt included: it has no end"),
-            (source.merged, "where a token lies over the end of the prompt: it counts as the response's"),
+            (source.merged, _said_of_merged(source)),
+            (sum((row.margin or 0) < 0 for row in source.kept), f"with a {cfg.margin_key} below 0"),
         ):
             if count:
-                yield f"{place}: {count} rows {what}"
+                yield f"{place}: {count} {noun(data.form)} {what}"
         yield from control_notes(place, source.as_text, source.as_control, cfg.chat_template)
+
+
+def noun(form: Form) -> str:
+    """What a batch has of every row."""
+    return {
+        "pairs": "pairs",
+        "lists": "ranked lists",
+        "labels": "responses with a label",
+        "scores": "responses with a score",
+        "steps": "solutions in steps",
+    }[form]
+
+
+def _left_out(source: PreferenceSource, cfg: PreferenceDataConfig) -> list[tuple[int, str]]:
+    limits = f"data.max_prompt_tokens={cfg.max_prompt_tokens} or data.max_tokens={cfg.max_tokens}"
+    return [
+        (source.long_prompt, f"left out: their prompt does not fit into {limits}"),
+        (source.long_response, f"left out: a response does not fit into data.max_tokens={cfg.max_tokens}"),
+        (source.same, "left out: two responses are the same"),
+        (source.tied, "left out: the responses have the same rank"),
+    ]
+
+
+def _said_of_merged(source: PreferenceSource) -> str:
+    return (
+        "whose prompt is written or tokenised otherwise with a response behind it: the tokens in which they differ, "
+        f"{source.most_merged} at most, count as the response's"
+    )

@@ -2,77 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
 
-from mrl.config.schema import PreferenceDataConfig
+from mrl.config.schema import Form, PreferenceDataConfig, RewardDataConfig
+from mrl.data import preference_forms as forms
 from mrl.data.encoder import Dressed, Encoder
+from mrl.data.preference_forms import Pick
 from mrl.data.rows import Row, completed, content_problem, missing
 from mrl.data.sources import Rows
+from mrl.data.told import told
 
 
 @dataclass(frozen=True)
 class Compared:
-    """prompt: None where the responses begin with it; wholes: prompt and response, of each; label: of the only one."""
+    """prompt: None where the responses begin with it; wholes: prompt and response, of each; picks: what is compared of
+    them; tied: comparisons of a ranked list that are left out, as their responses have one rank."""
 
     prompt: Dressed | None
     wholes: tuple[Dressed, ...]
-    label: bool | None
+    picks: tuple[Pick, ...]
+    tied: int
+    margin: float | None
     source: str | None
 
 
 @dataclass(frozen=True)
 class PreferenceReader:
-    """form: what a row is."""
+    """form: what a batch has of every row; margins: every row has one."""
 
     cfg: PreferenceDataConfig
-    form: Literal["pairs", "labels"]
+    form: Form
+    margins: bool = False
 
     def read(self, rows: Rows, i: int, source_name: str | None) -> Row:
         """The completed row. Raises ValueError, which says why it cannot be used."""
-        cfg, responses = self.cfg, self.cfg.responses(self.form).values()
-        row = completed(rows[i], cfg, (cfg.prompt_key, *cfg.needed(self.form).values()), source_name)
-        for setting, key in cfg.needed(self.form).items():
+        cfg = self.cfg
+        keys = [key for setting, key in cfg if setting.endswith("_key") and key is not None]
+        row = completed(rows[i], cfg, keys, source_name)
+        for setting, key in cfg.needed(self.form, forms.present(row), self.margins).items():
             if row.get(key) is None:
                 raise ValueError(missing(row, key, f"data.{setting}"))
-        has_prompt = row.get(cfg.prompt_key) is not None
-        for key in (*responses, *[cfg.prompt_key] * has_prompt):
-            if problem := content_problem(row[key], key, cfg.chat_template):
-                raise ValueError(problem)
-        if not has_prompt and len({type(row[key]) for key in responses}) > 1:
-            raise ValueError("one of the two conversations is text, the other a list of messages")
-        if self.form == "labels" and row[cfg.label_key] not in (True, False):
-            raise ValueError(f"{cfg.label_key!r} must be true or false, not {row[cfg.label_key]!r}")
+        prompt, responses = row.get(cfg.prompt_key), forms.given(row, cfg, self.form).responses
+        if prompt is not None and (problem := content_problem(prompt, cfg.prompt_key, cfg.chat_template)):
+            raise ValueError(problem)
+        if prompt is None and len({type(response) for response in responses.values()}) > 1:
+            raise ValueError("one of the conversations is text, another a list of messages")
+        if prompt is None and cfg.chat_template and any(isinstance(response, str) for response in responses.values()):
+            raise ValueError("whole texts are no conversation: data.chat_template needs a prompt, or messages")
+        for said in (cfg.system_key, cfg.tools_key, cfg.chat_template_kwargs_key):
+            if said is not None and row.get(said) and not cfg.chat_template:
+                raise ValueError(f"{said!r} needs data.chat_template: true, or another key in its place (null: none)")
+        if self.margins:
+            forms.margin(row, cfg.margin_key)
         return row
 
     def dressed(self, row: Row, encoder: Encoder) -> Compared:
         """What is tokenised of a row that `read` gives. Raises ValueError for a conversation that the chat template
-        refuses, or two of them that begin with different messages."""
-        cfg, responses = self.cfg, [row[key] for key in self.cfg.responses(self.form).values()]
-        label = bool(row[cfg.label_key]) if self.form == "labels" else None
-        prompt = row.get(cfg.prompt_key)
-        if prompt is None and isinstance(responses[0], list):
-            shared = common_start(*responses)
-            shared = min(shared, *(len(messages) - 1 for messages in responses))
-            if shared < 1:
-                raise ValueError("without a prompt, both conversations must begin with the same messages")
-            prompt, responses = responses[0][:shared], [messages[shared:] for messages in responses]
-        start = None if prompt is None else encoder.dressed({cfg.prompt_key: prompt})
-        if cfg.chat_template and prompt is not None:
-            before = as_messages(prompt, "user")
-            wholes = [encoder.whole([*before, *as_messages(response, "assistant")]) for response in responses]
+        refuses, or responses that are none to the prompt."""
+        cfg, found = self.cfg, forms.given(row, self.cfg, self.form)
+        prompt, responses = row.get(cfg.prompt_key), list(found.responses.values())
+        start: Dressed | None
+        if self.form == "steps":
+            start, wholes = self._in_steps(row, responses, encoder)
+        elif cfg.chat_template:
+            more, (before, answers) = (
+                told(row, cfg.tools_key, cfg.chat_template_kwargs_key),
+                forms.split(prompt, found.responses),
+            )
+            before = forms.with_system(before, row, cfg.system_key)
+            start = encoder.conversation(before, more, is_whole=False)
+            wholes = [encoder.conversation([*before, *answer], more, is_whole=True) for answer in answers]
         else:
+            start = None if prompt is None else encoder.text_of(prompt)
             wholes = [encoder.text_of((prompt or "") + response) for response in responses]
-        return Compared(start, tuple(wholes), label, row.get(cfg.data_source_key))
+        picks, tied = forms.picks(found.scores, self.form, cfg.ranked_pairs == "all")
+        lead = forms.margin(row, cfg.margin_key) if self.margins else None
+        return Compared(start, tuple(wholes), tuple(picks), tied, lead, row.get(cfg.data_source_key))
 
-
-def as_messages(value: Any, role: str) -> list[Row]:
-    """Text as a message of that role; messages as they are."""
-    return [{"role": role, "content": value}] if isinstance(value, str) else list(value)
-
-
-def common_start(*lists: Sequence[Any]) -> int:
-    """How many first items are the same in all."""
-    shortest = min(map(len, lists))
-    return next((i for i in range(shortest) if any(each[i] != lists[0][i] for each in lists)), shortest)
+    def _in_steps(self, row: Row, steps: list[str], encoder: Encoder) -> tuple[Dressed, list[Dressed]]:
+        """The prompt, up to where the answer begins, and each step with what follows it."""
+        cfg = self.cfg
+        assert isinstance(cfg, RewardDataConfig)
+        prompt = row[cfg.prompt_key]
+        start = encoder.text_of(prompt)
+        if cfg.chat_template:
+            before = forms.with_system(forms.as_messages(prompt, "user"), row, cfg.system_key)
+            start = encoder.conversation(before, told(row, cfg.tools_key, cfg.chat_template_kwargs_key), is_whole=False)
+        return start, [encoder.text_of(step + cfg.step_separator) for step in steps]

@@ -2,130 +2,169 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mrl.config.schema import SourceConfig
+from mrl.data.encoded_rows import EncodedSource
 from mrl.data.encoder import Encoder
-from mrl.data.errors import DataError, raise_for
-from mrl.data.preference_rows import Compared, PreferenceReader, common_start
-from mrl.data.sources import open_rows
-from mrl.data.tokenizer import TokenizerError
-
-BATCH_ROWS = 512  # tokenised at once
+from mrl.data.preference_forms import Pick
+from mrl.data.preference_rows import Compared, PreferenceReader
 
 
 @dataclass(frozen=True)
 class Preference:
-    """One usable row. index: its row number; prompt, responses int32: chosen, rejected, or the only one; label: of
-    that; is_cut: a response lacks its end."""
+    """What is compared in one usable row.
+
+    index: its row number; prompt, responses: int32 ids, the best response first; scores: of each the number of those
+    that are worse, its own score, or a label's 1 or 0; steps: of the only one after how many tokens a step ends, with a
+    score each; margin: by how much the first is to lead; cut: of each whether it lacks its end
+    """
 
     index: int
     prompt: np.ndarray
     responses: tuple[np.ndarray, ...]
-    label: bool | None
+    scores: tuple[float, ...]
+    margin: float | None
     source: str | None
-    is_cut: bool
+    cut: tuple[bool, ...]
+    steps: tuple[int, ...] = ()
+
+    @property
+    def is_cut(self) -> bool:
+        return any(self.cut)
 
 
-class PreferenceSource:
-    """What is left out or cut is counted in rows:
+class PreferenceSource(EncodedSource[Preference]):
+    """What is left out or cut is counted in comparisons, of which a ranked list can have several:
 
     long_prompt: left out, their prompt is over `data.max_prompt_tokens` or fills `data.max_tokens`
-    same: left out, both responses are the same, if only after the cut
+    long_response: left out, a response does not fit into `data.max_tokens`, and none is to be cut
+    same: left out, two responses are the same, if only after the cut
+    tied: left out, their responses have the same rank
     cut_prompt, cut: kept with a shorter prompt, or a response without its end
-    merged: kept; a token lies over the end of the prompt, and belongs to the responses
+    merged: kept; prompt and response are not tokenised as the prompt by itself, whose last tokens, `most_merged` at
+    most, then belong to the responses
 
+    cuts: whether responses are cut at `data.max_tokens`
     Raises DataError that names every malformed row.
     """
 
-    def __init__(self, source: SourceConfig, encoder: Encoder, reader: PreferenceReader, first_index: int) -> None:
-        self.source, self.first_index = source, first_index
-        self.rows = open_rows(source)
-        self.long_prompt = self.same = self.cut_prompt = self.cut = self.merged = 0
-        self.as_text: list[str] = []
-        self.as_control: list[str] = []
-        self._encoder, self._reader, self._cfg = encoder, reader, reader.cfg
-        self._problems: list[tuple[str, str]] = []
-        self.kept = list(self._encoded())
-        raise_for(self._problems)
-        if not len(self.rows):
-            raise DataError(f"{source.path}: no rows")
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    @property
-    def name(self) -> str:
-        """Path and split, for messages."""
-        return self.source.path if self.source.split is None else f"{self.source.path}[{self.source.split}]"
+    def __init__(
+        self, source: SourceConfig, encoder: Encoder, reader: PreferenceReader, first_index: int, cuts: bool
+    ) -> None:
+        super().__init__(source, encoder, first_index)
+        self.long_prompt = self.long_response = self.same = self.tied = 0
+        self.cut_prompt = self.cut = self.merged = self.most_merged = 0
+        self._reader, self._cfg, self._cuts = reader, reader.cfg, cuts
+        self._keep(self._encoded())
 
     @property
     def left_out(self) -> int:
-        return self.long_prompt + self.same
-
-    def where(self, index: int) -> str:
-        """File and row of a row's index in the data set."""
-        return self.rows.where(index - self.first_index)
+        return self.long_prompt + self.long_response + self.same + self.tied
 
     def _encoded(self) -> Iterator[Preference]:
-        for start in range(0, len(self.rows), BATCH_ROWS):
-            found = dict(self._compared(range(start, min(start + BATCH_ROWS, len(self.rows)))))
+        in_steps = self._reader.form == "steps"
+        for found in self._parts(self._compared):
             texts = [each for row in found.values() for each in ([row.prompt] if row.prompt else []) + [*row.wholes]]
-            ids = iter(self._encoder.ids(texts))
+            ids = iter(self._encoder.ids(texts) if not in_steps else self._step_by_step([*found.values()]))
             for i, row in found.items():
                 self.as_text += filter(None, [each.as_text for each in row.wholes][:1])
                 self.as_control += filter(None, [each.as_control for each in row.wholes][:1])
                 prompt = next(ids) if row.prompt else None
-                fitting = self._fit(i, prompt, [self._ended(next(ids)) for _ in row.wholes])
-                if fitting is not None:
-                    parts, is_cut = fitting
-                    kept, *responses = (np.asarray(part, dtype=np.int32) for part in parts)
-                    yield Preference(self.first_index + i, kept, tuple(responses), row.label, row.source, is_cut)
+                if in_steps:
+                    yield from filter(None, [self._solution(i, row, prompt or [], [next(ids) for _ in row.wholes])])
+                    continue
+                yield from self._fitting(i, row, prompt, [self._ended(next(ids)) for _ in row.wholes])
 
-    def _compared(self, rows: range) -> Iterator[tuple[int, Compared]]:
-        for i in rows:
-            try:
-                yield i, self._reader.dressed(self._reader.read(self.rows, i, self.source.name), self._encoder)
-            except TokenizerError as error:  # so would every other row
-                raise TokenizerError(f"{self.rows.where(i)}: {error}") from None
-            except ValueError as error:
-                self._problems.append((self.rows.where(i), str(error)))
+    def _compared(self, i: int) -> Compared:
+        return self._reader.dressed(self._reader.read(self.rows, i, self.source.name), self._encoder)
 
     def _ended(self, ids: list[int]) -> list[int]:
-        """Text with one EOS at its end; a conversation ends as its template does."""
+        """Text with one EOS at its end; a conversation ends as its template does, where it may not be cut without the
+        white space behind the EOS of its last turn, with which sampled answers end."""
         eos = self._encoder.tokenizer.eos_id
+        if self._cfg.chat_template and not self._cuts and eos in ids:
+            end = len(ids) - ids[::-1].index(eos)
+            return ids if self._encoder.tokenizer.decode(ids[end:], special=True).strip() else ids[:end]
         return ids if self._cfg.chat_template or ids[-1:] == [eos] else [*ids, eos]
 
-    def _fit(self, i: int, prompt: list[int] | None, wholes: list[list[int]]) -> tuple[list[list[int]], bool] | None:
-        """([prompt, *responses] within the limits, whether a response was cut); None for a row that is left out, or
-        cannot be used.
+    def _step_by_step(self, rows: list[Compared]) -> Iterator[list[int]]:
+        """Of each row the prompt's ids, and those of its steps, which are tokenised by themselves."""
+        prompts = iter(self._encoder.ids([row.prompt for row in rows if row.prompt]))
+        steps = iter(self._encoder.answers([each.text for row in rows for each in row.wholes]))
+        for row in rows:
+            yield next(prompts)
+            yield from (next(steps) for _ in row.wholes)
 
-        The prompt ends where its own tokens and those of every whole text part: tokens may merge over its end.
+    def _solution(self, i: int, row: Compared, prompt: list[int], steps: list[list[int]]) -> Preference | None:
+        """None for what is left out, which is counted, or cannot be used."""
+        cfg, ids = self._cfg, [token for step in steps for token in step]
+        if not prompt or not all(steps):
+            self._problems.append((self.rows.where(i), "the prompt or a step has no tokens"))
+        elif len(prompt) > cfg.max_prompt_tokens or len(prompt) >= cfg.max_tokens:
+            self.long_prompt += 1
+        elif len(prompt) + len(ids) > cfg.max_tokens:
+            self.long_response += 1
+        else:
+            ends = tuple(int(end) for end in np.cumsum([len(step) for step in steps]))
+            parts = [np.asarray(part, dtype=np.int32) for part in (prompt, ids)]
+            scores = tuple(score for _, score in row.picks[0])
+            return Preference(self.first_index + i, parts[0], (parts[1],), scores, None, row.source, (False,), ends)
+        return None
+
+    def _fitting(
+        self, i: int, row: Compared, prompt: list[int] | None, wholes: list[list[int]]
+    ) -> Iterator[Preference]:
+        """What is compared of a row, within the limits.
+
+        The prompt ends where its own tokens and those of every whole part: tokens may merge over its end.
         """
+        self.tied += row.tied
         shared = min(common_start(*wholes, *([prompt] if prompt else [])), *(len(ids) - 1 for ids in wholes))
         cfg, ids = self._cfg, wholes[0][:shared]
+        is_long = shared > cfg.max_prompt_tokens
         problem = None
         if shared < 1:
             problem = "no token of a prompt is shared by prompt and responses" if wholes[0] else "no tokens"
-        elif len(ids) > cfg.max_prompt_tokens and cfg.truncation == "error":
-            problem = f"{len(ids)} tokens, more than data.max_prompt_tokens={cfg.max_prompt_tokens} (data.truncation)"
+        elif is_long and cfg.truncation == "error":
+            problem = f"{shared} tokens, more than data.max_prompt_tokens={cfg.max_prompt_tokens} (data.truncation)"
         if problem:
             self._problems.append((self.rows.where(i), problem))
-            return None
-        is_long = len(ids) > cfg.max_prompt_tokens
+            return
         ids = self._encoder.cut(ids) if is_long and cfg.truncation != "drop" else ids
-        room = cfg.max_tokens - len(ids)
-        responses = [whole[shared : shared + max(room, 0)] for whole in wholes]
-        if len(ids) > cfg.max_prompt_tokens or room < 1:
-            self.long_prompt += 1
-        elif len(responses) > 1 and responses[0] == responses[1]:
+        if len(ids) > cfg.max_prompt_tokens or len(ids) >= cfg.max_tokens:
+            self.long_prompt += len(row.picks)
+            return
+        merged = 0 if prompt is None else len(prompt) - shared
+        for pick in row.picks:
+            kept = self._kept(self.first_index + i, row, ids, [wholes[place][shared:] for place, _ in pick], pick)
+            if kept is not None:
+                self.cut_prompt, self.cut = self.cut_prompt + is_long, self.cut + kept.is_cut
+                self.merged, self.most_merged = self.merged + (merged > 0), max(self.most_merged, merged)
+                yield kept
+
+    def _kept(
+        self, index: int, row: Compared, prompt: list[int], responses: list[list[int]], pick: Pick
+    ) -> Preference | None:
+        """None for what is left out, which is counted."""
+        room = self._cfg.max_tokens - len(prompt)
+        cut = tuple(len(ids) > room for ids in responses)
+        if any(cut) and not self._cuts:
+            self.long_response += 1
+            return None
+        parts = [np.asarray(ids[:room], dtype=np.int32) for ids in responses]
+        if len({part.tobytes() for part in parts}) < len(parts):
             self.same += 1
-        else:
-            self.merged += prompt is not None and shared < len(prompt)
-            self.cut_prompt += is_long
-            self.cut += (is_cut := any(len(whole) - shared > room for whole in wholes))
-            return [ids, *responses], is_cut
-        return None
+            return None
+        scores = tuple(score for _, score in pick)
+        start = np.asarray(prompt, dtype=np.int32)
+        return Preference(index, start, tuple(parts), scores, row.margin, row.source, cut)
+
+
+def common_start(*lists: Sequence[int]) -> int:
+    """How many first items are the same in all."""
+    shortest = min(map(len, lists))
+    return next((i for i in range(shortest) if any(each[i] != lists[0][i] for each in lists)), shortest)

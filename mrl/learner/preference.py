@@ -19,8 +19,11 @@ from mrl.algo.preference import PAIR_LOSSES, Pairs, Sums
 from mrl.algo.preference_unpaired import LABEL_LOSSES, Labelled
 from mrl.algo.registry import arguments
 from mrl.core import Rollout
-from mrl.learner.learner import Loss, LossParts
+from mrl.learner.terms import Loss, LossParts
+from mrl.models.batch import Extras
 from mrl.options.preference import PreferenceOptions
+
+DESCRIBED = Extras(described=True)
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,9 @@ class Targets:
     """Of a step of B responses; the sums are float64.
 
     losses: by name
-    member [R] int64: which response each token is of; token_weights [R]: what it counts in its response's sum
-    mean_weights [R]: of the mean over the step's tokens
+    member [R] int64: which response each token is of, or is in the prompt of, where prompts are learnt too
+    token_weights [2, R]: what it counts in its response's sum, and in that of the text that `sft` learns
+    mean_weights [R]: of the mean over the responses' tokens
     reference [B]: sums; tokens [B]: numbers; labels [B] bool: chosen, or labelled true
     together: responses of a row; row_weights: of the B / together rows
     kl, shift: as in `mrl.algo.preference_unpaired.Labelled`
@@ -53,23 +57,42 @@ class Targets:
         return replace(self, **moved)
 
     def sums(self, log_probs: Tensor, places: Tensor | slice = slice(None)) -> Tensor:
-        """[B] float64: of the tokens at `places` [n], whose log-probs [n] these are."""
-        weighed = self.token_weights[places] * log_probs.double()
-        return torch.zeros_like(self.reference).index_add(0, self.member[places], weighed)
+        """[2, B] float64: of the tokens at `places` [n], whose log-probs [n] these are."""
+        weighed = self.token_weights[:, places] * log_probs.double()
+        return self.reference.new_zeros(2, self.reference.numel()).index_add(1, self.member[places], weighed)
+
+    @property
+    def text_tokens(self) -> Tensor:
+        """0-d: what `sft` learns."""
+        return self.token_weights[1].sum()
+
+    def described(self) -> dict[str, tuple[int, Tensor]]:
+        """The means over response tokens that a step reports, by name: which of the model's outputs, and what each
+        token [R] counts. TRL's names."""
+        found = {"actor/entropy": (1, self.mean_weights)}
+        for half, of in (("chosen", self.labels), ("rejected", ~self.labels)):
+            if of.any():
+                weights = self.mean_weights * of[self.member]
+                weights = weights / weights.sum()
+                found[f"logits/{half}"] = (3, weights)
+                if half == "chosen":
+                    found["dpo/mean_token_accuracy"] = (2, weights)
+        return found
 
     def sides(self, policy: Tensor) -> Pairs:
-        """Of pairs, from the sums [B]."""
-        parts = [(x[0::2], x[1::2]) for x in (policy, self.reference, self.tokens)]
-        return Pairs(*(Sums(*(part[half] for part in parts)) for half in (0, 1)))
+        """Of pairs, from the sums [2, B]."""
+        parts = [(x[0::2], x[1::2]) for x in (policy[0], self.reference, self.tokens)]
+        chosen, rejected = (Sums(*(part[half] for part in parts)) for half in (0, 1))
+        return Pairs(chosen, rejected, policy[1, 0::2], self.text_tokens)
 
     def by_loss(self, policy: Tensor) -> dict[str, Tensor]:
-        """Every loss of every row, from the policy's sums [B]: [B / together] each, without the losses' weights."""
+        """Every loss of every row, from the policy's sums [2, B]: [B / together] each, without the losses' weights."""
         found = {}
         for name, options in self.losses.items():
             if options.is_unpaired:
                 loss: Callable[..., Tensor] = LABEL_LOSSES.get(name)
                 of: Labelled | Pairs = Labelled(
-                    Sums(policy, self.reference, self.tokens), self.labels, self.kl, self.shift
+                    Sums(policy[0], self.reference, self.tokens), self.labels, self.kl, self.shift
                 )
             else:
                 loss, of = PAIR_LOSSES.get(name), self.sides(policy)
@@ -89,63 +112,80 @@ def targets(
     losses: Mapping[str, PreferenceOptions],
     together: int,
     ld_alpha: float | None = None,
+    with_prompts: bool = False,
 ) -> Targets:
-    """With a reference that gives every response a log-prob of 0, rows of weight 1, and no baseline."""
-    lens = batch.response_lens
-    count = batch.num_response_tokens
+    """With a reference that gives every response a log-prob of 0, rows of weight 1, and no baseline.
+
+    with_prompts: of the tokens of `mrl.data.preference.with_prompts(batch)`
+    """
+    labels, lens = batch.scores > 0.5, batch.response_lens
+    before = (batch.prompt_lens - 1).clamp(min=0) * labels * int(with_prompts)
+    rows = before + lens
+    member = torch.repeat_interleave(torch.arange(batch.num_samples), rows)
+    place = torch.arange(int(rows.sum())) - (rows.cumsum(0) - lens)[member]
     return Targets(
         losses,
-        member=torch.repeat_interleave(torch.arange(batch.num_samples), lens),
-        token_weights=_token_weights(batch, ld_alpha),
-        mean_weights=torch.full((count,), 1 / max(1, count)),
+        member=member,
+        token_weights=torch.stack([_response_weights(place, member, lens, ld_alpha), labels[member].double()]),
+        mean_weights=(place >= 0) / max(1, batch.num_response_tokens),
         reference=torch.zeros(batch.num_samples, dtype=torch.float64),
         tokens=lens.double(),
-        labels=batch.scores > 0.5,
+        labels=labels,
         together=together,
         row_weights=torch.ones(batch.num_samples // together, dtype=torch.float64),
         kl=torch.zeros((), dtype=torch.float64),
     )
 
 
-def _token_weights(batch: Rollout, ld_alpha: float | None) -> Tensor:
-    """[R] float64. With ld_alpha the tokens of a pair's longer response count that much behind the other's length (LD-
-    DPO, arXiv 2409.06411)."""
+def _response_weights(place: Tensor, member: Tensor, lens: Tensor, ld_alpha: float | None) -> Tensor:
+    """[R] float64, of tokens at `place` in their response, below 0 in the prompt. With ld_alpha the tokens of a pair's
+    longer response count that much behind the other's length (LD-DPO, arXiv 2409.06411)."""
+    weights = (place >= 0).double()
     if ld_alpha is None:
-        return torch.ones(batch.num_response_tokens, dtype=torch.float64)
-    lens = batch.response_lens
+        return weights
     shorter = lens.view(-1, 2).amin(1).repeat_interleave(2)
-    place = torch.arange(batch.num_response_tokens) - (lens.cumsum(0) - lens).repeat_interleave(lens)
-    return torch.where(place < shorter.repeat_interleave(lens), 1.0, ld_alpha).double()
+    return torch.where(place < shorter[member], weights, ld_alpha)
 
 
 def one_pass(on_host: Targets, total_over_context: Callable[[Tensor], Tensor], context: int) -> Loss:
     """For losses of single rows. context: ranks that hold parts of the same responses; each has the whole value, and
     reports its share."""
-    t = on_host.to(platform.device())
+    t, (names, means) = on_host.to(platform.device()), _means(on_host)
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
         local = t.sums(output[0], dest)
-        counts = torch.zeros_like(t.reference).index_add(0, t.member[dest], torch.ones_like(t.token_weights[dest]))
-        whole, counts = total_over_context(torch.stack([local.detach(), counts]))
+        counts = torch.zeros_like(t.reference).index_add(0, t.member[dest], t.reference.new_ones(dest.numel()))
+        *whole, counts = total_over_context(torch.cat([local.detach(), counts[None]]))
         is_here = counts > 0
-        policy = torch.where(is_here, whole + (local - local.detach()), t.reference)
+        nothing = torch.stack([t.reference, torch.zeros_like(t.reference)])
+        policy = torch.where(is_here, torch.stack(whole) + (local - local.detach()), nothing)
         value = t.value(policy, is_here.view(-1, t.together).all(1))
         shared = value.detach() / context + (value - value.detach())
-        return LossParts(shared.float(), [(t.mean_weights[dest] * output[1].detach()).sum()])
+        return LossParts(shared.float(), means(output, dest))
 
-    return Loss(compute, ("actor/entropy",), together=t.together)
+    return Loss(compute, names, together=t.together, extras=DESCRIBED)
 
 
 def two_pass(on_host: Targets, policy: Tensor) -> tuple[Loss, float]:
-    """The second pass's loss, and the value of the whole. policy [B]: the sums of the first pass."""
+    """The second pass's loss, and the value of the whole. policy [2, B]: the sums of the first pass."""
     sums = policy.detach().clone().requires_grad_()
     value = on_host.value(sums)
     [slope] = torch.autograd.grad(value, sums)
-    weights = (slope[on_host.member] * on_host.token_weights).float().to(platform.device())
-    mean = on_host.mean_weights.to(platform.device())
+    weights = (slope[:, on_host.member] * on_host.token_weights).sum(0).float().to(platform.device())
+    names, means = _means(on_host)
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
-        entropy = (mean[dest] * output[1].detach()).sum()
-        return LossParts((weights[dest] * output[0]).sum(), [entropy])
+        return LossParts((weights[dest] * output[0]).sum(), means(output, dest))
 
-    return Loss(compute, ("actor/entropy",)), float(value.detach())
+    return Loss(compute, names, extras=DESCRIBED), float(value.detach())
+
+
+def _means(on_host: Targets) -> tuple[tuple[str, ...], Callable[[Tensor, Tensor], list[Tensor]]]:
+    """What a step reports of its tokens: the names, and what adds up to their values."""
+    described = on_host.described()
+    kept = [(output, weights.to(platform.device())) for output, weights in described.values()]
+
+    def means(output: Tensor, dest: Tensor) -> list[Tensor]:
+        return [(weights[dest] * output[which].detach()).sum() for which, weights in kept]
+
+    return tuple(described), means

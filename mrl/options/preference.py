@@ -136,10 +136,12 @@ class DiscoPOP(FDivergence, name="discopop"):
 
 
 class SFT(PreferenceOptions, name="sft"):
-    """The negative log-likelihood a token of the chosen responses, beside other losses (RPO, MPO, CPO)."""
+    """The negative log-likelihood a token of the chosen responses, beside other losses (RPO, MPO, CPO, ORPO)."""
 
     uses_reference: ClassVar[bool] = False
     sums_whole: ClassVar[bool] = True
+
+    with_prompt: bool = False  # of their prompts too, all but the first token, as TRL has it for ORPO
 
 
 class SimPO(PreferenceOptions, name="simpo"):
@@ -152,6 +154,7 @@ class SimPO(PreferenceOptions, name="simpo"):
     beta: PositiveFloat = 2.0  # of the log-probs a token
     simpo_gamma: NonNegativeFloat = 1.0  # the margin; 0.3 to 0.5 of beta
     alpha: float = 0.0  # AlphaPO's shape of the reward; 0: the log-probs themselves
+    label_smoothing: LabelNoise = 0.0  # share of pairs taken to be the wrong way round
 
 
 class ORPO(Temperature, name="orpo"):

@@ -21,6 +21,8 @@ class Call:
     row: dict[str, Any]
     response_tokens: int = 0
     token_ids: np.ndarray | None = field(default=None, compare=False)  # prompt and response; functions do not get them
+    image: np.ndarray | None = field(default=None, compare=False)  # [channels, height, width] uint8, in place of text
+    pictures: tuple[bytes, ...] | None = None  # of the prompt, as PNG; None: nobody asks for them
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,11 @@ def check_hidden(cfg: RewardConfig, paths: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """A row of the data for functions to be tried out on. where: file and row"""
+    """A row of the data for functions to be tried out on. where: file and row; pictures: as in `Call`"""
 
     where: str
     row: dict[str, Any]
+    pictures: tuple[bytes, ...] | None = None
 
 
 def check_functions(cfg: RewardConfig, data: DataConfig, trials: Iterable[Trial] = ()) -> list[str]:
@@ -102,7 +103,7 @@ def _matched(
 def _try_out(pool: FunctionPool, component: Component, trial: Trial, data: DataConfig) -> str | None:
     answer = trial.row.get(data.answer_key)
     response = answer if isinstance(answer, str) else ""
-    call = Call(prompt_text(trial.row.get(data.prompt_key, "")), response, trial.row)
+    call = Call(prompt_text(trial.row.get(data.prompt_key, "")), response, trial.row, pictures=trial.pictures)
     future = pool.submit(component, call, f"{trial.where}, answered with {response[:40]!r},")
     pool.flush(component)
     try:

@@ -3,38 +3,65 @@
 from __future__ import annotations
 
 import importlib
+import io
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mrl import user_functions
-from mrl.config.builtin_rewards import BUILTIN_REWARDS, COMPARISONS, RESERVED, SHAPES
+from mrl.config.builtin_rewards import BUILTIN_REWARDS, COMPARISONS, OF_AGENTS, RESERVED, SHAPES
 from mrl.reward.calls import Call, Outcome
 from mrl.reward.errors import RewardError
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 RewardFunction = Callable[[Call], Any]
 Settings = Mapping[str, Mapping[str, Any]]  # of the built-ins that have a section, by their names
 
 
 def load(
-    spec: str, answer_key: str = "answer", where: str = "function", settings: Settings = MappingProxyType({})
+    spec: str,
+    answer_key: str = "answer",
+    where: str = "function",
+    settings: Settings = MappingProxyType({}),
+    *,
+    pictures: bool = False,
 ) -> RewardFunction:
     """What `spec`, the value of reward.`where`, names: a built-in or `path/to/file.py:name`, as a function of a Call.
 
-    A user's function gets (prompt, response, row). Raises RewardError that says what is missing and what comes near.
+    A user's function gets (prompt, response, row), and with `pictures` a list of PIL images. Raises RewardError that
+    says what is missing and what comes near.
     """
     if ":" not in spec:
         return _load_builtin(spec, answer_key, f"reward.{where} {spec!r}", settings)
+    if pictures:
+        words = "(prompt, response, row, pictures)"
+        function = load_file(spec, f"reward.{where}", ("prompt", "response", {}, []), words)
+        return lambda call: function(call.prompt, call.response, call.row, _opened(call))
     function = load_file(spec, f"reward.{where}", ("prompt", "response", {}), "(prompt, response, row)")
     return lambda call: function(call.prompt, call.response, call.row)
 
 
-def load_batch(spec: str, where: str = "function") -> Callable[[Sequence[Call]], Any]:
-    """The same for a user's function of (prompts, responses, rows), three lists of one length."""
-    function = load_file(spec, f"reward.{where}", ([], [], []), "(prompts, responses, rows)")
-    return lambda calls: function([c.prompt for c in calls], [c.response for c in calls], [c.row for c in calls])
+def load_batch(spec: str, where: str = "function", *, pictures: bool = False) -> Callable[[Sequence[Call]], Any]:
+    """The same for a user's function of (prompts, responses, rows), three lists of one length, or four."""
+    words = "(prompts, responses, rows, pictures)" if pictures else "(prompts, responses, rows)"
+    function = load_file(spec, f"reward.{where}", ([],) * (3 + pictures), words)
+
+    def score(calls: Sequence[Call]) -> Any:
+        lists: list[list[Any]] = [[c.prompt for c in calls], [c.response for c in calls], [c.row for c in calls]]
+        return function(*lists, *([[_opened(c) for c in calls]] if pictures else []))
+
+    return score
+
+
+def _opened(call: Call) -> list[Image.Image]:
+    """The pictures, which mrl itself has written."""
+    from PIL import Image
+
+    return [Image.open(io.BytesIO(png), formats=("PNG",)) for png in call.pictures or ()]
 
 
 def load_file(spec: str, key: str, arguments: tuple[Any, ...], signature: str) -> Callable[..., Any]:
@@ -49,6 +76,8 @@ def _load_builtin(spec: str, answer_key: str, where: str, settings: Settings) ->
     if spec in SHAPES:
         shape = vars(importlib.import_module(SHAPES[spec]))[spec]
         return lambda call: shape(call.response, call.response_tokens, **settings[spec])
+    if spec in OF_AGENTS:
+        return lambda call: _of_environment(call.row)
     if spec == "code":
         from mrl.reward.code_tests import make
 
@@ -59,6 +88,12 @@ def _load_builtin(spec: str, answer_key: str, where: str, settings: Settings) ->
         return lambda call: compare(call.response, _plain_answer(call.row, answer_key))
     known = f"{', '.join(sorted(BUILTIN_REWARDS))}, or path/to/file.py:name"
     raise RewardError(f"{where} is no built-in{user_functions.near(spec, BUILTIN_REWARDS)}; known: {known}")
+
+
+def _of_environment(row: Mapping[str, Any]) -> Any:
+    if "environment" not in row:
+        raise ValueError("the response is no agent's: there is no environment that has scored it")
+    return row["environment"]
 
 
 def answer_problem(

@@ -131,12 +131,16 @@ class RewardManager:
     def _call(self, sample: Sample) -> tuple[Call, str]:
         request = sample.request
         row = request.prompt.row
+        if sample.messages:
+            row = {**row, "messages": sample.messages, "environment": sample.environment}
         label = f"sample {request.sample_id} (row {request.prompt.index})"
         if self.prompt_key not in row:
             raise RewardError(f"{label}: the row has no {self.prompt_key!r} (data.prompt_key), only {sorted(row)}")
         prompt = prompt_text(row[self.prompt_key])
         label = f"sample {request.sample_id} (row {request.prompt.index}, prompt {prompt[:PROMPT_HEAD_CHARS]!r})"
-        return Call(prompt, sample.response_text, row, len(sample.response_ids), sample.token_ids), label
+        pictures = request.prompt.pictures if self.cfg.pictures else None
+        call = Call(prompt, sample.response_text, row, sample.num_drawn, sample.token_ids, pictures=pictures)
+        return call, label
 
 
 def longest_wait_s(cfg: RewardConfig, samples: int) -> float:
@@ -175,7 +179,8 @@ def pool_setup(
     functions = tuple(c for c in plan.components.values() if c.kind in ("function", "batch"))
     if not functions:
         return None
-    return PoolSetup(functions, _settings(cfg, max_response_tokens), answer_key, cfg.workers, cfg.timeout_s)
+    settings = _settings(cfg, max_response_tokens)
+    return PoolSetup(functions, settings, answer_key, cfg.workers, cfg.timeout_s, cfg.pictures)
 
 
 def _settings(cfg: RewardConfig, max_response_tokens: int) -> dict[str, dict[str, Any]]:

@@ -23,7 +23,7 @@ class Component:
 
     name: str
     spec: str
-    kind: Literal["function", "batch", "server", "model"]
+    kind: Literal["function", "batch", "images", "server", "model"]
     where: str  # the key of the configuration
 
 

@@ -24,16 +24,18 @@ MAX_JOBS_A_MESSAGE = 32
 
 @dataclass(frozen=True)
 class PoolSetup:
-    """What every worker loads, and its limits."""
+    """What every worker loads, and its limits. pictures: the user's functions get those of the prompts."""
 
     components: tuple[Component, ...]
     settings: Settings
     answer_key: str
     workers: int
     timeout_s: float
+    pictures: bool = False
 
     def for_worker(self) -> dict[str, Any]:
-        return {"components": self.components, "settings": self.settings, "answer_key": self.answer_key}
+        names = "components", "settings", "answer_key", "pictures"
+        return {name: vars(self)[name] for name in names}
 
     def __str__(self) -> str:
         return ", ".join(repr(component.spec) for component in self.components)
@@ -70,9 +72,9 @@ class FunctionPool:
             raise
 
     def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]:
-        """Starts scoring; for a batch component, remembers it until `flush`. RewardError if a worker cannot get it."""
+        """Starts scoring; of batches and images, remembers it until `flush`. RewardError if no worker can get it."""
         future = self._unsettled.new()
-        if component.kind == "batch":
+        if component.kind in ("batch", "images"):
             with self._lock:
                 self._batches.setdefault(component.name, []).append((call, label, future))
         else:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mrl.reward.calls import Call, Outcome
+from mrl.reward.images import file_of
 from mrl.reward.loading import check_result
 
 BIASED_IN_SGLANG = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
@@ -57,7 +59,13 @@ def _outcome(result: Any) -> Outcome | str:
 
 
 def _sample(call: Call) -> str:
-    return json.dumps({"prompt": call.prompt, "response": call.response, "row": call.row}, allow_nan=False)
+    if call.image is not None:
+        png = base64.b64encode(file_of(call.image, "PNG", compress_level=1)).decode()
+        return json.dumps({"prompt": call.prompt, "image": png, "row": call.row}, allow_nan=False)
+    found = {"prompt": call.prompt, "response": call.response, "row": call.row}
+    if call.pictures is not None:
+        found["pictures"] = [base64.b64encode(png).decode() for png in call.pictures]
+    return json.dumps(found, allow_nan=False)
 
 
 def _scores(answer: Any) -> list[Any]:

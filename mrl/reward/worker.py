@@ -1,6 +1,6 @@
 """A reward worker: `python -m mrl.reward.worker FD PARENT_PID`, started by `mrl.reward.process`.
 
-On the socket FD it gets a pickled setup (sys_path, components, answer_key, settings), says {"ready": true} or
+On the socket FD it gets a pickled setup (sys_path, components, answer_key, settings, pictures), says {"ready": true} or
 {"load_error": text}, then takes lists of jobs, each a pickled (component's name, calls), and answers each at once with
 one JSON object, in order: {"results": [{"score", "parts"} or {"error"}, one a call]} or {"error": text}. It ends when
 the other side closes, and the kernel kills it when the thread that started it ends.
@@ -21,6 +21,7 @@ from typing import Any
 
 from mrl.reward.calls import Call
 from mrl.reward.errors import RewardError
+from mrl.reward.images import load_images
 from mrl.reward.loading import Settings, check_result, check_results, load, load_batch
 from mrl.reward.plan import Component
 
@@ -37,7 +38,8 @@ def main() -> None:
         setup = connection.recv()
         sys.path[:] = setup["sys_path"]
         try:
-            functions = {c.name: _load(c, setup["answer_key"], setup["settings"]) for c in setup["components"]}
+            known = setup["answer_key"], setup["settings"], setup["pictures"]
+            functions = {c.name: _load(c, *known) for c in setup["components"]}
         except RewardError as error:
             _send(connection, {"load_error": str(error)})
             return
@@ -57,12 +59,15 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _load(component: Component, answer_key: str, settings: Settings) -> BatchFunction:
+def _load(component: Component, answer_key: str, settings: Settings, pictures: bool) -> BatchFunction:
     """Every function as one of a list of calls."""
-    if component.kind == "batch":
-        batch = load_batch(component.spec, component.where)
+    if component.kind in ("batch", "images"):
+        if component.kind == "images":
+            batch = load_images(component.spec, component.where, settings)
+        else:
+            batch = load_batch(component.spec, component.where, pictures=pictures)
         return lambda calls: check_results(batch(calls), len(calls))
-    single = load(component.spec, answer_key, component.where, settings)
+    single = load(component.spec, answer_key, component.where, settings, pictures=pictures)
     return lambda calls: [single(call) for call in calls]
 
 

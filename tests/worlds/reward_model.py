@@ -1,7 +1,7 @@
 """Run under torchrun: a reward model's scores, as rank 0's reward manager gets them in the midst of its own work.
 
 Usage: reward_model.py REWARD_MODEL_DIR SEQUENCES_JSON RESULT_JSON LAYOUTS_JSON. RESULT_JSON gets a list of scores for
-each layout, in the order of the sequences.
+each layout, in the order of the sequences; `exported` beside it is the model as mrl writes it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mrl.learner import Learner  # noqa: E402
 from mrl.reward import RewardManager  # noqa: E402
 from mrl.trainers.rl.reward_scores import ToScore, score  # noqa: E402
 from mrl.trainers.shared.world import World  # noqa: E402
+from mrl.weights.model.export import save_hf  # noqa: E402
 
 
 def samples(sequences: list[list[int]]) -> list[Sample]:
@@ -35,8 +36,12 @@ def samples(sequences: list[list[int]]) -> list[Sample]:
 
 
 def scores_of(world: World, model: Learner, path: str, sequences: list[list[int]]) -> list[float]:
+    cfg = RewardConfig.model_validate({"manager": "model", "model": {"path": path}})
+    judge = cfg.model
+    assert judge is not None
+
     def collect() -> list[float]:
-        with RewardManager(RewardConfig.model_validate({"manager": "model", "model": {"path": path}})) as manager:
+        with RewardManager(cfg) as manager:
             manager.use_model(lambda ids: world.together(ToScore(tuple(ids))))
             made = samples(sequences)
             for one in made:
@@ -44,7 +49,7 @@ def scores_of(world: World, model: Learner, path: str, sequences: list[list[int]
             manager.collect(made)
         return [one.score for one in made]
 
-    return world.from_main("scores", collect, together=lambda asked: score(model, asked.sequences))
+    return world.from_main("scores", collect, together=lambda asked: score(model, judge, asked.sequences))
 
 
 def main() -> None:
@@ -59,6 +64,7 @@ def main() -> None:
         arch = load_arch(path)
         model = Learner("critic", arch, path, train, mesh, dtype=torch.float32, seed=1, trainable=False)
         found.append(scores_of(world, model, path, sequences))
+        save_hf(model.exporter, path, Path(result_json).parent / "exported", overwrite=True)
     if world.is_main:
         Path(result_json).write_text(json.dumps(found))
     world.close()

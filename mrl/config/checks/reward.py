@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from mrl.config.builtin_rewards import BUILTIN_REWARDS, RESERVED, WITH_SECTION
 from mrl.config.checks.base import inert
 from mrl.config.problems import Problem, no_file, reason
-from mrl.config.schema import RewardConfig, RLConfig
+from mrl.config.schema import RewardConfig, RLConfig, ServerConfig
 
 USES = {
     "naive": ("function", "functions"),
@@ -38,6 +38,10 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
     yield from _servers(reward)
     yield from _names(reward)
     yield from _sections(cfg)
+    own = any(":" in spec for _, spec in _functions(reward))
+    if not own and not any(server.api == "mrl" for server in reward.servers.values()):
+        because = "neither a file's function nor a server with api mrl scores"
+        yield from inert(reward, "reward", ["pictures"], because, "reward.manager")
     if not _functions(reward):
         because = "no function is called"
         yield from inert(reward, "reward", ["workers", "timeout_s"], because, "reward.manager")
@@ -47,7 +51,8 @@ def check_functions(reward: RewardConfig) -> Iterator[Problem]:
     """Each is a built-in, or a file defines it (read, not run)."""
     for key, spec in _functions(reward):
         is_batch = _is_batch(reward, key)
-        yield from check_function(key, spec, OF_A_BATCH if is_batch else OF_A_SAMPLE, built_in=not is_batch)
+        names = *(OF_A_BATCH if is_batch else OF_A_SAMPLE), *(["pictures"] if reward.pictures else [])
+        yield from check_function(key, spec, names, built_in=not is_batch)
 
 
 def _functions(reward: RewardConfig) -> list[tuple[str, str]]:
@@ -98,17 +103,22 @@ def _manager(reward: RewardConfig) -> Iterator[Problem]:
         yield Problem(("reward.model", "reward.recipe"), message)
 
 
+def check_server(key: str, server: ServerConfig) -> Iterator[Problem]:
+    """Of a scorer behind HTTP, whatever it scores."""
+    parts = urlsplit(server.url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        yield Problem((f"{key}.url",), f"{server.url!r} is not an address such as http://host:8000/score")
+    if server.retries == 0:
+        yield from inert(server, key, ["backoff_s"], "there are no retries", f"{key}.retries")
+
+
 def _servers(reward: RewardConfig) -> Iterator[Problem]:
     for name, server in reward.servers.items():
         key = f"reward.servers.{name}"
-        parts = urlsplit(server.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            yield Problem((f"{key}.url",), f"{server.url!r} is not an address such as http://host:8000/score")
+        yield from check_server(key, server)
         if name in (*BUILTIN_REWARDS, BATCH, MODEL) or ":" in name or "." in name:
             message = f"{name!r} is not a name for a server: take one without . and : that is no built-in's"
             yield Problem((key,), message)
-        if server.retries == 0:
-            yield from inert(server, key, ["backoff_s"], "there are no retries", f"{key}.retries")
         if reward.manager == "model" and server.api != "sglang":
             yield Problem((f"{key}.api", "reward.manager"), "a reward model is served with api: sglang")
         if reward.manager == "recipe" and name not in _named(reward):
@@ -176,14 +186,14 @@ def check_function(
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         yield Problem((key,), f"cannot read {path}: {reason(error)}")
         return
-    found = _definitions(tree)
+    found = definitions(tree)
     if name not in found:
         yield Problem((key,), f"{path} does not define {name!r}; it has {', '.join(sorted(found)) or 'nothing'}")
     elif problem := _call_problem(found[name], takes, named):
         yield Problem((key,), f"{spec} {problem}")
 
 
-def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
+def definitions(tree: ast.Module) -> dict[str, ast.stmt]:
     """What a file's own statements give a name, the last one of each."""
     found: dict[str, ast.stmt] = {}
     for node in tree.body:

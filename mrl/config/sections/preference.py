@@ -74,6 +74,11 @@ class PreferenceConfig(Section):
         return any(loss.needs_kl for loss in self.loss.chosen.values())
 
     @property
+    def learns_prompts(self) -> bool:
+        """Whether the prompts of chosen responses are learnt too."""
+        return self.loss.sft is not None and self.loss.sft.with_prompt
+
+    @property
     def couples_rows(self) -> bool:
         """Whether all sums of a step must be known before the first gradient."""
         return self.use_weighting or any(loss.couples_rows for loss in self.loss.chosen.values())

@@ -34,23 +34,28 @@ class OverlongConfig(Section):
     penalty_factor: PositiveFloat = 1.0  # what a response at the limit loses
 
 
-class CodeConfig(Section):
-    """The built-in `code`: limits of a response's program over all of its tests, and how it is shut in.
-
-    A program's processes and files hold at most processes x memory_mib + disk_mib. `isolation: none` gives the model's
-    programs everything that this user may do. Assertions are compared outside, where the program cannot reach what is
-    expected; `unsplit: trust` runs those that cannot be (loops, try, helpers that compare) inside as a whole, where a
-    program that looks for them can pass without solving anything.
-    """
+class SandboxConfig(Section):
+    """How programs that a model wrote are shut in, and their limits. A program's processes and files hold at most
+    processes x memory_mib + disk_mib. `isolation: none` gives them everything that this user may do."""
 
     isolation: Literal["bubblewrap", "none"] = "bubblewrap"  # what shuts a program in; none: nothing
-    unsplit: Literal["refuse", "trust"] = "refuse"  # tests that cannot be compared outside
-    partial_credit: bool = False  # the share of the tests that pass, instead of all or nothing
-    wall_s: PositiveFloat = 10.0  # seconds for all tests of a response
+    wall_s: PositiveFloat = 10.0  # seconds of a program; of the reward `code`, for all tests of a response
     memory_mib: Annotated[int, Field(ge=64)] = 512  # MiB of address space, of each process
     disk_mib: PositiveInt = 16  # MiB of files
     processes: PositiveInt = 1  # processes at once; threads count
     output_kib: PositiveInt = 64  # KiB of stdout and stderr together
+
+
+class CodeConfig(SandboxConfig):
+    """The built-in `code`: limits of a response's program over all of its tests, and how it is shut in.
+
+    Assertions are compared outside, where the program cannot reach what is expected; `unsplit: trust` runs those that
+    cannot be (loops, try, helpers that compare) inside as a whole, where a program that looks for them can pass without
+    solving anything.
+    """
+
+    unsplit: Literal["refuse", "trust"] = "refuse"  # tests that cannot be compared outside
+    partial_credit: bool = False  # the share of the tests that pass, instead of all or nothing
 
 
 class ServerConfig(Section):
@@ -74,18 +79,24 @@ class ServerConfig(Section):
 
 class RewardModelConfig(Section):
     """A reward model that Megatron runs on the actor's ranks: a Hugging Face directory of a sequence classifier with
-    one label, whose score of the response's last token counts. It must have the actor's tokenizer."""
+    one label, whose score of the response's last token counts. It must have the actor's tokenizer.
+
+    Of an ensemble, which has several labels, `heads` makes one score: their mean, less `std_coef` of their standard
+    deviation, or the least (arXiv 2310.02743).
+    """
 
     path: str  # Hugging Face directory
     parallel: ParallelConfig | None = None  # the actor's where null
     max_tokens_per_microbatch: PositiveInt | None = None  # tokens a pass, at most; the actor's where null
+    heads: Literal["mean", "min"] = "mean"  # what counts of an ensemble's scores
+    std_coef: NonNegativeFloat = 0.0  # with mean: how much their disagreement takes off
     precision: PrecisionConfig = PrecisionConfig()
     offload: Literal["none", "all"] = "none"  # all: its parameters wait in host memory while it does not compute
 
 
 class RewardConfig(Section):
     """What scores a response. A function is a built-in's name (exact_match, sorted_digits, arithmetic, math,
-    multiple_choice, code, format, length, overlong) or `path/to/file.py:name`.
+    multiple_choice, code, format, length, overlong, environment) or `path/to/file.py:name`.
 
     `manager` says who scores:
 
@@ -108,6 +119,9 @@ class RewardConfig(Section):
     length: LengthConfig | None = None
     overlong: OverlongConfig | None = None
     code: CodeConfig = CodeConfig()
+    # the prompt's pictures too: files of functions take (prompt, response, row, pictures), lists of PIL images of the
+    # size that the model sees; servers with api mrl get "pictures", each as PNG in base64
+    pictures: bool = False
     workers: Annotated[int, Field(gt=0, le=1024)] = 2  # processes that functions run in
     timeout_s: PositiveFloat = 30.0  # seconds of one call of a function
     on_error: Literal["stop", "zero"] = "stop"  # a time-out or exception: end the run, or score 0 and count it

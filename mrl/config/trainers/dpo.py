@@ -6,29 +6,32 @@ from collections.abc import Iterator
 from typing import Literal
 
 from mrl.config.checks.base import Archs, inert
-from mrl.config.checks.layout import check_shares
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
-from mrl.config.sections.data import PreferenceBatchConfig, PreferenceDataConfig
 from mrl.config.sections.preference import PreferenceConfig, PreferenceRefConfig
-from mrl.config.trainers.base import Built, Config, DataUse, ModelUse, StepSize
+from mrl.config.trainers.base import Built, DataUse, ModelUse
+from mrl.config.trainers.preferences import PreferencesConfig, check_common
 
 LOSS, REF = "preference.loss", "ref.policy"
 
 
-class DPOConfig(Config):
+class DPOConfig(PreferencesConfig):
     """`trainer: dpo`: preference learning, from pairs or from responses with a label."""
 
     trainer: Literal["dpo"]  # preference learning: DPO, IPO, SimPO, ORPO, KTO and their kin
-    data: PreferenceDataConfig
-    batch: PreferenceBatchConfig
     preference: PreferenceConfig = PreferenceConfig()
     ref: PreferenceRefConfig = PreferenceRefConfig()
 
     @property
     def has_own_reference(self) -> bool:
         """Whether there is a second model, if only before the first step."""
-        return self.preference.needs_reference and self.ref.policy != "refreshed"
+        return self.preference.needs_reference and self.ref.policy != "refreshed" and not self.ref_is_actor
+
+    @property
+    def ref_is_actor(self) -> bool:
+        """Whether the reference is the actor without its adapters."""
+        is_base = self.actor.lora is not None and self.ref.policy == "frozen" and self.ref.path is None
+        return self.preference.needs_reference and is_base
 
     def models(self) -> dict[str, ModelUse]:
         path = self.ref.path if self.has_own_reference else None
@@ -42,22 +45,23 @@ class DPOConfig(Config):
         moves = self.preference.needs_reference and self.ref.policy == "refreshed"
         return {"reference": True} if moves else {}
 
-    def step_size(self) -> StepSize:
-        samples = self.batch.rows_per_step * (1 if self.preference.is_unpaired else 2)
-        live = ("ref",) if self.preference.needs_reference and self.ref.policy != "cached" else ()
-        before = ("actor",) if self.preference.couples_rows else ()
-        longest = self.data.max_prompt_tokens
-        return StepSize(
-            learnt=samples,
-            minibatch=samples,
-            prompt_tokens=longest,
-            response_tokens=self.data.max_tokens - longest,
-            passes=before + live,
-        )
+    @property
+    def responses_per_row(self) -> int:
+        return 1 if self.preference.is_unpaired else 2
+
+    def passes(self) -> tuple[str, ...]:
+        is_live = self.preference.needs_reference and self.ref.policy != "cached"
+        live = (("actor",) if self.ref_is_actor else ("ref",)) if is_live else ()
+        return (("actor",) if self.preference.couples_rows else ()) + live
+
+    def validated_metrics(self) -> tuple[str, ...]:
+        has_rewards = any("beta" in type(loss).model_fields for loss in self.preference.loss.chosen.values())
+        compares = has_rewards and self.responses_per_row == 2
+        return ("loss", "rewards/accuracies", "rewards/margins") if compares else ("loss",)
 
     def data_uses(self) -> dict[str, DataUse]:
         form: Literal["pairs", "labels"] = "labels" if self.preference.is_unpaired else "pairs"
-        return {"data": DataUse(self.data, self.batch.rows_per_step, preferences=form)}
+        return {"data": DataUse(self.data, self.batch.rows_per_step, preferences=form, is_evaluated=True)}
 
     def summary(self) -> list[tuple[str, str]]:
         what = "responses with a label" if self.preference.is_unpaired else "pairs"
@@ -71,18 +75,15 @@ class DPOConfig(Config):
 
 
 def check(cfg: DPOConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
-    key, rows = "batch.rows_per_step", cfg.batch.rows_per_step
-    yield from check_shares(cfg, machine, key, rows, "rows")
+    yield from check_common(cfg, archs, machine)
     yield from _losses(cfg)
     yield from _reference(cfg)
     yield from inert(cfg.data, "data", ["answer_key"], "dpo learns from chosen_key and rejected_key", "trainer")
-    if cfg.data.max_prompt_tokens >= cfg.data.max_tokens:
-        message = f"{cfg.data.max_prompt_tokens} leave no room for a response in {cfg.data.max_tokens} tokens"
-        yield Problem(("data.max_prompt_tokens", "data.max_tokens"), message)
-    arch = archs["actor"]
-    if arch is not None and cfg.data.max_tokens > arch.max_positions:
-        message = f"{cfg.data.max_tokens} are more than the model's {arch.max_positions} positions"
-        yield Problem(("data.max_tokens", "model.path"), message)
+    kind, others = "pairs", ["completion_key", "label_key"]
+    if cfg.preference.is_unpaired:
+        kind, others = "responses with a label", ["completions_key", "ranked_pairs"]
+    yield from inert(cfg.data, "data", others, f"the losses are of {kind}", LOSS)
+    yield from inert(cfg.data, "data", ["margin_key"], "no loss has a margin", LOSS)
 
 
 def _losses(cfg: DPOConfig) -> Iterator[Problem]:
@@ -99,7 +100,7 @@ def _losses(cfg: DPOConfig) -> Iterator[Problem]:
     if unpaired and cfg.batch.rows_per_step < 2 and preference.needs_kl:
         yield Problem(("batch.rows_per_step", LOSS), "kto needs two rows a step: each prompt with another's response")
     whole = [name for name, loss in chosen.items() if loss.sums_whole]
-    if preference.ld_alpha is not None and whole:
+    if preference.ld_alpha is not None and ({*whole} - {"sft"} or len(whole) == len(chosen)):
         message = f"is of log-ratios of pairs, {', '.join(whole)} take all tokens alike"
         yield Problem(("preference.ld_alpha", LOSS), message)
     sorting = [name for name in chosen if name in ("aot", "aot_unpaired", *unpaired)]

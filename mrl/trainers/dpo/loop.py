@@ -16,16 +16,22 @@ from mrl.algo import preference_unpaired
 from mrl.algo.preference import Sums
 from mrl.config.schema import DPOConfig
 from mrl.core import Rollout
-from mrl.data import PreferenceDataset, load_tokenizer, preference_notes
-from mrl.data.preference import mismatched
+from mrl.data import PreferenceDataset
+from mrl.data.preference import mismatched, with_prompts
 from mrl.learner.preference import Targets, one_pass, targets, two_pass
 from mrl.options.preference import BCO
 from mrl.trainers.dpo import metrics as reported
-from mrl.trainers.dpo.reference import Cached, Live, cached_reference, live_reference, sums_of
+from mrl.trainers.dpo.reference import Cached, Live, cached_references, live_reference, sums_of
+from mrl.trainers.shared.best import Best
+from mrl.trainers.shared.head_error import head_error
+from mrl.trainers.shared.held_out import JudgedRun
 from mrl.trainers.shared.models import build_learner
+from mrl.trainers.shared.preferences import read_preferences
 from mrl.trainers.shared.references import RefreshedReference
-from mrl.trainers.shared.run import Run, started
-from mrl.trainers.shared.updates import named
+from mrl.trainers.shared.run import started
+from mrl.trainers.shared.updates import named, require_gradient
+
+MOST_GAP = 0.1  # nats a token that rounding can make of one model, computed twice
 
 
 class Shift:
@@ -48,16 +54,25 @@ class Shift:
 
 
 @dataclass
-class DPORun(Run):
+class DPORun(JudgedRun):
+    """reference: of `data`; held_out_reference: of `held_out`"""
+
     cfg: DPOConfig
     data: PreferenceDataset
+    held_out: PreferenceDataset | None
     reference: Live | Cached | None
+    held_out_reference: Live | Cached | None
     shift: Shift
+
+    def judge(self) -> dict[str, float]:
+        assert self.held_out is not None
+        return {f"validation/{name}": value for name, value in of_held_out(self, self.held_out).items()}
 
 
 def main(cfg: DPOConfig) -> None:
     """Trains to `run.steps`, going on from the run directory's last checkpoint. Called on every rank."""
     with open_run(cfg) as run:
+        run.before_steps()
         for step in run.steps():
             train_step(run, step)
         run.finish()
@@ -68,25 +83,53 @@ def train_step(run: DPORun, step: int) -> None:
     numbers = run.data.of_step(step, run.cfg.batch.rows_per_step, run.cfg.run.seed)
     batch = run.data.batch(step, numbers)
     with run.phase("update", stats):
-        of_step = step_targets(run, batch, numbers)
+        of_step = step_targets(run, batch, numbers, run.reference)
+        batch = with_prompts(batch) if run.cfg.preference.learns_prompts else batch
+        error = head_error(run.actor, batch, temperature=1.0)
         of_step, policy, metrics = update(run, batch, of_step)
-        run.updates.note("actor", run.actor, batch, range(batch.num_samples), metrics)
+        held_against = [of_step.reference[of_step.member]]
+        require_gradient(run.actor, metrics)
+        run.updates.note("actor", run.actor, batch, range(batch.num_samples), metrics, held_against)
         run.updates.end_of_step(step + 1)
         if isinstance(run.reference, RefreshedReference):
             run.reference.after_step(step + 1)
-    metrics |= reported.of_step(of_step, policy, [run.data.rows[number] for number in numbers])
+    metrics |= error | reported.of_step(of_step, policy, [run.data.rows[number] for number in numbers])
     if step == 0 and run.cfg.preference.needs_reference:
-        metrics["dpo/first_gap"] = float((policy - of_step.reference).abs().max())
+        metrics |= first_gap(run, policy[0] - of_step.reference, of_step.tokens)
     stats.metrics |= named("actor", metrics)
     stats.metrics |= run.speed.metrics(stats, batch, batch.tokens.numel(), time.monotonic() - began)
+    run.after_update(stats)
     run.phase.end_of_step(stats)
     run.recorder.log(stats)
 
 
-def step_targets(run: DPORun, batch: Rollout, numbers: Sequence[int]) -> Targets:
-    """What the losses compare the policy with: the reference's sums, and kto's baseline. Collective."""
-    cfg, reference = run.cfg.preference, run.reference
-    of_step = targets(batch, cfg.loss.chosen, run.data.per_row, cfg.ld_alpha)
+def first_gap(run: DPORun, ratios: Tensor, tokens: Tensor) -> dict[str, float]:
+    """Of the first step: how far policy and reference are apart before any update; said where they should be one.
+    ratios, tokens [B]: of the responses."""
+    if run.cfg.ref.path is None and float((ratios / tokens).abs().max()) > MOST_GAP:
+        run.recorder.note(
+            f"policy and reference differ by more than {MOST_GAP:g} nats a token before the first update, though they "
+            "are one model: see dpo/first_gap"
+        )
+    return {"dpo/first_gap": float(ratios.abs().max())}
+
+
+def of_held_out(run: DPORun, data: PreferenceDataset) -> dict[str, float]:
+    """The losses and rewards of the first `validation.rows` rows, as one batch; bco's threshold is that of the last
+    step. Collective."""
+    numbers = data.first(run.cfg.validation.rows)
+    batch = data.batch(0, numbers)
+    held = step_targets(run, batch, numbers, run.held_out_reference)
+    held, policy = first_pass(run, with_prompts(batch) if run.cfg.preference.learns_prompts else batch, held)
+    found = reported.of_step(held, policy, [data.rows[number] for number in numbers])
+    return {"loss": float(held.value(policy)), **found}
+
+
+def step_targets(run: DPORun, batch: Rollout, numbers: Sequence[int], reference: Live | Cached | None) -> Targets:
+    """What the losses compare the policy with: the sums of these rows' reference, and kto's baseline. Collective."""
+    cfg = run.cfg.preference
+    of_step = targets(batch, cfg.loss.chosen, run.data.per_row, cfg.ld_alpha, cfg.learns_prompts)
+    of_step = replace(of_step, shift=run.shift.value or 0.0)
     if isinstance(reference, Cached):
         return replace(of_step, reference=reference.of(numbers))
     if reference is not None:
@@ -100,52 +143,68 @@ def step_targets(run: DPORun, batch: Rollout, numbers: Sequence[int]) -> Targets
 
 
 def update(run: DPORun, batch: Rollout, of_step: Targets) -> tuple[Targets, Tensor, dict[str, float]]:
-    """One optimizer update: (what the losses were held against, the policy's sums [B] before it, metrics). Collective.
+    """One optimizer update: (what the losses were held against, the policy's sums [2, B] before it, metrics).
+    Collective.
 
     In one pass where a row's gradient needs nothing of other rows and every pair fits into a micro-batch, else in two.
     """
     actor, samples = run.actor, range(batch.num_samples)
-    fits = of_step.together == 1 or actor.fits_together(batch, of_step.together)
+    fits = of_step.together == 1 or actor.split.fits(batch, of_step.together)
     if fits and not run.cfg.preference.couples_rows:
         loss = one_pass(of_step, actor.total_over_context, actor.mesh.cp)
         metrics = actor.backward(batch, samples, loss, temperature=1.0)
         policy = of_step.sums(actor.last_log_probs(batch)[0])
     else:
         of_step, policy = first_pass(run, batch, of_step)
+        of_step = with_shift(run, of_step, policy)
         loss, value = two_pass(of_step, policy)
         metrics = actor.backward(batch, samples, loss, temperature=1.0) | {"loss": value}
     return of_step, policy, metrics | actor.step()
 
 
 def first_pass(run: DPORun, batch: Rollout, of_step: Targets) -> tuple[Targets, Tensor]:
-    """The policy's sums [B], and what follows from them: the rows' weights, bco's threshold. Collective."""
+    """The policy's sums [2, B], and the rows' weights. Collective."""
     if run.cfg.preference.use_weighting:
         log_probs, _, squares = run.actor.distribution(batch, 1.0)
         likely = of_step.member.new_zeros(batch.num_samples, dtype=torch.float64)
-        likely = likely.index_add(0, of_step.member, log_probs.double() - squares.double().log()) / of_step.tokens
+        each = (log_probs.double() - squares.double().log()) * (of_step.mean_weights > 0)
+        likely = likely.index_add(0, of_step.member, each) / of_step.tokens
         return replace(of_step, row_weights=likely.view(-1, 2).sum(1).exp()), of_step.sums(log_probs)
-    policy = of_step.sums(run.actor.log_probs(batch, 1.0)[0])
+    return of_step, of_step.sums(run.actor.log_probs(batch, 1.0)[0])
+
+
+def with_shift(run: DPORun, of_step: Targets, policy: Tensor) -> Targets:
+    """Moves bco's threshold. policy [2, B]: sums"""
     if isinstance(bco := of_step.losses.get("bco"), BCO):
-        responses = Sums(policy, of_step.reference, of_step.tokens)
+        responses = Sums(policy[0], of_step.reference, of_step.tokens)
         found = preference_unpaired.mean_reward(responses, of_step.labels, bco.beta)
         of_step = replace(of_step, shift=run.shift.after(found, bco.shift_decay))
-    return of_step, policy
+    return of_step
 
 
 @contextlib.contextmanager
 def open_run(cfg: DPOConfig) -> Iterator[DPORun]:
     """Builds the run on every rank; closes files and process group on any exit."""
     with started(cfg) as start:
-        data = read_data(cfg)
-        for line in [*data.tokenizer.notes, *preference_notes("data.train", data), *balance_notes(cfg, data)]:
+        data, held_out = read_preferences(cfg, start.recorder)
+        for line in balance_notes(cfg, data):
             start.recorder.note(line)
         caches = cfg.preference.needs_reference and cfg.ref.policy == "cached"
-        cached = cached_reference(cfg, start, data) if caches else None
+        cached, held = cached_references(cfg, start, data, held_out) if caches else (None, None)
         actor = build_learner(cfg, start.world, "policy", None, cfg.actor)
         live, shift = live_reference(cfg, start, actor), Shift()
         parts = {"actor": actor} | ({"ref": live} if isinstance(live, RefreshedReference) else {})
-        begun = start.begin(actor, parts=parts, states={"shift": shift})
-        run = DPORun(**vars(begun), data=data, reference=cached or live, shift=shift)
+        best = Best(cfg.validation) if held_out is not None else None
+        begun = start.begin(actor, parts=parts, states={"shift": shift}, best=best)
+        run = DPORun(
+            **vars(begun),
+            best=best,
+            data=data,
+            held_out=held_out,
+            reference=cached or live,
+            held_out_reference=held or live,
+            shift=shift,
+        )
         run.resume()
         start.is_set_up()
         yield run
@@ -156,16 +215,10 @@ def balance_notes(cfg: DPOConfig, data: PreferenceDataset) -> Iterator[str]:
     kto = cfg.preference.loss.kto
     if kto is None:
         return
-    good = sum(bool(row.label) for row in data.rows)
+    good = sum(bool(row.scores[0]) for row in data.rows)
     weighed = good * kto.desirable_weight, (len(data) - good) * kto.undesirable_weight
     if not weighed[1] <= weighed[0] <= 4 / 3 * weighed[1]:
         yield (
             f"kto: {good} good and {len(data) - good} bad rows count {weighed[0]:g} to {weighed[1]:g} by "
             "preference.loss.kto.desirable_weight and undesirable_weight; advised is 1 to 4/3 as much for the good"
         )
-
-
-def read_data(cfg: DPOConfig) -> PreferenceDataset:
-    """Raises DataError, or TokenizerError, for what cannot be used."""
-    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
-    return PreferenceDataset(cfg.data.train, cfg.data, tokenizer, "labels" if cfg.preference.is_unpaired else "pairs")

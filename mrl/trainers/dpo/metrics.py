@@ -13,16 +13,16 @@ from mrl.learner.preference import Targets
 
 
 def of_step(t: Targets, policy: Tensor, rows: Sequence[Preference]) -> dict[str, float]:
-    """policy [B] float64: sums of the responses' log-probs; rows: whose they are. Means over the step's rows."""
+    """policy [2, B] float64: sums as of `Targets.sums`; rows: whose they are. Means over the step's rows."""
     found = {f"dpo/loss_by_type/{name}": float(values.mean()) for name, values in t.by_loss(policy).items()}
     found["dpo/cut_share"] = sum(row.is_cut for row in rows) / len(rows)
     for name, labels in (("chosen", t.labels), ("rejected", ~t.labels)):
         if labels.any():
-            found[f"logps/{name}"] = float(policy[labels].mean())
+            found[f"logps/{name}"] = float(policy[0, labels].mean())
             found[f"dpo/length_{name}"] = float(t.tokens[labels].mean())
     if t.labels.any():
-        found["nll_loss"] = -float(policy[t.labels].sum() / t.tokens[t.labels].sum())
-    if (rewards := rewards_of(t, policy)) is not None:
+        found["nll_loss"] = -float(policy[1].sum() / t.text_tokens)
+    if (rewards := rewards_of(t, policy[0])) is not None:
         found |= _of_rewards(t, rewards)
         if t.together == 2:
             found |= _accuracies(t, rewards, rows)

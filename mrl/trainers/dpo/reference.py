@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,12 +21,12 @@ from mrl.files import replacing
 from mrl.learner import Learner
 from mrl.learner.preference import targets
 from mrl.trainers.shared.models import build_learner
-from mrl.trainers.shared.references import RefreshedReference
+from mrl.trainers.shared.references import ActorWithoutAdapters, RefreshedReference
 from mrl.trainers.shared.run import Start
 
-FILE = "reference_sums.safetensors"
+FILE, HELD_OUT_FILE = "reference_sums.safetensors", "reference_sums_validation.safetensors"
 ROWS_AT_ONCE = 512
-Live = Learner | RefreshedReference
+Live = Learner | RefreshedReference | ActorWithoutAdapters
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,27 @@ class Cached:
         return self.sums[list(numbers)].flatten()
 
 
-def cached_reference(cfg: DPOConfig, start: Start, data: PreferenceDataset) -> Cached:
-    """Of all rows: read from RUN_DIR/reference_sums.safetensors where that was made with the same tokens, weights, type
-    and ld_alpha, else computed by a model that is let go, and written there. Collective."""
-    file, note = start.run_dir / FILE, start.recorder.note
+def cached_references(
+    cfg: DPOConfig, start: Start, data: PreferenceDataset, held_out: PreferenceDataset | None
+) -> tuple[Cached, Cached | None]:
+    """Of all rows, and of those that validations look at: read from files in the run directory where these were made
+    with the same tokens, weights, type and ld_alpha, else computed by a model that is let go, and written there.
+    Collective."""
+    model = cache(lambda: build_learner(cfg, start.world, "policy", cfg.ref.path, cfg.actor, trainable=False))
+    looked_at = None
+    if held_out is not None:
+        looked_at = _cached(cfg, start, held_out, held_out.first(cfg.validation.rows), HELD_OUT_FILE, model)
+    return _cached(cfg, start, data, range(len(data)), FILE, model), looked_at
+
+
+def _cached(
+    cfg: DPOConfig, start: Start, data: PreferenceDataset, rows: Sequence[int], name: str, model: Callable[[], Learner]
+) -> Cached:
+    """Of these rows of the data; 0 for the others."""
+    file, note = start.run_dir / name, start.recorder.note
 
     def find() -> tuple[str, Tensor | None]:
-        key = _key(cfg, data)
+        key = _key(cfg, data, len(rows))
         found, stored = _read(file)
         is_whole = found is not None and found.shape == (len(data), data.per_row) and found.dtype == torch.float64
         if file.is_file() and not (is_whole and stored == key):
@@ -55,25 +70,27 @@ def cached_reference(cfg: DPOConfig, start: Start, data: PreferenceDataset) -> C
 
     key, sums = start.world.from_main("reading the reference's sums", find)
     if sums is not None:
-        note(f"reference: its log-probs of {len(data)} rows are those of {file}")
+        note(f"reference: its log-probs of {len(rows)} rows are those of {file}")
         return Cached(sums)
-    learner = build_learner(cfg, start.world, "policy", cfg.ref.path, cfg.actor, trainable=False)
     made = torch.zeros(len(data), data.per_row, dtype=torch.float64)
-    for first in range(0, len(data), ROWS_AT_ONCE):
-        numbers = range(first, min(first + ROWS_AT_ONCE, len(data)))
-        made[first : first + len(numbers)] = sums_of(cfg, learner, data.batch(0, numbers)).view(-1, data.per_row)
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        numbers = list(rows[first : first + ROWS_AT_ONCE])
+        made[numbers] = sums_of(cfg, model(), data.batch(0, numbers)).view(-1, data.per_row)
     start.world.from_main("writing the reference's sums", lambda: _write(file, key, made))
-    note(f"reference: its log-probs of {len(data)} rows are in {file}, its weights are let go")
+    note(f"reference: its log-probs of {len(rows)} rows are in {file}, its weights are let go")
     return Cached(made)
 
 
 def live_reference(cfg: DPOConfig, start: Start, actor: Learner) -> Live | None:
-    """A model of its own, or the actor as it was; None where no loss asks for one, or it is cached. Collective."""
+    """A model of its own, or the actor as it was, or without its adapters; None where no loss asks for one, or it is
+    cached. Collective."""
     if not cfg.preference.needs_reference or cfg.ref.policy == "cached":
         return None
     if cfg.ref.policy == "refreshed":
         assert cfg.ref.refresh_every_steps is not None
         return RefreshedReference(actor, cfg.ref.refresh_every_steps, cfg.ref.refresh_share)
+    if cfg.ref_is_actor:
+        return ActorWithoutAdapters(actor)
     return build_learner(cfg, start.world, "policy", cfg.ref.path, cfg.actor, trainable=False)
 
 
@@ -81,13 +98,13 @@ def sums_of(cfg: DPOConfig, policy: Live, batch: Rollout) -> Tensor:
     """[B] float64: sums of log-probs of the responses, weighed as the losses do. Collective."""
     together = 1 if cfg.preference.is_unpaired else 2
     of = targets(batch, {}, together, cfg.preference.ld_alpha)
-    return of.sums(policy.log_probs(batch, 1.0)[0])
+    return of.sums(policy.log_probs(batch, 1.0)[0])[0]
 
 
-def _key(cfg: DPOConfig, data: PreferenceDataset) -> str:
+def _key(cfg: DPOConfig, data: PreferenceDataset, rows: int) -> str:
     weights = contents(Path(cfg.ref.path or cfg.model.path))
     start = cfg.run.seed if cfg.model.from_scratch and cfg.ref.path is None else None
-    made_of = [data.digest(), data.form, weights, start, cfg.model.dtype, cfg.preference.ld_alpha]
+    made_of = [data.digest(), data.form, rows, weights, start, cfg.model.dtype, cfg.preference.ld_alpha]
     return json.dumps(made_of, sort_keys=True)
 
 

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from mrl.config.schema import RewardModelConfig
 from mrl.core import Ids, Rollout
+from mrl.data.scored import at_last_tokens
 from mrl.learner import Learner
 
 
@@ -19,13 +22,14 @@ class ToScore:
     sequences: tuple[np.ndarray, ...]
 
 
-def score(model: Learner, sequences: Sequence[Ids]) -> list[float]:
-    """The score of each sequence: the model's value at its last token. Collective."""
-    return model.values(_with_one_more(sequences)).tolist()
+def score(model: Learner, cfg: RewardModelConfig, sequences: Sequence[Ids]) -> list[float]:
+    """The score of each sequence, at its last token. Collective."""
+    texts = Rollout.of(0, sequences, [sequence[:0] for sequence in sequences], rows=torch.arange(len(sequences)))
+    return of_heads(model.scores(at_last_tokens(texts)), cfg).tolist()
 
 
-def _with_one_more(sequences: Sequence[Ids]) -> Rollout:
-    """Each sequence as the prompt of one more token, before which the model's value is that of the last one's place.
-    Attention is causal: what the token is does not matter."""
-    one_more = [sequence[-1:] for sequence in sequences]
-    return Rollout.of(0, sequences, one_more, rows=torch.arange(len(sequences)))
+def of_heads(scores: Tensor, cfg: RewardModelConfig) -> Tensor:
+    """[n] of [heads, n]."""
+    if cfg.heads == "min":
+        return scores.amin(0)
+    return scores.mean(0) - cfg.std_coef * scores.std(0, correction=0)

@@ -1,0 +1,118 @@
+"""`mrl eval reward`: a reward model's scores of pairs or lists that people, or RewardBench, have ranked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mrl.commands.shared import CONFIG_ERROR
+from mrl.files import write_atomically
+
+if TYPE_CHECKING:
+    from mrl.data import PreferenceDataset
+    from mrl.scoring import Judged, Report
+
+NAME = "eval reward"
+COMPARED_ROWS, MOST_DIFFERENCE = 32, 1e-3
+
+
+def add(commands: Any) -> None:
+    """The subcommand's arguments."""
+    parser = commands.add_parser(NAME, help="accuracy of a reward model by subset, RewardBench's form, and by length")
+    parser.add_argument("model", type=Path, metavar="DIR", help="a ...ForSequenceClassification, such as RUN_DIR/hf")
+    parser.add_argument("data", type=Path, metavar="DATA", help="rows with prompt, chosen and rejected; see below")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the report, and the scores of every row")
+    parser.add_argument("--at-least", type=float, metavar="X", help="exit code 1 for an accuracy below")
+    parser.add_argument("--compare", action="store_true", help=f"with transformers' scores of {COMPARED_ROWS} rows")
+    parser.add_argument("--subset-key", default="subset", metavar="KEY", help="what rows are grouped by (subset)")
+    parser.add_argument("--no-chat-template", action="store_true", help="text as it is (default: the template, if any)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longer rows are left out (the model's positions)")
+    parser.add_argument("--tokens-at-once", type=int, default=8192, metavar="N", help="of a pass, at most (8192)")
+    parser.description = (
+        "A row is right if the chosen response has the strictly highest score. `rejected` may be a list, as in "
+        "RewardBench 2, `chosen` a list of one; ranked lists are taken too. Where all subsets of a section of "
+        "RewardBench are there, its weighted accuracy is shown. Offline, in one process."
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table. Exit code 2: an argument is wrong, or the model is none that scores texts; 1: rows that cannot
+    be used, an accuracy below --at-least, scores that are not transformers'."""
+    if problem := _wrong(args):
+        print(f"mrl: {problem}", file=sys.stderr)
+        return CONFIG_ERROR
+    from mrl.data import DataError, TokenizerError, preference_notes
+    from mrl.scoring import judge, lines, report
+    from mrl.scoring.measure import read
+    from mrl.weights.errors import WeightError
+
+    try:
+        chat = False if args.no_chat_template else None
+        data = read(str(args.model), str(args.data), args.subset_key, chat, args.max_tokens)
+        for line in preference_notes(str(args.data), data):
+            print(line)
+        judged = judge(str(args.model), data, args.tokens_at_once, _progress)
+    except (DataError, TokenizerError, WeightError) as error:
+        print(f"mrl: {error}", file=sys.stderr)
+        return 1
+    found = report(judged)
+    print("\n".join(lines(found)))
+    if args.json is not None and not _written(args.json, found, judged, data):
+        return 1
+    agrees = not args.compare or _compared(str(args.model), data, judged)
+    return int(not agrees or (args.at_least is not None and found.accuracy < args.at_least))
+
+
+def _wrong(args: argparse.Namespace) -> str | None:
+    from mrl.families import UnsupportedModel, is_reward_model, load_arch
+
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return f"eval is one process, and this is one of WORLD_SIZE={os.environ['WORLD_SIZE']}"
+    if args.tokens_at_once < 1 or (args.max_tokens is not None and args.max_tokens < 2):
+        return "--tokens-at-once takes a number of at least 1, --max-tokens one of at least 2"
+    if args.at_least is not None and not 0 <= args.at_least <= 1:
+        return "--at-least takes an accuracy between 0 and 1"
+    try:
+        arch = load_arch(args.model)
+        if not is_reward_model(args.model) or arch.scores_steps:
+            return f"{args.model} does not score texts: expected a ...ForSequenceClassification"
+        if arch.vision is not None:
+            return f"{args.model} sees pictures: such reward models are not evaluated"
+    except (UnsupportedModel, OSError, ValueError, KeyError) as error:
+        return str(error)
+    return None
+
+
+def _progress(done: int, rows: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done}/{rows} rows", end="\n" if done == rows else "", file=sys.stderr, flush=True)
+
+
+def _written(file: Path, found: Report, judged: list[Judged], data: PreferenceDataset) -> bool:
+    rows = [
+        {"row": data.where(row), "scores": one.scores, "right": one.is_right}
+        for row, one in zip(data.rows, judged, strict=True)
+    ]
+    left_out = sum(source.left_out for source in data.sources)
+    try:
+        write_atomically(file, json.dumps(asdict(found) | {"left_out": left_out, "scored": rows}, indent=1) + "\n")
+    except OSError as error:
+        print(f"mrl: {file} cannot be written: {error.strerror or error}", file=sys.stderr)
+        return False
+    return True
+
+
+def _compared(model: str, data: PreferenceDataset, judged: list[Judged]) -> bool:
+    from mrl.scoring import theirs
+
+    count = min(COMPARED_ROWS, len(data))
+    ours = [score for one in judged[:count] for score in one.scores]
+    gap = max(abs(a - b) for a, b in zip(ours, theirs(model, data, count).tolist(), strict=True))
+    print(f"transformers: the scores of {count} rows differ by {gap:.2g} at most")
+    return gap <= MOST_DIFFERENCE * max(1.0, *map(abs, ours))

@@ -1,0 +1,60 @@
+"""What the trainers that learn from preferences have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+from mrl.config.checks.base import Archs
+from mrl.config.checks.data import check_preferences
+from mrl.config.checks.held_out import check_held_out
+from mrl.config.checks.layout import check_shares
+from mrl.config.derived import Machine
+from mrl.config.problems import Problem
+from mrl.config.sections.data import PreferenceBatchConfig, PreferenceDataConfig
+from mrl.config.sections.held_out import ComparisonConfig
+from mrl.config.trainers.base import Config, StepSize
+
+
+class PreferencesConfig(Config):
+    """Rows that compare responses, or say what they are worth."""
+
+    data: PreferenceDataConfig
+    batch: PreferenceBatchConfig
+    validation: ComparisonConfig = ComparisonConfig()
+
+    @property
+    @abstractmethod
+    def responses_per_row(self) -> int:
+        """Of a ranked list 1: it has as many as it has."""
+
+    @abstractmethod
+    def validated_metrics(self) -> tuple[str, ...]:
+        """What a validation's metric may be."""
+
+    def held_out(self) -> ComparisonConfig:
+        return self.validation
+
+    def passes(self) -> tuple[str, ...]:
+        """The models that compute a step's samples before its update."""
+        return ()
+
+    def step_size(self) -> StepSize:
+        samples, longest = self.batch.rows_per_step * self.responses_per_row, self.data.max_prompt_tokens
+        return StepSize(
+            learnt=samples,
+            minibatch=samples,
+            prompt_tokens=longest,
+            response_tokens=self.data.max_tokens - longest,
+            passes=self.passes(),
+        )
+
+
+def check_common(cfg: PreferencesConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    """What both trainers are asked."""
+    yield from check_shares(cfg, machine, "batch.rows_per_step", cfg.batch.rows_per_step, "rows")
+    yield from check_preferences(cfg.data, archs["actor"])
+    yield from check_held_out(cfg)
+    known, metric = cfg.validated_metrics(), cfg.validation.metric
+    if metric not in known:
+        yield Problem(("validation.metric",), f"these rows and losses have no {metric}, but {' and '.join(known)}")

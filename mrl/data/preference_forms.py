@@ -1,0 +1,166 @@
+"""What a row of preferences holds: its prompt, its responses, and which of these are compared with each other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.config.schema import Form, PreferenceDataConfig
+from mrl.data.rows import Row, content_problem, missing
+from mrl.data.told import without_nulls
+
+Pick = tuple[tuple[int, float], ...]  # places among a row's responses, and their scores
+
+
+@dataclass(frozen=True)
+class Given:
+    """responses: of text or messages, by name, in the row's order; scores: the higher, the better; a label's 1 or 0."""
+
+    responses: dict[str, Any]
+    scores: tuple[float, ...]
+
+
+def given(row: Row, cfg: PreferenceDataConfig, form: Form) -> Given:
+    """The responses of a row that has the keys that it needs. Raises ValueError, which says why they are of no use."""
+    needed = cfg.needed(form, present(row), margins=False)
+    if "score_key" in needed:
+        score = row[needed["score_key"]]
+        if not is_number(score):
+            raise ValueError(f"{needed['score_key']!r} must be a finite number, not {score!r}")
+        found = Given({cfg.completion_key: row[cfg.completion_key]}, (float(score),))
+    elif "labels_key" in needed:
+        return _of_steps(row[cfg.completions_key], row[needed["labels_key"]], cfg.completions_key, needed["labels_key"])
+    elif "completions_key" in needed:
+        found = _of_list(row[cfg.completions_key], cfg.completions_key)
+    elif "label_key" in needed:
+        label = row[cfg.label_key]
+        if not isinstance(label, bool | int | float) or label not in (0, 1):
+            raise ValueError(f"{cfg.label_key!r} must be true or false, not {label!r}")
+        found = Given({cfg.completion_key: row[cfg.completion_key]}, (float(label),))
+    else:
+        found = _of_halves(row[cfg.chosen_key], row[cfg.rejected_key], cfg, form)
+    for name, response in found.responses.items():
+        if problem := content_problem(response, name, cfg.chat_template):
+            raise ValueError(problem)
+    return found
+
+
+def _of_steps(steps: Any, labels: Any, key: str, labels_key: str) -> Given:
+    if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step for step in steps):
+        raise ValueError(f"{key!r} must be a list of steps, each a text")
+    if not isinstance(labels, list) or len(labels) != len(steps):
+        raise ValueError(f"{labels_key!r} must be a list with a label for each of the {len(steps)} steps")
+    for label in labels:
+        if not isinstance(label, bool | int) or label not in (0, 1):
+            raise ValueError(f"{labels_key!r} must be true or false, not {label!r}")
+    return Given({f"{key}[{i}]": step for i, step in enumerate(steps)}, tuple(map(float, labels)))
+
+
+def _of_halves(chosen: Any, rejected: Any, cfg: PreferenceDataConfig, form: Form) -> Given:
+    """Where lists are asked for, several texts may be rejected, as in RewardBench 2."""
+    texts = isinstance(rejected, list) and bool(rejected) and all(isinstance(text, str) for text in rejected)
+    if form != "lists" or not texts:
+        return Given({cfg.chosen_key: chosen, cfg.rejected_key: rejected}, (1.0, 0.0))
+    if isinstance(chosen, list) and len(chosen) == 1:
+        chosen = chosen[0]
+    worse = {f"{cfg.rejected_key}[{i}]": text for i, text in enumerate(rejected)}
+    return Given({cfg.chosen_key: chosen, **worse}, (float(len(rejected)), *len(rejected) * (0.0,)))
+
+
+def _of_list(items: Any, key: str) -> Given:
+    """A response's score is the number of those with a higher rank: the lowest rank is the best."""
+    if not isinstance(items, list) or len(items) < 2:
+        raise ValueError(f"{key!r} must be a list of two or more completions with their ranks")
+    for i, item in enumerate(items):
+        if not isinstance(item, dict) or not {"rank", "completion"} <= present(item):
+            raise ValueError(f"{key}[{i}] must have 'rank' and 'completion'")
+        if not is_number(item["rank"]):
+            raise ValueError(f"{key}[{i}].rank must be a number, not {item['rank']!r}")
+    ranks = [item["rank"] for item in items]
+    scores = tuple(float(sum(rank < other for other in ranks)) for rank in ranks)
+    return Given({f"{key}[{i}].completion": item["completion"] for i, item in enumerate(items)}, scores)
+
+
+def picks(scores: tuple[float, ...], form: Form, all_pairs: bool) -> tuple[list[Pick], int]:
+    """(what is compared, best first, number of comparisons left out as their responses have one rank)"""
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    best, worst = order[0], order[-1]
+    if form in ("labels", "scores"):
+        return [((i, scores[i]),) for i in range(len(scores))], 0
+    if form == "steps":
+        return [tuple(enumerate(scores))], 0
+    if form == "lists":
+        is_tied = scores[best] == scores[worst]
+        return ([], 1) if is_tied else ([tuple((i, scores[i]) for i in order)], 0)
+    pairs = list(itertools.combinations(order, 2)) if all_pairs else [(best, worst)]
+    apart = [pair for pair in pairs if scores[pair[0]] > scores[pair[1]]]
+    return [((a, 1.0), (b, 0.0)) for a, b in apart], len(pairs) - len(apart)
+
+
+def split(prompt: Any, responses: dict[str, Any]) -> tuple[list[Row], list[list[Row]]]:
+    """(messages of the prompt, and of each response behind it) of a conversation. prompt: None where the responses
+    begin with it; they may also repeat one that is given. Raises ValueError for responses that are none."""
+    wholes = [as_messages(response, "assistant") for response in responses.values()]
+    before = [] if prompt is None else as_messages(prompt, "user")
+    shared = len(before)
+    if prompt is None:
+        shared = min(_common_messages(wholes), *(len(messages) - 1 for messages in wholes))
+        if shared < 1:
+            raise ValueError("without a prompt, all conversations must begin with the same messages")
+        before = wholes[0][:shared]
+    elif not all(len(messages) > shared and _common_messages([before, messages]) == shared for messages in wholes):
+        shared = 0
+    answers = [messages[shared:] for messages in wholes]
+    for name, messages in zip(responses, answers, strict=True):
+        first, last = messages[0].get("role"), messages[-1].get("role")
+        if first in ("user", "system") and prompt is not None:
+            raise ValueError(f"{name!r} begins with a message of the {first}, and not with the prompt")
+        if last in ("user", "system"):
+            raise ValueError(f"{name!r} ends with a message of the {last}: there is no answer to learn from")
+    return before, answers
+
+
+def as_messages(value: Any, role: str) -> list[Row]:
+    """Text as a message of that role; messages as they are."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else list(value)
+
+
+def with_system(messages: list[Row], row: Row, key: str | None) -> list[Row]:
+    """The prompt's messages behind the row's system message. Raises ValueError where that is no text, or they have
+    one."""
+    text = row.get(key) if key is not None else None
+    if text is None or text == "":
+        return messages
+    if not isinstance(text, str):
+        raise ValueError(f"{key!r} must be text, not {type(text).__name__}")
+    if messages and messages[0].get("role") == "system":
+        raise ValueError(f"{key!r} is a system message, and the prompt begins with another")
+    return [{"role": "system", "content": text}, *messages]
+
+
+def margin(row: Row, key: str) -> float:
+    """Raises ValueError where the row's margin is no finite number."""
+    if row.get(key) is None:
+        raise ValueError(missing(row, key, "data.margin_key"))
+    if not is_number(row[key]):
+        raise ValueError(f"{key!r} must be a finite number, not {row[key]!r}")
+    return float(row[key])
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite one, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def present(row: Row) -> set[str]:
+    """Keys with a value: tables have all keys in every row."""
+    return {key for key, value in row.items() if value is not None}
+
+
+def _common_messages(conversations: list[list[Row]]) -> int:
+    """How many first messages are the same in all; nulls are keys that a table has added."""
+    first, *others = conversations
+    same = [all(without_nulls(a) == without_nulls(b) for b in rest) for a, *rest in zip(first, *others, strict=False)]
+    return same.index(False) if False in same else len(same)

@@ -1,0 +1,32 @@
+"""Texts as a model with a score head is fed them: its output before a response token is the score of what precedes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mrl.core import Rollout
+
+
+def at_last_tokens(batch: Rollout) -> Rollout:
+    """Each text as the prompt of one more token: the one output of each is the score at the text's last token, [B]."""
+    return _with_one_more(replace(batch, prompt_lens=batch.seq_lens, rollout_log_probs=torch.zeros(0)))
+
+
+def at_every_token(batch: Rollout) -> Rollout:
+    """Each response with one more token: [n + 1] outputs of each, of which the first is the score at the prompt's last
+    token and the others are those at the response's."""
+    return _with_one_more(batch)
+
+
+def _with_one_more(batch: Rollout) -> Rollout:
+    """Attention is causal: what the token is does not matter. It is the last one again."""
+    twice = torch.ones_like(batch.tokens)
+    twice[batch.seq_lens.cumsum(0) - 1] = 2
+    return replace(
+        batch,
+        tokens=batch.tokens.repeat_interleave(twice),
+        seq_lens=batch.seq_lens + 1,
+        rollout_log_probs=torch.zeros(batch.num_response_tokens + batch.num_samples),
+    )

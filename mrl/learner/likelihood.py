@@ -1,0 +1,70 @@
+"""How likely held-out rows are: sums over all their tokens, so that no batch or rank has a mean of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mrl.core import Rollout
+from mrl.learner.learner import Learner
+
+LARGEST = 700.0  # nats whose exponential is a float64
+
+
+@dataclass
+class Likelihood:
+    """Sums over tokens, each times what it counts: nll of the negative log-likelihood, right of those that are the
+    likeliest, counts of 1; tokens: how many count."""
+
+    nll: float = 0.0
+    right: float = 0.0
+    counts: float = 0.0
+    tokens: int = 0
+
+    def metrics(self, name: str, after: str = "") -> dict[str, float]:
+        """NAME/loss, its exponential NAME/perplexity, NAME/token_accuracy."""
+        loss = self.nll / self.counts
+        found = {
+            "loss": loss,
+            "perplexity": math.exp(min(loss, LARGEST)),
+            "token_accuracy": self.right / self.counts,
+        }
+        return {f"{name}/{key}{after}": value for key, value in found.items()}
+
+
+def likelihood(
+    learner: Learner, batches: Iterable[tuple[Sequence[str | None], Rollout]]
+) -> dict[str | None, Likelihood]:
+    """By what the rows say of their kind, and under None of all. Collective.
+
+    batches: for each some rows' kinds, one a sample, and the rows
+    """
+    found: dict[str | None, Likelihood] = {None: Likelihood()}
+    for kinds, batch in batches:
+        log_probs, is_likeliest = learner.predictions(batch)
+        counts = torch.ones_like(log_probs) if batch.counts is None else batch.counts
+        counts = counts.double()
+        columns = torch.stack([-counts * log_probs, counts * is_likeliest, counts, (counts > 0).double()])
+        member = torch.repeat_interleave(torch.arange(batch.num_samples), batch.response_lens)
+        sums = torch.zeros(4, batch.num_samples, dtype=torch.float64).index_add_(1, member, columns)
+        for kind in dict.fromkeys([None, *kinds]):
+            mine = torch.tensor([kind is None or other == kind for other in kinds])
+            nll, right, total, tokens = sums[:, mine].sum(1).tolist()
+            of = found.setdefault(kind, Likelihood())
+            of.nll, of.right, of.counts = of.nll + nll, of.right + right, of.counts + total
+            of.tokens += int(tokens)
+    return found
+
+
+def metrics(found: dict[str | None, Likelihood], name: str) -> dict[str, float]:
+    """NAME/loss, NAME/perplexity, NAME/token_accuracy, NAME/tokens of all; by kind NAME/loss/KIND and the others, where
+    rows are of several."""
+    made = found[None].metrics(name) | {f"{name}/tokens": float(found[None].tokens)}
+    kinds = {kind: of for kind, of in found.items() if kind is not None}
+    if len(kinds) > 1 or any(of.tokens < found[None].tokens for of in kinds.values()):
+        for kind in sorted(kinds):
+            made |= kinds[kind].metrics(name, f"/{kind}")
+    return made

@@ -1,0 +1,84 @@
+"""Rows of the data -> what the model is fed with, and what its scores are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mrl.config.schema import RewardModelTrainerConfig, RewardModelTrainingConfig
+from mrl.core import Rollout
+from mrl.data import PreferenceDataset
+from mrl.data.scored import at_every_token, at_last_tokens
+from mrl.learner.reward import RewardTargets
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Some rows. texts: as they are; fed: as the model gets them; lengths [S]: tokens of each score's response;
+    sources: of the rows."""
+
+    texts: Rollout
+    fed: Rollout
+    targets: RewardTargets
+    lengths: Tensor
+    sources: list[str | None]
+
+
+def scored(cfg: RewardModelTrainerConfig, data: PreferenceDataset, step: int, numbers: Sequence[int]) -> Scored:
+    """The rows of these numbers."""
+    own, rows = cfg.reward_model, [data.rows[number] for number in numbers]
+    texts, steps = data.batch(step, numbers), None
+    sources = [row.source for row in rows]
+    if own.form == "steps":
+        first = -1 if own.options["train_on_last_step_only"] else 0
+        steps = [row.steps[first:] for row in rows]
+        targets = torch.tensor([score for row in rows for score in row.scores[first:]])
+        lengths = torch.tensor([end for ends in steps for end in ends])
+    else:
+        targets, lengths = texts.scores if own.form == "scores" else ranks(texts), texts.response_lens
+    margin = torch.tensor([row.margin or 0.0 for row in rows], dtype=torch.float64)
+    fed, held = held_against(own, texts, targets, margin, steps)
+    return Scored(texts, fed, held, lengths.double(), sources)
+
+
+def ranks(texts: Rollout) -> Tensor:
+    """[B], 1 the best of its row, which is its first: one more than the row's best score has over a text's."""
+    first = (texts.group.diff(prepend=texts.group.new_tensor([-1])) > 0).nonzero()[:, 0]
+    return 1 + texts.scores[first][texts.group] - texts.scores
+
+
+def held_against(
+    own: RewardModelTrainingConfig,
+    texts: Rollout,
+    targets: Tensor,
+    margin: Tensor,
+    steps: Sequence[Sequence[int]] | None = None,
+) -> tuple[Rollout, RewardTargets]:
+    """(what the model is fed, what its scores are held against).
+
+    texts: those of a row have one group, and the groups count up from 0
+    targets [S], margin [rows]: as in RewardTargets
+    steps: of each text, after how many tokens of its response a step ends; None: the score is the text's
+    """
+    if steps is None:
+        fed, places, row_of = at_last_tokens(texts), torch.arange(texts.num_samples), texts.group
+    else:
+        fed, counts = at_every_token(texts), torch.tensor([len(ends) for ends in steps])
+        ends = torch.tensor([end for of_text in steps for end in of_text])
+        places = (fed.response_lens.cumsum(0) - fed.response_lens).repeat_interleave(counts) + ends
+        row_of = texts.group.repeat_interleave(counts)
+    together = texts.group.bincount()
+    return fed, RewardTargets(
+        own.loss,
+        own.options,
+        own.form,
+        places,
+        row_of,
+        targets.double(),
+        margin,
+        outputs=fed.num_response_tokens,
+        together=tuple(together.tolist()) if len(set(together.tolist())) > 1 else int(together[0]),
+    )

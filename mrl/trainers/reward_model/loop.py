@@ -1,0 +1,112 @@
+"""A reward model: the policy's body with a score head, trained on what people prefer."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mrl.config.schema import RewardModelTrainerConfig
+from mrl.data import PreferenceDataset
+from mrl.families.table import VALUE_HEAD
+from mrl.learner import Learner
+from mrl.learner.reward import one_pass, two_pass
+from mrl.models.initialise import draw_head
+from mrl.trainers.reward_model import metrics as reported
+from mrl.trainers.reward_model.batches import Scored, scored
+from mrl.trainers.shared.best import Best
+from mrl.trainers.shared.held_out import JudgedRun
+from mrl.trainers.shared.models import build_learner
+from mrl.trainers.shared.preferences import read_preferences
+from mrl.trainers.shared.run import started
+from mrl.trainers.shared.updates import named
+
+
+@dataclass
+class RewardModelRun(JudgedRun):
+    cfg: RewardModelTrainerConfig
+    data: PreferenceDataset
+    held_out: PreferenceDataset | None
+
+    def judge(self) -> dict[str, float]:
+        assert self.held_out is not None
+        return {f"validation/{name}": value for name, value in of_held_out(self.cfg, self.actor, self.held_out).items()}
+
+
+def main(cfg: RewardModelTrainerConfig) -> None:
+    """Trains to `run.steps`, going on from the run directory's last checkpoint. Called on every rank."""
+    with open_run(cfg) as run:
+        run.before_steps()
+        for step in run.steps():
+            train_step(run, step)
+        run.finish()
+
+
+def train_step(run: RewardModelRun, step: int) -> None:
+    stats, began = run.saving.new_stats(step + 1), time.monotonic()
+    numbers = run.data.of_step(step, run.cfg.batch.rows_per_step, run.cfg.run.seed)
+    batch = scored(run.cfg, run.data, step, numbers)
+    with run.phase("update", stats):
+        metrics, scores = update(run.actor, batch)
+        metrics |= run.actor.step()
+        run.updates.note("actor", run.actor, batch.fed, range(batch.fed.num_samples), metrics)
+        run.updates.end_of_step(step + 1)
+    metrics |= reported.of_rows(batch.targets, scores, batch.lengths, batch.sources)
+    stats.metrics |= named("actor", metrics)
+    stats.metrics |= run.speed.metrics(stats, batch.texts, batch.texts.tokens.numel(), time.monotonic() - began)
+    run.after_update(stats)
+    run.phase.end_of_step(stats)
+    run.recorder.log(stats)
+
+
+def update(actor: Learner, batch: Scored) -> tuple[dict[str, float], Tensor]:
+    """Gradients of one optimizer step: (metrics, the scores [heads, S] float64 before it). Collective.
+
+    In one pass where the texts of every row fit into a micro-batch together, else in two.
+    """
+    t, fed = batch.targets, batch.fed
+    samples = range(fed.num_samples)
+    if t.together == 1 or actor.split.fits(fed, t.together):
+        metrics = actor.backward(fed, samples, one_pass(t, actor.total_over_context, actor.mesh.cp), temperature=1.0)
+        return metrics, actor.last_outputs(fed, actor.arch.score_heads)[:-1, t.places].double()
+    scores = actor.scores(fed)[:, t.places].double()
+    loss, value = two_pass(t, scores)
+    return actor.backward(fed, samples, loss, temperature=1.0) | {"loss": value}, scores
+
+
+def of_held_out(cfg: RewardModelTrainerConfig, actor: Learner, data: PreferenceDataset) -> dict[str, float]:
+    """The loss and the scores of the first `validation.rows` rows. Collective."""
+    batch = scored(cfg, data, 0, data.first(cfg.validation.rows))
+    scores = actor.scores(batch.fed)[:, batch.targets.places].double()
+    found = reported.of_rows(batch.targets, scores, batch.lengths, batch.sources)
+    return {"loss": float(batch.targets.value(scores)), **found}
+
+
+@contextlib.contextmanager
+def open_run(cfg: RewardModelTrainerConfig) -> Iterator[RewardModelRun]:
+    """Builds the run on every rank; closes files and process group on any exit."""
+    with started(cfg) as start:
+        data, held_out = read_preferences(cfg, start.recorder)
+        arch = cfg.trained_arch()
+        actor = build_learner(cfg, start.world, "critic", None, cfg.actor, arch=arch)
+        start_head(cfg, actor)
+        best = Best(cfg.validation) if held_out is not None else None
+        run = RewardModelRun(**vars(start.begin(actor, best=best)), best=best, data=data, held_out=held_out)
+        run.resume()
+        start.is_set_up()
+        yield run
+
+
+def start_head(cfg: RewardModelTrainerConfig, actor: Learner) -> None:
+    """The checkpoint's as it was read, else zero or drawn by the run's seed."""
+    if cfg.starts_from_head():
+        return
+    for chunk in actor.bare:
+        for name, parameter in chunk.named_parameters():
+            if name == VALUE_HEAD:
+                std = (parameter.size(1) + 1) ** -0.5 if cfg.reward_model.head_start == "normal" else 0.0
+                draw_head(parameter.data, std, cfg.run.seed)
+    actor.optimizer.reload_model_params()
