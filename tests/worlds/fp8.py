@@ -3,19 +3,16 @@
 Usage: fp8.py WORK_DIR DENSE_MODEL MOE_MODEL RESULT_JSON LAYOUT [LAYOUT ...]. `one` (in a world of one process) writes
 the references; `moe:LAYOUT` takes the model with experts; `resume:LAYOUT` saves, and goes on from that in new learners.
 RESULT_JSON gets {layout: {recipe: [relative loss error, relative error of all gradients, worst of a tensor]}}.
-`params:one`: a model that holds weights in fp8.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from mrl import platform
 
@@ -28,13 +25,10 @@ from mrl import checkpoint  # noqa: E402
 from mrl.config.schema import FP8Config, OptimizerConfig, PrecisionConfig, TrainConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
-from mrl.kernels.fp8 import Recipe  # noqa: E402
 from mrl.learner import Learner, losses  # noqa: E402
 from mrl.models import fp8_layers  # noqa: E402
-from mrl.models.initialise import initialise  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
-from mrl.weights.model.export import Exporter  # noqa: E402
-from mrl.weights.model.load import load_pretrained  # noqa: E402
+from mrl.trainers.shared.head_error import head_error  # noqa: E402
 
 RECIPES = {
     "none": FP8Config(),
@@ -44,7 +38,6 @@ RECIPES = {
     "mxfp8": FP8Config(recipe="mxfp8", emulate=True),
     "blockwise with head": FP8Config(recipe="blockwise", emulate=True, head=True),
 }
-ROUND = Recipe("current", hybrid=False)
 LENGTHS = [(16, 48), (8, 24), (32, 64), (16, 48)]  # prompt and response tokens: 256, two blocks, in one micro-batch
 
 
@@ -88,6 +81,21 @@ def gradients(learner: Learner, updates: int) -> Result:
     return metrics["loss"], everywhere(learner, lambda p: p.main_grad)
 
 
+def head_errors(meshes: Meshes, model: str, layout: str) -> dict[str, Any]:
+    """As a step reports them, and as two models tell whose heads alone differ."""
+    own, plain = (
+        learner_of(meshes, model, layout, RECIPES[name], 0.0) for name in ("blockwise with head", "blockwise")
+    )
+    rollout = rollout_of(own.arch.vocab_size)
+    first = range(rollout.response_lens[0])
+    gap = (own.log_probs(rollout, 0.7)[0] - plain.log_probs(rollout, 0.7)[0])[first].abs()
+    return {
+        "reported": [*head_error(own, rollout, 0.7).values()],
+        "by two models": [float(gap.mean()), float(gap.max())],
+        "without": head_error(plain, rollout, 0.7),
+    }
+
+
 def compare(got: Result, want: Result) -> list[float]:
     ratios = [float((g - want[1][n]).norm() / (want[1][n].norm() + 1e-12)) for n, g in got[1].items()]
     total = torch.stack([(g - want[1][n]).norm() for n, g in got[1].items()]).norm()
@@ -123,56 +131,12 @@ def resume(meshes: Meshes, work: Path, model: str, layout: str) -> dict[str, Any
     return found
 
 
-class Quantized(torch.nn.Parameter):
-    """Like transformer-engine's, which a layer holds in fp8: what it was made from, and what it stands for."""
-
-    def get_high_precision_init_val(self) -> torch.Tensor:
-        found: torch.Tensor = vars(self)["initial"]
-        return found
-
-    def dequantize(self) -> torch.Tensor:
-        return ROUND.rounded(self.data, "weight", 1)
-
-
-def weights_in_fp8(meshes: Meshes, work: Path, model: str, layout: str) -> dict[str, bool]:
-    """A model whose layers' matrices are such parameters: drawn, exported to a directory, and loaded from it."""
-    learner = learner_of(meshes, model, layout, RECIPES["none"], 0.0)
-    matrices = [p for n, p in learner.bare[0].named_parameters() if "linear" in n and p.dim() == 2]
-    drawn = [parameter.detach().clone() for parameter in matrices]
-    for parameter in matrices:
-        parameter.__class__ = Quantized
-        vars(parameter)["initial"] = torch.zeros_like(parameter)
-    with learner.mesh.active():
-        initialise(learner.bare[0], learner.arch, learner.mesh, "policy", 3)
-        found = {"drawn": all(map(torch.equal, (vars(p)["initial"] for p in matrices), drawn))}
-        exported = dict(Exporter(learner.bare, learner.arch, learner.mesh).stream())
-        proj = "model.layers.0.self_attn.o_proj.weight"
-        whole = next(
-            p for n, p in learner.bare[0].named_parameters() if n.endswith("0.self_attention.linear_proj.weight")
-        )
-        found["exported"] = torch.equal(exported[proj], whole.dequantize()) and not torch.equal(
-            exported[proj], whole.data
-        )  # type: ignore[attr-defined]
-        save_hf(exported, work / "hf", model)
-        load_pretrained(learner.bare, learner.arch, str(work / "hf"), learner.mesh, role="policy", allow_pickle=False)
-        found["loaded"] = torch.equal(vars(whole)["initial"], exported[proj])
-    return found
-
-
-def save_hf(tensors: dict[str, torch.Tensor], directory: Path, model: str) -> None:
-    shutil.copytree(model, directory)
-    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, directory / "model.safetensors")
-
-
 def main() -> None:
     work, dense, moe, result, *layouts = sys.argv[1:]
     platform.init_process_group(120)
     meshes, found = Meshes(120), {}
     for layout in layouts:
         kind, _, name = layout.rpartition(":")
-        if kind == "params":
-            found[layout] = weights_in_fp8(meshes, Path(work), dense, name)
-            continue
         if kind == "resume":
             found[layout] = resume(meshes, Path(work), dense, name)
             continue
@@ -181,12 +145,13 @@ def main() -> None:
             recipe: gradients(learner_of(meshes, model, name, fp8, 0.0), updates=2 if recipe == "delayed" else 0)
             for recipe, fp8 in RECIPES.items()
         }
+        heads = head_errors(meshes, model, name)
         if name == "one":
             torch.save(got, Path(work, reference))
-            found[layout] = {recipe: compare(got[recipe], got["none"]) for recipe in got}
+            found[layout] = {"head": heads} | {recipe: compare(got[recipe], got["none"]) for recipe in got}
         else:
             want = torch.load(Path(work, reference))
-            found[layout] = {recipe: compare(got[recipe], want[recipe]) for recipe in got}
+            found[layout] = {"head": heads} | {recipe: compare(got[recipe], want[recipe]) for recipe in got}
     if rank() == 0:
         Path(result).write_text(json.dumps(found))
     torch.distributed.barrier()

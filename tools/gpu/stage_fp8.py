@@ -3,6 +3,7 @@ needs no transformer-engine is rehearsed on a CPU."""
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Any
 
@@ -10,16 +11,18 @@ import torch
 from torch import Tensor
 
 from mrl import platform
-from mrl.config.schema import FP8Config
+from mrl.config.schema import FP8Config, PrecisionConfig, TrainConfig
 from mrl.kernels.fp8 import ROLES, Recipe
 from mrl.kernels.head_fused import Fused, _cast
 from mrl.kernels.head_products import Products, Rounded
 from mrl.kernels.linear_logprob import linear_log_prob
+from mrl.learner import Learner
 from mrl.models.precision import recipe_of
 from tools.gpu.stage import Check, Numbers, Setting, Skipped, require
 from tools.gpu.stage_cuda import of_sft, same_losses
-from tools.gpu.stage_speed import random, rounds_of, seconds
-from tools.gpu.trained import task, train
+from tools.gpu.stage_engine import NOTHING_GIVEN_UP, engine, has_sglang, of_grpo
+from tools.gpu.stage_speed import MODELS, learner_of, random, rounds_of, seconds, step
+from tools.gpu.trained import sampled, task, train
 
 RECIPES = ("current", "delayed", "blockwise", "mxfp8")
 RUN_S = 30.0
@@ -27,6 +30,7 @@ NEAR = 0.05  # losses and gradient norms of the same steps, fp8 against bfloat16
 SAME_NUMBERS = 1e-6  # share of values that are cast otherwise than emulated
 SAME_LOG_PROBS = 1e-3  # nats, in the mean: the same rounded operands, summed in another order
 LINEAR_SPEED = 1 / 1.6  # of bfloat16's seconds, casts included
+STEP_SPEED = 1 / 1.3
 
 
 def here(recipe: str, check: Check) -> Check:
@@ -92,6 +96,19 @@ def linear(setting: Setting) -> Numbers:
     return require({"bf16 ms": plain * 1e3, "fp8 ms": fp8 * 1e3, "ratio": fp8 / plain}, ratio=LINEAR_SPEED)
 
 
+def step_of(recipe: Any) -> Check:
+    """An update of two layers of a 32B model and its head, everything in fp8 that can be, against bfloat16."""
+
+    def check(setting: Setting) -> Numbers:
+        rounds = rounds_of(setting)
+        fp8 = step(_wide(setting, PrecisionConfig(fp8=FP8Config(recipe=recipe, head=True))), *_batch(setting), rounds)
+        plain = step(_wide(setting, PrecisionConfig()), *_batch(setting), rounds)
+        numbers = {"tokens": plain["tokens"], "bf16 s": plain["s"], "fp8 s": fp8["s"], "ratio": fp8["s"] / plain["s"]}
+        return numbers if setting.rehearsal else require(numbers, ratio=STEP_SPEED)
+
+    return check
+
+
 def trained(recipe: str, emulate: bool) -> Check:
     """Six steps of SFT of the 20M model, against the same in bfloat16."""
 
@@ -106,10 +123,34 @@ def trained(recipe: str, emulate: bool) -> Check:
     return check
 
 
+def held(setting: Setting) -> Numbers:
+    """Two steps of GRPO with weights in fp8: main weights from what was loaded, every push proved by its checksum."""
+    own = ["actor.layers=auto", "actor.precision.fp8={recipe: current, params: true}", "run.steps=2"]
+    words = [*of_grpo(setting), *engine(has_sglang()), *NOTHING_GIVEN_UP, *own]
+    return sampled(train(setting, "weights in fp8", "quickstart_gpu", words, RUN_S))
+
+
 def _recipe(name: Any) -> Recipe:
     found = recipe_of(FP8Config(recipe=name))
     assert found is not None
     return found
+
+
+def _batch(setting: Setting) -> tuple[int, int]:
+    """Sequences, and tokens of each."""
+    return (2, 64) if setting.rehearsal else (8, 1024)
+
+
+def _wide(setting: Setting, precision: PrecisionConfig) -> Learner:
+    if setting.rehearsal:
+        precision = PrecisionConfig(fp8=precision.fp8.model_copy(update={"emulate": True}))
+        return learner_of(MODELS / "sort-20m", TrainConfig(precision=precision))
+    model = setting.work / "two layers of Qwen3-32B"
+    model.mkdir(exist_ok=True)
+    sizes = json.loads((MODELS / "Qwen3-32B" / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(sizes | {"num_hidden_layers": 2}))
+    train = TrainConfig(layers="transformer_engine", precision=precision, max_tokens_per_microbatch=8192)
+    return learner_of(model, train)
 
 
 def _head(products: Products) -> tuple[Tensor, ...]:
@@ -117,7 +158,7 @@ def _head(products: Products) -> tuple[Tensor, ...]:
     numbers = [torch.randn(*size, generator=generator).bfloat16() for size in ((300, 256), (384, 256))]
     hidden, weight = (x.to(platform.device()).requires_grad_() for x in numbers)
     labels = torch.arange(300, device=platform.device())
-    log_probs, _ = linear_log_prob(hidden, weight, labels, 8.0, 0, 384, products=products)
+    log_probs, *_ = linear_log_prob(hidden, weight, labels, 8.0, 0, 384, products=products)
     log_probs.sum().backward()
     assert hidden.grad is not None and weight.grad is not None
     return log_probs.detach(), hidden.grad, weight.grad
@@ -127,7 +168,10 @@ CHECKS: dict[str, Check] = {
     **{f"casts are the emulation's: {name}": here(name, casts(name)) for name in RECIPES},
     **{f"the loss head is the emulation's: {name}": here(name, head(name)) for name in RECIPES},
     "te.Linear, current, against bfloat16": here("current", linear),
+    "an update, current, against bfloat16": here("current", step_of("current")),
+    "an update, blockwise, against bfloat16": here("blockwise", step_of("blockwise")),
     "SFT in current is near bfloat16": here("current", trained("current", emulate=False)),
     "SFT in blockwise is near bfloat16": here("blockwise", trained("blockwise", emulate=False)),
     "SFT, current emulated, is near bfloat16": trained("current", emulate=True),
+    "GRPO, weights in fp8, every push by checksum": here("current", held),
 }

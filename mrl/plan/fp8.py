@@ -1,0 +1,92 @@
+"""What products in fp8 change of a plan: bytes of weights and of what backward passes keep, rates of arithmetic.
+
+transformer-engine's layers (module/linear.py) keep each matrix cast for the forward pass and, where there is a backward
+one, cast anew for that, from the first micro-batch of a pass to the next pass; and of a product's input its cast alone.
+Emulated, nothing is kept; operands are rounded to float32 while a product is made. Read in its sources, measured on no
+GPU.
+"""
+
+from __future__ import annotations
+
+from mrl.families.table import VOCAB_ALIGN_GPU, padded_vocab_size
+from mrl.plan.activations import FLOAT32, Tokens
+from mrl.plan.chips import Assumptions, Chip
+from mrl.plan.grid import Seat
+from mrl.plan.parameters import matrices
+from mrl.plan.workload import Model
+
+# bytes of a number with its part of a scale: float32 ones of tensors and of blocks, one byte each 32 of mxfp8's
+NUMBER = {"current": 1.0, "delayed": 1.0, "blockwise": 1 + FLOAT32 / 128**2, "mxfp8": 1 + 1 / 32}
+
+
+def cast_bytes(model: Model, seat: Seat) -> float:
+    """Of a rank's layers' matrices as products take them; 0 without transformer-engine's fp8."""
+    fp8 = model.train.precision.fp8
+    if not fp8.is_real:
+        return 0.0
+    return matrices(model.arch, model.role, model.layout, seat.pp, fp8.first_last_bf16) * _of_weight(model)
+
+
+def saved_weight_bytes(model: Model, seat: Seat) -> float:
+    """Of what a rank's weights are without: those that are held in fp8 alone, which `cast_bytes` has."""
+    fp8 = model.train.precision.fp8
+    if not fp8.is_real or not fp8.params:
+        return 0.0
+    return float(matrices(model.arch, model.role, model.layout, seat.pp, fp8.first_last_bf16) * model.dtype)
+
+
+def _of_weight(model: Model) -> float:
+    return NUMBER[model.train.precision.fp8.recipe] * (2 if model.is_trained else 1)
+
+
+def working_bytes(model: Model, tokens: Tokens) -> float:
+    """Emulated: the rounded operands and the result of a layer's largest product."""
+    fp8 = model.train.precision.fp8
+    if fp8.recipe == "none" or not fp8.emulate:
+        return 0.0
+    arch, p = model.arch, model.layout
+    widths = [2 * w / p.tensor for w in (arch.dense_width,) if w is not None]
+    widths += [2 * w / p.expert_tensor_size for w in (arch.expert_width,) if w is not None]
+    widest = max(*widths, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim / p.tensor)
+    local = tokens.local(p.context)
+    return FLOAT32 * (widest * arch.hidden_size + local * (arch.hidden_size + widest))
+
+
+def head_bytes(model: Model, tokens: Tokens, *, trained: bool) -> float:
+    """The loss head's matrix in fp8; emulated it and the hidden states in float32, for either direction."""
+    fp8 = model.train.precision.fp8
+    if not fp8.head or model.role != "policy":
+        return 0.0
+    rows = padded_vocab_size(model.arch, model.layout.tensor, VOCAB_ALIGN_GPU) // model.layout.tensor
+    if not fp8.emulate:
+        return 2 * NUMBER[fp8.recipe] * rows * model.arch.hidden_size
+    outputs = tokens.response / model.layout.context
+    return FLOAT32 * (rows + outputs) * model.arch.hidden_size * (2 if trained else 1)
+
+
+def layers_rate(model: Model, chip: Chip, assumed: Assumptions) -> float:
+    """Operations a second of the layers' matrices. Layers at the ends that stay as they are take longer."""
+    fp8, plain = model.train.precision.fp8, chip.bf16 * assumed.matmul_share
+    share = 1 - 2 * fp8.first_last_bf16 / model.arch.num_layers
+    return 1 / (share / _rate(model, chip, assumed) + (1 - share) / plain)
+
+
+def head_rate(model: Model, chip: Chip, assumed: Assumptions) -> float:
+    """The same of the loss head."""
+    is_rounded = model.train.precision.fp8.head
+    return _rate(model, chip, assumed) if is_rounded else chip.bf16 * assumed.matmul_share
+
+
+def _rate(model: Model, chip: Chip, assumed: Assumptions) -> float:
+    """A chip without fp8 is a shortage of its own."""
+    if model.train.precision.fp8.is_real and chip.fp8 is not None:
+        return chip.fp8 * assumed.fp8_share
+    return chip.bf16 * assumed.matmul_share
+
+
+def words(model: Model) -> str:
+    """Behind the name of what is computed."""
+    fp8 = model.train.precision.fp8
+    if fp8.recipe == "none":
+        return ""
+    return " in fp8" if fp8.is_real else ", fp8 emulated (what rounding takes is not counted)"
