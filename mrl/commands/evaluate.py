@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mrl.commands import shared
+from mrl.commands import evaluate_rows, shared
 from mrl.files import write_atomically
 
 if TYPE_CHECKING:
@@ -17,23 +17,31 @@ if TYPE_CHECKING:
 
 def add(commands: Any) -> None:
     """The subcommand's arguments."""
-    parser = commands.add_parser("eval", help="measure what fp8 would do to a run's log-probs and gradients")
-    parser.add_argument("--precision-report", action="store_true", required=True, help="each fp8 recipe, emulated")
+    parser = commands.add_parser(
+        "eval", help="how good a run's weights are on held-out rows; what fp8 would do to them"
+    )
+    parser.add_argument("--precision-report", action="store_true", help="each fp8 recipe, emulated, on samples")
     shared.add_config(parser, "run.name=mine")
-    parser.add_argument("--weights", type=Path, metavar="DIR", help="Hugging Face directory (default: RUN_DIR/hf)")
-    parser.add_argument("--samples", type=int, default=64, metavar="N", help="at most (default: 64)")
+    parser.add_argument("--weights", type=Path, metavar="DIR", help="a model's directory (default: RUN_DIR/hf)")
+    evaluate_rows.add_arguments(parser)
+    parser.add_argument("--samples", type=int, default=64, metavar="N", help="of the precision report (default: 64)")
     parser.add_argument("--recipes", metavar="NAME,NAME", help="such as current,blockwise (default: all)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="the picture (default: RUN_DIR/precision.svg)")
     parser.description = (
-        "Log-probs and the policy gradient of the run's last samples, or of an sft run's data, in every fp8 recipe "
-        "against float32, on this machine and in one process: in the layers, in the loss head alone, and in both. "
-        "Weights are those of RUN_DIR/hf where that is there, else model.path's."
+        "CONFIG may be a run directory. Of an sft run: the likelihood of data.validation, as in training, in one "
+        "process. Of a reward model's: how often it prefers what people did, with its margin. Of a run that samples: "
+        "answers to the prompts of data.validation by its engine, scored by its "
+        "reward. With --precision-report: log-probs and the policy gradient of the run's last samples, or of an sft "
+        "run's data, in every fp8 recipe against float32, on this machine and in one process: in the layers, in the "
+        "loss head alone, and in both. Weights are those of RUN_DIR/hf where that is there, else model.path's."
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table, draws the picture. Exit code 2: the configuration or an argument is wrong; 1: no samples."""
+    if not args.precision_report:
+        return evaluate_rows.run(args)
     from mrl.config.loader import ConfigError, load
     from mrl.precision.measure import RECIPES
 
@@ -42,9 +50,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"mrl: {problem}", file=sys.stderr)
         return shared.CONFIG_ERROR
     try:
-        cfg = load(args.config, args.overrides)
+        loaded = load(args.config, args.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
+        return shared.CONFIG_ERROR
+    if (cfg := shared.of_language(loaded, "mrl eval")) is None:
         return shared.CONFIG_ERROR
     return _report(args, cfg, recipes)
 

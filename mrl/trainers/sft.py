@@ -1,67 +1,152 @@
-"""Supervised fine-tuning through the same learner: packed prompt + answer, loss over the answer's tokens."""
+"""Supervised fine-tuning through the same learner: packed rows, loss over the tokens that are learnt."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mrl.algo import aggregate
-from mrl.config.schema import SFTConfig
-from mrl.data import PromptDataset, data_notes, load_tokenizer
-from mrl.learner import losses
+from mrl import failure
+from mrl.config.schema import SFTConfig, Sources
+from mrl.core import Rollout
+from mrl.data import SFTDataset, load_tokenizer, sft_notes
+from mrl.data.packs import Packs
+from mrl.data.wrapped import Wrapped
+from mrl.learner import Loss, losses
+from mrl.learner.likelihood import likelihood
+from mrl.learner.likelihood import metrics as of_held_out
+from mrl.trainers.shared.best import Best
+from mrl.trainers.shared.head_error import head_error
+from mrl.trainers.shared.held_out import JudgedRun
 from mrl.trainers.shared.models import build_learner
-from mrl.trainers.shared.run import Run, started
-from mrl.trainers.shared.updates import named
+from mrl.trainers.shared.run import started
+from mrl.trainers.shared.updates import named, require_gradient
+
+ROWS_AT_ONCE = 512  # of a validation
 
 
 @dataclass
-class SFTRun(Run):
+class SFTRun(JudgedRun):
     cfg: SFTConfig
-    data: PromptDataset
+    data: SFTDataset
+    packed: Packs | Wrapped | None
+    held_out: SFTDataset | None
+
+    def batch(self, step: int) -> Rollout:
+        """The rows of step `step`, from 0."""
+        rows = self.cfg.batch.samples_per_step
+        if self.packed is not None:
+            return self.packed.batch(step, rows)
+        return self.data.batch(step, self.data.of_step(step, rows, self.cfg.run.seed))
+
+    def judge(self) -> dict[str, float]:
+        assert self.held_out is not None
+        numbers = self.held_out.first(self.cfg.validation.rows)
+        return of_held_out(likelihood(self.actor, self.held_out.batches(numbers, ROWS_AT_ONCE)), "validation")
 
 
 def main(cfg: SFTConfig) -> None:
-    """Trains to `run.steps`, going on from the run directory's last checkpoint. Called on every rank."""
+    """Trains to `run.steps`, or through `batch.epochs`, going on from the run directory's last checkpoint. Called on
+    every rank."""
     with open_sft_run(cfg) as run:
+        run.before_steps()
         for step in run.steps():
             train_step(run, step)
         run.finish()
 
 
 def train_step(run: SFTRun, step: int) -> None:
-    stats, began = run.saving.new_stats(step + 1), time.monotonic()
-    batch = run.data.sft_rollout(step, run.cfg.batch.samples_per_step, run.cfg.run.seed)
+    stats, began, cfg = run.saving.new_stats(step + 1), time.monotonic(), run.cfg
+    batch = run.batch(step)
     samples = range(batch.num_samples)
     with run.phase("update", stats):
-        loss = losses.cross_entropy(batch.flat(aggregate.token_weights("token-mean", batch.response_mask)))
-        metrics = run.actor.backward(batch, samples, loss, temperature=1.0)
+        metrics = head_error(run.actor, batch, temperature=1.0)
+        metrics |= run.actor.backward(batch, samples, step_loss(cfg, batch), temperature=1.0)
         metrics |= run.actor.step()
+        require_gradient(run.actor, metrics)
         run.updates.note("actor", run.actor, batch, samples, metrics)
         run.updates.end_of_step(step + 1)
     stats.metrics |= named("actor", metrics)
     stats.metrics |= run.speed.metrics(stats, batch, batch.tokens.numel(), time.monotonic() - began)
+    run.after_update(stats)
     run.phase.end_of_step(stats)
     run.recorder.log(stats)
+
+
+def step_loss(cfg: SFTConfig, batch: Rollout) -> Loss:
+    """Over the counted tokens of the whole step; its noise depends on seed and step alone."""
+    noise = cfg.loss.neftune_noise_alpha or 0.0
+    seed = (cfg.run.seed << 32) + batch.step
+    if cfg.loss.type == "dft":
+        return losses.dft(batch.shares, noise, seed)
+    if cfg.loss.label_smoothing:
+        return losses.smoothed_cross_entropy(batch.shares, cfg.loss.label_smoothing, noise, seed)
+    return losses.cross_entropy(batch.shares, noise, seed)
 
 
 @contextlib.contextmanager
 def open_sft_run(cfg: SFTConfig) -> Iterator[SFTRun]:
     """Builds the run on every rank; closes files and process group on any exit."""
+    with failure.noted():
+        data = read_data(cfg, cfg.data.train)
+        held_out = read_data(cfg, cfg.data.validation) if cfg.data.validation is not None else None
+        packed = make_packed(cfg, data)
+        cfg = with_steps(cfg, len(data if packed is None else packed))
+        if isinstance(packed, Wrapped):
+            packed.require(cfg.run.steps * cfg.batch.samples_per_step)
     with started(cfg) as start:
         actor = build_learner(cfg, start.world, "policy", None, cfg.actor)
-        data = read_data(cfg, start.recorder.note)
-        run = SFTRun(**vars(start.begin(actor)), data=data)
+        best = Best(cfg.validation) if held_out is not None else None
+        for line in data_lines(data, held_out):
+            start.recorder.note(line)
+        if packed is not None:
+            start.recorder.note(packed.note())
+        begun = start.begin(actor, best=best)
+        run = SFTRun(**vars(begun), best=best, data=data, packed=packed, held_out=held_out)
         run.resume()
         start.is_set_up()
         yield run
 
 
-def read_data(cfg: SFTConfig, note: Callable[[str], None]) -> PromptDataset:
-    """note: takes what was corrected in it or left out, a line each"""
-    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
-    data = PromptDataset(cfg.data.train, cfg.data, tokenizer, require_answer=True)
-    for line in data_notes(tokenizer, {"data.train": data}):
-        note(line)
-    return data
+def read_data(cfg: SFTConfig, sources: Sources) -> SFTDataset:
+    """Raises DataError, or TokenizerError, for what cannot be used."""
+    return SFTDataset(
+        sources, cfg.read_as(), load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
+    )
+
+
+def make_packed(cfg: SFTConfig, data: SFTDataset) -> Packs | Wrapped | None:
+    """What a step's rows are made of; None: they are those of the data. Raises DataError."""
+    if not cfg.is_packed:
+        return None
+    return (Wrapped if cfg.is_wrapped else Packs)(data, cfg.packing, cfg.run.seed)
+
+
+def data_lines(data: SFTDataset, held_out: SFTDataset | None) -> Iterator[str]:
+    """What was corrected, left out or cut, a line each."""
+    yield from data.tokenizer.notes
+    if data.cfg.chat_template and data.cfg.form == "answers":
+        yield from data.tokenizer.turn_notes()
+    yield from sft_notes("data.train", data)
+    if held_out is not None:
+        yield from sft_notes("data.validation", held_out)
+
+
+def with_steps(cfg: SFTConfig, rows: int) -> SFTConfig:
+    """The configuration with `run.steps`, and the steps of a decay that has none of its own, in place of
+    `batch.epochs`; the last step may begin a further epoch."""
+    if cfg.batch.epochs is None:
+        return cfg
+    steps = max(1, math.ceil(rows * cfg.batch.epochs / cfg.batch.samples_per_step))
+    optimizer = cfg.actor.optimizer
+    if optimizer.decay != "constant" and optimizer.decay_steps is None:
+        optimizer = optimizer.model_copy(update={"decay_steps": max(steps, optimizer.warmup_steps + 1)})
+    return cfg.model_copy(
+        update={
+            "run": cfg.run.model_copy(update={"steps": steps}),
+            "batch": cfg.batch.model_copy(update={"epochs": None}),
+            "actor": cfg.actor.model_copy(update={"optimizer": optimizer}),
+        }
+    )

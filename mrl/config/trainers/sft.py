@@ -5,26 +5,122 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from mrl.config.checks.base import Archs
+from mrl.config.checks.base import Archs, inert
+from mrl.config.checks.held_out import check_held_out
 from mrl.config.checks.layout import check_shares
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
-from mrl.config.sections.data import SFTBatchConfig
-from mrl.config.trainers.base import Config, DataUse
+from mrl.config.sections.data import SFTBatchConfig, SFTDataConfig
+from mrl.config.sections.held_out import LikelihoodConfig
+from mrl.config.sections.sft import ImitationConfig, PackingConfig
+from mrl.config.trainers.base import Config, DataUse, StepSize
 
 
 class SFTConfig(Config):
-    """`trainer: sft`: supervised fine-tuning on prompt + answer; the loss is the mean over answer tokens."""
+    """`trainer: sft`: supervised fine-tuning on answers, conversations or texts; the loss is the mean over the tokens
+    that are learnt."""
 
     trainer: Literal["sft"]  # supervised fine-tuning
+    data: SFTDataConfig
     batch: SFTBatchConfig
+    packing: PackingConfig = PackingConfig()
+    loss: ImitationConfig = ImitationConfig()
+    validation: LikelihoodConfig = LikelihoodConfig()
+
+    @property
+    def is_wrapped(self) -> bool:
+        return self.packing.strategy == "wrapped"
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a step counts packs, or rows that are made of texts."""
+        return self.packing.strategy != "planner"
+
+    def read_as(self) -> SFTDataConfig:
+        """`data`, with the bound that packs set to a row."""
+        if self.packing.strategy != "bfd":
+            return self.data
+        most = min(self.data.max_tokens or self.packing.seq_length, self.packing.seq_length)
+        return self.data.model_copy(update={"max_tokens": most})
+
+    def step_size(self) -> StepSize:
+        rows, length = self.batch.samples_per_step, self.packing.seq_length
+        if not self.is_packed:
+            return super().step_size()
+        return StepSize(learnt=rows, minibatch=rows, prompt_tokens=1, response_tokens=length - 1)
 
     def data_uses(self) -> dict[str, DataUse]:
-        return {"data": DataUse(self.data, self.batch.samples_per_step)}
+        return {"data": DataUse(self.data, self.batch.samples_per_step, is_evaluated=True)}
+
+    def steps_follow_data(self) -> bool:
+        return self.batch.epochs is not None
+
+    def held_out(self) -> LikelihoodConfig:
+        return self.validation
 
     def summary(self) -> list[tuple[str, str]]:
-        return [("step", f"{self.batch.samples_per_step} samples, 1 update")]
+        rows = [("step", f"{self.batch.samples_per_step} samples, 1 update")]
+        return rows + ([("epochs", f"{self.batch.epochs:g}")] if self.batch.epochs is not None else [])
 
 
 def check(cfg: SFTConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from check_shares(cfg, machine, "batch.samples_per_step", cfg.batch.samples_per_step)
+    if cfg.batch.epochs is not None:
+        because = "batch.epochs says how long the run is"
+        yield from inert(cfg.run, "run", ["steps"], because, "batch.epochs")
+    yield from check_held_out(cfg)
+    yield from _rows(cfg)
+    yield from _packing(cfg, archs)
+    if cfg.loss.type == "dft" and cfg.loss.label_smoothing:
+        yield Problem(("loss.label_smoothing", "loss.type"), "dft has no smoothed labels")
+    arch, limit = archs["actor"], cfg.data.max_tokens
+    if arch is not None and limit is not None and limit > arch.max_positions:
+        message = f"{limit} are more than the model's {arch.max_positions} positions"
+        yield Problem(("data.max_tokens", "model.path"), message)
+
+
+def _rows(cfg: SFTConfig) -> Iterator[Problem]:
+    data, form = cfg.data, "data.form"
+    of_form = {"answers": ["prompt_key", "answer_key"], "messages": ["messages_key"], "text": ["text_key"]}
+    for other, names in of_form.items():
+        if other != data.form:
+            yield from inert(data, "data", names, f"a row is of the form {data.form}", form)
+    if data.form != "answers":
+        because = f"of the form {data.form} rows have no prompt"
+        yield from inert(data, "data", ["max_prompt_tokens", "truncation"], because, form)
+    if data.form == "messages" and not data.chat_template:
+        yield Problem(("data.chat_template", form), "conversations need the chat template: set it to true")
+    if not data.chat_template or data.form == "text":
+        names = ["tools_key", "chat_template_kwargs_key"]
+        yield from inert(data, "data", names, "no chat template is told anything", "data.chat_template")
+    if data.form == "text":
+        because = "a text has no turns, and is learnt as a whole"
+        yield from inert(data, "data", ["chat_template", "completion_only"], because, form)
+    if data.form == "text" or not data.completion_only:
+        because = "a text has no turns" if data.form == "text" else "everything is learnt"
+        yield from inert(data, "data", ["train_on"], because, form if data.form == "text" else "data.completion_only")
+    if data.form == "answers" and data.max_tokens is not None and data.max_prompt_tokens >= data.max_tokens:
+        message = f"{data.max_prompt_tokens} leave no room for an answer in {data.max_tokens} tokens"
+        yield Problem(("data.max_prompt_tokens", "data.max_tokens"), message)
+
+
+def _packing(cfg: SFTConfig, archs: Archs) -> Iterator[Problem]:
+    packing, strategy = cfg.packing, "packing.strategy"
+    arch = archs["actor"]
+    if cfg.is_packed and arch is not None and packing.seq_length > arch.max_positions and cfg.is_wrapped:
+        message = f"{packing.seq_length} are more than the model's {arch.max_positions} positions"
+        yield Problem(("packing.seq_length", "model.path"), message)
+    if cfg.is_packed and packing.seq_length < 2:
+        yield Problem(("packing.seq_length",), "must be at least 2: the first token of a row is not learnt")
+    if not cfg.is_wrapped:
+        names = ["num_of_sequences", "infinite"] + ["seq_length"] * (not cfg.is_packed)
+        because = "rows are put into packs" if cfg.is_packed else "rows are as long as they are"
+        yield from inert(packing, "packing", names, because, strategy)
+        return
+    if cfg.data.form != "text":
+        yield Problem((strategy, "data.form"), f"wrapped joins texts, a row is of the form {cfg.data.form}")
+    yield from inert(cfg.data, "data", ["max_tokens"], "texts are wrapped, not cut", strategy)
+    yield from inert(cfg.data, "data", ["weight_key"], "wrapped texts count alike", strategy)
+    if not packing.infinite and (cfg.batch.epochs or 0) > 1:
+        message = f"{cfg.batch.epochs:g} epochs of texts that come once: packing.infinite must be true"
+        yield Problem(("packing.infinite", "batch.epochs"), message)

@@ -1,0 +1,98 @@
+"""What a model's directory tells of where the model comes from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mrl.cards.portable import hub_name
+
+_FRONT = re.compile(r"\A---\r?\n(.*?)\r?\n---\s*$", re.S | re.M)
+GENERATES, CLASSIFIES, CLASSIFIES_TOKENS = "text-generation", "text-classification", "token-classification"
+SEES = "image-text-to-text"
+LICENSE_KEYS = ("license", "license_name", "license_link")
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """name: on the hub where the directory is one of its snapshots, else the directory's own; license: as the base's
+    card says, empty if it says nothing."""
+
+    name: str
+    revision: str | None
+    license: dict[str, str]
+
+
+def base_model(path: str | Path) -> BaseModel:
+    """Of the directory that a run has begun with. What cannot be read tells nothing."""
+    path = Path(path)
+    name, revision = hub_name(str(path)) or (path.resolve().name, None)
+    front = front_matter(path / "README.md")
+    terms = {key: front[key] for key in LICENSE_KEYS if isinstance(front.get(key), str)}
+    return BaseModel(name, revision, terms)
+
+
+def front_matter(card: Path) -> dict[str, Any]:
+    """The YAML that a model card begins with; empty without any."""
+    try:
+        block = _FRONT.search(card.read_text(encoding="utf-8"))
+        front = yaml.safe_load(block[1]) if block else None
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return {}
+    return front if isinstance(front, dict) else {}
+
+
+def tokenizer_facts(model: Path) -> dict[str, str]:
+    """The digest of the chat template (16 hex digits of its SHA-256) and the special tokens that end and fill, of a
+    model's directory; without those it does not say."""
+    config = _json(model / "tokenizer_config.json")
+    template = config.get("chat_template")
+    if (alone := model / "chat_template.jinja").is_file():
+        template = alone.read_text(encoding="utf-8")
+    found = {}
+    if isinstance(template, str):
+        found["chat template"] = f"sha256 {hashlib.sha256(template.encode()).hexdigest()[:16]}"
+    for label, key in (("end of sequence", "eos_token"), ("padding", "pad_token")):
+        token = config.get(key)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            found[label] = f"`{token}`"
+    return found
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What lies in a directory. architecture: config.json's first, empty if it has none or if they are adapters"""
+
+    task: str  # the hub's name of what the model does
+    is_adapter: bool = False
+    architecture: str = ""
+
+
+def kind_of(export: Path) -> Kind:
+    """Of a Hugging Face directory, or one of adapters in PEFT's form."""
+    if adapter := _json(export / "adapter_config.json"):
+        task = {"SEQ_CLS": CLASSIFIES, "TOKEN_CLS": CLASSIFIES_TOKENS}.get(str(adapter.get("task_type")), GENERATES)
+        return Kind(task, is_adapter=True)
+    names = _json(export / "config.json").get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    ends = {
+        "ForSequenceClassification": CLASSIFIES,
+        "ForTokenClassification": CLASSIFIES_TOKENS,
+        "ForConditionalGeneration": SEES,
+    }
+    return Kind(next((task for end, task in ends.items() if name.endswith(end)), GENERATES), architecture=name)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

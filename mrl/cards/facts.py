@@ -1,0 +1,147 @@
+"""What is known of an exported model: of its run, its base, its data and itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mrl.cards.base_model import GENERATES, BaseModel, Kind, base_model, kind_of, tokenizer_facts
+from mrl.cards.portable import last_part, portable
+from mrl.observe.files import read_data_notes
+from mrl.observe.method import method_of
+from mrl.observe.metrics import Row, read_metrics
+from mrl.packages import commit, versions
+from mrl.weights.disk.digest import weight_files, whole_digest
+
+PARTS = ("torch", "megatron-core", "transformers", "sglang", "transformer-engine")
+HIGHER = ("reward/mean", "validation/score", "validation/mean", "rewards/accuracies", "rewards/margins",
+          "validation/rewards/accuracies", "validation/rewards/margins",
+          "critic/explained_variance")  # fmt: skip
+LOWER = ("validation/loss", "validation/perplexity")
+ALSO = ("actor/loss", "actor/entropy", "kl/ref", "response/mean_tokens", "mismatch/max_abs")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A metric over the run; best: None where neither more nor less is better."""
+
+    name: str
+    first: float
+    last: float
+    best: float | None
+    best_step: int | None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which weights of which run. state: with the `config` and `data_contents` of a checkpoint; part: of its models"""
+
+    run_dir: Path
+    state: Mapping[str, Any]
+    step: int
+    part: str = "actor"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return dict(self.state["config"])
+
+    @property
+    def name(self) -> str:
+        run = self.run_dir.resolve().name
+        return run if self.part == "actor" else f"{run} ({self.part})"
+
+    @property
+    def base(self) -> Path | None:
+        """The directory that the weights began with; None if they were random."""
+        model, own = self.config["model"], self.config.get(self.part) or {}
+        return None if model.get("from_scratch") else Path(own.get("path") or model["path"])
+
+    def base_files(self) -> list[Path]:
+        return weight_files(self.base) if self.base else []
+
+
+@dataclass(frozen=True)
+class Facts:
+    """step: that the weights are of; config: as it is told to strangers; data: of each source (name, bytes, digest)
+
+    notes: what was left out or cut of it, a sentence each
+    base: None for a model that began with random weights; base_digest, digest: see `whole_digest`, empty if not known
+    """
+
+    name: str
+    step: int
+    config: dict[str, Any]
+    rows: list[Row]
+    data: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    base: BaseModel | None = None
+    base_digest: str = ""
+    digest: str = ""
+    files: int = 1
+    kind: Kind = field(default_factory=lambda: Kind(GENERATES))
+    tokenizer: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    commit: str = ""
+
+    @classmethod
+    def of(cls, origin: Origin, export: Path, digests: Mapping[str, str], base_digests: Mapping[str, str]) -> Facts:
+        """Of the weights in `export`. digests, base_digests: of the files of weights, there and of the base.
+
+        Raises Unreadable if the run's metrics are not as a run writes them.
+        """
+        found = {p: of for sources in dict(origin.state.get("data_contents", {})).values() for p, of in sources.items()}
+        notes = read_data_notes(origin.run_dir)
+        for path in sorted(found, key=len, reverse=True):
+            notes = [note.replace(path, last_part(path)) for note in notes]
+        return cls(
+            name=origin.name,
+            step=origin.step,
+            config=portable({key: value for key, value in origin.config.items() if value is not None}),
+            rows=[row for row in read_metrics(origin.run_dir) if row["step"] <= origin.step],
+            data={last_part(path): {"bytes": of["bytes"], "digest": of["digest"]} for path, of in found.items()},
+            notes=tuple(notes),
+            base=base_model(origin.base) if origin.base else None,
+            base_digest=whole_digest(base_digests),
+            digest=whole_digest(digests),
+            files=len(digests),
+            kind=kind_of(export),
+            tokenizer=tokenizer_facts(export),
+            versions=versions("mrl", *PARTS),
+            commit=commit() or "",
+        )
+
+    @property
+    def method(self) -> str:
+        return method_of(self.config)
+
+    def measured(self) -> list[Measured]:
+        """First, last and best of what tells how the run went, in the order of the table."""
+        names = dict.fromkeys(name for row in self.rows for name in row)
+        wanted = [*HIGHER, *LOWER, *(n for n in names if n.startswith("validation/") and n not in HIGHER + LOWER)]
+        return [self._measured(name) for name in (*wanted, *ALSO) if name in names]
+
+    def _measured(self, name: str) -> Measured:
+        points = [(row[name], int(row["step"])) for row in self.rows if name in row]
+        best = max(points) if name in HIGHER else min(points) if name in LOWER else (None, None)
+        return Measured(name, points[0][0], points[-1][0], *best)
+
+    def total(self, prefix: str) -> float:
+        """The sum over the run's steps of the metrics that begin so."""
+        return sum(value for row in self.rows for name, value in row.items() if name.startswith(prefix))
+
+    @property
+    def tokens(self) -> float:
+        """That the steps were counted in: drawn, or learnt from."""
+        return sum(
+            row.get("perf/tokens_per_s", 0.0) * sum(v for name, v in row.items() if name.startswith("time/"))
+            for row in self.rows
+        )
+
+    @property
+    def ranks(self) -> int | None:
+        for row in reversed(self.rows):
+            if each := row.get("perf/tokens_per_s_per_rank"):
+                return round(row["perf/tokens_per_s"] / each)
+        return None

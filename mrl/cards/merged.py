@@ -1,0 +1,71 @@
+"""The card of a model that adapters were merged into, from both directories alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from mrl.cards.base_model import base_model, kind_of, tokenizer_facts
+from mrl.cards.portable import last_part
+from mrl.cards.text import table, usage
+from mrl.cards.write import CARD, sealed, without_card
+from mrl.packages import versions
+from mrl.weights.disk.digest import file_digests, weight_files, whole_digest
+
+
+def merged_card(base: Path, adapter: Path, export: Path, target: Path, layers: int, rounding: float) -> str:
+    """Writes README.md into `export`, which will be `target`; what stands against it, empty if nothing does.
+
+    layers: with adapters; rounding: by how much of its length it has moved what they add
+    """
+    try:
+        text = _text(base, adapter, export, target, layers, rounding)
+        (export / CARD).write_text(sealed(text), encoding="utf-8")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return without_card(export, target, error)
+    return ""
+
+
+def _text(base: Path, adapter: Path, export: Path, target: Path, layers: int, rounding: float) -> str:
+    origin, kind, name = base_model(base), kind_of(export), last_part(str(adapter.resolve()))
+    terms: dict[str, Any] = dict(origin.license)
+    data = ModelCardData(
+        base_model=origin.name,
+        base_model_relation="merge",
+        library_name="transformers",
+        pipeline_tag=kind.task,
+        tags=["mrl", "lora", "merge"],
+        **terms,
+    )
+    weights = {
+        "architecture": f"`{kind.architecture}`",
+        "SHA-256": _digest(export),
+        "base": f"`{origin.name}`" + (f", revision {origin.revision}" if origin.revision else ""),
+        "SHA-256 of the base": _digest(base),
+        "SHA-256 of the adapters": _digest(adapter),
+        **tokenizer_facts(export),
+    }
+    made = {
+        "merged": f"the adapters of {layers} layers, in float32, rounded once",
+        "rounding": f"has moved what they add by {rounding:.1%} of its length",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions("mrl", "torch").items()),
+    }
+    limits = [] if origin.license else ["## Known limits\n\n- The base model's directory states no license."]
+    parts = [
+        f"---\n{data.to_yaml().strip()}\n---",
+        f"# {target.resolve().name}",
+        f"`{origin.name}` with the adapters `{name}` in its weights; how those were made, their own card says.",
+        "\n".join(usage(kind)),
+        table("Weights", ("", ""), list(weights.items())),
+        table("How it was made", ("", ""), list(made.items())),
+        *limits,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _digest(directory: Path) -> str:
+    files = weight_files(directory)
+    how = " (of what `sha256sum *.safetensors` prints)" if len(files) > 1 else ""
+    return f"`{whole_digest(file_digests(files))}`{how}"

@@ -1,0 +1,69 @@
+"""A card is written into the export before that gets its name. What a reader has changed is theirs."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from mrl.cards.facts import Facts, Origin
+from mrl.cards.text import render
+from mrl.observe.report import FIRST_CURVE, first_curve
+
+CARD = "README.md"
+_SEAL = re.compile(r"\n<!-- written by mrl, sha256 ([0-9a-f]{64}) -->\n\Z")
+
+
+def write_card(facts: Facts, export: Path, earlier: Path | None = None) -> str:
+    """Writes README.md and its picture into `export`; returns a note, empty if there is nothing to say.
+
+    earlier: the directory that `export` will replace; a card there that somebody has edited is kept instead
+    """
+    if earlier is not None and is_edited(earlier / CARD):
+        shutil.copyfile(earlier / CARD, export / CARD)
+        if (earlier / FIRST_CURVE).is_file():
+            shutil.copyfile(earlier / FIRST_CURVE, export / FIRST_CURVE)
+        return f"{earlier / CARD} was edited by hand and is kept as it is: its figures are of the weights before"
+    picture = first_curve(facts.name, facts.rows)
+    if picture is not None:
+        (export / FIRST_CURVE).write_bytes(picture)
+    (export / CARD).write_text(sealed(render(facts, has_curve=picture is not None)), encoding="utf-8")
+    return ""
+
+
+def without_card(export: Path, target: Path, error: Exception) -> str:
+    """Takes what there may be of a card out of `export`; says what stands against one of `target`."""
+    for half in (CARD, FIRST_CURVE):
+        (export / half).unlink(missing_ok=True)
+    return f"{target} has no {CARD}: {type(error).__name__}: {error}"
+
+
+def card_of(origin: Origin, export: Path, earlier: Path, digests: Mapping[str, str], base: Mapping[str, str]) -> str:
+    """As `write_card`, of a run's weights; what stands against a card is said in the note, and never an error.
+
+    digests, base: SHA-256 of the files of weights in `export` and of the model that the run began with
+    """
+    try:
+        return write_card(Facts.of(origin, export, digests, base), export, earlier)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return without_card(export, earlier, error)
+
+
+def sealed(text: str) -> str:
+    """`text` with a last line by which a change of it is found."""
+    return f"{text}\n<!-- written by mrl, sha256 {_digest(text)} -->\n"
+
+
+def is_edited(card: Path) -> bool:
+    """Whether there is a card that is not, to the letter, as mrl has written it."""
+    if not card.is_file():
+        return False
+    text = card.read_bytes().decode(errors="replace")
+    seal = _SEAL.search(text)
+    return seal is None or _digest(text[: seal.start()]) != seal[1]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,109 @@
+"""`mrl eval CONFIG|RUN_DIR`: how good a model is on held-out rows, as JSON, table and page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mrl.commands.shared import CONFIG_ERROR, of_language
+from mrl.files import write_atomically
+
+if TYPE_CHECKING:
+    from mrl.config.schema import Config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is asked of held-out rows."""
+    parser.add_argument("--rows", type=int, metavar="N", help="the first of data.validation (default: all)")
+    parser.add_argument("--per-prompt", type=int, default=1, metavar="N", help="answers to each prompt (default: 1)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="default: 0 for one answer, else 1")
+    parser.add_argument("--right-from", type=float, default=1.0, metavar="X", help="a score from X on is right (1)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="for eval.json and eval.html (default: RUN_DIR)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table, writes OUT/eval.json and eval.html. Exit code 2: the configuration or an argument is wrong; 1:
+    rows, weights or an engine that cannot be used."""
+    from mrl.config.loader import ConfigError, load
+
+    config = args.config / "config.yaml" if args.config.is_dir() else args.config
+    if problem := _wrong(args):
+        print(f"mrl: {problem}", file=sys.stderr)
+        return CONFIG_ERROR
+    try:
+        loaded = load(config, args.overrides)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return CONFIG_ERROR
+    if (cfg := of_language(loaded, "mrl eval")) is None:
+        return CONFIG_ERROR
+    if cfg.data.validation is None:
+        print("mrl: data.validation names no held-out rows", file=sys.stderr)
+        return CONFIG_ERROR
+    run_dir = Path(cfg.run.root) / cfg.run.name
+    weights = args.weights or (run_dir / "hf" if (run_dir / "hf").is_dir() else Path(cfg.model.path))
+    found = _found(args, cfg, str(weights), run_dir)
+    if isinstance(found, str):
+        print(f"mrl: {found}", file=sys.stderr)
+        return 1
+    paths = ", ".join(source.path for source in cfg.data.validation)
+    return _written(args.out or run_dir, {"weights": str(weights), "data": paths, **found})
+
+
+def _wrong(args: argparse.Namespace) -> str | None:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return f"eval is one process, and this is one of WORLD_SIZE={os.environ['WORLD_SIZE']}"
+    if args.per_prompt < 1 or (args.rows is not None and args.rows < 1):
+        return "--rows and --per-prompt take numbers of at least 1"
+    if args.temperature is not None and args.temperature < 0:
+        return "--temperature takes a number of at least 0"
+    return None
+
+
+def _found(args: argparse.Namespace, cfg: Config, weights: str, run_dir: Path) -> dict[str, Any] | str:
+    """What was measured, or what is wrong."""
+    from mrl.config.schema import RewardModelTrainerConfig, SFTDataConfig
+    from mrl.data import DataError, TokenizerError
+    from mrl.evaluation import agreed, answered, held_out
+    from mrl.reward import RewardError
+    from mrl.rollout import EngineError, EngineStartError, RolloutError
+    from mrl.weights.errors import WeightError
+
+    temperature = args.temperature if args.temperature is not None else float(args.per_prompt > 1)
+    try:
+        if isinstance(cfg.data, SFTDataConfig):
+            return {"metrics": held_out(cfg, cfg.data, weights, args.rows)}
+        if isinstance(cfg, RewardModelTrainerConfig):
+            return agreed(cfg, weights, args.rows)
+        if not cfg.is_sampling:
+            return f"trainer {cfg.trainer} has neither answers to imitate nor a reward, nor is it one"
+        logs = (args.out or run_dir) / "eval_logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        rows = args.rows or sys.maxsize
+        return answered(cfg, weights, logs, rows, args.per_prompt, temperature, args.right_from)
+    except (DataError, TokenizerError, RewardError, EngineError, EngineStartError, RolloutError, WeightError) as error:
+        return str(error)
+    except OSError as error:
+        return str(error) if error.filename is None else f"{error.filename}: {error.strerror or error}"
+    except ValueError as error:
+        return str(error)
+
+
+def _written(out: Path, found: dict[str, Any]) -> int:
+    from mrl.evaluation import lines, page
+
+    print(f"weights  {found['weights']}\ndata     {found['data']}\n")
+    print("\n".join(lines(found)))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / "eval.json", json.dumps(found, indent=1) + "\n")
+        write_atomically(out / "eval.html", page(found))
+    except OSError as error:
+        print(f"mrl: {out} cannot be written: {error.strerror or error}", file=sys.stderr)
+        return 1
+    print(f"\nresults  {out / 'eval.json'}, {out / 'eval.html'}")
+    return 0

@@ -1,0 +1,25 @@
+"""What a trainer's `validation` says, against the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config.checks.base import inert
+from mrl.config.problems import Problem
+from mrl.config.trainers.base import Config
+
+
+def check_held_out(cfg: Config) -> Iterator[Problem]:
+    """Of a trainer that looks at held-out rows."""
+    validation = cfg.held_out()
+    assert validation is not None
+    if cfg.data.validation is None:
+        names = list(type(validation).model_fields)
+        yield from inert(validation, "validation", names, "there are no held-out rows", "data.validation")
+        return
+    if validation.keep_best and cfg.checkpoint.every_steps is None:
+        message = "no checkpoints are written, so none can be kept"
+        yield Problem(("validation.keep_best", "checkpoint.every_steps"), message)
+    if not validation.keep_best and validation.patience is None:
+        because = "nothing is stopped or kept by it"
+        yield from inert(validation, "validation", ["metric", "min_delta"], because, "validation.patience")

@@ -1,0 +1,95 @@
+"""Rows in packs of a bounded number of tokens, by best fit decreasing (TRL's `bfd` and `bfd_split`): a step learns from
+whole packs, and so from about as many tokens as every other. Rows of a pack lie apart in attention.
+
+A function of (seed, epoch), so that there is no state to save.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from mrl.config.schema import PackingConfig
+from mrl.core import Rollout
+from mrl.data.sft import SFTDataset
+from mrl.data.sft_source import Example
+
+
+class Packs:
+    """The packs made of a data set's rows, none of which is longer than one, unless they are to be split."""
+
+    def __init__(self, data: SFTDataset, cfg: PackingConfig, seed: int) -> None:
+        self._data, self._seed = data, seed
+        self._size = cfg.seq_length
+        self._pieces = [list(pieces_of(row, cfg.seq_length)) for row in data.rows]
+        self._epoch = lru_cache(maxsize=2)(self._make)
+        self._before = [0]  # packs of the epochs before each
+
+    def __len__(self) -> int:
+        """Packs of the first epoch; others may have a few more or less."""
+        return len(self._epoch(0))
+
+    def note(self) -> str:
+        """What the run learns from, in a sentence."""
+        filled = sum(len(row.ids) for pack in self._epoch(0) for row in pack) / (len(self) * self._size)
+        return f"data.train: its rows make {len(self)} packs of {self._size} tokens an epoch, {filled:.1%} filled"
+
+    def batch(self, step: int, n: int) -> Rollout:
+        """The rows of the n packs of step `step`, from 0."""
+        packs = [self._pack(number) for number in range(step * n, (step + 1) * n)]
+        return self._data.batch_of(step, [row for pack in packs for row in pack])
+
+    def _pack(self, number: int) -> list[Example]:
+        while self._before[-1] <= number:
+            self._before.append(self._before[-1] + len(self._epoch(len(self._before) - 1)))
+        at = int(np.searchsorted(self._before, number, side="right")) - 1
+        return self._epoch(at)[number - self._before[at]]
+
+    def _make(self, epoch: int) -> list[list[Example]]:
+        order = self._data.of_step(epoch, len(self._data), self._seed)
+        rows = [piece for number in order for piece in self._pieces[number]]
+        packs = [[rows[place] for place in pack] for pack in best_fit([len(row.ids) for row in rows], self._size)]
+        if not self._data.cfg.shuffle:
+            return packs
+        return [packs[place] for place in np.random.default_rng([self._seed, epoch]).permutation(len(packs))]
+
+
+def best_fit(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Places of `sizes` in packs of at most `most`: each, the largest first, into the pack with the least room that it
+    fits into. O(n log n)."""
+    packs: list[list[int]] = []
+    by_room: dict[int, list[list[int]]] = {}
+    rooms: list[int] = []  # with a pack, sorted
+    for place in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        size = sizes[place]
+        at = bisect_left(rooms, size)
+        if at == len(rooms):
+            room, pack = most, list[int]()
+            packs.append(pack)
+        else:
+            room = rooms[at]
+            pack = by_room[room].pop()
+            if not by_room[room]:
+                del rooms[at]
+        pack.append(place)
+        left = room - size
+        if not by_room.setdefault(left, []):
+            insort(rooms, left)
+        by_room[left].append(pack)
+    return packs
+
+
+def pieces_of(row: Example, most: int) -> Iterator[Example]:
+    """The row in parts of at most `most` tokens, without those of which nothing is learnt. The first token of a part is
+    not learnt: nothing before it is seen."""
+    for first in range(0, len(row.ids), most):
+        ids = row.ids[first : first + most]
+        prompt = min(max(row.prompt - first, 1), len(ids))
+        learnt = first + prompt - row.prompt
+        weights = None if row.weights is None else row.weights[learnt : first + len(ids) - row.prompt]
+        if prompt < len(ids) and (weights is None or weights.any()):
+            is_cut = row.is_cut or first + most < len(row.ids)
+            yield Example(row.index, ids, prompt, weights, row.source, is_cut)

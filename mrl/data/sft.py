@@ -1,0 +1,75 @@
+"""Rows to imitate of one or several sources, and the batches of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from mrl.config.schema import SFTDataConfig, SourceConfig
+from mrl.core import Rollout
+from mrl.data.dataset import control_notes
+from mrl.data.encoded_rows import EncodedRows
+from mrl.data.encoder import Encoder
+from mrl.data.sft_rows import SFTReader
+from mrl.data.sft_source import Example, SFTSource
+from mrl.data.tokenizer import Tokenizer
+
+
+class SFTDataset(EncodedRows[SFTSource, Example]):
+    """Rows to imitate. Raises DataError for malformed rows, and if nothing is left of a source."""
+
+    def __init__(self, sources: Sequence[SourceConfig], cfg: SFTDataConfig, tokenizer: Tokenizer) -> None:
+        self.cfg, self.tokenizer = cfg, tokenizer
+        encoder, reader = Encoder(cfg, tokenizer), SFTReader(cfg)
+        super().__init__(
+            sources,
+            lambda source, first: SFTSource(source, encoder, reader, first),
+            lambda found: f"{found.long_prompt} have too long a prompt, of {found.unlearnt} no token is learnt",
+            cfg.shuffle,
+        )
+
+    def batch(self, step: int, numbers: Sequence[int]) -> Rollout:
+        """These rows as samples, as `batch_of`."""
+        return self.batch_of(step, [self.rows[number] for number in numbers])
+
+    def batch_of(self, step: int, rows: Sequence[Example]) -> Rollout:
+        """Rows, or parts of them, as samples; what is not learnt of a response counts 0."""
+        counts = None
+        if any(row.weights is not None for row in rows):
+            ones = (np.ones(len(row.ids) - row.prompt, dtype=np.float32) for row in rows)
+            each = [one if row.weights is None else row.weights for row, one in zip(rows, ones, strict=True)]
+            counts = torch.from_numpy(np.concatenate(each))
+        return Rollout.of(
+            step,
+            [row.ids[: row.prompt] for row in rows],
+            [row.ids[row.prompt :] for row in rows],
+            rows=torch.tensor([row.index for row in rows]),
+            counts=counts,
+        )
+
+    def batches(self, numbers: Sequence[int], rows_at_once: int) -> Iterator[tuple[list[str | None], Rollout]]:
+        """These rows in parts: what each says of its kind, and the samples."""
+        for first in range(0, len(numbers), rows_at_once):
+            part = numbers[first : first + rows_at_once]
+            yield [self.rows[number].source for number in part], self.batch(0, part)
+
+
+def sft_notes(key: str, data: SFTDataset) -> Iterator[str]:
+    """What was left out or cut, one sentence each. key: that names the sources."""
+    cfg = data.cfg
+    for source in data.sources:
+        place = key if len(data.sources) == 1 else f"{key}, {source.source.path}"
+        limits = f"data.max_prompt_tokens={cfg.max_prompt_tokens}" + (
+            f" or data.max_tokens={cfg.max_tokens}" if cfg.max_tokens is not None else ""
+        )
+        for count, what in (
+            (source.long_prompt, f"left out: their prompt does not fit into {limits}"),
+            (source.unlearnt, "left out: none of their tokens is learnt"),
+            (source.cut_prompt, f"with a prompt cut to {cfg.max_prompt_tokens} tokens"),
+            (source.cut, f"cut to {cfg.max_tokens} tokens: they have no end"),
+        ):
+            if count:
+                yield f"{place}: {count} rows {what}"
+        yield from control_notes(place, source.as_text, source.as_control, cfg.chat_template)

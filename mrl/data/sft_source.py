@@ -1,0 +1,116 @@
+"""The usable rows of one source to imitate, tokenised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from mrl.config.schema import SourceConfig
+from mrl.data.encoded_rows import EncodedSource
+from mrl.data.encoder import Encoder
+from mrl.data.sft_rows import Imitated, SFTReader, encoded
+from mrl.data.turns import Turns
+
+
+@dataclass(frozen=True)
+class Example:
+    """One usable row. index: its row number; ids int32: all its tokens; prompt: how many come before the first one that
+    may be learnt; weights float32 [len(ids) - prompt]: what each of the others counts, None: 1; is_cut: it lacks its
+    end."""
+
+    index: int
+    ids: np.ndarray
+    prompt: int
+    weights: np.ndarray | None
+    source: str | None
+    is_cut: bool
+
+
+class SFTSource(EncodedSource[Example]):
+    """What is left out or cut is counted in rows:
+
+    long_prompt: left out, their prompt is over `data.max_prompt_tokens` or fills `data.max_tokens`
+    unlearnt: left out, none of their tokens counts, if only after the cut
+    cut_prompt, cut: kept with a shorter prompt, or without their end
+    longest: tokens of the longest row, before that
+
+    Raises DataError that names every malformed row.
+    """
+
+    def __init__(self, source: SourceConfig, encoder: Encoder, reader: SFTReader, first_index: int) -> None:
+        super().__init__(source, encoder, first_index)
+        self.long_prompt = self.unlearnt = self.cut_prompt = self.cut = self.longest = 0
+        self._reader, self._cfg, self._turns = reader, reader.cfg, Turns(encoder, reader.cfg)
+        self._keep(self._encoded())
+
+    @property
+    def left_out(self) -> int:
+        return self.long_prompt + self.unlearnt
+
+    def _encoded(self) -> Iterator[Example]:
+        for found in self._parts(self._imitated):
+            ids = encoded(self._encoder, list(found.values()))
+            for (i, row), (prompt, rest) in zip(found.items(), ids, strict=True):
+                if (example := self._example(i, row, prompt, rest)) is not None:
+                    said = row.prompt or row.text or row.conversation
+                    assert said is not None
+                    self.as_text += filter(None, [said.as_text])
+                    self.as_control += filter(None, [said.as_control])
+                    yield example
+
+    def _imitated(self, i: int) -> Imitated:
+        return self._reader.dressed(self._reader.read(self.rows, i, self.source.name), self._turns)
+
+    def _example(self, i: int, row: Imitated, prompt: list[int] | None, rest: list[int]) -> Example | None:
+        """None for a row that is left out, or cannot be used."""
+        self.longest = max(self.longest, len(prompt or ()) + len(rest))
+        kept = self._fitting(i, prompt) if prompt is not None else []
+        if kept is None:
+            return None
+        ids = np.asarray([*kept, *rest], dtype=np.int32)
+        limit = self._cfg.max_tokens or len(ids)
+        if len(kept) >= limit:
+            self.long_prompt += 1
+            return None
+        counts = self._counts(row, len(kept), len(ids))[:limit]
+        if not counts[1:].any():
+            self.unlearnt += 1
+            return None
+        first = max(1, int(counts.nonzero()[0][0]))
+        weights = None if (counts[first:] == 1).all() else counts[first:]
+        self.cut_prompt += prompt is not None and len(kept) < len(prompt)
+        self.cut += (is_cut := len(ids) > limit)
+        return Example(self.first_index + i, ids[:limit], first, weights, row.source, is_cut)
+
+    def _counts(self, row: Imitated, prompt: int, total: int) -> np.ndarray:
+        """[total] float32: what each token counts."""
+        if not self._cfg.completion_only or row.text is not None:
+            return np.full(total, row.weight, dtype=np.float32)
+        counts = np.zeros(total, dtype=np.float32)
+        if row.conversation is None:
+            counts[prompt:] = row.weight
+            return counts
+        for (first, after), weight in zip(row.conversation.spans, row.conversation.weights, strict=True):
+            counts[first:after] = row.weight * weight
+        return counts
+
+    def _fitting(self, i: int, prompt: list[int]) -> list[int] | None:
+        """The prompt within `data.max_prompt_tokens`; None for a row that is left out, or cannot be used."""
+        cfg, problem = self._cfg, None
+        if not prompt:
+            problem = "the prompt has no tokens"
+        elif len(prompt) > cfg.max_prompt_tokens and cfg.truncation == "error":
+            problem = (
+                f"{len(prompt)} tokens, more than data.max_prompt_tokens={cfg.max_prompt_tokens} (data.truncation)"
+            )
+        if problem:
+            self._problems.append((self.rows.where(i), problem))
+            return None
+        if len(prompt) <= cfg.max_prompt_tokens:
+            return prompt
+        if cfg.truncation == "drop":
+            self.long_prompt += 1
+            return None
+        return self._encoder.cut(prompt)

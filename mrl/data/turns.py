@@ -1,0 +1,108 @@
+"""Which tokens of a conversation the assistant says, up to the token that ends each of its turns.
+
+A chat template may mark them ({% generation %} ... {% endgeneration %}). Otherwise they are what the renderings of the
+conversation's beginnings differ in, if each of these is the beginning of the next: a template that shows earlier turns
+otherwise once there are later ones (Qwen3 drops their thinking) can be learnt from in its last turn only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mrl.config.schema import SFTDataConfig
+from mrl.data.encoder import Encoder, messages_of
+from mrl.data.rows import Row
+
+Span = tuple[int, int]  # of characters or tokens: the first, and the one after the last
+LAST_ONLY = "data.train_on: last takes the last one alone"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """ids of its tokens; spans: of the assistant's turns, as places among them; weights: what their tokens count.
+
+    as_text, as_control: as in `Dressed`
+    """
+
+    ids: list[int]
+    spans: list[Span]
+    weights: list[float]
+    as_text: str | None = None
+    as_control: str | None = None
+
+
+class Turns:
+    """The turns of conversations, as the data section asks for them."""
+
+    def __init__(self, encoder: Encoder, cfg: SFTDataConfig) -> None:
+        self.encoder, self._cfg, self._tokenizer = encoder, cfg, encoder.tokenizer
+
+    def conversation(self, messages: list[Row], weights: Sequence[float], more: Row) -> Conversation:
+        """weights: of each message; 0: not learnt; more: what else the chat template is told. Raises ValueError for one
+        that the chat template refuses, or whose turns cannot be told."""
+        messages = messages_of(messages)
+        control = self._tokenizer.control
+        name = control.first_in([messages, more])
+        said = messages if name is None else control.hidden(messages)
+        whole = self._tokenizer.dress_whole(messages, **more)
+        more = more if name is None else control.hidden(more)
+        text = whole if name is None else self._tokenizer.dress_whole(said, **more)
+        if name is not None and control.shown(text) != whole:
+            raise ValueError(f"the chat template looks for {name!r} in a message: its turns cannot be told")
+        learnt = self._learnt(messages, weights)
+        spans = self._spans(said, text, learnt, more) if learnt else []
+        ids, places = self._tokenizer.encode_marked(text, spans)
+        ended = [self._ended(ids, place) for place in places]
+        return Conversation(ids, ended, [weights[i] for i in learnt], as_text=name)
+
+    def _learnt(self, messages: list[Row], weights: Sequence[float]) -> list[int]:
+        """Numbers of the messages whose turns are learnt."""
+        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        last = turns[-1:] if self._cfg.train_on == "last" else turns
+        return [i for i in last if weights[i] > 0]
+
+    def _spans(self, messages: list[Row], text: str, learnt: list[int], more: Row) -> list[Span]:
+        """Of characters of the whole text, of these messages."""
+        if not self._tokenizer.marks_turns:
+            return [self._difference(messages, text, i, more) for i in learnt]
+        for i in learnt:
+            self._after(messages, text, i, more)
+        marked, spans = self._tokenizer.dress_marked(messages, **more)
+        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        if marked != text or len(spans) != len(turns):
+            counts = f"{len(spans)} parts of a conversation with {len(turns)} turns of the assistant"
+            raise ValueError(f"the chat template marks {counts} with {{% generation %}}")
+        return [spans[turns.index(i)] for i in learnt]
+
+    def _difference(self, messages: list[Row], text: str, i: int, more: Row) -> Span:
+        """What message i adds to the conversation before it, of a template without marks."""
+        before, after = self._tokenizer.dress(messages[:i], **more), self._after(messages, text, i, more)
+        if not text.startswith(before) or len(before) > after:
+            raise ValueError("the chat template shows a turn otherwise than where the assistant is asked for it")
+        return len(before), after
+
+    def _after(self, messages: list[Row], text: str, i: int, more: Row) -> int:
+        """Characters of the whole text that are of message i and those before it."""
+        beginning = self._tokenizer.dress_whole(messages[: i + 1], **more)
+        if not text.startswith(beginning):
+            raise ValueError(f"the chat template shows earlier turns otherwise once there are later ones: {LAST_ONLY}")
+        return len(beginning)
+
+    def _ended(self, ids: list[int], span: Span) -> Span:
+        """Up to the token that ends the turn: without it, the model would never learn to stop."""
+        first, after = span
+        ends = [place for place in range(first, after) if ids[place] in self._ends]
+        if ends and not self._tokenizer.decode(ids[ends[-1] + 1 : after], special=True).strip():
+            return first, ends[-1] + 1
+        shown = self._tokenizer.decode(ids[max(first, after - 3) : after], special=True)
+        raise ValueError(
+            f"the chat template ends a turn with {shown!r}, which has no EOS or other token of its own: the model "
+            "would not learn to stop"
+        )
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        """Tokens that may end a turn."""
+        return frozenset({self._tokenizer.eos_id, *self._tokenizer.hf.added_tokens_decoder})

@@ -1,0 +1,74 @@
+"""How many of a model's answers are right: prompts of data.validation -> engine -> the run's own reward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mrl.config.schema import Config
+from mrl.core import Request, Sample, SamplingParams
+from mrl.data import PromptDataset, load_eyes, load_tokenizer
+from mrl.evaluation.estimates import Estimate, majority_at, pass_at
+from mrl.reward import RewardManager
+from mrl.reward.check import row_check
+from mrl.rollout import sample_seed, start_engine
+
+STREAM = 1 << 42  # of seeds, apart from a run's own
+
+
+def answered(
+    cfg: Config, weights: str, logs: Path, prompts: int, samples: int, temperature: float, right_from: float
+) -> dict[str, Any]:
+    """`mean_score`, `exact` (right ones among all), `pass@k` and `maj@k` for k = 1, 2, 4, ... and `samples`, by name
+    with their intervals, and the samples with their scores.
+
+    weights: a Hugging Face directory; right_from: a score from there on is right; temperature: 0 with one sample
+    Raises DataError, TokenizerError, RewardError, RolloutError or EngineStartError.
+    """
+    reward, engines = cfg.rewards(), cfg.engines()
+    assert cfg.data.validation is not None and reward is not None and engines is not None
+    rollout, _ = engines
+    tokenizer = load_tokenizer(weights, cfg.model.eos_token, cfg.model.chat_template)
+    eyes = load_eyes(weights, cfg.data)
+    data = PromptDataset(cfg.data.validation, cfg.data, tokenizer, check=row_check(reward, cfg.data), eyes=eyes)
+    asked = data.first(prompts)
+    requests = [
+        Request(i, i // samples, asked[i // samples], sample_seed(cfg.run.seed, STREAM, i))
+        for i in range(len(asked) * samples)
+    ]
+    sampling = rollout.sampling
+    stops = (*sampling.stop_token_ids, tokenizer.eos_id)
+    params = SamplingParams(temperature, 1.0, -1, sampling.max_new_tokens, sampling.stop, stops)
+    keys = {name: dict(cfg.data)[name] for name in ("prompt_key", "answer_key", "data_source_key")}
+    with contextlib.ExitStack() as stack:
+        rewards = RewardManager(reward, **keys, max_response_tokens=sampling.max_new_tokens)
+        stack.enter_context(contextlib.closing(rewards))
+        engine = stack.enter_context(start_engine(rollout, weights, cfg.model.dtype, logs, cfg.run.seed))
+        engine.wait_ready()
+        found = engine.generate(requests, params)
+        for sample, text in zip(found, tokenizer.decode_all([s.response_ids for s in found]), strict=True):
+            sample.response_text = text
+        rewards.collect(found)
+    return summary(found, samples, right_from)
+
+
+def summary(found: Sequence[Sample], n: int, right_from: float) -> dict[str, Any]:
+    """found: n samples of each prompt, one after the other"""
+    groups = [found[first : first + n] for first in range(0, len(found), n)]
+    right = [[sample.score >= right_from for sample in group] for group in groups]
+    texts = [[sample.response_text.strip() for sample in group] for group in groups]
+    estimates = {
+        "mean_score": Estimate.of([sum(s.score for s in group) / n for group in groups]),
+        "exact": Estimate.of([sum(good) / n for good in right]),
+    }
+    for k in sorted({2**power for power in range(n.bit_length())} | {n}):
+        estimates[f"pass@{k}"] = pass_at(k, [sum(good) for good in right], n)
+        estimates[f"maj@{k}"] = majority_at(k, texts, right)
+    rows = [
+        {"prompt": group[0].request.prompt.text, "responses": t, "scores": [s.score for s in group]}
+        for group, t in zip(groups, texts, strict=True)
+    ]
+    return {"estimates": {name: asdict(e) for name, e in estimates.items()}, "samples": rows}

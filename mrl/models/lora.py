@@ -1,0 +1,167 @@
+"""Adapters beside the linear layers of a built and loaded model, which itself is frozen.
+
+A layer is left as it is: a hook adds the adapters' part to what it gives, whatever made it (Megatron's, transformer-
+engine's). All that travels between ranks has `rank` numbers a token. Where A or B is on every tensor-parallel rank, and
+sequence parallelism gives each rank some of the tokens, its gradient is marked to be summed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mrl import platform
+from mrl.config.sections.models import TrainConfig
+from mrl.families import ModelArch, UnsupportedModel
+from mrl.families.adapters import MARK, LoRA, adapted_rows, layer_of, part_of
+from mrl.families.rows import Row
+from mrl.families.table import VALUE_HEAD
+from mrl.models.lora_layer import AdaptedLayer, Adapter, Dropout, Place
+from mrl.models.naming import global_name
+from mrl.parallel import Mesh
+
+
+class Adapters:
+    """Those of a model's chunks on this rank.
+
+    spec: what they are; base: digest of the weights that they belong to, once somebody has set it
+    """
+
+    def __init__(self, spec: LoRA, layers: dict[nn.Parameter, AdaptedLayer]) -> None:
+        self.spec, self._layers, self.base = spec, layers, ""
+        self._rounding = torch.zeros(2, device=platform.device())  # of `merged`, since somebody has asked
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """The model computes as it was before it had any."""
+        for layer in self._layers.values():
+            layer.is_on = False
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.is_on = True
+
+    @torch.no_grad()
+    def merged(self, parameter: nn.Parameter) -> Tensor:
+        """What a weight of the model stands for with its adapters, in its dtype and laid out like it: made in float32
+        and rounded once. One without adapters is given back. Collective over tensor parallelism with DoRA."""
+        layer = self._layers.get(parameter)
+        if layer is None:
+            return parameter.detach()
+        weight, rounding = layer.merged()
+        self._rounding += rounding
+        return weight
+
+    def metrics(self) -> dict[str, float]:
+        """sync/adapter_rounding: by how much of its length rounding has moved what adapters add, in all weights that
+        have been merged since the last call: near 1, and engines have hardly anything of them. Collective over the
+        world."""
+        dist.all_reduce(self._rounding)
+        lost, added = self._rounding.tolist()
+        self._rounding.zero_()
+        return {"sync/adapter_rounding": math.sqrt(lost / added) if added else 0.0}
+
+
+def attach(chunks: Sequence[nn.Module], arch: ModelArch, mesh: Mesh, train: TrainConfig, seed: int) -> Adapters:
+    """Those that `train.lora` asks for. They, and a value head, are what is trained of the chunks from now on: the rest
+    is frozen. The chunks are not wrapped yet, and have their weights. Call inside `mesh.active()`.
+
+    The first values follow from the seed and the layer's name alone. Raises UnsupportedModel for layers whose weights
+    of several experts are in one module.
+    """
+    assert train.lora is not None
+    made: dict[nn.Parameter, AdaptedLayer] = {}
+    rows = dict(adapted_rows(arch))
+    for chunk in chunks:
+        for local, parameter in list(chunk.named_parameters()):
+            name = global_name(chunk, local)
+            parameter.requires_grad_(name == VALUE_HEAD)
+            if name in rows and any(train.lora.spec.takes(layer_of(hf)) for hf in rows[name].hf):
+                made[parameter] = _layer(chunk, local, name, rows[name], arch, mesh, train, seed)
+        if train.recompute != "none":
+            _keep_gradients_alive(chunk)
+        if train.lora.dropout:
+            _tell_batches(chunk)
+    return Adapters(train.lora.spec, made)
+
+
+def _layer(
+    chunk: nn.Module, local: str, name: str, row: Row, arch: ModelArch, mesh: Mesh, train: TrainConfig, seed: int
+) -> AdaptedLayer:
+    parameter, (owner_name, _, attribute) = chunk.get_parameter(local), local.rpartition(".")
+    if attribute != "weight":
+        raise UnsupportedModel(f"lora: {name} is one of several weights in a module: layers local, or other targets")
+    assert train.lora is not None
+    owner, spec = chunk.get_submodule(owner_name), train.lora.spec
+    tp, tp_rank = mesh.tensor_cut(row.expert)
+    is_sequence = train.parallel.sequence and tp > 1 and not row.expert
+    place = Place(
+        by_rows=row.tp_dim == 0,
+        tp=tp,
+        group=mesh.expert_tp_group if row.expert else mesh.tp_group,
+        is_sequence=is_sequence,
+        groups=arch.num_kv_heads // tp if row.kind == "qkv" else 1,
+    )
+    parts: dict[str, Adapter | None] = {}
+    sizes: dict[str, int] = {}
+    for hf, (out, columns) in zip(row.hf, row.shapes, strict=True):
+        part, own = part_of(hf), f"{name.removesuffix('.weight')}{MARK}{part_of(hf)}"
+        sizes[part] = out // tp if place.by_rows else out
+        parts[part] = None
+        if spec.takes(layer_of(hf)):
+            whole = _first_values(own, spec.rank, columns, train.lora.init, seed)
+            mine = whole if place.by_rows else whole.chunk(tp, 1)[tp_rank]
+            parts[part] = Adapter(mine, sizes[part], parameter)
+    layer = AdaptedLayer(owner, parts, sizes, place, spec, _dropout(name, row, place, tp_rank, train.lora.dropout))
+    layer.mark(is_expert=row.expert)
+    owner.add_module(MARK.strip("."), layer)
+    owner.register_forward_hook(layer.add)
+    return layer
+
+
+def _dropout(name: str, row: Row, place: Place, tp_rank: int, share: float) -> Dropout | None:
+    if not share:
+        return None
+    columns = 0 if place.by_rows else tp_rank * row.shapes[0][1] // place.tp
+    part = (tp_rank, place.tp) if place.by_rows and place.is_sequence else (0, 1)
+    return Dropout(share, int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"), columns, part)
+
+
+def _tell_batches(chunk: Any) -> None:
+    """Every pass of a layer, also one that is computed again, begins with the word of whose tokens they are."""
+
+    def tell(module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
+        for layer in module.modules():
+            if isinstance(layer, AdaptedLayer):
+                layer.batch = named["packed_seq_params"]
+
+    for layer in chunk.decoder.layers:
+        layer.register_forward_pre_hook(tell, with_kwargs=True)
+
+
+def _first_values(name: str, rank: int, columns: int, init: str, seed: int) -> Tensor:
+    """A [rank, columns] float32, the same at every layout."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    stream = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    if init == "gaussian":
+        return torch.randn(rank, columns, generator=stream) / rank
+    return (torch.rand(rank, columns, generator=stream) * 2 - 1) / math.sqrt(columns)
+
+
+def _keep_gradients_alive(chunk: Any) -> None:
+    """Megatron computes layers again only in the backward pass of their input, which a frozen embedding's output would
+    not have: every gradient behind it would be zero, without an error."""
+
+    def asks(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output.requires_grad_() if torch.is_grad_enabled() else output
+
+    if chunk.pre_process:
+        chunk.embedding.register_forward_hook(asks)

@@ -1,0 +1,21 @@
+"""What engines have to be told at their start to take the actor's adapters (`sync.lora: adapter`)."""
+
+from __future__ import annotations
+
+from mrl.config.schema import RLConfig, RolloutConfig
+from mrl.families import engine_arch
+from mrl.families.adapters import adapted_parts
+
+AT_ONCE = 2  # adapters in memory: the one that is drawn with, and that there is none
+
+
+def started_with(cfg: RLConfig) -> RolloutConfig:
+    """`cfg.rollout`, with the words of SGLang's command line for adapters where the run sends them."""
+    if cfg.sync.lora != "adapter":
+        return cfg.rollout
+    lora = cfg.actor.lora
+    assert lora is not None
+    parts = adapted_parts(engine_arch(cfg.model.path), lora.spec)
+    words = ["--enable-lora", "--max-lora-rank", str(lora.rank), "--max-loras-per-batch", str(AT_ONCE)]
+    words += ["--lora-target-modules", *parts]
+    return cfg.rollout.model_copy(update={"server_args": (*words, *cfg.rollout.server_args)})

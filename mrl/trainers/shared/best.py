@@ -1,0 +1,53 @@
+"""Which validation of a run was the best so far, and whether it is time to end: part of the run's state."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mrl.config.schema import HeldOutConfig
+
+
+class Best:
+    """value, step: of the best one, None before the first; stalled: validations since the last one that was better by
+    more than `min_delta`."""
+
+    def __init__(self, cfg: HeldOutConfig) -> None:
+        self._cfg = cfg
+        self.value: float | None = None
+        self.step: int | None = None
+        self.stalled = 0
+
+    def see(self, step: int, metrics: dict[str, float]) -> None:
+        """After `step` steps, with all metrics of the validation."""
+        value = metrics[f"validation/{self._cfg.metric}"]
+        better = math.isfinite(value) and (self.value is None or self._gain(value) > 0)
+        progress = better and (self.value is None or self._gain(value) > self._cfg.min_delta)
+        self.stalled = 0 if progress else self.stalled + 1
+        if better:
+            self.value, self.step = value, step
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there has been no progress for too long."""
+        return self._cfg.patience is not None and self.stalled >= self._cfg.patience
+
+    @property
+    def kept_step(self) -> int | None:
+        """Whose checkpoint is kept besides the last ones."""
+        return self.step if self._cfg.keep_best else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"metric": self._cfg.metric, "value": self.value, "step": self.step, "stalled": self.stalled}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Of another metric, nothing is known yet."""
+        if state["metric"] == self._cfg.metric:
+            self.value, self.step, self.stalled = state["value"], state["step"], state["stalled"]
+
+    def __str__(self) -> str:
+        return f"{self._cfg.metric} {self.value:.4f} at step {self.step}"
+
+    def _gain(self, value: float) -> float:
+        assert self.value is not None
+        return self.value - value if self._cfg.metric == "loss" else value - self.value

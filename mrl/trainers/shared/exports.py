@@ -1,0 +1,81 @@
+"""What a run leaves for others to load: the actor in the hub's form, its adapters in PEFT's, each with a card."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mrl.cards import Origin, card_of
+from mrl.config.schema import Config
+from mrl.learner import Learner
+from mrl.parallel import gather, rank, world_size
+from mrl.trainers.shared.phases import Phases
+from mrl.weights.disk.digest import file_digests
+from mrl.weights.model.export import Describe, save_hf
+from mrl.weights.model.save_adapter import save_adapter
+
+CHAT_TEMPLATE = "chat_template.jinja"  # before which what tokenizer_config.json says has no effect
+
+
+class Exports:
+    """Of one run. All methods are collective; step: that the weights are of.
+
+    config: what a checkpoint keeps of the configuration
+    """
+
+    def __init__(self, cfg: Config, phase: Phases, config: Mapping[str, Any], actor: Learner) -> None:
+        self._model, self._phase, self._config, self._actor = cfg.model.path, phase, config, actor
+        self._template = cfg.model.chat_template
+
+    def of_step(self, step: int) -> None:
+        """What is trained of the actor: RUN_DIR/adapter_step_N if it has adapters, else hf_step_N."""
+        if self._actor.adapters is not None:
+            self.adapter(f"adapter_step_{step}", step)
+        else:
+            self.whole(f"hf_step_{step}", step)
+
+    def whole(self, name: str, step: int) -> None:
+        """RUN_DIR/name: a complete Hugging Face directory; adapters are merged."""
+        self._phase.memory.begin("export")
+        target = self._phase.run_dir / name
+        save_hf(self._actor.exporter, self._model, target, overwrite=True, describe=self._describe(target, step))
+
+    def adapter(self, name: str, step: int) -> None:
+        """RUN_DIR/name: the adapters alone; nothing if the actor has none."""
+        actor, target = self._actor, self._phase.run_dir / name
+        if actor.adapters is None:
+            return
+        self._phase.memory.begin("export")
+        save_adapter(
+            *(actor.bare, actor.arch, actor.mesh),
+            actor.adapters.spec,
+            target,
+            base_name=Path(self._model).name,
+            base_digest=actor.adapters.base,
+            overwrite=True,
+            describe=self._describe(target, step),
+        )
+
+    def _describe(self, target: Path, step: int) -> Describe:
+        origin = Origin(self._phase.run_dir, self._config, step)
+        base = _digests(origin.base_files())
+
+        def describe(export: Path, digests: dict[str, str]) -> None:
+            if self._template is not None:
+                shutil.copyfile(self._template, export / CHAT_TEMPLATE)
+            if note := card_of(origin, export, target, digests, base):
+                self._phase.recorder.note(note)
+
+        return describe
+
+
+def _digests(files: list[Path]) -> dict[str, str]:
+    """Of all, each read by one rank; none if one cannot be read."""
+    try:
+        mine = file_digests(files[rank() :: world_size()])
+    except OSError:
+        mine = {}
+    found = {name: digest for part in gather(mine) for name, digest in part.items()}
+    return found if len(found) == len(files) else {}

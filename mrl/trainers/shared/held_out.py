@@ -1,0 +1,46 @@
+"""Runs that held-out rows judge: before the first step, every so many, and after the last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mrl.core import StepStats
+from mrl.trainers.shared.best import Best
+from mrl.trainers.shared.run import Run
+
+
+@dataclass
+class JudgedRun(Run):
+    """best: of the validations; None: there are no held-out rows"""
+
+    best: Best | None
+
+    def judge(self) -> dict[str, float]:
+        """validation/... of the held-out rows, validation/loss among them. Collective."""
+        raise NotImplementedError
+
+    def before_steps(self) -> None:
+        """The validation of step 0, where one is due and has not been made. Collective."""
+        cfg = self.cfg.held_out()
+        if self.best is not None and self.start_step == 0 and cfg is not None and cfg.at_start:
+            stats = StepStats(0)
+            self._validate(stats)
+            self.recorder.log(stats)
+
+    def after_update(self, stats: StepStats) -> None:
+        """Adds the validation that is due after the step of `stats`. Collective then."""
+        cfg = self.cfg.held_out()
+        if self.best is None or cfg is None:
+            return
+        if stats.step % cfg.every_steps == 0 or stats.step == self.cfg.run.steps:
+            self._validate(stats)
+            self.best.see(stats.step, stats.metrics)
+
+    def finish(self) -> None:
+        if self.best is not None and self.saving.is_over:
+            self.recorder.note(f"no progress in {self.best.stalled} validations: the run ends early ({self.best})")
+        super().finish()
+
+    def _validate(self, stats: StepStats) -> None:
+        with self.phase("validation", stats):
+            stats.metrics |= self.judge()

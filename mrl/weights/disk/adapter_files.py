@@ -1,0 +1,86 @@
+"""A directory of adapters in PEFT's form: adapter_config.json, adapter_model.safetensors, and what only mrl notes.
+
+SGLang reads `lora_alpha / r` and nothing else of how B A is scaled: what is written here has the whole scale in that,
+which is the same for PEFT.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.families import ModelArch
+from mrl.families.adapters import LoRA
+from mrl.families.peft import STEPS, peft_config
+from mrl.families.table import Role
+from mrl.foreign import read_json
+from mrl.weights.errors import WeightError
+
+CONFIG, WEIGHTS, NOTES = "adapter_config.json", "adapter_model.safetensors", "mrl_adapter.json"
+_MUST_BE: dict[str, tuple[Any, ...]] = {  # what this program would compute otherwise
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    "fan_in_fan_out": (None, False),
+    "lora_bias": (None, False),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "alora_invocation_tokens": (None,),
+}
+
+
+def write_config(directory: Path, base_name: str, arch: ModelArch, role: Role, lora: LoRA, base_digest: str) -> None:
+    """adapter_config.json and mrl's notes."""
+    (directory / CONFIG).write_text(json.dumps(peft_config(base_name, arch, role, lora), indent=2) + "\n")
+    notes = {"version": 1, "base_digest": base_digest, "lora": lora.record()}
+    (directory / NOTES).write_text(json.dumps(notes, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a directory of adapters says of them.
+
+    scores_steps: their head does; base_digest: of the weights they belong to, where mrl wrote them
+    """
+
+    scale: float
+    rank: int
+    dora: bool
+    scores_steps: bool
+    base_digest: str | None
+
+
+def read_config(directory: Path) -> Found:
+    """Raises WeightError for what is not there or that `merge` would compute otherwise than PEFT, naming the key."""
+    config = _object(directory / CONFIG)
+    wrong = [
+        f"{key} is {json.dumps(config.get(key))}" for key, known in _MUST_BE.items() if config.get(key) not in known
+    ]
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+        wrong.append(f"r is {json.dumps(rank)} and lora_alpha {json.dumps(alpha)}")
+    if wrong:
+        raise WeightError(f"{directory / CONFIG}: not supported: {'; '.join(wrong)}")
+    assert isinstance(rank, int) and isinstance(alpha, int | float)
+    lora = LoRA(rank, alpha, (), bool(config.get("use_rslora")), bool(config.get("use_dora")))
+    notes = _object(directory / NOTES) if (directory / NOTES).is_file() else {}
+    digest = notes.get("base_digest")
+    steps = config.get("task_type") == STEPS
+    return Found(lora.scale, rank, lora.dora, steps, digest if isinstance(digest, str) else None)
+
+
+def _object(file: Path) -> Mapping[str, Any]:
+    try:
+        content = read_json(file)
+    except FileNotFoundError:
+        raise WeightError(f"{file} does not exist: expected a directory of adapters as PEFT writes it") from None
+    except (OSError, ValueError) as error:
+        raise WeightError(str(error)) from error
+    if not isinstance(content, dict):
+        raise WeightError(f"{file} holds a {type(content).__name__}, not an object with keys")
+    return content

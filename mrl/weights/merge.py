@@ -1,0 +1,202 @@
+"""`mrl merge`: a Hugging Face directory with adapters put into its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mrl.directories import Staging
+from mrl.families import load_arch
+from mrl.families.peft import PREFIX
+from mrl.families.table import HF_OUTPUT, HF_VALUE_HEAD, VALUE_HEAD, weight_table
+from mrl.weights.disk.adapter_files import CONFIG, WEIGHTS, Found, read_config
+from mrl.weights.disk.base_digest import joined, tensor_digest
+from mrl.weights.disk.model_files import copy_model_files
+from mrl.weights.disk.safetensors_io import HFCheckpoint
+from mrl.weights.errors import WeightError
+from mrl.weights.meta import TensorMeta
+from mrl.weights.model.export import plan_files, write_index
+
+_PARTS = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_magnitude_vector": "magnitude"}
+
+
+@dataclass
+class Merged:
+    """layers: with adapters; tensors: in all; is_checked: the weights are known to be those of the adapters
+
+    lost: squares of what rounding to the weights' type has left out of the sums; added: of what was added to them
+    """
+
+    layers: int
+    tensors: int = 0
+    is_checked: bool = False
+    lost: float = 0.0
+    added: float = 0.0
+
+    @property
+    def rounding(self) -> float:
+        """By how much of its length rounding has moved what the adapters add."""
+        return math.sqrt(self.lost / self.added) if self.added else 0.0
+
+    def lines(self, target: Path) -> Iterator[str]:
+        """What a user is told."""
+        yield f"{target}: adapters of {self.layers} layers are in {self.tensors} tensors"
+        yield f"rounding has moved what they add by {self.rounding:.1%}"
+        if not self.is_checked:
+            yield "whether these are the weights that they were trained beside is not known: mrl did not write them"
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """Of one directory. layers: by the hub's name of the linear layer, its A, B and magnitude; whole: tensors that
+    replace those of their names."""
+
+    found: Found
+    layers: Mapping[str, dict[str, Tensor]]
+    whole: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def merged(self, name: str, weight: Tensor, into: Merged) -> Tensor:
+        """The tensor `name` with what belongs to it, in its own type; what rounding costs is added up in `into`. One
+        that is replaced has the type of what replaces it."""
+        if name in self.whole:
+            return self.whole[name]
+        parts = self.layers.get(name.removesuffix(".weight"))
+        if parts is None:
+            return weight
+        plain = weight.float()
+        exact = plain + self.found.scale * (parts["B"].float() @ parts["A"].float())
+        if self.found.dora:
+            exact *= (parts["magnitude"].float().flatten() / exact.norm(dim=1))[:, None]
+        rounded = exact.to(weight.dtype)
+        into.lost += float((rounded.float() - exact).double().square().sum())
+        into.added += float((exact - plain).double().square().sum())
+        return rounded
+
+
+def merge(
+    base: Path,
+    adapter: Path,
+    target: Path,
+    max_file_bytes: int,
+    *,
+    allow_pickle: bool = False,
+    describe: Callable[[Path, Merged], None] | None = None,
+) -> Merged:
+    """Writes `target`, a complete Hugging Face directory, all or nothing: one tensor after the other, added up in
+    float32 and rounded once to the base's type. A classifier's score head comes from the adapters.
+
+    describe: writes what it is into the directory, before that gets its name
+
+    Raises WeightError for other weights than the adapters were trained beside, for layers that the base does not have,
+    and for adapters of a kind that PEFT would compute otherwise.
+    """
+    file, arch = read_adapter(adapter), load_arch(base)
+    if file.whole:
+        arch = replace(arch, score_heads=file.whole[HF_VALUE_HEAD].size(0), scores_steps=file.found.scores_steps)
+        row, head = weight_table(arch, "critic")[VALUE_HEAD], file.whole[HF_VALUE_HEAD]
+        file = replace(file, whole={**file.whole, **{name: head.new_zeros(shape) for name, shape in row.zeros}})
+    result = Merged(len(file.layers))
+    with closing(HFCheckpoint(base, allow_pickle)) as checkpoint:
+        metas = _metas(checkpoint, file, adapter)
+        staging = Staging(target, sum(meta.nbytes for meta in metas))
+        staging.begin()
+        try:
+            _write(checkpoint, file, metas, max_file_bytes, staging.directory, result, base)
+            copy_model_files(base, staging.directory, metas[0].dtype, arch, "critic" if file.whole else "policy")
+            if describe is not None:
+                describe(staging.directory, result)
+            staging.commit()
+        finally:
+            staging.end()
+    return result
+
+
+def read_adapter(directory: Path) -> AdapterFile:
+    """Raises WeightError for a file that is not whole, or of names that no adapter has."""
+    found, file = read_config(directory), directory / WEIGHTS
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise WeightError(f"{file} cannot be read: {error}") from error
+    layers: dict[str, dict[str, Tensor]] = {}
+    whole: dict[str, Tensor] = {}
+    unknown = []
+    for name, tensor in tensors.items():
+        own = name.removeprefix(PREFIX)
+        ending = next((end for end in _PARTS if own.endswith(f".{end}")), None)
+        if ending is not None:
+            layers.setdefault(own.removesuffix(f".{ending}"), {})[_PARTS[ending]] = tensor
+        elif own == HF_VALUE_HEAD:
+            whole[own] = tensor
+        else:
+            unknown.append(name)
+    wanted = {"A", "B"} | ({"magnitude"} if found.dora else set())
+    unknown += [layer for layer, parts in layers.items() if parts.keys() != wanted]
+    if unknown or not layers:
+        raise WeightError(f"{file}: not the adapters that {CONFIG} describes: {', '.join(unknown[:4]) or 'none'}")
+    return AdapterFile(found, layers, whole)
+
+
+def _metas(checkpoint: HFCheckpoint, file: AdapterFile, adapter: Path) -> list[TensorMeta]:
+    """Of what is written, by name. A classifier has no output layer, and may be made of a model that has one."""
+    problems, metas = [], []
+    for layer, parts in file.layers.items():
+        if f"{layer}.weight" not in checkpoint:
+            problems.append(f"{checkpoint.path} has no {layer}.weight")
+            continue
+        here = checkpoint.source(f"{layer}.weight").shape
+        if here != (parts["B"].size(0), parts["A"].size(1)):
+            problems.append(f"{layer}: {[parts['B'].size(0), parts['A'].size(1)]}, in {checkpoint.path} {list(here)}")
+    if problems:
+        more = [f"and {len(problems) - 4} more"] if len(problems) > 4 else []
+        raise WeightError(f"{adapter} does not fit: {'; '.join(problems[:4] + more)}")
+    for name in checkpoint:
+        if name not in file.whole and not (name == HF_OUTPUT and file.whole):
+            source = checkpoint.source(name)
+            metas.append(TensorMeta(name, source.shape, source.dtype, 0))
+    return metas + [TensorMeta(name, tuple(whole.shape), whole.dtype, 0) for name, whole in file.whole.items()]
+
+
+def _write(
+    checkpoint: HFCheckpoint,
+    file: AdapterFile,
+    metas: list[TensorMeta],
+    max_file_bytes: int,
+    directory: Path,
+    result: Merged,
+    base: Path,
+) -> None:
+    digests: list[tuple[str, str]] = []
+    files = plan_files(metas, max_file_bytes)
+    for each in files:
+        tensors = {}
+        for meta in each.tensors:
+            if meta.name in checkpoint:
+                weight = checkpoint.source(meta.name)[:]
+                digests.append((meta.name, tensor_digest(weight)))
+            else:
+                weight = torch.empty(0, dtype=meta.dtype)
+            tensors[meta.name] = file.merged(meta.name, weight, result).contiguous()
+            result.tensors += 1
+        try:
+            save_file(tensors, directory / each.name, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise WeightError(f"{directory / each.name} cannot be written: {error}") from error
+    if len(files) > 1:
+        write_index(files, directory)
+    left = [name for name in checkpoint if name not in {meta.name for meta in metas}]
+    digests += [(name, tensor_digest(checkpoint.source(name)[:])) for name in left]
+    if file.found.base_digest is not None and joined(digests) != file.found.base_digest:
+        raise WeightError(
+            f"{base} is not what the adapters were trained beside: its weights have the digest {joined(digests)[:12]}, "
+            f"the adapters' have {file.found.base_digest[:12]}"
+        )
+    result.is_checked = file.found.base_digest is not None

@@ -1,0 +1,152 @@
+"""Pushing the actor's adapters themselves: the engine keeps the model that the run began with, and multiplies by A and
+B beside it, as the trainer does. Nothing is merged, so nothing is rounded, and a push is a few megabytes.
+
+SGLang takes an adapter under a name that it does not know yet, and requests ask for it by that name. What SGLang cannot
+compute as the trainer does is refused by `mrl.config.checks.lora`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mrl import platform
+from mrl.config.schema import SyncConfig
+from mrl.families import ModelArch
+from mrl.families.adapters import LoRA, adapted_rows, layer_of
+from mrl.families.peft import PREFIX, peft_config
+from mrl.rollout.access import OPEN, Access
+from mrl.rollout.client import EngineClient
+from mrl.rollout.errors import EngineError
+from mrl.weights.errors import SyncError, WeightError
+from mrl.weights.sync.checksum import Key
+from mrl.weights.sync.engine_sync import EngineSync, Guard, SyncReport
+from mrl.weights.sync.payload import WeightSource, pickle_by_name
+from mrl.weights.sync.transports import Hops
+
+OURS = "mrl-"  # begins the names of adapters that runs have pushed
+TRANSPORT = "adapter"
+
+
+class AdapterSync(EngineSync):
+    """Keeps engines at the adapters of `exporter`, beside the weights of `base`, which they have read from the model's
+    directory: that these are the trainer's is proved at the first push to each engine, whatever `sync.verify` says.
+
+    exporter: of the adapters, under PEFT's names without prefix; lora: which they are; the rest as EngineSync takes it
+    """
+
+    def __init__(
+        self,
+        exporter: WeightSource,
+        base: WeightSource,
+        lora: LoRA,
+        urls: Sequence[str],
+        sync: SyncConfig,
+        engine_tensor: int = 1,
+        *,
+        access: Access = OPEN,
+        guard: Guard | None = None,
+    ) -> None:
+        super().__init__(base, urls, sync, engine_tensor, access=access, guard=guard)
+        self._exporter, self._lora = exporter, lora
+        self._metas = exporter.metas()
+        self._run = self._agreement.on_main("naming the run's adapters", lambda: secrets.token_hex(4))
+        self._pushes = 0
+        self._base: Mapping[Key, str] | None = None  # the hashes of its parameters
+        self._with_base: set[str] = set()  # engines by address that have been found to have it
+
+    def _push(self, verify: bool, again: bool, started: float) -> SyncReport:
+        try:
+            return self._pushed(verify, again, started)
+        except SyncError:  # an engine may be another one afterwards
+            self._with_base.clear()
+            raise
+
+    def _pushed(self, verify: bool, again: bool, started: float) -> SyncReport:
+        self._pushes += not again
+        name = f"{OURS}{self._run}-{self._pushes}"
+        self._on_rank_0("asking the engines", self._check_guard)
+        self._prove_base()
+        began = time.monotonic()
+        parts = self._agreement.collect(self._at("gathering the adapters"), dict(self._host_stream()))
+        gather_s, began = time.monotonic() - began, time.monotonic()
+        self._on_rank_0("loading the adapter", lambda: self._load(name, parts, again, verify))
+        self._on_rank_0("finishing the update", lambda: self._settle(self._version))
+        size = sum(meta.nbytes for meta in self._metas)
+        engine_s, sent = time.monotonic() - began, size * len(self._engines.clients)
+        return SyncReport(
+            seconds=time.monotonic() - started,
+            bytes=size,
+            tensors=len(self._metas),
+            verified=len(self._metas) if verify else 0,
+            transport=TRANSPORT,
+            hops=Hops(gather_s=gather_s, engine_s=engine_s, engine_bytes=sent),
+            adapter=name,
+        )
+
+    def _forget(self, client: EngineClient) -> None:
+        self._with_base.discard(client.url)
+
+    def _prove_base(self) -> None:
+        """Of engines that have not been seen before."""
+        unseen = {client.url for client in self._engines.clients} - self._with_base
+        if not unseen:
+            return
+        verifier = self._get_verifier()
+        if self._base is None:
+            hasher = verifier.hasher(self._rank)
+            for name, tensor in self._proved.stream():
+                hasher.add(name, tensor)
+            self._base = self._expected(verifier, hasher)
+        self._verify(verifier, self._base)
+        self._with_base |= unseen
+
+    def _host_stream(self) -> list[tuple[str, Tensor]]:
+        return [(name, tensor.cpu().clone()) for name, tensor in self._exporter.stream()]
+
+    def _load(self, name: str, parts: Sequence[Mapping[str, Tensor]], again: bool, verify: bool) -> None:
+        """Rank 0: gives every engine the adapter, and takes the former ones from it."""
+        tensors = {PREFIX + key: tensor for part in parts for key, tensor in part.items()}
+        if len(tensors) != len(self._metas):
+            raise WeightError(f"{len(tensors)} tensors of adapters have come, not {len(self._metas)}")
+        tensors |= {PREFIX + key: tensor for key, tensor in zeros_beside(self._exporter.arch, self._lora, tensors)}
+        payload = pickle_by_name(tensors)
+        sums = {key: _sha256(tensor) for key, tensor in tensors.items()} if verify else None
+        config = peft_config("base", self._exporter.arch, "policy", self._lora)
+
+        def load(client: EngineClient) -> None:
+            if again:
+                with contextlib.suppress(EngineError):  # it is there only if a former attempt broke off
+                    client.unload_adapter(name)
+            payloads = [payload] * self._engines.tensor
+            held = client.load_adapter(name, config, payloads, sums)
+            for former in held:
+                if former.startswith(OURS) and former != name:
+                    client.unload_adapter(former)
+
+        self._engines.call(load)
+
+
+def zeros_beside(arch: ModelArch, lora: LoRA, like: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """(name, zeros) of the adapters that are missing beside others of the same joined layer: with q_proj alone SGLang
+    would look for v_proj's. like: some tensors of their dtype."""
+    dtype = next(iter(like.values())).dtype
+    found = []
+    for _, row in adapted_rows(arch):
+        takes = [lora.takes(layer_of(hf)) for hf in row.hf]
+        for hf, (rows, columns), has in zip(row.hf, row.shapes, takes, strict=True):
+            if any(takes) and not has:
+                for half, shape in (("A", (lora.rank, columns)), ("B", (rows, lora.rank))):
+                    found.append((f"{layer_of(hf)}.lora_{half}.weight", torch.zeros(shape, dtype=dtype)))
+    return found
+
+
+def _sha256(tensor: Tensor) -> str:
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(platform.host_bytes(raw)).hexdigest()

@@ -1,0 +1,127 @@
+"""`mrl eval`: pass@k and maj@k with intervals, and held-out rows as in training, by a command."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from mrl import cli
+from mrl.core import Prompt, Request, Sample
+from mrl.evaluation import Estimate, lines, majority_at, page, pass_at
+from mrl.evaluation.answers import summary
+from tests import zygote
+from tests.conftest import TinyModels
+from tests.test_reward_trainer import rows_of
+from tests.test_reward_trainer import write as write_reward_model
+from tests.test_sft import nll, write
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_pass_at_k_is_the_share_of_all_choices_of_k(k: int) -> None:
+    right = [0, 1, 3, 5]
+    each = [np.mean([any(i < c for i in chosen) for chosen in combinations(range(5), k)]) for c in right]
+    assert pass_at(k, right, 5).value == pytest.approx(np.mean(each))
+    with pytest.raises(ValueError, match="pass@6 needs at least 6 samples a prompt, there are 5"):
+        pass_at(6, right, 5)
+
+
+def test_the_most_frequent_answer_counts_and_ties_are_shared() -> None:
+    answers = [["4", "5", "4", "7"], ["1", "2", "3", "3"]]
+    right = [[True, False, True, False], [True, False, False, False]]
+    assert majority_at(4, answers, right).value == 0.5
+    assert majority_at(2, answers, right).value == pytest.approx(np.mean([(0.5 + 0.5) / 2, (0.5 + 0) / 2]))
+    assert majority_at(1, answers, right).value == pytest.approx(np.mean([0.5, 0.25]))
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(1)
+    found = [Estimate.of(rng.random(200) < 0.3, seed=i) for i in range(60)]
+    assert 51 <= sum(e.low <= 0.3 <= e.high for e in found) and all(0.05 < e.high - e.low < 0.2 for e in found)
+    alike = Estimate.of([0.5] * 9)
+    assert (alike.low, alike.high) == (0.5, 0.5)
+
+
+def test_what_is_shown_of_samples() -> None:
+    scores = [[1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.5]]
+    samples = [
+        Sample(Request(4 * g + i, g, Prompt(g, (1,), {}, f"<q{g}>"), 0), [3], [0.0], "stop", "0", f" {s:g}", s)
+        for g, group in enumerate(scores)
+        for i, s in enumerate(group)
+    ]
+    found = summary(samples, 4, right_from=1.0) | {"weights": "m", "data": "d"}
+    values = {name: e["value"] for name, e in found["estimates"].items()}
+    assert values == pytest.approx(
+        {"mean_score": 3.5 / 8, "exact": 3 / 8, "pass@1": 3 / 8, "maj@1": 3 / 8}
+        | {"pass@2": 0.5, "maj@2": (0.5 + 1) / 4, "pass@4": 0.5, "maj@4": 0.5}
+    )
+    text = "\n".join(lines(found))
+    assert "pass@4" in text and "0.5000" in text and " - " in text
+    assert "&lt;q0&gt;" in page(found) and "95 % interval" in page(found)
+
+
+def test_held_out_rows_by_the_command(tiny_models: TinyModels, tmp_path: Path) -> None:
+    model = tiny_models("llama")
+    config = write(tmp_path, model)
+    done = zygote.run("mrl", "eval", config, "--out", tmp_path / "out", "run.name=none")
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "out/eval.json").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "held_out.jsonl").read_text().splitlines()]
+    for name, value in nll(model, rows).items():
+        assert found["metrics"][f"validation/{name}"] == pytest.approx(value, rel=1e-5)
+    assert "validation/perplexity/a" in done.stdout and (tmp_path / "out/eval.html").is_file()
+    assert found["weights"] == str(model)
+
+
+def test_how_often_a_reward_model_prefers_what_people_did(tiny_models: TinyModels, tmp_path: Path) -> None:
+    model = tmp_path / "judge"
+    made = AutoModelForSequenceClassification.from_pretrained(tiny_models("llama"), num_labels=1, pad_token_id=0)
+    made.save_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_models("llama"))
+    tokenizer.save_pretrained(model)
+    config, rows = write_reward_model(tmp_path, model), rows_of("pairs")
+
+    def score(row: dict[str, Any], key: str) -> float:
+        ids = [*tokenizer(row["prompt"] + row[key])["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            return float(made.eval()(torch.tensor([ids])).logits)
+
+    done = zygote.run("mrl", "eval", config, "--out", tmp_path / "out", "run.name=none")
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "out/eval.json").read_text())["estimates"]
+    margins = [score(row, "chosen") - score(row, "rejected") for row in rows]
+    assert found["margin"]["value"] == pytest.approx(np.mean(margins), abs=1e-5)
+    assert found["agreement"]["value"] == np.mean([margin > 0 for margin in margins])
+    of_a = [margin > 0 for margin, row in zip(margins, rows, strict=True) if row["data_source"] == "a"]
+    assert found["agreement/a"]["value"] == pytest.approx(np.mean(of_a))
+    assert found["agreement"]["low"] <= found["agreement"]["value"] <= found["agreement"]["high"]
+
+
+def test_an_error_of_the_system_that_names_no_file(
+    tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError("no more of anything")
+
+    monkeypatch.setattr("mrl.evaluation.held_out", broken)
+    assert cli.main(["eval", str(write(tmp_path, tiny_models("llama")))]) == 1
+    assert "mrl: no more of anything" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(("--rows", "0"), "take numbers of at least 1"), (("data.validation=null",), "names no held-out rows")],
+)
+def test_what_cannot_be_evaluated_is_said(
+    tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    off = ["validation.patience=null", "validation.keep_best=false", "validation.min_delta=0.0"]
+    off += ["validation.every_steps=100"]
+    assert cli.main(["eval", str(write(tmp_path, tiny_models("llama"))), *off, *arguments]) == 2
+    assert said in capsys.readouterr().err
