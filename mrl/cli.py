@@ -11,9 +11,21 @@ import sys
 from collections.abc import Sequence
 
 from mrl import __version__
-from mrl.commands import data, doctor, evaluate, manual, plan, preflight, profile, report, serve, train
+from mrl.commands import (
+    data,
+    doctor,
+    evaluate,
+    evaluate_reward,
+    manual,
+    plan,
+    preflight,
+    profile,
+    report,
+    serve,
+    train,
+    weights,
+)
 from mrl.commands.shared import CONFIG_ERROR
-from mrl.weights import command as weights
 
 COMMANDS = (
     train.add,
@@ -24,6 +36,7 @@ COMMANDS = (
     manual.add,
     report.add,
     evaluate.add,
+    evaluate_reward.add,
     profile.add,
     weights.add_parsers,
     doctor.add,
@@ -50,7 +63,9 @@ def _run(argv: Sequence[str], is_program: bool) -> int:
 
 
 def _parsed(argv: Sequence[str], is_program: bool) -> argparse.Namespace:
-    """Overrides may stand after options too, which argparse does not take."""
+    """Overrides may stand after options too, which argparse does not take. A command of two words is one to it."""
+    if " ".join(argv[:2]) == evaluate_reward.NAME:
+        argv = [evaluate_reward.NAME, *argv[2:]]
     parser, args = _parser(), argparse.Namespace(is_program=is_program)
     args, rest = parser.parse_known_args(argv, args)
     if any(word.startswith("-") or not hasattr(args, "overrides") for word in rest):

@@ -3,7 +3,8 @@
 A step's samples live in two forms: `Sample` objects (text, reward parts, what the engine said) on the rank that talks
 to the engine, and one `Rollout` of flat tensors that is identical on every rank. Flat means: sequences one after the
 other, no padding. Per-token quantities of the responses (log-probs, values, advantages, ...) are float32 vectors of
-length R, the total number of response tokens, in the order of `Rollout.tokens` with the prompts left out.
+length R, the total number of response tokens, in the order of `Rollout.tokens` with the prompts left out. Words of an
+environment, which no model has drawn, are no response tokens: nothing is computed for them, so nothing can learn them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mrl import units
-from mrl.units import NUMBERING, RESPONSE_TOKEN, PerResponseToken, PerSample, PerToken
+from mrl.units import NUMBERING, RESPONSE_TOKEN, PerImage, PerResponseToken, PerSample, PerToken
 
 Ids = Sequence[int] | np.ndarray  # of tokens
 
@@ -30,6 +31,11 @@ class Prompt:
     token_ids: tuple[int, ...]
     row: dict[str, Any]  # the row itself, for the reward function
     text: str = ""  # what was tokenised, after the chat template
+    # its pictures, as PNG; the model sees them where token_ids has their image tokens
+    pictures: tuple[bytes, ...] = field(default=(), repr=False)
+    # of each rows and columns of patches, and a digest of its pixels; None: of a model of text alone
+    images: tuple[tuple[int, int, int], ...] | None = None
+    short_ids: tuple[int, ...] | None = field(default=None, repr=False)  # token_ids with one image token a picture
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,11 @@ class Request:
 class Sample:
     """One finished response.
 
-    response_ids [n] int32, from any numbers
-    log_probs [n] float32, likewise: the engine's, of logits / temperature, one a response token
+    response_ids [n] int32, from any numbers: all that follows the prompt
+    log_probs [m] float32, likewise: the engine's, of logits / temperature, one a token that the model has drawn
+    drawn [n] bool: which tokens of the response those are; None: all. The others are an environment's words
+    versions [m] int32: of the weights that drew each of them; None: weight_version, which drew the last, all
+    messages: the conversation of an agent and its environment after the prompt, and what each said
     """
 
     request: Request
@@ -71,10 +80,19 @@ class Sample:
     score: float = 0.0
     score_parts: dict[str, float] = field(default_factory=dict)
     reward_error: str = ""  # why the reward function failed on it, where that scores 0
+    drawn: np.ndarray | None = None
+    versions: np.ndarray | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    environment: dict[str, float] = field(default_factory=dict)  # its own "score", and other numbers by name
 
     def __post_init__(self) -> None:
         self.response_ids = np.asarray(self.response_ids, dtype=np.int32)
         self.log_probs = np.asarray(self.log_probs, dtype=np.float32)
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that the model has drawn."""
+        return len(self.response_ids) if self.drawn is None else int(self.drawn.sum())
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -91,12 +109,19 @@ class Rollout:
     prompt_lens [B] int64
     group [B] int64: samples of one prompt share a number
     scores [B] float32: the task reward of the whole response
-    rollout_log_probs [R] float32: the engine's, R = sum(seq_lens - prompt_lens)
+    rollout_log_probs [R] float32: the engine's, R = sum(response_lens)
     score_parts [B, K] float32: the components of the reward that the algorithm asks for, in its order; None: none
     greedy_scores [B] float32: the score of the greedy response to each one's prompt; None: none was sampled
     rows [B] int64: whose prompt each sample answers, numbers of the data's rows; None where they come from nowhere
     weight_versions [B] int64: after how many steps of the run the weights were published that drew each sample, as the
         engines name them; None: no engine drew them (demonstrations)
+    born [R] int32: the same of each response token, where a sample may be of several; None: that of its sample
+    drawn [N] bool: the response tokens, after the first prompt_lens tokens of each sample; None: all of those
+    counts [R] float32: what each response token counts in a loss that imitates; 0: not learnt, and nothing is computed
+        for it; None: 1 each
+    image_counts [B] int64: pictures in each prompt; None: there are none
+    images [I, 3] int64, I = sum(image_counts): of each, in the order of its prompt, rows and columns of patches, and a
+        digest of its pixels
 
     A new field with its unit goes wherever the others go: through `pick`, `join`, the replay buffer and its
     checkpoints, and to every rank. Raises ValueError for tensors that do not fit together.
@@ -113,6 +138,11 @@ class Rollout:
     score_parts: PerSample | None = None
     greedy_scores: PerSample | None = None
     weight_versions: PerSample | None = None
+    counts: PerResponseToken | None = None
+    drawn: PerToken | None = None
+    born: PerResponseToken | None = None
+    image_counts: PerSample | None = None
+    images: PerImage | None = None
 
     @classmethod
     def of(cls, step: int, prompts: Sequence[Ids], responses: Sequence[Ids], **known: Tensor | None) -> Self:
@@ -134,8 +164,13 @@ class Rollout:
         )
 
     def __post_init__(self) -> None:
-        if bool((self.response_lens < 0).any()):
+        if bool((self.seq_lens < self.prompt_lens).any()):
             raise ValueError("a prompt is longer than its sequence")
+        if self.drawn is not None:
+            if self.drawn.shape != self.tokens.shape or self.drawn.dtype != torch.bool:
+                raise ValueError(f"drawn must be bool and say it of each of the {self.tokens.numel()} tokens")
+            if bool(self._drawn_among(self.prompt_lens).any()):
+                raise ValueError("tokens of a prompt are said to be drawn")
         units.check(self)
 
     @property
@@ -144,11 +179,24 @@ class Rollout:
 
     @property
     def response_lens(self) -> Tensor:
-        return self.seq_lens - self.prompt_lens
+        return self.seq_lens - self.prompt_lens if self.drawn is None else self._drawn_among(self.seq_lens)
+
+    def _drawn_among(self, first: Tensor) -> Tensor:
+        """[B] int64: how many of the first so many [B] tokens of each sample are drawn."""
+        assert self.drawn is not None
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), self.drawn.cumsum(0)])
+        starts = self.seq_lens.cumsum(0) - self.seq_lens
+        return before[starts + first] - before[starts]
 
     @property
     def num_response_tokens(self) -> int:
         return self.rollout_log_probs.numel()
+
+    @property
+    def shares(self) -> Tensor:
+        """[R] float32: each token's count over the sum of all."""
+        counts = torch.ones(self.num_response_tokens) if self.counts is None else self.counts
+        return (counts / counts.double().sum().clamp(min=1e-30)).float()
 
     @property
     def response_mask(self) -> Tensor:
@@ -189,12 +237,18 @@ class PackedBatch:
 
     t = local tokens (this context-parallel rank's zig-zag part of every sequence), n = local response tokens.
 
-    tokens, position_ids [1, t] int64
+    tokens [1, t] int64
+    position_ids [1, t] int64; of models that see pictures [3, t]: text, row and column
     rows [n] int64: local positions whose *next* token is a response token (the position that predicts it)
     labels [n] int64: that next token
     dest [n] int64: its place in the Rollout's flat response vectors
     cu_seqlens [S + 1] int32: starts of the padded sequences *before* the context-parallel cut
     max_seqlen: the longest padded sequence before the cut
+    samples, seq_lens [S] int64: of each packed sequence its place in the Rollout, and its tokens without padding; -1
+        and 0 of one that is padding alone
+    images [k, 5] int64: the micro-batch's different pictures, as `mrl.data.image_places` names them
+    image_at [m] int64: local positions that take a feature of a picture; image_row [m] int64: which one of all of
+        `images`
     """
 
     tokens: Tensor
@@ -204,6 +258,11 @@ class PackedBatch:
     dest: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
+    samples: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    seq_lens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    images: Tensor = field(default_factory=lambda: torch.empty(0, 5, dtype=torch.int64))
+    image_at: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    image_row: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -51,3 +52,20 @@ def _of_extra(extra: str) -> Iterator[str]:
         requirement, _, marker = line.partition(";")
         if marker.replace(" ", "").replace("'", '"') == f'extra=="{extra}"':
             yield requirement.strip()
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of those that are installed."""
+    return {name: metadata.version(name) for name in packages if _is_installed(name)}
+
+
+def commit() -> str | None:
+    """Of the checkout that mrl runs from, with a + where files differ from it; None if it is not a checkout."""
+    if not (CHECKOUT / ".git").exists():
+        return None
+    command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

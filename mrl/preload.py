@@ -12,4 +12,5 @@ import mrl.checkpoint  # noqa: E402, F401
 from mrl.config.trainers.table import TRAINERS  # noqa: E402
 
 for trainer in TRAINERS.values():
-    trainer.load_main()
+    if not trainer.packages:  # else it may not be installed, and would cost all others its imports
+        trainer.load_main()

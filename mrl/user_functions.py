@@ -27,6 +27,14 @@ def load(
 
     The file's folder is put on sys.path, so that it can import its neighbours.
     """
+    function = find(spec, key)
+    _check_signature(function, f"{key} {spec!r}", arguments, named, signature)
+    checked: Callable[..., Any] = function
+    return checked
+
+
+def find(spec: str, key: str) -> Any:
+    """What `path/to/file.py:name` names, as `load` finds it, whatever it is. Raises FunctionError."""
     path_text, _, name = spec.rpartition(":")
     where = f"{key} {spec!r}"
     path = Path(path_text).expanduser()
@@ -38,9 +46,7 @@ def load(
     if function is None:
         meant = near(name, (key for key, value in vars(module).items() if callable(value) and key[0] != "_"))
         raise FunctionError(f"{where}: {path} defines no {name!r}{meant}")
-    _check_signature(function, where, arguments, named, signature)
-    checked: Callable[..., Any] = function
-    return checked
+    return function
 
 
 def near(name: str, candidates: Iterable[str]) -> str:

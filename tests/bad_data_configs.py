@@ -84,11 +84,11 @@ BAD_DATA = [
         "  train: {path",
     ),
     Bad(
-        "sft does not validate",
-        "  train: train.jsonl",
-        "  train: train.jsonl\n  validation: more.jsonl",
-        "data.validation",
-        ("no effect", "trainer (c.yaml:1)"),
+        "sft has no held-out rows",
+        "  samples_per_step: 8\n",
+        "  samples_per_step: 8\nvalidation:\n  patience: 2\n",
+        "validation.patience",
+        ("no effect: there are no held-out rows", "data.validation"),
         base=SFT,
     ),
     Bad(

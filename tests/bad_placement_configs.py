@@ -46,6 +46,22 @@ BAD_PLACEMENT = [
         rollout="  tensor: 4\n",
     ),
     placed(
+        "an engine over two nodes, and one node",
+        "nodes_per_engine: 2",
+        "placement.nodes_per_engine",
+        "run.nodes",
+        "1 node is no whole number of groups of 2",
+        rollout="  tensor: 2\n",
+    ),
+    placed(
+        "given engines over two nodes",
+        "nodes_per_engine: 2",
+        "placement.nodes_per_engine",
+        "rollout.urls",
+        "has no effect: mrl starts no engine",
+        rollout="  urls: ['http://a:1']\n",
+    ),
+    placed(
         "half a group of nodes",
         f"{APART}, nodes: 3, nodes_per_engine: 2",
         "placement.nodes_per_engine",

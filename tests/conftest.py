@@ -17,7 +17,7 @@ from tests.tiny import make_tiny
 TinyModels = Callable[..., Path]
 LONG = (  # these files first, so that of several workers none ends alone with one
     "cluster", "survival", "trainer_faults", "serve", "resume", "gradients", "engine_families", "engine_restart",
-    "main_job", "critic", "algorithms", "checkpoint", "nonfinite", "ranks", "convert", "sync_engine",
+    "overlap", "main_job", "critic", "algorithms", "checkpoint", "nonfinite", "ranks", "convert", "sync_engine",
 )  # fmt: skip
 
 

@@ -29,7 +29,9 @@ def sample(prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
     tokens = prompt[::-1][: params["max_new_tokens"]]
     meta = {"finish_reason": {"type": "length"}, "prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
     log_probs = [[0.0, token, None] for token in tokens]
-    return {"output_ids": tokens, "meta_info": meta | {"weight_version": "0", "output_token_logprobs": log_probs}}
+    spans = [{"version": "0", "start": 0, "end": len(tokens)}]
+    meta |= {"weight_version": "0", "weight_versions": spans, "output_token_logprobs": log_probs}
+    return {"output_ids": tokens, "meta_info": meta}
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -15,7 +15,7 @@ from mrl import platform
 
 platform.install()
 
-from mrl.config.schema import OptimizerConfig, ParallelConfig, TrainConfig  # noqa: E402
+from mrl.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig, TrainConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
 from mrl.data.packing import pack  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
@@ -59,6 +59,9 @@ LAYOUTS = [
     Case("mixtral", 8, {"tensor": 2, "expert": 2, "expert_tensor": 2}),
     Case("qwen3_moe", 8, {"tensor": 2, "pipeline": 2, "expert": 2}),
     Case("qwen3_moe", 8, {"context": 2, "expert": 4}),
+    Case("glm4_moe", 4, {"tensor": 2, "pipeline": 2, "expert": 2}),
+    Case("gemma3_text", 4, {"tensor": 2, "pipeline": 2}),
+    Case("deepseek_v3", 4, {"tensor": 2, "pipeline": 2, "expert": 2}),
 ]
 
 
@@ -80,6 +83,9 @@ ACTIVATIONS = [
     (Case("mixtral", 2, {"tensor": 2}), "none", torch.bfloat16),
     (Case("qwen3_moe", 2, {"expert": 2}), "none", torch.float32),
     (Case("qwen3_moe", 4, {"tensor": 2, "expert": 2}), "none", torch.bfloat16),
+    (Case("glm4_moe", 2, {"tensor": 2}), "none", torch.float32),
+    (Case("gemma3_text", 2, {"tensor": 2}), "none", torch.float32),
+    (Case("deepseek_v3", 2, {"tensor": 2}), "none", torch.float32),
 ]
 
 
@@ -110,11 +116,9 @@ def state_bytes(case: Case, dtype: torch.dtype, tiny_models: TinyModels) -> tupl
         wrapped = wrap_ddp(models)
         optimizer, _ = build_optimizer(OptimizerConfig(), wrapped, dtype)
         platform.prime_adam(optimizer)
-    weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for m in models for p in m.parameters()}
-    gradients = {
-        g.untyped_storage().data_ptr(): g.untyped_storage().nbytes()
-        for g in (p.main_grad for m in models for p in m.parameters())
-    }
+    trained = [p for m in models for p in m.parameters() if p.requires_grad]
+    weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in trained}
+    gradients = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in (p.main_grad for p in trained)}
     mains = [p for part in optimizer.chained_optimizers for g in part.optimizer.param_groups for p in g["params"]]
     states = [s for part in optimizer.chained_optimizers for s in part.optimizer.state.values()]
     adam = sum(state[name].nbytes for state in states for name in ("exp_avg", "exp_avg_sq"))
@@ -130,11 +134,20 @@ def state_bytes(case: Case, dtype: torch.dtype, tiny_models: TinyModels) -> tupl
 
 
 def saved_activations(
-    case: Case, recompute: Any, dtype: torch.dtype, role: Role, tiny_models: TinyModels
+    case: Case,
+    recompute: Any,
+    dtype: torch.dtype,
+    role: Role,
+    tiny_models: TinyModels,
+    precision: PrecisionConfig | None = None,
 ) -> tuple[int, float]:
     """(measured, planned) bytes of the last rank's stage, after a forward pass."""
     path = directory(case, tiny_models)
-    arch, train = load_arch(path), TrainConfig(parallel=ParallelConfig(**case.layout), recompute=recompute)
+    parallel = ParallelConfig(**case.layout)
+    arch, train = (
+        load_arch(path),
+        TrainConfig(parallel=parallel, recompute=recompute, precision=precision or PrecisionConfig()),
+    )
     grid, rank = Grid(train.parallel, case.world), case.world - 1
     saved, tokens = measured(str(path), role, train, rank, case.world, dtype)
     layers = chunk_layers(train.parallel, arch.num_layers, grid.seat(rank).pp)[0]

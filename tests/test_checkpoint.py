@@ -42,7 +42,7 @@ def world(tiny_models: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     work = tmp_path_factory.mktemp("checkpoints")
     models = [
         tiny_models("llama", tied=True, num_hidden_layers=4, **SHAPE),
-        tiny_models("qwen3_moe", moe_intermediate_size=32, **(SHAPE | {"head_dim": 16})),
+        tiny_models("glm4_moe", moe_intermediate_size=32, **(SHAPE | {"head_dim": 16})),  # whose layers differ
         tiny_models("llama", tied=True, num_hidden_layers=2, **(SHAPE | {"hidden_size": 64})),
     ]
     output = run_world(4, "checkpoints.py", work, *models)
@@ -52,6 +52,16 @@ def world(tiny_models: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("case", ["pair tp2.pp2", "moe ep2", "tied dp4", "bfloat16 started", "bfloat16 unstarted"])
 def test_continues_bit_for_bit_as_if_never_stopped(world: Cases, case: str) -> None:
     assert world[case]["continued"] == 0.0
+
+
+@pytest.mark.parametrize("layout", ["pp2", "dp4"])
+def test_weights_of_two_types_load_into_another_layout(world: Cases, layout: str) -> None:
+    assert world[f"bfloat16 {layout}"]["loaded"] == 0.0
+
+
+def test_the_head_of_a_bfloat16_critic_is_trained_and_exported_in_float32(world: Cases) -> None:
+    assert world["bfloat16 head"]["dtype"] == "torch.float32"
+    assert world["bfloat16 head"]["rounding"] > 0.0
 
 
 @pytest.mark.parametrize("case", [f"{name} {layout}" for name, layouts in LAYOUTS.items() for layout in layouts])

@@ -364,11 +364,11 @@ def test_of_errors_on_all_ranks_the_cause_is_shown_alone(start: type[Launched]) 
     launched = start(
         NOTED
         + """
-if rank == 2:
-    while not pathlib.Path("ready_1").exists():
-        time.sleep(0.01)
-    fail(EngineDied("the engine died of thirst"))
 ready()
+while not pathlib.Path(f"ready_{1 if rank == 2 else 2}").exists():
+    time.sleep(0.01)
+if rank == 2:
+    fail(EngineDied("the engine died of thirst"))
 fail(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
 """,
         3,

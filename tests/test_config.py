@@ -11,6 +11,7 @@ from bad_data_configs import BAD_DATA
 from bad_placement_configs import BAD_PLACEMENT
 from bad_reuse_configs import BAD_REUSE
 from bad_reward_configs import BAD_REWARDS
+from bad_rollout_configs import BAD_ROLLOUT
 from bad_sampling_configs import BAD_SAMPLING
 
 from mrl.config.builtin_rewards import BUILTIN_REWARDS
@@ -30,7 +31,7 @@ EXPERTS = {
 }
 
 
-EVERY_BAD = [*BAD, *BAD_DATA, *BAD_REWARDS, *BAD_REUSE, *BAD_SAMPLING, *BAD_PLACEMENT]
+EVERY_BAD = [*BAD, *BAD_DATA, *BAD_REWARDS, *BAD_REUSE, *BAD_SAMPLING, *BAD_PLACEMENT, *BAD_ROLLOUT]
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "21="}], "answer": "12."}\n')
     for name in ("plain.txt", "plain.jsonl"):
         (tmp_path / name).write_text("21=12.\n")
-    (tmp_path / "mine.py").write_text("def score(prompt, response, row):\n    return 1.0\n")
+    (tmp_path / "mine.py").write_text("def score(prompt, response, row):\n    return 1.0\n\n\nclass Env:\n    pass\n")
     return tmp_path
 
 
@@ -334,7 +335,7 @@ def test_the_named_rewards_are_the_built_in_ones(name: str) -> None:
     assert callable(load(name, settings={"code": CodeConfig().model_dump()}))
 
 
-THEIRS = ("model.path", "data.train", "data.validation", "run.nodes")
+THEIRS = ("model.path", "data.train", "data.validation", "reward.scorer.path", "run.nodes", "agent.rollout")
 
 
 @pytest.mark.parametrize(

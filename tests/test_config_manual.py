@@ -73,13 +73,14 @@ def test_defaults_are_the_schema_s() -> None:
 
 def test_the_trainers_of_a_section() -> None:
     trainers = {(key.path, key.below[0].name): of for key, of in manual.manual().items() if key.below}
-    assert trainers["rollout", "engine"] == "rl" and trainers["checkpoint", "every_steps"] == "rl, sft, dpo"
-    assert trainers["batch", "prompts_per_step"] == "rl" and trainers["batch", "samples_per_step"] == "sft"
+    assert trainers["rollout", "engine"] == "rl" and trainers["checkpoint", "every_steps"].startswith("rl, sft, dpo")
+    assert trainers["batch", "samples_per_step"] == "sft"
+    assert {"rl", "ddpo"} <= {of for key, of in manual.manual().items() if key.path == "batch"}
 
 
 def test_pages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config"]) == 0
-    assert "\nrollout     rl            The engines that sample\n" in capsys.readouterr().out
+    assert re.search(r"\nrollout +rl +The engines that sample\n", capsys.readouterr().out)
     assert main(["config", "rollout"]) == 0
     page = capsys.readouterr().out
     assert page.startswith("rollout:  # section; trainer: rl\n    The engines that sample.\n")

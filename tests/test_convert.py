@@ -16,7 +16,7 @@ import pytest
 import torch
 from bad_configs import SFT
 from safetensors.torch import load_file
-from tiny import make_tiny
+from tiny import FAMILIES, make_tiny
 
 from mrl.config.loader import load
 from mrl.config.model_dirs import is_converted, read_converted
@@ -159,7 +159,7 @@ def accepts(model: Path, folder: Path) -> None:
     load(folder / "c.yaml", overrides, gpus=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_segments_tell_what_to_megatron_does(family: str, tiny_models: Callable[..., Path]) -> None:
     """Whole rows, told without a tensor and done with one."""
     arch = load_arch(tiny_models(family, weights=False))

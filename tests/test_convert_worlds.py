@@ -16,8 +16,8 @@ EP2 = {"expert": 2}
 LAYOUTS = [(model, layout) for model in MODELS for layout in (TP1, TP2PP2)]
 LAYOUTS += [(model, layout) for model in MOE for layout in (EP2, EP2PP2)]
 LAYOUTS += [("qwen2_tied", VPP2)]
-CRITICS = ("llama_tied", "qwen3", "mixtral")
-RUNS = ("qwen2_tied", "qwen3_moe")
+CRITICS = ("llama_tied", "qwen3", "mixtral", "gemma3_text", "deepseek_v3")
+RUNS = ("qwen2_tied", "qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,8 @@ def test_there_and_back_is_the_same_model_to_transformers(world: World, models: 
     assert "model.safetensors.index.json" in back["files"] and "complete" not in back["files"]
     saved = world.out / key("back", model, TP1)
     _, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    assert set(info["unexpected_keys"]) <= {"score.bias"}, "for SGLang, which would make one up"
     tokenizer, original = (AutoTokenizer.from_pretrained(path) for path in (saved, models[model]))
     assert tokenizer.encode("12 = 3") == original.encode("12 = 3")
     assert tokenizer.chat_template == original.chat_template is not None
@@ -101,7 +102,8 @@ def test_an_exported_critic_is_a_classifier_to_transformers(world: World, model:
 
     saved = world.out / key("critic", model, TP2PP2) / "again"
     got, info = AutoModelForSequenceClassification.from_pretrained(saved, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    assert set(info["unexpected_keys"]) <= {"score.bias"}, "for SGLang, which would make one up"
     assert got.score.weight[0].tolist() == list(range(got.config.hidden_size))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mrl import units
 from mrl.core import Rollout
-from mrl.units import NUMBERING, PerImage, PerResponseToken, PerSample, Unit
+from mrl.units import NUMBERING, PerResponseToken, PerSample, Unit
 
 Lengths = list[tuple[int, int]]  # prompt, response tokens of each sample
 some_lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=8)
@@ -83,17 +83,15 @@ def test_a_rollout_without_rows_has_none_when_it_is_cut_or_joined() -> None:
 
 @dataclass(frozen=True)
 class WithImages(Rollout):
-    """images [I, 2]: of each sample's pictures, the sample's score and a number"""
-
-    image_counts: PerSample | None = None
-    images: PerImage | None = None
+    """Another kind of rollout."""
 
 
 def with_images(lengths: Lengths, counts: list[int], first: int = 0) -> WithImages:
+    """images [I, 2]: of each sample's pictures, the sample's score and a number"""
     plain, each = rollout_of(lengths, first), torch.tensor(counts)
     owner = plain.scores.repeat_interleave(each)
     images = torch.stack([owner, torch.arange(owner.numel()) + 0.5 + first], 1)
-    return WithImages(**vars(plain), image_counts=each, images=images)
+    return WithImages(**vars(plain) | {"image_counts": each, "images": images})
 
 
 def images_of(rollout: WithImages) -> list[list[list[float]]]:

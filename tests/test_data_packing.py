@@ -10,16 +10,21 @@ import pytest
 import torch
 
 from mrl.core import PackedBatch, Rollout
-from mrl.data.balance import plan_micro_batches
+from mrl.data.balance import costs_of, plan_micro_batches
 from mrl.data.packing import pack, sequence_align
+from mrl.families.flops import ForwardFlops
 
 
-def make_rollout(lens: list[tuple[int, int]], seed: int = 0) -> Rollout:
-    """lens: (prompt, response) tokens of each sample."""
+def make_rollout(lens: list[tuple[int, int]], seed: int = 0, holes: bool = False) -> Rollout:
+    """lens: (prompt, response) tokens of each sample. holes: an environment has said half of the responses' tokens."""
     generator = torch.Generator().manual_seed(seed)
     prompt_lens = torch.tensor([p for p, _ in lens])
     seq_lens = torch.tensor([p + r for p, r in lens])
-    response_tokens = int((seq_lens - prompt_lens).sum())
+    drawn = None
+    if holes:
+        drawn = torch.cat([torch.arange(n) >= p for n, p in zip(seq_lens, prompt_lens, strict=True)])
+        drawn &= torch.rand(drawn.numel(), generator=generator) < 0.5
+    response_tokens = int((seq_lens - prompt_lens).sum() if drawn is None else drawn.sum())
     return Rollout(
         step=0,
         tokens=torch.randint(1, 1000, (int(seq_lens.sum()),), generator=generator),
@@ -28,22 +33,24 @@ def make_rollout(lens: list[tuple[int, int]], seed: int = 0) -> Rollout:
         group=torch.arange(len(lens)),
         scores=torch.zeros(len(lens)),
         rollout_log_probs=torch.zeros(response_tokens),
+        drawn=drawn,
     )
 
 
 def slow_pack(rollout: Rollout, ids: list[int], cp: int, cp_rank: int, align_total: int) -> dict[str, list[int]]:
     """The same in plain loops, one token at a time."""
     align = 2 * cp if cp > 1 else 1
+    everything = [o >= p for n, p in zip(rollout.seq_lens, rollout.prompt_lens, strict=True) for o in range(n)]
+    drawn = everything if rollout.drawn is None else rollout.drawn.tolist()
     sequences = []  # of (token, position, label, dest); label -1 where the next token is no response token
     for i in ids:
         start = int(rollout.seq_lens[:i].sum())
-        first = int((rollout.seq_lens - rollout.prompt_lens)[:i].sum())
-        length, prompt = int(rollout.seq_lens[i]), int(rollout.prompt_lens[i])
+        length = int(rollout.seq_lens[i])
         sequence = []
         for o in range(length):
-            predicts = prompt <= o + 1 < length
+            predicts = o + 1 < length and drawn[start + o + 1]
             label = int(rollout.tokens[start + o + 1]) if predicts else -1
-            sequence.append((int(rollout.tokens[start + o]), o, label, first + o + 1 - prompt))
+            sequence.append((int(rollout.tokens[start + o]), o, label, sum(drawn[: start + o + 1])))
         while len(sequence) % align:
             sequence.append((0, len(sequence), -1, -1))
         sequences.append(sequence)
@@ -75,8 +82,9 @@ LENS = [(3, 5), (1, 1), (7, 0), (2, 13), (16, 16), (5, 4), (1, 30), (9, 2)]
 
 @pytest.mark.parametrize("cp,tp", [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (4, 4)])
 @pytest.mark.parametrize("ids", [[], [1], [2], [0, 3, 6], [7, 1, 4, 2], list(range(8))], ids=str)
-def test_pack_equals_a_slow_reference(cp: int, tp: int, ids: list[int]) -> None:
-    rollout = make_rollout(LENS)
+@pytest.mark.parametrize("holes", [False, True])
+def test_pack_equals_a_slow_reference(cp: int, tp: int, ids: list[int], holes: bool) -> None:
+    rollout = make_rollout(LENS, holes=holes)
     for cp_rank in range(cp):
         batch = pack(rollout, ids, cp, cp_rank, cp * tp)
         expected = slow_pack(rollout, ids, cp, cp_rank, cp * tp)
@@ -198,6 +206,23 @@ def test_balance_of_a_large_batch(shape: str) -> None:
     sizes = [[tokens_of(ids, lens) for ids in rank] for rank in several]
     assert max(map(sum, sizes)) / (sum(lens) / 8) <= 1 + 1e-4
     assert max(map(max, sizes)) / min(map(min, sizes)) <= 1.02
+
+
+def test_ranks_share_the_cost_of_attention_too() -> None:
+    """Of a model of two layers: a sequence of 8,192 tokens costs more than two of 4,096. Within the bound on tokens,
+    which costs know nothing of."""
+    rng = np.random.default_rng(1)
+    lens = torch.from_numpy(rng.lognormal(7, 1, 2048).clip(10, 8192).astype(np.int64))
+    costs = costs_of(ForwardFlops(a_token=10**6, a_pair=10**3, an_output=0), lens, lens)
+    assert int(costs[lens == 8192][0]) == 64 * 8192 + -(-8192 * 8193 // 2 * 64 // 1000)
+    for max_tokens in (2**20, 16384):
+        plan = plan_micro_batches(lens, 8, max_tokens, costs=costs)
+        loads = [sum(int(costs[ids].sum()) for ids in rank) for rank in plan]
+        assert max(loads) / (sum(loads) / 8) <= 1 + 1e-3, max_tokens
+        assert all(len(ids) < 2 or int(lens[ids].sum()) <= max_tokens for rank in plan for ids in rank)
+        assert sorted(i for rank in plan for ids in rank for i in ids) == list(range(2048))
+    with pytest.raises(ValueError, match="3 costs of 2 sequences"):
+        plan_micro_batches([1, 2], 1, 10, costs=[1, 2, 3])
 
 
 def test_plan_refuses_sizes_below_one() -> None:

@@ -40,20 +40,21 @@ def folder(tmp_path: Path, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPa
 def test_mrl_data_shows_what_the_model_will_see(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["data", "c.yaml", "--samples", "4"]) == 0
     out = capsys.readouterr().out
-    assert "data.train, a.jsonl: 1 prompts over 40 tokens left out" in out
+    assert "data.train, a.jsonl: 1 rows left out: their prompt does not fit into data.max_prompt_tokens=40" in out
     lines = [line.split() for line in out.splitlines()]
-    assert ["75.0%", "3", "1", "0", "116", "9.00", "a.jsonl"] in lines  # 24 prompts, 18 of them from 2 rows
-    assert ["25.0%", "1", "0", "0", "18", "6.00", "b.jsonl"] in lines
+    assert ["75.0%", "3", "1", "0", "119", "9.00", "a.jsonl"] in lines  # 24 prompts, 18 of them from 2 rows
+    assert ["25.0%", "1", "0", "0", "20", "6.00", "b.jsonl"] in lines
     assert "tokens of prompt, answer and EOS: 20 to 25" in out  # "user: 7\nassistant:" is 18 bytes; "7", EOS
     assert out.count("\n--- ") == 4 and out.count("user: 7\nassistant:\n--> 2 tokens, EOS included\n7\n") == 1
-    assert "--- b.jsonl:1: 18 tokens, data_source small\n" in out
+    assert "--- b.jsonl:1: 20 tokens, data_source small\n" in out
     assert "user: 12+12\nassistant:\n--> 3 tokens, EOS included\n12\n" in out
 
 
 def test_mrl_data_names_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "b.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "1", "answer": 1}\n')
     assert cli.main(["data", "c.yaml"]) == 1
-    assert capsys.readouterr() == ("", "b.jsonl:2: 'answer' must be text, not int\n")
+    said = "b.jsonl:2: 'answer' must be text or a list of messages with 'role' and 'content'\n"
+    assert capsys.readouterr() == ("", said)
     assert cli.main(["data", "c.yaml", "data.truncation=start"]) == 2
     assert "data.truncation: must be one of drop, left, right" in capsys.readouterr().err
 

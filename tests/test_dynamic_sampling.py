@@ -17,6 +17,7 @@ from mrl.reward import RewardError
 from mrl.rollout.load import Load, Meter
 from mrl.trainers.rl.generate import Generator
 from mrl.trainers.rl.groups import GroupFilter, SamplingError, in_order, sample_groups
+from mrl.trainers.rl.sampler import Sampled
 
 FILTER = """
 def at_least_one_right(group):
@@ -166,12 +167,17 @@ def make(folder: Path, algorithm: dict[str, Any], **batch: int) -> tuple[Generat
     return Generator(cfg, folder, parts, parts, print, parts, parts, None), all_in_one
 
 
+def drawn(generator: Generator, step: int) -> Sampled:
+    """What the step learns from, written down."""
+    return generator.write(generator.draw(step, lambda sample: None))
+
+
 DAPO: dict[str, Any] = {"adv_estimator": "grpo", "filter_groups": {"enable": True, "max_num_gen_batches": 50}}
 
 
 def test_a_step_of_dynamic_sampling_depends_on_seed_and_step_alone(tmp_path: Path) -> None:
     generator, made_up = make(tmp_path, DAPO)
-    rollout, metrics = generator.rollout(3, lambda sample: None)
+    rollout, metrics = drawn(generator, 3)
     assert metrics["sampling/rounds"] == len(made_up.asked) > 1
     assert rollout.group.tolist() == [g for g in range(6) for _ in range(3)]
     spread = rollout.scores.view(6, 3)
@@ -182,14 +188,14 @@ def test_a_step_of_dynamic_sampling_depends_on_seed_and_step_alone(tmp_path: Pat
     assert len(set(seeds)) == len(seeds), "two samples of a step draw the same random numbers"
     rounds = [[request.prompt.index for request in requests] for requests, _ in made_up.asked]
     assert len(set(map(tuple, rounds))) == len(rounds), "a further round asks for the same prompts"
-    generator.rollout(4, lambda sample: None)
-    again, _ = make(tmp_path, DAPO)[0].rollout(3, lambda sample: None)
+    drawn(generator, 4)
+    again, _ = drawn(make(tmp_path, DAPO)[0], 3)
     assert torch.equal(again.scores, rollout.scores) and torch.equal(again.rows, rollout.rows)  # type: ignore[arg-type]
 
 
 def test_without_filters_a_step_is_one_round(tmp_path: Path) -> None:
     generator, made_up = make(tmp_path, {"adv_estimator": "grpo"})
-    rollout, metrics = generator.rollout(0, lambda sample: None)
+    rollout, metrics = drawn(generator, 0)
     assert len(made_up.asked) == 1 and rollout.num_samples == 18
     assert not any(name.startswith("sampling/") for name in metrics)
 
@@ -197,14 +203,14 @@ def test_without_filters_a_step_is_one_round(tmp_path: Path) -> None:
 def test_rounds_may_be_larger_than_a_step(tmp_path: Path) -> None:
     groups = DAPO["filter_groups"] | {"prompts_per_round": 40}
     generator, made_up = make(tmp_path, DAPO | {"filter_groups": groups})
-    _, metrics = generator.rollout(0, lambda sample: None)
+    _, metrics = drawn(generator, 0)
     assert [len(requests) for requests, _ in made_up.asked] == [120]
     assert metrics["sampling/surplus"] > 0
 
 
 def test_remax_samples_one_greedy_response_a_prompt_that_is_kept(tmp_path: Path) -> None:
     generator, made_up = make(tmp_path, {"adv_estimator": "remax"}, samples_per_prompt=2)
-    rollout, metrics = generator.rollout(0, lambda sample: None)
+    rollout, metrics = drawn(generator, 0)
     (sampled, usual), (greedy, params) = made_up.asked
     assert (params.temperature, params.top_k, params.top_p) == (0, -1, 1)
     assert usual.temperature == 1
@@ -218,9 +224,9 @@ def test_remax_samples_one_greedy_response_a_prompt_that_is_kept(tmp_path: Path)
 
 def test_gdpo_takes_the_components_that_are_asked_for(tmp_path: Path) -> None:
     algorithm = {"adv_estimator": "gdpo", "gdpo_reward_keys": ("acc", "score")}
-    rollout, _ = make(tmp_path, algorithm)[0].rollout(0, lambda sample: None)
+    rollout, _ = drawn(make(tmp_path, algorithm)[0], 0)
     assert rollout.score_parts is not None
     assert torch.equal(rollout.score_parts, torch.stack([2 * rollout.scores, rollout.scores], 1))
     generator, _ = make(tmp_path, algorithm | {"gdpo_reward_keys": ("form",)})
     with pytest.raises(ValueError, match=r"sample 0 .*no component 'form' \(algorithm.gdpo_reward_keys\)"):
-        generator.rollout(0, lambda sample: None)
+        drawn(generator, 0)

@@ -111,8 +111,8 @@ def test_when_the_restarts_are_used_up_the_rollout_fails(two: tuple[Engine, Any]
 GRPO: dict[str, Any] = {
     "run": {"steps": 3, "timeout_s": 300.0},
     "actor": {"parallel": {"tensor": 2}, "optimizer": {"lr": 1e-3}},
-    "batch": {"prompts_per_step": 12, "samples_per_prompt": 2, "samples_per_minibatch": 12},
-    "rollout": {"sampling": {"max_new_tokens": 300}, "concurrent_requests": 16, "request_timeout_s": 120.0},
+    "batch": {"prompts_per_step": 8, "samples_per_prompt": 2, "samples_per_minibatch": 8},
+    "rollout": {"sampling": {"max_new_tokens": 200}, "concurrent_requests": 16, "request_timeout_s": 120.0},
     "checkpoint": {"export_hf": True},
 }
 

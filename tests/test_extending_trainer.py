@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -124,7 +125,7 @@ def config(tmp_path: Path, tiny_models: Any, monkeypatch: pytest.MonkeyPatch) ->
         ("data.answer_key=result", "has no 'result'"),
         ("data.max_prompt_tokens=512", "leaves no room for answers"),
         ("actor.optimizer.decay=linear", "required by linear decay"),
-        ("trainer=forgett", "must be one of rl, sft, dpo, forget"),
+        ("trainer=forgett", "must be one of rl, sft, dpo, reward_model, ddpo, diffusion_sft, forget"),
     ],
 )
 def test_its_configuration_is_checked_by_its_own_rules_and_by_those_of_all(
@@ -143,7 +144,7 @@ def test_what_the_command_shows_of_it_is_its_own_answer(config: Path, capsys: py
     manual.manual.cache_clear()
     try:
         assert manual.text("samples_per_step").splitlines()[0].endswith("trainer: forget")
-        assert "rl, sft, dpo, forget" in manual.text("actor.optimizer.lr")
+        assert "rl, sft, dpo, reward_model, forget" in manual.text("actor.optimizer.lr")
     finally:
         manual.manual.cache_clear()
 
@@ -173,7 +174,7 @@ def train(config: Path, *overrides: str) -> str:
 
 
 def test_every_row_names_a_program() -> None:
-    assert all(callable(trainer.load_main()) for trainer in TRAINERS.values())
+    assert all(callable(trainer.load_main()) for trainer in TRAINERS.values() if all(map(find_spec, trainer.packages)))
 
 
 def test_nobody_else_asks_which_trainer_it_is() -> None:

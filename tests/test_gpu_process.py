@@ -68,7 +68,7 @@ def test_threads_that_meet_tensors_take_the_device_first(monkeypatch: pytest.Mon
     monkeypatch.setattr(saver.directory, "prune", note("prune"))
     monkeypatch.setattr(saver, "CheckpointAgreement", lambda group: SimpleNamespace(on_main=lambda what, do: do()))
     staged: Any = SimpleNamespace(final=SimpleNamespace(parent="checkpoints"), write=note("write"))
-    writing = saver._Writing(staged, None, CheckpointConfig())  # type: ignore[arg-type]
+    writing = saver._Writing(staged, None, CheckpointConfig(), None)  # type: ignore[arg-type]
     writing.thread.join()
     assert writing.answer() == (True, None)
     assert done == [("checkpoint-writer", what) for what in ("device", "write", "prune")]

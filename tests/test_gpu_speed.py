@@ -105,23 +105,23 @@ def test_wide_products_spare_the_logits_and_the_weight_s_gradient_a_rounding(mon
     hidden, weight = torch.randn(64, 32, generator=numbers), torch.randn(96, 32, generator=numbers)
     labels = torch.randint(0, 96, (64,), generator=numbers)
 
-    def errors(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def errors(dtype: torch.dtype, products: head_products.Products) -> tuple[Tensor, Tensor]:
         h, w = (x.bfloat16().to(dtype).requires_grad_() for x in (hidden, weight))
-        log_probs, _ = linear_logprob.linear_log_prob(h, w, labels, 1.0, 0, 96, chunk=16)
+        log_probs, *_ = linear_logprob.linear_log_prob(h, w, labels, 1.0, 0, 96, chunk=16, products=products)
         return log_probs.detach(), torch.autograd.grad(log_probs.sum(), w)[0].float()
 
-    exact, rounded = errors(torch.float32), errors(torch.bfloat16)
-    monkeypatch.setattr(head_products, "_wide_product", lambda a, b: a.float() @ b.float())
-    wide = errors(torch.bfloat16)
+    exact, rounded = (errors(dtype, head_products.Plain) for dtype in (torch.float32, torch.bfloat16))
+    wide = errors(torch.bfloat16, head_products.Widened)
     for a, b, want in zip(wide, rounded, exact, strict=True):
         assert (a - want).norm() < 0.7 * (b - want).norm()
 
 
 def test_chunks_are_larger_where_kernels_are_launched() -> None:
     of_cpu, of_gpu = (torch.empty(151_936 // 8, 1, device=where) for where in ("cpu", DEVICE))
-    assert linear_logprob._chunk_rows(of_cpu) == 1024
-    assert linear_logprob._chunk_rows(of_gpu) == 7040  # whole blocks of fp8
-    assert linear_logprob._chunk_rows(torch.empty(151_936, 1, device=DEVICE)) == 1024
+    assert linear_logprob._chunk_rows(of_cpu, torch.float32) == 256
+    assert linear_logprob._chunk_rows(of_cpu, torch.bfloat16) == 512
+    assert linear_logprob._chunk_rows(of_gpu, torch.float32) == 7040  # whole blocks of fp8
+    assert linear_logprob._chunk_rows(torch.empty(151_936, 1, device=DEVICE), torch.float32) == 1024
 
 
 @pytest.mark.parametrize(("where", "rows"), [("cpu", [8, 16]), ("cuda", [128, 256])])
@@ -166,7 +166,7 @@ def test_experts_are_permuted_by_a_kernel_that_can_be_compiled(
         layers=(Layer(8, experts=True),),
         layers_differ=False,
     )
-    asked = transformer_config._experts(arch, None, fused_layers)  # type: ignore[arg-type]
+    asked = transformer_config._experts(arch, fused_layers)
     assert asked["moe_permute_fusion"] == permuted and asked["moe_grouped_gemm"] == fused_layers
 
 

@@ -91,9 +91,11 @@ def test_nothing_but_scales_is_given_to_a_layer_that_unpickles_it(capsys: pytest
 # what the two specs of Megatron are told about names, with a package that only looks like transformer-engine
 SPECS = """
 from types import SimpleNamespace
+from mrl.families import FAMILIES, Layer
 from mrl.models import specs
-config = SimpleNamespace(num_moe_experts=4, moe_grouped_gemm=True, qk_layernorm=True)
-kinds = [specs._local_layer(config, True), specs._transformer_engine_layer(config, True)]
+config = SimpleNamespace(num_moe_experts=4, moe_grouped_gemm=True, qk_layernorm=True, multi_latent_attention=False)
+layer = Layer(8, experts=True)
+kinds = [specs._local_layer(FAMILIES["qwen3_moe"], config, layer), specs._transformer_engine_layer(config, layer)]
 print([kind.submodules.sharded_state_dict_keys_map.get("pre_mlp_layernorm.") for kind in kinds])
 print([kind.module.__name__ for kind in kinds], specs._transformer_engine_norm().__name__)
 """
@@ -135,7 +137,7 @@ def test_a_checkpoint_of_megatron_s_own_experts_is_converted(tiny_models: Callab
     model = tiny_models("qwen3_moe")
     code, _, errors = mrl("convert", "hf-to-megatron", model, tmp_path / "made")
     assert code == 0, errors
-    rename(tmp_path / "made" / "release" / ".metadata", *OF_EXPERTS)
+    rename(tmp_path / "made" / "release" / ".metadata", *(f"decoder.layers{end}" for end in OF_EXPERTS))
     code, _, errors = mrl(
         "convert",
         "megatron-to-hf",

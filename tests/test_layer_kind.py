@@ -14,13 +14,15 @@ from mrl.config.checks import models as checks
 from mrl.config.derived import Machine
 from mrl.config.schema import ModelConfig, SFTConfig, TrainConfig
 from mrl.core import PackedBatch
-from mrl.families import UnsupportedModel
+from mrl.families import UnsupportedModel, load_arch
 from mrl.models.batch import ModelBatch
 from mrl.models.layer_kind import layer_kind
 from tests import fake_te
+from tests.conftest import TinyModels
 from tests.test_platform import run_python
 
 ABSENT = "ImportError: no such thing"
+ARCH = SimpleNamespace(family="llama")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,7 @@ def test_the_kind_of_layers(
     wanted: str, dtype: torch.dtype, problem: str | None, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "transformer_engine_problem", lambda: problem)
-    assert layer_kind(wanted, dtype) == kind  # type: ignore[arg-type]
+    assert layer_kind(wanted, dtype, ARCH) == kind  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("dtype", "says"), [(torch.bfloat16, ABSENT), (torch.float32, "TF32")])
@@ -45,7 +47,7 @@ def test_layers_that_cannot_be_had_are_an_error(dtype: torch.dtype, says: str, m
     problem = ABSENT if dtype == torch.bfloat16 else None
     monkeypatch.setattr(platform, "transformer_engine_problem", lambda: problem)
     with pytest.raises(UnsupportedModel, match=says):
-        layer_kind("transformer_engine", dtype)
+        layer_kind("transformer_engine", dtype, ARCH)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +68,20 @@ def test_contradictions_are_told_before_the_start(dtype: str, layers: str, gpus:
     found = [str(problem) for problem in checks.check_layers(cfg, Machine(1, 1, gpus))]
     assert len(found) == (says is not None)
     assert says is None or re.search(rf"^actor.layers.*{says}", found[0])
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3"])
+def test_families_that_it_has_no_layers_for_are_local(
+    family: str, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "transformer_engine_problem", lambda: None)
+    arch = load_arch(tiny_models(family, weights=False))
+    assert layer_kind("auto", torch.bfloat16, arch) == "local"
+    with pytest.raises(UnsupportedModel, match=f"{family} needs"):
+        layer_kind("transformer_engine", torch.bfloat16, arch)
+    cfg = SFTConfig.model_construct(model=ModelConfig(path="m"), actor=TrainConfig(layers="transformer_engine"))
+    (problem,) = checks.check_local(cfg, {"actor": arch})
+    assert f"no layers for {family}" in str(problem)
 
 
 def test_a_batch_has_what_either_attention_wants() -> None:

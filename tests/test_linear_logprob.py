@@ -3,17 +3,23 @@ tests/test_models.py."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from mrl.algo import log_probs
-from mrl.kernels.linear_logprob import linear_distribution, linear_log_prob
+from mrl.kernels import head_products
+from mrl.kernels.linear_logprob import Slopes, linear_distribution, linear_log_prob
 
 
 def at_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The kernel with these very logits: the identity for hidden states, in chunks that do not divide them."""
-    return linear_log_prob(torch.eye(len(logits)), logits.T.contiguous(), labels, 1.0, 0, logits.shape[1], chunk=3)
+    made = linear_log_prob(torch.eye(len(logits)), logits.T.contiguous(), labels, 1.0, 0, logits.shape[1], chunk=3)
+    assert torch.equal(made[2].bool(), logits.gather(1, labels[:, None])[:, 0] == logits.amax(-1))
+    return made[:2]
 
 
 @pytest.mark.parametrize("level", [0.0, 100.0, -100.0])
@@ -33,6 +39,7 @@ def test_log_probs_are_right_to_a_millionth(level: float) -> None:
     assert torch.equal(distribution[:2], torch.stack([got, entropy]))
     squares = logits.double().softmax(-1).square().sum(-1)
     torch.testing.assert_close(distribution[2].double(), squares, rtol=1e-6, atol=0)
+    assert torch.equal(distribution[3].bool(), logits.argmax(-1) == labels)
 
 
 def test_the_example_of_a_logit_of_100() -> None:
@@ -49,21 +56,109 @@ def test_equal_and_extreme_logits() -> None:
     assert entropy.tolist() == [pytest.approx(1.3862944), 0.0, 0.0]
 
 
-def test_gradients_are_those_of_log_softmax() -> None:
+ADVANTAGES = torch.randn(7, generator=torch.Generator().manual_seed(2))
+
+
+def clipped(log_probs: Tensor, entropy: Tensor, rows: slice = slice(None)) -> Tensor:
+    """A loss like PPO's: flat for some tokens, else of ratio and entropy."""
+    advantages = ADVANTAGES[rows].to(log_probs.dtype)
+    ratio = 2 * (0.1 * log_probs).exp()
+    return (torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.6, 1.2)) - 0.1 * entropy).sum()
+
+
+def slopes_of(loss: Callable[[Tensor, Tensor, slice], Tensor], entropy: bool) -> Slopes:
+    def of(log_probs: Tensor, entropies: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+        with torch.enable_grad():
+            found = log_probs.clone().requires_grad_(), entropies.clone().requires_grad_()
+            d_log_probs, d_entropies = torch.autograd.grad(loss(*found, rows), found)
+        return d_log_probs, d_entropies if entropy else None
+
+    return Slopes(of, entropy)
+
+
+def numbers(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden, weight, labels; the last three rows of the weight are padding."""
     gen = torch.Generator().manual_seed(1)
     hidden, weight = torch.randn(7, 5, generator=gen), 3 * torch.randn(33, 5, generator=gen)
     labels = torch.randint(0, 30, (7,), generator=gen)
-    a, b = torch.randn(2, 7, generator=gen)
-    grads = []
-    for dtype in (torch.float32, torch.float64):
-        h, w = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
-        if dtype == torch.float32:
-            lp, entropy = linear_log_prob(h, w, labels, 0.7, 0, 30, chunk=2)
-        else:
-            lp, entropy = log_probs.compute(h @ w[:30].T, labels, 0.7)
-        grads.append(torch.autograd.grad((a * lp + b * entropy).sum(), (h, w)))
-    for got, want in zip(*grads, strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+    return (*(x.bfloat16().to(dtype).requires_grad_() for x in (hidden, weight)), labels)  # type: ignore[return-value]
+
+
+def gradients(dtype: torch.dtype, entropy: bool, chunk: int = 2, **how: Any) -> tuple[Tensor, ...]:
+    """Of hidden and weight, by 3 * the loss; by plain float64 for that dtype."""
+    h, w, labels = numbers(dtype)
+    if dtype == torch.float64:
+        log_p, entropies = log_probs.compute((h @ w[:30].T), labels, 0.7)
+    else:
+        log_p, entropies, _ = linear_log_prob(h, w, labels, 0.7, 0, 30, chunk=chunk, **how)
+    loss = 3 * clipped(log_p, entropies if entropy else entropies.detach())
+    return torch.autograd.grad(loss, (h, w))
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_gradients_are_those_of_log_softmax(entropy: bool) -> None:
+    """Formed while the log-probs are, or from logits that are computed again."""
+    wanted = gradients(torch.float64, entropy)
+    assert all(gradient.abs().max() > 0.01 for gradient in wanted)
+    formed = gradients(torch.float32, entropy, slopes=slopes_of(clipped, entropy))
+    for got in (formed, gradients(torch.float32, entropy)):
+        for mine, want in zip(got, wanted, strict=True):
+            torch.testing.assert_close(mine.double(), want, rtol=1e-5, atol=2e-6 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("chunk", [2, 7])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_bfloat16_costs_its_own_rounding_only(entropy: bool, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is multiplied as float32 only results are rounded; where a processor multiplies it, logits and the
+    gradient of the logits are too."""
+    wanted = gradients(torch.float64, entropy)
+    for is_wide, bound in ((True, 2.0**-8), (False, 2.0**-5)):
+        monkeypatch.setattr(head_products, "has_bfloat16", lambda is_wide=is_wide: not is_wide)
+        for how in ({}, {"slopes": slopes_of(clipped, entropy)}):
+            for mine, want in zip(gradients(torch.bfloat16, entropy, chunk, **how), wanted, strict=True):
+                assert mine.dtype == torch.bfloat16
+                assert (mine.double() - want).norm() < bound * want.norm(), is_wide
+
+
+def test_gradients_that_were_formed_by_another_loss_are_refused() -> None:
+    h, w, labels = numbers(torch.float32)
+
+    def formed() -> tuple[Tensor, Tensor]:
+        return linear_log_prob(h, w, labels, 0.7, 0, 30, chunk=2, slopes=slopes_of(clipped, False))[:2]
+
+    log_p, entropies = formed()
+    with pytest.raises(RuntimeError, match="other slopes"):
+        log_p.mean().backward()
+    log_p, entropies = formed()
+    loss = clipped(log_p, entropies.detach())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        loss.backward()
+    log_p, entropies = formed()
+    broken = clipped(log_p, entropies.detach()) * torch.nan
+    assert torch.autograd.grad(broken, h)[0].isnan().all(), "an update with such gradients is skipped, not a crash"
+
+
+def test_a_frozen_weight_costs_no_product() -> None:
+    h, w, labels = numbers(torch.float32)
+    for how in ({}, {"slopes": slopes_of(clipped, False)}):
+        with_weight, *_ = linear_log_prob(h, w, labels, 0.7, 0, 30, **how)
+        frozen, *_ = linear_log_prob(h, w.detach(), labels, 0.7, 0, 30, products=NoWeightGradient, **how)
+        wanted, got = (torch.autograd.grad(clipped(x, torch.zeros(7)), h)[0] for x in (with_weight, frozen))
+        assert torch.equal(wanted, got) and got.any()
+
+
+class NoWeightGradient(head_products.Plain):
+    def add_d_weight(self, total: Tensor | None, dx: Tensor, rows: slice) -> Tensor:
+        raise AssertionError("a product for nothing")
+
+
+def test_no_rows_have_gradients_of_zero() -> None:
+    h, w, labels = numbers(torch.float32)
+    for how in ({}, {"slopes": slopes_of(clipped, False)}):
+        log_p, *_ = linear_log_prob(h[:0], w, labels[:0], 0.7, 0, 30, **how)
+        d_hidden, d_weight = torch.autograd.grad(log_p.sum(), (h, w))
+        assert log_p.shape == (0,) and not d_hidden.any() and not d_weight.any() and d_weight.shape == w.shape
 
 
 def test_plain_logits_that_do_not_fit_are_refused() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.config.checkpoint_size import checkpoint_bytes
@@ -21,6 +22,7 @@ from mrl.config.loader import load
 from mrl.families import load_arch
 from mrl.observe import read_metrics
 from mrl.rollout import Engine
+from mrl.weights.disk.digest import file_digests, weight_files, whole_digest
 from tests import zygote
 from tests.conftest import TinyModels
 from tests.train_tools import MEASURED, Train, given, write_config
@@ -99,6 +101,21 @@ def test_ppo_a_line_of_finite_metrics_a_step(ppo: Path, metrics: list[dict[str, 
     assert "null" not in raw
     numbers = sampled(metrics[1:])  # what the stages of `make test-gpu` read
     assert numbers["steps"] == 3 and numbers["mismatch_max"] < LOG_PROB_TOLERANCE and numbers["sync s"] > 0
+
+
+def test_ppo_the_export_says_what_it_is(ppo: Path, metrics: list[dict[str, float]], tmp_path: Path) -> None:
+    run_dir = ppo / "runs/run"
+    card = ModelCard.load(run_dir / "hf/README.md")
+    measured = {result.metric_name: result.metric_value for result in card.data.eval_results}
+    assert measured["validation/mean"] == metrics[3]["validation/mean"]
+    for model in (run_dir / "hf", Path(yaml.safe_load((run_dir / "config.yaml").read_text())["model"]["path"])):
+        assert whole_digest(file_digests(weight_files(model))) in card.text
+    assert str(ppo) not in card.content
+    step = run_dir / "checkpoints/step_2"
+    for model, name in (("actor", "after 2 steps of PPO"), ("critic", "# run (critic)")):
+        done = zygote.run("mrl", "convert", "megatron-to-hf", step, tmp_path / model, "--model", model)
+        assert done.returncode == 0, done.stderr
+        assert name in (tmp_path / model / "README.md").read_text()
 
 
 def test_ppo_the_engine_and_the_trainer_agree_after_every_update(metrics: list[dict[str, float]]) -> None:

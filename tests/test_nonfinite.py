@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from mrl.observe import SilentRecorder, read_metrics
-from mrl.trainers.shared.updates import NonFiniteError, Updates
+from mrl.trainers.shared.updates import NoGradientError, NonFiniteError, Updates, require_gradient
 from tests.test_trainer_faults import fake_engine, the_error
 from tests.tiny import make_tiny, tiny_tokenizer
 from tests.train_tools import MADE_UP, Train, write_config
@@ -118,7 +118,7 @@ def test_sft_goes_on_past_a_poisoned_row_and_stops_after_three_steps_in_a_row(tm
     with Train(tmp_path, config, "run.steps=9", "data.shuffle=false", "actor.parallel.tensor=2") as run:
         assert run.wait(240) == 1, run.terminal
     run_dir = tmp_path / "runs/run"
-    assert "data.train: 1 prompts over 32 tokens left out" in run.terminal
+    assert "data.train: 1 rows left out: their prompt does not fit into data.max_prompt_tokens=32" in run.terminal
     assert "step 2: 1 of 1 updates skipped, the loss or gradient was not finite; the samples: " in run.terminal
     assert the_error(run).startswith("3 steps in a row, to step 6, had an update whose loss or gradient was not finite")
     assert f"{run_dir / 'nonfinite.jsonl'} names their samples" in the_error(run)
@@ -196,6 +196,20 @@ def make_steps(tmp_path: Path, *steps: list[float], limit: int = 3) -> Updates:
         updates.note("critic", critic, None, range(1), critic.step())  # type: ignore[arg-type]
         updates.end_of_step(number + 1)
     return updates
+
+
+def test_adapters_that_nothing_reaches_are_refused() -> None:
+    """What frozen embeddings and full recomputation make of every gradient, if nobody minds."""
+
+    class Cut:
+        adapters: object | None = object()
+
+    with pytest.raises(NoGradientError, match="a loss of 2.5 has no gradient in any of the adapters"):
+        require_gradient(Cut(), {"loss": 2.5, "grad_norm": 0.0})  # type: ignore[arg-type]
+    require_gradient(Cut(), {"loss": 2.5, "grad_norm": 1e-30})  # type: ignore[arg-type]
+    require_gradient(Cut(), {"loss": math.nan, "grad_norm": math.nan})  # type: ignore[arg-type]
+    Cut.adapters = None
+    require_gradient(Cut(), {"loss": 2.5, "grad_norm": 0.0})  # type: ignore[arg-type]
 
 
 def test_a_run_whose_last_step_learned_nothing_is_no_success(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,17 @@ from mrl.observe import (
     before_after_table,
     follow,
     read_metrics,
+    sample_row,
+    save_pictures,
     save_samples,
     trackers,
     write_report,
 )
-from mrl.observe.curves import moving_mean
+from mrl.observe.curves import moving_mean, to_bytes
 from mrl.observe.lock import Lock
 from mrl.observe.progress import LiveDisplay, Progress
 from mrl.observe.samples import before_after
+from mrl.observe.time_line import Bar, bars, draw_time_line
 
 
 def config(root: Path) -> SFTConfig:
@@ -253,18 +257,38 @@ def sample(i: int, response: str, score: float) -> Sample:
 def save_validations(run_dir: Path) -> None:
     (run_dir / "rollouts").mkdir(exist_ok=True)
     (run_dir / "config.yaml").write_text("run: {steps: 3}\ndata: {answer_key: solution}\n")
-    save_samples(run_dir, "validation_step_0", [sample(0, "wrong", 0.0), sample(1, "half", 0.5)])
-    save_samples(run_dir, "validation_step_9", [sample(0, "other", 0.0), sample(1, "other", 0.0)])
-    save_samples(run_dir, "validation_step_10", [sample(1, "right", 1.0), sample(0, "<b>good</b>", 1.0)])
+    for step, samples in {
+        0: [sample(0, "wrong", 0.0), sample(1, "half", 0.5)],
+        9: [sample(0, "other", 0.0), sample(1, "other", 0.0)],
+        10: [sample(1, "right", 1.0), sample(0, "<b>good</b>", 1.0)],
+    }.items():
+        save_samples(run_dir, f"validation_step_{step}", map(sample_row, samples))
 
 
 def test_saved_samples_are_readable(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
-    file = save_samples(tmp_path, "step_4", [sample(0, "a\nb", 0.25)])
+    file = save_samples(tmp_path, "step_4", map(sample_row, [sample(0, "a\nb", 0.25)]))
     assert file == tmp_path / "rollouts" / "step_4.jsonl"
     row = json.loads(file.read_text())
     assert (row["prompt"], row["response"], row["score"], row["parts"]) == ("<p0>=", "a\nb", 0.25, {"exact": 0.25})
     assert row["tokens"] == 3 and row["weight_version"] == "v3"
+
+
+def test_the_page_shows_the_pictures_of_validation_prompts(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "config.yaml").write_text("run: {steps: 3}\n")
+    for step in (0, 3):
+        seen = sample(0, "three", 1.0)
+        prompt = replace(seen.request.prompt, pictures=(b"\x89PNG first", b"\x89PNG second"))
+        shown = replace(seen, request=replace(seen.request, prompt=prompt))
+        save_samples(tmp_path, f"validation_step_{step}", [sample_row(shown)])
+        save_pictures(tmp_path, [shown])
+    found = before_after(tmp_path)
+    assert found is not None
+    assert [file.name for file in found.rows[0].pictures] == ["0_0.png", "0_1.png"]
+    text = write_report(tmp_path).read_text()
+    assert text.count("data:image/png;base64,iVBORyBmaXJzdA") + text.count("data:image/png;base64,iVBORyBzZWNvbmQ") == 2
+    assert "PNG" not in (tmp_path / "rollouts/validation_step_0.jsonl").read_text()
 
 
 def test_before_and_after_compare_the_same_prompts(tmp_path: Path) -> None:
@@ -284,6 +308,23 @@ def test_before_and_after_compare_the_same_prompts(tmp_path: Path) -> None:
     assert "0.25 -> 1.00" in text and "wrong  (0.00)" in text and "right  (1.00)" in text
 
 
+def test_a_trajectory_is_shown_turn_by_turn_with_its_environments_words_apart(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    record(tmp_path, steps=2)
+    for step, words in ((0, "<higher>"), (2, "lower")):
+        played = sample(0, "5", 1.0)
+        played.messages = [
+            {"role": "assistant", "content": "2"},
+            {"role": "environment", "content": words},
+            {"role": "assistant", "content": "5"},
+        ]
+        save_samples(tmp_path, f"validation_step_{step}", [sample_row(played)])
+    text = write_report(tmp_path).read_text()
+    for words in ("&lt;higher&gt;", "lower"):
+        turns = ("turn", "2"), ("turn told", words), ("turn", "5")
+        assert "".join(f'<span class="{kind}">{said}</span>' for kind, said in turns) in text
+
+
 def pictures(page: str) -> dict[str, str]:
     found = re.findall(r'<img alt="([^"]+)" src="data:image/svg\+xml;base64,([^"]+)"', page)
     return {title: base64.b64decode(data).decode() for title, data in found}
@@ -297,7 +338,7 @@ def test_report_of_a_run_in_progress(tmp_path: Path) -> None:
     text = page.read_text()
     assert "step 2 of 3" in text
     assert "0.100 → 0.200" in text
-    assert set(pictures(text)) == {"Reward", "KL divergence", "Throughput", "Time of each phase"}
+    assert set(pictures(text)) == {"Reward", "KL divergence", "Throughput", "Time of each phase", "Time line"}
     assert all("<svg" in svg for svg in pictures(text).values())
     assert "&lt;b&gt;good&lt;/b&gt;" in text and "<b>good" not in text
     assert "answer_key: solution" in text
@@ -417,3 +458,20 @@ def test_ctrl_c_ends_a_followed_report(
     lock.release()
     assert f"report   {tmp_path / 'report.html'}" in capsys.readouterr().out
     assert "refresh" not in (tmp_path / "report.html").read_text()
+
+
+def test_the_time_line_shows_who_worked_when() -> None:
+    waits = {"step": 1, "time/rollout": 2.0, "time/update": 1.0}
+    assert bars([waits]) == [Bar(0, "rollout", 0, 2.0), Bar(0, "update", 2.0, 1.0), Bar(1, "sampling", 0, 2.0)]
+    ahead = [
+        {"step": n, "time/rollout": 0.5, "time/update": 2.0, "time/sync": 0.5, "perf/train_s": 2.0} for n in (1, 2)
+    ]
+    found = bars([row | {"perf/generate_s": 2.25} for row in ahead])
+    assert [bar for bar in found if bar.place == 0] == [
+        *(Bar(0, "update", 0, 2.0), Bar(0, "rollout", 2.0, 0.5), Bar(0, "sync", 2.5, 0.5)),
+        *(Bar(0, "update", 3.0, 2.0), Bar(0, "rollout", 5.0, 0.5), Bar(0, "sync", 5.5, 0.5)),
+    ]
+    assert [bar for bar in found if bar.place == 1] == [Bar(1, "sampling", 0, 2.25)]
+    figure = draw_time_line([waits])
+    assert figure is not None and len(to_bytes(figure, "png")) > 1000
+    assert draw_time_line([{"step": 1, "time/update": 1.0}]) is None

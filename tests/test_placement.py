@@ -17,12 +17,12 @@ from mrl import platform
 from mrl.config import placement
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES, EngineKind
-from mrl.config.schema import PlacementConfig, RolloutConfig
+from mrl.config.schema import PlacementConfig, RolloutConfig, SyncConfig
 from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import CPU, ServerSpec
 from mrl.rollout.sglang.command import sglang_launch
 from mrl.rollout.transformers_engine.command import transformers_launch
-from mrl.trainers.rl import run as rl_run
+from mrl.trainers.rl import main_parts
 from tests.conftest import TinyModels
 
 FOUR = Machine(2, 2, gpus=4)
@@ -104,29 +104,31 @@ def test_how_an_engine_that_releases_memory_is_started(
 
 
 @contextlib.contextmanager
-def main_parts(
+def the_main_parts(
     monkeypatch: pytest.MonkeyPatch, model: Path, folder: Path, gpus: int, given: tuple[int, ...] | None
-) -> Iterator[rl_run.MainParts]:
+) -> Iterator[main_parts.MainParts]:
     """Of a world of one, on a machine that says it has so many GPUs, with an engine that does not care."""
     monkeypatch.setattr(platform, "gpu_count", lambda: gpus)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(rl_run, "RewardManager", lambda *parts, **keys: contextlib.ExitStack())
-    monkeypatch.setattr(rl_run, "make_generator", lambda *parts: SimpleNamespace(notes=lambda: []))
-    monkeypatch.setattr(rl_run, "model_notes", lambda cfg: [])
+    monkeypatch.setattr(main_parts, "RewardManager", lambda *parts, **keys: contextlib.ExitStack())
+    monkeypatch.setattr(main_parts, "make_generator", lambda *parts: SimpleNamespace(notes=lambda: []))
+    monkeypatch.setattr(main_parts, "model_notes", lambda cfg: [])
     monkeypatch.setitem(ENGINES, "echo", EngineKind("tests.echo_engine:echo_launch"))
     data = SimpleNamespace(prompt_key="prompt", answer_key="answer", data_source_key="data_source")
     cfg: Any = SimpleNamespace(
         rollout=RolloutConfig(engine="echo", gpus=given),
+        sync=SyncConfig(),
         placement=PlacementConfig(),
         reward=None,
         data=data,
         model=SimpleNamespace(path=str(model), dtype="float32"),
         run=SimpleNamespace(seed=0),
+        agent=None,
     )
     with contextlib.ExitStack() as stack:
         notes: list[str] = []
         setup: Any = SimpleNamespace(stack=stack, run_dir=folder, recorder=SimpleNamespace(note=notes.append))
-        yield rl_run.MainParts(cfg, setup)
+        yield main_parts.MainParts(cfg, setup)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_an_engine_waits_for_the_models_on_its_gpus(
     monkeypatch: pytest.MonkeyPatch, tiny_models: TinyModels, tmp_path: Path, gpus: int, given: Any, waits: bool
 ) -> None:
     """It sizes its cache by what it finds free; where it has its GPUs to itself, or none, both start at once."""
-    with main_parts(monkeypatch, tiny_models("llama"), tmp_path, gpus, given) as main:
+    with the_main_parts(monkeypatch, tiny_models("llama"), tmp_path, gpus, given) as main:
         main.start()
         assert (main.engine is None) == waits
         if gpus != 1:

@@ -19,6 +19,7 @@ from mrl import platform
 platform.install()
 
 from mrl.cli import main  # noqa: E402
+from mrl.config.derived import Machine  # noqa: E402
 from mrl.config.loader import load  # noqa: E402
 from mrl.config.schema import ParallelConfig, TrainConfig  # noqa: E402
 from mrl.config.trainers.base import Config  # noqa: E402
@@ -29,6 +30,7 @@ from mrl.plan.chips import CHIPS, Assumptions, Cluster  # noqa: E402
 from mrl.plan.engine import weights_per_gpu  # noqa: E402
 from mrl.plan.grid import Grid  # noqa: E402
 from mrl.plan.memory import NEEDS  # noqa: E402
+from mrl.plan.places import Places  # noqa: E402
 from mrl.plan.plan import Plan, machine_of, make, read_shapes  # noqa: E402
 from mrl.plan.workload import Batches  # noqa: E402
 from mrl.trainers.rl.memory_order import ORDER  # noqa: E402
@@ -95,6 +97,21 @@ def test_engines_apart_share_no_memory() -> None:
     keys = ["rollout.urls=[http://a:1]", "rollout.servers=1", "rollout.memory_fraction=0.7"]
     elsewhere = plan_of("dapo_qwen7b_8gpu", *keys, "rollout.release=none")
     assert elsewhere.engine is None and {part.phase for part in elsewhere.parts} & {"rollout", "sync"} == {"sync"}
+
+
+def test_an_engine_larger_than_a_node_is_on_several_and_talks_over_the_network() -> None:
+    whole = plan_of("ppo_llama70b_64gpu")
+    spread = plan_of("ppo_llama70b_64gpu", "rollout.tensor=16", "placement.nodes_per_engine=2")
+    assert whole.engine is not None and spread.engine is not None
+    assert (whole.engine.engines, spread.engine.engines) == (8, 4)
+    assert [spread.engine.at(rank) for rank in (0, 15, 16, 63)] == [0, 0, 1, 3]
+    assert spread.engine.weights < 0.6 * whole.engine.weights
+    limits = [{part.limit for part in plan.parts if part.phase == "rollout"} for plan in (whole, spread)]
+    assert "network" in limits[1] - limits[0]
+    placed = Places.of(spread.cfg, {}, Machine(64, 8, gpus=8, joined=True))
+    assert placed.engine_of == spread.places.engine_of and not placed.beside
+    idle = Places.of(spread.cfg, {}, Machine(64, 8, gpus=0, joined=True))
+    assert idle.beside == {node: (node // 2,) for node in range(8)}
 
 
 def test_the_plan_and_the_trainer_move_memory_alike() -> None:
@@ -257,4 +274,8 @@ def test_engines_on_nodes_of_their_own_are_counted_apart(capsys: pytest.CaptureF
     assert main(["plan", "yaml_configs/grpo_qwen32b_disaggregated.yaml"]) == 0
     assert "4 of tensor 4, on 2 nodes of their own (mrl serve): 16 x h100-80g" in capsys.readouterr().out
     (problem,) = plan_of("grpo_qwen32b_disaggregated", "rollout.servers=4").problems
+    beside = plan_of("grpo_async_qwen32b_disaggregated")
+    sampling = sum(part.seconds for part in apart.parts if part.phase == "rollout")
+    learning = sum(part.seconds for part in apart.parts if part.phase in ("experience", "actor_update"))
+    assert beside.seconds == pytest.approx(apart.seconds - min(sampling, learning)), "the shorter one is hidden"
     assert "the engines of a node want 16 GPUs, it has 8" in problem

@@ -13,7 +13,9 @@ from mrl.config.loader import load
 from mrl.plan.memory import model_held
 from mrl.plan.plan import machine_of
 from tests.conftest import TinyModels
+from tests.diffusion_tools import tiny_directory
 from tests.test_plan import ROOT, plan_of, recipe
+from tests.tiny_vl import make_tiny_vl
 
 YAMLS = sorted(path.stem for path in (ROOT / "yaml_configs").glob("*.yaml"))
 RECIPES = {  # and the GPUs that their names promise
@@ -22,10 +24,23 @@ RECIPES = {  # and the GPUs that their names promise
     "ppo_llama70b_64gpu_fp8": 64,
     "grpo_qwen32b_16gpu": 16,
     "grpo_qwen3_30b_a3b_32gpu": 32,
+    "grpo_async_qwen7b_16gpu": 16,
+    "grpo_tools_qwen7b_8gpu": 8,
     "dapo_qwen7b_8gpu": 8,
     "sft_qwen7b_8gpu": 8,
+    "dpo_qwen7b_8gpu": 8,
+    "rm_qwen7b_8gpu": 8,
     "grpo_qwen0.6b_1gpu": 1,
+    "grpo_lora_qwen7b_1gpu": 1,
+    "sft_lora_llama70b_8gpu": 8,
+    "ddpo_sd15_1gpu": 1,
+    "flow_grpo_sd3_8gpu": 8,
+    "grpo_qwen25vl_7b_8gpu": 8,
+    "ppo_qwen3vl_8b_16gpu": 16,
 }
+
+
+MODELS = {"ddpo": "drawing_model", "vl": "counting_model", "glm4": "glm_model", "moonlight": "moonlight_model"}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +51,7 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_large_recipe_is_in_the_table() -> None:
     assert set(RECIPES) == {name for name in YAMLS if re.search(r"_[0-9]+gpu", name)}
-    models = {path.parent.name for path in (ROOT / "yaml_configs" / "models").glob("*/config.json")}
+    models = {path.name for path in (ROOT / "yaml_configs" / "models").iterdir()}
     assert {Path(recipe(name).model.path).name for name in RECIPES} <= models
 
 
@@ -46,13 +61,37 @@ def sorting_model(tiny_models: TinyModels) -> Path:
     return tiny_models("qwen2", weights=False)
 
 
+@pytest.fixture(scope="module")
+def glm_model(tiny_models: TinyModels) -> Path:
+    return tiny_models("glm4_moe", weights=False)
+
+
+@pytest.fixture(scope="module")
+def moonlight_model(tiny_models: TinyModels) -> Path:
+    return tiny_models("deepseek_v3", weights=False)
+
+
+@pytest.fixture(scope="module")
+def drawing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For those of diffusion models."""
+    pytest.importorskip("diffusers", reason="pip install 'mrl[diffusion]'")
+    return tiny_directory(tmp_path_factory.mktemp("drawing"))
+
+
+@pytest.fixture(scope="module")
+def counting_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For those with pictures."""
+    return make_tiny_vl(tmp_path_factory.mktemp("counting"), "qwen3_vl", weights=False)
+
+
 @pytest.mark.parametrize("gpu", ["h100-80g", "none"])
 @pytest.mark.parametrize("name", YAMLS)
 def test_every_yaml_can_be_planned(
-    name: str, gpu: str, sorting_model: Path, capsys: pytest.CaptureFixture[str]
+    name: str, gpu: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As it is shipped, for GPUs and without."""
-    keys = [f"model.path={sorting_model}"] if name.startswith("quickstart") else []
+    own = MODELS.get(name.split("_")[1], "sorting_model")
+    keys = [f"model.path={request.getfixturevalue(own)}"] if name.startswith("quickstart") else []
     assert main(["plan", f"yaml_configs/{name}.yaml", *keys, "--gpu", gpu]) == 0
     *_, last = capsys.readouterr().out.splitlines()
     assert last.startswith("On CPUs: a node needs" if gpu == "none" else "It fits: ")
@@ -98,5 +137,8 @@ def test_the_page_shows_the_ranks_of_the_largest_recipes() -> None:
 def test_a_recipe_fits(name: str, gpus: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"yaml_configs/{name}.yaml"]) == 0
     printed = capsys.readouterr().out
-    assert f"{gpus} x h100-80g on {-(-gpus // 8)} node" in printed and "It fits" in printed
+    apart = recipe(name).engine_nodes()
+    train = gpus - (8 * apart.nodes if apart is not None else 0)
+    assert f"{train} x h100-80g on {-(-train // 8)} node" in printed and "It fits" in printed
+    assert apart is None or f"{gpus - train} x h100-80g besides those of the trainer" in printed
     assert "matmul_share" in printed, "what is assumed stands there"

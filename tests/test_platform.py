@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mrl import platform
-from mrl.platform import adaptations
+from mrl.platform import adaptations, kept_memory
 
 ROOT = Path(__file__).parent.parent
 
@@ -95,6 +95,21 @@ def test_device_context_still_works_after_install() -> None:
     """transformers builds models under torch.device("meta"); real tensors there would be left uninitialised."""
     done = run_python(f"{IMPORT_SPECS}; import torch\nwith torch.device('meta'): print(torch.arange(3).device)")
     assert done.stdout.split() == ["meta"], done.stderr
+
+
+@pytest.mark.skipif(not kept_memory.gives_back(), reason="only glibc gives memory back at once, and only CPUs care")
+def test_memory_that_was_given_back_is_had_again_without_new_pages() -> None:
+    done = run_python("""
+import resource, torch
+from mrl import platform
+platform.install()
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(64 << 20, dtype=torch.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print([pages() for _ in range(3)][-1])
+""")
+    assert int(done.stdout) < 1000, (done.stdout, done.stderr)  # 64 MiB are 16,384
 
 
 def test_every_adaptation_says_why() -> None:

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,7 +130,8 @@ def test_the_first_rank_of_another_node_looks_at_its_own_machine(
     monkeypatch.setattr(look, "OF_NODE", ())
     monkeypatch.setattr(look, "OF_MACHINE", (machine.look_at_temporary_files,))
     monkeypatch.setenv("TMPDIR", "/nowhere")
-    assert shared.is_refused(None, IN_A_WORLD)  # type: ignore[arg-type]
+    cfg: Any = SimpleNamespace(is_language=True)
+    assert shared.is_refused(cfg, IN_A_WORLD)
     assert capsys.readouterr().err.startswith(f"{socket.gethostname()}: TMPDIR is '/nowhere'")
 
 

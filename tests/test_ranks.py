@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from mrl import platform
+from mrl.launcher import signals
 from mrl.platform.process import _meet
 from mrl.ports import free_port
 from tests import zygote
@@ -121,6 +122,19 @@ def test_an_address_of_another_machine_is_named(a_place: pytest.MonkeyPatch) -> 
     a_place.setenv("MASTER_ADDR", "192.0.2.1")
     with pytest.raises(platform.WorldError, match=r"rank 0 cannot listen on MASTER_ADDR 192.0.2.1, port \d+: Cann"):
         platform.init_process_group(1)
+
+
+def test_ctrl_c_that_an_import_swallows_is_not_lost() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        signals.note_interrupts()
+        signals.raise_swallowed()
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signals.raise_swallowed()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def have_loaded(library: str, run: Train) -> int:

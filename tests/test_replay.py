@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +20,6 @@ from mrl.core import Rollout
 from mrl.trainers.rl.experience import forward_passes, make_experience
 from mrl.trainers.rl.mismatch import MismatchLimits
 from mrl.trainers.rl.replay import Replay, ReplayBuffer, Reused
-from mrl.units import PerImage, PerSample
 
 PER_PROMPT = 2
 
@@ -251,25 +250,19 @@ def test_a_step_with_other_log_probs_than_tokens_is_not_kept() -> None:
         ReplayBuffer(config(buffer=9, drawn=4), 1).add(rollout, rollout.rollout_log_probs[1:])
 
 
-@dataclass(frozen=True)
-class WithPictures(Rollout):
-    image_counts: PerSample | None = None
-    images: PerImage | None = None
-
-
-def test_a_field_that_is_new_is_replayed_too() -> None:
-    def pictured(step: int) -> WithPictures:
+def test_pictures_are_replayed_too() -> None:
+    def pictured(step: int) -> Rollout:
         """As many pictures as the number of the sample's row in the step; each shows the row."""
         plain = new_samples(step)
         assert plain.rows is not None
         counts = plain.rows % 10
-        return WithPictures(**vars(plain), image_counts=counts, images=plain.rows.repeat_interleave(counts))
+        return replace(plain, image_counts=counts, images=plain.rows.repeat_interleave(counts))
 
     replay = Replay(config(buffer=9, drawn=4), 1, OneRank())  # type: ignore[arg-type]
     for step in range(4):
         mixed, reused, _ = replay.mix(pictured(step))
         replay.keep(mixed, reused, log_prob(response_tokens(mixed)))
-    assert reused is not None and isinstance(mixed, WithPictures)
+    assert reused is not None
     assert mixed.rows is not None and mixed.image_counts is not None and mixed.images is not None
     assert torch.equal(mixed.image_counts, mixed.rows % 10)
     assert torch.equal(mixed.images, mixed.rows.repeat_interleave(mixed.image_counts))

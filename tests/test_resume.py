@@ -183,7 +183,7 @@ def test_ppo_goes_on_under_another_layout_up_to_round_off(ppo: Runs) -> None:
     assert moved.keys() == whole.keys()
     for step, row in whole.items():
         assert moved[step] == pytest.approx(row, rel=1e-4, abs=1e-5), step
-    assert max(difference(ppo.whole, ppo.moved).values()) <= 2e-5
+    assert max(difference(ppo.whole, ppo.moved).values()) <= 1e-4  # relative; Adam's steps magnify the sums' round-off
 
 
 def test_a_changed_configuration_is_refused_before_anything_is_loaded(ppo: Runs) -> None:

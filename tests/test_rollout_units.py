@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 import os
 import pickle
 import subprocess
@@ -25,8 +24,9 @@ from mrl.rollout.launch import CPU, Launch, ServerSpec
 from mrl.rollout.seeds import _splitmix64
 from mrl.rollout.sglang.command import SHIM, sglang_launch
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import batched_attention
+from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.draws import draw
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.kernels import assign_req_to_token_pool_cpu, murmur_hash32_cpu
-from mrl.rollout.transformers_engine.sampling import gumbel_noise, keep_top, parse_job
+from mrl.rollout.transformers_engine.sampling import keep_top, parse_job
 from mrl.rollout.transformers_engine.weights import read_payload
 from tests.conftest import TinyModels
 
@@ -68,11 +68,35 @@ def test_the_hash_is_murmur3() -> None:
             assert int(got[row, column]) == murmur3(data)
 
 
-def test_the_noise_is_gumbel() -> None:
-    noise = gumbel_noise(torch.arange(64), torch.zeros(64, dtype=torch.int64), 1000)
-    assert bool(noise.isfinite().all())
-    assert float(noise.mean()) == pytest.approx(0.5772, abs=0.02)
-    assert float(noise.std()) == pytest.approx(math.pi / math.sqrt(6), abs=0.02)
+def plain_draw(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """As sglang's multinomial_with_seed: noise for every token, in float64."""
+    u = murmur_hash32_cpu(seeds, positions, torch.arange(log_probs.shape[1])).double() / ((1 << 32) - 1)
+    noise = -(-u.log().clamp(min=torch.finfo(torch.float64).min, max=-(2.0**-32))).log()
+    assert float(noise.mean()) == pytest.approx(0.5772, abs=0.05)
+    return (noise + log_probs.double()).argmax(1)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 100.0])
+@pytest.mark.parametrize("vocab", [50, 3000, 70_000])
+def test_draws_are_those_of_noise_on_every_token(vocab: int, spread: float) -> None:
+    """Of flat distributions and of certain ones; with tokens that may not be drawn, equal ones and broken rows."""
+    torch.manual_seed(0)
+    rows = 10_000 // vocab + 20
+    log_probs = (spread * torch.randn(rows, vocab)).log_softmax(1)
+    log_probs[1, 5:] = -torch.inf
+    log_probs[2] = torch.nan
+    log_probs[3, :10] = log_probs[3, 0]
+    seeds, positions = torch.randint(1 << 62, (rows,)), torch.arange(rows)
+    drawn = draw(log_probs, seeds, positions)
+    assert torch.equal(drawn, plain_draw(log_probs, seeds, positions))
+    assert torch.equal(draw(log_probs[7:8], seeds[7:8], positions[7:8]), drawn[7:8]), "other rows took part"
+
+
+def test_draws_have_the_probabilities() -> None:
+    probs = torch.tensor([0.6, 0.3, 0.1, 0.0])
+    drawn = draw(probs.log().repeat(20_000, 1), torch.arange(20_000), torch.full((20_000,), 3))
+    shares = torch.bincount(drawn, minlength=4) / 20_000
+    torch.testing.assert_close(shares, probs, rtol=0, atol=0.015)
 
 
 def test_keep_top() -> None:
@@ -203,6 +227,10 @@ def test_the_command_line_of_a_server(tiny_models: TinyModels, tmp_path: Path, m
     assert not {"--skip-tokenizer-init", "--enable-deterministic-inference", "--device", "--load-format"} & set(
         gpu.command
     )
+    shared = start(
+        RolloutConfig(), str(tiny_models("glm4_moe", weights=False)), "bfloat16", 1, 0, 0, machine=Machine(1, 1, 1)
+    )
+    assert "--disable-shared-experts-fusion" in shared.command and "--disable-shared-experts-fusion" not in gpu.command
     scratch = start(RolloutConfig(), str(tiny_models("llama", weights=False)), "float32", 1, 0, 0, machine=CPU)
     assert dict(zip(scratch.command, scratch.command[1:]))["--load-format"] == "dummy"
 

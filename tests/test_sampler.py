@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mrl.core import Rollout
-from mrl.trainers.rl.generate import Sampled, Sampler
+from mrl.trainers.rl.sampler import Drawn, Sampled, Sampler
 from tests.world import run_world
 
 
@@ -22,17 +22,21 @@ class OneRank:
         return make()
 
 
+def written(drawn: Drawn) -> Sampled:
+    return drawn.rollout, drawn.metrics
+
+
 def make_sampler(made: list[int]) -> Sampler:
-    def make(step: int) -> Sampled:
+    def make(step: int) -> Drawn:
         if step == 7:
             raise KeyboardInterrupt
         made.append(step)
-        return Rollout.of(step, [[1]], [[2, 3]]), {"reward/mean": 0.5}
+        return Drawn(Rollout.of(step, [[1]], [[2, 3]]), {"reward/mean": 0.5}, [], {})
 
     def control(rollout: Rollout) -> Sampled:
         return rollout, {"score/mean": float(len(made))}
 
-    return Sampler(OneRank(), make, print, control)  # type: ignore[arg-type]
+    return Sampler(OneRank(), make, written, print, control)  # type: ignore[arg-type]
 
 
 def test_samples_are_made_when_they_are_taken_once() -> None:

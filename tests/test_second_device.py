@@ -13,8 +13,7 @@ from mrl import platform
 from mrl.algo import Sequences
 from mrl.config.schema import KLConfig, ValueLossConfig
 from mrl.config.sections.policy import policy_loss
-from mrl.learner import losses
-from mrl.learner.learner import Loss
+from mrl.learner import Loss, losses
 from mrl.learner.losses import PolicyTargets
 from tests.second_device import DEVICE, SecondDevice
 from tests.world import run_world

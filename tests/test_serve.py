@@ -177,6 +177,30 @@ def test_a_run_that_is_started_again_finds_its_engines(story: Story) -> None:
     assert "2 engines have the weights of step" in story.said["second run"]
 
 
+def test_responses_go_on_over_pushes_to_engines_of_other_nodes(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """By the `distributed` transport, to engines that hold what they draw meanwhile."""
+    behind = {"engine": "sglang", "overlap": "bounded", "max_staleness": 2}
+    sections = RUN | {
+        "run": {"steps": 5},
+        "actor": {"optimizer": {"lr": 2e-4}, "parallel": {"pipeline": 2}},
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "samples_per_minibatch": 4},
+        "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}},
+        "placement": PLACEMENT | {"nodes": 1},
+        "rollout": behind | {"sampling": {"max_new_tokens": 24}},
+    }
+    config, serves = write_config(tmp_path, tiny_models("llama"), **sections), dict[int, Serve]()
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: [serve.__exit__() for serve in serves.values()])
+        begin(serves, tmp_path, config, 0)
+        with Train(tmp_path, config) as train:
+            assert train.wait(LIMIT_S) == 0, train.terminal[-3000:]
+        assert serves[0].wait(LIMIT_S) == 0, serves[0].terminal[-3000:]
+    rows = results(tmp_path / "runs" / "run")
+    assert sorted(rows) == [1, 2, 3, 4, 5]
+    assert 0 < max(row["staleness/max"] for row in rows.values()) <= 2
+    assert rows[1]["mismatch/age_0"] < 1e-4
+
+
 def test_nodes_end_with_the_run_s_last_step_and_leave_nothing(story: Story) -> None:
     assert (story.codes["node 0"], story.codes["node 1"]) == (0, 0)
     assert story.left == {"killed": {}, "node 0": {}, "node 1": {}}

@@ -41,6 +41,15 @@ OVER_NODES = {
     "node 1 hangs": (("ok", "hangs"), r"node 1: |no answer: .* after [0-9.]+ s"),
     "both nodes work": (("ok", "ok"), "^$"),
 }
+# of an engine over two nodes: what it does, the node that has no room, what the error must say
+SPANNING = {
+    "the engine answers 500": ("error_500", None, "/update_weights_from_tensor: HTTP 500: .*out of memory"),
+    "the engine dies": ("dies", None, "/update_weights_from_tensor: no answer"),
+    "the engine hangs": ("hangs", None, r"/update_weights_from_tensor: no answer: .* after [0-9.]+ s"),
+    "node 0 has no room": ("ok", 0, "node 0: no room"),
+    "node 1 has no room": ("ok", 1, "node 1: no room"),
+    "all parts work": ("ok", None, "^$"),
+}
 GOOD = {
     "works": ("ok", "shared_memory"),
     "works without sessions": ("no_session", "shared_memory"),
@@ -53,7 +62,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     """A fake engine for every case: its URL by case."""
     root = tmp_path_factory.mktemp("engines")
     processes, urls = [], {}
-    behaviours = {name: case[0] for name, case in (FAILURES | GOOD).items()}
+    behaviours = {name: case[0] for name, case in (FAILURES | GOOD | SPANNING).items()}
     behaviours |= {f"{name} {node}": case[0][node] for name, case in OVER_NODES.items() for node in (0, 1)}
     for i, behaviour in enumerate(behaviours.values()):
         if behaviour != "none":
@@ -87,6 +96,17 @@ def outcomes(engines: dict[str, str], tiny_models: Any, tmp_path_factory: pytest
     ]
     both = {name: [engines[f"{name} {node}"] for node in (0, 1)] for name in OVER_NODES}
     jobs += [{"name": name, "urls": urls, "transport": "auto", "timeout_s": TIMEOUT_S} for name, urls in both.items()]
+    jobs += [
+        {
+            "name": name,
+            "urls": [engines[name]],
+            "transport": "auto",
+            "timeout_s": TIMEOUT_S,
+            "spans": True,
+            "lacks": case[1],
+        }
+        for name, case in SPANNING.items()
+    ]
     (out / "jobs.json").write_text(json.dumps(jobs))
     run_world(2, "sync_failures.py", out / "jobs.json", out / "results.json", tiny_models("llama"), timeout_s=200)
     return json.loads((out / "results.json").read_text())
@@ -107,6 +127,20 @@ def test_of_engines_on_two_nodes_too(name: str, outcomes: dict[str, Any]) -> Non
     assert first["error"] == second["error"]
     assert re.search(OVER_NODES[name][1], first["error"]), first["error"]
     assert max(first["seconds"], second["seconds"]) < TIMEOUT_S + SLACK_S
+
+
+@pytest.mark.parametrize("name", SPANNING)
+def test_of_an_engine_over_two_nodes_too(name: str, outcomes: dict[str, Any]) -> None:
+    first, second = outcomes[name]
+    assert first["error"] == second["error"]
+    assert re.search(SPANNING[name][2], first["error"]), first["error"]
+    assert max(first["seconds"], second["seconds"]) < TIMEOUT_S + SLACK_S
+
+
+def test_a_request_has_a_handle_for_every_part(engines: dict[str, str], outcomes: dict[str, Any]) -> None:
+    buckets = sum(outcome["buckets"] for outcome in outcomes["all parts work"])
+    said = httpx.get(engines["all parts work"] + "/calls", trust_env=False).json()
+    assert said["handles"] == [2] * buckets
 
 
 def test_every_bucket_reaches_both_nodes(engines: dict[str, str], outcomes: dict[str, Any]) -> None:

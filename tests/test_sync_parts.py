@@ -38,6 +38,12 @@ def test_buckets_keep_order_and_bound_and_a_large_tensor_travels_alone() -> None
     assert [bucket.nbytes for bucket in buckets] == [80, 40, 400, 20]
 
 
+def test_tensors_that_an_engine_takes_at_once_only_are_in_one_bucket() -> None:
+    metas = [meta("a", 10), meta("half", 10), meta("b", 10), meta("other half", 10), meta("c", 10)]
+    buckets = plan_buckets(metas, 40, {"half": "whole", "other half": "whole"})
+    assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["a"], ["half", "b", "other half"], ["c"]]
+
+
 def test_buckets_have_no_gaps_and_no_misaligned_tensor() -> None:
     metas = [meta("a", 3, dtype=torch.bfloat16), meta("b", 4), meta("c", 2, dtype=torch.bfloat16), meta("d", 4)]
     for bucket in plan_buckets(metas, limit=1000):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mrl.families import load_arch
 from mrl.weights.agreement import MAX_LISTED, raise_together
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.errors import WeightError
@@ -166,8 +167,8 @@ class OneRank:
 
     role = "policy"
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: dict[str, torch.Tensor], model: Path) -> None:
+        self.tensors, self.arch = tensors, load_arch(model)
 
     def metas(self) -> list[TensorMeta]:
         return [TensorMeta(name, tuple(t.shape), t.dtype, 0) for name, t in self.tensors.items()]
@@ -182,7 +183,7 @@ def test_an_export_that_finds_the_disk_full_leaves_what_was_there(
 ) -> None:
     """In the weights, in their index, in what is copied beside them."""
     source = tiny_models("llama", weights=False)
-    exporter, target = OneRank({"a": torch.zeros(8), "b": torch.zeros(8)}), tmp_path / "hf"
+    exporter, target = OneRank({"a": torch.zeros(8), "b": torch.zeros(8)}, source), tmp_path / "hf"
     save_hf(exporter, source, target, max_file_bytes=file_bytes)  # type: ignore[arg-type]
     before = {file.name: file.read_bytes() for file in target.iterdir()}
     exporter.tensors = {"a": torch.ones(8), "b": torch.ones(8)}

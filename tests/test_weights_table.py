@@ -26,7 +26,9 @@ PADDED_VOCAB = 352  # 320 in the files; at TP4 the last shard is part padding
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     shape: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    made = {family: make_tiny(root / family, family, **shape) for family in FAMILIES}
+    alike = {"num_key_value_heads": 8}  # of latent attention: every head has its own
+    own = {family: shape | (alike if family == "deepseek_v3" else {}) for family in FAMILIES}
+    made = {family: make_tiny(root / family, family, **own[family]) for family in FAMILIES}
     made["llama tied"] = make_tiny(root / "tied", "llama", tied=True, **shape)
     return made
 

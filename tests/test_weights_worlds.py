@@ -32,8 +32,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True, "vocab_size": 331}),
     "qwen3_moe_raw": ("qwen3_moe", {"norm_topk_prob": False}),
+    "glm4_moe": ("glm4_moe", {"num_hidden_layers": 4}),
+    "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 4}),
+    "gemma3_text": ("gemma3_text", {"vocab_size": 323}),
 }
-MOE = ("mixtral", "qwen3_moe", "qwen3_moe_raw")
+MOE = ("mixtral", "qwen3_moe", "qwen3_moe_raw", "glm4_moe", "deepseek_v3")
 ONE: dict[str, int] = {}
 TP2PP2 = {"tensor": 2, "pipeline": 2}
 EP2PP2 = {"pipeline": 2, "expert": 2}
@@ -123,7 +126,7 @@ def four(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> W
     jobs += [(check, model, x) for model in MOE for x in (EP2PP2, TP2EP2) for check in ("round_trip", "logits")]
     jobs += [(check, model, ETP2EP2) for model in MOE for check in ("round_trip", "from_fused_experts")]
     jobs += [(check, "qwen2_tied", VPP2) for check in ("round_trip", "logits")]
-    jobs += [("critic", model, TP2PP2) for model in ("llama_tied", "qwen3", "mixtral")]
+    jobs += [("critic", model, TP2PP2) for model in ("llama_tied", "qwen3", "mixtral", "gemma3_text", "deepseek_v3")]
     jobs += [("save", model, TP2PP2) for model in ("qwen2_tied", "mistral", "llama")]
     jobs += [("save", "mixtral", EP2PP2), ("save", "qwen3_moe", ETP2EP2)]
     jobs += [("padding_is_zero", model, TP2PP2) for model in ("llama_tied", "qwen2")]
@@ -173,7 +176,7 @@ def test_vocabulary_padding_is_zero(one: World, four: World) -> None:
     assert four("padding_is_zero", "qwen2", TP2PP2) == 0.0
 
 
-@pytest.mark.parametrize("model", ["llama_tied", "qwen3", "mixtral"])
+@pytest.mark.parametrize("model", ["llama_tied", "qwen3", "mixtral", "gemma3_text", "deepseek_v3"])
 def test_critic_starts_from_a_policy_and_comes_back(one: World, four: World, model: str) -> None:
     results = [four("critic", model, TP2PP2)] + ([one("critic", model, ONE)] if model == "llama_tied" else [])
     for result in results:

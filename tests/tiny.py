@@ -9,8 +9,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-MOE_FAMILIES = ("mixtral", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "gemma3_text", "deepseek_v3")
+MOE_FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3")
+MOONLIGHT: dict[str, Any] = {  # DeepSeek-V3's form, without yarn, groups and a latent vector of queries
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+}
 PAD, BOS, EOS = 0, 1, 2
 
 _BASE: dict[str, Any] = {
@@ -39,6 +46,50 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "norm_topk_prob": True,
     },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "num_mtp_layers": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "gemma3_text": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+    },
+    "glm4_moe": {
+        "head_dim": 32,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "num_mtp_layers": 0,
+    },
 }
 
 
@@ -58,7 +109,7 @@ def make_tiny(
     directory: Path,
     family: str,
     *,
-    tied: bool = False,
+    tied: bool | None = None,
     seed: int = 0,
     weights: bool = True,
     dtype: torch.dtype = torch.float32,
@@ -68,7 +119,8 @@ def make_tiny(
 
     `overrides` go into the config: `make_tiny(d, "llama", num_hidden_layers=4)`.
     """
-    settings = {**_BASE, **_FAMILY[family], "tie_word_embeddings": tied, **overrides}
+    is_tied = family == "gemma3_text" if tied is None else tied  # as config.json of its hub's says nothing of it
+    settings = {**_BASE, "tie_word_embeddings": is_tied, **_FAMILY[family], **overrides}
     config = AutoConfig.for_model(family, **settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(dtype)
@@ -88,3 +140,6 @@ def _randomise_vectors(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn_like(buffer))

@@ -6,7 +6,12 @@ OUT_DIR/model_init: config.json of an 85k-parameter Llama and a character-level 
 with --sizes that config.json, such as one below yaml_configs/models, with this tokenizer's special tokens.
 OUT_DIR/data: train.jsonl and validation.jsonl with rows {"prompt": "31542=", "answer": "12345"}; no validation prompt
 is in the training file. pairs.jsonl: {"prompt": "31542=", "chosen": "12345", "rejected": "12435"}, of the training
-prompts; what is rejected has two of its digits exchanged.
+prompts; what is rejected has two of its digits exchanged. pairs_validation.jsonl: the same of the validation prompts.
+both_ways.jsonl: train.jsonl, but about half of the answers are backwards: a model learns either, and reward says which.
+
+With --chat the rows are conversations, {"messages": [...], "data_source": "2 turns"}: the user begins with a number,
+which the assistant sorts, then asks with "-" for the same backwards, or with "+" for the same again. The tokenizer has
+a chat template that marks what the assistant says, and ends every turn with <end>.
 """
 
 from __future__ import annotations
@@ -20,6 +25,12 @@ from typing import Any
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 CHARACTERS = list("0123456789=+-")
 VOCABULARY = SPECIAL + CHARACTERS  # 16: divides by every tensor-parallel size a laptop runs
+TURNS = ["<user>", "<assistant>", "<end>", "<unused>"]  # of --chat
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<assistant>{% generation %}{{ m['content'] }}<end>"
+    "{% endgeneration %}{% else %}<user>{{ m['content'] }}<end>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -50,31 +61,37 @@ MODEL: dict[str, Any] = {
 IDS = ("pad_token_id", "bos_token_id", "eos_token_id")  # the tokenizer's, whatever the model
 
 
-def write_model(out: Path, sizes: Path | None) -> None:
+def write_model(out: Path, sizes: Path | None, chat: bool = False) -> None:
     """config.json, the sizes of another model's if one is given, and a fast tokenizer with one token a character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    model = MODEL if sizes is None else json.loads(sizes.read_text()) | {name: MODEL[name] for name in IDS}
-    if model["vocab_size"] < len(VOCABULARY):
-        raise SystemExit(f"{sizes}: vocab_size {model['vocab_size']}, but the tokenizer has {len(VOCABULARY)} tokens")
+    tokens, end = (VOCABULARY + TURNS, "<end>") if chat else (VOCABULARY, "<eos>")
+    sized = MODEL | {"vocab_size": len(tokens), "eos_token_id": tokens.index(end)}
+    model = sized if sizes is None else json.loads(sizes.read_text()) | {name: sized[name] for name in IDS}
+    if model["vocab_size"] < len(tokens):
+        raise SystemExit(f"{sizes}: vocab_size {model['vocab_size']}, but the tokenizer has {len(tokens)} tokens")
     out.mkdir(parents=True, exist_ok=True)
-    vocabulary = {token: i for i, token in enumerate(VOCABULARY)}
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<pad>",
-        eos_token="<eos>",
+        eos_token=end,
         unk_token="<unk>",
         model_max_length=model["max_position_embeddings"],
         clean_up_tokenization_spaces=False,
-    ).save_pretrained(str(out))
+    )
+    if chat:
+        tokenizer.add_special_tokens({"additional_special_tokens": TURNS[:2]})
+        tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(str(out))
     (out / "config.json").write_text(json.dumps(model, indent=2) + "\n")
 
 
-def write_data(out: Path, digits: int, train_rows: int, validation_rows: int, seed: int) -> None:
+def write_data(out: Path, digits: int, train_rows: int, validation_rows: int, seed: int, chat: bool = False) -> None:
     """Distinct random numbers of `digits` digits (leading zeros allowed), cut into the two files."""
     needed = train_rows + validation_rows
     if needed > 10**digits:
@@ -85,10 +102,36 @@ def write_data(out: Path, digits: int, train_rows: int, validation_rows: int, se
     numbers = random.Random(seed).sample(range(10**digits), needed)
     texts = [f"{n:0{digits}d}" for n in numbers]
     for name, part in (("validation", texts[:validation_rows]), ("train", texts[validation_rows:])):
-        rows = (json.dumps({"prompt": f"{t}=", "answer": "".join(sorted(t))}) for t in part)
-        (out / f"{name}.jsonl").write_text("".join(f"{row}\n" for row in rows))
-    pairs = (spoiled(text, random.Random(f"{seed} {text}")) for text in texts[validation_rows:])
-    (out / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in pairs if row is not None))
+        rows = (talk(t, random.Random(f"{seed} {t}")) if chat else sorting(t) for t in part)
+        (out / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    if chat:
+        return
+    rows = (either_way(text, random.Random(f"{seed} {text}")) for text in texts[validation_rows:])
+    (out / "both_ways.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for name, part in (("pairs_validation", texts[:validation_rows]), ("pairs", texts[validation_rows:])):
+        pairs = (spoiled(text, random.Random(f"{seed} {text}")) for text in part)
+        (out / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in pairs if row is not None))
+
+
+def sorting(text: str) -> dict[str, Any]:
+    """A prompt with its answer."""
+    return {"prompt": f"{text}=", "answer": "".join(sorted(text))}
+
+
+def either_way(text: str, draw: random.Random) -> dict[str, Any]:
+    """A prompt with its answer, or that backwards."""
+    row = sorting(text)
+    return row if draw.random() < 0.5 else row | {"answer": row["answer"][::-1]}
+
+
+def talk(text: str, draw: random.Random) -> dict[str, Any]:
+    """A conversation of one to three turns, which begins with this number."""
+    said, messages = "".join(sorted(text)), []
+    asked = [text, *draw.choices("+-", k=draw.randrange(3))]
+    for turn, question in enumerate(asked):
+        said = said[::-1] if turn and question == "-" else said
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
+    return {"messages": messages, "data_source": f"{len(asked)} turn{'s' * (len(asked) > 1)}"}
 
 
 def spoiled(text: str, draw: random.Random) -> dict[str, str] | None:
@@ -111,9 +154,10 @@ def main() -> None:
     parser.add_argument("--validation-rows", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sizes", type=Path, metavar="FILE")
+    parser.add_argument("--chat", action="store_true")
     args = parser.parse_args()
-    write_model(args.out_dir / "model_init", args.sizes)
-    write_data(args.out_dir / "data", args.digits, args.train_rows, args.validation_rows, args.seed)
+    write_model(args.out_dir / "model_init", args.sizes, args.chat)
+    write_data(args.out_dir / "data", args.digits, args.train_rows, args.validation_rows, args.seed, args.chat)
     print(f"wrote {args.out_dir}/model_init and {args.out_dir}/data")
 
 

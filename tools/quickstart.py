@@ -1,8 +1,10 @@
-"""The first run: a tiny model learns to sort five digits. SFT from scratch to a start, then RL to a high reward.
+"""The first run: a tiny model learns to sort five digits. SFT from scratch to a start, then RL to a high reward;
+`sft_chat`: SFT alone, on conversations, with held-out ones beside it.
 
 Usage: python tools/quickstart.py [ALGORITHM], one of yaml_configs/quickstart_ALGORITHM.yaml, ppo if none is named.
 Everything goes to runs/quickstart*; a new call starts afresh. `gpu`, not tried yet: a larger model in bfloat16, and
-SGLang, on one GPU.
+SGLang, on one GPU. `ddpo`: a tiny diffusion model that draws shapes, and two rewards of images. `agent`: a tiny model
+that guesses a number in three turns. `vl_grpo`, `vl_ppo`: a tiny model that counts what it sees.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PHASE_TIMEOUT_S = 1800
 # where the task is, what starts the model, and which model
 CPU = ("runs/quickstart", "quickstart_sft", ())
+CHAT = "runs/quickstart_chat_task"
+COUNT = "runs/quickstart_count"
+LORA = ("runs/quickstart", "quickstart_lora_sft", ())
 GPU = ("runs/quickstart_gpu_task", "quickstart_gpu_sft", ("--sizes", "yaml_configs/models/sort-20m/config.json"))
+EXPERTS = {  # yaml_configs/quickstart_NAME.yaml -> the sizes of its model
+    "glm4_moe": "yaml_configs/models/sort-glm4-moe/config.json",
+    "moonlight": "yaml_configs/models/sort-moonlight/config.json",
+}
 
 
 def run(what: str, *command: str) -> None:
@@ -28,13 +37,51 @@ def run(what: str, *command: str) -> None:
     print(f"== {what}: {time.monotonic() - started:.0f} s", flush=True)
 
 
+def diffusion() -> None:
+    """A tiny diffusion model, and two rewards from the same start."""
+    names = ("quickstart_ddpo", "quickstart_ddpo_contrast")
+    for name in ("quickstart_shapes", "quickstart_ddpo_sft", *names):
+        shutil.rmtree(ROOT / "runs" / name, ignore_errors=True)
+    run("making the task: draw four shapes", "tools/make_shapes_task.py", "runs/quickstart_shapes")
+    run("denoising from random weights", "-m", "mrl", "train", "yaml_configs/quickstart_ddpo_sft.yaml")
+    for name, reward in zip(names, ("brightness", "bright shapes on dark ground"), strict=True):
+        run(f"DDPO: {reward}", "-m", "mrl", "train", f"yaml_configs/{name}.yaml")
+        run("report", "-m", "mrl", "report", f"runs/{name}")
+    for name in names:
+        last = max((ROOT / "runs" / name / "images").glob("step_*.png"), key=lambda file: int(file.stem[5:]))
+        print(f"{name}: runs/{name}/reward_curve.png, images from runs/{name}/images/step_0.png to {last.name}")
+
+
+def agent() -> None:
+    for name in ("quickstart_guess", "quickstart_agent"):
+        shutil.rmtree(ROOT / "runs" / name, ignore_errors=True)
+    run("making the task: guess a number", "tools/make_guess_task.py", "runs/quickstart_guess")
+    run("GRPO over three turns", "-m", "mrl", "train", "yaml_configs/quickstart_agent.yaml")
+    run("report", "-m", "mrl", "report", "runs/quickstart_agent")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found = sorted(file.stem.removeprefix("quickstart_") for file in (ROOT / "yaml_configs").glob("quickstart_*.yaml"))
-    names = [name for name in found if not name.endswith("sft")]
+    names = [name for name in found if not name.endswith(("sft", "contrast"))]
     parser.add_argument("algorithm", nargs="?", choices=names, default="ppo")
     algorithm = parser.parse_args().algorithm
-    task, sft, sizes = GPU if algorithm == "gpu" else CPU
+    if algorithm.startswith("ddpo"):
+        diffusion()
+        return
+    if algorithm == "agent":
+        agent()
+        return
+    if algorithm == "sft_chat":
+        chat()
+        return
+    if algorithm.startswith("vl_"):
+        pictures(algorithm)
+        return
+    if algorithm in EXPERTS:
+        experts(algorithm)
+        return
+    task, sft, sizes = GPU if algorithm == "gpu" else LORA if algorithm.startswith("lora") else CPU
     for name in (task, f"runs/{sft}", f"runs/quickstart_{algorithm}"):
         shutil.rmtree(ROOT / name, ignore_errors=True)
     run("making the task: sort five digits", "tools/make_sort_task.py", task, *sizes)
@@ -44,8 +91,41 @@ def main() -> None:
         run("DPO on pairs", "-m", "mrl", "train", config)
         for model in (f"runs/{sft}/hf", "runs/quickstart_dpo/hf"):
             run("answers", "tools/exact_match.py", model, f"{task}/data/validation.jsonl", "--rows", "512")
+    elif algorithm == "reward_model":
+        run("a reward model from pairs", "-m", "mrl", "train", config)
+        held_out = f"{task}/data/pairs_validation.jsonl"
+        run("its scores of held-out pairs", "-m", "mrl", "eval", "reward", "runs/quickstart_reward_model/hf", held_out)
     else:
         run(f"{algorithm.upper()} against a real SGLang server", "-m", "mrl", "train", config)
+    run("report", "-m", "mrl", "report", f"runs/quickstart_{algorithm}")
+
+
+def experts(name: str) -> None:
+    """A tiny model with experts on two processes."""
+    task = f"runs/quickstart_{name}_task"
+    for each in (task, f"runs/quickstart_{name}_sft", f"runs/quickstart_{name}"):
+        shutil.rmtree(ROOT / each, ignore_errors=True)
+    run("making the task: sort five digits", "tools/make_sort_task.py", task, "--sizes", EXPERTS[name])
+    run("supervised start from random weights", "-m", "mrl", "train", f"yaml_configs/quickstart_{name}_sft.yaml")
+    run("GRPO against a real SGLang server", "-m", "mrl", "train", f"yaml_configs/quickstart_{name}.yaml")
+    run("report", "-m", "mrl", "report", f"runs/quickstart_{name}")
+
+
+def chat() -> None:
+    for name in (CHAT, "runs/quickstart_sft_chat"):
+        shutil.rmtree(ROOT / name, ignore_errors=True)
+    run("making the task: talk about sorted digits", "tools/make_sort_task.py", CHAT, "--chat")
+    run("SFT on conversations", "-m", "mrl", "train", "yaml_configs/quickstart_sft_chat.yaml")
+    run("report", "-m", "mrl", "report", "runs/quickstart_sft_chat")
+
+
+def pictures(algorithm: str) -> None:
+    """A tiny model that sees them."""
+    for name in (COUNT, f"runs/quickstart_{algorithm}"):
+        shutil.rmtree(ROOT / name, ignore_errors=True)
+    run("making the task: count squares of a colour", "tools/make_count_task.py", COUNT)
+    name = algorithm.removeprefix("vl_").upper()
+    run(f"{name} against a real SGLang server", "-m", "mrl", "train", f"yaml_configs/quickstart_{algorithm}.yaml")
     run("report", "-m", "mrl", "report", f"runs/quickstart_{algorithm}")
 
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from mrl.algo.registry import Registry, arguments
-from mrl.algo.scan import discounted_suffix_sum
-from mrl.algo.stats import check_same_shape, whiten
+from mrl.algo.scan import SuffixSums, discounted_suffix_sum
+from mrl.algo.stats import check_same_shape, whiten, whiten_
+from mrl.kernels.masked import bits, keep, row_groups
 from mrl.options.estimators import ESTIMATORS as OPTIONS
 
 
@@ -133,38 +134,47 @@ def gae(
     """
     if inputs.values is None:
         raise ValueError("advantage estimator 'gae' needs values: configure a critic, or use a group estimator")
-    mask, outside = inputs.mask, ~inputs.mask
-    rewards = inputs.token_rewards.masked_fill(outside, 0)
-    values = inputs.values.masked_fill(outside, 0)
-    advantages = _advantages(rewards, values, mask, gamma, lam)
-    return whitened(advantages, inputs, whiten_advantages, whiten_shift_mean), advantages + values
+    advantages, returns = _advantages(inputs.token_rewards, inputs.values, inputs.mask, gamma, lam)
+    return whiten_(advantages, inputs.mask, whiten_shift_mean) if whiten_advantages else advantages, returns
 
 
-def _advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
-    """Not whitened; rewards, values and the result are 0 outside the mask."""
+def _advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """(advantages, not whitened, and advantages + values), 0 outside the mask."""
     if _has_holes(mask):
         return _gae_of_mask_with_holes(rewards, values, mask, gamma, lam)
-    return _gae_of_left_aligned(rewards, values, gamma, lam).masked_fill_(~mask, 0)
+    return _gae_of_left_aligned(rewards, values, mask, gamma, lam)
 
 
 def _has_holes(mask: Tensor) -> bool:
-    return bool((mask[:, 1:] & ~mask[:, :-1]).any())
+    return any(bool((mask[rows, 1:] > mask[rows, :-1]).any()) for rows in row_groups(mask))
 
 
-def _gae_of_left_aligned(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
-    """[B, T] -> [B, T]; rows hold zeros after their last token, so nothing has to be carried."""
-    delta = rewards - values
-    delta[:, :-1].add_(values[:, 1:], alpha=gamma)
-    return discounted_suffix_sum(delta, gamma * lam)
+def _gae_of_left_aligned(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Zeros follow a row's last token, so nothing has to be carried over what is masked."""
+    advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
+    sums = SuffixSums(gamma * lam, rewards)
+    for rows in row_groups(rewards):
+        ones = bits(mask[rows], rewards.dtype)
+        value = keep(values[rows], ones)
+        delta = keep(rewards[rows], ones).sub_(value)
+        delta[:, :-1].add_(value[:, 1:], alpha=gamma)
+        sums.write(delta, advantages[rows])
+        torch.add(advantages[rows], value, out=returns[rows])
+    return advantages, returns
 
 
-def _gae_of_mask_with_holes(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+def _gae_of_mask_with_holes(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
     """Skipping masked tokens is the same as closing the gaps, scanning, and opening them again."""
     closed = torch.arange(mask.shape[1], device=mask.device) < mask.sum(1, keepdim=True)
     closed_rewards = torch.zeros_like(rewards).masked_scatter_(closed, rewards[mask])
     closed_values = torch.zeros_like(values).masked_scatter_(closed, values[mask])
-    advantages = _gae_of_left_aligned(closed_rewards, closed_values, gamma, lam)
-    return torch.zeros_like(values).masked_scatter_(mask, advantages[closed])
+    found = _gae_of_left_aligned(closed_rewards, closed_values, closed, gamma, lam)
+    advantages, returns = (torch.zeros_like(values).masked_scatter_(mask, dense[closed]) for dense in found)
+    return advantages, returns
 
 
 @ESTIMATORS.register("reinforce_plus_plus")
@@ -176,9 +186,8 @@ def reinforce_plus_plus(
     return_t = r_t + gamma * return of the next token *inside the mask*: observation tokens are skipped, as gae skips
     them. returns are those from before the whitening.
     """
-    outside = ~inputs.mask
-    rewards = inputs.token_rewards.masked_fill(outside, 0)
-    returns = _advantages(rewards, torch.zeros_like(rewards), inputs.mask, gamma, lam=1.0)
+    values = torch.zeros_like(inputs.token_rewards)
+    returns, _ = _advantages(inputs.token_rewards, values, inputs.mask, gamma, lam=1.0)
     return whitened(returns, inputs, whiten_advantages, whiten_shift_mean), returns
 
 

@@ -84,6 +84,18 @@ def with_metrics(*names: str) -> Callable[[F], F]:
     return declare
 
 
+def of_responses(loss: F) -> F:
+    """Decorator of a policy loss whose value or gradient at a token takes something of the response's other tokens."""
+    loss.__dict__["of_responses"] = True
+    return loss
+
+
+def is_local(loss: str | PolicyLoss) -> bool:
+    """Whether it is at every token what that token's inputs make it. ValueError for an unknown name; of a function that
+    has none it cannot be known: False."""
+    return isinstance(loss, str) and "of_responses" not in vars(LOSSES.get(loss))
+
+
 def metrics_of(loss: str | PolicyLoss) -> tuple[str, ...]:
     """The names of the metrics that `compute` gives for this loss. ValueError for an unknown one."""
     function = LOSSES.get(loss) if isinstance(loss, str) else loss

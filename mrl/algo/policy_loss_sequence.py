@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from mrl.algo.policy_loss import LOG_RATIO_BOUND, LOSSES, PolicyInputs, TokenLoss
+from mrl.algo.policy_loss import LOG_RATIO_BOUND, LOSSES, PolicyInputs, TokenLoss, of_responses
 from mrl.algo.policy_loss_token import clipped_surrogate
 from mrl.algo.sequences import Sequences
 
@@ -19,6 +19,7 @@ VESPO_LOG_RATIO_MIN = math.log(1e-8)
 
 
 @LOSSES.register("gspo")
+@of_responses
 def gspo(t: PolicyInputs, clip_ratio_low: float, clip_ratio_high: float) -> TokenLoss:
     """Group sequence policy optimisation (GSPO, arXiv 2507.18071): PPO's clip on the response's length-normalised ratio
     s = exp(mean log-ratio).
@@ -38,6 +39,7 @@ def gspo(t: PolicyInputs, clip_ratio_low: float, clip_ratio_high: float) -> Toke
 
 
 @LOSSES.register("geo_mean")
+@of_responses
 def geo_mean(t: PolicyInputs, clip_ratio_low: float, clip_ratio_high: float) -> TokenLoss:
     """Geometric-mean policy optimisation (GMPO, arXiv 2507.20673): -A * exp(mean of the clipped log-ratios), A the
     response's mean advantage.
@@ -57,6 +59,7 @@ def geo_mean(t: PolicyInputs, clip_ratio_low: float, clip_ratio_high: float) -> 
 
 
 @LOSSES.register("vespo")
+@of_responses
 def vespo(
     t: PolicyInputs, vespo_k_pos: float, vespo_lambda_pos: float, vespo_k_neg: float, vespo_lambda_neg: float
 ) -> TokenLoss:

@@ -1,4 +1,4 @@
-"""Discounted sums from the right as two small matrix products: no loop over tokens, rows or blocks."""
+"""Discounted sums from the right as small matrix products: no loop over tokens or blocks."""
 
 from __future__ import annotations
 
@@ -6,26 +6,50 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BLOCK = 128
+from mrl.kernels.masked import row_groups
+
+BLOCK = 16
 
 
 def discounted_suffix_sum(x: Tensor, decay: float) -> Tensor:
-    """y[:, t] = sum over s >= t of decay**(s - t) * x[:, s]; x and y are [B, T] floating point, 0 <= decay <= 1.
+    """y[:, t] = sum over s >= t of decay**(s - t) * x[:, s]; x and y are [B, T] floating point, 0 <= decay <= 1."""
+    out = torch.empty_like(x)
+    sums = SuffixSums(decay, x)
+    for rows in row_groups(x):
+        sums.write(x[rows], out[rows])
+    return out
+
+
+class SuffixSums:
+    """The sums of `discounted_suffix_sum` for rows of one length.
 
     Each row is cut into blocks. One product with a triangular matrix of powers gives the sums inside the blocks; the
-    same product on the blocks' first entries, with decay**BLOCK, gives what every block hands to the one before it.
+    same sums of the blocks' first entries, with decay**BLOCK, give what every block hands to the one before it.
     """
-    rows, length = x.shape
-    blocks = max(1, -(-length // BLOCK))
-    padded = pad(x, (0, blocks * BLOCK - length)) if length != blocks * BLOCK else x
-    inside = (padded.reshape(rows * blocks, BLOCK) @ _power_matrix(BLOCK, decay, x)).view(rows, blocks, BLOCK)
-    if blocks > 1:
-        from_here_on = inside[:, :, 0] @ _power_matrix(blocks, decay**BLOCK, x)
-        carry = pad(from_here_on[:, 1:], (0, 1))
-        distance = torch.arange(BLOCK, 0, -1, device=x.device, dtype=torch.float64)
-        powers = torch.pow(torch.tensor(decay, dtype=torch.float64, device=x.device), distance).to(x.dtype)
-        inside.addcmul_(carry[:, :, None], powers)
-    return inside.view(rows, blocks * BLOCK)[:, :length]
+
+    def __init__(self, decay: float, like: Tensor) -> None:
+        """like: [.., T], of the dtype and device of the rows"""
+        self._length = like.size(1)
+        self._blocks = max(1, -(-self._length // BLOCK))
+        distance = torch.arange(BLOCK, 0, -1, dtype=torch.float64, device=like.device)
+        powers = torch.pow(torch.tensor(decay, dtype=torch.float64, device=like.device), distance)
+        self._powers, self._matrix = powers.to(like.dtype), _power_matrix(BLOCK, decay, like)
+        self._carries = SuffixSums(decay**BLOCK, like[:, : self._blocks]) if self._blocks > 1 else None
+
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """x, out [rows, T], without gaps; not the same."""
+        rows = x.size(0)
+        room = self._blocks * BLOCK - self._length
+        padded = pad(x, (0, room)) if room else x
+        inside = torch.empty_like(padded) if room else out
+        torch.mm(padded.reshape(rows * self._blocks, BLOCK), self._matrix, out=inside.view(rows * self._blocks, BLOCK))
+        if self._carries is not None:
+            blocks = inside.view(rows, self._blocks, BLOCK)
+            carry = torch.empty(rows, self._blocks, dtype=x.dtype, device=x.device)
+            self._carries.write(blocks[:, :, 0].contiguous(), carry)
+            blocks[:, :-1].addcmul_(carry[:, 1:, None], self._powers)
+        if room:
+            out.copy_(inside[:, : self._length])
 
 
 def _power_matrix(size: int, decay: float, like: Tensor) -> Tensor:

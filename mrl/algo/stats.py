@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mrl.kernels.masked import bits, keep, row_groups
+
 EPS = 1e-8
 
 
@@ -40,15 +42,27 @@ def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     the tensor given: pass the whole global batch (TRL's classic trainer whitens each rank's part by itself).
     """
     check_same_shape(values=values, mask=mask)
-    outside = ~mask.bool()
-    inside = values.masked_fill(outside, 0)
-    count = mask.sum().to(values.dtype)
-    mean = inside.sum() / (count + EPS)
-    centred = inside.sub_(mean).masked_fill_(outside, 0)
-    square = torch.linalg.vector_norm(centred, dim=-1).square().sum()  # by rows: one long float32 sum drifts
+    flat = values.reshape(1, -1) if values.dim() != 2 else values
+    mask = mask.bool().view_as(flat)
+    out = torch.empty_like(flat)
+    for rows in row_groups(flat):
+        keep(flat[rows], bits(mask[rows], flat.dtype), out=out[rows])
+    return whiten_(out, mask, shift_mean).view_as(values)
+
+
+def whiten_(inside: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """`whiten` of values [B, T] that are 0 outside the mask, in place."""
+    count = mask.count_nonzero().double()
+    total, square = torch.zeros(2, dtype=torch.float64, device=inside.device)
+    for rows in row_groups(inside):
+        total += inside[rows].sum()
+    mean = (total / (count + EPS)).to(inside.dtype)
+    for rows in row_groups(inside):
+        centred = keep(inside[rows].sub_(mean), bits(mask[rows], inside.dtype), out=inside[rows])
+        square += torch.linalg.vector_norm(centred, dim=-1).double().square().sum()
     var = torch.where(count > 1, square / (count + EPS) * count / (count - 1).clamp(min=1), 0)
-    white = centred.mul_(torch.rsqrt(var + EPS))
-    return white if shift_mean else white.add_(mean).masked_fill_(outside, 0)
+    inside.mul_(torch.rsqrt(var + EPS).to(inside.dtype))
+    return inside if shift_mean else inside.add_(mean).masked_fill_(~mask, 0)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
@@ -61,3 +75,11 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     total = masked_var(returns, mask)
     left = masked_var(returns - values, mask)
     return torch.where(total > 0, 1 - left / total, torch.zeros_like(total))
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    """Pearson's, of two vectors [n]; 0 where one of them does not vary."""
+    check_same_shape(a=a, b=b)
+    x, y = (v.double() - v.double().mean() for v in (a, b))
+    scale = float(x.norm() * y.norm())
+    return float(x @ y) / scale if scale > 0 else 0.0

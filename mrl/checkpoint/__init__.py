@@ -1,8 +1,21 @@
 """Checkpoints of a run: complete or not there, loadable under another layout."""
 
 from mrl.checkpoint.agreement import CheckpointError
-from mrl.checkpoint.directory import latest, read, reading, step_of
+from mrl.checkpoint.directory import latest, name_best, of_step, read, reading, step_of
 from mrl.checkpoint.run import Part, load, load_kept
 from mrl.checkpoint.saver import Saver, Written
 
-__all__ = ["CheckpointError", "Part", "Saver", "Written", "latest", "load", "load_kept", "read", "reading", "step_of"]
+__all__ = [
+    "CheckpointError",
+    "Part",
+    "Saver",
+    "Written",
+    "latest",
+    "load",
+    "load_kept",
+    "name_best",
+    "of_step",
+    "read",
+    "reading",
+    "step_of",
+]

@@ -22,6 +22,7 @@ from mrl.foreign import read_json
 
 STATE = "state.json"
 RANDOM = "random"  # folder of each rank's random state
+BEST = "best"  # beside the checkpoints: a link to one of them
 KEPT = "kept.pt"  # what rank 0 alone keeps, if anything
 VERSION = 2
 
@@ -74,15 +75,30 @@ def finish(tmp: Path, final: Path, learners: dict[str, Any], state: dict[str, An
     rename_durably(tmp, final)
 
 
-def prune(directory: Path, keep_last: int, keep_every_steps: int | None, newest: Path) -> None:
-    """Removes complete checkpoints but the last `keep_last`, those at multiples of `keep_every_steps`, and `newest`.
+def prune(directory: Path, keep_last: int, keep_every_steps: int | None, newest: Path, best: int | None = None) -> None:
+    """Removes complete checkpoints but the last `keep_last`, those at multiples of `keep_every_steps`, `newest`, and
+    that of `best` steps.
 
     One that is being read stays until a later call.
     """
     for path in complete_checkpoints(directory)[:-keep_last]:
         lasting = keep_every_steps is not None and step_of(path) % keep_every_steps == 0
-        if path != newest and not lasting:
+        if path != newest and not lasting and step_of(path) != best:
             remove(path)
+
+
+def name_best(run_dir: Path, step: int) -> None:
+    """RUN_DIR/checkpoints/best becomes a link to the checkpoint of so many steps, at once."""
+    link = root(run_dir) / BEST
+    temporary = link.with_name(f"{BEST}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(f"step_{step}")
+    os.replace(temporary, link)
+
+
+def of_step(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of so many steps is, or would be."""
+    return root(run_dir) / f"step_{step}"
 
 
 def remove(path: Path) -> bool:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from mrl import platform
 from mrl.checkpoint.optimizer_shards import optimizer_shards, parts, weight_shards
 from mrl.learner import Learner
-from mrl.learner.optimizer import prime
+from mrl.learner.optimizer import prime, round_again
 from mrl.learner.policy_copy import PolicyCopy
-from mrl.weights.model.state import fill
+from mrl.weights.model.state import fill, sharded_adapters
 
 ADAM_UPDATES = "adam_updates"
 SCHEDULE_UPDATES = "schedule_updates"
@@ -54,7 +54,8 @@ class StateToLoad:
         """`loaded`: `sharded()` filled, and the counters."""
         for i, chunk in enumerate(self.learner.bare):
             fill(chunk, loaded[f"model{i}"])
-        parts = [{**part, "param_state": loaded["optimizer"][str(i)]} for i, part in enumerate(self._parts)]
+        states = loaded["optimizer"]  # nothing of a part that has no parameter on this rank
+        parts = [{**part, "param_state": states.get(str(i), {})} for i, part in enumerate(self._parts)]
         for part in parts:
             for group in part["optimizer"]["param_groups"]:
                 group["step"] = loaded[ADAM_UPDATES]
@@ -63,6 +64,7 @@ class StateToLoad:
         platform.unshare_steps(optimizer)
         self.learner.schedule.num_steps = loaded[SCHEDULE_UPDATES]
         self.learner.schedule.step(0)
+        round_again(optimizer, self.learner.chunks)
 
 
 def copy_shards(copy: PolicyCopy) -> dict[str, Any]:
@@ -82,7 +84,11 @@ def _metadata(learner: Learner) -> dict[str, Any]:
 
 
 def _models(learner: Learner, metadata: dict[str, Any]) -> dict[str, Any]:
-    return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(learner.bare)}
+    """All weights, or where the learner has adapters what is trained."""
+    if learner.adapters is None:
+        return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(learner.bare)}
+    of = learner.arch, learner.role, learner.adapters.spec, learner.mesh
+    return {f"model{i}": sharded_adapters(chunk, *of) for i, chunk in enumerate(learner.bare)}
 
 
 def tied_copies_are_equal(learner: Learner) -> bool:

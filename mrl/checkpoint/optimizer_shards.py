@@ -60,9 +60,9 @@ def _shards(
     shards: list[ShardedTensor] = []
     for part in parts(optimizer):
         for parameter, start, end in _ranges(part):
-            flat, here = read(part, parameter), where(parameter)
-            for tensor in _tensors(by_parameter[id(parameter)]):
-                shards += _pieces(tensor, _start_in(tensor, here), start, end, flat)
+            flat, base = read(part, parameter), by_parameter[id(parameter)]
+            for tensor in _tensors(base):
+                shards += _pieces(tensor, _start_in(tensor, base.data), start, end, flat)
     return shards
 
 

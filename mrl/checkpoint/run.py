@@ -33,6 +33,7 @@ from mrl.weights.errors import WeightError
 
 Part = Learner | PolicyCopy  # a trained model, or other weights of one
 
+_WORDS = {("adapters", "base"): "the digest of the weights that the adapters belong to"}
 SHAPE_FREE = ("max_positions", "initializer_range", "eos_token_ids")  # may differ from the checkpoint's
 
 
@@ -142,7 +143,8 @@ def stage(
         began = time.monotonic()
         parts = [_stage_part(part, tmp / name, copy) for name, part in learners.items()]
         copy_s = time.monotonic() - began
-        nbytes = sum(gather(sum(part.nbytes for part in parts)))
+        of_main = _nbytes(kept) if rank() == 0 else 0
+        nbytes = sum(gather(of_main + sum(part.nbytes for part in parts)))
         free = RANKS.on_main(f"looking for space in {tmp}", lambda: _space_for(nbytes, tmp))
     except BaseException:
         discard(tmp)
@@ -180,7 +182,8 @@ def load_kept(path: Path) -> Any:
     nothing, or it cannot be read."""
     file = path / directory.KEPT
     if not file.is_file():
-        raise CheckpointError(f"there is no {directory.KEPT} in {path}, the samples of a replay buffer")
+        held = "samples of a replay buffer, or drawn ahead"
+        raise CheckpointError(f"there is no {directory.KEPT} in {path}, which holds {held}")
     try:
         return read_plain(file, file)
     except WeightError as error:
@@ -238,7 +241,10 @@ def _restore(learner_state: StateToLoad, loaded: dict[str, Any]) -> None:
 
 def _kind(part: Part) -> dict[str, Any]:
     role, learner = (part.role, part) if isinstance(part, Learner) else ("copy", part.learner)
-    return {"role": role, "arch": {k: v for k, v in learner.arch.record().items() if k not in SHAPE_FREE}}
+    kind = {"role": role, "arch": {k: v for k, v in learner.arch.record().items() if k not in SHAPE_FREE}}
+    if learner.adapters is not None:
+        kind["adapters"] = learner.adapters.spec.record() | {"base": learner.adapters.base}
+    return kind
 
 
 def _compare(stored: dict[str, Any], learners: Mapping[str, Part]) -> None:
@@ -250,10 +256,15 @@ def _compare(stored: dict[str, Any], learners: Mapping[str, Part]) -> None:
         here, there = _kind(learner), stored[name]
         if here["role"] != there["role"]:
             problems.append(f"{name} is a {here['role']}, in the checkpoint a {there['role']}")
-        keys = here["arch"].keys() | there["arch"].keys()
-        for key in sorted(keys):
-            if (a := here["arch"].get(key)) != (b := there["arch"].get(key)):
-                problems.append(f"{name}: {key} is {a}, in the checkpoint {b}")
+        if ("adapters" in here) != ("adapters" in there):
+            owner = "this run has some" if "adapters" in here else "the checkpoint has nothing else"
+            problems.append(f"{name}: either is trained by adapters (lora), or neither: {owner}")
+            continue
+        for section in ("arch", "adapters"):
+            mine, theirs = here.get(section, {}), there.get(section, {})
+            for key in sorted(mine.keys() | theirs.keys()):
+                if (a := mine.get(key)) != (b := theirs.get(key)):
+                    problems.append(f"{name}: {_WORDS.get((section, key), key)} is {a}, in the checkpoint {b}")
     if problems:
         raise CheckpointError("; ".join(problems))
 
@@ -261,6 +272,14 @@ def _compare(stored: dict[str, Any], learners: Mapping[str, Part]) -> None:
 def _require(tmp: Path) -> None:
     if not tmp.is_dir():
         raise CheckpointError("it is not there: run.root must be on a file system that all nodes share")
+
+
+def _nbytes(kept: Any) -> int:
+    """Of the tensors in dicts and lists."""
+    if isinstance(kept, torch.Tensor):
+        return kept.nbytes
+    inner = kept.values() if isinstance(kept, dict) else kept if isinstance(kept, list | tuple) else ()
+    return sum(map(_nbytes, inner))
 
 
 def _space_for(needed: int, tmp: Path) -> int:

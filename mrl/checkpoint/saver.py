@@ -49,17 +49,19 @@ class Saver:
         self._group = self._new_group()
         self._writing: _Writing | None = None
 
-    def save(self, step: int, learners: Mapping[str, Part], state: dict[str, Any], kept: Any = None) -> None:
+    def save(
+        self, step: int, learners: Mapping[str, Part], state: dict[str, Any], kept: Any = None, best: int | None = None
+    ) -> None:
         """Returns when all is copied into host memory, with the files still to be written; with `asynchronous: false`
         nothing is copied, and they are there on return.
 
-        learners, state, kept: as `stage` takes them
+        learners, state, kept: as `stage` takes them; best: steps of the checkpoint that stays besides the last ones
 
         Waits for the one before; what went wrong with that is raised before anything is done.
         """
         self.wait()
         staged = stage(self.run_dir, step, learners, state, kept, self.cfg.writers, copy=self.cfg.asynchronous)
-        self._writing = _Writing(staged, self._group, self.cfg)
+        self._writing = _Writing(staged, self._group, self.cfg, best)
         if not self.cfg.asynchronous:
             self.wait()
 
@@ -115,8 +117,8 @@ class Saver:
 class _Writing:
     """One checkpoint on its way to the disk."""
 
-    def __init__(self, staged: Staged, group: dist.ProcessGroup, cfg: CheckpointConfig) -> None:
-        self.staged, self.cfg = staged, cfg
+    def __init__(self, staged: Staged, group: dist.ProcessGroup, cfg: CheckpointConfig, best: int | None) -> None:
+        self.staged, self.cfg, self._best = staged, cfg, best
         self.seconds = 0.0
         self._problem: str | None = None
         self.thread = threading.Thread(target=self._run, args=(group,), daemon=True, name="checkpoint-writer")
@@ -138,4 +140,4 @@ class _Writing:
         self.seconds = time.monotonic() - began
 
     def _prune(self, final: Path) -> None:
-        directory.prune(final.parent, self.cfg.keep_last, self.cfg.keep_every_steps, final)
+        directory.prune(final.parent, self.cfg.keep_last, self.cfg.keep_every_steps, final, self._best)

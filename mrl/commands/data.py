@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from mrl.commands import shared
@@ -14,6 +15,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("data", help="show what a configuration's data looks like to the model")
     shared.add_config(parser, "data.chat_template=true")
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="prompts to show (default: 3)")
+    parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="write the pictures of these prompts there")
     parser.description = (
         "Reads and tokenises all sources as the run would, and shows what is left out or cut, the lengths in tokens, "
         "and the run's first prompts after the chat template."
@@ -24,6 +26,8 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1: the data cannot be used."""
     from mrl.config.loader import ConfigError, load
+    from mrl.config.schema import Config
+    from mrl.config.trainers.table import trainer_of
     from mrl.data import DataError, TokenizerError
     from mrl.data.preview import preview
     from mrl.preflight.finding import problems
@@ -35,11 +39,20 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
-    if wrong := problems(list(look(cfg, OF_INPUTS))):
+    if args.sheet is not None and not cfg.sees_pictures:
+        print(f"mrl: --sheet: trainer {cfg.trainer} has no pictures", file=sys.stderr)
+        return shared.CONFIG_ERROR
+    own = trainer_of(cfg).load_preview()
+    if own is None and (wrong := problems(list(look(cfg, OF_INPUTS)))):
         print("\n".join(map(str, wrong)), file=sys.stderr)
         return 1
     try:
-        for line in preview(cfg, args.samples, check_of_sampled(cfg)):
+        if own is not None:
+            lines = own(cfg, args.samples)
+        else:
+            assert isinstance(cfg, Config)
+            lines = preview(cfg, args.samples, check_of_sampled(cfg), args.sheet)
+        for line in lines:
             print(line)
     except (DataError, TokenizerError) as error:
         print(error, file=sys.stderr)

@@ -13,7 +13,8 @@ from mrl.commands import shared
 from mrl.files import write_atomically
 
 if TYPE_CHECKING:
-    from mrl.config.schema import Config
+    from mrl.config.schema import AnyConfig, Config
+    from mrl.config.trainers.table import OwnPlan
     from mrl.plan.chips import Cluster
 
 DOES_NOT_FIT = 1
@@ -40,6 +41,8 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the plan."""
     from mrl.config.loader import ConfigError, load
+    from mrl.config.schema import Config
+    from mrl.config.trainers.table import trainer_of
     from mrl.plan import picture, text
     from mrl.plan.chips import DEFAULT, KINDS, Assumptions, Cluster
     from mrl.plan.plan import machine_of, make, read_shapes
@@ -62,6 +65,9 @@ def run(args: argparse.Namespace) -> int:
         )
         return shared.CONFIG_ERROR
     cluster = Cluster(KINDS[kind], machine.world_size, machine.local_world_size)
+    if (own := trainer_of(cfg).load_plan()) is not None:
+        return _own(args, cfg, own(cfg, cluster))
+    assert isinstance(cfg, Config)
     if args.search:
         return _search(args, cfg, cluster)
     plan = make(cfg, cluster, read_shapes(cfg), Assumptions())
@@ -71,9 +77,21 @@ def run(args: argparse.Namespace) -> int:
     return DOES_NOT_FIT if plan.problems else 0
 
 
+def _own(args: argparse.Namespace, cfg: AnyConfig, plan: OwnPlan) -> int:
+    """Of a trainer that plans itself."""
+    if args.search or args.svg is not None:
+        what = f"--search and --svg are made for language models, and this is trainer {cfg.trainer}"
+        print(f"mrl: {what}", file=sys.stderr)
+        return shared.CONFIG_ERROR
+    print(json.dumps(plan.data(), indent=2) if args.json else "\n".join(plan.lines()))
+    return DOES_NOT_FIT if plan.problems else 0
+
+
 def dry_run(config: Path, overrides: Sequence[str]) -> int:
     """`mrl train --dry-run`: needs config.json alone, and says which files are not here. Exit code 1: it would fail."""
     from mrl.config.loader import ConfigError, load
+    from mrl.config.schema import Config
+    from mrl.config.trainers.table import trainer_of
     from mrl.plan.chips import CHIPS, DEFAULT, Assumptions, Cluster
     from mrl.plan.plan import machine_of, make, read_shapes
 
@@ -84,8 +102,15 @@ def dry_run(config: Path, overrides: Sequence[str]) -> int:
         return shared.CONFIG_ERROR
     machine = machine_of(cfg)
     cluster = Cluster(CHIPS[DEFAULT], machine.world_size, machine.local_world_size)
-    from mrl.plan.dry_run import DryRun
+    from mrl.plan.dry_run import DryRun, absent
 
+    if (own := trainer_of(cfg).load_plan()) is not None:
+        missing, plan = absent(cfg), own(cfg, cluster)
+        print("\n".join(missing or ["everything that the configuration names is here"]) + "\n")
+        print("\n".join(plan.lines()))
+        return DOES_NOT_FIT if plan.problems or (not missing and shared.is_refused(cfg, machine)) else 0
+
+    assert isinstance(cfg, Config)
     run = DryRun(make(cfg, cluster, read_shapes(cfg), Assumptions()))
     for line in run.lines():
         print(line)

@@ -10,7 +10,7 @@ from mrl.commands import shared, world
 
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
-    from mrl.config.schema import Config
+    from mrl.config.schema import AnyConfig
     from mrl.preflight.finding import Finding
     from mrl.preflight.nodes import Meeting
 
@@ -71,6 +71,7 @@ def _found(args: argparse.Namespace) -> tuple[list[Finding], bool]:
     """By this node, and whether the configuration is right. Of several nodes only the first looks at what all see."""
     from mrl.config.derived import Machine
     from mrl.config.loader import ConfigError, load
+    from mrl.config.schema import Config
     from mrl.preflight.look import OF_NODE, OF_RUN, look, look_at_machine, of_configuration
     from mrl.preflight.memory import look_at_memory
 
@@ -83,7 +84,7 @@ def _found(args: argparse.Namespace) -> tuple[list[Finding], bool]:
         return [*of_configuration(error), *_memory_all_the_same(args, machine), *look_at_machine()], False
     machine = machine or (starting(cfg) if starting is not None else Machine.starting(cfg, gpus))
     looks = OF_NODE if args.node else (*OF_RUN, *OF_NODE)
-    memory = look_at_memory(cfg, machine, args.gpu)
+    memory = look_at_memory(cfg, machine, args.gpu) if isinstance(cfg, Config) else ()
     return [*of_configuration(None), *look(cfg, looks), *memory, *look_at_machine()], True
 
 
@@ -131,10 +132,11 @@ def _memory_all_the_same(args: argparse.Namespace, machine: Machine | None) -> l
     """Where files alone are wrong, of which a plan needs config.json only."""
     from mrl.config.derived import Machine
     from mrl.config.loader import ConfigError, load
+    from mrl.config.schema import Config
     from mrl.plan.plan import machine_of
     from mrl.preflight.memory import look_at_memory
 
-    def planned(cfg: Config) -> Machine:
+    def planned(cfg: AnyConfig) -> Machine:
         whole = machine or Machine.starting(cfg, nodes=args.nodes)
         return machine_of(cfg, whole.world_size, whole.local_world_size)
 
@@ -142,4 +144,4 @@ def _memory_all_the_same(args: argparse.Namespace, machine: Machine | None) -> l
         cfg = load(args.config, args.overrides, planned=planned)
     except ConfigError:
         return []
-    return list(look_at_memory(cfg, planned(cfg), args.gpu))
+    return list(look_at_memory(cfg, planned(cfg), args.gpu)) if isinstance(cfg, Config) else []

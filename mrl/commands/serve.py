@@ -15,7 +15,7 @@ from mrl.commands.train import COMPILED
 
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
-    from mrl.config.schema import Config, RLConfig
+    from mrl.config.schema import AnyConfig, RLConfig
 
 EXIT_AWAY = 69  # EX_UNAVAILABLE: there was no run to serve
 ANYWHERE = "192.0.2.1"  # kept for documentation (RFC 5737): the way there is the way to everywhere; nothing is sent
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     return _serve(rl, args, gpus)
 
 
-def _trainers(cfg: Config) -> Machine:
+def _trainers(cfg: AnyConfig) -> Machine:
     """What the configuration is checked for: the trainer's world, which is elsewhere."""
     from mrl.config.derived import Machine
 

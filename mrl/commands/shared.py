@@ -13,7 +13,7 @@ from mrl.redaction import redact
 
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
-    from mrl.config.schema import Config
+    from mrl.config.schema import AnyConfig, Config
 
 CONFIG_ERROR = 2
 
@@ -44,10 +44,21 @@ def misplaced(args: argparse.Namespace) -> str | None:
     return None if is_address else f"--head {args.head}: must be HOST:PORT, such as node17:29500"
 
 
-def is_refused(cfg: Config, machine: Machine) -> bool:
+def of_language(cfg: AnyConfig, command: str) -> Config | None:
+    """The configuration; None, and a word that the command is of language models, if it trains something else."""
+    from mrl.config.schema import Config
+
+    if isinstance(cfg, Config):
+        return cfg
+    print(f"mrl: {command} is made for language models, and this is trainer {cfg.trainer}", file=sys.stderr)
+    return None
+
+
+def is_refused(cfg: AnyConfig, machine: Machine) -> bool:
     """Says all that preflight finds wrong. Of the ranks of a joined world rank 0 looks, and for its own machine the
     first one of every other node; not those whose launcher `mrl train` has looked before it started them, nor restarted
     ones. Of a planned one memory is not looked at: its plan has."""
+    from mrl.config.schema import Config
     from mrl.ports import MEETING_VARIABLE
     from mrl.preflight.finding import problems
     from mrl.preflight.look import OF_NODE, OF_RUN, look, look_at_machine
@@ -59,7 +70,8 @@ def is_refused(cfg: Config, machine: Machine) -> bool:
         if MEETING_VARIABLE in os.environ or attempt() or os.environ.get("LOCAL_RANK", "0") != "0":
             return False
         looks = looks if os.environ["RANK"] == "0" else OF_NODE
-    of_memory = () if machine.planned or looks == OF_NODE else look_at_memory(cfg, machine)
+    is_counted = not machine.planned and looks != OF_NODE
+    of_memory = look_at_memory(cfg, machine) if isinstance(cfg, Config) and is_counted else ()
     wrong = problems([*look(cfg, looks), *of_memory, *look_at_machine()])
     node = f"{socket.gethostname()}: " if machine.joined else ""
     for finding in wrong:

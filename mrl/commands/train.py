@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mrl.commands import plan, shared, world
 
 if TYPE_CHECKING:
-    from mrl.config.schema import Config
+    from mrl.config.schema import AnyConfig
     from mrl.launcher import Nursery
 
 # Of ranks and engines. Torch's own place is in /tmp, by a name that anybody can take first; what is there is run.
@@ -56,6 +56,10 @@ def run(args: argparse.Namespace) -> int:
             return cfg
         return 1 if shared.is_refused(cfg, around) else world.be_a_rank(cfg)
 
+    from mrl.launcher import signals
+
+    if args.is_program:
+        signals.note_interrupts()
     # most mistakes are found here, before torch has been imported to count GPUs
     cfg = _load(args, planned=world.of_nodes(args.nodes))
     if isinstance(cfg, int):
@@ -68,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         return _lead(args, nursery)
 
 
-def _load(args: argparse.Namespace, **machine: Any) -> Config | int:
+def _load(args: argparse.Namespace, **machine: Any) -> AnyConfig | int:
     """The configuration, or the exit code of one that cannot be used."""
     from mrl.config.loader import ConfigError, load
 
@@ -88,6 +92,9 @@ def _lead(args: argparse.Namespace, nursery: Nursery | None) -> int:
         return cfg
     if shared.is_refused(cfg, machine(cfg)):
         return 1
+    from mrl.launcher import signals
+
+    signals.raise_swallowed()  # while torch was imported: before there are other processes
     if args.nodes > 1:
         return world.start_node(cfg, args)
     return world.start(cfg, args.config, args.overrides, nursery)

@@ -13,7 +13,7 @@ from mrl import failure
 
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
-    from mrl.config.schema import Config
+    from mrl.config.schema import AnyConfig
     from mrl.launcher import Nursery
 
 
@@ -31,14 +31,14 @@ def joined() -> Machine:
     return Machine.around(gpus())
 
 
-def of_nodes(nodes: int, gpus: int | None = None) -> Callable[[Config], Machine]:
+def of_nodes(nodes: int, gpus: int | None = None) -> Callable[[AnyConfig], Machine]:
     """The world that a configuration starts on `nodes` like this one, which is one of them."""
     from mrl.config.derived import Machine
 
     return lambda cfg: Machine.starting(cfg, gpus, nodes)
 
 
-def start(cfg: Config, config: Path, overrides: Sequence[str], nursery: Nursery | None) -> int:
+def start(cfg: AnyConfig, config: Path, overrides: Sequence[str], nursery: Nursery | None) -> int:
     """Exit code of a world of its own, on this machine, of `mrl train CONFIG OVERRIDES`. nursery: of the own launcher's
     ranks."""
     from mrl.config.derived import Machine, is_on_one_machine
@@ -74,7 +74,7 @@ def start(cfg: Config, config: Path, overrides: Sequence[str], nursery: Nursery 
         return 1
 
 
-def start_node(cfg: Config, args: argparse.Namespace) -> int:
+def start_node(cfg: AnyConfig, args: argparse.Namespace) -> int:
     """Exit code of this node's part of a world over several: args, the command's, say which."""
     from mrl.config.derived import Machine
     from mrl.launcher import Elastic, LaunchError, NodePlace, launch_node
@@ -101,7 +101,7 @@ def start_node(cfg: Config, args: argparse.Namespace) -> int:
         return 1
 
 
-def be_a_rank(cfg: Config) -> int:
+def be_a_rank(cfg: AnyConfig) -> int:
     """Trains. The stopping signals become SystemExit, so that everything that is open gets closed; where checkpoints
     are written, SIGTERM and SIGUSR1 let the run save first."""
     from mrl.config.derived import summary

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from mrl.config.checks.base import Archs
 from mrl.config.trainers.base import Config
+from mrl.families.adapters import num_trained
 from mrl.families.flops import num_parameters
+from mrl.families.table import Role
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT32 = 4
@@ -21,8 +23,9 @@ def checkpoint_bytes(cfg: Config, archs: Archs) -> int:
             continue
         arch = archs[name]
         assert arch is not None
-        tp = built.train.parallel.tensor
-        count = num_parameters(arch, "critic" if name == "critic" else "policy", tp)
+        tp, lora = built.train.parallel.tensor, built.train.lora
+        role: Role = "critic" if built.scores else "policy"
+        count = num_parameters(arch, role, tp) if lora is None else num_trained(arch, role, lora.spec)
         total += count * bytes_a_weight(cfg, name)
     return total
 
@@ -37,7 +40,15 @@ def export_bytes(cfg: Config, archs: Archs) -> int:
     """Of the actor's weights alone, as a Hugging Face directory."""
     arch = archs["actor"]
     assert arch is not None
-    return num_parameters(arch) * DTYPE_BYTES[cfg.model.dtype]
+    role: Role = "critic" if cfg.built()["actor"].scores else "policy"
+    return num_parameters(arch, role) * DTYPE_BYTES[cfg.model.dtype]
+
+
+def adapter_bytes(cfg: Config, archs: Archs) -> int:
+    """Of the actor's adapters alone; 0 without any."""
+    arch, lora = archs["actor"], cfg.actor.lora
+    assert arch is not None
+    return num_trained(arch, "policy", lora.spec) * DTYPE_BYTES[cfg.model.dtype] if lora is not None else 0
 
 
 @dataclass(frozen=True)
@@ -54,8 +65,10 @@ def disk_use(cfg: Config, archs: Archs) -> DiskUse:
     turning = staying = 0
     if (every := checkpoint.every_steps) is not None:
         one, made = checkpoint_bytes(cfg, archs), -(-steps // every)
-        turning = one * min(checkpoint.keep_last + 1, made)
+        turning = one * (min(checkpoint.keep_last + 1, made) + cfg.keeps_best())
         kept = steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps is not None else 0
         staying += one * max(0, kept - checkpoint.keep_last)
     exports = steps // checkpoint.weights_every_steps if checkpoint.weights_every_steps is not None else 0
-    return DiskUse(turning, staying + (exports + checkpoint.export_hf) * export_bytes(cfg, archs))
+    whole, adapters = export_bytes(cfg, archs), adapter_bytes(cfg, archs)
+    at_end = checkpoint.export_hf * (1 + cfg.keeps_best())
+    return DiskUse(turning, staying + exports * (adapters or whole) + at_end * (adapters + whole))

@@ -16,15 +16,17 @@ class EngineKind:
     launch: `module:function` of mrl.rollout.launch.ServerSpec -> Launch, imported when a run starts such an engine
     ignores: keys of `rollout` that have no effect on it
     is_plain: its weights reach it as CPU tensors or files, neither in GPU memory nor by a process group
+    pauses: it can stop in the middle of its requests, and go on with them by other weights
     """
 
     launch: str
     ignores: tuple[str, ...] = ()
     is_plain: bool = True
+    pauses: bool = False
 
 
 ENGINES = {
-    "sglang": EngineKind("mrl.rollout.sglang.command:sglang_launch", is_plain=False),
+    "sglang": EngineKind("mrl.rollout.sglang.command:sglang_launch", is_plain=False, pauses=True),
     "transformers": EngineKind(
         "mrl.rollout.transformers_engine.command:transformers_launch",
         ignores=("tensor", "memory_fraction", "quantization", "server_args"),

@@ -16,7 +16,7 @@ from mrl.config.dialect import Dumper
 from mrl.config.keys import Key, keys_of, nearest_keys, walk
 from mrl.config.problems import ConfigError, Problem
 from mrl.config.sections.variants import TAG
-from mrl.config.trainers.base import Config
+from mrl.config.trainers.base import AnyConfig
 from mrl.config.trainers.table import TRAINERS
 from mrl.config.tree import Node, describe, read
 from mrl.redaction import redact_tree
@@ -43,8 +43,8 @@ def load(
     *,
     joined: Machine | None = None,
     gpus: int | None = None,
-    planned: Callable[[Config], Machine] | None = None,
-) -> Config:
+    planned: Callable[[AnyConfig], Machine] | None = None,
+) -> AnyConfig:
     """Reads, validates and cross-checks a configuration, for the world it `joined` or that is `planned` for it, else
     for the one it would start on this machine with its `gpus`.
 
@@ -71,18 +71,18 @@ def load(
     return cfg
 
 
-def dump_resolved(cfg: Config) -> str:
+def dump_resolved(cfg: AnyConfig) -> str:
     """YAML with every key written out, which loads back to the same configuration but for its passwords (***)."""
     return yaml.dump(dump_tree(cfg), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def dump_tree(cfg: Config) -> dict[str, Any]:
+def dump_tree(cfg: AnyConfig) -> dict[str, Any]:
     """Every key with its value, for JSON, passwords as ***."""
     tree: dict[str, Any] = redact_tree(cfg.model_dump(mode="json"))
     return tree
 
 
-def _schema(tree: Node, path: str | Path, problems: list[Problem]) -> type[Config]:
+def _schema(tree: Node, path: str | Path, problems: list[Problem]) -> type[AnyConfig]:
     """Which class the file is read into. Nothing more can be checked while `trainer` is unknown."""
     node, depth = tree.find(["trainer"])
     if depth == 0:
@@ -94,7 +94,7 @@ def _schema(tree: Node, path: str | Path, problems: list[Problem]) -> type[Confi
     raise ConfigError(str(path), [*problems, Problem(("trainer",), message, (node.place,))])
 
 
-def _validate(schema: type[Config], tree: Node) -> tuple[Config | None, list[dict[str, Any]]]:
+def _validate(schema: type[AnyConfig], tree: Node) -> tuple[AnyConfig | None, list[dict[str, Any]]]:
     """The configuration, or pydantic's list of what is wrong with it."""
     try:
         return schema.model_validate(tree.plain()), []
@@ -112,14 +112,14 @@ def _chosen(error: dict[str, Any]) -> list[str]:
     return [part.removeprefix(TAG) for part in error["loc"] if isinstance(part, str) and part.startswith(TAG)]
 
 
-def _owners(schema: type[Config], error: dict[str, Any]) -> list[str]:
+def _owners(schema: type[AnyConfig], error: dict[str, Any]) -> list[str]:
     """The kinds of a section that have a key which it has not, being of another kind."""
     path = ".".join(_path(error))
     unknown = error["type"] == "extra_forbidden"
     return [key.only_with[1] for key in walk(keys_of(schema)) if unknown and key.path == path and key.only_with]
 
 
-def _foreign(schema: type[Config], tree: Node, error: dict[str, Any]) -> Problem | None:
+def _foreign(schema: type[AnyConfig], tree: Node, error: dict[str, Any]) -> Problem | None:
     """Of a key that another algorithm reads."""
     owners = _owners(schema, error)
     if not owners:
@@ -144,7 +144,7 @@ def _tainted(key: str, error: dict[str, Any]) -> bool:
     return beside or f"{key}.".startswith(f"{wrong}.")
 
 
-def _problem(schema: type[Config], tree: Node, error: dict[str, Any]) -> Problem:
+def _problem(schema: type[AnyConfig], tree: Node, error: dict[str, Any]) -> Problem:
     path, kind, value = _path(error), error["type"], error["input"]
     if kind == "extra_forbidden":
         message = f"unknown key{_of_others(schema, path) or _meant_key(schema, path, _chosen(error))}"
@@ -169,28 +169,28 @@ def _nearest(word: str, choices: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _meant_key(schema: type[Config], path: Sequence[str], chosen: Sequence[str]) -> str:
+def _meant_key(schema: type[AnyConfig], path: Sequence[str], chosen: Sequence[str]) -> str:
     beside, meant = nearest_keys(keys_of(schema), path, chosen)
     if not meant:
         return f"; this section has {', '.join(key.name for key in beside)}"
     return f"; did you mean {' or '.join(key.name if key in beside else _called(schema, key) for key in meant[:3])}?"
 
 
-def _called(schema: type[Config], key: Key) -> str:
+def _called(schema: type[AnyConfig], key: Key) -> str:
     """Of a key that is not beside the one that was written."""
     owners = [same.only_with[1] for same in walk(keys_of(schema)) if same.path == key.path and same.only_with]
     return f"{key.path} (a key of {', '.join(owners)})" if owners else key.path
 
 
-def _of_others(schema: type[Config], path: Sequence[str]) -> str:
+def _of_others(schema: type[AnyConfig], path: Sequence[str]) -> str:
     """Of a key that other trainers have."""
-    schemas: dict[str, type[Config]] = {name: trainer.schema for name, trainer in TRAINERS.items()}
+    schemas: dict[str, type[AnyConfig]] = {name: trainer.schema for name, trainer in TRAINERS.items()}
     has = {name for name, of in schemas.items() if any(key.path == ".".join(path) for key in walk(keys_of(of)))}
     here = ", ".join(name for name, of in schemas.items() if of is schema)
     return f"; it is a key of trainer {', '.join(sorted(has))}, and this is trainer {here}" if has else ""
 
 
-def _as_written(schema: type[Config], tree: Node, path: list[str]) -> list[str]:
+def _as_written(schema: type[AnyConfig], tree: Node, path: list[str]) -> list[str]:
     """The path by its key's former name, where the file has that."""
     if tree.find(path)[1] == len(path):
         return path
@@ -198,7 +198,7 @@ def _as_written(schema: type[Config], tree: Node, path: list[str]) -> list[str]:
     return next((old for old in former if tree.find(old)[1] == len(old)), path)
 
 
-def _placed(schema: type[Config], tree: Node, problem: Problem) -> Problem:
+def _placed(schema: type[AnyConfig], tree: Node, problem: Problem) -> Problem:
     paths = [_as_written(schema, tree, key.split(".")) for key in problem.keys]
     keys, found = tuple(".".join(path) for path in paths), [tree.find(path) for path in paths]
     unwritten = {key for key, path, (_, depth) in zip(keys, paths, found, strict=True) if depth < len(path)}

@@ -10,7 +10,7 @@ from functools import cache
 
 from mrl.config.keys import Key, keys_of, nearest_keys, walk
 from mrl.config.problems import printable
-from mrl.config.trainers.base import Config
+from mrl.config.trainers.base import AnyConfig
 from mrl.config.trainers.table import TRAINERS
 
 COMMAND = "mrl config --markdown > docs/configuration.md"
@@ -32,7 +32,7 @@ class UnknownKey(Exception):
 def manual() -> dict[Key, str]:
     """Every section at the top -> the trainers that have it. One that they have in different forms is there twice."""
     found: dict[Key, list[str]] = {}
-    schemas: dict[str, type[Config]] = {name: trainer.schema for name, trainer in TRAINERS.items()}
+    schemas: dict[str, type[AnyConfig]] = {name: trainer.schema for name, trainer in TRAINERS.items()}
     for name, schema in schemas.items():
         for key in keys_of(schema):
             found.setdefault(key, []).append(name)

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from mrl.config.sections.variants import Variants
-from mrl.config.trainers.base import Config
+from mrl.config.trainers.base import AnyConfig
 from mrl.options.base import Options
 from mrl.redaction import redact_tree
 
@@ -38,13 +38,18 @@ MAY_CHANGE = (
     "model.allow_pickle",
     "ema.offload",
     "ema.in_validation",
+    "actor.micro_batch",
+    "actor.sharded",
+    "sampler.batch",
+    "images",
     *(f"{model}.parallel" for model in ("actor", "critic", "ref")),
     *(f"{model}.max_tokens_per_microbatch" for model in ("actor", "critic", "ref")),
     *(f"{model}.recompute" for model in ("actor", "critic")),
     *(f"{model}.layers" for model in ("actor", "critic")),
     *(f"{model}.offload" for model in ("actor", "critic", "ref", "reward.model")),
 )
-MUST_NOT_CHANGE = ("run.seed", "rollout.engine", "rollout.sampling", "rollout.deterministic")
+BEHIND = ("rollout.overlap", "rollout.max_staleness", "rollout.segment_tokens", "rollout.oversample")
+MUST_NOT_CHANGE = ("run.seed", "rollout.engine", "rollout.sampling", "rollout.deterministic", *BEHIND)
 QUIET = ("run.name", "run.root", "checkpoint.accept_changes")  # changes that need no word
 
 READERS = 4  # files at once
@@ -66,12 +71,11 @@ class Change:
         return f"{self.key}: {_short(self.old)} -> {_short(self.new)}"
 
 
-def snapshot(cfg: Config) -> Tree:
+def snapshot(cfg: AnyConfig) -> Tree:
     """What a checkpoint keeps of the configuration, for JSON and without passwords. Reads the training data: about a
     second a GB."""
     found = {
-        f"{key}.train": {source.path: contents(Path(source.path)) for source in use.cfg.train}
-        for key, use in cfg.data_uses().items()
+        key: {source.path: contents(Path(source.path)) for source in sources} for key, sources in cfg.sources().items()
     }
     return {"config": redact_tree(cfg.model_dump(mode="json")), "data_contents": found}
 
@@ -98,7 +102,7 @@ def _digest(file: Path, size: int, mtime_ns: int) -> str:
         return hashlib.file_digest(contents, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def check_resume(stored: Tree, cfg: Config, checkpoint: Path) -> list[Change]:
+def check_resume(stored: Tree, cfg: AnyConfig, checkpoint: Path) -> list[Change]:
     """The changes that are harmless or accepted, to be shown. `stored`: `snapshot` of the run that made `checkpoint`.
 
     Raises ConfigChanged, which lists every other one with old and new value, and says what to do.
@@ -117,7 +121,7 @@ def check_resume(stored: Tree, cfg: Config, checkpoint: Path) -> list[Change]:
     return changes
 
 
-def compare(stored: Tree, cfg: Config) -> list[Change]:
+def compare(stored: Tree, cfg: AnyConfig) -> list[Change]:
     """Every key that differs in more than a password. A key that the stored configuration does not know yet had its
     default."""
     present = snapshot(cfg)
@@ -128,12 +132,11 @@ def compare(stored: Tree, cfg: Config) -> list[Change]:
     return changes
 
 
-def unknown(stored: Tree, cfg: Config) -> list[str]:
+def unknown(stored: Tree, cfg: AnyConfig) -> list[str]:
     """What an older checkpoint does not say, one sentence each."""
-    sections = [f"{key}.train" for key in cfg.data_uses()]
     return [
         f"the checkpoint is older than digests of data: whether {key} holds other rows of the same size is not known"
-        for key in sections
+        for key in cfg.sources()
         if key in stored.get("data_bytes", {})
     ]
 

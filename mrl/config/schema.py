@@ -6,17 +6,23 @@ cross-field rules live in `mrl.config.checks`.
 
 from __future__ import annotations
 
+from mrl.config.sections.agent import AgentConfig
 from mrl.config.sections.algorithm import AlgorithmConfig, FilterGroupsConfig, KLConfig, PFPPOConfig, ValueLossConfig
 from mrl.config.sections.base import Section
 from mrl.config.sections.data import (
     BatchConfig,
     DataConfig,
+    Form,
     PreferenceBatchConfig,
     PreferenceDataConfig,
+    RewardDataConfig,
     SFTBatchConfig,
+    SFTDataConfig,
     SourceConfig,
     Sources,
 )
+from mrl.config.sections.held_out import ComparisonConfig, HeldOutConfig, LikelihoodConfig
+from mrl.config.sections.lora import LoRAConfig
 from mrl.config.sections.models import (
     CriticConfig,
     ModelConfig,
@@ -42,16 +48,22 @@ from mrl.config.sections.reward import (
     RewardModelConfig,
     ServerConfig,
 )
+from mrl.config.sections.reward_model import RewardModelTrainingConfig
 from mrl.config.sections.rollout import MismatchConfig, RolloutConfig, SamplingConfig, SyncConfig, ValidationConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig, SectionTimeouts
-from mrl.config.trainers.base import Config
+from mrl.config.sections.sft import ImitationConfig, PackingConfig
+from mrl.config.trainers.base import AnyConfig, Config
 from mrl.config.trainers.dpo import DPOConfig
+from mrl.config.trainers.preferences import PreferencesConfig
+from mrl.config.trainers.reward_model import RewardModelTrainerConfig
 from mrl.config.trainers.rl import RLConfig
 from mrl.config.trainers.sft import SFTConfig
 from mrl.options.losses import AggMode
 
 __all__ = [
+    "AgentConfig",
     "AggMode",
+    "AnyConfig",
     "AlgorithmConfig",
     "BatchConfig",
     "CheckpointConfig",
@@ -64,13 +76,17 @@ __all__ = [
     "FP8Config",
     "FilterGroupsConfig",
     "FormatConfig",
+    "HeldOutConfig",
+    "ImitationConfig",
     "KLConfig",
+    "LoRAConfig",
     "LengthConfig",
     "ModelConfig",
     "OptimizerConfig",
     "OverlongConfig",
     "PFPPOConfig",
     "PTXConfig",
+    "PackingConfig",
     "ParallelConfig",
     "PlacementConfig",
     "PrecisionConfig",
@@ -78,20 +94,28 @@ __all__ = [
     "LossesConfig",
     "PreferenceBatchConfig",
     "PreferenceConfig",
+    "ComparisonConfig",
+    "Form",
+    "LikelihoodConfig",
     "PreferenceDataConfig",
     "PreferenceRefConfig",
+    "PreferencesConfig",
     "RLConfig",
     "RefConfig",
     "ReplayConfig",
     "ResilienceConfig",
     "RewardConfig",
+    "RewardDataConfig",
     "RewardModelConfig",
+    "RewardModelTrainerConfig",
+    "RewardModelTrainingConfig",
     "MismatchConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "RunConfig",
     "SFTBatchConfig",
     "SFTConfig",
+    "SFTDataConfig",
     "SamplingConfig",
     "Section",
     "SectionTimeouts",

@@ -40,6 +40,19 @@ def problems(path: str | Path, vocab_size: int | None, eos_token: str | None = N
         yield from _of_vocabulary(Path(path), ids, settings, vocab_size, eos_token)
 
 
+def special(path: str | Path) -> dict[str, tuple[str, int]]:
+    """Of "eos", "pad", "unk" and "bos" those that the tokenizer's files name: the token and its id. Raises OSError or
+    ValueError for files that cannot be read."""
+    content, settings = _read(Path(path) / TOKENIZER), _read(Path(path) / SPECIAL) | _read(Path(path) / SETTINGS)
+    ids, found = _tokens(content) | _added(settings) if content else _added(settings), {}
+    for role in ("eos", "pad", "unk", "bos"):
+        named = settings.get(f"{role}_token")
+        token = named.get("content") if isinstance(named, dict) else named
+        if isinstance(token, str) and token in ids:
+            found[role] = token, ids[token]
+    return found
+
+
 def too_large(path: str | Path, tokens: int, vocab_size: int) -> str:
     return (
         f"{path}: the tokenizer has {tokens} tokens, the model's vocabulary (vocab_size in config.json) {vocab_size}: "

@@ -4,21 +4,26 @@ from mrl.data.balance import plan_micro_batches
 from mrl.data.collate import collate
 from mrl.data.dataset import PromptDataset, data_notes
 from mrl.data.errors import DataError
+from mrl.data.image_prompts import load_eyes
 from mrl.data.packing import pack, sequence_align
 from mrl.data.preference import PreferenceDataset, preference_notes
+from mrl.data.sft import SFTDataset, sft_notes
 from mrl.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 __all__ = [
     "DataError",
     "PreferenceDataset",
     "PromptDataset",
+    "SFTDataset",
     "Tokenizer",
     "TokenizerError",
     "collate",
     "data_notes",
+    "load_eyes",
     "load_tokenizer",
     "pack",
     "plan_micro_batches",
     "preference_notes",
     "sequence_align",
+    "sft_notes",
 ]

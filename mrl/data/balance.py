@@ -9,21 +9,30 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from mrl.families.flops import ForwardFlops
+
 Bins = list[list[int]]  # sample ids of each bin
 
 
 def plan_micro_batches(
-    seq_lens: Sequence[int] | Tensor, dp: int, max_tokens: int, align: int = 1, multiple_of: int = 1
+    seq_lens: Sequence[int] | Tensor,
+    dp: int,
+    max_tokens: int,
+    align: int = 1,
+    multiple_of: int = 1,
+    costs: Sequence[int] | Tensor | None = None,
 ) -> list[list[list[int]]]:
     """`plan[dp_rank][micro_batch]` = ascending sample ids; every sample exactly once.
 
     All ranks get the same number of micro-batches: a multiple of `multiple_of` (a virtual pipeline needs multiples of
     its stages), at least one, and as few as a best-fit packing finds. A micro-batch holds at most `max_tokens` tokens,
     each sequence counted with its padding to a multiple of `align`; a longer sequence gets a micro-batch of its own.
-    Tokens are balanced over all micro-batches and over the ranks (longest first, then repair by swaps); micro-batches
-    with the same index are of similar size on all ranks. Micro-batches can be empty.
+    Costs are balanced over all micro-batches and over the ranks (dearest first, then repair by swaps); micro-batches
+    with the same index are of similar cost on all ranks. Micro-batches can be empty.
 
-    Raises ValueError for a number below 1.
+    costs: of each sequence, whole numbers of any unit; its tokens when None. Where micro-batches of equal cost would be
+    over `max_tokens`, they are of equal tokens, and the ranks alone of equal cost.
+    Raises ValueError for a number below 1, or for another number of costs than of sequences.
     """
     if min(dp, max_tokens, align, multiple_of) < 1:
         raise ValueError(
@@ -31,24 +40,36 @@ def plan_micro_batches(
         )
     lens = np.asarray(seq_lens, dtype=np.int64)
     lens = (lens + align - 1) // align * align
-    order = np.argsort(-lens, kind="stable").tolist()
+    prices = lens if costs is None else np.asarray(costs, dtype=np.int64)
+    if prices.shape != lens.shape:
+        raise ValueError(f"{prices.size} costs of {lens.size} sequences")
     sizes: list[int] = lens.tolist()
-    bins = _bins(sizes, order, dp * multiple_of, max_tokens)
-    return _deal(bins, sizes, dp)
+    bins = _bins(sizes, prices.tolist(), dp * multiple_of, max_tokens)
+    return _deal(bins, prices.tolist(), dp)
 
 
-def _bins(sizes: list[int], order: list[int], step: int, max_tokens: int) -> Bins:
+def costs_of(forward: ForwardFlops, seq_lens: Tensor, outputs: Tensor) -> Tensor:
+    """[n] int64: what sequences cost, in 64ths of a token's price in the layers' matrices. Attention's part grows with
+    the square of a length.
+
+    seq_lens, outputs [n] int64: their tokens, and those of them whose log-prob or value is asked for
+    """
+    lens = seq_lens.double()
+    whole = forward.a_token * lens + forward.a_pair * lens * (lens + 1) / 2 + forward.an_output * outputs
+    return (whole * 64 / forward.a_token).ceil().long()
+
+
+def _bins(sizes: list[int], costs: list[int], step: int, max_tokens: int) -> Bins:
     """A multiple of `step` bins, as few as possible, each within `max_tokens`, as even as possible."""
     fewest = max(1, -(-sum(min(s, max_tokens) for s in sizes) // max_tokens))  # no packing can do with less
     count = -(-fewest // step) * step
-    even = balance(sizes, order, count)
-    if _fits(even, sizes, max_tokens):
+    if (even := _even(sizes, costs, count, max_tokens)) is not None:
         return even
+    order = _largest_first(sizes)
     tight = _best_fit(sizes, order, max_tokens)
     if len(tight) > count:
         count = -(-len(tight) // step) * step
-        even = balance(sizes, order, count)
-        if _fits(even, sizes, max_tokens):
+        if (even := _even(sizes, costs, count, max_tokens)) is not None:
             return even
     low, high = max_tokens // 2, max_tokens  # MULTIFIT: the smallest capacity for which best fit needs <= count bins
     while high - low > max(1, max_tokens // 256):
@@ -59,6 +80,20 @@ def _bins(sizes: list[int], order: list[int], step: int, max_tokens: int) -> Bin
         else:
             low = middle
     return tight + [[] for _ in range(count - len(tight))]
+
+
+def _even(sizes: list[int], costs: list[int], count: int, max_tokens: int) -> Bins | None:
+    """So many bins of equal cost, or else of equal tokens; None if neither are within `max_tokens`."""
+    for weights in (costs,) if costs == sizes else (costs, sizes):
+        bins = balance(weights, _largest_first(weights), count)
+        if _fits(bins, sizes, max_tokens):
+            return bins
+    return None
+
+
+def _largest_first(sizes: list[int]) -> list[int]:
+    order: list[int] = np.argsort(-np.asarray(sizes, dtype=np.int64), kind="stable").tolist()
+    return order
 
 
 def _fits(bins: Bins, sizes: list[int], max_tokens: int) -> bool:
@@ -83,19 +118,18 @@ def _best_fit(sizes: list[int], order: list[int], capacity: int) -> Bins:
 
 
 def balance(sizes: list[int], order: list[int], count: int) -> Bins:
-    """`count` bins of nearly equal sums: longest processing time first (Graham 1969), then swaps between the extremes.
-
-    order: indices into `sizes`, largest first.
-    """
-    heap = [(0, j) for j in range(count)]
+    """`count` bins of nearly equal sums: longest processing time first (Graham 1969), then swaps between the
+    extremes. order: indices into `sizes`, largest first."""
+    heap = list(range(count))  # load * count + bin
     bins: Bins = [[] for _ in range(count)]
+    replace, put = heapq.heapreplace, [items.append for items in bins]
     for i in order:
-        load, j = heap[0]
-        bins[j].append(i)
-        heapq.heapreplace(heap, (load + sizes[i], j))
+        lightest = heap[0]
+        put[lightest % count](i)
+        replace(heap, lightest + sizes[i] * count)
     loads = np.zeros(count, dtype=np.int64)
-    for load, j in heap:
-        loads[j] = load
+    for key in heap:
+        loads[key % count] = key // count
     for _ in range(2 * count):
         high, low = int(loads.argmax()), int(loads.argmin())
         moved = _swap(bins[high], bins[low], sizes, int(loads[high] - loads[low]))

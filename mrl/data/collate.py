@@ -18,13 +18,11 @@ def collate(step: int, samples: list[Sample]) -> Rollout:
     for place, sample in enumerate(ordered):
         if sample.request.sample_id != place:
             raise ValueError(f"step {step}: expected sample {place}, got sample {sample.request.sample_id}")
-        if not len(sample.response_ids):
+        if not sample.num_drawn:
             raise ValueError(f"step {step}: sample {place} has no response tokens ({sample.finish_reason})")
-        if len(sample.log_probs) != len(sample.response_ids):
-            raise ValueError(
-                f"step {step}: sample {place} has {len(sample.response_ids)} response tokens "
-                f"and {len(sample.log_probs)} log-probs"
-            )
+        if len(sample.log_probs) != sample.num_drawn:
+            found = f"{sample.num_drawn} response tokens and {len(sample.log_probs)} log-probs"
+            raise ValueError(f"step {step}: sample {place} has {found}")
         if not (sample.weight_version.isascii() and sample.weight_version.isdecimal()):
             raise ValueError(
                 f"step {step}: sample {place} was drawn with the weights {sample.weight_version!r}, "
@@ -32,6 +30,8 @@ def collate(step: int, samples: list[Sample]) -> Rollout:
             )
     if not ordered:
         raise ValueError(f"step {step}: no samples")
+    seen = [s.request.prompt.images for s in ordered]
+    shapes = [shape for images in seen for shape in images or ()]
     return Rollout.of(
         step,
         [s.request.prompt.token_ids for s in ordered],
@@ -41,4 +41,23 @@ def collate(step: int, samples: list[Sample]) -> Rollout:
         rollout_log_probs=torch.from_numpy(np.concatenate([s.log_probs for s in ordered])),
         rows=torch.tensor([s.request.prompt.index for s in ordered]),
         weight_versions=torch.tensor([int(s.weight_version) for s in ordered]),
+        born=_born(ordered) if any(s.versions is not None for s in ordered) else None,
+        drawn=_drawn(ordered) if any(s.drawn is not None for s in ordered) else None,
+        image_counts=None if seen[0] is None else torch.tensor([len(images or ()) for images in seen]),
+        images=None if seen[0] is None else torch.tensor(shapes, dtype=torch.int64).reshape(-1, 3),
     )
+
+
+def _born(samples: list[Sample]) -> torch.Tensor:
+    """[R] int32."""
+    each = [np.full(s.num_drawn, int(s.weight_version)) if s.versions is None else s.versions for s in samples]
+    return torch.from_numpy(np.concatenate(each).astype(np.int32))
+
+
+def _drawn(samples: list[Sample]) -> torch.Tensor:
+    """[N] bool, of prompts and responses."""
+    parts = []
+    for sample in samples:
+        parts.append(np.zeros(len(sample.request.prompt.token_ids), dtype=bool))
+        parts.append(np.ones(len(sample.response_ids), dtype=bool) if sample.drawn is None else sample.drawn)
+    return torch.from_numpy(np.concatenate(parts))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -56,14 +57,27 @@ class ControlTokens:
 
         None where this tokenizer cannot tell the two apart.
         """
+        found = self.encode_marked(hidden, [])
+        return found and found[0]
+
+    def encode_marked(
+        self, hidden: str, places: Sequence[int]
+    ) -> tuple[list[int], list[tuple[int, int]], list[int]] | None:
+        """`encode`, for each id which characters it is of, and where these count the characters at `places`."""
         if not self._hf.is_fast or _RESERVED.search(self.shown(hidden)):
             return None
         wanted = [self._hf.convert_tokens_to_ids(name) for name in self._pattern.findall(hidden)]
         backend, original = self._renamed
-        text = self.shown(self._pattern.sub(lambda name: chr(_PRIVATE + self._place[name[0]]), hidden))
-        ids = [original.get(i, i) for i in backend.encode(text, add_special_tokens=False).ids]
+        encoded = backend.encode(self._private(hidden), add_special_tokens=False)
+        ids = [original.get(i, i) for i in encoded.ids]
         special = {*self._hf.convert_tokens_to_ids(self._names)} - {self._hf.unk_token_id}
-        return ids if [i for i in ids if i in special] == [i for i in wanted if i in special] else None
+        if [i for i in ids if i in special] != [i for i in wanted if i in special]:
+            return None
+        return ids, encoded.offsets, [len(self._private(hidden[:place])) for place in places]
+
+    def _private(self, hidden: str) -> str:
+        """As the renamed tokenizer reads it."""
+        return self.shown(self._pattern.sub(lambda name: chr(_PRIVATE + self._place[name[0]]), hidden))
 
     @cached_property
     def _renamed(self) -> tuple[Backend, dict[int | None, int]]:

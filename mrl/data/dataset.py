@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,9 @@ from mrl.data.rows import RowCheck, RowReader
 from mrl.data.source import PromptSource
 from mrl.data.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from mrl.data.eyes import Eyes
+
 
 class PromptDataset:
     """The rows of all sources, tokenised.
@@ -25,7 +29,7 @@ class PromptDataset:
     counts them. `Prompt.index` is the row's number over all sources, one after the other (from 0, blank lines not
     counted), with or without those left out.
 
-    sources: those of a configuration, or the path of the only one
+    sources: those of a configuration, or the path of the only one; eyes: of a model that sees pictures
 
     Raises DataError for malformed rows, missing keys, empty prompts, and if nothing is left of a source; with
     `require_answer` also for rows without a text under `cfg.answer_key`; with `check` for those that it refuses.
@@ -38,12 +42,13 @@ class PromptDataset:
         tokenizer: Tokenizer,
         require_answer: bool = False,
         check: RowCheck | None = None,
+        eyes: Eyes | None = None,
     ) -> None:
         if isinstance(sources, str | Path):
             sources = (SourceConfig(path=str(sources)),)
         self.cfg = cfg
         self.tokenizer = tokenizer
-        self._encoder = Encoder(cfg, tokenizer)
+        self._encoder = Encoder(cfg, tokenizer, eyes)
         self._reader = RowReader(cfg, require_answer, check)
         self.sources: list[PromptSource] = []
         for source in sources:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mrl.config.schema import DataConfig
 from mrl.data.errors import DataError
+from mrl.data.image_prompts import spelled, with_places
 from mrl.data.rows import Row
 from mrl.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mrl.data.eyes import Eyes
 
 _MARK = "\uf8ff"  # a character of no meaning
 MIN_TURN_CHARS = 3
@@ -31,53 +35,64 @@ class Dressed:
 
 class Encoder:
     """What the data section says about prompts. Raises DataError where a chat template is asked for and there is
-    none."""
+    none.
 
-    def __init__(self, cfg: DataConfig, tokenizer: Tokenizer) -> None:
+    eyes: of a model that sees pictures
+    """
+
+    def __init__(self, cfg: DataConfig, tokenizer: Tokenizer, eyes: Eyes | None = None) -> None:
         if cfg.chat_template and not tokenizer.has_chat_template:
             raise DataError("data.chat_template is true but the tokenizer has no chat template; set it to false")
-        self.cfg, self.tokenizer = cfg, tokenizer
+        if eyes is not None:
+            eyes.check_tokenizer(tokenizer)
+        self.cfg, self.tokenizer, self.eyes = cfg, tokenizer, eyes
 
     def text(self, row: Row) -> str:
         """What is tokenised. Raises ValueError for a conversation that the chat template refuses."""
-        value = row[self.cfg.prompt_key]
-        return self.tokenizer.dress(_messages(value)) if self.cfg.chat_template else value
+        if self.cfg.chat_template:
+            return self.tokenizer.dress(self._messages(row))
+        text: str = row[self.cfg.prompt_key]
+        return text if self.eyes is None else spelled(text, len(self.eyes.values(row)))
 
-    def dressed(self, row: Row, with_answer: bool = False) -> Dressed:
+    def _messages(self, row: Row) -> list[Row]:
+        messages = messages_of(row[self.cfg.prompt_key])
+        return messages if self.eyes is None else with_places(messages, len(self.eyes.values(row)))
+
+    def dressed(self, row: Row, with_answer: bool = False, more: Row | None = None) -> Dressed:
         """The prompt; of a conversation, control tokens in its messages are text, where the tokenizer can do that.
 
-        with_answer: the answer's control tokens are named too
+        with_answer: the answer's control tokens are named too; more: what else the chat template is told
         """
-        prompt = self._dressed(row)
+        prompt = self._dressed(row, more or {})
         name = self.tokenizer.control.first_in(row[self.cfg.answer_key]) if with_answer else None
         if name is None:
             return prompt
         return replace(prompt, as_text=name) if self.cfg.chat_template else replace(prompt, as_control=name)
 
-    def _dressed(self, row: Row) -> Dressed:
-        text = self.text(row)
+    def _dressed(self, row: Row, more: Row) -> Dressed:
         if not self.cfg.chat_template:
-            return self.text_of(text)
-        return self._conversation(_messages(row[self.cfg.prompt_key]), text, self.tokenizer.dress)
+            return self.text_of(self.text(row))
+        messages, dress = self._messages(row), self.tokenizer.dress
+        return self._conversation(messages, dress(messages, **more), dress, more)
 
     def text_of(self, text: str) -> Dressed:
         """Text as it is."""
         return Dressed(text, as_control=self.tokenizer.control.first_in(text))
 
-    def whole(self, messages: list[Row]) -> Dressed:
-        """A conversation with its last answer, as `dressed`. Raises ValueError for one that the chat template
-        refuses."""
-        messages = _messages(messages)
-        return self._conversation(messages, self.tokenizer.dress_whole(messages), self.tokenizer.dress_whole)
+    def conversation(self, messages: list[Row] | str, more: Row, is_whole: bool) -> Dressed:
+        """Messages, as `dressed`, up to where the next answer begins, or to the end of their last one. more: what else
+        the chat template is told. Raises ValueError for a conversation that it refuses."""
+        said, dress = messages_of(messages), self.tokenizer.dress_whole if is_whole else self.tokenizer.dress
+        return self._conversation(said, dress(said, **more), dress, more)
 
-    def _conversation(self, messages: list[Row], text: str, dress: Callable[[list[Row]], str]) -> Dressed:
+    def _conversation(self, messages: list[Row], text: str, dress: Callable[..., str], more: Row) -> Dressed:
         """text: what `dress` makes of the messages."""
         control = self.tokenizer.control
-        name = control.first_in(messages)
+        name = control.first_in([messages, more])
         if name is None:
             return Dressed(text, as_control=self._turn if self._turn and _holds(messages, self._turn) else None)
         try:
-            hidden = dress(control.hidden(messages))
+            hidden = dress(control.hidden(messages), **control.hidden(more))
         except ValueError:  # a template that looks for the names
             return Dressed(text, as_control=name)
         ids = control.encode(hidden) if control.shown(hidden) == text else None
@@ -115,7 +130,7 @@ class Encoder:
         return end if len(end) >= MIN_TURN_CHARS and self.tokenizer.control.first_in(end) is None else None
 
 
-def _messages(value: Any) -> list[Row]:
+def messages_of(value: Any) -> list[Row]:
     """Of text or of messages. Tables give every message the keys of all, as nulls, which chat templates would take for
     values."""
     if isinstance(value, str):

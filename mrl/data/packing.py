@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from mrl.core import PackedBatch, Rollout
 from mrl.data.errors import DataError
+from mrl.data.image_places import image_places
+from mrl.families import VisionArch
 
 
 def sequence_align(cp: int) -> int:
@@ -34,13 +37,22 @@ def require_ids(rollout: Rollout, vocab_size: int) -> None:
     )
 
 
-def pack(rollout: Rollout, sample_ids: Sequence[int], cp: int, cp_rank: int, align_total: int) -> PackedBatch:
+def pack(
+    rollout: Rollout,
+    sample_ids: Sequence[int],
+    cp: int,
+    cp_rank: int,
+    align_total: int,
+    vision: VisionArch | None = None,
+) -> PackedBatch:
     """The part of one micro-batch that context-parallel rank `cp_rank` holds.
 
     Every sequence is padded to a multiple of `sequence_align(cp)`; a trailing dummy sequence brings the total (before
     the cut) to a multiple of `align_total`. With no samples the batch is one dummy sequence and no rows. Zig-zag: a
     sequence is cut into 2 * cp chunks and rank r holds chunks r and 2 * cp - 1 - r, in this order, so that causal
     attention costs the same on all ranks (Megatron-Core's convention for packed `thd` input). Padding is token 0.
+
+    vision: of a model that sees pictures
 
     Raises ValueError for a rank out of range or a sample without a prompt (nothing predicts its first token).
     """
@@ -63,26 +75,51 @@ def pack(rollout: Rollout, sample_ids: Sequence[int], cp: int, cp_rank: int, ali
     start = _starts(rollout.seq_lens)[ids]
     response_start = _starts(rollout.response_lens)[ids]
     if dummy:  # no tokens, and a prompt that no offset reaches
-        seq_lens, prompt_lens, start, response_start = (
+        seq_lens, prompt_lens, start, response_start, ids = (
             torch.cat([x, x.new_tensor([v])])
-            for x, v in ((seq_lens, 0), (prompt_lens, 1), (start, 0), (response_start, 0))
+            for x, v in ((seq_lens, 0), (prompt_lens, 1), (start, 0), (response_start, 0), (ids, -1))
         )
     source = start[sequence] + offset
     real = offset < seq_lens[sequence]
     tokens = rollout.tokens.new_zeros(offset.numel())
     tokens[real] = rollout.tokens[source[real]]
     predicts = (offset + 1 >= prompt_lens[sequence]) & (offset + 1 < seq_lens[sequence])
+    if rollout.drawn is not None:
+        predicts[predicts.clone()] = rollout.drawn[source[predicts] + 1]
     rows = predicts.nonzero()[:, 0]
-    seq_of_row = sequence[rows]
-    return PackedBatch(
+    if rollout.drawn is not None:
+        dest = rollout.drawn.cumsum(0)[source[rows]]
+    else:
+        seq_of_row = sequence[rows]
+        dest = response_start[seq_of_row] + offset[rows] + 1 - prompt_lens[seq_of_row]
+    if rollout.counts is not None:
+        counted = rollout.counts[dest] > 0
+        rows, dest = rows[counted], dest[counted]
+    plain = PackedBatch(
         tokens=tokens[None],
         position_ids=offset[None],
         rows=rows,
         labels=rollout.tokens[source[rows] + 1],
-        dest=response_start[seq_of_row] + offset[rows] + 1 - prompt_lens[seq_of_row],
+        dest=dest,
         cu_seqlens=torch.cat([padded.new_zeros(1), padded.cumsum(0)]).to(torch.int32),
         max_seqlen=int(padded.max()),
+        samples=ids,
+        seq_lens=seq_lens,
     )
+    return plain if vision is None else _with_images(plain, rollout.pick(ids[ids >= 0]), vision, sequence, offset)
+
+
+def _with_images(
+    plain: PackedBatch, part: Rollout, vision: VisionArch, sequence: Tensor, offset: Tensor
+) -> PackedBatch:
+    """part: the samples of the batch. sequence, offset: as `_local_positions` gives them."""
+    places = image_places(part, vision)
+    real = offset < plain.seq_lens[sequence]
+    source = (_starts(plain.seq_lens)[sequence] + offset)[real]
+    position_ids, feature = offset.new_zeros(3, offset.numel()), torch.full_like(offset, -1)
+    position_ids[:, real], feature[real] = places.position_ids[:, source], places.feature[source]
+    at = (feature >= 0).nonzero()[:, 0]
+    return replace(plain, position_ids=position_ids, images=places.images, image_at=at, image_row=feature[at])
 
 
 def _starts(lens: Tensor) -> Tensor:

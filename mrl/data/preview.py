@@ -3,45 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mrl.config.schema import Config, PreferenceDataConfig
+from mrl.config.schema import Config, PreferenceDataConfig, SFTDataConfig
 from mrl.core import Prompt
 from mrl.data.dataset import PromptDataset, data_notes
 from mrl.data.histogram import histogram, shortened_text
+from mrl.data.image_prompts import load_eyes
 from mrl.data.preference_preview import preview_preferences
 from mrl.data.rows import RowCheck
+from mrl.data.sft_preview import preview_imitated
 from mrl.data.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from mrl.data.eyes import Eyes
 
 BATCH_PROMPTS = 1024
 
 
-def preview(cfg: Config, samples: int, check: RowCheck | None = None) -> Iterator[str]:
+def preview(cfg: Config, samples: int, check: RowCheck | None = None, sheet: Path | None = None) -> Iterator[str]:
     """Lines of text. Reads and tokenises everything, as the run would; raises what the run would raise.
 
-    check: what the reward demands of a row
+    check: what the reward demands of a row; sheet: the pictures of the prompts that are shown are written there
     """
     use = cfg.data_uses()["data"]
     if isinstance(use.cfg, PreferenceDataConfig) and use.preferences is not None:
-        yield from preview_preferences(cfg, use.cfg, use.preferences, samples)
+        yield from preview_preferences(cfg, use, use.cfg, samples)
+        return
+    if isinstance(use.cfg, SFTDataConfig):
+        yield from preview_imitated(cfg, use.cfg, samples)
         return
     has_answers = not use.is_sampled
-    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
-    sets = {"data.train": PromptDataset(cfg.data.train, cfg.data, tokenizer, has_answers, check)}
+    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
+    eyes = load_eyes(cfg.model.path, cfg.data) if cfg.sees_pictures else None
+    sets = {"data.train": PromptDataset(cfg.data.train, cfg.data, tokenizer, has_answers, check, eyes)}
     if cfg.data.validation is not None:
-        sets["data.validation"] = PromptDataset(cfg.data.validation, cfg.data, tokenizer, check=check)
+        sets["data.validation"] = PromptDataset(cfg.data.validation, cfg.data, tokenizer, check=check, eyes=eyes)
     yield from data_notes(tokenizer, sets)
     drawn = cfg.run.steps * use.rows_per_step
     for key, data in sets.items():
         yield f"\n{key}: {len(data)} prompts"
         yield from _sources(data, drawn if key == "data.train" else None)
         yield from histogram(_lengths(data, has_answers), "prompt, answer and EOS" if has_answers else "prompt")
+        if eyes is not None:
+            yield from _pictures(data, eyes)
     train = sets["data.train"]
     shown = train.prompts_for_step(0, samples, cfg.run.seed)
     yield f"\nthe run's first {len(shown)} prompts"
     for prompt in shown:
         yield from _sample(prompt, train, has_answers)
+        yield from (_picture(shape, eyes) for shape in prompt.images or () if eyes is not None)
+    if sheet is not None:
+        from mrl.data.contact_sheet import write_sheet
+
+        yield f"\n{write_sheet(shown, sheet)} pictures, as the model sees them: {sheet}"
+
+
+def _pictures(data: PromptDataset, eyes: Eyes) -> Iterator[str]:
+    grids = [grid for source in data.sources for grid in source.grids]
+    tokens, all_tokens = sum(map(eyes.tokens, grids)), int(sum(source.token_counts.sum() for source in data.sources))
+    if not grids:
+        yield "  no pictures"
+        return
+    largest = max(map(eyes.tokens, grids))
+    each = f"{tokens / len(grids):.0f} tokens each, at most {largest}"
+    yield f"  {len(grids)} pictures: {each}; {tokens / all_tokens:.0%} of all tokens"
+
+
+def _picture(shape: tuple[int, int, int], eyes: Eyes) -> str:
+    rows, columns, _ = shape
+    patch = eyes.vision.patch
+    return f"picture: {columns * patch} x {rows * patch} pixels for the model, {eyes.tokens((rows, columns))} tokens"
 
 
 def _sources(data: PromptDataset, drawn: int | None) -> Iterator[str]:

@@ -51,7 +51,8 @@ class RowReader:
 
     def complete(self, row: Row, source_name: str | None) -> Row:
         """The row with what it holds elsewhere: values that a key with dots reaches, the name of its source."""
-        return completed(row, self.cfg, (self.cfg.prompt_key, self.cfg.answer_key), source_name)
+        found = completed(row, self.cfg, (self.cfg.prompt_key, self.cfg.answer_key), source_name)
+        return _without_pixels(found, self.cfg.images_key)
 
     def answer_problem(self, row: Row) -> str | None:
         """Why the row has no answer to learn from; None if it has one."""
@@ -61,8 +62,14 @@ class RowReader:
         return None if isinstance(row[key], str) else f"{key!r} must be text, not {type(row[key]).__name__}"
 
 
-def check_first(source: SourceConfig, reader: Reader, dress: Callable[[Row], object] | None = None) -> None:
-    """Reads the first rows; with `dress`, the chat template's, puts fewer of them through it.
+def check_first(
+    source: SourceConfig,
+    reader: Reader,
+    dress: Callable[[Row], object] | None = None,
+    see: Callable[[Row], object] | None = None,
+) -> None:
+    """Reads the first rows; with `dress`, the chat template's, puts fewer of them through it. see: of a model that sees
+    pictures, given the rows as they are stored.
 
     Raises DataError that names every one that is of no use, TokenizerError for a template that does not end."""
     rows = open_rows(source, FIRST_BYTES)
@@ -70,6 +77,8 @@ def check_first(source: SourceConfig, reader: Reader, dress: Callable[[Row], obj
     for i in range(min(len(rows), FIRST_ROWS if dress is None else FIRST_DRESSED)):
         try:
             row = reader.read(rows, i, source.name)
+            if see is not None:
+                see(rows[i])
             if dress is not None:
                 dress(row)
         except TokenizerError as error:  # so would every other row
@@ -91,6 +100,20 @@ def completed(row: Row, cfg: DataConfig, keys: Sequence[str], source_name: str |
     if source_name is not None and found.get(cfg.data_source_key) is None:
         found[cfg.data_source_key] = source_name
     return found
+
+
+def _without_pixels(row: Row, key: str) -> Row:
+    """Rows go to rewards and into files: pictures of `key` that are bytes do not, their numbers stand for them."""
+    value = row.get(key)
+    values = value if isinstance(value, list) else [value]
+    plain = [{"image": number} if _is_stored(each) else each for number, each in enumerate(values)]
+    return row if plain == values else {**row, key: plain if isinstance(value, list) else plain[0]}
+
+
+def _is_stored(value: Any) -> bool:
+    if isinstance(value, dict):
+        return isinstance(value.get("bytes"), bytes)
+    return isinstance(value, bytes) or (isinstance(value, str) and value.startswith("data:"))
 
 
 def missing(row: Row, key: str, setting: str) -> str:

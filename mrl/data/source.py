@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,13 +13,16 @@ from mrl.core import Prompt
 from mrl.data.encoder import Dressed, Encoder
 from mrl.data.errors import DataError, raise_for
 from mrl.data.rows import RowReader
-from mrl.data.sources import open_rows
+from mrl.data.sources import OpenSource
 from mrl.data.tokenizer import TokenizerError
+
+if TYPE_CHECKING:
+    from mrl.data.eyes import Eyes, Grid
 
 BATCH_ROWS = 1024  # tokenised at once
 
 
-class PromptSource:
+class PromptSource(OpenSource):
     """Token ids are kept in one array; rows stay where they are and are read again for the prompts of a step.
 
     first_index: of its row 0 in the data set
@@ -29,13 +34,13 @@ class PromptSource:
     """
 
     def __init__(self, source: SourceConfig, encoder: Encoder, reader: RowReader, first_index: int) -> None:
-        self.source, self.first_index = source, first_index
-        self.rows = open_rows(source)
+        super().__init__(source, first_index)
         self.dropped = self.longest = 0
         self._cut_rows: set[int] = set()
         self.as_text: list[str] = []
         self.as_control: list[str] = []
         self._encoder, self._reader = encoder, reader
+        self._grids: dict[int, tuple[Grid, ...]] = {}  # by row, of those with pictures
         self._problems: list[tuple[str, str]] = []
         kept: list[int] = []
         tokens: list[np.ndarray] = []
@@ -53,13 +58,13 @@ class PromptSource:
         return len(self._kept)
 
     @property
-    def name(self) -> str:
-        """Path and split, for messages."""
-        return self.source.path if self.source.split is None else f"{self.source.path}[{self.source.split}]"
-
-    @property
     def cut(self) -> int:
         return len(self._cut_rows)
+
+    @property
+    def grids(self) -> list[Grid]:
+        """Of the pictures of the usable prompts."""
+        return [grid for i in self._kept.tolist() for grid in self._grids.get(i, ())]
 
     @property
     def token_counts(self) -> np.ndarray:
@@ -68,17 +73,29 @@ class PromptSource:
 
     def prompt(self, place: int) -> Prompt:
         """The usable prompt at `place`, with its row read again."""
-        i, end = int(self._kept[place]), int(self._ends[place])
+        i, end, eyes = int(self._kept[place]), int(self._ends[place]), self._encoder.eyes
         ids = self._tokens[self._ends[place - 1] if place else 0 : end].tolist()
         row = self._reader.complete(self.rows[i], self.source.name)
         text = self._encoder.text(row)
         if i in self._cut_rows:
             text = self._encoder.tokenizer.decode(ids, special=True)
-        return Prompt(self.first_index + i, tuple(ids), row, text)
+        prompt = Prompt(self.first_index + i, tuple(ids), row, text)
+        return prompt if eyes is None else self._with_pictures(prompt, i, eyes)
 
-    def where(self, index: int) -> str:
-        """File and row of a prompt's index in the data set."""
-        return self.rows.where(index - self.first_index)
+    def _with_pictures(self, prompt: Prompt, i: int, eyes: Eyes) -> Prompt:
+        """Raises DataError for pictures that cannot be decoded, or have changed."""
+        try:
+            found = eyes.pictures(self.rows[i], self.root)
+        except ValueError as error:
+            raise DataError(f"{self.rows.where(i)}: {error}") from error
+        if tuple(each.grid for each in found) != self._grids.get(i, ()):
+            raise DataError(f"{self.rows.where(i)}: its pictures have other sizes than when the run began")
+        return replace(
+            prompt,
+            pictures=tuple(each.png for each in found),
+            images=tuple((*each.grid, each.digest) for each in found),
+            short_ids=tuple(eyes.shortened(list(prompt.token_ids), tuple(each.grid for each in found))),
+        )
 
     def _encoded(self) -> Iterator[tuple[int, list[int]]]:
         """(row, ids) of the usable rows; what is wrong with others goes to `_problems`."""
@@ -95,6 +112,8 @@ class PromptSource:
         for i in rows:
             try:
                 row = self._reader.read(self.rows, i, self.source.name)
+                if self._encoder.eyes is not None and (grids := self._encoder.eyes.grids(self.rows[i], self.root)):
+                    self._grids[i] = grids
                 yield i, self._encoder.dressed(row, self._reader.require_answer)
             except TokenizerError as error:  # so would every other row
                 raise TokenizerError(f"{self.rows.where(i)}: {error}") from None
@@ -103,7 +122,13 @@ class PromptSource:
 
     def _fit(self, i: int, ids: list[int]) -> list[int] | None:
         """The ids within `data.max_prompt_tokens`; None for a prompt that is left out."""
-        cfg, problem = self._encoder.cfg, None
+        cfg, eyes, problem = self._encoder.cfg, self._encoder.eyes, None
+        if eyes is not None:
+            try:
+                ids = eyes.expanded(ids, self._grids.get(i, ()))
+            except ValueError as error:
+                self._problems.append((self.rows.where(i), str(error)))
+                return None
         self.longest = max(self.longest, len(ids))
         if not ids:
             problem = "the prompt has no tokens"

@@ -28,6 +28,33 @@ class Rows(Protocol):
         ...
 
 
+class OpenSource:
+    """One source of a data set: its rows, as they are on the disk. first_index: of its first row in the data set
+
+    Raises DataError for a path that holds no data of a known kind.
+    """
+
+    def __init__(self, source: SourceConfig, first_index: int) -> None:
+        self.source, self.first_index = source, first_index
+        self.rows = open_rows(source)
+        self.root = root_of(source)
+
+    @property
+    def name(self) -> str:
+        """Path and split, for messages."""
+        return self.source.path if self.source.split is None else f"{self.source.path}[{self.source.split}]"
+
+    def where(self, index: int) -> str:
+        """File and row of a row's index in the data set."""
+        return self.rows.where(index - self.first_index)
+
+
+def root_of(source: SourceConfig) -> Path:
+    """Below which its rows may name files."""
+    path = Path(source.path)
+    return path if path.is_dir() else path.parent
+
+
 def open_rows(source: SourceConfig, most_bytes: int | None = None) -> Rows:
     """With `most_bytes` no more of a JSON file than that: its first rows, or none of a list in a longer file.
 
@@ -35,11 +62,12 @@ def open_rows(source: SourceConfig, most_bytes: int | None = None) -> Rows:
     """
     path = Path(source.path)
     if path.is_dir():
-        return Table(source.path if source.split is None else f"{path}[{source.split}]", _load_directory(source))
+        name = source.path if source.split is None else f"{path}[{source.split}]"
+        return Table(name, _undecoded(_load_directory(source)))
     if not path.is_file():
         raise DataError(f"{path} {'is no file with rows' if path.exists() else 'does not exist'}")
     if path.suffix == ".parquet":
-        return Table(source.path, _load_dataset("parquet", data_files=source.path)["train"])
+        return Table(source.path, _undecoded(_load_dataset("parquet", data_files=source.path)["train"]))
     if path.suffix == ".jsonl" or (path.suffix == ".json" and not _is_list(path)):
         return JsonLines(path, most_bytes)
     if path.suffix == ".json":
@@ -125,6 +153,21 @@ def _load_dataset(kind_or_path: str, **options: Any) -> Any:
     import datasets
 
     return _quietly(datasets.load_dataset, kind_or_path, **options)
+
+
+def _undecoded(rows: Any) -> Any:
+    """Pictures as {"bytes", "path"}, which the library would otherwise decode at every look at a row."""
+    import datasets
+
+    def raw(feature: Any) -> Any:
+        if isinstance(feature, datasets.Image):
+            return datasets.Image(decode=False)
+        if isinstance(feature, datasets.List | datasets.LargeList):
+            return type(feature)(raw(feature.feature))
+        return {name: raw(part) for name, part in feature.items()} if isinstance(feature, dict) else feature
+
+    features = datasets.Features({name: raw(feature) for name, feature in rows.features.items()})
+    return rows if features == rows.features else rows.cast(features)
 
 
 def _quietly(load: Any, path: str, **options: Any) -> Any:

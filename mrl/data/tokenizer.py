@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
@@ -19,7 +20,10 @@ from mrl.foreign import check_links, read_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
+
 _MARK = "ANSWER"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TEMPLATE_S = 5.0  # of processor time, for one conversation
 TEMPLATE_BYTES = 1 << 30  # of memory, for one conversation
 MAX_TEXT_BYTES = 64 << 20
@@ -73,17 +77,59 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self.hf.chat_template)
 
-    def dress(self, messages: list[dict[str, Any]]) -> str:
-        """A conversation through the chat template, up to where the assistant's next answer begins.
+    def dress(self, messages: list[dict[str, Any]], **more: Any) -> str:
+        """A conversation through the chat template, up to where the assistant's next answer begins. more: what else the
+        template is told, such as `tools`.
 
         Raises ValueError for a conversation that it refuses or cannot compute, TokenizerError if it does not end.
         """
-        return self._dress(messages, add_generation_prompt=True)
+        return self._dress(messages, add_generation_prompt=True, **more)
 
-    def dress_whole(self, messages: list[dict[str, Any]]) -> str:
+    def dress_whole(self, messages: list[dict[str, Any]], **more: Any) -> str:
         """A conversation with the assistant's last answer, which ends as the template ends a turn. Raises as
         `dress`."""
-        return self._dress(messages, add_generation_prompt=False)
+        return self._dress(messages, add_generation_prompt=False, **more)
+
+    @property
+    def marks_turns(self) -> bool:
+        """Whether the chat template says which parts of a conversation the assistant generates."""
+        return bool(_GENERATION.search(str(self.hf.chat_template)))
+
+    def dress_marked(self, messages: list[dict[str, Any]], **more: Any) -> tuple[str, list[tuple[int, int]]]:
+        """`dress_whole`, and from which character to which the parts go that the template marks. Raises as `dress`."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self.hf.get_chat_template()
+
+        def render() -> tuple[str, list[tuple[int, int]]]:
+            texts, spans = render_jinja_template(
+                [messages],
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **self.hf.special_tokens_map,
+                **more,
+            )
+            return texts[0], [(int(first), int(after)) for first, after in spans[0]]
+
+        return self._refusing(render)
+
+    def encode_marked(self, hidden: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of a conversation, and which of them lie in the spans of its characters; one that lies over the first
+        character of a span is in it.
+
+        hidden: the text with control tokens in its messages as `ControlTokens.hidden` has them
+
+        Raises ValueError where this tokenizer cannot tell which characters a token is of.
+        """
+        found = self.control.encode_marked(hidden, [place for span in spans for place in span])
+        if found is None:
+            raise ValueError("the tokenizer does not tell which characters a token is of, or what is a control token")
+        ids, offsets, places = found
+        begins = np.array([first for first, _ in offsets], dtype=np.int64)
+        ends = np.array([after for _, after in offsets], dtype=np.int64)
+        first = np.searchsorted(np.maximum.accumulate(ends), places[0::2], side="right")
+        after = np.searchsorted(np.maximum.accumulate(begins), places[1::2], side="left")
+        return ids, list(zip(first.tolist(), after.tolist(), strict=True))
 
     def turn_notes(self) -> list[str]:
         """What to know where the chat template ends the assistant's turns with another special token than EOS."""
@@ -102,17 +148,11 @@ class Tokenizer:
         ]
 
     def _dress(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        try:
-            with bounded(TEMPLATE_S, TEMPLATE_BYTES):
-                text: str = self.hf.apply_chat_template(messages, tokenize=False, **options)
-                size = len(text.encode())
-        except TimeoutError:
-            where = f"the chat template of {self.hf.name_or_path}"
-            raise TokenizerError(f"{where} has not ended after {TEMPLATE_S:g} s of one conversation") from None
-        except Exception as error:  # a program from outside: whatever it likes
-            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-            what = printable(shortened(f"{kind}{error}", most=300))
-            raise ValueError(f"the chat template refuses it: {what}") from error
+        def render() -> tuple[str, int]:
+            text: str = self.hf.apply_chat_template(messages, tokenize=False, **options)
+            return text, len(text.encode())
+
+        text, size = self._refusing(render)
         if size > MAX_TEXT_BYTES:
             raise ValueError(f"the chat template makes {size} bytes of it, at most {MAX_TEXT_BYTES} can be read")
         if any(not isinstance(m["content"], str) and str(m["content"]) in text for m in messages if m.get("content")):
@@ -120,6 +160,19 @@ class Tokenizer:
                 "the chat template knows content that is text only, and would show the model Python's form"
             )
         return text
+
+    def _refusing(self, render: Callable[[], T]) -> T:
+        """What `render` makes with the chat template, within its bounds."""
+        try:
+            with bounded(TEMPLATE_S, TEMPLATE_BYTES):
+                return render()
+        except TimeoutError:
+            where = f"the chat template of {self.hf.name_or_path}"
+            raise TokenizerError(f"{where} has not ended after {TEMPLATE_S:g} s of one conversation") from None
+        except Exception as error:  # a program from outside: whatever it likes
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            what = printable(shortened(f"{kind}{error}", most=300))
+            raise ValueError(f"the chat template refuses it: {what}") from error
 
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
         try:
@@ -130,13 +183,13 @@ class Tokenizer:
         return ids
 
 
-def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
+def load_tokenizer(path: str | Path, eos_token: str | None = None, chat_template: str | None = None) -> Tokenizer:
     """Load from local files only, and make sure that there is an EOS and a PAD token.
 
-    `eos_token`, if given, takes the place of the tokenizer's own. A missing EOS is taken from the model's config.json,
-    a missing PAD becomes the EOS. Every correction is in `Tokenizer.notes`. Raises TokenizerError if there are no
-    tokenizer files, no EOS anywhere, if `eos_token` is no token of the vocabulary, or if the model (config.json) has
-    no embedding for some tokens. Code that comes with a tokenizer is never run.
+    `eos_token`, and `chat_template`, a file, take the place of the tokenizer's own. A missing EOS is taken from the
+    model's config.json, a missing PAD becomes the EOS. Every correction is in `Tokenizer.notes`. Raises TokenizerError
+    if there are no tokenizer files, no EOS anywhere, if `eos_token` is no token of the vocabulary, or if the model
+    (config.json) has no embedding for some tokens. Code that comes with a tokenizer is never run.
     """
     from transformers import AutoTokenizer
 
@@ -159,6 +212,9 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
             raise TokenizerError(f"{path}: model.eos_token {eos_token!r} is no token of the vocabulary")
         notes.append(f"the EOS token is {eos_token!r} (model.eos_token), the tokenizer has {hf.eos_token!r}")
         hf.eos_token = eos_token
+    if chat_template is not None:
+        hf.chat_template = _template(Path(chat_template))
+        notes.append(f"the chat template is that of {chat_template} (model.chat_template)")
     if hf.eos_token_id is None:
         hf.eos_token = _eos_of_config(Path(path), hf)
         notes.append(f"the tokenizer names no EOS token; using {hf.eos_token!r} from config.json")
@@ -166,6 +222,13 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
         hf.pad_token = hf.eos_token
         notes.append(f"the tokenizer names no PAD token; using the EOS token {hf.eos_token!r}")
     return Tokenizer(hf, notes)
+
+
+def _template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"model.chat_template: {file} cannot be read: {error}") from error
 
 
 def _config(path: Path) -> dict[str, Any]:

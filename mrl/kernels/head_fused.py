@@ -18,8 +18,11 @@ _ALIGN = 128  # of rows: tiles of every recipe
 class Fused:
     """The matrix is cast once for all chunks of a pass, hidden states and the gradient of the logits chunk by chunk."""
 
+    logits_dtype = torch.float32
+
     def __init__(self, hidden: Tensor, weight: Tensor, recipe: Recipe) -> None:
         self._hidden, self._weight, self._recipe = hidden, weight, recipe
+        self.gradient_dtype = hidden.dtype
 
     def logits(self, rows: slice) -> Tensor:
         hidden = _cast(_padded(self._hidden[rows]), "input", self._recipe)

@@ -5,8 +5,8 @@ hidden [n, h], weight [V, h]; `rows` is a chunk of the n, dx [chunk, V] the grad
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property
 from typing import Protocol
 
 import torch
@@ -14,19 +14,33 @@ from torch import Tensor
 
 from mrl.kernels.fp8 import Recipe
 
+_TILE = 1024  # rows of the matrix
+
 
 class Operands(Protocol):
+    """logits_dtype: float32, or that of the operands where the product is rounded to it in any case"""
+
+    logits_dtype: torch.dtype
+    gradient_dtype: torch.dtype
+
     def logits(self, rows: slice) -> Tensor:
-        """float32 [chunk, V], which the caller may overwrite."""
+        """[chunk, V], which the caller may overwrite; the same memory at each call."""
 
     def d_hidden(self, dx: Tensor) -> Tensor:
-        """[chunk, h]."""
+        """[chunk, h], from dx of `gradient_dtype`."""
 
     def add_d_weight(self, total: Tensor | None, dx: Tensor, rows: slice) -> Tensor:
-        """float32 [V, h]: the chunk's part, added to those before it, in place."""
+        """float32 [V, h]: the chunk's part, added to those before it, in place; of one chunk that is all there is
+        perhaps rounded to `gradient_dtype` already."""
 
 
 Products = Callable[[Tensor, Tensor], Operands]
+
+
+def plain(hidden: Tensor, weight: Tensor) -> Operands:
+    """In the dtype of the operands, or in float32 where this machine multiplies that much faster."""
+    is_slow = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not has_bfloat16()
+    return (Widened if is_slow else Plain)(hidden, weight)
 
 
 class Plain:
@@ -34,27 +48,91 @@ class Plain:
 
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
         self._hidden, self._weight = hidden, weight
+        self.logits_dtype = torch.float32 if hidden.is_cuda else hidden.dtype
+        self.gradient_dtype = hidden.dtype
+        self._block = _Block(weight, self.logits_dtype)
 
     def logits(self, rows: slice) -> Tensor:
-        return _wide_product(self._hidden[rows], self._weight.T)
+        hidden = self._hidden[rows]
+        if hidden.dtype != self.logits_dtype:
+            return _wide_product(hidden, self._weight.T)
+        return torch.mm(hidden, self._weight.T, out=self._block.of(hidden))
 
     def d_hidden(self, dx: Tensor) -> Tensor:
         return dx @ self._weight
 
     def add_d_weight(self, total: Tensor | None, dx: Tensor, rows: slice) -> Tensor:
         hidden = self._hidden[rows]
-        if total is not None and dx.dtype == torch.float32:
+        if dx.dtype == torch.float32 and total is not None:
             return total.addmm_(dx.T, hidden)
-        made = _wide_product(dx.T, hidden)
-        return made if total is None else total.add_(made)
+        if dx.dtype == torch.float32 or dx.size(0) == self._hidden.size(0):
+            return dx.T @ hidden
+        if dx.is_cuda:
+            made = _wide_product(dx.T, hidden)
+            return made if total is None else total.add_(made)
+        is_first = total is None
+        total = self._weight.new_empty(self._weight.shape, dtype=torch.float32) if total is None else total
+        for tile in _tiles(self._weight):
+            made = dx[:, tile].T @ hidden
+            total[tile].copy_(made) if is_first else total[tile].add_(made)
+        return total
+
+
+class Widened:
+    """bfloat16 in, float32 products: a tile of the matrix is converted at a time."""
+
+    logits_dtype = gradient_dtype = torch.float32
+
+    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
+        self._hidden, self._weight = hidden, weight
+        self._block = _Block(weight, torch.float32)
+        self._tile = weight.new_empty(min(_TILE, weight.size(0)), weight.size(1), dtype=torch.float32)
+
+    def logits(self, rows: slice) -> Tensor:
+        hidden = self._hidden[rows].float()
+        block = self._block.of(hidden)
+        for tile in _tiles(self._weight):
+            torch.mm(hidden, self._wide(tile).T, out=block[:, tile])
+        return block
+
+    def d_hidden(self, dx: Tensor) -> Tensor:
+        made = dx.new_zeros(dx.size(0), self._weight.size(1))
+        for tile in _tiles(self._weight):
+            made.addmm_(dx[:, tile], self._wide(tile))
+        return made
+
+    def add_d_weight(self, total: Tensor | None, dx: Tensor, rows: slice) -> Tensor:
+        hidden = self._hidden[rows].float()
+        return torch.mm(dx.T, hidden) if total is None else total.addmm_(dx.T, hidden)
+
+    def _wide(self, tile: slice) -> Tensor:
+        rows = self._weight[tile]
+        return self._tile[: rows.size(0)].copy_(rows)
+
+
+class _Block:
+    """Room for a chunk's logits, the same for every chunk: new room of this size comes page by page from the system."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        self._like, self._dtype = weight, dtype
+        self._room: Tensor | None = None
+
+    def of(self, hidden: Tensor) -> Tensor:
+        """[rows of hidden, V]."""
+        if self._room is None or self._room.size(0) < hidden.size(0):
+            self._room = self._like.new_empty(hidden.size(0), self._like.size(0), dtype=self._dtype)
+        return self._room[: hidden.size(0)]
 
 
 class Rounded:
     """In fp8, emulated: operands are rounded and multiplied as float32. Hidden states and the matrix are rounded once
     for all chunks, the gradient of the logits chunk by chunk: with one scale a tensor it has one a chunk."""
 
+    logits_dtype = torch.float32
+
     def __init__(self, hidden: Tensor, weight: Tensor, recipe: Recipe) -> None:
         self._hidden, self._weight, self._recipe = hidden, weight, recipe
+        self.gradient_dtype = hidden.dtype
 
     def logits(self, rows: slice) -> Tensor:
         hidden, weight = self._for_logits
@@ -80,8 +158,20 @@ class Rounded:
         return self._recipe.rounded(self._weight, "weight", 0), self._recipe.rounded(self._hidden, "input", 0)
 
 
+def _tiles(weight: Tensor) -> Iterator[slice]:
+    """Of its rows: products of some at a time stay in a processor's cache until they are converted."""
+    for start in range(0, weight.size(0), _TILE):
+        yield slice(start, min(start + _TILE, weight.size(0)))
+
+
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     """float32 a @ b; without rounding it to a narrower dtype of a and b first, where torch can (on CUDA)."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and hasattr(torch.ops.aten.mm, "dtype"):
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).float()
+
+
+@cache
+def has_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 itself (AVX-512 or AMX)."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -19,10 +19,24 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding: turns (x[i], x[i + d / 2]) by its angle. x [t, heads, d]; cos, sin [t, 1, d / 2] in
-    the dtype of x, without gradients."""
+    """Rotary position embedding: turns (x[i], x[i + r / 2]) by its angle, for the first r <= d channels of x
+    [t, heads, d]; cos, sin [t, 1, r] in the dtype of x, without gradients: as `RotaryAngles.cos_sin` has them."""
     out: Tensor = _Rotate.apply(x, cos, sin)
     return out
+
+
+def geglu(x: Tensor) -> Tensor:
+    """gelu(gate), by tanh, * up of x [..., 2 * n] = (gate, up) -> [..., n]."""
+    gate, up = x.chunk(2, -1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def shifted_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension times (1 + weight), all in float32, rounded to the dtype of x.
+
+    x [..., d], weight [d]; the result has the shape and dtype of x. As Gemma's (transformers' Gemma3RMSNorm).
+    """
+    return rms_norm(x.float(), 1 + weight.float(), eps).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -66,11 +80,12 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    out = x.new_empty(x.shape)
-    (a, b), (new_a, new_b) = x.chunk(2, -1), out.chunk(2, -1)
-    torch.mul(a, cos, out=new_a).addcmul_(b, sin, value=-sign)
-    torch.mul(b, cos, out=new_b).addcmul_(a, sin, value=sign)
-    return out
+    """In passes over whole rows: several times as fast on a CPU as four over halves of a head."""
+    width = cos.size(-1)
+    part = x[..., :width]
+    exchanged = torch.cat([part[..., width // 2 :], part[..., : width // 2]], -1)
+    out = (part * cos).addcmul_(exchanged, sin, value=sign)
+    return out if width == x.size(-1) else torch.cat([out, x[..., width:]], -1)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -1,29 +1,56 @@
 """Hidden states -> log-probability and entropy of each row, without ever holding [n, vocab] logits.
 
-Rows are worked through in chunks; the backward pass recomputes a chunk's logits from the saved row statistics, so peak
-memory beyond inputs and gradients is one [chunk, vocab / tp] block. Vocabulary-parallel: each rank holds the weight
-rows `vocab_start ... vocab_start + V/tp`; columns at or beyond `vocab_size` are padding and take no probability.
+Rows are worked through in chunks: beyond inputs and gradients there is one [chunk, vocab / tp] block of logits.
+Vocabulary-parallel: each rank holds the weight rows `vocab_start ... vocab_start + V/tp`; columns at or beyond
+`vocab_size` are padding and take no probability.
 
-With z = logits / T - their maximum and p = softmax: log_prob = z_y - log sum(e^z), entropy H = log sum(e^z) - sum(p z),
-sum p^2 = sum(e^2z) / sum(e^z)^2; d log_prob / dz = onehot(y) - p, dH / dz = -p (log p + H). The maximum is taken off
-first, and its own 1 is left out of the sum for log1p: neither large logits nor a log-prob near 0 cost digits.
+Gradients are formed in one of two ways. Where the loss of a token needs nothing of other tokens, its slopes are known
+as soon as the token's log-prob is: the gradients of `hidden` and `weight` are then formed in the forward pass, chunk by
+chunk, by three matrix products in all, and the backward pass multiplies them by one number. Other losses know their
+slopes when all is computed; the backward pass then computes a chunk's logits once more, a fourth product.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.kernels.head_products import Operands, Plain, Products
+from mrl.kernels.head_products import Operands, Products, plain
+from mrl.kernels.head_rows import Labels, Rows, d_logits, statistics
 
-_PADDING_LOGIT = -1e30
-_CHUNK_ROWS = 1024  # at least: enough for matrix products at full speed
+_CHUNK_ROWS = 256  # at least, on a CPU: enough for matrix products at full speed
+_CHUNK_ROWS_GPU = 1024
 _CHUNK_MULTIPLE = 128  # of rows: no block of fp8 is cut by a chunk's end
-_CHUNK_ELEMENTS = 1 << 21  # of logits, on a CPU: what stays in its caches. More rows a chunk while they are few
-_CHUNK_ELEMENTS_GPU = 1 << 27  # half a GiB a float32 block, of which there are three: fewer, longer kernels
+_CHUNK_ELEMENTS = 1 << 21  # of logits, on a CPU. More rows a chunk while they are few
+_CHUNK_ELEMENTS_GPU = 1 << 27  # half a GiB a float32 block: fewer, longer kernels
+_NOTHING = -1e20  # the logit of padding: no probability at any temperature
+_SAME = 1e-4  # relative difference up to which slopes are those expected: they are rounded twice
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """of(log-probs [k], entropies [k], which of the n rows these are) -> the loss's derivatives by both, [k] each, up
+    to a factor that all rows share; None for the entropies unless `entropy`."""
+
+    of: Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor | None]]
+    entropy: bool = False
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Everything about a call but its tensors."""
+
+    temperature: float
+    vocab_start: int
+    vocab_size: int
+    group: dist.ProcessGroup | None
+    chunk: int | None
+    products: Products
 
 
 def linear_log_prob(
@@ -35,19 +62,24 @@ def linear_log_prob(
     vocab_size: int,
     tp_group: dist.ProcessGroup | None = None,
     chunk: int | None = None,
-    products: Products = Plain,
-) -> tuple[Tensor, Tensor]:
-    """Log-probs of `labels` and entropies of softmax(hidden @ weight.T / temperature).
+    products: Products = plain,
+    slopes: Slopes | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of `labels` and entropies of softmax(hidden @ weight.T / temperature); without a gradient, 1 where no
+    token is likelier than the label, else 0.
 
-    hidden [n, h], weight [V/tp, h], labels [n] int64 (global vocabulary ids) -> float32 [n], [n].
+    hidden [n, h], weight [V/tp, h], labels [n] int64 (global vocabulary ids) -> float32 [n], [n], [n].
     The gradient of `hidden` holds only this rank's vocabulary part: the caller sums it over the tensor-parallel group.
     chunk: rows worked through at once; by the size of the vocabulary when None.
     products: who multiplies, and in what
+    slopes: of the loss that will be computed from the results; None where they cannot be known for some rows alone.
+    The backward pass raises RuntimeError if the loss has other ones.
     """
-    chunk = chunk or _chunk_rows(weight)
-    out: tuple[Tensor, Tensor] = _LinearLogProb.apply(
-        hidden, weight, labels, temperature, vocab_start, vocab_size, _if_parallel(tp_group), chunk, products
-    )
+    place = _Place(temperature, vocab_start, vocab_size, _if_parallel(tp_group), chunk, products)
+    if slopes is None or not torch.is_grad_enabled():
+        out: tuple[Tensor, Tensor, Tensor] = _Recomputed.apply(hidden, weight, labels, place)
+    else:
+        out = _Formed.apply(hidden, weight, labels, place, slopes)
     return out
 
 
@@ -61,119 +93,163 @@ def linear_distribution(
     vocab_size: int,
     tp_group: dist.ProcessGroup | None = None,
     chunk: int | None = None,
-    products: Products = Plain,
+    products: Products = plain,
 ) -> Tensor:
-    """float32 [3, n]: the log-probs and entropies of `linear_log_prob`, and the sums over the vocabulary of the squared
-    probabilities. No gradient."""
-    valid = max(0, min(weight.size(0), vocab_size - vocab_start))
-    chunk, group = chunk or _chunk_rows(weight), _if_parallel(tp_group)
-    out = torch.empty(3, hidden.size(0), dtype=torch.float32, device=hidden.device)
-    operands = products(hidden, weight)
-    for s in range(0, hidden.size(0), chunk):
-        rows = slice(s, s + chunk)
-        x = _logits(operands, rows, temperature, valid)
-        log_probs, _, entropy, squares = _row_statistics(x, labels[rows] - vocab_start, valid, group, squares=True)
-        out[:, rows] = torch.stack([log_probs, entropy, squares])
-    return out
+    """float32 [4, n]: the log-probs and entropies of `linear_log_prob`, the sums over the vocabulary of the squared
+    probabilities, and 1 where no token is likelier than the label, else 0. No gradient."""
+    place = _Place(temperature, vocab_start, vocab_size, _if_parallel(tp_group), chunk, products)
+    made = _Pass(hidden, weight, labels, place).all_statistics(squares=True)
+    return torch.stack([made.log_probs, made.entropy, made.squares, made.is_top])
 
 
-class _LinearLogProb(torch.autograd.Function):
+class _Pass:
+    """One pass over the rows, and the gradients that it has formed so far.
+
+    of_weight: whether the weight's is wanted; that of a frozen one is not
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, place: _Place, of_weight: bool = False) -> None:
+        self._n, self._temperature, self._group = hidden.size(0), place.temperature, place.group
+        self._valid = max(0, min(weight.size(0), place.vocab_size - place.vocab_start))
+        self._labels = Labels.of(labels, place.vocab_start, self._valid)
+        self._operands: Operands = place.products(hidden, weight)
+        self._chunk = place.chunk or _chunk_rows(weight, self._operands.logits_dtype)
+        self._hidden, self._weight, self._of_weight = hidden, weight, of_weight
+        self._narrow: Tensor | None = None
+        self._d_weight: Tensor | None = None
+        self._d_hidden = torch.empty_like(hidden, dtype=self._operands.gradient_dtype)
+
+    def chunks(self) -> list[slice]:
+        return [slice(start, start + self._chunk) for start in range(0, self._n, self._chunk)]
+
+    def all_statistics(self, squares: bool = False) -> Rows:
+        found = [self.statistics(rows, self.logits(rows), squares=squares) for rows in self.chunks()]
+        empty = torch.empty(0, dtype=torch.float32, device=self._hidden.device)
+        columns = zip(*(vars(rows).values() for rows in found)) if found else [(empty,)] * 6
+        return Rows(*(torch.cat(vectors) for vectors in columns))
+
+    def logits(self, rows: slice) -> Tensor:
+        x = self._operands.logits(rows)
+        if self._valid < x.size(1):
+            x[:, self._valid :] = _NOTHING
+        return x
+
+    def statistics(self, rows: slice, x: Tensor, **how: bool) -> Rows:
+        return statistics(x, self._labels.at(rows), self._temperature, self._group, **how)
+
+    def add_gradients(
+        self, rows: slice, x: Tensor, found: Rows, slopes: tuple[Tensor, Tensor | None], **how: bool
+    ) -> None:
+        """x, how: as `d_logits` takes them."""
+        dx = d_logits(x, found, self._labels.at(rows), self._temperature, slopes, self._out(x), **how)
+        self._d_hidden[rows] = self._operands.d_hidden(dx)
+        if self._of_weight:
+            self._d_weight = self._operands.add_d_weight(self._d_weight, dx, rows)
+
+    def _out(self, x: Tensor) -> Tensor:
+        if x.dtype == self._operands.gradient_dtype:
+            return x
+        if self._narrow is None:
+            self._narrow = torch.empty_like(x, dtype=self._operands.gradient_dtype)
+        return self._narrow[: x.size(0)]
+
+    def close(self) -> None:
+        """Gives up what only chunks need."""
+        del self._operands, self._narrow
+
+    def gradients(self, factor: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Of hidden and weight, in their dtypes; multiplied by the factor, once."""
+        made = [self._d_hidden]
+        if self._of_weight:
+            made.append(torch.zeros_like(self._weight) if self._d_weight is None else self._d_weight)  # None: no rows
+        if factor is not None and (factor.is_cuda or factor != 1):  # there it costs more to look
+            torch._foreach_mul_(made, factor)
+        d_hidden, *d_weight = (gradient.to(self._weight.dtype) for gradient in made)
+        return d_hidden, d_weight[0] if d_weight else None
+
+
+class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        temperature: float,
-        vocab_start: int,
-        vocab_size: int,
-        group: dist.ProcessGroup | None,
-        chunk: int,
-        products: Products,
-    ) -> tuple[Tensor, Tensor]:
-        n, operands = hidden.size(0), products(hidden, weight)
-        log_probs, entropy, lse = (torch.empty(n, dtype=torch.float32, device=hidden.device) for _ in range(3))
-        valid = max(0, min(weight.size(0), vocab_size - vocab_start))
-        for s in range(0, n, chunk):
-            rows = slice(s, s + chunk)
-            x = _logits(operands, rows, temperature, valid)
-            log_probs[rows], lse[rows], entropy[rows], _ = _row_statistics(x, labels[rows] - vocab_start, valid, group)
-        ctx.save_for_backward(hidden, weight, labels, lse, entropy)
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, place: _Place
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = _Pass(hidden, weight, labels, place).all_statistics()
+        ctx.save_for_backward(hidden, weight, labels, *vars(rows).values())
         ctx.set_materialize_grads(False)
-        ctx.args = (temperature, vocab_start, valid, chunk, products)
-        return log_probs, entropy
+        ctx.mark_non_differentiable(rows.is_top)
+        ctx.place = place
+        return rows.log_probs, rows.entropy, rows.is_top
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        d_log_probs, d_entropy = grads  # None: that output took no part in the loss
-        hidden, weight, labels, lse, entropy = ctx.saved_tensors
-        temperature, vocab_start, valid, chunk, products = ctx.args
-        operands = products(hidden, weight)
-        d_log_probs = torch.zeros_like(lse) if d_log_probs is None else d_log_probs
-        d_hidden = torch.empty_like(hidden)
-        d_weight: Tensor | None = None
-        for s in range(0, hidden.size(0), chunk):
-            rows = slice(s, s + chunk)
-            log_p = _logits(operands, rows, temperature, valid).sub_(lse[rows, None])
-            dx = _d_logits(log_p, entropy[rows], d_log_probs[rows], None if d_entropy is None else d_entropy[rows])
-            _add_at_label(dx, labels[rows] - vocab_start, valid, d_log_probs[rows])
-            dx = dx.div_(temperature).to(hidden.dtype)
-            d_hidden[rows] = operands.d_hidden(dx)
-            d_weight = operands.add_d_weight(d_weight, dx, rows)
-        made = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)  # None: no rows
-        return d_hidden, made, *[None] * 7
+        d_log_probs, d_entropy, _ = grads  # None: that output took no part in the loss
+        hidden, weight, labels, *vectors = ctx.saved_tensors
+        found = Rows(*vectors)
+        d_log_probs = torch.zeros_like(found.log_probs) if d_log_probs is None else d_log_probs
+        work = _Pass(hidden, weight, labels, ctx.place, ctx.needs_input_grad[1])
+        for rows in work.chunks():
+            slopes = d_log_probs[rows], None if d_entropy is None else d_entropy[rows]
+            work.add_gradients(rows, work.logits(rows), found.at(rows), slopes)
+        return *work.gradients(), None, None
 
 
-def _chunk_rows(weight: Tensor) -> int:
-    elements = _CHUNK_ELEMENTS if weight.device.type == "cpu" else _CHUNK_ELEMENTS_GPU
-    return max(_CHUNK_ROWS, elements // weight.size(0) // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE)
+class _Formed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, place: _Place, slopes: Slopes
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        work = _Pass(hidden, weight, labels, place, ctx.needs_input_grad[1])
+        outputs, expected = torch.zeros(5, labels.numel(), dtype=torch.float32, device=hidden.device).split([3, 2])
+        for rows in work.chunks():
+            x = work.logits(rows)
+            exponential = not slopes.entropy and x.dtype == torch.float32  # else they would lose digits
+            found = work.statistics(rows, x, exponential=exponential)
+            outputs[:, rows] = torch.stack([found.log_probs, found.entropy, found.is_top])
+            steep = slopes.of(found.log_probs, found.entropy, rows)
+            for kept, slope in zip(expected, steep):
+                if slope is not None:
+                    kept[rows] = slope
+            work.add_gradients(rows, x, found, steep, exponential=exponential)
+        work.close()
+        ctx.work = work
+        ctx.save_for_backward(expected)
+        ctx.set_materialize_grads(False)
+        log_probs, entropy, is_top = outputs
+        ctx.mark_non_differentiable(is_top)
+        return log_probs, entropy, is_top
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.work is None:
+            raise RuntimeError("gradients that were formed in the forward pass can be taken once")
+        (expected,) = ctx.saved_tensors
+        work, ctx.work = ctx.work, None
+        slopes = torch.stack([torch.zeros_like(expected[0]) if grad is None else grad for grad in grads[:2]])
+        return *work.gradients(_factor(expected, slopes)), None, None, None
+
+
+def _factor(expected: Tensor, slopes: Tensor) -> Tensor:
+    """[]: what the expected slopes [2, n] have to be multiplied by; RuntimeError unless it is one number. Slopes that
+    are not finite give one that is not."""
+    if expected.numel() == 0:
+        return expected.new_ones(())
+    place = expected.abs().argmax()
+    largest = expected.view(-1)[place]
+    factor = torch.where(largest == 0, 0.0, slopes.view(-1)[place] / largest)
+    wanted = expected * factor
+    off = (slopes - wanted).abs() > _SAME * (wanted.abs() + wanted.abs().amax())
+    torch._assert_async(~off.any(), "the loss has other slopes than those that the gradients were formed by")
+    return factor
+
+
+def _chunk_rows(weight: Tensor, dtype: torch.dtype) -> int:
+    """So many that a block of them in this dtype is as large as one of fewer in float32."""
+    if weight.device.type == "cpu":
+        least, elements = (4 // dtype.itemsize * count for count in (_CHUNK_ROWS, _CHUNK_ELEMENTS))
+    else:
+        least, elements = _CHUNK_ROWS_GPU, _CHUNK_ELEMENTS_GPU
+    return max(least, elements // weight.size(0) // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE)
 
 
 def _if_parallel(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return group if group is not None and group.size() > 1 else None
-
-
-def _logits(operands: Operands, rows: slice, temperature: float, valid: int) -> Tensor:
-    x = operands.logits(rows)
-    if temperature != 1.0:
-        x /= temperature
-    if valid < x.size(1):
-        x[:, valid:] = _PADDING_LOGIT
-    return x
-
-
-def _row_statistics(
-    x: Tensor, local_labels: Tensor, valid: int, group: dist.ProcessGroup | None, squares: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log-prob of the label, log-sum-exp, entropy, sum of squared probabilities), each [rows], over the whole
-    vocabulary; the last one is 0 unless asked for. Overwrites `x`."""
-    here, place = x.max(-1, keepdim=True)
-    top = here.clone()
-    if group is not None:
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    z = x.sub_(top)
-    is_top = (here == top).float()  # on more than one rank where they are equal
-    mine = (local_labels >= 0) & (local_labels < valid)
-    picked = torch.where(mine, z.gather(1, local_labels.clamp(0, x.size(1) - 1)[:, None])[:, 0], 0.0)
-    others = z.exp().scatter_add_(1, place, -is_top)  # the top's own 1 less
-    square = others.square().sum(-1) if squares else torch.zeros_like(picked)
-    sums = torch.stack([others.sum(-1), z.mul_(others).sum(-1), picked, square, is_top[:, 0]])
-    if group is not None:
-        dist.all_reduce(sums, group=group)
-    rest, weighted, label, square, tops = sums
-    log_sum, total = (rest + (tops - 1)).log1p(), rest + tops
-    squared = (square + tops) / total.square() if squares else square
-    return label - log_sum, top[:, 0] + log_sum, log_sum - weighted / total, squared
-
-
-def _d_logits(log_p: Tensor, entropy: Tensor, d_log_probs: Tensor, d_entropy: Tensor | None) -> Tensor:
-    """Gradient of the row's logits without the label's own term; overwrites `log_p`."""
-    if d_entropy is None:
-        return log_p.exp_().mul_(-d_log_probs[:, None])
-    p = log_p.exp()
-    return log_p.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_log_probs[:, None]).mul_(p).neg_()
-
-
-def _add_at_label(dx: Tensor, local_labels: Tensor, valid: int, value: Tensor) -> None:
-    mine = (local_labels >= 0) & (local_labels < valid)
-    dx.scatter_add_(1, local_labels.clamp(0, dx.size(1) - 1)[:, None], torch.where(mine, value, 0.0)[:, None])

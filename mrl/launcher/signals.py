@@ -13,6 +13,27 @@ AT_ONCE = (signal.SIGINT, signal.SIGHUP)
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler's: ranks that can save do that first
 
 
+_interrupts: list[int] = []  # since `note_interrupts`
+
+
+def note_interrupts() -> None:
+    """From now on Ctrl-C is not lost where imported code swallows the KeyboardInterrupt: see `raise_swallowed`."""
+
+    def raised(number: int, frame: object) -> None:
+        _interrupts.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, raised)
+
+
+def raise_swallowed() -> None:
+    """Raises KeyboardInterrupt if there was one and this process has gone on."""
+    if _interrupts:
+        _interrupts.clear()
+        raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
 def collected() -> Iterator[list[int]]:
     """Collects the stopping signals in a list instead of dying of them. Ignored ones (nohup) stay ignored."""

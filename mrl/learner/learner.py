@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,15 +19,14 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from mrl import platform
-from mrl.config.fp8_shapes import token_unit
 from mrl.config.schema import TrainConfig
 from mrl.core import PackedBatch, Rollout
-from mrl.data.balance import plan_micro_batches
-from mrl.data.packing import pack, require_ids, sequence_align
+from mrl.data.image_places import image_places
 from mrl.families import ModelArch
-from mrl.families.flops import BACKWARD, ForwardFlops
+from mrl.families.flops import BACKWARD, BACKWARD_OF_FROZEN, ForwardFlops, TowerFlops
 from mrl.families.table import Role
 from mrl.learner.memory import LearnerMemory
+from mrl.learner.micro_batches import MicroBatch, Split
 from mrl.learner.optimizer import (
     apply_update,
     build_optimizer,
@@ -37,58 +36,30 @@ from mrl.learner.optimizer import (
     sums_overlap,
     wrap_ddp,
 )
-from mrl.models.batch import ModelBatch, Output, on_device
+from mrl.learner.terms import Loss, LossParts, Term
+from mrl.models.batch import Images, ModelBatch, Output, on_device
 from mrl.models.build import build_model
 from mrl.models.fp8_layers import end_of_update
+from mrl.models.fp8_params import values_of
+from mrl.models.lora import attach
+from mrl.models.naming import unwrap
 from mrl.parallel import Mesh, communication
+from mrl.weights.disk.base_digest import base_digest
 from mrl.weights.model.export import Exporter
 from mrl.weights.model.load import load_pretrained
 
-
-@dataclass(frozen=True)
-class LossParts:
-    """What a loss gives for one micro-batch: its local sum, and metrics to add up; all 0-d."""
-
-    loss: Tensor
-    sums: list[Tensor]
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A loss and the names of its metrics (known on every rank, also where no output arrives).
-
-    compute(model output [k, n], places [n] of its tokens in the flat response vectors) -> LossParts
-    together: so many samples, one after the other, are in one micro-batch
-    """
-
-    compute: Callable[[Tensor, Tensor], LossParts]
-    sums: tuple[str, ...]
-    together: int = 1
-
-
-@dataclass(frozen=True)
-class Term:
-    """A loss over some samples of a rollout, whose log-probs are those at `temperature`. An update may sum several."""
-
-    rollout: Rollout
-    sample_ids: range | list[int]
-    loss: Loss
-    temperature: float
-    entropy_grad: bool = False  # whether the entropies take part in the loss
-
-
-@dataclass(frozen=True)
-class _MicroBatch:
-    packed: PackedBatch
-    temperature: float
-    entropy_grad: bool = False
-    term: int = 0
+PixelsOf = Callable[[Tensor], Tensor]
 
 
 class Learner:
     """Actor, critic or reference. Construction and every method are collective over the world.
 
-    `trainable=False` builds no gradient buffers and no optimizer (the reference).
+    `pixels` says what the pictures of a rollout look like: [k, 5] as in `PackedBatch.images` -> [patches, patch values]
+    float32; the first stage's ranks ask it for those of each micro-batch.
+
+    trains_vision: the tower of a model that sees pictures is trained too; frozen, it is outside of the optimizer
+    `trainable=False` builds no gradient buffers and no optimizer (the reference). With `train.lora` the model itself is
+    frozen, and `adapters` beside it are trained; `exporter` gives the weights with them.
     """
 
     def __init__(
@@ -104,25 +75,39 @@ class Learner:
         from_scratch: bool = False,
         allow_pickle: bool = False,
         trainable: bool = True,
+        trains_vision: bool = False,
     ) -> None:
         self.role, self.arch, self.train, self.mesh, self.trainable = role, arch, train, mesh, trainable
+        self.split = Split(mesh, train, arch, role)
+        self.pixels: PixelsOf | None = None
         with mesh.active():
             self.bare: list[MegatronModule] = build_model(
-                arch, hf_path, train, mesh, dtype, role, seed if from_scratch else None
+                arch,
+                hf_path,
+                train,
+                mesh,
+                dtype,
+                role,
+                seed if from_scratch else None,
+                trains_vision=trains_vision and trainable,
             )
             if not from_scratch:
                 load_pretrained(self.bare, arch, hf_path, mesh, role=role, allow_pickle=allow_pickle)
+            self.adapters = attach(self.bare, arch, mesh, train, seed) if trainable and train.lora else None
+            if self.adapters is not None and not from_scratch:
+                self.adapters.base = base_digest(hf_path, allow_pickle)
             self.chunks: list[Any] = list(self.bare)
             if trainable:
-                self.chunks = list(wrap_ddp(self.bare, overlap=sums_overlap(mesh)))
+                self.chunks = list(wrap_ddp(self.bare, overlap=sums_overlap(mesh) and not trains_vision))
                 self.optimizer, self.schedule = build_optimizer(train.optimizer, self.chunks, dtype)
                 self.bare[0].config.finalize_model_grads_func = finalize_model_grads
-            self.exporter = Exporter(self.bare, arch, mesh)
+            self.exporter = Exporter(self.bare, arch, mesh, read=self.adapters.merged if self.adapters else values_of)
         parameters = [parameter for chunk in self.bare for parameter in chunk.parameters()]
         optimizer = self.optimizer if trainable else None
         self.memory = LearnerMemory(role, train.offload, parameters, self.chunks, optimizer)
         self.flops = 0  # of all passes so far, over all ranks; recomputed activations are not counted
-        self._flops = ForwardFlops.of(arch, role)
+        self._flops, self._tower_flops = ForwardFlops.of(arch, role), TowerFlops.of(arch)
+        self._trains_tower = trains_vision and trainable
         self._outputs: list[tuple[Tensor, Tensor]] = []  # of the last backward: the model's at some tokens, their dest
         self._finite = True  # its loss and every rank's gradients
 
@@ -133,23 +118,38 @@ class Learner:
 
     def distribution(self, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """`log_probs`, and the sums over the vocabulary of the squared probabilities: [R], [R], [R]."""
-        out = self._forward(rollout, "distribution", 3, temperature)
+        out = self._forward(rollout, "distribution", 4, temperature)
         return out[0], out[1], out[2]
+
+    def head_error(self, rollout: Rollout, temperature: float) -> Tensor:
+        """[R]: log-probs as the losses have them less those of the same hidden states in a head of model.dtype. 0 where
+        the head is not in fp8."""
+        return self._forward(rollout, "head_error", 1, temperature)[0]
+
+    def predictions(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """Log-probs of the response tokens at temperature 1, and which of them are the likeliest, bool: [R], [R]; 0 and
+        False for those that do not count."""
+        out = self._forward(rollout, "distribution", 4, 1.0)
+        return out[0], out[3] > 0
 
     def values(self, rollout: Rollout) -> Tensor:
         """The critic's value before each response token: [R]."""
-        return self._forward(rollout, "values", 1, 1.0)[0]
+        return self.scores(rollout)[0]
+
+    def scores(self, rollout: Rollout) -> Tensor:
+        """What each head of a critic or reward model says before each response token: [heads, R]."""
+        return self._forward(rollout, "values", self.arch.score_heads, 1.0)
 
     @torch.no_grad()
     def _forward(self, rollout: Rollout, output: Output, channels: int, temperature: float) -> Tensor:
         self.memory.require("parameters", f"computing {output}")
         samples = range(rollout.num_samples)
         self._count_flops(rollout, samples, passes=1)
-        packed = self._micro_batches(rollout, samples)
-        batches = [_MicroBatch(batch, temperature) for batch in packed]
+        packed = self.split.micro_batches(rollout, samples)
+        batches = [MicroBatch(batch, temperature) for batch in packed]
         result = torch.zeros(channels, rollout.num_response_tokens, device=platform.device())
 
-        def collect(values: Tensor, batch: _MicroBatch, non_loss_data: bool = True) -> None:
+        def collect(values: Tensor, batch: MicroBatch, non_loss_data: bool = True) -> None:
             if self.mesh.tp_rank == 0:
                 result[:, batch.packed.dest] = values
 
@@ -180,17 +180,18 @@ class Learner:
         self.memory.require("all", "a backward pass")
         terms = (Term(rollout, sample_ids, loss, temperature, entropy_grad), *also)
         batches = [
-            _MicroBatch(packed, term.temperature, term.entropy_grad, number)
+            MicroBatch(packed, term.temperature, term.entropy_grad, number, term.loss.extras, term.loss)
             for number, term in enumerate(terms)
-            for packed in self._micro_batches(term.rollout, term.sample_ids, term.loss.together)
+            for packed in self.split.micro_batches(term.rollout, term.sample_ids, term.loss.together)
         ]
+        passes = 1 + (BACKWARD if self.adapters is None else BACKWARD_OF_FROZEN)
         for term in terms:
-            self._count_flops(term.rollout, term.sample_ids, passes=1 + BACKWARD)
+            self._count_flops(term.rollout, term.sample_ids, passes)
         scale = len(batches) * self.mesh.dp
         parts: list[list[LossParts]] = [[] for _ in terms]
         self._outputs = []
 
-        def compute(values: Tensor, batch: _MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        def compute(values: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             dest = batch.packed.dest
             if batch.term == 0:
                 self._outputs.append((values.detach(), dest))
@@ -236,13 +237,18 @@ class Learner:
 
     def last_log_probs(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """(log-probs [R] that the last `backward` computed, 0 elsewhere; where [R] bool). Collective."""
-        found = torch.zeros(2, rollout.num_response_tokens, device=platform.device())
+        found = self.last_outputs(rollout, 1)
+        return found[0], found[1].bool()
+
+    def last_outputs(self, rollout: Rollout, channels: int) -> Tensor:
+        """[channels + 1, R]: the first of what the last `backward` computed, 0 elsewhere; then 1 where it did.
+        Collective."""
+        found = torch.zeros(channels + 1, rollout.num_response_tokens, device=platform.device())
         if self.mesh.tp_rank == 0:
             for values, dest in self._outputs:
-                found[0, dest], found[1, dest] = values[0], 1.0
+                found[:channels, dest], found[channels, dest] = values[:channels], 1.0
         dist.all_reduce(found)
-        log_probs, seen = found.cpu()
-        return log_probs, seen.bool()
+        return found.cpu()
 
     def total_over_context(self, partial: Tensor) -> Tensor:
         """The sum of a tensor of any shape over the context-parallel ranks, which hold parts of the same sequences; in
@@ -263,43 +269,31 @@ class Learner:
         ids = list(sample_ids)
         lens, outputs = rollout.seq_lens[ids], int(rollout.response_lens[ids].sum())
         self.flops += passes * self._flops.total(int(lens.sum()), int((lens * (lens + 1) // 2).sum()), outputs)
-
-    def _micro_batches(self, rollout: Rollout, sample_ids: range | list[int], together: int = 1) -> list[PackedBatch]:
-        """This rank's micro-batches; their number is the same on every rank. together: as in `Loss`."""
-        require_ids(rollout, self.arch.vocab_size)
-        mesh, ids = self.mesh, list(sample_ids)
-        unit = token_unit(mesh.cfg, self.train.precision.fp8.recipe)
-        plan = plan_micro_batches(
-            self._tokens_together(rollout.seq_lens[ids], together),
-            mesh.dp,
-            self.train.max_tokens_per_microbatch,
-            multiple_of=mesh.pp if mesh.vpp else 1,
-        )
-        return [
-            pack(rollout, [ids[i] for i in _samples_of(items, together)], mesh.cp, mesh.cp_rank, align_total=unit)
-            for items in plan[mesh.dp_rank]
-        ]
-
-    def fits_together(self, rollout: Rollout, together: int) -> bool:
-        """Whether so many samples, one after the other, are never more tokens than a micro-batch may have."""
-        return int(self._tokens_together(rollout.seq_lens, together).max()) <= self.train.max_tokens_per_microbatch
-
-    def _tokens_together(self, seq_lens: Tensor, together: int) -> Tensor:
-        """[B / together] tokens, padding included, of so many samples each, one after the other."""
-        align = sequence_align(self.mesh.cp)
-        return ((seq_lens + align - 1) // align * align).view(-1, together).sum(1)
+        if self._tower_flops is not None:  # each picture once, however many samples and micro-batches have it
+            images = image_places(rollout.pick(torch.tensor(ids)), self._tower_flops.vision).images
+            seen = sum(self._tower_flops.picture(patches) for patches in images[:, 2:4].prod(1).tolist())
+            self.flops += (passes if self._trains_tower else 1) * seen
 
     def _schedule(
         self,
-        batches: list[_MicroBatch],
+        batches: list[MicroBatch],
         output: Output,
         on_output: Callable[..., Any],
         **megatron_args: Any,
     ) -> None:
-        def forward_step(it: Iterator[_MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        def forward_step(it: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(it)
             batch = replace(batch, packed=on_device(batch.packed))
-            made = ModelBatch.make(batch.packed, self.mesh, batch.temperature, output, batch.entropy_grad)
+            made = ModelBatch.make(
+                batch.packed,
+                self.mesh,
+                batch.temperature,
+                output,
+                batch.entropy_grad,
+                batch.extras,
+                batch.slopes,
+                self._images(batch.packed) if unwrap(model).pre_process else None,
+            )
             out = model(batch.packed.tokens, batch.packed.position_ids, None, packed_seq_params=made)
             return out, partial(on_output, batch=batch)
 
@@ -315,6 +309,13 @@ class Learner:
                 **communication(self.mesh, self.bare[0].config, lengths),
                 **megatron_args,
             )
+
+    def _images(self, packed: PackedBatch) -> Images | None:
+        if not len(packed.images):
+            return None
+        if self.pixels is None:
+            raise ValueError(f"the {self.role} was given prompts with pictures, and nothing to read these from")
+        return Images.make(packed, self.pixels(packed.images))
 
     def _reduce_metrics(self, terms: list[tuple[Loss, list[LossParts]]]) -> dict[str, float]:
         """Metrics of the whole mini-batch: every token is counted by exactly one rank. Notes whether all is finite."""
@@ -335,8 +336,3 @@ class Learner:
         metrics = dict(zip(names, values, strict=True))
         self._finite = broken_ranks == 0 and math.isfinite(metrics["loss"])
         return metrics
-
-
-def _samples_of(items: list[int], together: int) -> list[int]:
-    """Places of the samples of items that have so many each, one after the other."""
-    return [together * item + i for item in items for i in range(together)]

@@ -7,6 +7,7 @@ mini-batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from mrl import platform
 from mrl.algo import Sequences, kl, off_policy_mask, own, policy_loss, value_loss
 from mrl.algo.policy_loss import PolicyLoss
 from mrl.config.schema import KLConfig, PolicyLossConfig, ValueLossConfig
-from mrl.learner.learner import Loss, LossParts
+from mrl.learner.terms import Loss, LossParts
+from mrl.models.batch import Extras
 from mrl.options.losses import OwnLoss
 
 
@@ -88,7 +90,8 @@ def policy(cfg: PolicyLossConfig, kl_cfg: KLConfig, kl_coef: float, targets: Pol
         return LossParts(loss, [*of_policy, *(metrics[name] for name in of_loss), *masked])
 
     names = (*POLICY_SUMS, *(f"actor/{name}" for name in of_loss))
-    return Loss(compute, (*names, OFF_POLICY_MASKED) if masks else names)
+    local = policy_loss.is_local(which) and not masks
+    return Loss(compute, (*names, OFF_POLICY_MASKED) if masks else names, local=local)
 
 
 def chosen_loss(cfg: PolicyLossConfig) -> tuple[str | PolicyLoss, dict[str, Any]]:
@@ -144,15 +147,39 @@ def ptx(weights: Tensor, coef: float) -> Loss:
         loss = -(weights[dest] * output[0]).sum()
         return LossParts(coef * loss, [loss.detach()])
 
-    return Loss(compute, ("ptx/loss",))
+    return Loss(compute, ("ptx/loss",), local=True)
 
 
-def cross_entropy(weights: Tensor) -> Loss:
-    """Negative log-likelihood of the response tokens (supervised fine-tuning), nats; weights [R] sum a token loss."""
+def cross_entropy(weights: Tensor, noise: float = 0.0, seed: int = 0) -> Loss:
+    """Negative log-likelihood of the response tokens (supervised fine-tuning), nats; weights [R] sum a token loss.
+
+    noise: NEFTune's alpha, 0: none; seed: of that noise, and of what adapters drop
+    """
+    return _imitation(weights, lambda output: -output[0], Extras(noise=noise, drops=True, seed=seed), is_other=False)
+
+
+def smoothed_cross_entropy(weights: Tensor, smoothing: float, noise: float = 0.0, seed: int = 0) -> Loss:
+    """As `cross_entropy`, of labels that give this much of their probability to all tokens alike (Szegedy et al., arXiv
+    1512.00567). The metric actor/nll is that without."""
+    extras = Extras(smoothing=True, noise=noise, drops=True, seed=seed)
+    return _imitation(weights, lambda output: -(1 - smoothing) * output[0] - smoothing * output[2], extras)
+
+
+def dft(weights: Tensor, noise: float = 0.0, seed: int = 0) -> Loss:
+    """Dynamic fine-tuning (arXiv 2508.05629): each token's negative log-likelihood times its probability, which has no
+    gradient. Otherwise as `cross_entropy`; the metric actor/nll is that without the probability."""
+    extras = Extras(noise=noise, drops=True, seed=seed)
+    return _imitation(weights, lambda output: -output[0].detach().exp() * output[0], extras)
+
+
+def _imitation(weights: Tensor, of_token: Callable[[Tensor], Tensor], extras: Extras, is_other: bool = True) -> Loss:
+    """is_other: the loss is another one than the negative log-likelihood, which is a metric then"""
     weights = _on_device(weights)
 
     def compute(output: Tensor, dest: Tensor) -> LossParts:
         w = weights[dest]
-        return LossParts(-(w * output[0]).sum(), [(w * output[1].detach()).sum()])
+        entropy, nll = (w * output[1].detach()).sum(), -(w * output[0].detach()).sum()
+        return LossParts((w * of_token(output)).sum(), [entropy, nll] if is_other else [entropy])
 
-    return Loss(compute, ("actor/entropy",))
+    names = ("actor/entropy", "actor/nll") if is_other else ("actor/entropy",)
+    return Loss(compute, names, extras=extras, local=not extras.smoothing)

@@ -12,6 +12,7 @@ from torch import Tensor, UntypedStorage
 
 from mrl import platform
 from mrl.learner.optimizer import prime
+from mrl.models.fp8_params import is_quantized, values_of
 
 Offload = Literal["none", "optimizer", "all"]
 Level = Literal["nothing", "parameters", "all"]
@@ -109,11 +110,11 @@ class LearnerMemory:
 
     def read(self, tensor: Tensor) -> Tensor:
         """A parameter, a main weight or a moment of the model where its bytes are: in host memory while it is away,
-        else the tensor itself."""
+        else the tensor itself; of a parameter in fp8 what it stands for, in its nominal dtype."""
         for room in self._rooms.values():
             if (found := room.read(tensor)) is not None:
                 return found
-        return tensor
+        return values_of(tensor) if is_quantized(tensor) else tensor
 
     @property
     def _away(self) -> set[str]:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -18,6 +19,7 @@ from mrl.config.schema import OptimizerConfig
 from mrl.parallel import Mesh
 
 _NO_DECAY_STEPS = 1 << 60
+_WIDE = ParamKey(predicate=ParamPredicate("is_float32", lambda parameter: parameter.dtype == torch.float32))
 
 
 def sums_overlap(mesh: Mesh) -> bool:
@@ -69,24 +71,29 @@ def _keep_padding_between_buckets(chunk: DistributedDataParallel) -> None:
 def build_optimizer(
     cfg: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
-    """AdamW on float32 main parameters, sharded over data parallelism, and its schedule."""
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=cfg.lr,
-            min_lr=cfg.min_lr,
-            weight_decay=cfg.weight_decay,
-            adam_beta1=cfg.beta1,
-            adam_beta2=cfg.beta2,
-            adam_eps=cfg.eps,
-            clip_grad=cfg.clip_grad,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=True,
-            reuse_grad_buf_for_mxfp8_param_ag=_shares_buffers([chunk.module for chunk in chunks]),
-        ),
-        chunks,
+    """AdamW on float32 main parameters, sharded over data parallelism, and its schedule.
+
+    Parameters that are float32 in a model that is not have a group of their own: of a group with both Megatron takes
+    the ones for the others.
+    """
+    options = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=cfg.lr,
+        min_lr=cfg.min_lr,
+        weight_decay=cfg.weight_decay,
+        adam_beta1=cfg.beta1,
+        adam_beta2=cfg.beta2,
+        adam_eps=cfg.eps,
+        clip_grad=cfg.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+        reuse_grad_buf_for_mxfp8_param_ag=_shares_buffers([chunk.module for chunk in chunks]),
     )
+    groups = get_standard_config_overrides(options)
+    if dtype != torch.float32:
+        groups[_WIDE] = {}
+    optimizer = get_megatron_optimizer(options, chunks, groups)
     return optimizer, build_schedule(cfg, optimizer)
 
 
@@ -126,6 +133,21 @@ def publish_own_ranges(chunks: list[DistributedDataParallel]) -> None:
     """After they were written: gives every data-parallel rank the others' ranges. Collective."""
     for chunk in chunks:
         chunk.start_param_sync()
+
+
+@torch.no_grad()
+def round_again(optimizer: ChainedOptimizer, chunks: list[DistributedDataParallel]) -> None:
+    """Weights that are held in fp8 become what the last update made of their main weights; nothing where none are.
+    Collective. A checkpoint has what they stood for, in the model's dtype: its rounding is another."""
+    bare = [chunk.module for chunk in chunks]
+    if not bare[0].config.fp8_param:
+        return
+    for part in optimizer.chained_optimizers:
+        if _shares_buffers(bare):
+            part._copy_main_params_to_param_buffer()
+        else:
+            part._copy_main_params_to_model_params()
+    publish_own_ranges(chunks)
 
 
 def prime(optimizer: ChainedOptimizer) -> None:

@@ -13,7 +13,8 @@ scores that the mask would drop except in its diagonal chunk.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,6 +60,16 @@ class AttentionPlan:
     key_index: Tensor
     key_slot: Tensor | None
     in_place: bool
+    _within: dict[int, tuple[Bucket, ...]] = field(default_factory=dict)
+
+    def within(self, window: int | None) -> tuple[Bucket, ...]:
+        """The buckets, whose queries see the last `window` keys only of those that they would see; made once for all
+        layers with that window."""
+        if window is None:
+            return self.buckets
+        if window not in self._within:
+            self._within[window] = tuple(_cut(bucket, window, self.query_index.device) for bucket in self.buckets)
+        return self._within[window]
 
     @staticmethod
     def make(cu_seqlens: Tensor, cp: int, cp_rank: int, device: torch.device) -> AttentionPlan:
@@ -141,6 +152,16 @@ def _up_to(last_key: Tensor, keys: int) -> Tensor:
     return (position <= last_key[:, :, None])[:, None]
 
 
+def _cut(bucket: Bucket, window: int, device: torch.device) -> Bucket:
+    """A query's place in its sequence is the number of keys that it sees, less one."""
+    keys = bucket.keys[1]
+    if keys <= window:
+        return bucket
+    position = torch.arange(keys, device=device)
+    mask = _up_to(position[None], keys) if bucket.mask is None else bucket.mask
+    return replace(bucket, mask=mask & (position > mask.sum(-1, keepdim=True) - 1 - window))
+
+
 def same_length_groups(lengths: Tensor) -> list[Tensor]:
     """Indices of `lengths`, longest first, cut where padding to the group's longest would cost too much."""
     order = lengths.argsort(descending=True, stable=True)
@@ -185,7 +206,9 @@ class _Collect(torch.autograd.Function):
         return out.index_copy_(0, slot, grad), None
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
+) -> Tensor:
     """query [t, h, d]; key, value [all ranks' tokens, groups, d] -> [t, h, d]."""
     q = query if plan.in_place else _Spread.apply(query, plan.query_index, plan.query_slot)
     if plan.in_place:
@@ -194,9 +217,10 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionP
         k, v = (_Spread.apply(x, plan.key_index, plan.key_slot) for x in (key, value))
     else:
         k, v = key.index_select(0, plan.key_index), value.index_select(0, plan.key_index)
-    q_parts = q.split([math.prod(b.size) for b in plan.buckets])
-    k_parts, v_parts = (x.split([math.prod(b.keys) for b in plan.buckets]) for x in (k, v))
-    parts = zip(plan.buckets, q_parts, k_parts, v_parts, strict=True)
+    buckets: Sequence[Bucket] = plan.within(window)
+    q_parts = q.split([math.prod(b.size) for b in buckets])
+    k_parts, v_parts = (x.split([math.prod(b.keys) for b in buckets]) for x in (k, v))
+    parts = zip(buckets, q_parts, k_parts, v_parts, strict=True)
     outputs = [_bucket_attention(bucket, qb, kb, vb, scale) for bucket, qb, kb, vb in parts]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined if plan.in_place else _Collect.apply(joined, plan.query_slot)
@@ -220,7 +244,7 @@ def _needs_own_keys(query: Tensor, mask: Tensor | None) -> bool:
 
 
 class PackedAttention(MegatronModule):
-    """Core attention for Megatron's layer spec; `packed_seq_params` is a ModelBatch."""
+    """Core attention for Megatron's layer spec; `packed_seq_params` is a ModelBatch. window, rope: as of `Layer`."""
 
     def __init__(
         self,
@@ -229,13 +253,19 @@ class PackedAttention(MegatronModule):
         attn_mask_type: Any,
         attention_type: str,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        *,
+        window: int | None = None,
+        rope: str | None = "",
     ) -> None:
         super().__init__(config=config)
+        self.window, self.rope = window, rope
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self.cp_group = groups.cp
-        self.scale = softmax_scale or config.kv_channels**-0.5
+        self.scale = config.softmax_scale or softmax_scale or config.kv_channels**-0.5
 
     def forward(
         self,
@@ -247,14 +277,19 @@ class PackedAttention(MegatronModule):
         attention_bias: None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """query [t, 1, h, d]; key, value [t, 1, groups, d] -> [t, 1, h * d]. Rotates query and key itself."""
-        query, key, value = (x.squeeze(1) for x in (query, key, value))
-        query, key = (rotate(x, *packed_seq_params.cos_sin) for x in (query, key))
+        """query [t, 1, h, d]; key, value [t, 1, groups, d] -> [t, 1, h * d]. Rotates query and key itself, but not
+        those [t, h, d] that an attention by latent vectors gives, whose values [t, h, v] may be narrower."""
+        if query.dim() == 4:
+            query, key, value = (x.squeeze(1) for x in (query, key, value))
+        if self.rope is not None:
+            query, key = (rotate(x, *packed_seq_params.cos_sin[self.rope]) for x in (query, key))
         if self.cp_group.size() > 1:
-            both = torch.cat([key, value], 1).contiguous()
+            both = torch.cat([key, value], -1).contiguous()
             both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
-            key, value = both.chunk(2, 1)
-        out = packed_attention(query, key, value, packed_seq_params.plan, self.scale)
+            key, value = both.split([key.size(-1), value.size(-1)], -1)
+        width, most = value.size(-1), max(query.size(-1), value.size(-1))  # kernels want one width of all three
+        query, key, value = (F.pad(x, (0, most - x.size(-1))) if x.size(-1) < most else x for x in (query, key, value))
+        out = packed_attention(query, key, value, packed_seq_params.plan, self.scale, self.window)[..., :width]
         return out.flatten(1).unsqueeze(1)
 
 

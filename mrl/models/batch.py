@@ -2,28 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from mrl import platform
 from mrl.core import PackedBatch
+from mrl.kernels.linear_logprob import Slopes
 from mrl.models.attention import AttentionPlan
 from mrl.models.mcore import PackedSeqParams
 from mrl.parallel import Mesh
 
-Output = Literal["log_probs", "distribution", "logits", "values"]
+Output = Literal["log_probs", "distribution", "head_error", "logits", "values"]
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a pass that trains does besides.
+
+    smoothing: whether the mean log-prob over the vocabulary is computed too
+    described: whether it is also said which labels are the likeliest, and the mean logits
+    noise: alpha of NEFTune's noise on the embeddings, 0: none; drops: whether adapters drop some of what they get;
+    seed: of both, another one for every step
+    """
+
+    smoothing: bool = False
+    described: bool = False
+    noise: float = 0.0
+    drops: bool = False
+    seed: int = 0
 
 
 def on_device(batch: PackedBatch) -> PackedBatch:
     """The batch with what a model computes with on this rank's device; `cu_seqlens` stays on the CPU, where attention
     is planned."""
-    here = [batch.tokens, batch.position_ids, batch.rows, batch.labels, batch.dest]
-    tokens, position_ids, rows, labels, dest = platform.to_device(here, platform.device())
-    return replace(batch, tokens=tokens, position_ids=position_ids, rows=rows, labels=labels, dest=dest)
+    names = ("tokens", "position_ids", "rows", "labels", "dest", "image_at", "image_row")
+    here = platform.to_device([vars(batch)[name] for name in names], platform.device())
+    return replace(batch, **cast(dict[str, Any], dict(zip(names, here, strict=True))))
+
+
+@dataclass
+class Images:
+    """The pictures of a micro-batch, for the first stage.
+
+    pixels [patches, patch values] float32; grids [k, 3]: of each picture 1 and its rows and columns of patches
+    at [m]: positions of this context-parallel rank that take a feature; row [m]: which one
+    deep: what layer i adds after itself, and where: filled in by the model, from which layers take it
+    """
+
+    pixels: Tensor
+    grids: Tensor
+    at: Tensor
+    row: Tensor
+    deep: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    @staticmethod
+    def make(batch: PackedBatch, pixels: Tensor) -> Images:
+        """batch: as `on_device` gives it."""
+        grids = torch.nn.functional.pad(batch.images[:, 2:4], (1, 0), value=1)
+        pixels, grids = platform.to_device([pixels, grids], platform.device())
+        return Images(pixels, grids, batch.image_at, batch.image_row)
 
 
 def _none() -> Tensor:
@@ -35,35 +77,58 @@ class ModelBatch(PackedSeqParams):
     """Travels as `packed_seq_params`. Its `qkv_format` is not "thd", so that Megatron hands [t, 1, h, d] tensors to the
     attention and, with transformer-engine, applies RoPE to them in one go with our angles per token.
 
+    positions [t] int64: of the local tokens in their sequences
     rows [n] int64: local positions whose output is wanted; labels [n] int64: the token that follows each
-    entropy_grad: whether the entropies take part in the loss
+    entropy_grad: whether the entropies take part in the loss; slopes: of the loss by log-probs and entropies, where a
+    token's are known without the other tokens'
     """
 
+    positions: Tensor = field(default_factory=_none)
     rows: Tensor = field(default_factory=_none)
     labels: Tensor = field(default_factory=_none)
     temperature: float = 1.0
     output: Output = "log_probs"
     entropy_grad: bool = False
-    cos_sin: tuple[Tensor, Tensor] | None = None  # of the tokens' rotary angles, filled in by the model
+    slopes: Slopes | None = None
+    # of the tokens' rotary angles, by table, filled in by the model
+    cos_sin: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     starts: Tensor = field(default_factory=_none)  # [S + 1]: of the padded sequences, before the context-parallel cut
     longest: int = 0  # tokens of such a sequence
     cp: tuple[int, int] = (1, 0)  # context-parallel size and rank
+    extras: Extras = Extras()
+    samples: Tensor = field(default_factory=_none)  # [S] of the packed sequences, their places in the rollout
+    seq_lens: Tensor = field(default_factory=_none)  # [S], without padding
+    images: Images | None = None  # on the first stage, where there are any
+    has_left: bool = False  # whether the hidden states are those of `rows` alone: from the last layer on
 
     @staticmethod
     def make(
-        batch: PackedBatch, mesh: Mesh, temperature: float, output: Output, entropy_grad: bool = False
+        batch: PackedBatch,
+        mesh: Mesh,
+        temperature: float,
+        output: Output,
+        entropy_grad: bool = False,
+        extras: Extras | None = None,
+        slopes: Slopes | None = None,
+        images: Images | None = None,
     ) -> ModelBatch:
         """batch: as `on_device` gives it"""
         return ModelBatch(
             qkv_format="packed",
+            positions=batch.position_ids[0],
             rows=batch.rows,
             labels=batch.labels,
             temperature=temperature,
             output=output,
             entropy_grad=entropy_grad,
+            slopes=slopes,
             starts=batch.cu_seqlens,
             longest=batch.max_seqlen,
             cp=(mesh.cp, mesh.cp_rank),
+            extras=extras or Extras(),
+            samples=batch.samples,
+            seq_lens=batch.seq_lens,
+            images=images,
         )
 
     @cached_property

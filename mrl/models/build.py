@@ -16,6 +16,7 @@ from mrl.models.mcore import MegatronModule
 from mrl.models.policy import Policy
 from mrl.models.rope import inverse_frequencies
 from mrl.models.transformer_config import transformer_config
+from mrl.models.vision import give_tower
 from mrl.parallel import Mesh
 
 _CLASSES: dict[Role, type[Policy | Critic]] = {"policy": Policy, "critic": Critic}
@@ -29,11 +30,14 @@ def build_model(
     dtype: torch.dtype,
     role: Role,
     seed: int | None,
+    *,
+    trains_vision: bool = False,
 ) -> list[MegatronModule]:
     """One chunk a virtual pipeline stage, on this rank's device, not wrapped. Collective; call inside `mesh.active()`.
 
     The weights follow from `seed` alone, whatever the layout; None leaves them undefined, for a checkpoint to fill
-    (the critic's value head is zero in any case). Only config.json of `hf_path` is read. Raises UnsupportedModel.
+    (the critic's value head is zero in any case). Only config.json of `hf_path` is read. A vision tower is frozen
+    unless `trains_vision`. Raises UnsupportedModel, also for a first chunk without the layers that take deep features.
     """
     config = transformer_config(arch, train, mesh, dtype)
     inv_freq = inverse_frequencies(hf_path, arch)
@@ -41,7 +45,10 @@ def build_model(
     made = partial(_CLASSES[role], arch, config, inv_freq, tied=arch.tied_embeddings, precision=train.precision.fp8)
     chunks = []
     for stage in stages:
-        chunk = made(vp_stage=stage).to(platform.device())
+        chunk = made(vp_stage=stage)
+        if arch.vision is not None:
+            give_tower(chunk, arch, hf_path, train.parallel, trains=trains_vision)
+        chunk = chunk.to(platform.device())
         if seed is not None:
             initialise(chunk, arch, mesh, role, seed)
         chunks.append(chunk)
@@ -56,6 +63,9 @@ def build_skeleton(arch: ModelArch, hf_path: str, mesh: Mesh, role: Role) -> Meg
     config.transformer_impl, config.use_cpu_initialization, config.moe_grouped_gemm = "local", True, False
     inv_freq = inverse_frequencies(hf_path, arch)
     with torch.device("meta"):
-        return _CLASSES[role](
+        made = _CLASSES[role](
             arch, config, inv_freq, tied=arch.tied_embeddings, vp_stage=None, precision=train.precision.fp8
         )
+        if arch.vision is not None:
+            give_tower(made, arch, hf_path, train.parallel, trains=False)
+    return made

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mrl import platform
@@ -15,14 +17,16 @@ from mrl.models.mcore import MegatronModule, TransformerConfig, ensure_metadata_
 
 
 class Critic(PackedGPT):
-    """`value_head.weight` [1, h] is replicated over the tensor-parallel group and starts at zero: the first values are
-    0. Every rank applies it to the same rows, so its gradient is complete on each and must not be summed over them."""
+    """`value_head.weight` [score_heads, h] is float32 whatever the model's dtype is: rounded, it would score alike what
+    differs. (Not so beside weights in mxfp8: see `FP8Config.shares_buffers`.) It is replicated over the tensor-parallel
+    group and starts at zero: the first values are 0. Every rank applies it to the same rows, so its gradient is
+    complete on each and must not be summed over them."""
 
     def __init__(
         self,
         arch: ModelArch,
         config: TransformerConfig,
-        inv_freq: Tensor,
+        inv_freq: Mapping[str, tuple[Tensor, float]],
         *,
         tied: bool,
         vp_stage: int | None,
@@ -31,17 +35,18 @@ class Critic(PackedGPT):
         super().__init__(arch, config, inv_freq, tied=False, vp_stage=vp_stage, precision=precision)
         if self.post_process:
             del self.output_layer
+            dtype = config.params_dtype if precision.shares_buffers else torch.float32
             self.value_head = nn.Linear(
-                arch.hidden_size, 1, bias=False, device=platform.device(), dtype=config.params_dtype
+                arch.hidden_size, arch.score_heads, bias=False, device=platform.device(), dtype=dtype
             )
             nn.init.zeros_(self.value_head.weight)
 
     def head(self, hidden: Tensor, batch: ModelBatch) -> Tensor:
-        """float32 [1, n]."""
+        """float32 [score_heads, n]."""
         if batch.output != "values":
             raise ValueError(f"a critic has no output {batch.output!r}; it has values")
         rows = self.response_rows(hidden, batch, partial_grad=False)
-        return (rows.float() @ self.value_head.weight.float().T).T
+        return (rows.float() @ self.value_head.weight.T).T
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mrl import platform
 from mrl.config.sections.precision import FP8Config
-from mrl.families import ModelArch
+from mrl.families import FAMILIES, ModelArch
 from mrl.families.table import VOCAB_ALIGN, VOCAB_ALIGN_GPU, padded_vocab_size
 from mrl.models.batch import ModelBatch
 from mrl.models.mcore import (
@@ -18,20 +20,22 @@ from mrl.models.mcore import (
     gather_from_sequence_parallel_region,
     parallel_state,
 )
+from mrl.models.noise import embedding_noise
 from mrl.models.precision import emulation_of
 from mrl.models.rope import RotaryAngles
-from mrl.models.specs import block_spec
+from mrl.models.specs import block_spec, freeze_router_bias
+from mrl.models.vision import add_pictures
 
 
 class PackedGPT(GPTModel):
-    """One chunk of the model. chunk(tokens [1, t], position_ids [1, t], None, packed_seq_params=ModelBatch) gives
+    """One chunk of the model. chunk(tokens [1, t], position_ids [1 or 3, t], None, packed_seq_params=ModelBatch) gives
     hidden states [t, 1, h] on inner stages (t / tp under sequence parallelism) and the head's output on the last."""
 
     def __init__(
         self,
         arch: ModelArch,
         config: TransformerConfig,
-        inv_freq: Tensor,
+        inv_freq: Mapping[str, tuple[Tensor, float]],
         *,
         tied: bool,
         vp_stage: int | None,
@@ -48,8 +52,11 @@ class PackedGPT(GPTModel):
             position_embedding_type="none",  # angles per token come from `rotary`
             vp_stage=vp_stage,
         )
+        freeze_router_bias(self)
         self.arch = arch
-        self.rotary = RotaryAngles(inv_freq.to(platform.device()))
+        axes = None if arch.vision is None else torch.tensor(arch.vision.axes, device=platform.device())
+        device = platform.device()
+        self.rotary = {name: RotaryAngles(own.to(device), axes, factor) for name, (own, factor) in inv_freq.items()}
 
     def _preprocess(
         self,
@@ -64,16 +71,26 @@ class PackedGPT(GPTModel):
         No angles for our own attention: it finds their cosines in the batch, computed once for all layers."""
         if self.pre_process and decoder_input is None:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
+            if FAMILIES[self.arch.family].scaled_embedding:  # by what transformers rounds as it rounds weights
+                decoder_input = decoder_input * torch.tensor(self.arch.hidden_size**0.5).to(decoder_input.dtype)
+            if packed_seq_params.extras.noise:
+                group = self.pg_collection.tp
+                part = (group.rank(), group.size()) if self.config.sequence_parallel else (0, 1)
+                decoder_input = decoder_input + embedding_noise(packed_seq_params, decoder_input, part)
+            if packed_seq_params.images is not None:
+                decoder_input = add_pictures(self, decoder_input, packed_seq_params.images)
         if self.config.transformer_impl == "transformer_engine":
-            return decoder_input, self.rotary(position_ids), None, None, None, None
-        packed_seq_params.cos_sin = self.rotary.cos_sin(position_ids, self.config.params_dtype)
+            return decoder_input, self.rotary[""](position_ids), None, None, None, None
+        dtype = self.config.params_dtype
+        packed_seq_params.cos_sin = {name: table.cos_sin(position_ids, dtype) for name, table in self.rotary.items()}
         return decoder_input, None, None, None, None, None
 
     def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: ModelBatch, **unused: Any) -> Tensor:
         return self.head(hidden_states, packed_seq_params) if self.post_process else hidden_states
 
     def head(self, hidden: Tensor, batch: ModelBatch) -> Tensor:
-        """The last stage's output, from final hidden states [t, 1, h] ([t / tp, 1, h] under sequence parallelism)."""
+        """The last stage's output, from final hidden states [t, 1, h] ([t / tp, 1, h] under sequence parallelism,
+        [n, 1, h] where the others have left)."""
         raise NotImplementedError
 
     def response_rows(self, hidden: Tensor, batch: ModelBatch, *, partial_grad: bool) -> Tensor:
@@ -84,7 +101,8 @@ class PackedGPT(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=partial_grad, group=group)
         elif partial_grad and group.size() > 1:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
-        return hidden.squeeze(1).index_select(0, batch.rows)
+        hidden = hidden.squeeze(1)
+        return hidden if batch.has_left else hidden.index_select(0, batch.rows)
 
 
 def vocab_align() -> int:

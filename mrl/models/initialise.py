@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mrl.families import ModelArch
 from mrl.families.rows import Row
-from mrl.families.table import Role, weight_table
+from mrl.families.table import VALUE_HEAD, Role, weight_table
 from mrl.models.fp8_params import is_quantized, write
 from mrl.models.naming import global_name
 from mrl.parallel import Mesh
@@ -44,6 +44,7 @@ def initialise(chunk: nn.Module, arch: ModelArch, mesh: Mesh, role: Role, seed: 
 
 def _draw(parameter: Tensor, name: str, row: Row, arch: ModelArch, mesh: Mesh, seed: int) -> None:
     parts, part = mesh.tensor_cut(row.expert) if row.tp_dim is not None else (1, 0)
+    parameter = parameter.flatten(1)  # a view: of a tower's patch projection
     rows, cols = parameter.shape
     if row.tp_dim == 1:
         _fill(parameter, name, 0, arch.initializer_range, seed, part * cols, parts * cols)
@@ -55,6 +56,13 @@ def _draw(parameter: Tensor, name: str, row: Row, arch: ModelArch, mesh: Mesh, s
         _fill(parameter, name, part * rows, arch.initializer_range, seed, 0, cols)
         if row.kind == "vocab":
             parameter[max(0, arch.vocab_size - part * rows) :] = 0.0
+
+
+@torch.no_grad()
+def draw_head(head: Tensor, std: float, seed: int) -> None:
+    """Fills the score head [heads, h], which every rank that has it has whole, with normal values; the same ones
+    wherever it is."""
+    _fill(head, VALUE_HEAD, 0, std, seed, 0, head.size(1))
 
 
 def _fill(target: Tensor, name: str, first_row: int, std: float, seed: int, first_col: int, all_cols: int) -> None:

@@ -19,32 +19,46 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig  # noqa: E402
+from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # noqa: E402
 from megatron.core.transformer.transformer_block import (  # noqa: E402
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_config import MLATransformerConfig  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset  # noqa: E402
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # noqa: E402
 
 __all__ = [
     "ColumnParallelLinear",
     "GPTModel",
+    "MLASelfAttention",
+    "MLATransformerConfig",
     "MegatronModule",
     "ModuleSpec",
     "PackedSeqParams",
     "ProcessGroupCollection",
     "RowParallelLinear",
+    "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
     "copy_to_tensor_model_parallel_region",
     "ensure_metadata_has_dp_cp_group",
     "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
     "get_gpt_layer_local_spec",
     "get_gpt_layer_with_transformer_engine_spec",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
     "parallel_state",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
 ]

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from mrl.config.sections.precision import FP8Config
+from mrl.kernels.head_products import plain
 from mrl.kernels.linear_logprob import linear_distribution, linear_log_prob
 from mrl.models.batch import ModelBatch
 from mrl.models.gpt import PackedGPT
+from mrl.models.mcore import reduce_from_tensor_model_parallel_region
 from mrl.models.precision import head_products
 
 
@@ -20,8 +22,12 @@ class Policy(PackedGPT):
         self.products = head_products(precision)
 
     def head(self, hidden: Tensor, batch: ModelBatch) -> Tensor:
-        """ "log_probs": float32 [2, n], of batch.labels under softmax(logits / temperature), and the entropies;
-        "distribution": [3, n], these and the sums of the squared probabilities, without gradients;
+        """ "log_probs": float32 [2, n], of batch.labels under softmax(logits / temperature), and the entropies; with
+        extras.smoothing one more, the mean log-probs over the vocabulary, with extras.described two more, without
+        gradients: 1 where the label is the likeliest, and the mean over the vocabulary of the logits;
+        "distribution": [4, n], these, the sums of the squared probabilities, and 1 where the label is the likeliest,
+        without gradients;
+        "head_error": [1, n], these log-probs less those of a head that is not in fp8, without gradients;
         "logits": float32 [n, padded vocabulary / tp], neither scaled nor masked."""
         rows = self.response_rows(hidden, batch, partial_grad=True)
         weight = self.output_weight()
@@ -31,10 +37,46 @@ class Policy(PackedGPT):
         place = (batch.temperature, group.rank() * weight.size(0), self.arch.vocab_size, group)
         if batch.output == "distribution":
             return linear_distribution(rows, weight, batch.labels, *place, products=self.products)
+        if batch.output == "head_error":
+            own, exact = (
+                linear_log_prob(rows.detach(), weight.detach(), batch.labels, *place, products=products)[0]
+                for products in (self.products, plain)
+            )
+            return (own - exact)[None]
         if batch.output != "log_probs":
-            raise ValueError(f"a policy has no output {batch.output!r}; it has log_probs, distribution and logits")
-        log_probs, entropy = linear_log_prob(rows, weight, batch.labels, *place, products=self.products)
-        return torch.stack([log_probs, entropy if batch.entropy_grad else entropy.detach()])
+            raise ValueError(
+                f"a policy has no output {batch.output!r}; it has log_probs, distribution, head_error and logits"
+            )
+        log_probs, entropy, is_top = linear_log_prob(
+            rows, weight, batch.labels, *place, products=self.products, slopes=batch.slopes
+        )
+        made = [log_probs, entropy if batch.entropy_grad else entropy.detach()]
+        if batch.extras.smoothing:
+            made.append(log_probs + self._mean_lead(rows, batch))
+        if batch.extras.described:
+            made += [is_top, self._mean_logits(rows.detach())]
+        return torch.stack(made)
+
+    def _mean_lead(self, rows: Tensor, batch: ModelBatch) -> Tensor:
+        """float32 [n]: the mean over the vocabulary of the logits / temperature, less the label's. Each rank has the
+        part of its tokens, and its gradient."""
+        weight, group = self.output_weight(), self.pg_collection.tp
+        start = group.rank() * weight.size(0)
+        valid = max(0, min(weight.size(0), self.arch.vocab_size - start))
+        local = batch.labels - start
+        mine = ((local >= 0) & (local < valid)).to(weight.dtype)
+        mean = weight[:valid].sum(0) / self.arch.vocab_size
+        of_label = weight.index_select(0, local.clamp(0, weight.size(0) - 1)) * mine[:, None]
+        part = (rows * (mean - of_label)).float().sum(-1) / batch.temperature
+        return reduce_from_tensor_model_parallel_region(part, group=group) if group.size() > 1 else part
+
+    @torch.no_grad()
+    def _mean_logits(self, rows: Tensor) -> Tensor:
+        """float32 [n]: over the vocabulary, neither scaled nor with its padding."""
+        weight, group = self.output_weight(), self.pg_collection.tp
+        valid = max(0, min(weight.size(0), self.arch.vocab_size - group.rank() * weight.size(0)))
+        part = rows.float() @ weight[:valid].sum(0, dtype=torch.float32) / self.arch.vocab_size
+        return reduce_from_tensor_model_parallel_region(part, group=group) if group.size() > 1 else part
 
     def output_weight(self) -> Tensor:
         """[padded vocabulary / tp, h]; the embedding itself where it is tied and on this stage."""

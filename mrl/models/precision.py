@@ -11,7 +11,7 @@ from mrl.config.sections.precision import FP8Config
 from mrl.families import UnsupportedModel
 from mrl.kernels.fp8 import Recipe, Scales
 from mrl.kernels.head_fused import Fused
-from mrl.kernels.head_products import Plain, Products, Rounded
+from mrl.kernels.head_products import Products, Rounded, plain
 from mrl.models.layer_kind import LayerKind
 
 STATE = b"mrl-fp8:"  # begins what an emulated layer keeps in a checkpoint; float32 follow
@@ -53,7 +53,7 @@ def head_products(cfg: FP8Config) -> Products:
     """What the loss head multiplies with. It has no memory: with delayed it scales as current does."""
     recipe = recipe_of(cfg)
     if recipe is None or not cfg.head:
-        return Plain
+        return plain
     return partial(Rounded if cfg.emulate else Fused, recipe=recipe)
 
 

@@ -2,57 +2,73 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mrl.config.problems import shortened
-from mrl.families import ModelArch, UnsupportedModel
+from mrl.families import FAMILIES, ModelArch, UnsupportedModel
 
 
-def inverse_frequencies(hf_path: str, arch: ModelArch) -> Tensor:
-    """[head_dim / 2] float32, equal to the buffer of transformers' rotary module.
+def inverse_frequencies(hf_path: str, arch: ModelArch) -> dict[str, tuple[Tensor, float]]:
+    """([rotary width / 2] float32, equal to the buffer of transformers' rotary module; what it multiplies cosines and
+    sines by) of each table of rotary angles.
 
     Raises UnsupportedModel for a config.json that transformers cannot read and for a type that scales attention;
-    `load_arch` has refused those that change with the sequence length (yarn, longrope, dynamic, ...) and a partial
-    rotation.
+    `load_arch` has refused those that change with the sequence length (yarn, longrope, dynamic, ...).
     """
     from transformers import AutoConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     try:
-        config = AutoConfig.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True).get_text_config()
     except Exception as error:  # a library reads a foreign file, and raises whatever comes of it
         reason = shortened(" ".join(str(error).split()), most=300)
         raise UnsupportedModel(f"{hf_path}/config.json: transformers cannot read it: {reason}") from error
-    parameters = config.rope_parameters
+    return {name: _frequencies(config, name, hf_path, arch) for name in arch.rope_tables}
+
+
+def _frequencies(config: Any, table: str, hf_path: str, arch: ModelArch) -> tuple[Tensor, float]:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = config.rope_parameters[table] if table else config.rope_parameters
     kind = parameters.get("rope_type", "default")
     if kind == "default":
-        exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).float() / arch.head_dim
-        return 1.0 / (parameters["rope_theta"] ** exponents)
-    inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    if attention_scaling != 1.0 or inv_freq.numel() * 2 != arch.head_dim:
+        exponents = torch.arange(0, arch.rotary_width, 2, dtype=torch.int64).float() / arch.rotary_width
+        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    of_table = {"layer_type": table} if table else {}
+    inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **of_table)
+    scales = attention_scaling != 1.0 and FAMILIES[arch.family].local_only is None
+    if scales or inv_freq.numel() * 2 != arch.rotary_width:
         raise UnsupportedModel(
             f"{hf_path}/config.json: rope_type={kind} scales attention by {attention_scaling} and rotates "
-            f"{inv_freq.numel() * 2} of {arch.head_dim} channels; supported: 1 and all"
+            f"{inv_freq.numel() * 2} of {arch.head_dim} channels; supported: 1 and {arch.rotary_width}"
         )
-    return inv_freq.float()
+    return inv_freq.float(), float(attention_scaling)
 
 
 class RotaryAngles:
-    """Angles of every token. No module and no buffer: a model's cast to bfloat16 must not reach the frequencies."""
+    """Angles of every token. No module and no buffer: a model's cast to bfloat16 must not reach the frequencies.
 
-    def __init__(self, inv_freq: Tensor) -> None:
-        self.inv_freq = inv_freq
+    axes [head_dim / 2]: by which of a token's positions each frequency turns; None: a token has one
+    factor: of the cosines and sines
+    """
+
+    def __init__(self, inv_freq: Tensor, axes: Tensor | None = None, factor: float = 1.0) -> None:
+        self.inv_freq, self.axes, self.factor = inv_freq, axes, factor
 
     def __call__(self, position_ids: Tensor) -> Tensor:
-        """position_ids [1, t] -> [t, 1, 1, head_dim] float32, both halves of the channels alike."""
+        """position_ids [1, t], with axes [3, t] -> [t, 1, 1, rotary width] float32, both halves alike."""
         angles = self._angles(position_ids)
         return torch.cat([angles, angles], -1)[:, None, None]
 
     def cos_sin(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """position_ids [1, t] -> [t, 1, head_dim / 2] each, taken in float32 and rounded to `dtype`."""
+        """position_ids as above -> [t, 1, rotary width] each, taken in float32 and rounded to `dtype`. Both halves are
+        alike, but that the sines of the first one, which goes the other way, are negated."""
         angles = self._angles(position_ids)[:, None]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = ((each * self.factor).to(dtype) for each in (angles.cos(), angles.sin()))
+        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
     def _angles(self, position_ids: Tensor) -> Tensor:
-        return position_ids[0, :, None].float() * self.inv_freq
+        positions = position_ids[0, :, None] if self.axes is None else position_ids[self.axes].T
+        return positions.float() * self.inv_freq

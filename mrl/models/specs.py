@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from mrl.families import ModelArch
-from mrl.kernels.layers import swiglu
+from mrl.families import FAMILIES, Decoder, Layer, ModelArch
+from mrl.kernels.layers import geglu, swiglu
 from mrl.models.attention import PackedAttention, transformer_engine_attention
+from mrl.models.batch import ModelBatch
 from mrl.models.fp8_layers import RoundedColumnParallel, RoundedRowParallel
+from mrl.models.latent_attention import LatentAttention
 from mrl.models.mcore import (
     MegatronModule,
     ModuleSpec,
+    TopKRouter,
     TransformerBlockSubmodules,
     TransformerConfig,
     TransformerLayer,
@@ -22,7 +27,7 @@ from mrl.models.mcore import (
     get_num_layers_to_build,
     get_transformer_layer_offset,
 )
-from mrl.models.norm import RMSNorm
+from mrl.models.norm import NormThenAdd, RMSNorm, ShiftedRMSNorm
 from mrl.models.precision import Emulation
 
 # where checkpoints keep the norm before the MLP, whatever the layers: the local spec of megatron-core says so
@@ -35,16 +40,27 @@ def block_spec(
     """The layers of this rank's chunk `vp_stage`, and the final norm. emulation: what local layers round by. Call
     inside the mesh."""
     fused = config.transformer_impl == "transformer_engine"
-    layer_spec, norm = (_transformer_engine_layer, _transformer_engine_norm()) if fused else (_local_layer, RMSNorm)
+    layer_spec = _transformer_engine_layer if fused else partial(_local_layer, FAMILIES[arch.family])
+    norm = _transformer_engine_norm() if fused else _local_norm(FAMILIES[arch.family])
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     here = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    kinds = [(arch.layers[i].experts, emulation is not None and emulation.rounds(i, arch.num_layers)) for i in here]
-    made = {kind: layer_spec(config, kind[0]) for kind in set(kinds)}
+    kinds = [(arch.layers[i], emulation is not None and emulation.rounds(i, arch.num_layers)) for i in here]
+    made = {(layer, is_rounded): layer_spec(config, layer) for layer, is_rounded in set(kinds)}
     if emulation is not None:
-        for experts, is_rounded in made:
+        for (layer, is_rounded), spec in made.items():
             if is_rounded:
-                _round(made[experts, is_rounded], experts, emulation)
-    return TransformerBlockSubmodules(layer_specs=[made[kind] for kind in kinds], layer_norm=norm)
+                _round(spec, layer.experts, emulation)
+    layers = [made[kind] for kind in kinds]
+    if not fused and arch.num_layers - 1 in here and _can_leave_tokens(arch, config, rounded=kinds[-1][1]):
+        layers[-1] = replace(layers[-1], module=LastLayer)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def _can_leave_tokens(arch: ModelArch, config: TransformerConfig, *, rounded: bool) -> bool:
+    """Whether some tokens can leave in the last layer, before its MLP: not where ranks share them out, where experts or
+    scales are of all tokens, or where deep features of pictures come after it."""
+    deep = 0 if arch.vision is None else len(arch.vision.deep)
+    return not (config.sequence_parallel or rounded or arch.layers[-1].experts or deep == arch.num_layers)
 
 
 def _round(layer: ModuleSpec, experts: bool, emulation: Emulation) -> None:
@@ -55,8 +71,13 @@ def _round(layer: ModuleSpec, experts: bool, emulation: Emulation) -> None:
     )
     attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
     attention.linear_qkv, attention.linear_proj = column, row
-    own = mlp.experts.submodules if experts else mlp
-    own.linear_fc1, own.linear_fc2 = column, row
+    for own in _mlps(mlp, experts):
+        own.linear_fc1, own.linear_fc2 = column, row
+
+
+def _mlps(mlp: Any, experts: bool) -> list[Any]:
+    """The submodules of a layer's gated MLPs: one, or those of the experts and of the shared ones."""
+    return [mlp.experts.submodules, mlp.shared_experts.submodules] if experts else [mlp]
 
 
 class InPlaceGradients(TransformerLayer):
@@ -69,6 +90,18 @@ class InPlaceGradients(TransformerLayer):
         super().__init__(config, *args, **kwargs)
 
 
+class LastLayer(TransformerLayer):
+    """Its MLP, and the norm behind it, see the tokens alone whose output is wanted: nothing else looks at the others
+    any more. Adapters that drop some of what they get do so by a token's place among all."""
+
+    def forward(self, *args: Any, packed_seq_params: ModelBatch, **kwargs: Any) -> tuple[Tensor, Any]:
+        hidden, context = self._forward_attention(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if not packed_seq_params.extras.drops:
+            hidden = hidden.index_select(0, packed_seq_params.rows)
+            packed_seq_params.has_left = True
+        return self._forward_mlp(hidden), context
+
+
 class SwiGLU(MegatronModule):
     """The gated activation in one piece; Megatron's place for it is called use_te_activation_func."""
 
@@ -76,34 +109,66 @@ class SwiGLU(MegatronModule):
         return swiglu(x)
 
 
-def _local_layer(config: TransformerConfig, experts: bool) -> ModuleSpec:
+class GeGLU(MegatronModule):
+    """The same by gelu, of Gemma's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return geglu(x)
+
+
+ACTIVATIONS = {"silu": SwiGLU, "gelu_pytorch_tanh": GeGLU}
+
+
+def _local_norm(family: Decoder) -> type[RMSNorm]:
+    return ShiftedRMSNorm if family.shifted_norms else RMSNorm
+
+
+def _local_layer(family: Decoder, config: TransformerConfig, kind: Layer) -> ModuleSpec:
+    norm = _local_norm(family)
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if experts else None,
+        num_experts=config.num_moe_experts if kind.experts else None,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    mlp = layer.submodules.mlp.submodules
-    (mlp.experts.submodules if experts else mlp).activation_func = SwiGLU
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    for own in _mlps(parts.mlp.submodules, kind.experts):
+        own.activation_func = ACTIVATIONS[family.activation]
+    attention = parts.self_attention.submodules
+    attention.core_attention = ModuleSpec(module=PackedAttention, params={"window": kind.window, "rope": kind.rope})
+    if config.multi_latent_attention:
+        parts.self_attention.module = LatentAttention
+        attention.core_attention.params["rope"] = None  # it has turned what turns
+        attention.q_layernorm = attention.kv_layernorm = norm
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = norm
+    if family.norms_behind:
+        parts.self_attn_bda = parts.mlp_bda = ModuleSpec(module=NormThenAdd, params={"norm": norm, "config": config})
     return layer
 
 
-def _transformer_engine_layer(config: TransformerConfig, experts: bool) -> ModuleSpec:
+def _transformer_engine_layer(config: TransformerConfig, kind: Layer) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts if experts else None,
+        num_experts=config.num_moe_experts if kind.experts else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
     )
     layer.module = InPlaceGradients
     layer.submodules.self_attention.submodules.core_attention = transformer_engine_attention()
-    if experts:  # whose norm is a module of its own: stored as the local layers' is
+    if kind.experts:  # whose norm is a module of its own: stored as the local layers' is
         layer.submodules.sharded_state_dict_keys_map |= MLP_NORM
     return layer
+
+
+def freeze_router_bias(chunk: nn.Module) -> None:
+    """Makes parameters, which take no gradient, of the buffers that routers keep their bias in: then all that reads and
+    writes weights knows it, and no step moves it."""
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter) and module.expert_bias is not None:
+            bias = module._buffers.pop("expert_bias")
+            module.register_parameter("expert_bias", nn.Parameter(bias, requires_grad=False))
 
 
 def _transformer_engine_norm() -> type:

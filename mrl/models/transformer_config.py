@@ -10,9 +10,10 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.config.schema import TrainConfig
-from mrl.families import ModelArch
+from mrl.families import Experts, ModelArch
+from mrl.families.arch import Latent
 from mrl.models.layer_kind import layer_kind
-from mrl.models.mcore import TransformerConfig
+from mrl.models.mcore import MLATransformerConfig, TransformerConfig
 from mrl.models.precision import transformer_engine_fields
 from mrl.parallel import Mesh
 
@@ -20,14 +21,16 @@ from mrl.parallel import Mesh
 def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
     """Raises UnsupportedModel for layers that this machine does not have."""
     fp8 = train.precision.fp8
-    kind = "local" if fp8.emulate else layer_kind(train.layers, dtype)
+    kind = "local" if fp8.emulate else layer_kind(train.layers, dtype, arch)
     fused = kind == "transformer_engine"
-    return TransformerConfig(
+    of_kind, latent = (MLATransformerConfig, _latent(arch.latent)) if arch.latent else (TransformerConfig, {})
+    return of_kind(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         num_attention_heads=arch.num_heads,
         num_query_groups=arch.num_kv_heads,
         kv_channels=arch.head_dim,
+        softmax_scale=arch.attention_scale,
         ffn_hidden_size=arch.dense_width or arch.expert_width,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
@@ -49,9 +52,23 @@ def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: t
         **_fusions(fused, dtype),
         **_layout(train, mesh),
         **_recompute(train, fused, experts=arch.experts is not None),
-        **_experts(arch, mesh, fused),
+        **_experts(arch, fused),
         **transformer_engine_fields(fp8, kind),
+        **latent,
     )
+
+
+def _latent(latent: Latent) -> dict[str, Any]:
+    """Angles, yarn's too, and the scale are ours: of Megatron's own there is nothing left."""
+    return {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.rank,
+        "qk_head_dim": latent.plain,
+        "qk_pos_emb_head_dim": latent.turned,
+        "v_head_dim": latent.value,
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+    }
 
 
 def _leave_as_it_is(weight: Tensor) -> Tensor:
@@ -121,20 +138,35 @@ def _recompute(train: TrainConfig, fused: bool, *, experts: bool) -> dict[str, A
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _experts(arch: ModelArch, mesh: Mesh, fused: bool) -> dict[str, Any]:
+def _experts(arch: ModelArch, fused: bool) -> dict[str, Any]:
     """Softmax over the chosen experts equals softmax over all, renormalised; without renormalisation it comes first."""
-    if arch.experts is None:
+    experts = arch.experts
+    if experts is None:
         return {}
     kinds = {"moe_layer_freq": [int(layer.experts) for layer in arch.layers]}  # ends the stacking of layers on disk
     return {
-        "num_moe_experts": arch.experts.count,
-        "moe_router_topk": arch.experts.per_token,
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.per_token,
         "moe_ffn_hidden_size": arch.expert_width,
-        "moe_router_pre_softmax": not arch.experts.normalize_topk,
+        "moe_router_pre_softmax": not experts.normalize_topk,
+        "moe_shared_expert_intermediate_size": experts.shared_width or None,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": fused,
         "moe_permute_fusion": fused and platform.triton_usable(),  # transformer-engine's, which triton compiles
         **(kinds if arch.layers_differ else {}),
+        **(_sigmoid(experts) if experts.sigmoid else {}),
+    }
+
+
+def _sigmoid(experts: Experts) -> dict[str, Any]:
+    """The bias would move at every step by the sign of an expert's load; it is frozen (specs.freeze_router_bias)."""
+    grouped = {"moe_router_num_groups": experts.groups, "moe_router_group_topk": experts.per_token_groups}
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk_scaling_factor": experts.scale,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        **(grouped if experts.groups > 1 else {}),
     }

@@ -9,7 +9,7 @@ from mrl.observe.recorder import Recorder, SilentRecorder
 from mrl.observe.report import write_report
 from mrl.observe.rewind import rewind
 from mrl.observe.run_dir import RunDir, RunExists, is_of_this_launch, move_aside, note_launch, refuse_existing, written
-from mrl.observe.samples import before_after_table, sample_row, save_samples
+from mrl.observe.samples import before_after_table, sample_row, save_pictures, save_samples
 
 __all__ = [
     "ENGINES",
@@ -32,6 +32,7 @@ __all__ = [
     "refuse_existing",
     "rewind",
     "sample_row",
+    "save_pictures",
     "save_samples",
     "trackers",
     "write_down",

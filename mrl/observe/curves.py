@@ -60,9 +60,19 @@ CURVES = [
     ),
     Curve(
         "Loss",
-        (Line(("actor/loss",), "actor", zero="loss of the policy"),),
+        (
+            Line(("actor/loss",), "actor", zero="loss of the policy"),
+            Line(("validation/loss",), "held-out rows", markers=True),
+        ),
         "what is minimised: in sft the cross-entropy of the answers",
         "of the policy: updates follow its gradient, its value need not fall",
+    ),
+    Curve(
+        "Held-out tokens",
+        (Line(("validation/token_accuracy",), "the likeliest", markers=True),),
+        "share of the tokens that are learnt, of rows that are not",
+        floor=0.0,
+        ceiling=1.0,
     ),
     Curve("Reward margin", (Line(("rewards/margins",), "chosen less rejected"),)),
     Curve(
@@ -97,6 +107,12 @@ CURVES = [
         log=True,
     ),
     Curve(
+        "Log-prob error of the loss head in fp8",
+        (Line(("actor/head_error_max",), "largest"), Line(("actor/head_error_mean",), "mean")),
+        "absolute difference a token, on some of the samples, to a head in model.dtype",
+        log=True,
+    ),
+    Curve(
         "Gradient norm",
         (Line(("actor/grad_norm",), "actor"), Line(("critic/grad_norm",), "critic")),
         "before clipping",
@@ -124,6 +140,22 @@ MACHINE_CURVES = [
         "response tokens, while it has requests",
         floor=0.0,
     ),
+    Curve(
+        "Sampling beside learning",
+        (
+            Line(("perf/train_s",), "learning"),
+            Line(("perf/generate_s",), "sampling"),
+            Line(("perf/wait_s",), "waiting for samples", zero="seconds of waiting for samples"),
+        ),
+        "seconds of a step; what is drawn ahead is hidden but for the waiting",
+        floor=0.0,
+    ),
+    Curve(
+        "Age of the samples",
+        (Line(("staleness/max",), "oldest"), Line(("staleness/mean",), "mean")),
+        "versions of the weights, by tokens",
+        floor=0.0,
+    ),
 ]
 
 
@@ -137,7 +169,7 @@ def draw(curve: Curve, rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) 
             found.append((line, x, y))
     if not found:
         return None
-    figure, axes = _axes(size)
+    figure, axes = blank(size)
     for color, (line, x, y) in zip(PALETTE, found, strict=False):
         _plot(axes, line, x, y, color)
     positive = np.concatenate([y[y > 0] for _, _, y in found])
@@ -164,7 +196,7 @@ def draw_phases(rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) -> Figu
     names = list(dict.fromkeys(name for row in steps for name in row if name.startswith("time/")))
     if not steps:
         return None
-    figure, axes = _axes(size)
+    figure, axes = blank(size)
     x = np.array([row["step"] for row in steps])
     heights = np.array([[row.get(name, 0.0) for row in steps] for name in names])
     colors = [PALETTE[i % len(PALETTE)] for i in range(len(names))]
@@ -216,7 +248,8 @@ def moving_mean(y: np.ndarray, half: int) -> np.ndarray:
     return (total[high] - total[low]) / (high - low)
 
 
-def _axes(size: tuple[float, float]) -> tuple[Figure, Axes]:
+def blank(size: tuple[float, float]) -> tuple[Figure, Axes]:
+    """One set of axes over steps, as all pictures of a run have them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -14,6 +14,7 @@ from mrl.files import write_atomically
 
 PLAN, RANKS = "plan.json", "ranks.svg"  # of a run directory: what the plan says of the run, who is where
 ENGINES = "engines.jsonl"  # what each engine had to do, a line a step
+DATA_NOTES = "data_notes.json"  # of a run directory: what was left out or cut of the rows, a sentence each
 _SECTIONS = ("run", "model", "data", "batch", "algorithm")  # those that are read here
 
 
@@ -23,6 +24,15 @@ class NotWritten(OSError):
 
 class Unreadable(ValueError):
     """A file of a run directory that is not as a run writes it."""
+
+
+def read_data_notes(run_dir: Path) -> list[str]:
+    """What a run has said of its rows; nothing where it has no such file, or that is none."""
+    try:
+        found = json.loads((run_dir / DATA_NOTES).read_bytes())
+    except (OSError, ValueError):
+        return []
+    return [line for line in found if isinstance(line, str)] if isinstance(found, list) else []
 
 
 def write_down(what: str, write: Callable[[], object], on_error: str, note: Callable[[str], None]) -> None:

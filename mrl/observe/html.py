@@ -35,8 +35,10 @@ th, td { padding: 8px 14px; border-bottom: 1px solid var(--line); vertical-align
 tr:last-child td { border-bottom: 0; }
 th.number, td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.text { font-family: ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+.turn { display: block; } .told { color: #9a5fa8; padding-left: 14px; }
 .score { font-size: 12px; border-radius: 6px; padding: 1px 7px; margin-left: 8px; background: #fbe6e3; color: #a13c2c; }
 .score.some { background: #faf0d7; color: #8a6413; } .score.full { background: #e2f2e8; color: #2f7a4b; }
+td.text img { display: block; max-width: 160px; max-height: 160px; image-rendering: pixelated; margin-bottom: 6px; }
 pre { margin: 0; font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace; overflow-x: auto; }
 summary { cursor: pointer; color: var(--accent); }
 @media (max-width: 520px) { .grid { grid-template-columns: 1fr; } main { padding: 20px 14px; } }
@@ -60,9 +62,9 @@ def card(title: str, note: str, inside: str) -> str:
     return f'<div class="card"><h3>{escape(title)}</h3><p>{escape(note) or "&nbsp;"}</p>{inside}</div>'
 
 
-def picture(title: str, svg: bytes) -> str:
-    """An <img> that has the whole SVG in it; nothing in that can run or load anything."""
-    return f'<img alt="{escape(title)}" src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}">'
+def picture(title: str, data: bytes, kind: str = "svg+xml") -> str:
+    """An <img> that has the whole SVG (or PNG) in it; nothing in that can run or load anything."""
+    return f'<img alt="{escape(title)}" src="data:image/{kind};base64,{base64.b64encode(data).decode()}">'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -13,6 +13,7 @@ from mrl.observe import html
 from mrl.observe.curves import MACHINE_CURVES, draw, draw_phases, to_bytes
 from mrl.observe.files import ENGINES, PLAN, RANKS, Unreadable, read_jsonl
 from mrl.observe.metrics import Row
+from mrl.observe.time_line import draw_time_line
 
 GIB = 1 << 30
 MOST_ENGINES = 16  # that are shown
@@ -88,7 +89,10 @@ def _beside(words: str, rows: list[Row], name: str, planned: str) -> list[str]:
 
 
 def _curves(rows: list[Row]) -> list[str]:
-    figures = [("Time of each phase", "seconds a step", draw_phases(rows))]
+    figures = [
+        ("Time of each phase", "seconds a step", draw_phases(rows)),
+        ("Time line", "who worked when; what is drawn ahead begins a step before it is learnt", draw_time_line(rows)),
+    ]
     figures += [(curve.title, curve.note, draw(curve, rows)) for curve in MACHINE_CURVES]
     return [
         html.card(title, note, html.picture(title, to_bytes(figure, "svg")))

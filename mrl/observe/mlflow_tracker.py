@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mrl.config.loader import dump_tree
-from mrl.config.schema import Config
+from mrl.config.schema import AnyConfig
 from mrl.observe.sender import Outcome, Remote, TrackedStep
 
 METRICS_A_CALL, PARAMS_A_CALL, PARAM_CHARS = 1000, 100, 500  # what a server takes
@@ -25,7 +25,7 @@ STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 class Mlflow(Remote):
     package: ClassVar[str] = "mlflow"
 
-    def __init__(self, cfg: Config, run_dir: Path) -> None:
+    def __init__(self, cfg: AnyConfig, run_dir: Path) -> None:
         self._cfg = cfg
         local = (run_dir.absolute().parent / "mlruns").as_uri()
         self._uri = cfg.run.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI") or local

@@ -25,6 +25,8 @@ HEADLINES: list[tuple[str, tuple[str, ...], str]] = [
     ("reward", ("reward/mean",), ".3f"),
     ("validation", ("validation/score", "validation/mean"), ".3f"),
     ("loss", ("actor/loss", "actor/pg_loss"), ".4f"),
+    ("held-out loss", ("validation/loss",), ".4f"),
+    ("perplexity", ("validation/perplexity",), ".3g"),
     ("accuracy", ("rewards/accuracies",), ".3f"),
     ("margin", ("rewards/margins",), ".3f"),
     ("kl", ("kl/ref", "actor/ppo_kl"), ".2e"),

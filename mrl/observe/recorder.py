@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,13 +12,15 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 
 from mrl.core import StepStats
-from mrl.observe.files import write_down
+from mrl.files import write_atomically
+from mrl.observe.files import DATA_NOTES, write_down
 from mrl.observe.metrics import MetricsFile
 from mrl.observe.progress import Display, LiveDisplay, PlainDisplay, Progress
 from mrl.observe.sender import Outcome, Sender
 from mrl.observe.trackers import Tracker
 from mrl.redaction import redact
 
+DATA_KEYS = ("data.train", "data.validation", "ptx.data")
 NO_TRACKERS: Mapping[str, Tracker | Sender] = MappingProxyType({})
 
 
@@ -76,6 +79,7 @@ class Recorder(SilentRecorder):
     ) -> None:
         self._on_error = on_error
         self._file = MetricsFile(run_dir / "metrics.jsonl")
+        self._of_data, self._about_data = run_dir / DATA_NOTES, list[str]()
         self._progress = Progress(total_steps)
         self._phases: list[str] = []
         self._closed = False
@@ -105,8 +109,12 @@ class Recorder(SilentRecorder):
         self._display.tick()
 
     def note(self, text: str) -> None:
-        """One line for the user."""
+        """One line for the user. What begins with a key of the data is kept for the model's card."""
         self._display.note(redact(text))
+        if text.startswith(DATA_KEYS):
+            self._about_data.append(redact(text))
+            content = json.dumps(self._about_data, indent=1)
+            self.write_down("what was left out of the data", lambda: write_atomically(self._of_data, f"{content}\n"))
 
     def log(self, stats: StepStats) -> None:
         """The end of a step: writes its metrics and shows them; says which of them are not finite."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -11,9 +12,14 @@ from mrl.files import write_atomically
 from mrl.observe import html, machine
 from mrl.observe.curves import CURVES, draw, is_zero, to_bytes
 from mrl.observe.files import read_config
+from mrl.observe.method import method_of
 from mrl.observe.metrics import Row, read_metrics
 from mrl.observe.progress import clock, number
-from mrl.observe.samples import BeforeAfter, before_after
+from mrl.observe.samples import BeforeAfter, Said, before_after
+
+FIRST_CURVE = "reward_curve.png"
+SHOWN_IMAGES = 6
+BY_PROMPT = "reward_by_prompt/"  # metrics
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class Run:
     config_text: str
     answers: BeforeAfter | None
     machine: str  # of the page, as HTML
+    pictures: list[Path]  # grids of what a run of images has drawn, by step
 
     @property
     def total_steps(self) -> int | None:
@@ -64,28 +71,36 @@ def write_report(run_dir: str | Path, refresh_s: float | None = None) -> Path:
     if not run_dir.is_dir():
         raise FileNotFoundError(f"{run_dir} is not a run directory")
     run = load_run(run_dir)
-    for curve in CURVES[:3]:
-        picture = draw(curve, run.rows, size=(7.2, 4.0))
-        if picture is not None:
-            picture.axes[0].set_title(f"{curve.title}: {run.name}", loc="left", fontsize=12, pad=12)
-            write_atomically(run_dir / "reward_curve.png", to_bytes(picture, "png"))
-            break
+    picture = first_curve(run.name, run.rows)
+    if picture is not None:
+        write_atomically(run_dir / FIRST_CURVE, picture)
     page = run_dir / "report.html"
     write_atomically(page, render(run, refresh_s))
     return page
+
+
+def first_curve(name: str, rows: list[Row]) -> bytes | None:
+    """A PNG of what tells most of the run of this name: reward, accuracy or loss; None before there is any."""
+    for curve in CURVES[:3]:
+        picture = draw(curve, rows, size=(7.2, 4.0))
+        if picture is not None:
+            picture.axes[0].set_title(f"{curve.title}: {name}", loc="left", fontsize=12, pad=12)
+            return to_bytes(picture, "png")
+    return None
 
 
 def load_run(run_dir: Path) -> Run:
     """What the run directory holds so far. Raises Unreadable."""
     text, config = read_config(run_dir)
     rows = read_metrics(run_dir)
-    return Run(run_dir.resolve().name, rows, config, text, before_after(run_dir), machine.section(run_dir, rows))
+    page = machine.section(run_dir, rows)
+    return Run(run_dir.resolve().name, rows, config, text, before_after(run_dir), page, _pictures(run_dir))
 
 
 def render(run: Run, refresh_s: float | None = None) -> str:
     """The whole page as HTML, pictures and all; what a run has not made yet is left out."""
-    sections = [_header(run), _tiles(run), _curves(run), _answers(run.answers), run.machine, _config(run.config_text)]
-    return html.page(run.name, sections, refresh_s)
+    seen = [_curves(run), _images(run.pictures), _by_prompt(run.rows), _answers(run.answers)]
+    return html.page(run.name, [_header(run), _tiles(run), *seen, run.machine, _config(run.config_text)], refresh_s)
 
 
 def _header(run: Run) -> str:
@@ -94,9 +109,7 @@ def _header(run: Run) -> str:
     of = f" of {total}" if total is not None else ""
     badge = f'<span class="badge{" done" if done else ""}">step {run.last_step}{of}</span>'
     model = escape(str(run.config.get("model", {}).get("path", "")))
-    estimator = run.config.get("algorithm", {}).get("adv_estimator")
-    kind = {"gae": "PPO", "grpo": "GRPO"}.get(str(estimator), str(run.config.get("trainer", "")).upper())
-    about = " · ".join(part for part in (escape(kind), model) if part)
+    about = " · ".join(part for part in (escape(method_of(run.config)), model) if part)
     return f'<header><h1>{escape(run.name)}</h1>{badge}<span class="sub">{about}</span></header>'
 
 
@@ -107,6 +120,8 @@ def _tiles(run: Run) -> str:
         ("training reward", ("reward/mean",), ".3f"),
         ("validation score", ("validation/score", "validation/mean"), ".3f"),
         ("loss", () if run.learns_from_samples else ("actor/loss",), ".4f"),
+        ("held-out loss", ("validation/loss",), ".4f"),
+        ("held-out perplexity", ("validation/perplexity",), ".3g"),
         ("response tokens", ("response/mean_tokens",), ".1f"),
         ("explained variance", ("critic/explained_variance",), ".2f"),
     ):
@@ -156,13 +171,45 @@ def _zeros(run: Run) -> str:
     return f'<p class="sub">0 at every step, and not drawn: {escape(", ".join(found))}{because}.</p>'
 
 
+def _pictures(run_dir: Path) -> list[Path]:
+    """RUN_DIR/images/step_N.png, by N."""
+    return sorted((run_dir / "images").glob("step_*.png"), key=lambda file: int(file.stem.removeprefix("step_")))
+
+
+def _images(pictures: list[Path]) -> str:
+    """The first, the last, and some in between."""
+    if not pictures:
+        return ""
+    last = len(pictures) - 1
+    shown = [pictures[i] for i in sorted({round(last * k / (SHOWN_IMAGES - 1)) for k in range(SHOWN_IMAGES)})]
+    cards = (
+        html.card(file.stem.replace("_", " "), "", html.picture(file.stem, file.read_bytes(), "png")) for file in shown
+    )
+    return f'<h2>Images</h2><div class="grid">{"".join(cards)}</div>'
+
+
+def _by_prompt(rows: list[Row]) -> str:
+    """The first and the last mean reward of each prompt that a run of images shows."""
+    names = dict.fromkeys(name for row in rows for name in row if name.startswith(BY_PROMPT))
+    if not names:
+        return ""
+    found = {name: [row[name] for row in rows if name in row] for name in names}
+    body = "".join(
+        f'<tr><td class="text">{escape(name.removeprefix(BY_PROMPT))}</td>'
+        f"<td>{number(values[0], '.3f')}</td><td>{number(values[-1], '.3f')}</td></tr>"
+        for name, values in found.items()
+    )
+    head = "<tr><th>prompt</th><th>first</th><th>last</th></tr>"
+    return f'<h2>Reward by prompt</h2><div class="card wide"><table>{head}{body}</table></div>'
+
+
 def _answers(found: BeforeAfter | None) -> str:
     if found is None:
         return ""
     head = f"<tr><th>prompt</th><th>answer</th><th>step {found.first_step}</th><th>step {found.last_step}</th></tr>"
     body = "".join(
-        f'<tr><td class="text">{escape(r.prompt)}</td><td class="text">{escape(r.answer)}</td>'
-        f"{_response(r.before, r.score_before)}{_response(r.after, r.score_after)}</tr>"
+        f'<tr><td class="text">{_seen(r.pictures)}{escape(r.prompt)}</td><td class="text">{escape(r.answer)}</td>'
+        f"{_response(r.before, r.score_before, r.turns_before)}{_response(r.after, r.score_after, r.turns_after)}</tr>"
         for r in found.rows
     )
     mean = f"mean score {found.mean_before:.3f} → {found.mean_after:.3f}"
@@ -172,9 +219,18 @@ def _answers(found: BeforeAfter | None) -> str:
     )
 
 
-def _response(text: str, score: float) -> str:
+def _seen(pictures: Sequence[Path]) -> str:
+    return "".join(html.picture(file.stem, file.read_bytes(), "png") for file in pictures)
+
+
+def _response(text: str, score: float, turns: tuple[Said, ...] = ()) -> str:
+    """Of an agent turn by turn, its environment's words in another colour."""
     kind = "full" if score >= 1 else "some" if score > 0 else ""
-    return f'<td class="text">{escape(text)}<span class="score {kind}">{score:.2f}</span></td>'
+    shown = escape(text)
+    if turns:
+        classes = {True: "turn", False: "turn told"}
+        shown = "".join(f'<span class="{classes[is_model]}">{escape(words)}</span>' for is_model, words in turns)
+    return f'<td class="text">{shown}<span class="score {kind}">{score:.2f}</span></td>'
 
 
 def _config(text: str) -> str:

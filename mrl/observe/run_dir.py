@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mrl.config.loader import dump_resolved
-from mrl.config.schema import Config
+from mrl.config.schema import AnyConfig
 from mrl.files import make_private, write_atomically
 from mrl.observe.lock import Lock, Owner, read_owner
 
@@ -33,7 +33,7 @@ class RunDir:
         self._lock = Lock(path / "lock")
 
     @classmethod
-    def open(cls, cfg: Config, check: Callable[[], None] | None = None) -> RunDir:
+    def open(cls, cfg: AnyConfig, check: Callable[[], None] | None = None) -> RunDir:
         """Creates or reopens ROOT/NAME and saves the resolved configuration in it, without its passwords.
 
         check: looks at what is there before anything is changed; raises to give the directory back as it was
@@ -70,7 +70,7 @@ def is_of_this_launch(run_dir: Path) -> bool:
     return read_owner(run_dir / LAUNCH) == Owner.of(os.getppid())
 
 
-def refuse_existing(cfg: Config) -> None:
+def refuse_existing(cfg: AnyConfig) -> None:
     """Raises RunExists if a run without a checkpoint has written there, and run.existing does not move that aside."""
     run_dir = Path(cfg.run.root) / cfg.run.name
     if cfg.run.existing == "refuse" and not any(run_dir.glob("checkpoints/step_*/complete")) and written(run_dir):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,27 @@ from rich.table import Table
 from rich.text import Text
 
 from mrl.core import Sample
+from mrl.files import write_atomically
 from mrl.observe.files import Unreadable, read_config, read_jsonl, write_jsonl
 
+SHOWN = 12  # prompts of the first and the last validation side by side
+PICTURES = "rollouts/pictures"
 
-def save_samples(run_dir: Path, name: str, samples: list[Sample]) -> Path:
-    """RUN_DIR/rollouts/NAME.jsonl, a line a sample in the order of the list; returns the file."""
+
+def save_samples(run_dir: Path, name: str, rows: Iterable[dict[str, Any]]) -> Path:
+    """RUN_DIR/rollouts/NAME.jsonl, a line for each `sample_row`, in their order; returns the file."""
     file = run_dir / "rollouts" / f"{name}.jsonl"
-    write_jsonl(file, (sample_row(sample) for sample in samples))
+    write_jsonl(file, rows)
     return file
+
+
+def save_pictures(run_dir: Path, samples: Sequence[Sample]) -> None:
+    """Of a validation's samples, those of the prompts that the run's page shows, once."""
+    for prompt in {sample.request.prompt.index: sample.request.prompt for sample in samples[:SHOWN]}.values():
+        for number, png in enumerate(prompt.pictures):
+            if not (picture := run_dir / PICTURES / f"{prompt.index}_{number}.png").exists():
+                picture.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(picture, png)
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:
@@ -32,20 +46,22 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "response": sample.response_text,
         "score": sample.score,
         "parts": sample.score_parts,
-        "tokens": len(sample.response_ids),
+        "tokens": sample.num_drawn,
         "finish_reason": sample.finish_reason,
         "weight_version": sample.weight_version,
+        **({"messages": sample.messages} if sample.messages else {}),
         "row": prompt.row,
         **({"reward_error": sample.reward_error} if sample.reward_error else {}),
     }
 
 
+Said = tuple[bool, str]  # whether the model has said it, and what
 _COMPARED = {"index": int, "prompt": str, "response": str, "score": int | float, "row": dict}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One validation prompt at the first and at the last validation."""
+    """One validation prompt at the first and at the last validation. pictures: PNG files"""
 
     prompt: str
     answer: str
@@ -53,6 +69,9 @@ class Comparison:
     after: str
     score_before: float
     score_after: float
+    turns_before: tuple[Said, ...] = ()  # of an agent, with its environment's words; empty for one response
+    turns_after: tuple[Said, ...] = ()
+    pictures: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +83,7 @@ class BeforeAfter:
     rows: list[Comparison]
 
 
-def before_after(run_dir: Path, limit: int = 12) -> BeforeAfter | None:
+def before_after(run_dir: Path, limit: int = SHOWN) -> BeforeAfter | None:
     """The first `limit` prompts that both the first and the last validation have; None without any validation."""
     files = validation_files(run_dir)
     if not files:
@@ -75,10 +94,27 @@ def before_after(run_dir: Path, limit: int = 12) -> BeforeAfter | None:
     later = {(row["index"], row["prompt"]): row for row in after}
     pairs = [(row, later[key]) for row in before if (key := (row["index"], row["prompt"])) in later]
     rows = [
-        Comparison(a["prompt"], str(a["row"].get(answer_key, "")), a["response"], b["response"], a["score"], b["score"])
+        Comparison(
+            *(a["prompt"], str(a["row"].get(answer_key, "")), a["response"], b["response"], a["score"], b["score"]),
+            *(_turns(a), _turns(b)),
+            pictures=_pictures(run_dir, a["index"]),
+        )
         for a, b in pairs[:limit]
     ]
     return BeforeAfter(first_step, last_step, _mean_score(before), _mean_score(after), rows)
+
+
+def _turns(row: dict[str, Any]) -> tuple[Said, ...]:
+    """Raises Unreadable for messages that no run has written."""
+    messages = row.get("messages", [])
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise Unreadable("a sample's messages are no list of messages")
+    return tuple((each.get("role") == "assistant", str(each.get("content", ""))) for each in messages)
+
+
+def _pictures(run_dir: Path, index: int) -> tuple[Path, ...]:
+    found = (run_dir / PICTURES).glob(f"{index}_*.png")
+    return tuple(sorted(found, key=lambda file: int(file.stem.rpartition("_")[2])))
 
 
 def _samples(file: Path) -> list[dict[str, Any]]:
@@ -110,7 +146,7 @@ def before_after_table(run_dir: Path, limit: int = 12, console: Console | None =
     console = console or Console()
     found = before_after(Path(run_dir), limit)
     if found is None:
-        console.print(f"{run_dir}: no validation samples yet")
+        console.print(f"{run_dir}: no validation samples")
         return
     table = Table(title=f"validation score {found.mean_before:.2f} -> {found.mean_after:.2f}")
     table.add_column("prompt")

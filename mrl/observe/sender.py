@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from mrl.config.problems import printable, shortened
-from mrl.config.schema import Config
+from mrl.config.schema import AnyConfig
 from mrl.core import StepStats
 from mrl.files import write_atomically
 from mrl.observe.files import Unreadable
@@ -45,7 +45,7 @@ class Remote(ABC):
     package: ClassVar[str]  # has to be installed, and is imported by nothing but the tracker's own methods
 
     @abstractmethod
-    def __init__(self, cfg: Config, run_dir: Path) -> None:
+    def __init__(self, cfg: AnyConfig, run_dir: Path) -> None:
         """Asks nobody anything."""
 
     @abstractmethod

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mrl.config.schema import Config
+from mrl.config.schema import AnyConfig
 from mrl.core import StepStats
 from mrl.observe.files import append
 from mrl.observe.metrics import flatten
@@ -22,7 +22,7 @@ class TensorboardWriter:
 
     package: ClassVar[str] = "tensorboard"
 
-    def __init__(self, cfg: Config, run_dir: Path) -> None:
+    def __init__(self, cfg: AnyConfig, run_dir: Path) -> None:
         self._file = run_dir / "tensorboard" / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}"
 
     def write(self, stats: StepStats) -> None:

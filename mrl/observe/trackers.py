@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from mrl.config.schema import Config, RunConfig
+from mrl.config.schema import AnyConfig, RunConfig
 from mrl.core import StepStats
 from mrl.observe.mlflow_tracker import Mlflow
 from mrl.observe.sender import Outcome, Remote, Sender
@@ -25,7 +25,7 @@ class Tracker(Protocol):
 
     package: ClassVar[str]  # has to be installed, and is imported by nothing but the tracker's own methods
 
-    def __init__(self, cfg: Config, run_dir: Path) -> None: ...
+    def __init__(self, cfg: AnyConfig, run_dir: Path) -> None: ...
 
     def write(self, stats: StepStats) -> None:
         """The end of a step, whole or not at all. Raises OSError; what that means is checkpoint.on_error's to say."""
@@ -54,14 +54,14 @@ def missing(run: RunConfig) -> Iterator[str]:
             )
 
 
-def make(cfg: Config, run_dir: Path) -> dict[str, Tracker | Sender]:
+def make(cfg: AnyConfig, run_dir: Path) -> dict[str, Tracker | Sender]:
     """The trackers of a run, by name. Raises TrackerMissing for one that cannot work here."""
     for problem in missing(cfg.run):
         raise TrackerMissing(problem)
     return {name: _made(TRACKERS[name], name, cfg, run_dir) for name in cfg.run.trackers}
 
 
-def _made(kind: type[Tracker] | type[Remote], name: str, cfg: Config, run_dir: Path) -> Tracker | Sender:
+def _made(kind: type[Tracker] | type[Remote], name: str, cfg: AnyConfig, run_dir: Path) -> Tracker | Sender:
     if issubclass(kind, Remote):
         return Sender(name, kind(cfg, run_dir), run_dir)
     return kind(cfg, run_dir)

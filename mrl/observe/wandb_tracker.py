@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mrl.config.loader import dump_tree
-from mrl.config.schema import Config
+from mrl.config.schema import AnyConfig
 from mrl.observe.sender import Outcome, Remote, TrackedStep
 
 INIT_S = 60.0
@@ -21,7 +21,7 @@ class Wandb(Remote):
 
     package: ClassVar[str] = "wandb"
 
-    def __init__(self, cfg: Config, run_dir: Path) -> None:
+    def __init__(self, cfg: AnyConfig, run_dir: Path) -> None:
         self._cfg, self._run_dir = cfg, run_dir
         self._run: Any = None
 

@@ -5,11 +5,12 @@ Local layers: as saved on a CPU, where a test measures it. transformer-engine's:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mrl.config.sections.models import ParallelConfig, TrainConfig
-from mrl.families import Layer, ModelArch
+from mrl.families import FAMILIES, Layer, ModelArch
 from mrl.families.table import Role
 
 LayerKind = Literal["local", "transformer_engine"]
@@ -18,11 +19,13 @@ FLOAT32, INT64 = 4, 8
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of one micro-batch before context parallelism cuts it: packed ones, response tokens, tokens of a sequence."""
+    """Of one micro-batch before context parallelism cuts it: packed ones, response tokens, tokens of a sequence, those
+    that take features of pictures where the model sees some."""
 
     packed: int
     response: int
     sequence: int
+    seen: int = 0
 
     def local(self, cp: int) -> float:
         return self.packed / cp
@@ -31,13 +34,21 @@ class Tokens:
 @dataclass(frozen=True)
 class Shapes:
     """What a rank's layers work on: `tokens`, of which sequence parallelism leaves it `share` between the products;
-    query and kv channels and heads of this rank; element bytes."""
+    query and kv channels and heads of this rank; element bytes. rounded: of a product's input its fp8 cast is kept;
+    gathered: inputs are kept whole where sequence parallelism would keep a share, as emulated layers do"""
 
     arch: ModelArch
     layout: ParallelConfig
     dtype: int
     kind: LayerKind
     tokens: Tokens
+    rounded: bool = False
+    gathered: bool = False
+
+    @property
+    def input(self) -> int:
+        """Bytes of an element of what a product takes."""
+        return 1 if self.rounded else self.dtype
 
     @property
     def local(self) -> float:
@@ -65,13 +76,21 @@ def saved_bytes(
     arch: ModelArch, role: Role, train: TrainConfig, layers: range, dtype: int, kind: LayerKind, tokens: Tokens
 ) -> float:
     """Of one chunk of a stage with these layers, head and embedding with them where it has the last or first one."""
-    shapes = Shapes(arch, train.parallel, dtype, kind, tokens)
-    kinds = [arch.layers[index] for index in layers]
-    total = sum(kinds.count(each) * layer_bytes(shapes, each, train.recompute) for each in set(kinds))
+    shapes, fp8 = Shapes(arch, train.parallel, dtype, kind, tokens), train.precision.fp8
+    ends = fp8.first_last_bf16 if fp8.recipe != "none" else arch.num_layers
+    inner = range(ends, arch.num_layers - ends)
+    kinds = Counter((arch.layers[index], index in inner) for index in layers)
+    total = sum(
+        count
+        * layer_bytes(
+            replace(shapes, rounded=in_fp8 and fp8.is_real, gathered=in_fp8 and fp8.emulate), each, train.recompute
+        )
+        for (each, in_fp8), count in kinds.items()
+    )
     if layers.start == 0 and layers:
         total += shapes.local * (INT64 + (1 if train.parallel.tensor > 1 else 0))
     if kind == "local" and train.recompute == "none":
-        total += shapes.local * arch.head_dim * dtype  # cosines and sines
+        total += shapes.local * arch.head_dim * dtype * len(arch.rope_tables)  # cosines and sines
     if layers.stop == arch.num_layers:
         total += _head(shapes, role)
     return total
@@ -82,10 +101,16 @@ def layer_bytes(shapes: Shapes, layer: Layer, recompute: str) -> float:
     entry = shapes.share * shapes.arch.hidden_size * shapes.dtype
     if recompute == "full":
         return entry
-    products = 2 * entry  # what the norms give to the first products
-    norms = 2 * shapes.norm(shapes.arch.hidden_size, shapes.share)
+    products = shapes.arch.hidden_size * shapes.input * _rows(shapes, layer)  # what the norms give
+    norms = (4 if FAMILIES[shapes.arch.family].norms_behind else 2) * shapes.norm(shapes.arch.hidden_size, shapes.share)
     again = recompute == "selective"
     return norms + products + _attention(shapes, again and shapes.kind == "local") + _feed_forward(shapes, layer, again)
+
+
+def _rows(s: Shapes, layer: Layer) -> float:
+    """Of what a layer's two norms give to products."""
+    whole = s.local if s.gathered else s.share
+    return whole + (s.share if layer.experts else whole)
 
 
 def _attention(s: Shapes, again: bool) -> float:
@@ -98,11 +123,22 @@ def _attention(s: Shapes, again: bool) -> float:
     joined = q + 2 * kv  # the product's result, which key and value are parts of, and the query where it is as wide
     query = 0.0 if s.heads == s.kv_heads else q
     normed = (query + joined + s.local * (s.heads + s.kv_heads) * FLOAT32) if s.arch.qk_norm else 0.0
+    normed += _compressed(s)
     if again:
         return normed + (q + kv if s.arch.qk_norm else query + joined) + q
     out = 2 * q if s.kind == "local" else q  # by bucket, and back in the order of the tokens
+    out += s.local * s.heads * d * s.input if s.rounded else 0  # the core keeps its own
     statistics = s.local * s.heads * FLOAT32
     return normed + q + 2 * keys + out + statistics + _mask(s)
+
+
+def _compressed(s: Shapes) -> float:
+    """The vectors that keys and values, and queries, are made of: whole, and this rank's share of them normed."""
+    latent = s.arch.latent
+    if latent is None:
+        return 0.0
+    ranks = [(latent.rank, latent.turned), *([(latent.query_rank, 0)] if latent.query_rank else [])]
+    return sum(s.local * (rank + turned) * s.dtype + s.share * (rank * s.dtype + FLOAT32) for rank, turned in ranks)
 
 
 def _mask(s: Shapes) -> float:
@@ -117,17 +153,20 @@ def _mask(s: Shapes) -> float:
 def _feed_forward(s: Shapes, layer: Layer, again: bool) -> float:
     """again: a dense one is computed again in the backward pass, and the activation of transformer-engine's experts."""
     if not layer.experts or s.arch.experts is None:
-        if again:
-            return 0.0
-        width = layer.ffn_size / s.layout.tensor
-        return s.local * width * s.dtype * (4 if s.kind == "local" else 3)  # gate, up, product; local: silu(gate) too
+        return 0.0 if again else _gated(s, layer.ffn_size)
     chosen, cut = s.arch.experts.per_token, s.layout.expert_tensor_size
     routed = s.share * chosen * cut  # by this rank's experts, if all have equally many
     width = layer.ffn_size / cut
     router = s.share * (chosen * (2 * INT64 + FLOAT32) + s.arch.experts.count * (FLOAT32 + 1))
-    widths = 5 if s.kind == "local" else 4 - again
-    own = routed * ((s.arch.hidden_size + widths * width) * s.dtype + FLOAT32)
-    return router + own
+    widths = 4 if s.kind == "local" else 3 - again
+    own = routed * ((s.arch.hidden_size + width) * s.input + widths * width * s.dtype + FLOAT32)
+    return router + own + _gated(s, s.arch.experts.shared_width)
+
+
+def _gated(s: Shapes, ffn: int) -> float:
+    """What lies between the products of an MLP of that width that every token goes through."""
+    between = 3 if s.kind == "local" else 2  # gate, up; local: silu(gate) too
+    return s.local * ffn / s.layout.tensor * (s.dtype * between + s.input)
 
 
 def _head(s: Shapes, role: Role) -> float:

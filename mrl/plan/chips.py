@@ -85,6 +85,8 @@ class Assumptions:
     IN_BYTES: ClassVar = ("trainer_context", "communicators", "engine_context", "engine_workspace")
 
     matmul_share: float = 0.45  # of bf16 arithmetic, in training and log-prob passes, attention included
+    # of fp8 arithmetic, casts included: products take 1 / 1.6 of bf16's seconds, the bar of `make test-gpu STAGES=fp8`
+    fp8_share: float = 0.36
     prefill_share: float = 0.40  # of bf16 arithmetic, while engines read prompts
     hbm_share: float = 0.70  # of memory bandwidth, while engines write tokens and while the optimizer steps
     link_share: float = 0.75  # of NVLink, network and PCIe

@@ -11,9 +11,10 @@ import torch
 from mrl.config.checks.all import check_all
 from mrl.config.derived import Machine, summary
 from mrl.config.sections.precision import PrecisionConfig
-from mrl.config.trainers.base import Config
-from mrl.data.balance import plan_micro_batches
+from mrl.config.trainers.base import AnyConfig
+from mrl.data.balance import costs_of, plan_micro_batches
 from mrl.data.packing import sequence_align
+from mrl.families.flops import ForwardFlops
 from mrl.plan import text
 from mrl.plan.memory import model_held
 from mrl.plan.parameters import Held
@@ -41,11 +42,20 @@ def kinds(model: Model) -> Iterator[Kind]:
     found: dict[tuple[int, Held], list[int]] = {}
     for seat in model.grid.seats:
         found.setdefault((seat.pp, model_held(model, seat)), []).append(seat.rank)
-    local = model.train.model_copy(update={"layers": "local", "precision": PrecisionConfig()})
+    lora = model.train.lora if model.is_trained else None
+    local = model.train.model_copy(update={"layers": "local", "precision": PrecisionConfig(), "lora": lora})
     dtype = {2: torch.bfloat16, 4: torch.float32}[model.dtype]
     for (stage, planned), ranks in found.items():
         made = build(
-            model.arch, model.path, model.role, local, ranks[0], model.grid.world, dtype, overlap=model.overlap
+            model.arch,
+            model.path,
+            model.role,
+            local,
+            ranks[0],
+            model.grid.world,
+            dtype,
+            overlap=model.overlap,
+            tower=model.trains_tower,
         )
         yield Kind(stage, tuple(ranks), planned, made)
 
@@ -105,6 +115,7 @@ class DryRun:
             model.train.max_tokens_per_microbatch,
             sequence_align(layout.context),
             multiple_of=layout.pipeline if layout.virtual_pipeline else 1,
+            costs=costs_of(ForwardFlops.of(model.arch, model.role), lengths, lengths),
         )
         totals = [sum(int(lengths[i]) for group in replica for i in group) for replica in plan]
         yield (
@@ -113,7 +124,7 @@ class DryRun:
         )
 
 
-def absent(cfg: Config) -> list[str]:
+def absent(cfg: AnyConfig) -> list[str]:
     """What `mrl train` would refuse here: files that are on the machines of the run, perhaps."""
     machine = Machine.starting(cfg)
     here = check_all(cfg, machine)

@@ -7,10 +7,13 @@ from functools import lru_cache
 from math import prod
 
 from mrl.config.engines import ENGINES
+from mrl.config.fp8_shapes import ENGINE_BLOCK, is_engine_fp8
 from mrl.config.sections.rollout import RolloutConfig
-from mrl.families import ModelArch
+from mrl.families import FAMILIES, ModelArch
 from mrl.families.engine_names import VOCAB_MULTIPLE
 from mrl.families.table import weight_table
+
+IN_FP8 = 1 + 4 / ENGINE_BLOCK**2  # bytes of a weight with its part of a float32 scale
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class EnginePlan:
     gpus: of all engines, `tensor` each, by the numbers of the trainer's ranks; higher ones are beside them. None where
     engines have nodes of their own
     weights, cache, workspace, context: bytes; token_bytes: of the cache a token; engines: of the run; tensor: GPUs of
-    each; wanted: requests that an engine is given at once; context_tokens: of the longest
+    each; wanted: requests that an engine is given at once; context_tokens: of the longest; nodes: of each engine
     """
 
     engines: int
@@ -34,6 +37,7 @@ class EnginePlan:
     wanted: int
     context_tokens: int
     release: str
+    nodes: int
 
     @property
     def cache_tokens(self) -> int:
@@ -56,29 +60,33 @@ class EnginePlan:
 
 
 @lru_cache(maxsize=64)
-def weights_per_gpu(arch: ModelArch, tensor: int, dtype: int) -> int:
+def weights_per_gpu(arch: ModelArch, tensor: int, dtype: int, *, quantized: bool = False) -> int:
     """SGLang cuts matrices `tensor` ways, experts too, and rounds the vocabulary up; norms, routers and key-value heads
-    that are fewer than its GPUs are whole or repeated."""
-    total = 0
+    that are fewer than its GPUs are whole or repeated. dtype: bytes; quantized: the layers' matrices are in fp8."""
+    total = 0.0
     for row in weight_table(arch).values():
         if row.copy_of is not None:
             continue
-        if row.kind == "vocab":
+        if row.kind == "vocab" and FAMILIES[arch.family].engine_cuts_vocab:
             rows = -(-arch.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-            total += -(-rows // tensor) * arch.hidden_size
+            total += -(-rows // tensor) * arch.hidden_size * dtype
+        elif row.kind == "vocab":
+            total += prod(row.shapes[0]) * dtype
         elif row.kind == "qkv":
             parts = (tensor, min(tensor, arch.num_kv_heads), min(tensor, arch.num_kv_heads))
-            total += sum(prod(shape) // part for shape, part in zip(row.shapes, parts, strict=True))
+            whole = sum(prod(shape) // part for shape, part in zip(row.shapes, parts, strict=True))
+            total += whole * (IN_FP8 if quantized and is_engine_fp8(row.hf[0], row.shapes[0]) else dtype)
         else:
             whole = sum(prod(shape) for shape in row.shapes)
-            total += whole // tensor if row.tp_dim is not None else whole
-    return total * dtype
+            each = IN_FP8 if quantized and is_engine_fp8(row.hf[0], row.shapes[0]) else dtype
+            total += (whole // tensor if row.tp_dim is not None and row.joined is None else whole) * each
+    return int(total)
 
 
 def cache_bytes_a_token(arch: ModelArch, tensor: int, dtype: int) -> int:
     """Keys and values of all layers, on one GPU of `tensor`."""
-    heads = max(1, arch.num_kv_heads // tensor)
-    return 2 * arch.num_layers * heads * arch.head_dim * dtype
+    (shared, a_head), heads = arch.cached_width, max(1, arch.num_kv_heads // tensor)
+    return arch.num_layers * (shared + heads * a_head) * dtype
 
 
 def plan_engine(
@@ -93,10 +101,11 @@ def plan_engine(
     longest: int,
     workspace: float,
     context: float,
+    nodes: int = 1,
 ) -> EnginePlan:
     """free: bytes of the GPU when the engine starts. engines: of the run. requests: of a step, all engines together."""
     tensor = rollout.tensor
-    weights = weights_per_gpu(arch, tensor, dtype)
+    weights = weights_per_gpu(arch, tensor, dtype, quantized=rollout.quantization == "fp8")
     at_once = -(-min(rollout.concurrent_requests, requests) // engines)
     running = min(at_once, rollout.max_running_requests or at_once)
     context_tokens = min(rollout.max_context_tokens or longest, longest)
@@ -117,4 +126,5 @@ def plan_engine(
         wanted=running,
         context_tokens=context_tokens,
         release=rollout.release,
+        nodes=nodes,
     )

@@ -43,7 +43,8 @@ def forecast(plan: Plan, samples: Samples, phases: Collection[str], updated: Col
         response_tokens=samples.longest_response,
     )
     longest = samples.longest_prompt + samples.longest_response
-    work = plan.work.with_samples(size, Lengths(longest, samples.response, samples.prompt))
+    images = min(samples.prompt, planned.image_tokens)
+    work = plan.work.with_samples(size, Lengths(longest, samples.response, samples.prompt, images))
     away = {f"{name}_update" for name, model in work.models.items() if model.is_trained and name not in updated}
     found: dict[str, float] = {}
     for part in timing.step(Clock(plan.cluster, plan.assumed), work, plan.engine):

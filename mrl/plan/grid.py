@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mrl.config.derived import data_parallel, expert_size
+from mrl.config.derived import data_parallel, expert_size, stage_layers
 from mrl.config.sections.models import ParallelConfig
 
 
@@ -83,17 +83,6 @@ def _digits(rank: int, sizes: Sequence[int]) -> Iterator[int]:
     for size in sizes:
         yield rank % size
         rank //= size
-
-
-def stage_layers(layout: ParallelConfig, num_layers: int) -> tuple[int, ...]:
-    """Layers of each pipeline stage, all its chunks together."""
-    if layout.pipeline == 1:
-        return (num_layers,)
-    ends = (layout.first_stage_layers, layout.last_stage_layers)
-    inner = layout.pipeline - sum(end is not None for end in ends)
-    each = (num_layers - sum(end or 0 for end in ends)) // inner if inner else 0
-    first, last = (each if end is None else end for end in ends)
-    return (first, *[each] * (layout.pipeline - 2), last)
 
 
 def chunk_layers(layout: ParallelConfig, num_layers: int, stage: int) -> list[range]:

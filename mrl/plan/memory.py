@@ -10,7 +10,7 @@ from typing import Literal
 
 from mrl.families import ModelArch
 from mrl.families.table import VOCAB_ALIGN_GPU, padded_vocab_size, weight_table
-from mrl.plan import activations
+from mrl.plan import activations, fp8, tower
 from mrl.plan.activations import FLOAT32, Shapes, Tokens
 from mrl.plan.chips import Assumptions
 from mrl.plan.engine import EnginePlan
@@ -62,14 +62,19 @@ class Phase:
 
 
 def model_held(model: Model, seat: Seat) -> Held:
-    return held(model.arch, model.role, model.grid, seat, model.overlap)
+    wide_head = model.dtype < FLOAT32 and not model.train.precision.fp8.shares_buffers
+    own = model.overlap, model.adapters, model.trains_tower, wide_head
+    return held(model.arch, model.role, model.grid, seat, *own)
 
 
 def resident(model: Model, seat: Seat, level: Level) -> Iterator[Item]:
     """What of a model stays on the device at a level, by what its `offload` gives up."""
     own, offload = model_held(model, seat), model.train.offload
     if offload != "all" or level != "nothing":
-        yield Item(model.name, "weights", own.weight_bytes(model.dtype, model.is_trained))
+        nbytes = own.weight_bytes(model.dtype, model.is_trained) - fp8.saved_weight_bytes(model, seat)
+        yield Item(model.name, "weights", nbytes)
+    if casts := fp8.cast_bytes(model, seat):  # transformer-engine's own, which nobody moves
+        yield Item(model.name, "weights in fp8", casts)
     if model.is_trained and (offload == "none" or level == "all"):
         yield Item(model.name, "gradients", own.gradient_bytes())
         yield Item(model.name, "optimizer", own.optimizer_bytes(model.dtype))
@@ -87,9 +92,13 @@ def on_host(model: Model, seat: Seat) -> Iterator[Item]:
 def forward_peak(model: Model, seat: Seat, tokens: Tokens) -> Iterator[Item]:
     """Beyond what stays: a pass without gradients, a layer at a time."""
     shapes = Shapes(model.arch, model.layout, model.dtype, model.kind, tokens)
-    yield Item(model.name, "activations", _working_layer(shapes) + shapes.share * _width(model) * 2)
+    working = _working_layer(shapes) + fp8.working_bytes(model, tokens)
+    yield Item(model.name, "activations", working + shapes.share * _width(model) * 2)
+    if seen := tower.forward_bytes(model, seat, tokens):
+        yield Item(model.name, "tower", seen)
     if _has_head(model, seat):
-        yield Item(model.name, "head", _head_rows(model, tokens) + _logits(model))
+        rounded = fp8.head_bytes(model, tokens, trained=False)
+        yield Item(model.name, "head", _head_rows(model, tokens) + _logits(model) + rounded)
 
 
 def update_peak(model: Model, seat: Seat, tokens: Tokens, micro_batches: int) -> Iterator[Item]:
@@ -101,11 +110,17 @@ def update_peak(model: Model, seat: Seat, tokens: Tokens, micro_batches: int) ->
     ]
     count = activations.in_flight(model.layout, seat.pp, micro_batches)
     yield Item(model.name, "activations", sum(sorted(each * -(-count // len(each)))[-count:]))
-    yield Item(model.name, "layer at work", _working_layer(shapes) + _largest_gradient(model))
-    if _has_head(model, seat) and model.role == "policy":
+    working = _working_layer(shapes) + fp8.working_bytes(model, tokens)
+    yield Item(model.name, "layer at work", working + _largest_gradient(model))
+    if seen := tower.update_bytes(model, seat, tokens, -(-count // len(each))):
+        yield Item(model.name, "tower", seen)
+    if _has_head(model, seat) and model.role == "policy" and model.adapters is not None:
+        yield Item(model.name, "head", _head_rows(model, tokens) + _logits(model))
+    elif _has_head(model, seat) and model.role == "policy":
         rows = padded_vocab_size(model.arch, model.layout.tensor, VOCAB_ALIGN_GPU) // model.layout.tensor
-        weight_gradient = rows * model.arch.hidden_size * (FLOAT32 + model.dtype)
-        yield Item(model.name, "head", _head_rows(model, tokens) + _logits(model) + weight_gradient)
+        beside: float = rows * model.arch.hidden_size * (FLOAT32 + model.dtype)  # the gradient
+        beside += fp8.head_bytes(model, tokens, trained=True)
+        yield Item(model.name, "head", _head_rows(model, tokens) + _logits(model) + beside)
 
 
 def _width(model: Model) -> int:
@@ -119,7 +134,7 @@ def _working_layer(shapes: Shapes) -> float:
 
 def _largest_gradient(model: Model) -> float:
     """Of one product, before it is added to the buffer; transformer-engine adds in place."""
-    if model.kind == "transformer_engine":
+    if model.kind == "transformer_engine" or model.adapters is not None:
         return 0.0
     widths = [layer.ffn_size * 2 for layer in set(model.arch.layers) if not layer.experts]
     return max(widths, default=0) / model.layout.tensor * _width(model)

@@ -6,15 +6,19 @@ Sizes come from the weight table; the order is that of the local layers' modules
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import lcm, prod
+from typing import Literal
 
 from mrl.config.sections.models import ParallelConfig
 from mrl.families import ModelArch
+from mrl.families.adapters import LoRA, adapter_table
 from mrl.families.rows import Row
 from mrl.families.table import EMBEDDING, OUTPUT, VALUE_HEAD, VOCAB_ALIGN_GPU, Role, padded_vocab_size, weight_table
+from mrl.families.vision import TOWER
 from mrl.plan.grid import Grid, Seat, chunk_layers
 
 _LAYER = "decoder.layers."
@@ -23,16 +27,26 @@ MODULES = (  # of a layer, in the order of its parameters
     "input_layernorm",
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
+    "self_attention.linear_q_down_proj",  # of latent attention, as the next four
+    "self_attention.linear_q_up_proj",
+    "self_attention.linear_q_proj",
+    "self_attention.linear_kv_down_proj",
+    "self_attention.linear_kv_up_proj",
     "self_attention.q_layernorm",
     "self_attention.k_layernorm",
+    "self_attention.kv_layernorm",
+    "self_attn_bda.",
     "pre_mlp_layernorm",
     "mlp.",
+    "mlp_bda.",
 )
 PARAM_ALIGN, BUCKET_ALIGN = 64, 128  # elements, of a parameter's start and a bucket's end: megatron-core 0.16
 BUCKET, BUCKET_A_REPLICA = 40_000_000, 1_000_000  # elements after which Megatron closes one, where sums overlap
 GRADIENT_BYTES = 4  # float32, whatever the weights are
 ADAM_BYTES = 8  # mean and mean square of the gradients, float32
 MAIN_BYTES = 4  # float32 weights beside bfloat16 ones
+Kind = Literal["dense", "expert", "wide"]
+KINDS: tuple[Kind, ...] = ("dense", "expert", "wide")  # of buffers: one each, where there is anything to be in it
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,12 @@ class Parameter:
     numel: int
     expert: bool = False
     apart: bool = False
+
+    def kind(self, wide_head: bool) -> Kind:
+        """Of the buffer that it is in. wide_head: a score head is float32, and other weights are not."""
+        if self.name == VALUE_HEAD and wide_head:
+            return "wide"
+        return "expert" if self.expert else "dense"
 
 
 def chunks(arch: ModelArch, role: Role, layout: ParallelConfig, seat: Seat) -> list[tuple[Parameter, ...]]:
@@ -75,6 +95,9 @@ def _chunk(arch: ModelArch, role: Role, layout: ParallelConfig, stage: int, numb
             take(VALUE_HEAD)
         elif not (tied and is_first):
             take(OUTPUT, apart)
+    for name in table if is_first else ():
+        if name.startswith(TOWER):
+            take(name)
     return tuple(found)
 
 
@@ -91,12 +114,51 @@ def _kind_of_layer(arch: ModelArch, index: int, layout: ParallelConfig) -> tuple
         Parameter(name, local_numel(row, arch, layout), row.expert and layout.expert > 1)
         for module in MODULES
         for name, row in rows.items()
-        if name.startswith(module) and not (row.expert and _expert(name) >= local)
+        if name.startswith(module) and not row.frozen and not (row.expert and _expert(name) >= local)
     )
 
 
 def _expert(name: str) -> int:
     return int(name.partition(".local_experts.")[2].partition(".")[0])
+
+
+@lru_cache(maxsize=512)
+def matrices(arch: ModelArch, role: Role, layout: ParallelConfig, stage: int, ends: int) -> int:
+    """Elements of the matrices of the layers of a rank of a stage, those of each expert too, but for `ends` layers at
+    each end of the model."""
+    inner = {f"{_LAYER}{index}." for index in range(ends, arch.num_layers - ends)}
+    return sum(
+        each.numel
+        for number in range(layout.virtual_pipeline or 1)
+        for each in _chunk(arch, role, layout, stage, number)
+        if ".linear_" in each.name and each.name.endswith(".weight") and _layer_prefix(each.name) in inner
+    )
+
+
+def _layer_prefix(name: str) -> str:
+    return f"{_LAYER}{name.removeprefix(_LAYER).partition('.')[0]}."
+
+
+@lru_cache(maxsize=512)
+def _trained_chunk(
+    arch: ModelArch, role: Role, lora: LoRA, layout: ParallelConfig, stage: int, number: int
+) -> tuple[Parameter, ...]:
+    """As `_chunk`, of adapters and a value head."""
+    local = arch.experts.count // layout.expert if arch.experts is not None else 0
+    table, found = adapter_table(arch, role, lora), []
+    for index in chunk_layers(layout, arch.num_layers, stage)[number]:
+        prefix = f"{_LAYER}{index}."
+        rows = {name.removeprefix(prefix): row for name, row in table.items() if name.startswith(prefix)}
+        found += [
+            Parameter(prefix + name, local_numel(row, arch, layout), row.expert and layout.expert > 1)
+            for module in MODULES
+            for name, row in rows.items()
+            if name.startswith(module) and not (row.expert and _expert(name) >= local)
+        ]
+    is_last = stage == layout.pipeline - 1 and number == (layout.virtual_pipeline or 1) - 1
+    if is_last and role == "critic":
+        found.append(Parameter(VALUE_HEAD, local_numel(table[VALUE_HEAD], arch, layout)))
+    return tuple(found)
 
 
 def local_numel(row: Row, arch: ModelArch, layout: ParallelConfig) -> int:
@@ -109,47 +171,84 @@ def local_numel(row: Row, arch: ModelArch, layout: ParallelConfig) -> int:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Elements of one model on one rank.
-
-    weights: parameters; buffer: as they lie in a trained model's buffers, with padding; shard: of these, those that
-    this rank's optimizer updates
-    """
+class Elements:
+    """weights: parameters; buffer: as they lie in a trained model's buffers, with padding; shard: of these, those that
+    this rank's optimizer updates."""
 
     weights: int
     buffer: int
     shard: int
 
+
+@dataclass(frozen=True)
+class Held(Elements):
+    """Elements of one model on one rank.
+
+    frozen: parameters that are in no buffer, beside adapters or of a frozen tower
+    wide: of all, those that are float32 though the model is not
+    """
+
+    frozen: int = 0
+    wide: Elements = Elements(0, 0, 0)
+
     def weight_bytes(self, dtype: int, trained: bool) -> int:
-        return dtype * (self.buffer if trained else self.weights)
+        wide = self.wide.buffer if trained else self.wide.weights
+        return dtype * (self.frozen + self.buffer if trained else self.weights) + (MAIN_BYTES - dtype) * wide
 
     def gradient_bytes(self) -> int:
         return GRADIENT_BYTES * self.buffer
 
     def optimizer_bytes(self, dtype: int) -> int:
         """Float32 main weights, which float32 weights are themselves, and Adam's two moments."""
-        return self.shard * (ADAM_BYTES + (MAIN_BYTES if dtype < MAIN_BYTES else 0))
+        mains = self.shard - self.wide.shard if dtype < MAIN_BYTES else 0
+        return ADAM_BYTES * self.shard + MAIN_BYTES * mains
 
 
 @lru_cache(maxsize=1 << 14)
-def held(arch: ModelArch, role: Role, grid: Grid, seat: Seat, overlap: bool = False) -> Held:
-    """overlap: of the gradients' sums with the backward pass; Megatron then cuts the first stage's buffers into many
-    buckets, each padded."""
+def held(
+    arch: ModelArch,
+    role: Role,
+    grid: Grid,
+    seat: Seat,
+    overlap: bool = False,
+    lora: LoRA | None = None,
+    tower: bool = False,
+    wide_head: bool = True,
+) -> Held:
+    """lora: what is trained in place of all weights; tower: a vision tower is trained too; overlap: of the gradients'
+    sums with the backward pass; Megatron then cuts the first stage's buffers into many buckets, each padded;
+    wide_head: as for `Parameter.kind`."""
     layout = grid.layout
     most = max(BUCKET, BUCKET_A_REPLICA * grid.dp) if overlap and seat.pp == 0 else None
     numbers = range(layout.virtual_pipeline or 1)
     dense, expert = (grid.dp * layout.context, seat.cp + layout.context * seat.dp), (grid.edp, seat.edp)
-    shares = [(is_expert, size, rank) for is_expert, (size, rank) in ((False, dense), (True, expert))]
+    kinds: list[tuple[Kind, tuple[int, int]]] = [("dense", dense), ("expert", expert)]
+    if wide_head:
+        kinds.append(("wide", dense))
     parts = [
-        (_buffer(arch, role, layout, seat.pp, number, is_expert, size, most), rank)
+        (kind, _buffer(arch, role, layout, seat.pp, number, kind, size, most, lora, tower, wide_head), rank)
         for number in numbers
-        for is_expert, size, rank in shares
+        for kind, (size, rank) in kinds
     ]
-    return Held(
-        weights=sum(buffer.weights for buffer, _ in parts),
-        buffer=sum(buffer.numel for buffer, _ in parts),
-        shard=sum(buffer.shard(rank) for buffer, rank in parts),
-    )
+
+    def elements(which: Collection[Kind]) -> Elements:
+        found = [(buffer, rank) for kind, buffer, rank in parts if kind in which]
+        return Elements(
+            weights=sum(buffer.weights for buffer, _ in found),
+            buffer=sum(buffer.numel for buffer, _ in found),
+            shard=sum(buffer.shard(rank) for buffer, rank in found),
+        )
+
+    trained = elements(KINDS)
+    of_model = [each for chunk in chunks(arch, role, layout, seat) for each in chunk]
+    frozen = sum(each.numel for each in of_model if _is_frozen(each, lora, tower))
+    return Held(trained.weights + frozen, trained.buffer, trained.shard, frozen, elements(["wide"]))
+
+
+def _is_frozen(parameter: Parameter, lora: LoRA | None, tower: bool) -> bool:
+    if parameter.name.startswith(TOWER):
+        return not tower
+    return lora is not None and parameter.name != VALUE_HEAD
 
 
 @lru_cache(maxsize=2048)
@@ -159,12 +258,17 @@ def _buffer(
     layout: ParallelConfig,
     stage: int,
     number: int,
-    expert: bool,
+    kind: Kind,
     size: int,
     most: int | None,
+    lora: LoRA | None,
+    tower: bool,
+    wide_head: bool,
 ) -> _Buffer:
     """most: elements of a bucket, which ends after the parameter that reaches them; None: it has all of them."""
-    parameters = [each for each in _chunk(arch, role, layout, stage, number) if each.expert == expert]
+    of = layout, stage, number
+    every = _chunk(arch, role, *of) if lora is None else _trained_chunk(arch, role, lora, *of)
+    parameters = [each for each in every if each.kind(wide_head) == kind and (tower or not each.name.startswith(TOWER))]
     unit = lcm(size, BUCKET_ALIGN)
     places: list[tuple[int, int]] = []
     buckets: list[tuple[int, int]] = []

@@ -47,15 +47,16 @@ class Places:
         engines = cfg.engines()
         if engines is None or engines[0].urls or cfg.engine_nodes() is not None:
             return cls(models, world, per_node, {}, {})
-        rollout = engines[0]
+        rollout, size = engines[0], cfg.nodes_per_engine()
         found: dict[int, int] = {}
         beside: dict[int, tuple[int, ...]] = {}
-        shared = dict(enumerate(engine_gpus(rollout, machine)))
+        shared = dict(enumerate(engine_gpus(rollout, machine, size)))
+        here = rollout.servers * rollout.tensor // size  # GPUs of engines on a node
         for node in range(-(-world // per_node)):
-            first = node * rollout.servers
-            on = {gpu: first + place // rollout.tensor for place, gpu in shared.items() if gpu < per_node}
+            numbers = [(node * here + place) // rollout.tensor for place in range(here)]
+            on = {gpu: numbers[place] for place, gpu in shared.items() if gpu < per_node}
             found |= {node * per_node + gpu: engine for gpu, engine in on.items()}
-            if apart := tuple(number for number in range(first, first + rollout.servers) if number not in on.values()):
+            if apart := tuple(number for number in dict.fromkeys(numbers) if number not in on.values()):
                 beside[node] = apart
         return cls(models, world, per_node, found, beside)
 

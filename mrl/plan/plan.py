@@ -11,7 +11,7 @@ from mrl.config.checks.models import read_archs
 from mrl.config.derived import Machine, smallest_world
 from mrl.config.placement import engine_gpus
 from mrl.config.sections.rollout import RolloutConfig
-from mrl.config.trainers.base import Config
+from mrl.config.trainers.base import AnyConfig, Config
 from mrl.families import ModelArch
 from mrl.fp8_chips import chip_problem
 from mrl.plan import memory, timing
@@ -26,7 +26,7 @@ from mrl.plan.workload import Work, models_of
 PER_NODE = 8  # GPUs, where nobody says otherwise
 
 
-def machine_of(cfg: Config, gpus: int | None = None, per_node: int | None = None) -> Machine:
+def machine_of(cfg: AnyConfig, gpus: int | None = None, per_node: int | None = None) -> Machine:
     """A machine of the world that is planned, which is elsewhere and whose GPUs are all there.
 
     gpus: ranks in all; None: run.nodes machines with run.nproc processes each, or a node's GPUs; the smallest world of
@@ -91,7 +91,15 @@ class Plan:
         if not self.on_gpu:
             return []
         apart = self.engine.engines if self.engine is not None and self.cfg.engine_nodes() is not None else 0
-        return timing.step(Clock(self.cluster, self.assumed), self.work, self.engine, apart)
+        found = timing.step(Clock(self.cluster, self.assumed), self.work, self.engine, apart)
+        return found + timing.hidden(found) if self.samples_beside else found
+
+    @property
+    def samples_beside(self) -> bool:
+        """Whether engines on GPUs of their own sample while the trainer learns."""
+        engines = self.cfg.engines()
+        alone = all(self._engine_at(rank) is None for rank in range(self.cluster.gpus))
+        return engines is not None and engines[0].overlap != "none" and alone
 
     @property
     def seconds(self) -> float:
@@ -139,7 +147,7 @@ class Plan:
         if self.on_gpu:
             return beside
         engine = self.engine
-        weights = engine.engines // self.cluster.nodes * engine.tensor * engine.weights if engine is not None else 0
+        weights = engine.engines * engine.tensor // self.cluster.nodes * engine.weights if engine is not None else 0
         most = max(phase.total for _, phase in self.worst.values())
         return beside + weights + len(first) * most
 
@@ -178,9 +186,9 @@ def _engine(
 ) -> EnginePlan | None:
     if rollout.urls:
         return None
-    nodes = cfg.engine_nodes()
+    nodes, size = cfg.engine_nodes(), cfg.nodes_per_engine()
     actor = work.models["actor"]
-    gpus = _engine_gpus(rollout, cluster) if nodes is None else ()
+    gpus = _engine_gpus(rollout, cluster, size) if nodes is None else ()
     left = float(cluster.chip.memory)  # of GPUs of their own
     if shared := [gpu for gpu in gpus if gpu < cluster.gpus]:
         kinds = {tuple(memory.model_held(m, m.grid.seat(gpu)) for m in work.models.values()): gpu for gpu in shared}
@@ -190,21 +198,22 @@ def _engine(
         rollout,
         actor.dtype,
         left,
-        engines=rollout.servers * (nodes.groups if nodes is not None else cluster.nodes),
+        engines=rollout.servers * (nodes.groups if nodes is not None else cluster.nodes // size),
         gpus=gpus,
         requests=work.size.sampled,
         longest=work.lengths.longest,
         workspace=assumed.engine_workspace,
         context=assumed.engine_context,
+        nodes=size,
     )
 
 
-def _engine_gpus(rollout: RolloutConfig, cluster: Cluster) -> tuple[int, ...]:
+def _engine_gpus(rollout: RolloutConfig, cluster: Cluster, nodes_per_engine: int) -> tuple[int, ...]:
     """Of all nodes: those of ranks by the ranks' numbers, others from the world's size on."""
     if not cluster.chip.is_gpu:
         return ()
     ranks = min(cluster.gpus, cluster.per_node)
-    own = engine_gpus(rollout, Machine(cluster.gpus, ranks, gpus=ranks))
+    own = engine_gpus(rollout, Machine(cluster.gpus, ranks, gpus=ranks), nodes_per_engine)
     beside = max(0, max(own) + 1 - ranks)
     return tuple(
         node * ranks + gpu if gpu < ranks else cluster.gpus + node * beside + gpu - ranks

@@ -16,11 +16,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # no
 
 from mrl.config.schema import TrainConfig  # noqa: E402
 from mrl.families import ModelArch  # noqa: E402
-from mrl.families.table import Role  # noqa: E402
+from mrl.families.table import Role, weight_table  # noqa: E402
 from mrl.learner.optimizer import wrap_ddp  # noqa: E402
 from mrl.models.build import build_model  # noqa: E402
+from mrl.models.lora import attach  # noqa: E402
+from mrl.models.naming import global_name  # noqa: E402
 from mrl.parallel import Mesh  # noqa: E402
-from mrl.plan.parameters import Held  # noqa: E402
+from mrl.plan.parameters import Elements, Held  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -41,21 +43,41 @@ def build(
     dtype: torch.dtype,
     *,
     overlap: bool = False,
+    tower: bool = False,
 ) -> Built:
     """Builds the rank's chunks and wraps them for training, on the meta device: no memory, whatever the size. overlap:
-    as for `wrap_ddp`."""
+    as for `wrap_ddp`; tower: it is trained."""
     with platform.imagined_rank(rank, world), (mesh := Mesh(train.parallel)).active():
-        models = build_model(arch, hf_path, train, mesh, dtype, role, seed=None)
-        names = tuple(tuple((name, p.numel()) for name, p in model.named_parameters()) for model in models)
+        models = build_model(arch, hf_path, train, mesh, dtype, role, seed=None, trains_vision=tower)
+        if train.lora is not None:
+            attach(models, arch, mesh, train, seed=1)
+        parameters = [list(_planned(model, arch, role)) for model in models]
+        names = tuple(tuple((name, p.numel()) for name, p in chunk) for chunk in parameters)
         buffers = list(_buffers(wrap_ddp(models, overlap=overlap)))
+        wide = [buffer for buffer in buffers if buffer.param_dtype == torch.float32 != dtype]
         return Built(
             names,
             Held(
                 weights=sum(numel for chunk in names for _, numel in chunk),
+                frozen=sum(p.numel() for chunk in parameters for _, p in chunk if not p.requires_grad),
                 buffer=sum(buffer.numel for buffer in buffers),
                 shard=sum(_shard(buffer) for buffer in buffers),
+                wide=Elements(
+                    weights=sum(p.numel() for buffer in wide for p in buffer.params),
+                    buffer=sum(buffer.numel for buffer in wide),
+                    shard=sum(_shard(buffer) for buffer in wide),
+                ),
             ),
         )
+
+
+def _planned(model: Any, arch: ModelArch, role: Role) -> Iterator[tuple[str, Any]]:
+    """Its parameters, but for the few numbers that are never trained: routers' biases."""
+    table = weight_table(arch, role)
+    for name, parameter in model.named_parameters():
+        row = table.get(global_name(model, name))
+        if row is None or not row.frozen:
+            yield name, parameter
 
 
 def _buffers(wrapped: list[Any]) -> Iterator[Any]:

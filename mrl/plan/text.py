@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mrl.config.derived import stage_layers
 from mrl.families.flops import num_parameters
 from mrl.plan.chips import GIB
-from mrl.plan.grid import stage_layers
 from mrl.plan.memory import Item
 from mrl.plan.plan import Plan
 from mrl.plan.workload import Model
@@ -17,12 +17,13 @@ def lines(plan: Plan) -> Iterator[str]:
     """The whole plan."""
     yield from _head(plan)
     of_what = "GPU" if plan.on_gpu else "rank"
+    overlap = "samples are drawn beside learning" if plan.samples_beside else "nothing is assumed to overlap"
     for title, part in (
         ("Batch", batch(plan)),
         ("Ranks", grid(plan)),
         (f"Memory of a {of_what}, GiB, the rank that needs most in each phase", memory(plan)),
         ("Beside the GPUs" if plan.on_gpu else "Of a node", beside(plan)),
-        ("One step, seconds; nothing is assumed to overlap", seconds(plan)),
+        (f"One step, seconds; {overlap}", seconds(plan)),
         ("Assumed, measured by nobody with mrl", assumed(plan)),
     ):
         if shown := [f"  {line}" for line in part]:
@@ -44,9 +45,18 @@ def verdict(plan: Plan) -> str:
     return f"It fits: {room:.1f} GiB are left where it is tightest ({name}, rank {rank}). {bottleneck(plan)}"
 
 
+def phase_seconds(plan: Plan) -> dict[str, float]:
+    """Of one step, by phase."""
+    totals: dict[str, float] = {}
+    for part in plan.parts:
+        totals[part.phase] = totals.get(part.phase, 0.0) + part.seconds
+    return totals
+
+
 def bottleneck(plan: Plan) -> str:
-    part = max(plan.parts, key=lambda part: part.seconds)
-    share = part.seconds / plan.seconds
+    totals = phase_seconds(plan)
+    part = max(plan.parts, key=lambda part: min(part.seconds, totals[part.phase]))  # less what is hidden of its phase
+    share = min(part.seconds, totals[part.phase]) / plan.seconds
     what = f"{part.phase}: {part.what} ({part.limit})"
     seconds = f"{plan.seconds:.{0 if plan.seconds >= 1 else 3}f} s"
     return f"A step takes about {seconds}; the most of it, {share:.0%}, is {what}."
@@ -199,14 +209,12 @@ def beside(plan: Plan) -> Iterator[str]:
 def seconds(plan: Plan) -> Iterator[str]:
     if not plan.parts:
         return
-    totals: dict[str, float] = {}
-    for part in plan.parts:
-        totals[part.phase] = totals.get(part.phase, 0.0) + part.seconds
+    totals = phase_seconds(plan)
     digits = 1 if plan.seconds >= 1 else 4
     for phase, total in totals.items():
         yield f"{phase:<16} {total:8.{digits}f}   {total / plan.seconds:4.0%}"
         for part in plan.parts:
-            if part.phase == phase and part.seconds >= 0.01 * total:
+            if part.phase == phase and abs(part.seconds) >= 0.01 * total:
                 yield f"    {part.seconds:8.{digits}f}  {part.what} ({part.limit})"
     yield f"{'step':<16} {plan.seconds:8.{digits}f}"
 

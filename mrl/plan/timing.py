@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mrl.families import ModelArch
-from mrl.families.flops import ForwardFlops
+from mrl.families.flops import BACKWARD, BACKWARD_OF_FROZEN, ForwardFlops
+from mrl.plan import fp8, tower
 from mrl.plan.chips import Assumptions, Cluster
 from mrl.plan.engine import EnginePlan
 from mrl.plan.memory import model_held, on_host
@@ -29,10 +30,11 @@ def token_flops(arch: ModelArch, length: float) -> float:
     return forward.a_token + forward.a_pair * length / 2
 
 
-def model_flops(model: Model, samples: float, lengths: Lengths) -> tuple[float, float]:
-    """(layers, head) of a forward pass of all samples."""
-    head = ForwardFlops.of(model.arch, model.role).an_output
-    return samples * lengths.mean * token_flops(model.arch, lengths.mean), samples * lengths.response * head
+def model_flops(model: Model, samples: float, lengths: Lengths) -> tuple[float, float, float]:
+    """(layers' matrices, attention, head) of a forward pass of all samples."""
+    forward, tokens = ForwardFlops.of(model.arch, model.role), samples * lengths.mean
+    attention = tokens * forward.a_pair * lengths.mean / 2
+    return tokens * forward.a_token, attention, samples * lengths.response * forward.an_output
 
 
 @dataclass(frozen=True)
@@ -68,28 +70,35 @@ class Clock:
 
 def passes(clock: Clock, model: Model, phase: str, batches: Batches, lengths: Lengths, trained: bool) -> Iterator[Part]:
     """Of a mini-batch, forward, with `trained` backward too. Parts add up: nothing is assumed to overlap."""
-    layers, head = model_flops(model, batches.per_replica * model.grid.dp, lengths)
+    matrices, attention, head = model_flops(model, batches.per_replica * model.grid.dp, lengths)
+    chip, assumed = clock.cluster.chip, clock.assumed
+    layers = matrices / fp8.layers_rate(model, chip, assumed) + attention / clock.flops
     selective = 0.1 if model.arch.experts is not None else 0.6  # of dense MLPs it computes the products again
     again = {"none": 0.0, "selective": selective, "full": 1.0}[model.train.recompute]
-    times, head_times = (3 + again, 4) if trained else (1, 1)
+    backward = BACKWARD if model.adapters is None else BACKWARD_OF_FROZEN
+    times, head_times = (1 + backward + again, 2 + backward) if trained else (1, 1)
     p, name = model.layout, model.name
     ranks = model.grid.world
-    skew = clock.assumed.experts_skew if model.arch.experts is not None else 1.0
-    compute = layers * times * skew / (ranks * clock.flops)
-    yield Part(phase, f"{name} layers", compute, "arithmetic")
+    skew = assumed.experts_skew if model.arch.experts is not None else 1.0
+    compute = layers * times * skew / ranks
+    yield Part(phase, f"{name} layers{fp8.words(model)}", compute, "arithmetic")
     last = ranks / p.pipeline
-    yield Part(phase, f"{name} head", head * head_times / (last * clock.flops), "arithmetic")
+    per_rank = head * head_times / last
+    yield Part(phase, f"{name} head", per_rank / fp8.head_rate(model, chip, assumed), "arithmetic")
+    if seen := tower.flops(model, batches.per_replica, lengths, trained=trained):
+        what = f"{name} pictures, on every rank of the first stage"
+        yield Part(phase, what, seen / clock.flops, "arithmetic")
     if p.pipeline > 1:
         bubble = (p.pipeline - 1) / (batches.count * (p.virtual_pipeline or 1))
         what = f"{name} pipeline bubble, {batches.count} micro-batches for {p.pipeline} stages"
         yield Part(phase, what, compute * bubble, "too few micro-batches")
-    yield from _communication(clock, model, phase, batches, times)
+    yield from _communication(clock, model, phase, batches, 2 + again if trained else 1)
 
 
-def _communication(clock: Clock, model: Model, phase: str, batches: Batches, times: float) -> Iterator[Part]:
-    """Of all micro-batches of a rank; a backward pass moves about what a forward one does, and recomputation again."""
+def _communication(clock: Clock, model: Model, phase: str, batches: Batches, moved: float) -> Iterator[Part]:
+    """Of all micro-batches of a rank. moved: times what a forward pass moves, which a backward one does too, and
+    recomputation again."""
     p, arch, name = model.layout, model.arch, model.name
-    moved = 2.0 + (times - 3) if times >= 3 else 1.0
     tokens = batches.count * batches.tokens / p.context
     wide = tokens * arch.hidden_size * model.dtype
     layers = arch.num_layers / p.pipeline
@@ -108,7 +117,7 @@ def _communication(clock: Clock, model: Model, phase: str, batches: Batches, tim
         yield Part(phase, f"{name} expert parallelism", nbytes / speed, link)
     if p.pipeline > 1:
         speed, link = clock.link(model, "pp")
-        hops = 2 * (p.virtual_pipeline or 1) * (2 if times >= 3 else 1)
+        hops = 2 * (p.virtual_pipeline or 1) * (2 if moved >= 2 else 1)
         share = p.tensor if p.sequence else 1
         yield Part(phase, f"{name} between stages", hops * wide / share / speed, link)
 
@@ -118,7 +127,8 @@ def step_of_optimizer(clock: Clock, model: Model, phase: str) -> Iterator[Part]:
     own, size = model_held(model, model.grid.seat(0)), model.grid.dp * model.layout.context
     if size > 1:
         speed, link = clock.link(model, "dp", "cp")
-        nbytes = own.buffer * (4 + model.dtype) * (size - 1) / size
+        weights = own.buffer * model.dtype - fp8.saved_weight_bytes(model, model.grid.seat(0)) / 2
+        nbytes = (own.buffer * 4 + weights) * (size - 1) / size
         yield Part(phase, f"{model.name} gradients and weights over data parallelism", nbytes / speed, link)
     touched = own.shard * (5 * 4 + 2 * 4 + model.dtype) + own.buffer * 4  # two moments, mains, gradients; zeroing
     yield Part(phase, f"{model.name} optimizer", touched / clock.hbm, "memory bandwidth")
@@ -135,6 +145,8 @@ def rollout(clock: Clock, work: Work, engine: EnginePlan) -> Iterator[Part]:
     prefill = requests * lengths.prompt * token_flops(arch, lengths.prompt)
     speed = engine.tensor * chip.bf16 * assumed.prefill_share
     yield Part("rollout", "prompts", prefill / speed, "arithmetic")
+    if seen := tower.flops(actor, requests, lengths):
+        yield Part("rollout", "pictures", seen / (chip.bf16 * assumed.prefill_share), "arithmetic")
     steps = max(requests * lengths.response / at_once, float(size.response_tokens or 0))
     busy = requests * lengths.response / steps
     read = engine.weights * _touched(arch, busy) + busy * mean_tokens * engine.token_bytes
@@ -148,6 +160,11 @@ def rollout(clock: Clock, work: Work, engine: EnginePlan) -> Iterator[Part]:
     engines = f"each of {engine.engines} engines" if engine.engines > 1 else "1 engine"
     what = f"responses, {busy:.0f} at once on {engines}{tail}"
     yield Part("rollout", what, steps * (slower + overhead), limit)
+    if engine.nodes > 1:  # two all-reduces a layer, each of a vector a token, and once more from node to node
+        wide = arch.hidden_size * actor.dtype
+        moved = (requests * lengths.prompt + steps * busy) * 2 * arch.num_layers * wide / clock.network
+        waited = steps * 2 * arch.num_layers * assumed.hop_s
+        yield Part("rollout", f"all-reduces of an engine over {engine.nodes} nodes", moved + waited, "network")
 
 
 def _touched(arch: ModelArch, tokens: float) -> float:
@@ -182,6 +199,13 @@ def offload(clock: Clock, work: Work) -> Iterator[Part]:
         copied = sum(item.nbytes for item in on_host(model, model.grid.seat(0)))
         if copied:
             yield Part("moving memory", model.name, 2 * copied / clock.pcie, "PCIe")
+
+
+def hidden(parts: Sequence[Part]) -> list[Part]:
+    """What is saved of these parts of a step where samples are drawn while the last ones are learnt: the shorter."""
+    sampling = sum(part.seconds for part in parts if part.phase == "rollout")
+    learning = sum(part.seconds for part in parts if part.phase not in ("rollout", "sync", "moving memory"))
+    return [Part("rollout", "beside learning", -min(sampling, learning), "rollout.overlap")]
 
 
 def step(clock: Clock, work: Work, engine: EnginePlan | None, apart: int = 0) -> list[Part]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from mrl.config.sections.models import ParallelConfig, TrainConfig
 from mrl.config.trainers.base import Config, StepSize
-from mrl.families import ModelArch
+from mrl.families import FAMILIES, ModelArch
+from mrl.families.adapters import LoRA
 from mrl.families.table import Role
 from mrl.plan.activations import LayerKind, Tokens
 from mrl.plan.chips import Assumptions
@@ -30,10 +31,16 @@ class Model:
     dtype: int
     kind: LayerKind
     on_gpu: bool
+    trains_tower: bool = False
 
     @property
     def layout(self) -> ParallelConfig:
         return self.train.parallel
+
+    @property
+    def adapters(self) -> LoRA | None:
+        """What is trained of it in place of all weights."""
+        return self.train.lora.spec if self.is_trained and self.train.lora is not None else None
 
     @property
     def words(self) -> str:
@@ -46,7 +53,7 @@ class Model:
     @property
     def overlap(self) -> bool:
         """Of the gradients' sums with the backward pass: see `mrl.learner.optimizer.sums_overlap`."""
-        return self.is_trained and self.on_gpu and self.grid.dp * self.layout.context > 1
+        return self.is_trained and self.on_gpu and self.grid.dp * self.layout.context > 1 and not self.trains_tower
 
 
 def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: bool, fused: bool) -> tuple[Model, ...]:
@@ -55,7 +62,8 @@ def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: b
     found = []
     for name, built in cfg.built().items():
         asked = built.train.layers
-        takes_them = asked == "transformer_engine" or (asked == "auto" and fused and dtype == 2)
+        can = FAMILIES[archs[name].family].local_only is None
+        takes_them = asked == "transformer_engine" or (asked == "auto" and fused and dtype == 2 and can)
         found.append(
             Model(
                 name,
@@ -68,6 +76,7 @@ def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: b
                 dtype,
                 "transformer_engine" if takes_them else "local",
                 on_gpu,
+                trains_tower=archs[name].vision is not None and built.is_trained and cfg.model.vision.train,
             )
         )
     return tuple(found)
@@ -75,11 +84,13 @@ def models_of(cfg: Config, archs: Mapping[str, ModelArch], world: int, on_gpu: b
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a sample: the longest, and what is assumed of the mean."""
+    """Tokens of a sample: the longest, and what is assumed of the mean; images: of the prompt's those that are a
+    picture's, where the models see some."""
 
     longest: int
     response: float
     prompt: float
+    images: float = 0.0
 
     @property
     def mean(self) -> float:
@@ -95,6 +106,7 @@ class Lengths:
             size.prompt_tokens + size.response_tokens,
             size.response_tokens * assumed.mean_response_share,
             size.prompt_tokens * assumed.mean_prompt_share,
+            size.image_tokens * assumed.mean_prompt_share,
         )
 
 
@@ -129,12 +141,17 @@ class Batches:
         return Batches(model.name, samples / dp, count // dp, each, each * length)
 
 
-def largest_micro_batch(model: Model, lengths: Lengths, samples: int) -> Tokens:
-    """The one that memory has to hold: full, or with one sample that is longer; at worst all of it is response."""
+def largest_micro_batch(model: Model, lengths: Lengths, samples: int, image_tokens: int) -> Tokens:
+    """The one that memory has to hold: full, or with one sample that is longer; at worst all of it is response. Of
+    pictures it has as many as prompts full of them with responses of mean length.
+
+    image_tokens: the most of a prompt's
+    """
     full = max(model.train.max_tokens_per_microbatch, lengths.longest)
     packed = min(full, max(lengths.longest, samples * lengths.longest // model.grid.dp))
     prompts = 0 if lengths.prompt >= lengths.longest else 1
-    return Tokens(packed, packed - prompts, min(lengths.longest, packed))
+    seen = int(packed * image_tokens / (image_tokens + lengths.response)) if image_tokens else 0
+    return Tokens(packed, packed - prompts, min(lengths.longest, packed), seen)
 
 
 @dataclass(frozen=True)
@@ -173,7 +190,10 @@ class Work:
             size,
             lengths,
             {model.name: Batches.of(model, learnt[model.name], lengths.mean) for model in models},
-            {model.name: largest_micro_batch(model, lengths, learnt[model.name]) for model in models},
+            {
+                model.name: largest_micro_batch(model, lengths, learnt[model.name], size.image_tokens)
+                for model in models
+            },
             engines[1].bucket_mib << 20 if engines is not None else 0,
             cfg.copies(),
         )

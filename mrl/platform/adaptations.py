@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-from mrl.platform import cpu_matmul, gloo, megatron_fixes, torch_cuda  # noqa: F401  (they fill the registry)
+from mrl.platform import cpu_matmul, gloo, kept_memory, megatron_fixes, torch_cuda  # noqa: F401  (they fill the registry)
 from mrl.platform.registry import REGISTRY, Stage
 
 # Read when a GPU is first asked for. One queue keeps a rank's copies and collectives in the order in which they were

@@ -89,6 +89,22 @@ def recompute_names() -> None:
     _random().fp8_autocast = lambda *args, **kwargs: contextlib.nullcontext()
 
 
+def _latent_attention() -> Any:
+    import megatron.core.transformer.multi_latent_attention as latent_attention
+
+    return latent_attention
+
+
+@adaptation(
+    "latent_te",
+    why="without transformer-engine MLA believes that it is there, and asks whether a layer is an instance of None",
+    stage=Stage.AFTER_IMPORT,
+    needed=lambda: _latent_attention().HAVE_TE and not isinstance(_latent_attention().TELinear, type),
+)
+def latent_te() -> None:
+    _latent_attention().HAVE_TE = False
+
+
 def _distributed_optimizer() -> Any:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -131,6 +147,31 @@ def adam_step() -> None:
         original(self, model_param, {"step": state["step"], **tensors} if "step" in state else tensors)
 
     cls._set_main_param_and_optimizer_states = with_step
+
+
+def _parts_without_parameters_fail() -> bool:
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+
+    return not HAVE_APEX_OR_TE
+
+
+@adaptation(
+    "empty_adam",
+    why="a stage without experts has no parameter in the experts' part of the optimizer, and so no step to tell",
+    stage=Stage.AFTER_IMPORT,
+    needed=_parts_without_parameters_fail,
+)
+def empty_adam() -> None:
+    cls = _distributed_optimizer()
+    original = cls.state_dict
+
+    def of_none(self: Any) -> Any:
+        groups = self.optimizer.param_groups
+        if any(group["params"] for group in groups):
+            return original(self)
+        return {"optimizer": {"param_groups": [{**group, "params": [], "step": 0.0} for group in groups]}}
+
+    cls.state_dict = of_none
 
 
 def _clip_grads() -> Any:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from mrl.algo import aggregate
-from mrl.config.schema import Config
+from mrl.config.schema import Config, SFTDataConfig
 from mrl.core import Rollout
-from mrl.data import PromptDataset, Tokenizer, load_tokenizer
+from mrl.data import PromptDataset, SFTDataset, Tokenizer, load_tokenizer
+from mrl.families import load_arch
 from mrl.observe.files import read_jsonl
 
 
@@ -36,12 +37,19 @@ def samples_of(cfg: Config, weights: str, most: int) -> Samples:
     """At most `most`. Of a run that samples the last step's, in whose place text is tokenised again, and every token
     counts by its response's score above the mean, over their deviation; else answers of the data, which count alike.
     weights: the directory whose tokenizer it is. Raises NoSamples."""
-    tokenizer = load_tokenizer(weights, cfg.model.eos_token)
+    if load_arch(weights).vision is not None:
+        raise NoSamples("recipes are not compared on models that see pictures")
+    tokenizer = load_tokenizer(weights, cfg.model.eos_token, cfg.model.chat_template)
     if not cfg.is_sampling:
         use = cfg.data_uses()["data"]
-        data = PromptDataset(use.cfg.train, use.cfg, tokenizer, require_answer=True)
-        rollout = data.sft_rollout(0, min(most, use.rows_per_step), cfg.run.seed)
-        return Samples("answers of data.train", rollout, _shares(rollout), 1.0)
+        count = min(most, use.rows_per_step)
+        if isinstance(use.cfg, SFTDataConfig):
+            imitated = SFTDataset(use.cfg.train, use.cfg, tokenizer)
+            rollout = imitated.batch(0, imitated.of_step(0, count, cfg.run.seed))
+        else:
+            data = PromptDataset(use.cfg.train, use.cfg, tokenizer, require_answer=True)
+            rollout = data.sft_rollout(0, count, cfg.run.seed)
+        return Samples("answers of data.train", rollout, rollout.shares, 1.0)
     file, rows = _last_step(Path(cfg.run.root) / cfg.run.name)
     rollout = _rollout(cfg, tokenizer, [row for row in rows if row["response"]][:most])
     scores = rollout.scores - rollout.scores.mean()

@@ -9,13 +9,15 @@ from functools import partial
 from pathlib import Path
 
 from mrl.algo import own
-from mrl.config.schema import AlgorithmConfig, Config, PreferenceDataConfig, SourceConfig
+from mrl.config.schema import AlgorithmConfig, Config, PreferenceDataConfig, SFTDataConfig, SourceConfig
 from mrl.config.tokenizer_files import TOKENIZER
-from mrl.data import DataError, TokenizerError, load_tokenizer
+from mrl.data import DataError, TokenizerError, load_eyes, load_tokenizer
 from mrl.data.encoder import Encoder
 from mrl.data.preference_rows import PreferenceReader
 from mrl.data.rows import Reader, Row, RowCheck, RowReader, check_first
-from mrl.data.sources import open_rows
+from mrl.data.sft_rows import SFTReader
+from mrl.data.sources import open_rows, root_of
+from mrl.data.turns import Turns
 from mrl.options.estimators import OwnEstimator
 from mrl.options.losses import OwnLoss
 from mrl.preflight.finding import Finding
@@ -64,7 +66,8 @@ def look_at_data(cfg: Config) -> Iterator[Finding]:
     good = []
     for source, reader in _sources(cfg):
         try:
-            check_first(source, reader)
+            eyes = load_eyes(cfg.model.path, reader.cfg) if cfg.sees_pictures else None
+            check_first(source, reader, see=None if eyes is None else partial(eyes.grids, root=root_of(source)))
         except DataError as error:
             yield Finding("data", "problem", str(error))
         else:
@@ -76,12 +79,16 @@ def look_at_data(cfg: Config) -> Iterator[Finding]:
         yield Finding("tokenizer", "ok", f"{cfg.model.path}: no more tokens than the model's vocabulary")
         return
     try:
-        tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
+        tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
         for source, reader in dressed:
-            encoder = Encoder(reader.cfg, tokenizer)
+            encoder = Encoder(
+                reader.cfg, tokenizer, load_eyes(cfg.model.path, reader.cfg) if cfg.sees_pictures else None
+            )
             dress: Callable[[Row], object] = encoder.text
             if isinstance(reader, PreferenceReader):
                 dress = partial(reader.dressed, encoder=encoder)
+            if isinstance(reader, SFTReader):
+                dress = partial(reader.dressed, turns=Turns(encoder, reader.cfg))
             check_first(source, reader, dress)
     except (DataError, TokenizerError) as error:
         yield Finding("tokenizer", "problem", str(error))
@@ -110,7 +117,9 @@ def _sources(cfg: Config) -> Iterator[tuple[SourceConfig, Reader]]:
         check = check_of_sampled(cfg) if use.is_sampled else None
         reader: Reader = RowReader(use.cfg, require_answer=not use.is_sampled, check=check)
         if isinstance(use.cfg, PreferenceDataConfig) and use.preferences is not None:
-            reader = PreferenceReader(use.cfg, use.preferences)
+            reader = PreferenceReader(use.cfg, use.preferences, use.margins)
+        if isinstance(use.cfg, SFTDataConfig):
+            reader = SFTReader(use.cfg)
         yield from ((source, reader) for source in (*use.cfg.train, *(use.cfg.validation or ())))
 
 
@@ -119,7 +128,8 @@ def _trials(cfg: Config) -> Iterator[Trial]:
     for use in cfg.data_uses().values():
         if not use.is_sampled:
             continue
-        reader = RowReader(use.cfg)
+        reader, rewards = RowReader(use.cfg), cfg.rewards()
+        eyes = load_eyes(cfg.model.path, use.cfg) if rewards is not None and rewards.pictures else None
         for source in use.cfg.train:
             try:
                 rows = open_rows(source, TRIED_BYTES)
@@ -127,4 +137,6 @@ def _trials(cfg: Config) -> Iterator[Trial]:
                 continue
             for i in range(min(len(rows), TRIED_ROWS)):
                 with suppress(ValueError):
-                    yield Trial(rows.where(i), reader.read(rows, i, source.name))
+                    seen = None if eyes is None else eyes.pictures(rows[i], root_of(source))
+                    pictures = None if seen is None else tuple(each.png for each in seen)
+                    yield Trial(rows.where(i), reader.read(rows, i, source.name), pictures)

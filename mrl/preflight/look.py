@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from mrl.config.problems import ConfigError
-from mrl.config.schema import Config
+from mrl.config.schema import AnyConfig, Config
 from mrl.preflight import inputs, machine, space, tested, weights
 from mrl.preflight.finding import Finding
 
@@ -29,6 +29,11 @@ OF_NODE: tuple[Look, ...] = (
     machine.look_at_fp8,
     machine.look_at_quantization,
 )
+OF_ANY: tuple[Callable[[AnyConfig], Iterator[Finding]], ...] = (  # whatever is trained
+    space.look_at_directory,
+    machine.look_at_services,
+    machine.look_at_packages,
+)
 OF_MACHINE: tuple[Callable[[], Iterator[Finding]], ...] = (  # whatever runs there
     machine.look_at_temporary_files,
     tested.look_at_versions,
@@ -44,10 +49,16 @@ def of_configuration(error: ConfigError | None) -> list[Finding]:
     return [Finding("configuration", "problem", str(problem)) for problem in error.problems]
 
 
-def look(cfg: Config, looks: Sequence[Look] = (*OF_RUN, *OF_NODE)) -> Iterator[Finding]:
-    """What is found of a checked configuration, one after the other. Only what a look needs itself is started."""
-    for each in looks:
-        yield from each(cfg)
+def look(cfg: AnyConfig, looks: Sequence[Look] = (*OF_RUN, *OF_NODE)) -> Iterator[Finding]:
+    """What is found of a checked configuration, one after the other. Only what a look needs itself is started. Of what
+    is no language model those of `looks` that know any."""
+    if isinstance(cfg, Config):
+        for each in looks:
+            yield from each(cfg)
+    else:
+        for general in OF_ANY:
+            if general in looks:
+                yield from general(cfg)
 
 
 def look_at_machine() -> Iterator[Finding]:

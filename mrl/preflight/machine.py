@@ -6,12 +6,14 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from mrl import platform, ports
 from mrl.config.derived import Machine, asks_for_transformer_engine
-from mrl.config.schema import Config
+from mrl.config.schema import AnyConfig, Config
+from mrl.config.trainers.table import trainer_of
 from mrl.launcher.elastic import missing
 from mrl.observe import trackers
 from mrl.preflight.finding import Finding
@@ -32,7 +34,7 @@ def look_at_temporary_files() -> Iterator[Finding]:
     yield Finding("temporary files", "problem", text, "name a directory that is there and writable")
 
 
-def look_at_layers(cfg: Config) -> Iterator[Finding]:
+def look_at_layers(cfg: AnyConfig) -> Iterator[Finding]:
     """Where transformer-engine's are asked for by name."""
     asked = asks_for_transformer_engine(cfg)
     if asked and (problem := platform.transformer_engine_problem()) is not None:
@@ -40,7 +42,7 @@ def look_at_layers(cfg: Config) -> Iterator[Finding]:
         yield Finding("layers", "problem", text, "say auto or local, or see mrl doctor")
 
 
-def look_at_fp8(cfg: Config) -> Iterator[Finding]:
+def look_at_fp8(cfg: AnyConfig) -> Iterator[Finding]:
     """Where it is wanted, and not emulated."""
     wanted = {name: model.train.precision.fp8 for name, model in cfg.built().items()}
     for recipe in {fp8.recipe for fp8 in wanted.values() if fp8.recipe != "none" and not fp8.emulate}:
@@ -52,7 +54,7 @@ def look_at_fp8(cfg: Config) -> Iterator[Finding]:
             yield Finding("fp8", "ok", f"{models}: {recipe}, by transformer-engine")
 
 
-def look_at_quantization(cfg: Config) -> Iterator[Finding]:
+def look_at_quantization(cfg: AnyConfig) -> Iterator[Finding]:
     """Engines in another precision than the trainer, and nothing that corrects for it."""
     (rollout, _), algorithm = cfg.engines() or (None, None), cfg.algorithm_used()
     if rollout is None or algorithm is None or rollout.quantization == "none":
@@ -66,14 +68,15 @@ def look_at_quantization(cfg: Config) -> Iterator[Finding]:
         )
 
 
-def look_at_packages(cfg: Config) -> Iterator[Finding]:
+def look_at_packages(cfg: AnyConfig) -> Iterator[Finding]:
     """Optional ones, which the configuration asks for: launcher, trackers, engine."""
     good = True
-    for problem in filter(None, (missing(cfg.run.launcher), *trackers.missing(cfg.run))):
+    wanted = (_not_installed(cfg, name) for name in trainer_of(cfg).packages)
+    for problem in filter(None, (missing(cfg.run.launcher), *trackers.missing(cfg.run), *wanted)):
         good = False
         yield Finding("packages", "problem", problem)
     rollout, _ = cfg.engines() or (None, None)
-    if rollout is not None and not rollout.urls and cfg.engine_nodes() is None:
+    if isinstance(cfg, Config) and rollout is not None and not rollout.urls and cfg.engine_nodes() is None:
         here = Machine.starting(cfg, platform.gpu_count())
         spec = ServerSpec(rollout, cfg.model.path, cfg.model.dtype, 0, 0, 0, here, Path())
         try:
@@ -119,9 +122,15 @@ def _meeting_place() -> Iterator[Finding]:
         yield Finding("ports", "problem", text, "give the first node's address")
 
 
-def look_at_services(cfg: Config) -> Iterator[Finding]:
+def _not_installed(cfg: AnyConfig, name: str) -> str | None:
+    if find_spec(name) is not None:
+        return None
+    return f"trainer: {cfg.trainer} needs {name}, which is not installed: pip install 'mrl[diffusion]'"
+
+
+def look_at_services(cfg: AnyConfig) -> Iterator[Finding]:
     """Do engines and reward servers that somebody else has started answer a connection?"""
-    (rollout, _), rewards = cfg.engines() or (None, None), cfg.rewards()
+    rollout, _ = cfg.engines() or (None, None)
     for url in rollout.urls if rollout is not None else ():
         if (problem := _unreachable(url)) is not None:
             text = f"rollout.urls: {problem}"
@@ -130,11 +139,9 @@ def look_at_services(cfg: Config) -> Iterator[Finding]:
     if (nodes := cfg.engine_nodes()) is not None:
         text = f"{nodes.nodes} engine nodes are to come (mrl serve): the run waits {nodes.wait_s:g} s for them"
         yield Finding("services", "ok", text)
-    for name, server in rewards.servers.items() if rewards is not None else ():
+    for key, server in cfg.reward_servers().items():
         if (problem := _unreachable(server.url)) is not None:
-            yield Finding(
-                "services", "problem", f"reward.servers.{name}.url: {problem}", "start it, or correct the url"
-            )
+            yield Finding("services", "problem", f"{key}.url: {problem}", "start it, or correct the url")
 
 
 def _unreachable(url: str) -> str | None:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from mrl.config.checkpoint_size import checkpoint_bytes, disk_use
 from mrl.config.checks.base import Archs
-from mrl.config.schema import Config
+from mrl.config.schema import AnyConfig, Config
 from mrl.directories import size_text
 from mrl.families import load_arch
 from mrl.observe import RunExists, refuse_existing
 from mrl.preflight.finding import Finding
 
 
-def look_at_directory(cfg: Config) -> Iterator[Finding]:
+def look_at_directory(cfg: AnyConfig) -> Iterator[Finding]:
     """A file is made in it, or above it where it is not there yet, and removed again."""
     run_dir = Path(cfg.run.root).absolute() / cfg.run.name
     there = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())

@@ -50,7 +50,7 @@ def _models(cfg: Config) -> Iterator[tuple[str, str, Role]]:
     for name, use in cfg.models().items():
         if use.path is None and cfg.model.from_scratch:
             continue
-        role: Role = "critic" if name == "critic" or use.scores else "policy"
+        role: Role = "critic" if use.has_head or use.scores else "policy"
         path = use.path or cfg.model.path
         if (path, role) not in seen:
             seen.add((path, role))

@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -103,9 +104,10 @@ def watched(timeouts: SectionTimeouts, run_dir: Path) -> Iterator[Callable[[], N
 
 @contextlib.contextmanager
 def section(name: str) -> Iterator[None]:
-    """Around a part of the run: one of protocol.SECTIONS. Sections may be nested, each with its own time-out."""
+    """Around a part of the run: one of protocol.SECTIONS. Sections may be nested, each with its own time-out. Of
+    other threads nothing is watched: the main thread is, where it waits for them."""
     watched = _watched
-    if watched is None:
+    if watched is None or threading.current_thread() is not threading.main_thread():
         yield
         return
     watched.enter(name)

@@ -6,7 +6,9 @@ from mrl.rollout.access import Access
 from mrl.rollout.agent import Agent, Home, Offered
 from mrl.rollout.client import EngineClient
 from mrl.rollout.engine import Engine
-from mrl.rollout.errors import EngineError, EngineStartError, RolloutError
+from mrl.rollout.errors import EngineError, EngineStartError, LacksWeights, RolloutError, ServerLost
+from mrl.rollout.feed import Feed
+from mrl.rollout.launch import Part
 from mrl.rollout.load import Load
 from mrl.rollout.protocol import RELEASED_PARTS, MemoryPart
 from mrl.rollout.seeds import sample_seed
@@ -20,12 +22,16 @@ __all__ = [
     "EngineClient",
     "EngineError",
     "EngineStartError",
+    "Feed",
     "Home",
+    "LacksWeights",
     "Load",
     "Offered",
     "Others",
     "MemoryPart",
+    "Part",
     "RolloutError",
+    "ServerLost",
     "join_engines",
     "sample_seed",
     "start_agent",

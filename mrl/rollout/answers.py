@@ -53,6 +53,7 @@ def error_message(content: bytes) -> str:
         error = answer.get("error")
         if isinstance(error, dict) and "message" in error:
             return str(error["message"])[:MOST_TEXT]
-        if "message" in answer:
-            return str(answer["message"])[:MOST_TEXT]
+        for key in ("message", "error_message"):
+            if key in answer:
+                return str(answer[key])[:MOST_TEXT]
     return str(answer)[:MOST_TEXT]

@@ -61,6 +61,15 @@ class EngineClient:
         """Ends every request that runs or waits, whoever sent it."""
         self._call(protocol.ABORT, protocol.AbortBody(rid="", abort_all=True))
 
+    def pause(self) -> None:
+        """Draws no token until `go_on`. What runs goes back to its queue: after `flush_cache`, which is not refused
+        then, it goes on as if the weights of now had computed all of it. New requests wait."""
+        self._call(protocol.PAUSE, protocol.PauseBody(mode="retract"))
+
+    def go_on(self) -> None:
+        """After `pause`; harmless without."""
+        self._call(protocol.CONTINUE, protocol.EmptyBody())
+
     def flush_cache(self) -> None:
         """Forget every cached prefix. Refused with 400 while requests run."""
         self._call(protocol.FLUSH_CACHE, None)
@@ -191,6 +200,22 @@ class EngineClient:
             model_path=model_path, load_format="auto", weight_version=weight_version, flush_cache=True
         )
         self._call(protocol.UPDATE_FROM_DISK, body)
+
+    def load_adapter(
+        self, name: str, config: Mapping[str, Any], payloads: Sequence[str], checksums: Mapping[str, str] | None
+    ) -> tuple[str, ...]:
+        """The names of all adapters that it has now; see `protocol.AdapterBody`."""
+        body = protocol.AdapterBody(
+            lora_name=name,
+            config_dict=dict(config),
+            serialized_named_tensors=list(payloads),
+            expected_checksums=None if checksums is None else dict(checksums),
+        )
+        return self._call(protocol.LOAD_ADAPTER, body)
+
+    def unload_adapter(self, name: str) -> None:
+        """Blocks until no request uses it. Refused with 400 where it is not known."""
+        self._call(protocol.UNLOAD_ADAPTER, protocol.AdapterNameBody(lora_name=name))
 
     def update_weight_version(self, weight_version: str) -> None:
         """Name the weights that the engine now has; new samples carry the name."""

@@ -10,8 +10,8 @@ import httpx
 
 from mrl.rollout import errors
 from mrl.rollout.access import Access, tls
-from mrl.rollout.agent import ENDED, OBITUARY, READY, RESTART, Offered
-from mrl.rollout.process import FORMER_ENGINE_S, GRACE_S
+from mrl.rollout.agent import END, ENDED, OBITUARY, READY, RESTART, Offered
+from mrl.rollout.process import FORMER_ENGINE_S, GRACE_S, EngineProcess
 
 CONNECT_S = 10.0
 ANSWER_S = 30.0  # more than one look at an engine takes
@@ -90,6 +90,11 @@ class ElsewhereEngine:
         """With its node."""
         return self._node.is_gone
 
+    @property
+    def here(self) -> list[EngineProcess]:
+        """None."""
+        return []
+
     def exit_code(self) -> int | None:
         """None while it runs, as far as has been heard."""
         life, code = self._node.lives[self._index]
@@ -99,6 +104,10 @@ class ElsewhereEngine:
         """As `EngineProcess.is_ready`, which is asked on the engine's own node."""
         answer = self._node.ask(READY, ANSWER_S, engine=self._index, timeout_s=timeout_s)
         return bool(answer["value"])
+
+    def close(self) -> None:
+        """Has its node end it."""
+        self._node.ask(END, RESTART_S, engine=self._index)
 
     def restart(self) -> None:
         """Has its node end and start it anew, at the same address; returns when it is started."""

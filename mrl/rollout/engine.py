@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from types import TracebackType
+from typing import Any, TypeVar
 
 from mrl.core import Request, Sample, SamplingParams
 from mrl.rollout.access import Access
 from mrl.rollout.client import EngineClient
-from mrl.rollout.errors import EngineError, RolloutError
+from mrl.rollout.errors import EngineError, RolloutError, ServerLost
+from mrl.rollout.feed import Feed
 from mrl.rollout.fleet import Fleet
 from mrl.rollout.flight import Flight, OnSamples
 from mrl.rollout.load import Load
 from mrl.rollout.protocol import BEGIN_UPDATE, MemoryPart
 from mrl.rollout.restarts import Restarts
 from mrl.rollout.samples import Expected
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -26,6 +31,8 @@ class Engine:
     concurrent_requests: in flight at once, over all servers
     request_timeout_s: of one call, which may hold several requests
     weight_version: the name of the weights that the run gave them last, once it did; a sample of others is refused
+    adapter: the name of the one that samples are drawn with, where the run gives them adapters
+    versions: all names of weights that the run has given them
     """
 
     def __init__(self, fleet: Fleet, *, vocab_size: int, concurrent_requests: int, request_timeout_s: float) -> None:
@@ -33,6 +40,10 @@ class Engine:
         self.vocab_size = vocab_size
         self.concurrent_requests, self.request_timeout_s = concurrent_requests, request_timeout_s
         self.weight_version: str | None = None
+        self.adapter: str | None = None
+        self.versions: set[str] = set()
+        self._flying: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = {}
+        self._is_interrupted = False
 
     def __enter__(self) -> Engine:
         return self
@@ -72,7 +83,12 @@ class Engine:
         self.fleet.close()
 
     def generate(
-        self, requests: Sequence[Request], sampling: SamplingParams, on_samples: OnSamples | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        on_samples: OnSamples | None = None,
+        *,
+        over_pushes: bool = False,
     ) -> list[Sample]:
         """Finished samples ordered by sample_id. `on_samples` is called in this thread with those that finish together.
 
@@ -80,7 +96,7 @@ class Engine:
         A server of ours that dies or does not answer within rollout.request_timeout_s is started again as often as
         `restarts` allows; what it had not finished is sampled again with the same seeds.
         Raises RolloutError when that is not allowed, an engine refuses, has given up memory or lacks its weights; no
-        request is left running on the other servers then.
+        request is left running on the other servers then. over_pushes: as `follow`, which see.
         """
         self.wait_ready()
         for server in self.fleet.servers:
@@ -93,10 +109,49 @@ class Engine:
             )
         if not requests:
             return []
-        expected = Expected(self.vocab_size, sampling.max_new_tokens, self.weight_version)
-        flight = Flight(self.fleet, sampling, expected, on_samples, self.concurrent_requests, self.request_timeout_s)
-        samples = asyncio.run(flight.run(requests))
+        samples = asyncio.run(self._fly(self._flight(sampling, on_samples, over_pushes).run(requests)))
         return sorted(samples, key=lambda sample: sample.request.sample_id)
+
+    def follow(self, feed: Feed, sampling: SamplingParams, on_samples: OnSamples, together: int) -> None:
+        """Samples what `feed` has until it ends and all have finished, over pushes of weights too: samples say which
+        version drew which token. `together` requests share calls as in a `generate` of so many. For a thread of its
+        own; servers are for another one to look after.
+
+        Raises RolloutError as `generate`, ServerLost for a server that is lost (`replace`): no request is left running.
+        """
+        flight = self._flight(sampling, on_samples, over_pushes=True)
+        asyncio.run(self._fly(flight.follow(feed.taken(), together)))
+
+    def _flight(self, sampling: SamplingParams, on_samples: OnSamples | None, over_pushes: bool) -> Flight:
+        names = (None, self.versions) if over_pushes else (self.weight_version, None)
+        expected = Expected(self.vocab_size, sampling.max_new_tokens, *names)
+        limits = self.concurrent_requests, self.request_timeout_s
+        own = (self.fleet, sampling, expected, on_samples, *limits, self.adapter)
+        return Flight(*own, looks_after=not over_pushes)
+
+    def replace(self, lost: ServerLost) -> list[str]:
+        """Starts a server again that `follow` has lost, unless that has been done; the weights are for the caller to
+        push. Its address, if it lacks them now, or has left with its node. Raises RolloutError if it cannot be."""
+        return self.fleet.replace(lost)
+
+    async def _fly(self, flight: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._flying[task] = asyncio.get_running_loop()
+        try:
+            if self._is_interrupted:
+                flight.close()
+                raise RolloutError("sampling was interrupted")
+            return await flight
+        finally:
+            del self._flying[task]
+
+    def interrupt(self) -> None:
+        """Ends what another thread has drawn, and refuses all that would be later; no request is left running."""
+        self._is_interrupted = True
+        for task, loop in [*self._flying.items()]:
+            with suppress(RuntimeError):  # it has just ended
+                loop.call_soon_threadsafe(task.cancel)
 
     def take_loads(self) -> tuple[dict[str, Load], Load]:
         """Since the last call: what each server had to do, by URL, and the requests that waited here for one."""
@@ -132,9 +187,17 @@ class Engine:
             text = "not asked: the memory of its weights is given up; take it back before the push"
             raise EngineError(url, BEGIN_UPDATE.name, None, text)
 
-    def has_pushed(self, version: str) -> None:
-        """To be called after each push of weights to all servers: from now on samples of others are refused."""
-        self.weight_version = version
+    def is_pushing(self, version: str) -> None:
+        """To be called before each push: samples that are under way may come back with this version as soon as the
+        engines go on."""
+        self.versions.add(version)
+
+    def has_pushed(self, version: str, adapter: str | None = None) -> None:
+        """To be called after each push of weights to all servers: from now on samples of others are refused.
+
+        adapter: the name of what was pushed, where it is not the whole model
+        """
+        self.weight_version, self.adapter = version, adapter
         self.fleet.welcome()
         for server in self.fleet.servers:
             server.has_weights = True

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mrl.rollout.access import Access
 from mrl.rollout.client import EngineClient
 from mrl.rollout.elsewhere import OtherNode
-from mrl.rollout.errors import EngineError, PortTaken, RolloutError
+from mrl.rollout.errors import EngineError, PortTaken, RolloutError, ServerLost
 from mrl.rollout.load import Meter
 from mrl.rollout.process import EngineProcess, Started, wait_ready
 from mrl.rollout.restarts import Restarts
@@ -78,7 +78,7 @@ class Fleet:
     @property
     def processes(self) -> list[EngineProcess]:
         """Of the servers that mrl started on this node."""
-        return [process for process in self._started if isinstance(process, EngineProcess)]
+        return [process for started in self._started for process in started.here]
 
     @property
     def _started(self) -> list[Started]:
@@ -201,8 +201,17 @@ class Fleet:
             self.restarts.take(process, error)
             released = server.released
             asyncio.run(self._start_again(server, process))
+            server.life += 1
             self._settle(server, released)
         return bool(dead)
+
+    def replace(self, lost: ServerLost) -> list[str]:
+        """See `Engine.replace`."""
+        same = [server for server in self.servers if (server.url, server.life) == (lost.url, lost.life)]
+        for server in same:
+            if not self.is_left_by(server):
+                self._begin_anew(server, lost)
+        return [lost.url] if same else []
 
     def _dead(self) -> list[tuple[Server, Started]]:
         return [(server, server.process) for server in self.all if server.process and server.has_ended]
@@ -246,8 +255,12 @@ class Fleet:
         problem = RolloutError(f"{error}\n{server.obituary()}".strip() if not refuses else str(error))
         if error.status is not None and not ended:
             raise problem from error
+        self._begin_anew(server, problem)
+
+    def _begin_anew(self, server: Server, problem: RolloutError) -> None:
+        """Another life of a lost server, without the trainer's weights, which are not at hand now."""
         self.lose(server, problem)
-        server.has_weights = False  # the trainer's are not at hand where memory moves
+        server.has_weights = False
         asyncio.run(self.bring_back(server))
 
     # ---- checks

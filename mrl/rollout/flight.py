@@ -1,4 +1,4 @@
-"""One `Engine.generate` call: requests in flight over the servers, and what is done when a server is lost.
+"""Requests in flight over the servers, those of one call or as they come, and what is done when a server is lost.
 
 Everything happens in one thread, but for the reading of answers, which is most of the work. While an engine gets its
 weights the loop stands still; the servers do not, their answers wait in the sockets.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
@@ -18,7 +18,7 @@ from mrl.core import Request, Sample, SamplingParams
 from mrl.rollout.access import tls
 from mrl.rollout.answers import error_message
 from mrl.rollout.client import CONNECT_TIMEOUT_S
-from mrl.rollout.errors import BadAnswer, EngineError, Refused, RolloutError
+from mrl.rollout.errors import BadAnswer, EngineError, Refused, RolloutError, ServerLost
 from mrl.rollout.fleet import Fleet
 from mrl.rollout.protocol import GENERATE
 from mrl.rollout.samples import Expected, generate_body, read_answer
@@ -33,7 +33,10 @@ OnSamples = Callable[[list[Sample]], None]
 
 class Flight:
     """Each call goes to the server with the least to do. A server of ours that dies or lets a request time out is
-    started again, as often as `Restarts` allows; its unfinished calls, seeds and all, go to whichever server is up."""
+    started again, as often as `Restarts` allows; its unfinished calls, seeds and all, go to whichever server is up.
+
+    looks_after: False: servers are somebody else's to look after; one that is lost is raised as ServerLost
+    """
 
     def __init__(
         self,
@@ -43,21 +46,43 @@ class Flight:
         on_samples: OnSamples | None,
         concurrent_requests: int,
         request_timeout_s: float,
+        adapter: str | None = None,
+        *,
+        looks_after: bool = True,
     ) -> None:
+        self._adapter, self._looks_after = adapter, looks_after
         self._fleet, self._sampling, self._expected, self._on_samples = fleet, sampling, expected, on_samples
         self._concurrent_requests, self._request_timeout_s = concurrent_requests, request_timeout_s
         self._posts: dict[Server, set[asyncio.Future[httpx.Response]]] = defaultdict(set)
         self._restarting: set[asyncio.Task[None]] = set()
-        self._samples: list[Sample] = []
+        self._unfinished = self._waiting = 0
 
     async def run(self, requests: Sequence[Request]) -> list[Sample]:
         """Finished samples in the order of their ends. Raises RolloutError, or what `on_samples` raises."""
+        samples: list[Sample] = []
+        on_samples = self._on_samples
+
+        def finished(some: list[Sample]) -> None:
+            nonlocal samples
+            samples += some
+            if on_samples is not None:
+                on_samples(some)
+
         self._fleet.forget_losses()
+        self._on_samples = finished
         size = self._call_size(len(requests))
+        await self._fly(_cut(_once(requests), size), size)
+        return samples
+
+    async def follow(self, fed: AsyncIterator[Sequence[Request]], together: int) -> None:
+        """Sends requests as they come, in calls as `run` would send `together` of them, and returns when there are no
+        more and all have finished. Raises as `run`; and ServerLost, if this flight does not look after servers."""
+        size = self._call_size(together)
+        await self._fly(_cut(fed, size), size)
+
+    async def _fly(self, calls: AsyncIterator[Sequence[Request]], size: int) -> None:
+        """size: requests of a call, at most"""
         self._slots = asyncio.Semaphore(max(1, self._concurrent_requests // size))
-        calls = [requests[start : start + size] for start in range(0, len(requests), size)]
-        self._unfinished, self._waiting = len(calls), len(requests)
-        self._fleet.waiting.begin(self._waiting)
         limit = httpx.Timeout(self._request_timeout_s, connect=CONNECT_TIMEOUT_S)
         limits = httpx.Limits(max_connections=None, keepalive_expiry=None)  # however long the loop stands still
         try:
@@ -72,8 +97,13 @@ class Flight:
                 asyncio.TaskGroup() as self._tasks,
             ):
                 self._watcher = self._tasks.create_task(self._watch())
-                for call in calls:
+                self._unfinished = 1  # as long as more may come
+                async for call in calls:
+                    self._unfinished += 1
+                    self._waiting += len(call)
+                    self._fleet.waiting.begin(len(call))
                     self._tasks.create_task(self._finish(call))
+                self._one_less()
         except BaseExceptionGroup as failed:
             self._abort_running()
             raise failed.exceptions[0] from failed.exceptions[0].__cause__
@@ -82,7 +112,6 @@ class Flight:
             raise
         finally:
             self._begin(self._waiting)
-        return self._samples
 
     def _begin(self, requests: int) -> None:
         """So many do not wait here any longer."""
@@ -101,9 +130,11 @@ class Flight:
             self._begin(len(requests))
             while (samples := await self._attempt(requests)) is None:
                 pass
-        self._samples += samples
         if self._on_samples is not None:
             self._on_samples(samples)
+        self._one_less()
+
+    def _one_less(self) -> None:
         self._unfinished -= 1
         if not self._unfinished:
             self._watcher.cancel()
@@ -112,7 +143,7 @@ class Flight:
         """None if the server was lost over it."""
         server = await self._least_loaded()
         life = server.life
-        body = generate_body(requests, self._sampling)
+        body = generate_body(requests, self._sampling, self._adapter)
         self._fleet.access.check(server.url, GENERATE.name)
         post = asyncio.ensure_future(self._http.post(f"{server.url}{GENERATE.path}", json=body))
         post.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more
@@ -177,9 +208,10 @@ class Flight:
     async def _watch(self) -> None:
         """A broken server need not break its connections. Takes in those that come."""
         while True:
-            self._fleet.check_alone()
-            for server in self._fleet.admit():
-                self._bring(self._fleet.bring_in(server))
+            if self._looks_after:
+                self._fleet.check_alone()
+                for server in self._fleet.admit():
+                    self._bring(self._fleet.bring_in(server))
             await asyncio.sleep(WATCH_S)
             for server in self._fleet.servers:
                 if server.up and server.has_ended:
@@ -187,6 +219,8 @@ class Flight:
 
     def _lose(self, server: Server, error: RolloutError) -> None:
         """Raises `error` if the server cannot be started again, and has not left with its node."""
+        if not self._looks_after:
+            raise ServerLost(server.url, server.life, str(error)) from error
         has_left = self._fleet.is_left_by(server)
         if not has_left:
             self._fleet.lose(server, error)
@@ -207,6 +241,16 @@ class Flight:
                 with closing(self._fleet.client(server.url, ABORT_TIMEOUT_S)) as client:
                     with suppress(EngineError):  # the error that brought us here is the one to report
                         client.abort_all()
+
+
+async def _once(requests: Sequence[Request]) -> AsyncIterator[Sequence[Request]]:
+    yield requests
+
+
+async def _cut(fed: AsyncIterator[Sequence[Request]], size: int) -> AsyncIterator[Sequence[Request]]:
+    async for requests in fed:
+        for start in range(0, len(requests), size):
+            yield requests[start : start + size]
 
 
 def _names(requests: Sequence[Request]) -> str:

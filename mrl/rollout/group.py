@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from mrl.rollout.access import Access
-from mrl.rollout.elsewhere import ElsewhereEngine, OtherNode
+from mrl.rollout.elsewhere import OtherNode
 from mrl.rollout.errors import RolloutError
 from mrl.rollout.process import Started
 from mrl.rollout.registry import Sign
+from mrl.rollout.spread import SpreadEngine
 
 
 class Group:
@@ -29,7 +29,7 @@ class Group:
         """Those that answer requests."""
         if len(self.nodes) == 1:
             return [*self.nodes[0].engines]
-        return [SpreadEngine([engine for node in self.nodes for engine in node.engines])]
+        return [GuestEngine([engine for node in self.nodes for engine in node.engines])]
 
     def look(self, lives: set[str]) -> None:
         """lives: that there are now. Without one of its nodes the group is gone."""
@@ -42,37 +42,14 @@ class Group:
             node.close()
 
 
-class SpreadEngine:
-    """An engine over several nodes, as one of them; a `Started`. It is gone with any of its parts: the nodes start it
-    again by themselves, and come back with it.
-
-    parts: the first one answers requests
-    """
-
-    def __init__(self, parts: Sequence[ElsewhereEngine]) -> None:
-        self._parts = parts
-        first = parts[0]
-        self.name, self.url = f"{first.name} and {len(parts) - 1} more", first.url
-        self.log: Path = first.log
+class GuestEngine(SpreadEngine):
+    """Of engine nodes: gone with any of its parts, which these start again by themselves and come back with."""
 
     @property
     def is_gone(self) -> bool:
         """With a node, or with a part."""
-        return any(part.is_gone or part.exit_code() is not None for part in self._parts)
-
-    def exit_code(self) -> int | None:
-        """Of the part that ended first, as far as has been heard."""
-        return next((code for part in self._parts if (code := part.exit_code()) is not None), None)
-
-    def is_ready(self, timeout_s: float) -> bool:
-        """Whether the first part answers, which is when all are there."""
-        return self._parts[0].is_ready(timeout_s)
+        return super().is_gone or self.exit_code() is not None
 
     def restart(self) -> None:
         """Is its nodes' to do. Raises RolloutError."""
         raise RolloutError(f"{self.name}: an engine over several nodes is started again by these")
-
-    def obituary(self) -> str:
-        """What ended the part that has ended."""
-        ended = next((part for part in self._parts if part.exit_code() is not None), self._parts[0])
-        return ended.obituary()

@@ -81,12 +81,16 @@ class ServerSpec:
     @property
     def shares_gpus(self) -> bool:
         """A rank of the trainer is on one of its GPUs."""
-        return not set(self._gpus).isdisjoint(shared_gpus(self.cfg, self.machine))
+        return not set(self._gpus).isdisjoint(shared_gpus(self.cfg, self.machine, self._nodes))
+
+    @property
+    def _nodes(self) -> int:
+        return self.part.nodes if self.part is not None else 1
 
     @property
     def _gpus(self) -> tuple[int, ...]:
-        here = self.cfg.tensor // (self.part.nodes if self.part is not None else 1)
-        return engine_gpus(self.cfg, self.machine)[self.index * here : (self.index + 1) * here]
+        here = self.cfg.tensor // self._nodes
+        return engine_gpus(self.cfg, self.machine, self._nodes)[self.index * here : (self.index + 1) * here]
 
     def environment(self) -> dict[str, str]:
         """`environment`, in which the server's own GPUs come first. It sees all others too: weights in the memory of a

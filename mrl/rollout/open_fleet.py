@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Any
 
-from mrl.rollout.errors import EngineError, EngineStartError, RolloutError
+from mrl.rollout.errors import EngineError, EngineStartError, LacksWeights, RolloutError
 from mrl.rollout.fleet import Fleet
 from mrl.rollout.group import Group
 from mrl.rollout.members import Members
@@ -29,6 +29,7 @@ class OpenFleet(Fleet):
         self._members = members
         self._of: dict[Server, Group] = {}
         self._alone_since: float | None = None
+        self._waiting = False  # newcomers, for the next push
 
     @property
     def all(self) -> tuple[Server, ...]:
@@ -70,6 +71,7 @@ class OpenFleet(Fleet):
     def welcome(self, *servers: Server) -> None:
         """Newcomers, these or all, have the weights: they are servers like the others."""
         come = servers or self.newcomers
+        self._waiting = False
         for server in come:
             server.up = server.has_weights = True
         self.servers += tuple(server for server in come if server not in self.servers)
@@ -108,7 +110,11 @@ class OpenFleet(Fleet):
             time.sleep(WAIT_POLL_S)
 
     def check_alone(self) -> None:
-        """To be called again and again: raises RolloutError when there has been no server for placement.wait_s."""
+        """To be called again and again: raises RolloutError when there has been no server for placement.wait_s, and
+        LacksWeights when there are newcomers alone, and nobody to give them weights."""
+        if self._waiting and not self.servers:
+            self._waiting = False
+            raise LacksWeights("the engines that have come wait for their weights, and no other is left")
         if self.all:
             self._alone_since = None
             return
@@ -119,9 +125,11 @@ class OpenFleet(Fleet):
             raise RolloutError(f"no engine is left, and none has come within {limit}:\n{self._members.known}")
 
     async def bring_in(self, server: Server) -> None:
-        """Until a newcomer has its weights, or has left again."""
+        """Until a newcomer has its weights, or has left again, or is known to wait for the next push."""
         try:
             self.restarts.give_weights(server.url)
+        except LacksWeights:
+            self._waiting = True
         except Exception:
             if not await self.is_soon_left_by(server):
                 raise

@@ -36,6 +36,7 @@ class Started(Protocol):
     """An engine that the run has started, on this node or another; see `EngineProcess`.
 
     is_gone: with who could start it again
+    here: its processes on this node, which end with this process
     """
 
     @property
@@ -46,6 +47,8 @@ class Started(Protocol):
     def log(self) -> Path: ...
     @property
     def is_gone(self) -> bool: ...
+    @property
+    def here(self) -> list[EngineProcess]: ...
     def exit_code(self) -> int | None: ...
     def obituary(self) -> str: ...
     def is_ready(self, timeout_s: float) -> bool: ...
@@ -122,6 +125,11 @@ class EngineProcess:
     def is_gone(self) -> bool:
         """Never: it is this process's."""
         return False
+
+    @property
+    def here(self) -> list[EngineProcess]:
+        """Itself."""
+        return [self]
 
     def exit_code(self) -> int | None:
         """None while the engine runs; 128 + n if signal n ended it."""

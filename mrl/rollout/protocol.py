@@ -21,6 +21,7 @@ Body = TypeVar("Body")
 Answer = TypeVar("Answer")
 LoadFormat = Literal["flattened_bucket"]
 MemoryPart = Literal["weights", "kv_cache", "cuda_graph"]
+ADAPTED = ".base_layer."  # in the names of parameters of a layer that may have adapters
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache", "cuda_graph")
 RELEASED_PARTS: dict[str, tuple[MemoryPart, ...]] = {  # by rollout.release
     "none": (),
@@ -69,7 +70,9 @@ class GenerateBody(TypedDict):
 
     input_ids: list[int] | list[list[int]]
     sampling_params: SamplingBody | list[SamplingBody]
+    image_data: NotRequired[list[list[str]]]  # of each prompt its pictures, one image token each: data:image/png;base64
     return_logprob: NotRequired[bool]
+    lora_path: NotRequired[str]  # the name of a loaded adapter; left out: the model without any
 
 
 class AbortBody(TypedDict):
@@ -77,6 +80,12 @@ class AbortBody(TypedDict):
 
     rid: str  # "" with abort_all
     abort_all: bool
+
+
+class PauseBody(TypedDict):
+    """What becomes of requests that run: they go back to the queue, and are computed anew from their tokens."""
+
+    mode: Literal["retract"]
 
 
 class SessionBody(TypedDict):
@@ -140,6 +149,26 @@ class DiskBody(TypedDict):
     flush_cache: bool
 
 
+class AdapterBody(TypedDict):
+    """A LoRA adapter for the model that the engine has.
+
+    lora_name: one that it does not know yet; config_dict: as in PEFT's adapter_config.json
+    serialized_named_tensors: one base64 pickle for each tensor-parallel rank of the engine, of {name: whole tensor}
+    expected_checksums: SHA-256 of the tensors' bytes in hex, by name; an engine that finds others ends itself
+    """
+
+    lora_name: str
+    config_dict: dict[str, Any]
+    serialized_named_tensors: list[str]
+    expected_checksums: dict[str, str] | None
+
+
+class AdapterNameBody(TypedDict):
+    """An adapter that is loaded. It goes once no request uses it."""
+
+    lora_name: str
+
+
 class VersionBody(TypedDict):
     """The name of the weights that the engine has; with abort_all_requests its requests would end."""
 
@@ -170,6 +199,8 @@ class MetaInfo(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     weight_version: str
+    # {"version", "start", "end"} of each span of output_ids that one version has drawn, of engines that can be paused
+    weight_versions: NotRequired[list[Any]]
     output_token_logprobs: list[Any]  # [log-prob, token, null] of each token: of logits / temperature, unfiltered
 
 
@@ -237,8 +268,14 @@ def read_workers(answer: Any) -> tuple[str, ...]:
     return tuple(typed(url, "one of urls", str) for url in field(answer, "urls", list))
 
 
+def read_adapters(answer: Any) -> tuple[str, ...]:
+    """The names of all adapters that are loaded now."""
+    return tuple(field(answer, "loaded_adapters", dict))
+
+
 def read_checksums(answer: Any) -> list[RankChecksums]:
-    """In the order of the engine's tensor-parallel ranks."""
+    """In the order of the engine's tensor-parallel ranks. Names are those of a model without adapters, around whose
+    layers SGLang puts others."""
     found = []
     for rank in field(answer, "ranks", list):
         checksums = field(rank, "checksums", dict)
@@ -246,7 +283,8 @@ def read_checksums(answer: Any) -> list[RankChecksums]:
         place = info[0] if isinstance(info, list) and info else info
         if not set(map(type, checksums.values())) <= {str}:
             raise BadAnswer(f"checksums is {shown(checksums)}, expected texts by name")
-        found.append(RankChecksums(field(place, "tp_rank", int), field(place, "tp_size", int), checksums))
+        plain = {name.replace(ADAPTED, "."): digest for name, digest in checksums.items()}
+        found.append(RankChecksums(field(place, "tp_rank", int), field(place, "tp_size", int), plain))
     return sorted(found, key=lambda rank: rank.tp_rank)
 
 
@@ -257,6 +295,9 @@ SERVER_INFO = Endpoint[None, ServerInfo]("server_info", read_server_info, "GET")
 GENERATE = Endpoint[GenerateBody, Any]("generate", lambda answer: answer)  # a Generated, or a list of them
 ABORT = Endpoint[AbortBody, None]("abort_request", read_nothing)
 FLUSH_CACHE = Endpoint[None, None]("flush_cache", read_nothing)
+# nothing is drawn between the two; pausing twice and continuing unasked are harmless
+PAUSE = Endpoint[PauseBody, None]("pause_generation", read_nothing)
+CONTINUE = Endpoint[EmptyBody, None]("continue_generation", read_nothing)
 BEGIN_UPDATE = Endpoint[SessionBody, None]("begin_weight_update", read_nothing)
 END_UPDATE = Endpoint[EmptyBody, None]("end_weight_update", read_nothing)
 UPDATE_FROM_TENSOR = Endpoint[TensorsBody, None]("update_weights_from_tensor", read_nothing)
@@ -264,6 +305,8 @@ JOIN_GROUP = Endpoint[GroupBody, None]("init_weights_update_group", read_nothing
 UPDATE_FROM_BROADCAST = Endpoint[BroadcastBody, None]("update_weights_from_distributed", read_nothing)
 LEAVE_GROUP = Endpoint[LeaveBody, None]("destroy_weights_update_group", read_nothing)
 UPDATE_FROM_DISK = Endpoint[DiskBody, None]("update_weights_from_disk", read_nothing)
+LOAD_ADAPTER = Endpoint[AdapterBody, tuple[str, ...]]("load_lora_adapter_from_tensors", read_adapters)
+UNLOAD_ADAPTER = Endpoint[AdapterNameBody, None]("unload_lora_adapter", read_nothing)
 UPDATE_VERSION = Endpoint[VersionBody, None]("update_weight_version", read_nothing)
 RELEASE_MEMORY = Endpoint[MemoryBody, None]("release_memory_occupation", read_nothing)
 RESUME_MEMORY = Endpoint[MemoryBody, None]("resume_memory_occupation", read_nothing)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,9 @@ FINISH_REASONS = ("stop", "length")
 MANY_BYTES = 1 << 20  # of an answer that is worth reading by columns
 
 
-def generate_body(requests: Sequence[Request], sampling: SamplingParams) -> GenerateBody:
-    """One call for several requests: lists of token ids and of sampling parameters, in order."""
+def generate_body(requests: Sequence[Request], sampling: SamplingParams, adapter: str | None = None) -> GenerateBody:
+    """One call for several requests: lists of token ids and of sampling parameters, in order. adapter: the name of the
+    one to draw with."""
     shared: SamplingBody = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -35,11 +37,22 @@ def generate_body(requests: Sequence[Request], sampling: SamplingParams) -> Gene
         shared["stop"] = list(sampling.stop)
     if sampling.stop_token_ids:
         shared["stop_token_ids"] = list(sampling.stop_token_ids)
-    return {
-        "input_ids": [list(request.prompt.token_ids) for request in requests],
+    prompts = [request.prompt for request in requests]
+    body: GenerateBody = {
+        "input_ids": [list(prompt.short_ids or prompt.token_ids) for prompt in prompts],
         "sampling_params": [{**shared, "sampling_seed": request.seed} for request in requests],
         "return_logprob": True,
     }
+    if any(prompt.pictures for prompt in prompts):  # only what mrl has encoded itself: servers open paths and URLs
+        urls = {id(prompt): [_url(picture) for picture in prompt.pictures] for prompt in prompts}
+        body["image_data"] = [urls[id(prompt)] for prompt in prompts]
+    if adapter is not None:
+        body["lora_path"] = adapter
+    return body
+
+
+def _url(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,7 @@ class Expected:
     vocab_size: int
     max_new_tokens: int
     weight_version: str | None = None
+    versions: Collection[str] | None = None  # any of these, and which of them drew each token is asked for
 
 
 def read_answer(requests: Sequence[Request], content: bytes, expected: Expected) -> list[Sample]:
@@ -90,6 +104,11 @@ def _read(request: Request, answer: Any, expected: Expected, tokens: columns.Tok
         reason = _finish_reason(meta)
         ids = field(answer, "output_ids", list)
         _check_ids(ids, expected)
+        if request.prompt.pictures and field(meta, "prompt_tokens", int) != len(request.prompt.token_ids):
+            raise BadAnswer(
+                f"the engine made {meta['prompt_tokens']} tokens of the prompt and its pictures, mrl "
+                f"{len(request.prompt.token_ids)}: they do not see the same"
+            )
         version = field(meta, "weight_version", str)
         if expected.weight_version not in (None, version):
             raise BadAnswer(
@@ -98,9 +117,27 @@ def _read(request: Request, answer: Any, expected: Expected, tokens: columns.Tok
             )
         if tokens is None:
             tokens = columns.Tokens(np.array(ids, dtype=np.int64), np.array(_log_probs(meta, ids), dtype=np.float64))
-        return Sample(request, tokens.ids, tokens.log_probs, reason, version)
+        versions = None if expected.versions is None else _versions(meta, len(ids), expected.versions)
+        return Sample(request, tokens.ids, tokens.log_probs, reason, version, versions=versions)
     except BadAnswer as error:
         raise BadAnswer(f"sample {request.sample_id}: {error}") from error
+
+
+def _versions(meta: dict[str, Any], tokens: int, known: Collection[str]) -> np.ndarray:
+    """[tokens] int32: of the weights that drew each, from the spans that the engine names."""
+    found: list[int] = []
+    for span in field(meta, "weight_versions", list):
+        version, start, end = field(span, "version", str), field(span, "start", int), field(span, "end", int)
+        if start != len(found) or end < start:
+            raise BadAnswer(f"weight_versions is {shown(meta['weight_versions'])}, expected spans without a gap")
+        if version not in known:
+            raise BadAnswer(
+                f"weight_versions names {shown(version)}, which the run gave to no engine: somebody else changes them"
+            )
+        found += [int(version)] * (end - start)
+    if len(found) != tokens:
+        raise BadAnswer(f"weight_versions is of {len(found)} tokens, output_ids has {tokens}")
+    return np.array(found, dtype=np.int32)
 
 
 def _finish_reason(meta: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from mrl.config.derived import Machine
 from mrl.config.schema import RLConfig
 from mrl.ports import free_port
+from mrl.rollout.adapters import started_with
 from mrl.rollout.agent import Agent, Home
 from mrl.rollout.errors import EngineStartError
 from mrl.rollout.launch import Part
@@ -158,7 +159,7 @@ class EngineNode:
             return why
         duty, model = self._duty, self._duty.cfg.model
         self._agent = agent = start_agent(
-            duty.cfg.rollout,
+            started_with(duty.cfg),
             model.path,
             model.dtype,
             duty.run_dir / "logs",

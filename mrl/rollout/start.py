@@ -27,15 +27,21 @@ from mrl.rollout.process import EnginePart, EngineProcess
 from mrl.rollout.registry import Registry
 from mrl.rollout.router import engines_at
 from mrl.rollout.server import Server
+from mrl.rollout.spread import Member, joined
 
 
 @dataclass(frozen=True)
 class Others:
-    """The nodes besides rank 0's own, whose engines have been started there. key: opens all engines of the run."""
+    """The nodes besides rank 0's own, whose engines have been started there, in their order.
+
+    key: opens all engines of the run
+    part: of rank 0's node, where engines are larger than one
+    """
 
     key: str
     home: Home
     offered: Sequence[Offered]
+    part: Part | None = None
 
 
 def start_engine(
@@ -67,10 +73,11 @@ def start_engine(
     else:
         access = Access(secrets.token_hex(32) if others is None else others.key, ours=True)
         home = Home() if others is None else others.home
-        processes = _start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, access)
-        servers = [Server(process.url, process) for process in processes]
+        part = others.part if others is not None else None
+        processes = _start_servers(cfg, model_path, dtype, log_dir, seed, machine, home, access, part)
         nodes = [OtherNode(offered, access) for offered in (others.offered if others is not None else ())]
-        servers += [Server(engine.url, engine) for node in nodes for engine in node.engines]
+        parts: list[Member] = [*processes, *(engine for node in nodes for engine in node.engines)]
+        servers = [Server(one.url, one) for one in joined(parts, part.nodes if part is not None else 1)]
     arch = engine_arch(model_path)
     fleet = Fleet(
         servers,

@@ -70,13 +70,19 @@ def resharding(
 
 
 def bfloat16_before_the_first_update(world: World) -> None:
-    def make(seed: int) -> dict[str, Learner]:
-        return {"actor": world.learner("policy", world.tied, "tp2", seed, torch.bfloat16)}
+    """Of an actor, and of a critic whose head is float32."""
+
+    def make(seed: int, layout: str = "tp2") -> dict[str, Learner]:
+        dtype = torch.bfloat16
+        return {
+            "actor": world.learner("policy", world.tied, layout, seed, dtype),
+            "critic": world.learner("critic", world.tied, layout, seed, dtype),
+        }
 
     learners, run = make(1), world.work / "bf16"
     first = save(run, 0, learners, {}, keep_last=2)
     train(learners, range(2))
-    second = save(run, 2, learners, {}, keep_last=2)
+    second, at_save = save(run, 2, learners, {}, keep_last=2), weights_of(learners)
     train(learners, range(2, 3))
     at_end = weights_of(learners)
     for name, path, updates in (("unstarted", first, range(3)), ("started", second, range(2, 3))):
@@ -84,6 +90,12 @@ def bfloat16_before_the_first_update(world: World) -> None:
         checkpoint.load(path, fresh)
         train(fresh, updates)
         report(f"bfloat16 {name}", continued=error(weights_of(fresh), at_end))
+    for layout in ("pp2", "dp4"):
+        fresh = make(99, layout)
+        checkpoint.load(second, fresh)
+        report(f"bfloat16 {layout}", loaded=error(weights_of(fresh), at_save))
+    head = at_end["critic.score.weight"]
+    report("bfloat16 head", dtype=str(head.dtype), rounding=float((head - head.bfloat16().float()).abs().max()))
 
 
 def draws() -> list[float]:

@@ -18,6 +18,7 @@ from typing import Any
 
 BEHAVIOUR = sys.argv[2]
 calls: list[str] = []
+handles: list[int] = []  # in each update from tensors: one a process
 version = ["0"]  # as the trainer has named it last
 
 
@@ -40,13 +41,15 @@ def generate(body: dict[str, Any]) -> tuple[int, Any]:
 
 def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
     if path == "calls":
-        return 200, {"calls": calls}
+        return 200, {"calls": calls, "handles": handles}
     if path == "model_info":
         return 200, {"model_path": "fake", "model_type": "llama", "weight_version": "0"}
     if path == "server_info":
         return 200, {"enable_deterministic_inference": True, "skip_tokenizer_init": True}
     calls.append(path)
     update = path in ("update_weights_from_tensor", "update_weights_from_distributed")
+    if path == "update_weights_from_tensor":
+        handles.append(len(body["serialized_named_tensors"]))
     second = update and calls.count(path) == 2
     if path == "begin_weight_update" and BEHAVIOUR == "refuses_begin":
         return 200, {"success": False, "message": "a weight-update session is already open"}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,7 @@ platform.install()
 
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from mrl.algo import Sequences, aggregate  # noqa: E402
 from mrl.config.schema import (  # noqa: E402
@@ -96,6 +98,52 @@ def make_rollout(vocab: int, seed: int = 0) -> Rollout:
     )
 
 
+def make_trajectories(rollout: Rollout) -> Rollout:
+    """The same tokens, of which an environment has said every third to fifth; sample 4 ends with its words."""
+    place = torch.arange(rollout.tokens.numel())
+    after_prompt = torch.cat([torch.arange(n) >= p for n, p in zip(rollout.seq_lens, rollout.prompt_lens, strict=True)])
+    drawn = after_prompt & (place % 5 < 2)
+    drawn[int(rollout.seq_lens[:5].sum()) - 4 : int(rollout.seq_lens[:5].sum())] = False
+    return replace(rollout, drawn=drawn, rollout_log_probs=torch.zeros(int(drawn.sum())))
+
+
+def advantages_of(rollout: Rollout) -> torch.Tensor:
+    return torch.randn(rollout.num_response_tokens, generator=torch.Generator().manual_seed(2))
+
+
+def plain_gradient(rollout: Rollout) -> Loss:
+    """The mean of -advantage * log-prob over the drawn tokens."""
+    n, advantages = rollout.num_response_tokens, advantages_of(rollout)
+    equal = torch.full((n,), 1 / n)
+    targets = losses.PolicyTargets(
+        advantages=advantages,
+        policy_weights=equal,
+        weights=equal,
+        mean_weights=equal,
+        old_log_probs=None,
+        ref_log_probs=None,
+        sequences=Sequences.of_mask(rollout.response_mask),
+    )
+    return losses.policy(policy_loss(loss_mode="gpg"), KLConfig(), 0.0, targets)
+
+
+def plain_loop(model_dir: str, weights: dict[str, torch.Tensor], rollout: Rollout) -> Result:
+    """The same by transformers, one trajectory and one token after the other."""
+    assert rollout.drawn is not None
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=torch.float32)
+    model.load_state_dict(weights, strict=False)
+    advantages, total, at = advantages_of(rollout), torch.zeros(()), 0
+    lengths = rollout.seq_lens.tolist()
+    for ids, drawn in zip(rollout.tokens.split(lengths), rollout.drawn.split(lengths), strict=True):
+        log_probs = (model(ids[None]).logits[0] / 0.7).log_softmax(-1)
+        for place in drawn.nonzero().flatten().tolist():
+            total = total - advantages[at] * log_probs[place - 1, ids[place]]
+            at += 1
+    loss = total / at
+    loss.backward()
+    return float(loss), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
 def cases(rollout: Rollout, actor: Learner) -> dict[str, tuple[str, Loss, bool]]:
     """name -> (role, loss, whether the entropy takes a gradient)"""
     g = torch.Generator().manual_seed(1)
@@ -130,7 +178,7 @@ def gradients(learner: Learner, rollout: Rollout, loss: Loss, entropy_grad: bool
     metrics = learner.backward(
         rollout, range(rollout.num_samples), loss, 0.7, entropy_grad=entropy_grad, full_gradients=True
     )
-    return metrics["loss"], everywhere(learner, lambda p: p.main_grad)
+    return metrics["loss"], everywhere(learner, lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p))
 
 
 def everywhere(learner: Learner, read: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -186,10 +234,18 @@ def main() -> None:
 def all_gradients(model_dir: str, arch: ModelArch, mesh: Mesh, train: TrainConfig) -> dict[str, Result]:
     actor, critic = (build(role, model_dir, mesh, train) for role in ("policy", "critic"))
     rollout = make_rollout(arch.vocab_size)
-    return {
+    found = {
         case: gradients(actor if role == "policy" else critic, rollout, loss, entropy_grad)
         for case, (role, loss, entropy_grad) in cases(rollout, actor).items()
     }
+    told = make_trajectories(rollout)
+    found["trajectories"] = gradients(actor, told, plain_gradient(told), False)
+    if torch.distributed.get_world_size() == 1 and arch.experts is None:  # the reference is nothing of ours
+        weights = everywhere(actor, torch.Tensor.detach)
+        plain = plain_loop(model_dir, weights, told)
+        assert max(compare(found["trajectories"], plain)[:2]) < 1e-5, compare(found["trajectories"], plain)  # type: ignore[type-var]
+        found["trajectories"] = plain
+    return found
 
 
 def build(role: str, model_dir: str, mesh: Mesh, train: TrainConfig) -> Learner:

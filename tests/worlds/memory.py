@@ -20,7 +20,7 @@ from checkpoint_tools import World, report, save, train, weights_of
 from gradients import make_rollout, parse
 
 from mrl import checkpoint, platform
-from mrl.config.schema import RLConfig
+from mrl.config.schema import RewardModelConfig, RLConfig
 from mrl.learner import Learner
 from mrl.learner.memory import LEVELS
 from mrl.learner.optimizer import main_parameters
@@ -125,7 +125,7 @@ class Job:
         self.memory.begin("rollout")
         rollout = replace(make_rollout(run.actor.arch.vocab_size, seed=number), step=number)
         with self.memory.during("scoring"):
-            scores = score(run.reward_model, SEQUENCES)
+            scores = score(run.reward_model, RewardModelConfig(path="-"), SEQUENCES)
         self.memory.begin("experience")
         experience, metrics = experience_of(run, rollout, True)
         metrics |= update(run, experience, True)

@@ -122,7 +122,7 @@ def same_for_every_layout(path: str, layouts: dict[str, ParallelConfig], meshes:
 
     def outputs(layout: ParallelConfig) -> torch.Tensor:
         model = Model(path, meshes.get(layout))
-        return torch.cat([model("log_probs", 2), model("distribution", 3)])
+        return torch.cat([model("log_probs", 2), model("distribution", 4)])
 
     reference = outputs(ONE)
     return {name: difference(outputs(layout), reference) for name, layout in layouts.items()}
@@ -146,7 +146,7 @@ def against_logits(path: str, meshes: Meshes) -> dict[str, float]:
     mesh = meshes.get(ONE)
     model = Model(path, mesh)
     log_probs, entropy = model("log_probs", 2)
-    distribution = model("distribution", 3)
+    distribution = model("distribution", 4)
     alone = model("log_probs", 2, [[i] for i in range(len(LENGTHS))])
     batch = model.batch(list(range(len(LENGTHS))))
     with mesh.active(), torch.no_grad():
@@ -157,6 +157,7 @@ def against_logits(path: str, meshes: Meshes) -> dict[str, float]:
         "log-probs": difference(log_probs[batch.dest], wanted.gather(1, batch.labels[:, None])[:, 0]),
         "entropy": difference(entropy[batch.dest], -(wanted.exp() * wanted).sum(-1)),
         "squares": difference(distribution[2][batch.dest], wanted.exp().square().sum(-1)),
+        "likeliest": difference(distribution[3][batch.dest], (wanted.argmax(-1) == batch.labels).float()),
         "without gradients": difference(distribution[:2], torch.stack([log_probs, entropy])),
         "one by one": difference(torch.stack([log_probs, entropy]), alone),
     }
@@ -171,8 +172,9 @@ def large_logits(mesh: Mesh) -> dict[str, float]:
     labels = torch.tensor([7, 7, 31, 31, 31, 37])
     half = slice(20 * mesh.tp_rank, 20 * mesh.tp_rank + 20)
     found = linear_log_prob(torch.eye(6), logits[:, half].T.contiguous(), labels, 1.0, half.start, 40, mesh.tp_group)
+    assert torch.equal(found[2].bool(), logits.gather(1, labels[:, None])[:, 0] == logits.amax(-1))
     wanted = log_probs.compute(logits.double(), labels)
-    errors = [float(((got - want) / want).abs().max()) for got, want in zip(found, wanted, strict=True)]
+    errors = [float(((got - want) / want).abs().max()) for got, want in zip(found[:2], wanted, strict=True)]
     return {"log-probs": errors[0], "entropies": errors[1], "highest": float(found[0].max())}
 
 

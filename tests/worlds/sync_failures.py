@@ -1,15 +1,18 @@
 """Run under torchrun with 2 processes: pushes against engines that fail. Usage: sync_failures.py JOBS RESULTS MODEL_DIR
 
-JOBS: JSON list of {name, urls, transport, timeout_s}; with two engines the second
-one is on node 1, as rank 1 is. RESULTS: {name: [{error, seconds} of each rank]}. Both ranks send,
+JOBS: JSON list of {name, urls, transport, timeout_s, spans, lacks}; with two engines the second
+one is on node 1, as rank 1 is. spans: the engine is over both nodes, a tensor-parallel rank on each; lacks: the node
+that has no room for a second handle. RESULTS: {name: [{error, seconds} of each rank]}. Both ranks send,
 and the export stream is collective: a rank that stopped reading it after an error would hold up the other one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from mrl.parallel import Nodes
 from mrl.weights.errors import SyncError
 from mrl.weights.sync.payload import Bucket, plan_buckets
 from mrl.weights.sync.push import WeightSync
+from mrl.weights.sync.transports import SharedMemory
 from tests.sync_tools import FileExporter
 
 
@@ -31,15 +35,35 @@ class SmallBuckets(WeightSync):
         return plan_buckets([meta for meta in self._metas if meta.sender == sender], 1 << 16)
 
 
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """For a second bucket's handles."""
+    real, made = SharedMemory.handles, []
+
+    def handles(self: SharedMemory, *bucket: Any) -> list[str]:
+        made.append(bucket)
+        if len(made) > 1:
+            raise OSError("no room")
+        return real(self, *bucket)
+
+    SharedMemory.handles = handles  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SharedMemory.handles = real  # type: ignore[method-assign]
+
+
 def push(job: dict[str, Any], exporter: FileExporter) -> dict[str, Any]:
     cfg = SyncConfig(transport=job["transport"], timeout_s=job["timeout_s"])
-    urls = job["urls"]
-    homes = {url: node for node, url in enumerate(urls)} if len(urls) > 1 else None
-    sync = SmallBuckets(exporter, urls, cfg, nodes=Nodes((0, 1), exporter.rank), homes=homes)
+    urls, spans = job["urls"], job.get("spans", False)
+    homes = {url: (node,) for node, url in enumerate(urls)} if len(urls) > 1 else {}
+    homes = dict.fromkeys(urls, (0, 1)) if spans else homes
+    sync = SmallBuckets(exporter, urls, cfg, 1 + spans, nodes=Nodes((0, 1), exporter.rank), homes=homes)
     started = time.monotonic()
     error = ""
     try:
-        sync.push("7")
+        with no_room() if job.get("lacks") == exporter.rank else contextlib.nullcontext():
+            sync.push("7")
     except SyncError as caught:
         error = str(caught)
     seconds = time.monotonic() - started

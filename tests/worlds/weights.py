@@ -221,7 +221,8 @@ def critic(job: Job) -> dict[str, Any]:
     chunks = job.load("critic")
     heads = [p for name, p in load.named_parameters(chunks) if name == "value_head.weight"]
     fresh = max(everywhere(max((float(p.detach().abs().max()) for p in heads), default=-1.0)))
-    wrong = wrong_tensors(job, chunks, extra=("score.weight",), skip=("lm_head.weight",))
+    bias = ("score.bias",) if job.arch.family in ("qwen2", "qwen3") else ()  # SGLang's classes of these want one
+    wrong = wrong_tensors(job, chunks, extra=("score.weight", *bias), skip=("lm_head.weight",))
     for head in heads:
         head.data.copy_(torch.arange(head.numel()).view_as(head))
     save_hf(Exporter(chunks, job.arch, job.mesh), job.path, job.out, max_file_bytes=100_000)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from mrl.files import write_atomically
+from mrl.packages import commit, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -23,22 +21,15 @@ PACKAGES = ("torch", "megatron-core", "safetensors", "sglang", "transformers", "
 
 def write(file: Path, figures: Mapping[str, Any]) -> None:
     """`figures` under a header that says what they were measured on; the load is that at the end. By rename."""
-    header = {"commit": _commit(), "date": time.strftime("%F"), "machine": _machine(), "versions": _versions()}
+    header = {
+        "commit": commit() or "not a git checkout",
+        "date": time.strftime("%F"),
+        "machine": _machine(),
+        "versions": versions(*PACKAGES),
+    }
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps({**header, **figures}, indent=1) + "\n")
     print(f"written to {file}")
-
-
-def _commit() -> str:
-    """With a + where files differ from it."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    return done.stdout.strip() or "not a git checkout"
 
 
 def _machine() -> dict[str, Any]:
@@ -51,11 +42,3 @@ def _machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "load_average": os.getloadavg(),
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found

@@ -159,16 +159,27 @@ def host_learner(role: str, ranks: int) -> Any:
     """A Learner of rank 0 of TP8 x PP2, whose model answers -1 to everything."""
     import torch
 
+    from mrl.config.schema import ParallelConfig, PrecisionConfig
     from mrl.learner import Learner
+    from mrl.learner.micro_batches import Split
 
     class HostLearner(Learner):
         def __init__(self) -> None:
             self.role, self.trainable = role, True  # type: ignore[assignment]
             self.mesh: Any = SimpleNamespace(
-                dp=ranks // 16, dp_rank=0, tp=8, tp_rank=0, cp=1, cp_rank=0, pp=2, vpp=None, cp_group=None
+                dp=ranks // 16,
+                dp_rank=0,
+                tp=8,
+                tp_rank=0,
+                cp=1,
+                cp_rank=0,
+                pp=2,
+                vpp=None,
+                cp_group=None,
+                cfg=ParallelConfig(tensor=8, pipeline=2),
             )
-            self.arch: Any = SimpleNamespace(vocab_size=VOCAB)
-            self.train: Any = SimpleNamespace(max_tokens_per_microbatch=32768)
+            self.train: Any = SimpleNamespace(max_tokens_per_microbatch=32768, precision=PrecisionConfig())
+            self.split = Split(self.mesh, self.train, VOCAB)
             self.memory: Any = SimpleNamespace(require=lambda *args: None)
             self.chunks, self.flops, self._outputs = [], 0, []
             self.optimizer: Any = SimpleNamespace(zero_grad=lambda: None)
@@ -221,7 +232,7 @@ def host(samples: int, tokens: int, ranks: int, minibatch: int, critic: bool = F
         actor, values = host_learner("policy", ranks), host_learner("value", ranks) if critic else None
         run, base = bare_run(cfg, actor, values), peak_mib()
         for learner in filter(None, (actor, values)):
-            clock.watch(learner, "_micro_batches", "micro_batches")
+            clock.watch(learner.split, "micro_batches", "micro_batches")
         with clock.of("passes"):
             passes = forward_passes(cfg.algorithm, rollout, 1.0, actor, values)
         with clock.of("experience"):

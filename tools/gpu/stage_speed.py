@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ DTYPE = torch.bfloat16
 ROUNDS = 5
 BUCKET_BYTES = 512 << 20
 PUSH_S = 600.0
+MODELS = ROOT / "yaml_configs" / "models"
 
 
 def seconds(work: Callable[[], Any], rounds: int) -> float:
@@ -102,7 +104,7 @@ def head(setting: Setting) -> Numbers:
     def both() -> None:
         x.requires_grad_(), weight.requires_grad_()
         x.grad = weight.grad = None
-        log_probs, _ = linear_log_prob(x, weight, labels, 1.0, 0, vocabulary)
+        log_probs, *_ = linear_log_prob(x, weight, labels, 1.0, 0, vocabulary)
         log_probs.sum().backward()
 
     least = seconds(floor, rounds)
@@ -113,41 +115,48 @@ def head(setting: Setting) -> Numbers:
                     "peak GB": platform.peak_memory_bytes() / 1e9, "dW GB": weight.nbytes / 1e9}  # fmt: skip
 
 
-@cache
-def learner(layers: str, rehearsal: bool) -> Learner:
-    """Of Qwen3-0.6B's sizes, random weights."""
+def learner_of(model: Path, train: TrainConfig) -> Learner:
+    """A policy of the sizes of a directory's config.json, random weights."""
     if not torch.distributed.is_initialized():
         platform.init_process_group(120.0)
         atexit.register(torch.distributed.destroy_process_group)
-    model = str(ROOT / "yaml_configs" / "models" / ("sort-20m" if rehearsal else "Qwen3-0.6B"))
-    train = TrainConfig(layers=layers, max_tokens_per_microbatch=16384)  # type: ignore[arg-type]
     mesh = Meshes(120.0).get(ParallelConfig())
-    return Learner("policy", load_arch(model), model, train, mesh, dtype=DTYPE, seed=1, from_scratch=True)
+    return Learner("policy", load_arch(str(model)), str(model), train, mesh, dtype=DTYPE, seed=1, from_scratch=True)
+
+
+@cache
+def learner(layers: str, rehearsal: bool) -> Learner:
+    """Of Qwen3-0.6B's sizes."""
+    train = TrainConfig(layers=layers, max_tokens_per_microbatch=16384)  # type: ignore[arg-type]
+    return learner_of(MODELS / ("sort-20m" if rehearsal else "Qwen3-0.6B"), train)
+
+
+def step(actor: Learner, count: int, length: int, rounds: int) -> Numbers:
+    """Seconds of an update over `count` sequences of `length` tokens, half of them responses, and of its passes."""
+    rollout = rollout_of(count, length, actor.arch.vocab_size)
+    loss = losses.cross_entropy(rollout.flat(aggregate.token_weights("token-mean", rollout.response_mask)))
+
+    def work() -> None:
+        actor.backward(rollout, range(count), loss, 1.0)
+        actor.step()
+
+    busy = platform.busy_seconds()
+    spent = seconds(work, rounds)
+    busy = (platform.busy_seconds() - busy) / (rounds + 1)  # with the round that is not counted
+    return {"tokens": count * length, "s": spent, "passes s": busy, "tokens/s": count * length / spent}
 
 
 def update(layers: str) -> Check:
-    """A check that times an update over 16,384 tokens, half of them responses."""
+    """A check that times an update over 16,384 tokens."""
 
     def check(setting: Setting) -> Numbers:
         actor = learner(layers, setting.rehearsal)
-        count, length = (2, 16) if setting.rehearsal else (16, 1024)
-        rollout = rollout_of(count, length, actor.arch.vocab_size)
-        weights = rollout.flat(aggregate.token_weights("token-mean", rollout.response_mask))
-        loss = losses.cross_entropy(weights)
-
-        def work() -> None:
-            actor.backward(rollout, range(count), loss, 1.0)
-            actor.step()
-
         platform.reset_peak_memory()
-        busy = platform.busy_seconds()
-        spent = seconds(work, rounds_of(setting))
-        busy = (platform.busy_seconds() - busy) / (rounds_of(setting) + 1)  # with the round that is not counted
-        tokens, parameters = count * length, sum(p.numel() for chunk in actor.bare for p in chunk.parameters())
-        flops = 6.0 * parameters * tokens / spent
-        kind = actor.bare[0].config.transformer_impl
-        numbers = {"tokens": tokens, "layers": kind, "s": spent, "passes s": busy, "tokens/s": tokens / spent}
-        numbers |= {"TFLOP/s by 6 N": flops / 1e12, "of the GEMM rate": flops / product_flops(setting)}
+        numbers = step(actor, *((2, 16) if setting.rehearsal else (16, 1024)), rounds_of(setting))
+        parameters = sum(p.numel() for chunk in actor.bare for p in chunk.parameters())
+        flops = 6.0 * parameters * numbers["tokens/s"]
+        numbers |= {"layers": actor.bare[0].config.transformer_impl, "TFLOP/s by 6 N": flops / 1e12}
+        numbers |= {"of the GEMM rate": flops / product_flops(setting)}
         return numbers | {"peak GB": platform.peak_memory_bytes() / 1e9}
 
     return check

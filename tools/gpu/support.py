@@ -29,6 +29,7 @@ PROOFS: dict[str, tuple[str, tuple[str, ...]]] = {
     "bfloat16 with float32 main weights and gradients": ("cuda", ("bfloat16 is near",)),
     "`run.deterministic`": ("cuda", ("the same bits",)),
     "fp8 by transformer-engine: layers and loss head": ("fp8", ("casts are", "the loss head is", "SFT in")),
+    "weights in fp8, pushed with checksum": ("fp8", ("GRPO, weights in fp8",)),
     "SFT, GRPO, PPO": ("cuda", ("SFT", "GRPO", "PPO")),
     "checkpoints, resume": ("cuda", ("resume",)),
     "transformers engine": ("cuda", ("GRPO, float32, transformers engine",)),

@@ -5,41 +5,51 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mrl.config.checks import data, layout, models, precision, run
+from mrl.config.checks import data, layout, lora, models, precision, run, vision
 from mrl.config.checks.base import Archs
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem, printable
-from mrl.config.trainers.base import Config
+from mrl.config.trainers.base import AnyConfig, Config
 from mrl.config.trainers.table import trainer_of
 
 MAX_SECONDS = 2e6  # operating systems count milliseconds in 31 bits
-SEVERAL_LINES = ("rollout.sampling.stop", "reward.format.pattern", "model.eos_token")
+SEVERAL_LINES = ("rollout.sampling.stop", "reward.format.pattern", "model.eos_token", "data.step_separator")
 
 
-def check_all(cfg: Config, machine: Machine) -> list[Problem]:
+def check_all(cfg: AnyConfig, machine: Machine) -> list[Problem]:
     """`check`, after the files that the configuration names have been looked at."""
     problems = [] if machine.planned else [*data.check_sources(cfg), *trainer_of(cfg).check_files(cfg)]
-    archs = models.read_archs(cfg, problems, shapes_only=machine.planned)
+    archs = models.read_archs(cfg, problems, shapes_only=machine.planned) if isinstance(cfg, Config) else {}
     return problems + check(cfg, archs, machine)
 
 
-def check(cfg: Config, archs: Archs, machine: Machine) -> list[Problem]:
+def check(cfg: AnyConfig, archs: Archs, machine: Machine) -> list[Problem]:
     """Contradictions, impossible layouts and settings without effect; each names every key that it takes part in."""
     problems = list(layout.check(cfg, archs, machine))
     problems += _values(cfg.model_dump())
     problems += run.check_directory(cfg.run)
     problems += run.check_trackers(cfg.run)
-    problems += run.check_profile(cfg.run, machine)
-    problems += models.check_pickle(cfg)
+    problems += run.check_profile(cfg, machine)
     problems += run.check_checkpoint(cfg)
-    problems += models.check_optimizers(cfg)
-    problems += models.check_layers(cfg, machine)
-    problems += models.check_offload(cfg)
-    problems += precision.check(cfg, archs, machine)
     problems += run.check_resilience(cfg)
-    problems += data.check_answers(cfg, archs)
+    if isinstance(cfg, Config):
+        problems += _language(cfg, archs, machine)
     problems += trainer_of(cfg).check(cfg, archs, machine)
     return problems
+
+
+def _language(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
+    """Of language models: their files, optimizers, layers, precision and answers."""
+    yield from models.check_pickle(cfg)
+    yield from models.check_template(cfg)
+    yield from models.check_optimizers(cfg)
+    yield from models.check_layers(cfg, machine)
+    yield from models.check_local(cfg, archs)
+    yield from models.check_offload(cfg)
+    yield from precision.check(cfg, archs, machine)
+    yield from lora.check(cfg, archs)
+    yield from vision.check(cfg, archs)
+    yield from data.check_answers(cfg, archs)
 
 
 def _values(value: Any, key: str = "") -> Iterator[Problem]:

@@ -11,8 +11,9 @@ from typing import Any
 from mrl.config.checks.base import Archs
 from mrl.config.json_rows import BOM, DECODER, as_row, parse_row
 from mrl.config.problems import Problem, no_file, reason
-from mrl.config.sections.data import DataConfig, SourceConfig
-from mrl.config.trainers.base import Config
+from mrl.config.sections.data import PreferenceDataConfig, SourceConfig
+from mrl.config.trainers.base import AnyConfig, Config, DataUse
+from mrl.families import ModelArch
 from mrl.foreign import read_json
 
 HEAD_BYTES = 1 << 20
@@ -26,22 +27,20 @@ class _Unreadable(Exception):
     """Why a source cannot be used."""
 
 
-def check_sources(cfg: Config) -> Iterator[Problem]:
+def check_sources(cfg: AnyConfig) -> Iterator[Problem]:
     for key, use in cfg.data_uses().items():
         data = use.cfg
-        yield from _sources(key, "train", data, data.train, use.needed)
+        yield from _sources(key, "train", data.train, use)
         yield from _weights(f"{key}.train", data.train)
-        if data.validation is not None and use.is_sampled:
-            yield from _sources(key, "validation", data, data.validation, use.needed)
-            yield from _validation_weights(data.validation)
+        if data.validation is not None and use.uses_validation:
+            yield from _sources(key, "validation", data.validation, use)
+            yield from _validation_weights(data.validation, use.is_sampled)
         elif data.validation is not None:
             other = key.rpartition(".")[0] or "trainer"
             yield Problem((f"{key}.validation", other), "has no effect: only what is sampled is validated")
 
 
-def _sources(
-    section: str, name: str, data: DataConfig, sources: tuple[SourceConfig, ...], needed: dict[str, str]
-) -> Iterator[Problem]:
+def _sources(section: str, name: str, sources: tuple[SourceConfig, ...], use: DataUse) -> Iterator[Problem]:
     key = f"{section}.{name}"
     if not sources:
         yield Problem((key,), "names no source of rows")
@@ -58,7 +57,20 @@ def _sources(
             yield Problem((key,), f"cannot read {source.path}: {reason(error)}")
         else:
             if columns is not None:
-                yield from _columns(section, key, source, columns, data, needed)
+                yield from _columns(section, key, source, columns, use)
+
+
+def unreadable(source: SourceConfig) -> str | None:
+    """Why rows cannot be read there, as far as the first one tells; None if they can."""
+    try:
+        read_columns(source)
+    except _Unreadable as error:
+        return str(error)
+    except FileNotFoundError:
+        return f"{source.path!r} is not on this machine: {KINDS} (nothing is downloaded)"
+    except (OSError, ValueError) as error:
+        return f"cannot read {source.path}: {reason(error)}"
+    return None
 
 
 def _weights(key: str, sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
@@ -69,17 +81,16 @@ def _weights(key: str, sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
         yield Problem((key,), f"{', '.join(without)}: no weight; give one to every source or to none")
 
 
-def _validation_weights(sources: tuple[SourceConfig, ...]) -> Iterator[Problem]:
+def _validation_weights(sources: tuple[SourceConfig, ...], is_sampled: bool) -> Iterator[Problem]:
     if any(source.weight is not None for source in sources):
         message = "weights have no effect: a validation takes the first rows of all sources in turn"
-        yield Problem(("data.validation", "validation.prompts"), message)
+        yield Problem(("data.validation", "validation.prompts" if is_sampled else "validation.rows"), message)
 
 
-def _columns(
-    section: str, key: str, source: SourceConfig, columns: Columns, data: DataConfig, needed: dict[str, str]
-) -> Iterator[Problem]:
+def _columns(section: str, key: str, source: SourceConfig, columns: Columns, use: DataUse) -> Iterator[Problem]:
+    data = use.cfg
     where, has = f"the first row of {source.path}", ", ".join(columns) or "no keys"
-    for setting, name in needed.items():
+    for setting, name in use.needed(columns).items():
         if name not in columns and name.split(".")[0] not in columns:
             yield Problem((f"{section}.{setting}", key), f"{where} has no {name!r}; it has {has}")
     if columns.get(data.prompt_key) is list and not data.chat_template:
@@ -189,10 +200,21 @@ def _feature(feature: Any) -> type | None:
     return str if feature.get("dtype") in ("string", "large_string") else None
 
 
+def check_preferences(data: PreferenceDataConfig, arch: ModelArch | None) -> Iterator[Problem]:
+    """Responses have a place beside their prompts, and the model has positions for both."""
+    if data.max_prompt_tokens >= data.max_tokens:
+        message = f"{data.max_prompt_tokens} leave no room for a response in {data.max_tokens} tokens"
+        yield Problem(("data.max_prompt_tokens", "data.max_tokens"), message)
+    if arch is not None and data.max_tokens > arch.max_positions:
+        message = f"{data.max_tokens} are more than the model's {arch.max_positions} positions"
+        yield Problem(("data.max_tokens", "model.path"), message)
+
+
 def check_answers(cfg: Config, archs: Archs) -> Iterator[Problem]:
     """What is learnt from has answers, which need a place beside their prompts."""
     arch = archs["actor"]
     for key, use in cfg.data_uses().items():
-        if arch is not None and not use.is_sampled and use.cfg.max_prompt_tokens >= arch.max_positions:
+        has_prompts = use.preferences is not None or "prompt_key" in use.needed(())
+        if arch is not None and has_prompts and not use.is_sampled and use.cfg.max_prompt_tokens >= arch.max_positions:
             message = f"leaves no room for answers in the model's {arch.max_positions} positions"
             yield Problem((f"{key}.max_prompt_tokens", "model.path"), message)

@@ -9,11 +9,11 @@ from mrl.config.checks.base import Archs, either
 from mrl.config.derived import Machine, data_parallel, expert_size, model_size
 from mrl.config.problems import Problem
 from mrl.config.sections.models import ParallelConfig
-from mrl.config.trainers.base import Config
+from mrl.config.trainers.base import AnyConfig, Config
 from mrl.families import ModelArch
 
 
-def check(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
+def check(cfg: AnyConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     """Worlds that a layout does not fill, and models that it cannot cut."""
     for name, use in cfg.models().items():
         if use.parallel is None:
@@ -83,7 +83,11 @@ def _tensor(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iter
 def _widths(arch: ModelArch) -> dict[str, int]:
     """What tensor parallelism divides."""
     widths = {"attention heads": arch.num_heads, "key-value heads": arch.num_kv_heads}
-    return widths if arch.dense_width is None else widths | {"feed-forward width": arch.dense_width}
+    further = {"feed-forward width": arch.dense_width, "shared experts' width": arch.shared_width}
+    if arch.latent is not None:
+        further["rows of its down projection"] = arch.latent.rank + arch.latent.turned
+        further["rows of its queries' down projection"] = arch.latent.query_rank
+    return widths | {name: width for name, width in further.items() if width is not None}
 
 
 def _pipeline(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Iterator[Problem]:
@@ -167,7 +171,7 @@ def _experts(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Ite
         yield Problem((f"{key}.sequence", f"{key}.tensor"), message)
 
 
-def _machine(cfg: Config, machine: Machine) -> Iterator[Problem]:
+def _machine(cfg: AnyConfig, machine: Machine) -> Iterator[Problem]:
     if machine.gpus and machine.local_world_size > machine.gpus:
         yield Problem(
             ("run.nproc",), f"{machine.local_world_size} processes for the {machine.gpus} GPUs of this machine"

@@ -13,7 +13,7 @@ from mrl.config.problems import Problem, reason
 from mrl.config.sections.models import ModelConfig, OptimizerConfig
 from mrl.config.trainers.base import Config, ModelUse
 from mrl.config.trainers.rl import RLConfig
-from mrl.families import ModelArch, UnsupportedModel, is_reward_model, load_arch
+from mrl.families import FAMILIES, ModelArch, UnsupportedModel, is_reward_model, load_arch
 
 
 def read_archs(cfg: Config, problems: list[Problem], shapes_only: bool = False) -> Archs:
@@ -47,6 +47,10 @@ def _other(
         problems.append(Problem((key, "model.path"), message))
     if use.scores and not is_reward_model(use.path):
         problems.append(Problem((key,), "has no score head: expected a ...ForSequenceClassification"))
+    if use.scores and arch.scores_steps:
+        problems.append(Problem((key,), "scores steps of solutions: expected a ...ForSequenceClassification"))
+    if use.has_head and arch.score_heads > 1:
+        problems.append(Problem((key,), f"has {arch.score_heads} score heads, a critic has one"))
     return arch
 
 
@@ -92,19 +96,32 @@ def check_pickle(cfg: Config) -> Iterator[Problem]:
         yield Problem(("model.allow_pickle", "model.from_scratch"), "has no effect: from_scratch reads no weights")
 
 
+def check_template(cfg: Config) -> Iterator[Problem]:
+    """A chat template that is not there, or that nobody asks for."""
+    key, file = "model.chat_template", cfg.model.chat_template
+    if file is None:
+        return
+    if not Path(file).is_file():
+        yield Problem((key,), f"{file} does not exist: expected a file with a Jinja template")
+    if not any(use.cfg.chat_template for use in cfg.data_uses().values()):
+        yield Problem((key, "data.chat_template"), "has no effect: prompts are text as it is")
+
+
 def check_optimizers(cfg: Config) -> Iterator[Problem]:
     """Settings of the optimizers that contradict each other or have no effect."""
     for name, use in cfg.models().items():
         if use.train is not None:
-            yield from _optimizer(f"{name}.optimizer", use.train.optimizer)
+            yield from check_optimizer(f"{name}.optimizer", use.train.optimizer, cfg.steps_follow_data())
 
 
-def _optimizer(key: str, opt: OptimizerConfig) -> Iterator[Problem]:
+def check_optimizer(key: str, opt: OptimizerConfig, steps_follow_data: bool = False) -> Iterator[Problem]:
+    """Of one model, whose optimizer is under `key`."""
     decay = f"{key}.decay"
     if opt.decay == "constant":
         yield from inert(opt, key, ["decay_steps", "min_lr"], "the learning rate is constant", decay)
     elif opt.decay_steps is None:
-        yield Problem((f"{key}.decay_steps", decay), f"required by {opt.decay} decay")
+        if not steps_follow_data:
+            yield Problem((f"{key}.decay_steps", decay), f"required by {opt.decay} decay")
     elif opt.warmup_steps >= opt.decay_steps:
         message = f"{opt.warmup_steps} warm-up updates leave none of the {opt.decay_steps} for the decay"
         yield Problem((f"{key}.warmup_steps", f"{key}.decay_steps"), message)
@@ -127,6 +144,15 @@ def check_layers(cfg: Config, machine: Machine) -> Iterator[Problem]:
             yield Problem((key,), "transformer_engine needs GPUs, this machine has none: use auto or local")
 
 
+def check_local(cfg: Config, archs: Archs) -> Iterator[Problem]:
+    """Of families that transformer-engine's layers cannot compute."""
+    for key in asks_for_transformer_engine(cfg):
+        arch = archs.get(key.removesuffix(".layers"))
+        if arch is not None and (lacks := FAMILIES[arch.family].local_only) is not None:
+            message = f"transformer_engine has no layers for {arch.family}, which needs {lacks}: use auto or local"
+            yield Problem((key, "model.path"), message)
+
+
 def check_offload(cfg: Config) -> Iterator[Problem]:
     if cfg.gives_up_memory():
         return
@@ -136,12 +162,23 @@ def check_offload(cfg: Config) -> Iterator[Problem]:
             yield from inert(use.train, name, ["offload"], because, "trainer")
 
 
+def check_heads(cfg: RLConfig, archs: Archs) -> Iterator[Problem]:
+    """What makes one score of several, where there is one."""
+    judge, arch = cfg.reward.model, archs.get("reward.model")
+    if judge is None:
+        return
+    if arch is not None and arch.score_heads == 1:
+        yield from inert(judge, "reward.model", ["heads", "std_coef"], "it has one score head", "reward.model.path")
+    elif judge.heads == "min":
+        yield from inert(judge, "reward.model", ["std_coef"], "the least score counts", "reward.model.heads")
+
+
 def check_critic(cfg: RLConfig) -> Iterator[Problem]:
     """Settings of a critic that is frozen, or trained so long that the actor never is."""
     if cfg.critic is None:
         return
     if cfg.critic.frozen:
-        names = ["warmup_steps", "optimizer", "recompute"]
+        names = ["warmup_steps", "optimizer", "recompute", "lora"]
         yield from inert(cfg.critic, "critic", names, "the critic is frozen", "critic.frozen")
         if cfg.critic.offload == "optimizer":
             message = "has no effect: the critic is frozen and has no optimizer: none, or all for its parameters"

@@ -12,7 +12,7 @@ from mrl.config.problems import Problem
 from mrl.config.sections.models import TrainConfig
 from mrl.config.sections.precision import FP8Config
 from mrl.config.trainers.base import Built, Config
-from mrl.families import ModelArch
+from mrl.families import FAMILIES, ModelArch
 
 _SECTIONS = {"reward": "reward.model"}  # model -> section, where they have different names
 _OF_DELAYED = ("history", "history_use", "margin")
@@ -36,6 +36,7 @@ def check(cfg: Config, archs: Archs, machine: Machine) -> Iterator[Problem]:
         yield from _tokens(section, key, model.train)
         arch = archs.get(section)
         if arch is not None:
+            yield from _family(key, fp8, arch)
             yield from _ends(key, fp8, model.train, arch)
             yield from _recompute(section, key, model.train, arch)
             yield from _sizes(section, key, model, arch)
@@ -73,6 +74,16 @@ def _place(cfg: Config, section: str, key: str, fp8: FP8Config, machine: Machine
     if cfg.model.dtype == "float32":
         message = f"{fp8.recipe} takes bfloat16 (16 bits) beside its 8, not float32 (32 bits), unless it is emulated"
         yield Problem((f"{key}.recipe", "model.dtype"), message)
+
+
+def _family(key: str, fp8: FP8Config, arch: ModelArch) -> Iterator[Problem]:
+    lacks = FAMILIES[arch.family].local_only
+    if arch.latent is not None and fp8.emulate:
+        message = "emulated layers round the products of queries, keys and values, which this model has none of"
+        yield Problem((f"{key}.emulate", "model.path"), f"{message} ({lacks}): recipe: none")
+    if lacks is not None and not fp8.emulate:
+        message = f"{fp8.recipe} is computed by transformer-engine's layers, which lack what {arch.family} needs"
+        yield Problem((f"{key}.recipe", "model.path"), f"{message} ({lacks}): emulate: true, or none")
 
 
 def _settings(key: str, fp8: FP8Config, is_policy: bool) -> Iterator[Problem]:

@@ -43,6 +43,10 @@ def _reference(cfg: RLConfig) -> Iterator[Problem]:
         yield from inert(
             ref, "ref", ["path", "parallel", "max_tokens_per_microbatch", "precision", "offload"], because, key
         )
+    elif cfg.ref_is_actor:
+        because = "the reference is the actor without its adapters"
+        names = ["parallel", "max_tokens_per_microbatch", "precision", "offload"]
+        yield from inert(ref, "ref", names, because, "actor.lora")
     if ref.policy != "refreshed":
         because = f"the reference is {ref.policy}"
         yield from inert(ref, "ref", ["refresh_every_steps", "refresh_share"], because, key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.checks import algorithm, batch, models, placement, policy, reuse, reward, rollout
+from mrl.config.checks import agent, algorithm, batch, models, overlap, placement, policy, reuse, reward, rollout
 from mrl.config.checks.base import Archs
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
@@ -17,15 +17,20 @@ def check_files(cfg: RLConfig) -> Iterator[Problem]:
     yield from reward.check_functions(cfg.reward)
     yield from algorithm.check_files(cfg)
     yield from policy.check_file(cfg)
+    if cfg.agent is not None:
+        yield from agent.check_file(cfg.agent)
 
 
 def check(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from batch.check(cfg, machine)
     yield from models.check_critic(cfg)
+    yield from models.check_heads(cfg, archs)
     yield from algorithm.check_kl(cfg)
     yield from rollout.check(cfg, archs["actor"], machine)
-    yield from placement.check(cfg)
+    yield from placement.check(cfg, machine)
     yield from policy.check(cfg)
+    yield from overlap.check(cfg)
+    yield from agent.check(cfg)
     yield from algorithm.check(cfg)
     yield from reward.check(cfg)
     yield from reuse.check(cfg, machine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from mrl.config.checks import lora
 from mrl.config.checks.base import either, inert
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES
@@ -26,6 +27,7 @@ def check(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[P
     yield from _offload(cfg, machine)
     yield from _sync(cfg, machine)
     yield from _quantization(cfg, arch, machine)
+    yield from lora.check_sync(cfg, arch, machine)
     if cfg.data.validation is None and cfg.validation != ValidationConfig():
         yield Problem(("validation", "data.validation"), "has no effect: there is no validation file")
 
@@ -45,7 +47,11 @@ def _lengths(cfg: RLConfig, arch: ModelArch | None) -> Iterator[Problem]:
         yield Problem(("rollout.max_context_tokens", "model.path"), message)
     limit = context or (arch.max_positions if arch is not None else None)
     prompt, new = cfg.data.max_prompt_tokens, cfg.rollout.sampling.max_new_tokens
-    if limit is not None and prompt + new > limit:
+    if cfg.agent is not None:
+        if limit is not None and cfg.agent.max_tokens > limit:
+            message = f"{cfg.agent.max_tokens} tokens of a trajectory do not fit into a context of {limit}"
+            yield Problem(("agent.max_tokens", "rollout.max_context_tokens" if context else "model.path"), message)
+    elif limit is not None and prompt + new > limit:
         yield Problem(
             (
                 "data.max_prompt_tokens",
@@ -104,8 +110,8 @@ def check_node(cfg: RLConfig, there: int | None) -> Iterator[Problem]:
         yield from _gpus(rollout, rollout.gpus, f"{product} = {engines} GPUs", engines, there)
     elif there and engines > there:
         message = f"{product} = {engines} GPUs, this machine has {there}"
-        if rollout.tensor > there and not cfg.placement.is_apart:
-            message += "; an engine over several nodes needs nodes of its own (placement.mode: disaggregated)"
+        if rollout.tensor > there * cfg.placement.nodes_per_engine:
+            message += "; placement.nodes_per_engine spreads an engine over several nodes"
         yield Problem(("rollout.servers", "rollout.tensor"), message)
 
 
@@ -211,6 +217,9 @@ def _quantization(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> It
         yield Problem(("run.launcher", key), "ft proves the engines' weights after a restart: not with weights in fp8")
     if cfg.sync.transport == "disk":
         yield Problem(("sync.transport", key), "disk writes whole models of the hub, not weights in fp8")
+    if arch is not None and arch.latent is not None:
+        message = f"not of {arch.family}, whose projections of latent vectors engines join: leave it out"
+        yield Problem((key, "model.path"), message)
     for name, (whole, _) in widths(arch, ParallelConfig()).items() if arch is not None else ():
         ranks = 1 if name == "hidden size" else rollout.tensor
         if whole % (_BLOCK * ranks):

@@ -11,7 +11,7 @@ from mrl.config.checks.base import inert
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem, printable, reason
 from mrl.config.sections.run import RunConfig
-from mrl.config.trainers.base import Config
+from mrl.config.trainers.base import AnyConfig
 
 LONGEST_NAME, LONGEST_PATH = 200, 3000  # bytes; a file below it needs some too
 
@@ -46,11 +46,12 @@ def check_trackers(run: RunConfig) -> Iterator[Problem]:
             yield from inert(run, "run", [name], f"{name} is not among the trackers", "run.trackers")
 
 
-def check_profile(run: RunConfig, machine: Machine) -> Iterator[Problem]:
+def check_profile(cfg: AnyConfig, machine: Machine) -> Iterator[Problem]:
     """Steps and ranks that there are none of."""
+    run = cfg.run
     if run.profile is None:
         return
-    late = [step for step in run.profile.steps if step > run.steps]
+    late = [step for step in run.profile.steps if step > run.steps and not cfg.steps_follow_data()]
     if late or not run.profile.steps:
         message = f"there is no step {', '.join(map(str, late))} of {run.steps}" if late else "names no step"
         yield Problem(("run.profile.steps", "run.steps"), message)
@@ -60,7 +61,7 @@ def check_profile(run: RunConfig, machine: Machine) -> Iterator[Problem]:
         yield Problem(("run.profile.ranks",), message if none else "names no rank")
 
 
-def check_checkpoint(cfg: Config) -> Iterator[Problem]:
+def check_checkpoint(cfg: AnyConfig) -> Iterator[Problem]:
     """Settings for checkpoints that are never written, or never at such a step."""
     checkpoint, every = cfg.checkpoint, "checkpoint.every_steps"
     kept = checkpoint.keep_every_steps
@@ -75,7 +76,7 @@ def check_checkpoint(cfg: Config) -> Iterator[Problem]:
             yield Problem(("checkpoint.accept_changes",), f"{key!r} is no key of this configuration")
 
 
-def check_resilience(cfg: Config) -> Iterator[Problem]:
+def check_resilience(cfg: AnyConfig) -> Iterator[Problem]:
     """Limits that nothing watches or that are never reached, and restarts with nothing to go on from."""
     saves, key = cfg.checkpoint.every_steps is not None, "checkpoint.every_steps"
     if cfg.run.launcher != "ft":
@@ -93,7 +94,7 @@ def check_resilience(cfg: Config) -> Iterator[Problem]:
     yield from _timeouts(cfg)
 
 
-def _timeouts(cfg: Config) -> Iterator[Problem]:
+def _timeouts(cfg: AnyConfig) -> Iterator[Problem]:
     timeouts, key = cfg.resilience.timeouts_s, "resilience.timeouts_s"
     if not cfg.is_sampling:
         yield from inert(timeouts, key, ["rollout", "reward", "sync"], f"{cfg.trainer} does not sample", "trainer")

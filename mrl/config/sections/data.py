@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer
@@ -34,6 +35,8 @@ def _short(sources: tuple[SourceConfig, ...]) -> Any:
     return texts[0] if len(texts) == 1 else texts
 
 
+Form = Literal["pairs", "labels", "lists", "scores", "steps"]  # of preferences: what a batch of them has of every row
+
 Sources = Annotated[
     tuple[SourceConfig, ...],
     Field(description="path | section | [path or section, ...]"),
@@ -53,7 +56,7 @@ class DataConfig(Section):
     """
 
     train: Sources  # what is learnt from
-    validation: Sources | None = None  # held-out prompts; null: no validation
+    validation: Sources | None = None  # held-out rows; null: no validation
     prompt_key: str = "prompt"  # where a row has its prompt
     answer_key: str = "answer"  # where a row has what the reward, or sft, takes as the answer
     # where a row says its kind, by which reward.functions and reward.recipe choose
@@ -63,32 +66,100 @@ class DataConfig(Section):
     # longer prompts: left out, cut there, or the run ends
     truncation: Literal["drop", "left", "right", "middle", "error"] = "drop"
     shuffle: bool = True  # every epoch in an order of its own, by run.seed
+    # where a row has its pictures, for a model that sees them: a path below the folder of the data, bytes, a data: text
+    # or a list of these; the prompt says <image> where each one is
+    images_key: str = "images"
+    max_images: PositiveInt = 8  # pictures of a row; one with more is refused
+    max_image_tokens: PositiveInt = 1280  # of a picture; a larger one is made smaller
 
 
 class PreferenceDataConfig(DataConfig):
-    """Where pairs, or responses with a label, come from.
+    """Where preferences come from: pairs, ranked lists, or responses with a label.
 
-    A pair has `chosen_key` and `rejected_key`; without `prompt_key` both are whole texts or conversations, whose common
-    beginning is the prompt. A response with a label has `prompt_key`, `completion_key` and `label_key`. Text gets one
-    EOS at its end, a conversation what the chat template ends its last turn with.
+    A pair has `chosen_key` and `rejected_key`, a ranked list `completions_key`; without `prompt_key` these are whole
+    texts or conversations, whose common beginning is the prompt. A response with a label has `prompt_key`,
+    `completion_key` and `label_key`; where labels are asked for and there are pairs, their halves are good and bad
+    ones. Text gets one EOS at its end, a conversation what the chat template ends its last turn with.
     """
 
     chosen_key: str = "chosen"  # the better response: text, or with chat_template messages too
     rejected_key: str = "rejected"  # the worse response
+    completions_key: str = "completions"  # a ranked list: [{rank: 1, completion: ...}, ...]; the lower, the better
+    # the pairs of a ranked list: its best and its worst, or any two of different ranks
+    ranked_pairs: Literal["extremes", "all"] = "extremes"
     completion_key: str = "completion"  # the only response
     label_key: str = "label"  # whether that is a good one: true or false
+    margin_key: str = "margin"  # a number: by how much the chosen response is to lead
+    system_key: str | None = "system"  # the system's message of a conversation; null: such a key says nothing
+    tools_key: str | None = "tools"  # what the chat template is told of tools; null: such a key says nothing
+    chat_template_kwargs_key: str | None = "chat_template_kwargs"  # what else it is told; null: such a key says nothing
     max_tokens: PositiveInt = 2048  # tokens of prompt and response; longer responses are cut at their end
 
-    def responses(self, form: Literal["pairs", "labels"]) -> dict[str, str]:
-        """The settings that name a row's responses -> the names."""
-        if form == "labels":
-            return {"completion_key": self.completion_key}
-        return {"chosen_key": self.chosen_key, "rejected_key": self.rejected_key}
+    def needed(self, form: Form, columns: Container[str], margins: bool) -> dict[str, str]:
+        """The settings that name what a row must have that has these columns -> the names."""
 
-    def needed(self, form: Literal["pairs", "labels"]) -> dict[str, str]:
+        def has(key: str) -> bool:
+            return key in columns or ("." in key and key.split(".")[0] in columns)
+
+        found = {"chosen_key": self.chosen_key, "rejected_key": self.rejected_key}
+        if form != "labels" and has(self.completions_key):
+            found = {"completions_key": self.completions_key}
+        elif form == "labels" and not (has(self.chosen_key) and has(self.rejected_key)):
+            found = {"completion_key": self.completion_key, "prompt_key": self.prompt_key, "label_key": self.label_key}
+        return found | ({"margin_key": self.margin_key} if margins else {})
+
+
+class RewardDataConfig(PreferenceDataConfig):
+    """Where pairs or ranked lists come from, as for `trainer: dpo`, or responses with a score, or solutions in steps.
+
+    What is scored has its end: rows with a response that `max_tokens` would cut are left out, and a conversation ends
+    with the EOS of its last turn, as sampled answers do. A solution is text, tokenised step by step.
+    """
+
+    score_key: str = "score"  # of a response: a number
+    labels_key: str = "labels"  # of a solution, whose steps are the list under `completions_key`: true or false of each
+    step_separator: str = "\n"  # what follows each step, and belongs to it
+
+    def needed(self, form: Form, columns: Container[str], margins: bool) -> dict[str, str]:
+        """The settings that name what a row must have that has these columns -> the names."""
+        if form == "scores":
+            return {"completion_key": self.completion_key, "prompt_key": self.prompt_key, "score_key": self.score_key}
+        if form == "steps":
+            return {
+                "completions_key": self.completions_key,
+                "prompt_key": self.prompt_key,
+                "labels_key": self.labels_key,
+            }
+        return super().needed(form, columns, margins)
+
+
+class SFTDataConfig(DataConfig):
+    """Where rows to imitate come from. Each is a prompt with its answer, a conversation, or a text.
+
+    An answer is text, which gets one EOS at its end, or with `chat_template` a list of messages that follow the
+    prompt's. A conversation goes through the chat template as a whole, and the assistant's turns are learnt, each up to
+    the token that ends it; a message may have a `weight` (0: not learnt). A text gets one EOS at its end.
+    """
+
+    form: Literal["answers", "messages", "text"] = "answers"  # what a row is: prompt and answer, a conversation, a text
+    messages_key: str = "messages"  # where a row has its conversation
+    text_key: str = "text"  # where a row has its text
+    weight_key: str | None = None  # where a row says how much each of its tokens counts; null: all rows count alike
+    # what is learnt besides the answer, or the assistant's turns: nothing, or (false) everything but the first token
+    completion_only: bool = True
+    train_on: Literal["all", "last"] = "all"  # which of the assistant's turns
+    tools_key: str | None = "tools"  # what the chat template is told of tools; null: such a key says nothing
+    chat_template_kwargs_key: str | None = "chat_template_kwargs"  # what else it is told; null: such a key says nothing
+    max_tokens: PositiveInt | None = None  # tokens of a whole row; longer ones are cut at their end; null: none are
+
+    def needed_keys(self) -> dict[str, str]:
         """The settings that name what every row has -> the names."""
-        others = {"prompt_key": self.prompt_key, "label_key": self.label_key} if form == "labels" else {}
-        return self.responses(form) | others
+        by_form = {
+            "answers": {"prompt_key": self.prompt_key, "answer_key": self.answer_key},
+            "messages": {"messages_key": self.messages_key},
+            "text": {"text_key": self.text_key},
+        }
+        return by_form[self.form]
 
 
 class BatchConfig(Section):
@@ -110,3 +181,4 @@ class SFTBatchConfig(Section):
     """How much a step learns from; a step is one update."""
 
     samples_per_step: PositiveInt  # rows of one update
+    epochs: PositiveFloat | None = None  # passes over data.train, in place of run.steps; null: as many as run.steps are

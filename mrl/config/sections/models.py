@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mrl.config.sections.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from mrl.config.sections.lora import LoRAConfig
 from mrl.config.sections.precision import PrecisionConfig
 
 
@@ -61,6 +62,7 @@ class TrainConfig(Section):
     # parameters too (all)
     offload: Literal["none", "optimizer", "all"] = "none"
     precision: PrecisionConfig = PrecisionConfig()
+    lora: LoRAConfig | None = None  # adapters alone are trained; null: all weights
 
 
 class CriticConfig(TrainConfig):
@@ -89,6 +91,12 @@ class RefConfig(Section):
     offload: Literal["none", "all"] = "none"  # all: its parameters wait in host memory while it does not compute
 
 
+class VisionConfig(Section):
+    """The tower of a model that sees pictures (Qwen2.5-VL, Qwen3-VL), which makes features of them."""
+
+    train: bool = False  # whether the tower is trained with the rest; frozen, it costs no gradients and no Adam state
+
+
 class ModelConfig(Section):
     """The weights that the run starts from, and their tokenizer."""
 
@@ -96,4 +104,6 @@ class ModelConfig(Section):
     from_scratch: bool = False  # random weights, from config.json alone
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the weights that are computed with; optimizers keep float32
     allow_pickle: bool = False  # accept pytorch_model.bin (tensors only) where there are no safetensors
+    chat_template: str | None = None  # a Jinja file, in place of the tokenizer's own; exports have it too
     eos_token: str | None = None  # in place of the tokenizer's: ends answers in sft, and samples
+    vision: VisionConfig = VisionConfig()

@@ -15,7 +15,7 @@ class PlacementConfig(Section):
     mode: Literal["colocated", "disaggregated"] = "colocated"  # on the trainer's nodes, or on others
     # engine nodes that the run waits for before its first step; others may come later, and go while one is left
     nodes: PositiveInt = 1
-    # consecutive engine nodes over which each engine is spread, tensor / nodes_per_engine GPUs on each; sglang only
+    # consecutive nodes over which each engine is spread, tensor / nodes_per_engine GPUs on each; sglang only
     nodes_per_engine: PositiveInt = 1
     wait_s: PositiveFloat = 900.0  # seconds that the run waits for these nodes, and for one when none is left
     silence_s: PositiveFloat = 30.0  # without a sign of life that long, a node, or the run, counts as gone

@@ -30,6 +30,17 @@ class FP8Config(Section):
     margin: NonNegativeInt = 0  # powers of 2 that scales stay away from the format's end: delayed only
 
     @property
+    def is_real(self) -> bool:
+        """Whether products are in fp8, and not just rounded to it."""
+        return self.recipe != "none" and not self.emulate
+
+    @property
+    def shares_buffers(self) -> bool:
+        """Whether Megatron gathers new weights where gradients were, from float32 main weights that are beside them:
+        for weights in mxfp8, and then for all. So none can be its own main weights."""
+        return self.params and self.recipe == "mxfp8"
+
+    @property
     def chosen_format(self) -> FP8Format:
         return self.format or ("hybrid" if self.recipe in ("current", "delayed") else "e4m3")
 

@@ -44,6 +44,14 @@ class RolloutConfig(Section):
     # what the engines give up while the models compute. cache: KV cache and CUDA graphs; all: their weights too,
     # which the next push brings back. For engines on the trainer's GPUs
     release: Literal["none", "cache", "all"] = "none"
+    # one_step: the samples of the next step are drawn while this one is learnt, by weights that are one step old.
+    # bounded: responses go on over pushes of weights, and are learnt at most max_staleness steps after their beginning
+    overlap: Literal["none", "one_step", "bounded"] = "none"
+    max_staleness: NonNegativeInt | None = None  # of a token, in steps; with overlap: bounded
+    # a response is drawn so many tokens at a time, and may go on in the next step, by the next weights; null: at once
+    segment_tokens: PositiveInt | None = None
+    # groups under way, times those that a step learns from; with segment_tokens
+    oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
     sampling: SamplingConfig = SamplingConfig()
     concurrent_requests: PositiveInt = 256  # responses in flight at once, over all engines
     # same (seed, step, sample) -> same tokens, whatever else is in the batch; on GPUs it costs speed
@@ -62,6 +70,11 @@ class RolloutConfig(Section):
     mismatch: MismatchConfig = MismatchConfig()
     server_args: tuple[str, ...] = ()  # words for the end of SGLang's command line
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether samples may be of older weights than those that learn from them."""
+        return self.overlap != "none" or self.segment_tokens is not None
+
 
 class SyncConfig(Section):
     """How the actor's weights get to the engines."""
@@ -79,6 +92,9 @@ class SyncConfig(Section):
     bucket_mib: PositiveInt = 512  # MiB of weights sent at once, at most
     # checksum: hash every tensor on both sides after a push; a difference ends the run
     verify: Literal["off", "checksum"] = "off"
+    # with actor.lora. merge: engines get whole weights, the adapters in them; adapter: SGLang gets the adapters, and
+    # computes with them beside the model that the run began with
+    lora: Literal["merge", "adapter"] = "merge"
     timeout_s: PositiveFloat = 300.0  # seconds of one push
 
 

@@ -76,9 +76,12 @@ class CheckpointConfig(Section):
     on_error: Literal["stop", "warn"] = "stop"
     writers: Literal["every_rank", "one_node", "one_rank"] = "every_rank"  # who writes at once; the others take turns
     timeout_s: PositiveFloat = 1800.0  # seconds to write one; the next one waits as long
-    # steps between two exports of the actor alone, to RUN_DIR/hf_step_N, never removed
+    # steps between two exports of the actor alone, never removed: RUN_DIR/hf_step_N, or adapter_step_N where it has
+    # adapters
     weights_every_steps: PositiveInt | None = None
-    export_hf: bool = False  # write RUN_DIR/hf (a complete Hugging Face directory) at the end
+    # write RUN_DIR/hf, a complete Hugging Face directory, at the end; an actor's adapters are merged into it, and are
+    # alone in RUN_DIR/adapter
+    export_hf: bool = False
     accept_changes: tuple[str, ...] = ()  # keys that may differ from those a checkpoint was made with (resume)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from mrl.config.sections.agent import AgentConfig
 from mrl.config.sections.algorithm import Algorithm, AlgorithmConfig
 from mrl.config.sections.data import BatchConfig
 from mrl.config.sections.models import CriticConfig, RefConfig, TrainConfig
@@ -26,17 +27,27 @@ class RLConfig(Config):
     rollout: RolloutConfig = RolloutConfig()
     sync: SyncConfig = SyncConfig()
     placement: PlacementConfig = PlacementConfig()
+    agent: AgentConfig | None = None
     reward: RewardConfig
     algorithm: Algorithm
     replay: ReplayConfig | None = None
     ptx: PTXConfig | None = None
     validation: ValidationConfig = ValidationConfig()
 
+    @property
+    def sees_pictures(self) -> bool:
+        return True
+
+    @property
+    def has_turns(self) -> bool:
+        return self.agent is not None
+
     def models(self) -> dict[str, ModelUse]:
         found = super().models()
         if (critic := self.critic) is not None:
-            found["critic"] = ModelUse(critic.path, critic.parallel, critic)
-        found["ref"] = ModelUse(self.ref.path, self.ref.parallel if needs_ref(self) else None)
+            found["critic"] = ModelUse(critic.path, critic.parallel, critic, has_head=True)
+        has_own = needs_ref(self) and not self.ref_is_actor
+        found["ref"] = ModelUse(self.ref.path, self.ref.parallel if has_own else None)
         if (judge := self.reward.model) is not None:
             found["reward.model"] = ModelUse(judge.path, judge.parallel or self.actor.parallel, scores=True)
         return found
@@ -45,11 +56,16 @@ class RLConfig(Config):
         found = super().built()
         if (critic := self.critic) is not None:
             found["critic"] = Built(critic.path, critic, scores=True, is_trained=not critic.frozen)
-        if needs_ref(self) and self.ref.policy == "frozen":
+        if needs_ref(self) and self.ref.policy == "frozen" and not self.ref_is_actor:
             found["ref"] = Built(self.ref.path, self.like_actor(self.ref))
         if (judge := self.reward.model) is not None:
             found["reward"] = Built(judge.path, self.like_actor(judge), scores=True)
         return found
+
+    @property
+    def ref_is_actor(self) -> bool:
+        """Whether the reference, if there is one, is the actor without its adapters."""
+        return self.actor.lora is not None and self.ref.policy == "frozen" and self.ref.path is None
 
     def like_actor(self, own: RefConfig | RewardModelConfig) -> TrainConfig:
         """The actor's settings, but for those that are given."""
@@ -62,6 +78,9 @@ class RLConfig(Config):
 
     def engines(self) -> tuple[RolloutConfig, SyncConfig]:
         return self.rollout, self.sync
+
+    def nodes_per_engine(self) -> int:
+        return self.placement.nodes_per_engine
 
     def engine_nodes(self) -> PlacementConfig | None:
         return self.placement if self.placement.is_apart else None
@@ -76,8 +95,11 @@ class RLConfig(Config):
             prompts=self.batch.prompts_per_step,
             sampled=samples_per_step(self),
             prompt_tokens=self.data.max_prompt_tokens,
-            response_tokens=self.rollout.sampling.max_new_tokens,
-            passes=tuple(name for name, is_needed in needed.items() if is_needed),
+            response_tokens=most_tokens(self) - self.data.max_prompt_tokens,
+            passes=tuple(
+                "actor" if name == "ref" and self.ref_is_actor else name for name, is_it in needed.items() if is_it
+            ),
+            image_tokens=min(self.data.max_prompt_tokens, self.data.max_images * self.data.max_image_tokens),
         )
 
     def data_uses(self) -> dict[str, DataUse]:
@@ -117,7 +139,15 @@ class RLConfig(Config):
             if placement.nodes_per_engine > 1:
                 each = f"on every {placement.nodes_per_engine} of {placement.nodes} nodes together"
             where = f"{own} {each} that mrl serve serves"
+        elif (size := self.placement.nodes_per_engine) > 1:
+            where = f"{own} on every {size} nodes together"
         return [*rows, ("engine", f"{self.rollout.engine}, {where}")]
+
+
+def most_tokens(cfg: RLConfig) -> int:
+    """Of a sample: its prompt and all that follows."""
+    one_turn = cfg.data.max_prompt_tokens + cfg.rollout.sampling.max_new_tokens
+    return one_turn if cfg.agent is None else cfg.agent.max_tokens
 
 
 def needs_ref(cfg: RLConfig) -> bool:

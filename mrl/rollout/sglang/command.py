@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+from mrl.config.fp8_shapes import ENGINE_BLOCK
+from mrl.families import FAMILIES
 from mrl.packages import missing_of_extra, pip_install
 from mrl.ports import GLOO, LOOPBACK, interface_of
 from mrl.rollout.errors import EngineUnavailable
@@ -19,7 +21,7 @@ CPU_KV_CACHE_BYTES = 4 << 30  # reserved, touched only as it fills
 # of torch's own allocator, and for the trainer: its expandable segments exclude torch_memory_saver
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # as quantised checkpoints of the hub say it; mrl.weights.sync.quantized pushes weights of this form
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [ENGINE_BLOCK, ENGINE_BLOCK]}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -40,6 +42,8 @@ def sglang_launch(spec: ServerSpec) -> Launch:
     arguments = _common(spec) + (_gpu(spec) if spec.gpu else _cpu(spec))
     env = _without_crash_dumps(spec.environment())
     env = _gpu_env(spec, env) if spec.gpu else env | _cpu_env(spec.cfg.tensor)
+    if spec.arch.vision is not None:  # else a picture's features outlive the weights that made them, and /flush_cache
+        env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     if spec.part is None:
         env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{spec.folder}/rendezvous"
         env[GLOO] = LOOPBACK[GLOO]  # all its processes are on this machine
@@ -84,8 +88,11 @@ def _common(spec: ServerSpec) -> list[str]:
     is_empty = not any(Path(spec.model_path).glob("*.safetensors"))
     if is_empty or cfg.quantization == "fp8":  # from scratch, or files of another form: the first push fills the engine
         arguments += ["--load-format", "dummy"]
-    if cfg.quantization == "fp8":
-        arguments += ["--json-model-override-args", json.dumps({"quantization_config": FP8})]
+    family = FAMILIES.get(spec.arch.family)
+    config = dict(family.engine_config) if family else {}
+    config |= {"quantization_config": FP8} if cfg.quantization == "fp8" else {}
+    if config:
+        arguments += ["--json-model-override-args", json.dumps(config)]
     return arguments
 
 
@@ -96,6 +103,8 @@ def _gpu(spec: ServerSpec) -> list[str]:
         arguments.append("--enable-memory-saver")  # without a copy of the weights: a push brings them back
     if cfg.max_running_requests is not None:
         arguments += ["--max-running-requests", str(cfg.max_running_requests)]
+    if spec.arch.shared_width is not None:  # else it lies among the routed experts, where no push would look for it
+        arguments.append("--disable-shared-experts-fusion")
     return arguments
 
 
@@ -116,16 +125,22 @@ def _cpu(spec: ServerSpec) -> list[str]:
     cfg = spec.cfg
     running = cfg.max_running_requests or min(CPU_RUNNING_REQUESTS, cfg.concurrent_requests)
     arguments = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+    if cfg.deterministic:
+        arguments.append("--disable-radix-cache")  # as SGLang would by itself, but for latent attention
+    arguments += ["--lora-backend", "torch_native"]  # of adapters, if it is to take any
     arguments += ["--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"]  # idle, it would take a core
     arguments += ["--max-running-requests", str(running)]
     arguments += ["--max-total-tokens", str(_cpu_cache_tokens(spec, running))]
+    if spec.arch.vision is not None:
+        arguments += ["--image-processor-backend", "pil"]  # of torchvision there is a stub
     return arguments
 
 
 def _cpu_cache_tokens(spec: ServerSpec, running: int) -> int:
     """KV cache slots: a full context for every running request, as far as CPU_KV_CACHE_BYTES goes."""
     arch = spec.arch
-    bytes_a_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * DTYPE_BYTES[spec.dtype]
+    shared, a_head = arch.cached_width
+    bytes_a_token = arch.num_layers * (shared + arch.num_kv_heads * a_head) * DTYPE_BYTES[spec.dtype]
     context = spec.cfg.max_context_tokens or arch.max_positions
     return int(max(context, min(running * context, CPU_KV_CACHE_BYTES // bytes_a_token)))
 

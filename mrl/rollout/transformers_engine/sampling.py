@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
-from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.kernels import murmur_hash32_cpu
-
-UINT32_MAX = (1 << 32) - 1
+from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.draws import draw
+from mrl.rollout.transformers_engine.pictures import Inputs
 
 
 @dataclass
 class Job:
-    """One sample being generated. `log_probs` grows with the tokens."""
+    """One sample being generated. inputs: its pictures. `log_probs` grows with the tokens."""
 
     prompt: list[int]
     temperature: float
@@ -31,6 +30,7 @@ class Job:
     stop: tuple[str, ...]
     stop_ids: frozenset[int]
     seed: int
+    inputs: Inputs | None = None
     log_probs: list[float] = field(default_factory=list)
     finish: dict[str, Any] | None = None
 
@@ -39,7 +39,13 @@ class Job:
         return self.finish is None
 
 
-def parse_job(input_ids: list[int], params: dict[str, Any], eos_ids: tuple[int, ...], context: int) -> Job:
+def parse_job(
+    input_ids: list[int],
+    params: dict[str, Any],
+    eos_ids: tuple[int, ...],
+    context: int,
+    inputs: Inputs | None = None,
+) -> Job:
     """Raises ValueError for parameters that this engine does not know (nothing is ignored in silence), and where
     prompt and max_new_tokens exceed `context` (as SGLang does)."""
     known = {"temperature", "top_p", "top_k", "max_new_tokens", "stop", "stop_token_ids", "sampling_seed", "ignore_eos"}
@@ -65,14 +71,8 @@ def parse_job(input_ids: list[int], params: dict[str, Any], eos_ids: tuple[int, 
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_ids=own if params.get("ignore_eos") else own | frozenset(eos_ids),
         seed=int(params.get("sampling_seed") or 0),
+        inputs=inputs,
     )
-
-
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Noise [rows, vocab] float64 of seeds and positions [rows] int64. u is kept off 0 and 1, where it is infinite."""
-    u = murmur_hash32_cpu(seeds, positions, torch.arange(vocab)).to(torch.float64) / UINT32_MAX
-    log_u = u.log_().clamp_(min=torch.finfo(torch.float64).min, max=-(2.0**-32))
-    return log_u.neg_().log_().neg_()
 
 
 def keep_top(log_probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -101,7 +101,11 @@ class SeededSampler(LogitsProcessor):
         self._step = 0
         temperature = torch.tensor([job.temperature for job in jobs])
         self._greedy = temperature == 0
+        self._any_greedy = bool(self._greedy.any())
         self._temperature = temperature.masked_fill(self._greedy, 1.0)[:, None]
+        self._scaled = bool((self._temperature != 1).any())
+        self._decided: Tensor | None = None
+        self._chosen = torch.empty(0, dtype=torch.int64)
         self._top_k = torch.tensor([job.top_k for job in jobs])
         self._top_p = torch.tensor([job.top_p for job in jobs])
         self._filtered = bool(((self._top_k > 0) | (self._top_p < 1)).any())
@@ -109,17 +113,26 @@ class SeededSampler(LogitsProcessor):
         self._last = torch.tensor([len(job.prompt) - 1 for job in jobs])  # position of the last prompt token
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        log_probs = torch.log_softmax(scores.cpu().float() / self._temperature, dim=-1)
+        logits = scores.cpu().float()
+        log_probs = torch.log_softmax(logits / self._temperature if self._scaled else logits, dim=-1)
         allowed = keep_top(log_probs, self._top_k, self._top_p) if self._filtered else log_probs
-        noisy = allowed.double() + gumbel_noise(self._seeds, self._last + self._step, scores.shape[-1])
-        choice = torch.where(self._greedy, log_probs.argmax(-1), noisy.argmax(-1))
+        drawn = draw(allowed, self._seeds, self._last + self._step)
+        choice = torch.where(self._greedy, log_probs.argmax(-1), drawn) if self._any_greedy else drawn
         chosen = log_probs.gather(-1, choice[:, None])[:, 0].tolist()
         for job, value in zip(self.jobs, chosen):
             if job.live:
                 job.log_probs.append(value)
         self._step += 1
-        decided = torch.full_like(scores, -torch.inf)
-        return decided.scatter_(-1, choice[:, None].to(scores.device), 0.0)
+        return self._decide(choice[:, None].to(scores.device), scores)
+
+    def _decide(self, choice: Tensor, scores: Tensor) -> Tensor:
+        """-inf but at the choices; the same memory at every step."""
+        if self._decided is None:
+            self._decided = torch.full_like(scores, -torch.inf)
+        else:
+            self._decided.scatter_(-1, self._chosen, -torch.inf)
+        self._chosen = choice
+        return self._decided.scatter_(-1, choice, 0.0)
 
 
 class PerRowStop(StoppingCriteria):

@@ -20,6 +20,7 @@ from mrl.ports import HERE
 from mrl.rollout import protocol
 from mrl.rollout.protocol import Generated, MetaInfo
 from mrl.rollout.serving import KEY_VARIABLE, BadRequest, Route, serve
+from mrl.rollout.transformers_engine.pictures import Inputs
 from mrl.rollout.transformers_engine.sampling import Job, parse_job
 from mrl.rollout.transformers_engine.worker import Worker
 
@@ -64,14 +65,27 @@ class Endpoints:
         each = params if isinstance(params, list) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise BadRequest(f"{len(prompts)} input_ids, {len(each)} sampling_params")
+        urls = body.get("image_data") or [[]] * len(prompts)
+        if len(urls) != len(prompts):
+            raise BadRequest(f"{len(prompts)} input_ids, image_data of {len(urls)}")
         try:
-            jobs = [parse_job(ids, p, self._worker.eos_ids, self._context) for ids, p in zip(prompts, each)]
+            read = [self._read(ids, own) for ids, own in zip(prompts, urls)]
+            jobs = [
+                parse_job(ids, p, self._worker.eos_ids, self._context, inputs) for (ids, inputs), p in zip(read, each)
+            ]
         except ValueError as error:
             raise BadRequest(str(error)) from error
         version = self._worker.weight_version
         tokens = self._worker.generate(jobs)
         answers = [_answer(job, ids, version) for job, ids in zip(jobs, tokens)]
         return answers if many else answers[0]
+
+    def _read(self, ids: list[int], urls: list[str]) -> tuple[list[int], Inputs | None]:
+        if self._worker.sight is not None:
+            return self._worker.sight.read(ids, urls)
+        if urls:
+            raise ValueError("the model sees no pictures")
+        return ids, None
 
     def update_weights_from_tensor(self, body: dict[str, Any]) -> Any:
         payload, version = body["serialized_named_tensors"][0], body.get("weight_version")

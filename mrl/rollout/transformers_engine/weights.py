@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mrl.families import ModelArch
+from mrl.families import FAMILIES, ModelArch
 from mrl.families.engine_names import VOCAB_MULTIPLE, Source, fused_parameters
 from mrl.families.rows import Row
 from mrl.families.table import HF_OUTPUT, weight_table
@@ -59,19 +59,25 @@ def read_payload(payload: str, load_format: str | None) -> list[tuple[str, Tenso
 
 
 class ModelWeights:
-    """The memory of a transformers model under the names that checkpoints may have: its parameters, and the experts in
+    """The memory of a transformers model under the names that checkpoints may have: its parameters, such buffers as
+    the table has, and the experts in
     those where transformers joins them. Raises KeyError if the model lacks what its family has."""
 
     def __init__(self, model: nn.Module, arch: ModelArch) -> None:
-        self._arch, self._parameters = arch, dict(model.named_parameters())
+        held = {name for row in weight_table(arch).values() for name in row.hf}
+        self._arch, self._parameters = arch, dict[str, Tensor](model.named_parameters())
+        self._parameters |= {name: buffer for name, buffer in model.named_buffers() if name in held}
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._find_places()
 
     def _find_places(self) -> None:
         self._places: dict[str, Tensor] = {name: parameter.data for name, parameter in self._parameters.items()}
+        in_memory = FAMILIES[self._arch.family].in_memory
         for row in weight_table(self._arch).values():
             for i, name in enumerate(row.hf):
-                if name not in self._places:
+                if name not in self._places and in_memory(name) in self._places:
+                    self._places[name] = self._places[in_memory(name)]
+                elif name not in self._places:
                     self._places[name] = self._part(row, i)
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -109,7 +115,7 @@ class ModelWeights:
 
     def _fused(self, sources: Sequence[Source]) -> Tensor:
         tensor = torch.cat([self._places[source.name] for source in sources])
-        if sources[0].row.kind == "vocab":
+        if sources[0].row.kind == "vocab" and FAMILIES[self._arch.family].engine_cuts_vocab:
             return nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[0] % VOCAB_MULTIPLE))
         return tensor
 

@@ -13,10 +13,17 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 from mrl.families import load_arch
 from mrl.rollout.protocol import MEMORY_PARTS, MemoryPart
+from mrl.rollout.transformers_engine.pictures import Sight
 from mrl.rollout.transformers_engine.sampling import Job, PerRowStop, SeededSampler
 from mrl.rollout.transformers_engine.weights import ModelWeights, read_payload
 
@@ -45,8 +52,10 @@ class Worker:
         self.weight_version = "default"
         self._device = device
         self._max_batch = max_batch
-        self.model = _load(model_path, dtype).to(device).eval()
-        self._weights = ModelWeights(self.model, load_arch(model_path))
+        arch = load_arch(model_path)
+        self.model = _load(model_path, dtype, sees=arch.vision is not None).to(device).eval()
+        self.sight = Sight(model_path, arch.vision) if arch.vision is not None else None
+        self._weights = ModelWeights(self.model, arch)
         self.eos_ids = _eos_ids(self.model.generation_config)
         self._tokenizer: Any = None
         self._queue: queue.Queue[_Generation | _Task] = queue.Queue()
@@ -138,9 +147,11 @@ class Worker:
         settings = GenerationConfig(
             max_new_tokens=max(job.max_new_tokens for job in jobs), do_sample=False, pad_token_id=0, eos_token_id=None
         )
+        seen = self.sight.model_inputs(ids, mask, [job.inputs for job in jobs]) if self.sight is not None else {}
         out = self.model.generate(
             input_ids=ids.to(self._device),
             attention_mask=mask.to(self._device),
+            **{name: tensor.to(self._device) for name, tensor in seen.items()},
             generation_config=settings,
             logits_processor=[SeededSampler(jobs)],
             stopping_criteria=[PerRowStop(jobs, tokenizer)],
@@ -209,12 +220,13 @@ def _settle(done: Future[Any], run: Callable[[], Any]) -> None:
         done.set_exception(error)
 
 
-def _load(model_path: str, dtype: torch.dtype) -> Any:
+def _load(model_path: str, dtype: torch.dtype, *, sees: bool) -> Any:
     """From safetensors, or random weights where the directory has none (they are pushed before the first use)."""
+    kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     if any(Path(model_path).glob("*.safetensors")):
-        return AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, use_safetensors=True, **_LOCAL)
+        return kind.from_pretrained(model_path, dtype=dtype, use_safetensors=True, **_LOCAL)
     config = AutoConfig.from_pretrained(model_path, **_LOCAL)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    return kind.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def _eos_ids(config: Any) -> tuple[int, ...]:

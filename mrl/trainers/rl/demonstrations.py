@@ -16,7 +16,7 @@ class Demonstrations:
         assert cfg.ptx is not None
         self._cfg, self._seed = cfg.ptx, cfg.run.seed
         self._updates = most_updates_per_step(cfg)
-        tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
+        tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
         self.data = PromptDataset(cfg.ptx.data.train, cfg.ptx.data, tokenizer, require_answer=True)
         notes = data_notes(tokenizer, {"ptx.data.train": self.data})
         self.notes = [note for note in notes if note not in tokenizer.notes]  # what was left out or cut

@@ -20,6 +20,7 @@ from mrl.options.estimators import OwnEstimator
 from mrl.rollout.seeds import sample_seed
 from mrl.trainers.rl.correction import FlatCorrection, correction_of
 from mrl.trainers.rl.replay import Reused
+from mrl.trainers.shared.references import ActorWithoutAdapters
 from mrl.units import PerResponseToken
 
 RESAMPLING_STREAM = 1 << 44  # keeps the draws of samples apart from all others
@@ -99,7 +100,7 @@ def forward_passes(
     temperature: float,
     actor: Learner,
     critic: Learner | None = None,
-    ref: Learner | PolicyCopy | None = None,
+    ref: Learner | PolicyCopy | ActorWithoutAdapters | None = None,
     *,
     single_update: bool = False,
 ) -> Passes:

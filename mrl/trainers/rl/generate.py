@@ -1,83 +1,34 @@
-"""Samples of a step: prompts -> engine -> rewards -> one Rollout on every rank. Engine and rewards live on rank 0."""
+"""Samples of a step: prompts -> engine -> rewards -> one Rollout. Engine and rewards live on rank 0."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mrl.agents.play import Agents
 from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import prompts_per_round
-from mrl.core import Prompt, Request, Rollout, Sample, SamplingParams
+from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data import PromptDataset, Tokenizer, collate, data_notes
-from mrl.observe import ENGINES, append_jsonl, save_samples, write_down
+from mrl.observe import ENGINES, append_jsonl, sample_row, save_pictures, save_samples, write_down
 from mrl.resilience.sections import section
 from mrl.reward import RewardManager
-from mrl.rollout import Engine, Load, sample_seed
+from mrl.rollout import Engine, Feed, Load, sample_seed
 from mrl.trainers.rl.groups import Group, GroupFilter, in_order, sample_groups, value_of
-from mrl.trainers.shared.world import World
+from mrl.trainers.rl.sampler import Drawn, Sampled
+from mrl.trainers.rl.segments import Segments
+from mrl.trainers.rl.under_way import OnSamples, UnderWay
 
 VALIDATION_STREAM = 1 << 40  # keeps validation seeds apart from every training step's
 ROUND_STREAM = 1 << 41  # of the orders of the data in further rounds of dynamic sampling
 
 OnSample = Callable[[Sample], None]
-Sampled = tuple[Rollout, dict[str, float]]  # a step's samples, and metrics
-
-
-def when_asked(work: Callable[[], Sampled]) -> Callable[[], Sampled]:
-    """Nothing is begun before somebody waits for it."""
-    return work
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """A step's samples for every rank. `start` returns at once on each; `Pending.result` is where they meet, and where
-    what rank 0 does is watched (the pulse, the section) and its errors become everybody's.
-
-    make: rank 0's own work, the samples of a step. It may ask all ranks for `together`.
-    together: as in `World.from_main`
-    control: on every rank, once a step, of what its samples have become: `ScoreControl`
-    begin: takes the work on rank 0 in `start`, and gives what waits for its result in `result`. By default the work is
-        done there, in the main thread: an interrupt ends it, and `make` may do all that it likes. One that begins it in
-        a thread lets the ranks compute meanwhile; until `result`, `make` must then not ask for `together`, enter a
-        section or write to the recorder, as the ranks are elsewhere.
-    """
-
-    world: World
-    make: Callable[[int], Sampled]
-    together: Callable[[Any], object]
-    control: Callable[[Rollout], Sampled]
-    begin: Callable[[Callable[[], Sampled]], Callable[[], Sampled]] = when_asked
-
-    def start(self, step: int) -> Pending:
-        """The samples of step `step` (from 0), drawn with the weights that the engines have. Not collective."""
-
-        def work() -> Sampled:
-            return self.make(step)
-
-        return Pending(self, self.begin(work) if self.world.is_main else work)
-
-
-class Pending:
-    """Samples that have been asked for. wait: rank 0's, their making or what waits for it."""
-
-    def __init__(self, sampler: Sampler, wait: Callable[[], Sampled]) -> None:
-        self._sampler, self._wait = sampler, wait
-        self._found: Sampled | None = None
-
-    def result(self) -> Sampled:
-        """The step's samples with their controlled scores, and metrics, the same on every rank. Collective the first
-        time; raises RankZeroError on every rank if rank 0's work failed."""
-        if self._found is None:
-            sampler = self._sampler
-            rollout, metrics = sampler.world.from_main("rollout", self._wait, sampler.together)
-            rollout, controlled = sampler.control(rollout)
-            self._found = rollout, metrics | controlled
-        return self._found
 
 
 @dataclass
@@ -92,6 +43,9 @@ class Generator:
     tokenizer: Tokenizer
     train: PromptDataset
     validation: PromptDataset | None
+    agents: Agents | None = None
+    segments: Segments | None = None
+    under_way: UnderWay | None = None
 
     def __post_init__(self) -> None:
         groups = self.cfg.algorithm.filter_groups
@@ -102,10 +56,11 @@ class Generator:
         sets = {"data.train": self.train} | ({"data.validation": self.validation} if self.validation else {})
         return data_notes(self.tokenizer, sets)
 
-    def rollout(self, step: int, on_sample: OnSample) -> Sampled:
-        """The step's samples, as its rollout and as metrics. Raises SamplingError."""
+    def draw(self, step: int, on_sample: OnSample) -> Drawn:
+        """The step's samples, with their scores. Raises SamplingError."""
         algorithm = self.cfg.algorithm
-        self.engine.take_loads()  # a validation's
+        if self.under_way is None:
+            self.engine.take_loads()  # a validation's
         groups, metrics = self._groups(step, on_sample)
         samples = in_order(groups)
         rollout = collate(step, samples)
@@ -116,16 +71,24 @@ class Generator:
             by_group = torch.tensor([sample.score for sample in greedy], dtype=torch.float32)
             rollout = replace(rollout, greedy_scores=by_group[rollout.group])
             metrics["sampling/greedy_reward_mean"] = float(by_group.mean())
-        self._write_down([*samples, *greedy], f"step_{step}")
-        return rollout, sample_metrics(samples) | metrics | self._loads(step + 1)
-
-    def _loads(self, step: int) -> dict[str, float]:
-        """Metrics of what the engines had to do for step number `step`; RUN_DIR/engines.jsonl says it of each."""
         loads, waiting = self.engine.take_loads()
-        row = {"step": step, "waiting": asdict(waiting), "engines": {url: asdict(each) for url, each in loads.items()}}
+        of_each = {url: asdict(each) for url, each in loads.items()}
+        metrics |= load_metrics(list(loads.values()), waiting)
+        if self.under_way is not None:  # since the step before took its samples
+            metrics["perf/generate_s"] = max((load.seconds for load in loads.values()), default=0.0)
+        return Drawn(
+            rollout,
+            sample_metrics(samples) | metrics,
+            [sample_row(sample) for sample in (*samples, *greedy)],
+            {"step": step + 1, "waiting": asdict(waiting), "engines": of_each},
+        )
+
+    def write(self, drawn: Drawn) -> Sampled:
+        """Writes the samples of a step down, and what the engines had to do for them; gives its rollout and metrics."""
+        self._write_down(drawn.rows, f"step_{drawn.rollout.step}")
         file, on_error = self.run_dir / ENGINES, self.cfg.checkpoint.on_error
-        write_down("the engines' loads", lambda: append_jsonl(file, row), on_error, self.note)
-        return load_metrics(list(loads.values()), waiting)
+        write_down("the engines' loads", lambda: append_jsonl(file, drawn.loads), on_error, self.note)
+        return drawn.rollout, drawn.metrics
 
     def _groups(self, step: int, on_sample: OnSample) -> tuple[list[Group], dict[str, float]]:
         """The responses to each prompt of the step, and metrics of how they were found."""
@@ -139,9 +102,78 @@ class Generator:
             samples = self._samples(prompts, n, step, self._params(), on_sample, before)
             return [samples[i : i + n] for i in range(0, len(samples), n)]
 
+        if self.segments is not None:
+            return self._segmented(step, self.segments, on_sample)
+        if self.under_way is not None:
+            return self._taken(self.under_way, on_sample)
         if self._filter is None:
             return sample_round(0), {}
         return sample_groups(cfg.batch.prompts_per_step, cfg.algorithm.filter_groups, self._filter, sample_round)
+
+    def request(self, group: int, member: int) -> Request:
+        """Of a group of the run, whatever step it is learnt in."""
+        cfg = self.cfg
+        [prompt] = self.train.prompts_for_step(group, 1, cfg.run.seed)
+        step, place = divmod(group, cfg.batch.prompts_per_step)
+        number = place * cfg.batch.samples_per_prompt + member
+        return Request(number, place, prompt, sample_seed(cfg.run.seed, step, number))
+
+    def _segmented(self, step: int, segments: Segments, on_sample: OnSample) -> tuple[list[Group], dict[str, float]]:
+        params = self._params()
+
+        def generate(requests: list[Request], tokens: int) -> list[Sample]:
+            return self.engine.generate(requests, replace(params, max_new_tokens=tokens))
+
+        groups, metrics = segments.draw(step, generate)
+        self._score(in_order(groups), on_sample)
+        return groups, metrics
+
+    def draw_under_way(self, feed: Feed, on_samples: OnSamples) -> None:
+        """What is fed, as it finishes, each sample's scoring begun; in a thread."""
+
+        def scored(some: list[Sample]) -> None:
+            for sample in some:
+                self.rewards.submit(sample)
+            on_samples(some)
+
+        def finished(some: list[Sample]) -> None:
+            self._decode(some)
+            scored(some)
+
+        if self.agents is not None:
+            generate = partial(self.engine.generate, over_pushes=True)
+            return self.agents.play(feed.take, self._params(), generate, scored)
+        size = self.cfg.batch
+        waits = self.cfg.rollout.max_staleness == 0  # a step for all of its groups, as without overlap
+        together = size.samples_per_prompt * (size.prompts_per_step if waits else 1)
+        self.engine.follow(feed, self._params(), finished, together)
+
+    def numbered(self, group: int, member: int) -> Request:
+        """As `request`, by its numbers in the run."""
+        return replace(
+            self.request(group, member), sample_id=group * self.cfg.batch.samples_per_prompt + member, group=group
+        )
+
+    def _taken(self, under_way: UnderWay, on_sample: OnSample) -> tuple[list[Group], dict[str, float]]:
+        groups, metrics = under_way.take()
+        samples = in_order(groups)
+        for sample in samples:
+            on_sample(sample)
+        with section("reward"):
+            self.rewards.collect(samples)
+        return groups, metrics
+
+    def _decode(self, samples: list[Sample]) -> None:
+        for sample, text in zip(samples, self.tokenizer.decode_all([sample.response_ids for sample in samples])):
+            sample.response_text = text
+
+    def _score(self, samples: list[Sample], on_sample: OnSample) -> None:
+        self._decode(samples)
+        for sample in samples:
+            self.rewards.submit(sample)
+            on_sample(sample)
+        with section("reward"):
+            self.rewards.collect(samples)
 
     def _greedy(self, groups: list[Group], step: int, on_sample: OnSample) -> list[Sample]:
         """One greedy response to each group's prompt. In a call of its own: a greedy row among others makes SGLang draw
@@ -155,7 +187,9 @@ class Generator:
         cfg = self.cfg.validation
         prompts, params = self.validation.first(cfg.prompts), self._unfiltered(cfg.temperature)
         samples = self._samples(prompts, 1, step + VALIDATION_STREAM, params, on_sample)
-        self._write_down(samples, f"{name}_step_{step}")
+        self._write_down([sample_row(sample) for sample in samples], f"{name}_step_{step}")
+        on_error = self.cfg.checkpoint.on_error
+        write_down("rollouts/pictures", lambda: save_pictures(self.run_dir, samples), on_error, self.note)
         metrics = sample_metrics(samples)
         return {f"{name}/{metric.removeprefix('reward/')}": value for metric, value in metrics.items()}
 
@@ -182,27 +216,31 @@ class Generator:
         seed = self.cfg.run.seed
         requests = [Request(i, i // per_prompt, prompt, sample_seed(seed, stream, i)) for i, prompt in asked]
 
-        def finished(some: list[Sample]) -> None:
-            for sample, text in zip(some, self.tokenizer.decode_all([sample.response_ids for sample in some])):
-                sample.response_text = text
+        def scored(some: list[Sample]) -> None:
+            for sample in some:
                 self.rewards.submit(sample)
                 on_sample(sample)
 
-        samples = self.engine.generate(requests, params, finished)
+        def finished(some: list[Sample]) -> None:
+            self._decode(some)
+            scored(some)
+
+        if self.agents is not None:
+            samples = self.agents.sample(requests, params, self.engine.generate, scored)
+        else:
+            samples = self.engine.generate(requests, params, finished)
         with section("reward"):
             self.rewards.collect(samples)
         return samples
 
-    def _write_down(self, samples: list[Sample], name: str) -> None:
+    def _write_down(self, rows: list[dict[str, Any]], name: str) -> None:
         file, on_error = f"rollouts/{name}.jsonl", self.cfg.checkpoint.on_error
-        write_down(file, lambda: save_samples(self.run_dir, name, samples), on_error, self.note)
-        failed = [sample.reward_error for sample in samples if sample.reward_error]
+        write_down(file, lambda: save_samples(self.run_dir, name, rows), on_error, self.note)
+        failed = [row["reward_error"] for row in rows if "reward_error" in row]
         if failed:
             head, *more = failed[0].splitlines()
             first = " ".join([head, *more[-1:]])  # of a traceback the last line
-            where = (
-                f"{len(failed)} of {len(samples)} samples score 0, the reward failed on them ({self.run_dir / file})"
-            )
+            where = f"{len(failed)} of {len(rows)} samples score 0, the reward failed on them ({self.run_dir / file})"
             self.note(f"{where}: {first}")
 
 
@@ -232,10 +270,13 @@ def sample_metrics(samples: list[Sample]) -> dict[str, float]:
     n = len(samples)
     metrics = {
         "reward/mean": sum(s.score for s in samples) / n,
-        "response/mean_tokens": sum(len(s.response_ids) for s in samples) / n,
+        "response/mean_tokens": sum(s.num_drawn for s in samples) / n,
         "response/truncated": sum(s.finish_reason == "length" for s in samples) / n,
         "reward/failed": sum(bool(s.reward_error) for s in samples) / n,
     }
+    if any(s.messages for s in samples):
+        metrics["agent/turns"] = sum(m["role"] == "assistant" for s in samples for m in s.messages) / n
+        metrics["agent/env_tokens"] = sum(len(s.response_ids) - s.num_drawn for s in samples) / n
     for name in sorted({part for s in samples for part in s.score_parts} - {"score"}):
         values = [s.score_parts[name] for s in samples if name in s.score_parts]
         metrics[f"reward/{name}"] = sum(values) / len(values)

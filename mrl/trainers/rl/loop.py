@@ -9,37 +9,37 @@ import math
 import time
 
 from mrl.algo import explained_variance
-from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import updates_per_step
 from mrl.core import Rollout, StepStats
 from mrl.learner import losses
 from mrl.trainers.rl.experience import Experience, forward_passes, make_experience, resampled, token_weights
 from mrl.trainers.rl.policy_update import check_samples, drop_if_far, policy_targets
-from mrl.trainers.rl.run import RLRun, open_rl_run
+from mrl.trainers.rl.run import RLRun
+from mrl.trainers.shared.head_error import head_error
 from mrl.trainers.shared.references import RefreshedReference
 from mrl.trainers.shared.updates import named
 
 
-def main(cfg: RLConfig) -> None:
-    """Trains to `run.steps`, going on from the run directory's last checkpoint. Called on every rank."""
-    with open_rl_run(cfg) as run:
-        if run.start_step == 0 and cfg.validation.at_start:
-            validate(run, 0)
-        for step in run.steps():
-            train_step(run, step)
-        run.finish()
+def train(run: RLRun) -> None:
+    """The steps that are left."""
+    for step in run.steps():
+        train_step(run, step)
 
 
 def train_step(run: RLRun, step: int) -> None:
     """One step: sample with the current weights, learn from the samples, give the engine the new weights."""
-    cfg, phase = run.cfg, run.phase
     stats, started, restarts = run.saving.new_stats(step + 1), time.monotonic(), run.engine_restarts
-
-    with phase("rollout", stats):
+    with run.phase("rollout", stats):
         rollout, metrics = run.generate(step)
     stats.metrics |= metrics
+    experience = learn(run, step, rollout, stats)
+    publish(run, step, stats)
+    log(run, step, stats, experience, rollout, started, restarts)
 
-    trains_actor = cfg.critic is None or step >= cfg.critic.warmup_steps
+
+def learn(run: RLRun, step: int, rollout: Rollout, stats: StepStats) -> Experience:
+    """All updates of a step from its samples, and what it has learnt from."""
+    phase, trains_actor = run.phase, run.trains_actor(step)
     with phase("experience", stats):
         experience, metrics = experience_of(run, rollout, trains_actor)
     stats.metrics |= metrics
@@ -50,21 +50,32 @@ def train_step(run: RLRun, step: int) -> None:
         if isinstance(run.ref, RefreshedReference):
             run.ref.after_step(step + 1)
     stats.metrics |= adapt_kl(run, experience, stats.metrics)
+    return experience
 
-    if trains_actor:
-        with phase("sync", stats):
-            stats.metrics |= run.push_weights(step + 1).metrics()
-    elif run.memory.must_push:
-        with phase("sync", stats):
-            run.push_again()
 
-    stats.metrics |= run.speed.metrics(
-        stats, experience.rollout, rollout.num_response_tokens, time.monotonic() - started
-    )
+def publish(run: RLRun, step: int, stats: StepStats, again: bool = False) -> None:
+    """Gives the engines the weights that the step has made; `again`: proved, as one of them has lost its own."""
+    if run.trains_actor(step):
+        with run.phase("sync", stats):
+            stats.metrics |= run.push_weights(step + 1, verify=again).metrics()
+            stats.metrics |= run.actor.adapters.metrics() if run.actor.adapters is not None else {}
+    elif run.memory.must_push or again:
+        with run.phase("sync", stats):
+            run.push_again(verify=again)
+
+
+def log(
+    run: RLRun, step: int, stats: StepStats, experience: Experience, rollout: Rollout, started: float, restarts: int
+) -> None:
+    """The end of a step, with the validation that is due. started: when it began, by the monotonic clock; restarts: of
+    engines before it."""
+    cfg = run.cfg
+    seconds = time.monotonic() - started
+    stats.metrics |= run.speed.metrics(stats, experience.rollout, rollout.num_response_tokens, seconds)
     if (step + 1) % cfg.validation.every_steps == 0 or step + 1 == cfg.run.steps:
         validate(run, step + 1, stats)
     stats.metrics |= run.engines | {"rollout/engine_restarts": run.engine_restarts - restarts}
-    phase.end_of_step(stats)
+    run.phase.end_of_step(stats)
     run.recorder.log(stats)
 
 
@@ -82,7 +93,7 @@ def experience_of(run: RLRun, rollout: Rollout, trains_actor: bool) -> tuple[Exp
     if log_probs is None and not trains_actor:  # no update of the actor will tell
         log_probs, _ = run.actor.log_probs(rollout, temperature)
     if log_probs is not None:
-        metrics |= run.mismatch.check(rollout, log_probs, experience.is_new)
+        metrics |= run.mismatch.check(rollout, log_probs, experience.is_new, version=run.version)
     if run.replay is not None:
         assert experience.old_log_probs is not None
         run.replay.keep(rollout, reused, experience.old_log_probs)
@@ -98,6 +109,7 @@ def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
     minibatches, epochs = run.minibatches(exp.rollout), run.cfg.batch.epochs_per_step
     if trains_actor:  # first: it finds samples that nothing may be learnt from
         run.memory.begin("actor_update")
+        metrics |= head_error(run.actor, exp.rollout, run.cfg.rollout.sampling.temperature)
         for epoch in range(1, epochs + 1):
             for sample_ids in minibatches:
                 made["actor"].append(update_actor(run, exp, sample_ids, len(made["actor"])))
@@ -187,6 +199,7 @@ def validate(run: RLRun, step: int, stats: StepStats | None = None) -> None:
         return
     alone = stats is None
     stats = stats or StepStats(step)
+    run.rest()
     with run.phase("validation", stats):
         stats.metrics |= run.validate(step)
         if not alone and run.cfg.ema is not None and run.cfg.ema.in_validation:

@@ -34,9 +34,12 @@ class MismatchLimits:
         self._warn = _Limit("warn", cfg.warn, cfg.warn_sample)
         self._note = note
 
-    def check(self, rollout: Rollout, log_probs: Tensor, where: Tensor, first: int = 0) -> dict[str, float]:
+    def check(
+        self, rollout: Rollout, log_probs: Tensor, where: Tensor, first: int = 0, version: int | None = None
+    ) -> dict[str, float]:
         """Metrics of the trainer's log-probs [R] against the engine's, at the tokens `where` [R] bool. first: the
-        number in the step of the rollout's first sample.
+        number in the step of the rollout's first sample. version: of the trainer's weights, where the samples may be of
+        older ones: metrics then split by age too.
 
         Raises MismatchError if they are further apart than `rollout.mismatch` allows, and notes what it warns of.
         """
@@ -48,13 +51,30 @@ class MismatchLimits:
         if found := self._stop.beyond(rollout, mean, by_sample, first):
             raise MismatchError(
                 f"{which}: {found}. Nothing was learnt from them. Has the engine other weights than the run gave it, "
-                "or another model, dtype or temperature? If they are meant to be that far apart, raise these limits"
+                "or another model, dtype or temperature? "
+                + ("" if version is None else "Do updates move the policy too far while samples are drawn ahead? ")
+                + "If they are meant to be that far apart, raise these limits"
             )
         if found := self._warn.beyond(rollout, mean, by_sample, first):
             self._note(f"{which}: {found}")
         metrics = rollout_correction.mismatch(log_probs, rollout.rollout_log_probs, where)
         metrics["max_sample"] = float(by_sample.max())
-        return {f"mismatch/{name}": value for name, value in metrics.items()}
+        ages = {} if version is None else by_age(rollout, gap, where, version)
+        return {f"mismatch/{name}": value for name, value in metrics.items()} | ages
+
+
+def by_age(rollout: Rollout, gap: Tensor, where: Tensor, version: int) -> dict[str, float]:
+    """staleness/mean, staleness/max: how many versions of the weights the tokens `where` [R] bool are old;
+    mismatch/age_K: mean |gap| [R] of those that are K old. Age 0 is what numerics make of it."""
+    assert rollout.weight_versions is not None
+    born = rollout.born
+    if born is None:
+        born = rollout.weight_versions.repeat_interleave(rollout.response_lens)
+    ages = version - born[where]
+    if not ages.numel():
+        return {}
+    means = {f"mismatch/age_{int(age)}": float(gap[where][ages == age].mean()) for age in ages.unique()}
+    return {"staleness/mean": float(ages.float().mean()), "staleness/max": float(ages.max())} | means
 
 
 @dataclass(frozen=True)

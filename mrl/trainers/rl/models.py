@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from mrl.checkpoint import Part
 from mrl.config.schema import EMAConfig, RLConfig
 from mrl.config.trainers.rl import needs_ref
-from mrl.families import is_reward_model
+from mrl.data import load_eyes
+from mrl.data.picture_store import PictureStore
+from mrl.families import is_reward_model, load_arch, read_hf_config
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
 from mrl.trainers.shared.memory import put_away
 from mrl.trainers.shared.models import build_learner
-from mrl.trainers.shared.references import RefreshedReference
+from mrl.trainers.shared.references import ActorWithoutAdapters, RefreshedReference
 from mrl.trainers.shared.world import World
 
 
@@ -33,7 +35,7 @@ class Models:
 
     actor: Learner
     critic: Learner | None
-    ref: Learner | PolicyCopy | None
+    ref: Learner | PolicyCopy | ActorWithoutAdapters | None
     reward: Learner | None
     ema: MovingAverage | None
 
@@ -66,28 +68,45 @@ def build_models(cfg: RLConfig, world: World) -> Models:
         put_away("critic", critic)
     ema = MovingAverage(actor, cfg.ema) if cfg.ema is not None else None
     ref = _reference(cfg, world, actor, ema) if needs_ref(cfg) else None
-    return Models(actor, critic, ref, _reward_model(cfg, world), ema)
+    models = Models(actor, critic, ref, _reward_model(cfg, world), ema)
+    if (eyes := load_eyes(cfg.model.path, cfg.data)) is not None:
+        store = PictureStore(cfg.data.train, eyes)
+        for learner in models.learners.values():
+            learner.pixels = store
+    return models
 
 
 def notes(cfg: RLConfig) -> list[str]:
-    """Where the critic's weights come from, if there is one."""
+    """Where the critic's weights come from, if there is one, and what to know of the reward model."""
+    found = []
+    if (judge := cfg.reward.model) is not None and read_hf_config(judge.path).get("pad_token_id") in _ends(judge.path):
+        found.append(
+            f"reward model: {judge.path} pads with EOS. transformers then takes the score of the token before EOS, and "
+            "may have trained it so; mrl takes that of the last one"
+        )
     if cfg.critic is None:
-        return []
+        return found
     path = cfg.critic.path or cfg.model.path
     if cfg.critic.path is None and cfg.model.from_scratch:
-        return ["critic: random weights, its values start at 0"]
+        return [*found, "critic: random weights, its values start at 0"]
     head = "with its score head" if is_reward_model(path) else "its values start at 0"
-    return [f"critic: starts from {path}, {head}"]
+    return [*found, f"critic: starts from {path}, {head}"]
+
+
+def _ends(path: str) -> tuple[int, ...]:
+    return load_arch(path).eos_token_ids
 
 
 def _reference(
     cfg: RLConfig, world: World, actor: Learner, ema: MovingAverage | None
-) -> Learner | MovingAverage | RefreshedReference | None:
+) -> Learner | MovingAverage | RefreshedReference | ActorWithoutAdapters | None:
     if cfg.ref.policy == "ema":
         return ema
     if cfg.ref.policy == "refreshed":
         assert cfg.ref.refresh_every_steps is not None
         return RefreshedReference(actor, cfg.ref.refresh_every_steps, cfg.ref.refresh_share)
+    if cfg.ref_is_actor:
+        return ActorWithoutAdapters(actor)
     reference = build_learner(cfg, world, "policy", cfg.ref.path, cfg.like_actor(cfg.ref), trainable=False)
     put_away("ref", reference)
     return reference

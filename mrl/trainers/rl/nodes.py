@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from mrl.config.derived import Machine
 from mrl.config.schema import RLConfig
 from mrl.parallel import Agreement, Nodes
-from mrl.ports import HERE, address_towards
-from mrl.rollout import Home, Offered, Others, start_agent
+from mrl.ports import HERE, address_towards, free_port
+from mrl.rollout import Home, Offered, Others, Part, start_agent
+from mrl.rollout.adapters import started_with
 from mrl.trainers.shared.run import Start
 
 REACHED_BY_ALL = ("http", "distributed")  # transports by which a sender calls the engines of every node
@@ -34,16 +35,17 @@ class _NodeAgreement(Agreement[str]):
 @dataclass(frozen=True)
 class NodeEngines:
     """nodes: of the world. others: what rank 0 needs to use the other nodes' engines; None where it has all of them.
-    homes: the node of each engine of the others, by its address."""
+    homes: the nodes of each engine of the others, by its address. size: nodes that have an engine together."""
 
     nodes: Nodes
     others: Others | None = None
-    homes: Mapping[str, int] = field(default_factory=dict)
+    homes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    size: int = 1
 
-    def all_homes(self, urls: tuple[str, ...]) -> dict[str, int]:
-        """The node of every engine that the run started: rank 0's has what no other one has. Empty on one node."""
-        first = self.nodes.of[0]
-        return {url: self.homes.get(url, first) for url in urls} if self.homes else {}
+    def all_homes(self, urls: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+        """The nodes of every engine that the run started: rank 0's has what no other one has. Empty on one node."""
+        own = _together(self.nodes, self.nodes.of[0], self.size)
+        return {url: self.homes.get(url, own) for url in urls} if self.homes else {}
 
 
 def start_engines_elsewhere(cfg: RLConfig, setup: Start, machine: Machine) -> NodeEngines:
@@ -52,23 +54,60 @@ def start_engines_elsewhere(cfg: RLConfig, setup: Start, machine: Machine) -> No
     nodes = Nodes.gathered()
     if len(nodes.all) == 1 or cfg.rollout.urls or cfg.placement.is_apart:
         return NodeEngines(nodes)
+    size = cfg.placement.nodes_per_engine
+    if len(nodes.all) % size:
+        what = f"{len(nodes.all)} nodes are no whole number of groups of placement.nodes_per_engine = {size}"
+        raise NodeError(f"starting the engines: {what}")
     key = setup.world.from_main("drawing the engines' key", lambda: secrets.token_hex(32))
+    part = _meet(nodes, size)
     has_some = nodes.is_first and nodes.mine != nodes.of[0]
     found = _NodeAgreement().each(
         "starting the engines",
-        lambda: _start(cfg, setup, Home(nodes.mine, _address()), key, machine) if has_some else None,
+        lambda: _start(cfg, setup, Home(nodes.mine, _address()), key, machine, part) if has_some else None,
     )
     offered = [one for one in found if one is not None]
-    homes = {url: one.node for one in offered for url in one.urls}
-    at_home = Home(nodes.of[0], _address() if cfg.sync.transport in REACHED_BY_ALL else HERE)
-    return NodeEngines(nodes, Others(key, at_home, offered), homes)
+    homes = {url: _together(nodes, one.node, size) for one in offered for url in one.urls}
+    is_reached = size > 1 or cfg.sync.transport in REACHED_BY_ALL
+    at_home = Home(nodes.of[0], _address() if is_reached else HERE)
+    return NodeEngines(nodes, Others(key, at_home, offered, part), homes, size)
 
 
-def _start(cfg: RLConfig, setup: Start, home: Home, key: str, machine: Machine) -> Offered:
+def _meet(nodes: Nodes, size: int) -> Part | None:
+    """This node's part of an engine over `size` of them, as the first of these says; None where engines are whole.
+    Collective."""
+    if size == 1:
+        return None
+    together = _together(nodes, nodes.mine, size)
+    has_say = nodes.is_first and nodes.mine == together[0]
+    what = "finding where the nodes of an engine meet"
+    met = _NodeAgreement().each(what, lambda: _meeting(_address()) if has_say else "")
+    return Part(size, together.index(nodes.mine), met[nodes.ranks(together[0])[0]])
+
+
+def _together(nodes: Nodes, node: int, size: int) -> tuple[int, ...]:
+    """The nodes that have an engine with `node`: consecutive ones."""
+    place = nodes.all.index(node)
+    return nodes.all[place - place % size :][:size]
+
+
+def _meeting(host: str) -> str:
+    return f"{host}:{free_port(host)}"
+
+
+def _start(cfg: RLConfig, setup: Start, home: Home, key: str, machine: Machine, part: Part | None) -> Offered:
     where = f"node {home.node} ({socket.gethostname()})"
     logs, model = setup.run_dir / "logs", cfg.model
     agent = start_agent(
-        cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, machine=machine, home=home, where=where, key=key
+        started_with(cfg),
+        model.path,
+        model.dtype,
+        logs,
+        cfg.run.seed,
+        machine=machine,
+        home=home,
+        where=where,
+        key=key,
+        part=part,
     )
     setup.stack.enter_context(contextlib.closing(agent))
     return agent.offered

@@ -7,46 +7,44 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from mrl import platform
 from mrl.algo import kl
 from mrl.config import placement
-from mrl.config.derived import Machine
-from mrl.config.engines import ENGINES
 from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import most_samples_per_step, samples_per_step
 from mrl.core import Rollout, Sample
-from mrl.data import PromptDataset, load_tokenizer
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
-from mrl.observe import Recorder, SilentRecorder
-from mrl.reward import RewardManager, longest_wait_s
-from mrl.reward.check import row_check
-from mrl.rollout import RELEASED_PARTS, Access, Engine, Others, join_engines, start_engine
+from mrl.reward import longest_wait_s
+from mrl.rollout import RELEASED_PARTS
+from mrl.trainers.rl.ahead import Ahead
 from mrl.trainers.rl.demonstrations import Demonstrations
-from mrl.trainers.rl.generate import Generator, Sampled, Sampler
+from mrl.trainers.rl.generate import Generator
+from mrl.trainers.rl.main_parts import MainParts, make_ahead, this_machine
 from mrl.trainers.rl.memory_order import ORDER, Engines
 from mrl.trainers.rl.mismatch import MismatchLimits
 from mrl.trainers.rl.models import Models, MovingAverage, build_models
-from mrl.trainers.rl.models import notes as model_notes
-from mrl.trainers.rl.nodes import NodeEngines, start_engines_elsewhere
+from mrl.trainers.rl.pushes import make_sync
 from mrl.trainers.rl.replay import Replay
 from mrl.trainers.rl.reward_scores import ToScore, score
+from mrl.trainers.rl.sampler import Drawn, Sampled, Sampler, when_asked
 from mrl.trainers.rl.scores import ScoreControl
-from mrl.trainers.shared.checkpoints import Kept
+from mrl.trainers.rl.under_way import UnderWay
+from mrl.trainers.shared.checkpoints import AllKept, Kept
 from mrl.trainers.shared.memory import MemoryOrder, OffloadError
-from mrl.trainers.shared.run import Run, Start, started
+from mrl.trainers.shared.references import ActorWithoutAdapters
+from mrl.trainers.shared.run import Run, started
 from mrl.trainers.shared.world import RankZeroError
-from mrl.weights.sync.push import SyncError, SyncReport, WeightSync
-from mrl.weights.sync.quantized import QuantizedSource
+from mrl.weights.errors import SyncError
+from mrl.weights.sync.engine_sync import EngineSync, SyncReport
 
 
 @dataclass
 class RLRun(Run):
     cfg: RLConfig
     critic: Learner | None
-    ref: Learner | PolicyCopy | None
+    ref: Learner | PolicyCopy | ActorWithoutAdapters | None
     reward_model: Learner | None
     ema: MovingAverage | None
     kl_controller: kl.Controller
@@ -54,8 +52,9 @@ class RLRun(Run):
     generator: Generator | None  # rank 0 only
     replay: Replay | None
     demonstrations: Demonstrations | None
-    sync: WeightSync
+    sync: EngineSync
     mismatch: MismatchLimits
+    ahead: Ahead | None  # where samples are drawn ahead
     pushed: int | str | None = None  # the name of the weights that the engines have
 
     def minibatches(self, rollout: Rollout) -> list[range]:
@@ -65,14 +64,54 @@ class RLRun(Run):
     def generate(self, step: int) -> Sampled:
         """The step's samples with their controlled scores, the same on every rank."""
         self._give_lost_weights()
+        if self.cfg.rollout.overlap == "bounded":
+            while self._lost(lambda under_way: under_way.wait(step)):
+                self.push_again(verify=True)
         return self.sampler.start(step).result()
 
     @property
     def sampler(self) -> Sampler:
-        return Sampler(self.world, self._sample, self._together, self.scores)
+        begin = self.ahead.begin if self.ahead is not None else when_asked
+        return Sampler(self.world, self._draw, self._write, self._together, self.scores, begin)
 
-    def _sample(self, step: int) -> Sampled:
-        return self._generator.rollout(step, self._ticker(samples_per_step(self.cfg)))
+    def _draw(self, step: int) -> Drawn:
+        on_sample = self._ticker(samples_per_step(self.cfg)) if self.ahead is None else lambda sample: None
+        return self._generator.draw(step, on_sample)
+
+    def _write(self, drawn: Drawn) -> Sampled:
+        return self._generator.write(drawn)
+
+    def wait_ahead(self) -> bool:
+        """Until the samples that are drawn ahead are there. Whether they are not, as an engine was lost: it waits for
+        weights. Collective."""
+        lost = self.world.from_main("sampling ahead", lambda: self.ahead.wait() if self.ahead is not None else [])
+        self.sync.renew(lost)
+        return bool(lost)
+
+    def _lost(self, look: Callable[[UnderWay], list[str]]) -> bool:
+        """Whether engines were started again that what is under way has lost; a push may follow. Collective."""
+
+        def ask() -> list[str]:
+            under_way = self._generator.under_way
+            return look(under_way) if under_way is not None else []
+
+        lost = self.world.from_main("waiting for samples", ask)
+        self.sync.renew(lost)
+        return bool(lost)
+
+    def rest(self) -> None:
+        """Until nothing is under way. Collective."""
+        while self.cfg.rollout.overlap == "bounded" and self._lost(UnderWay.rest):
+            self.push_again(verify=True)
+
+    def trains_actor(self, step: int) -> bool:
+        """Whether step `step` (from 0) does; the first ones may be the critic's alone."""
+        return self.cfg.critic is None or step >= self.cfg.critic.warmup_steps
+
+    @property
+    def version(self) -> int | None:
+        """Of the actor's weights, as the engines name them, where samples may be of older ones."""
+        return int(self.pushed or 0) if self.cfg.rollout.is_behind else None
 
     def validate(self, step: int, name: str = "validation") -> dict[str, float]:
         self._give_lost_weights()
@@ -97,9 +136,10 @@ class RLRun(Run):
     def _together(self, argument: ToScore | str) -> object:
         """What rank 0 may ask of all ranks while it samples: a reward model's scores, or the weights for an engine."""
         if isinstance(argument, ToScore):
-            assert self.reward_model is not None
+            judge = self.cfg.reward.model
+            assert self.reward_model is not None and judge is not None
             with self.memory.during("scoring"):
-                return score(self.reward_model, argument.sequences)
+                return score(self.reward_model, judge, argument.sequences)
         with self.memory.during("engine_restart"):
             return self.sync.restore(argument)
 
@@ -107,6 +147,8 @@ class RLRun(Run):
         """Gives the actor's weights to every engine; `version` comes back with every sample. If an engine of ours dies
         in it, that one is started again, and all get the weights once more, verified. Where engines come and go, it is
         for those that are there, verified if one is new."""
+        if self.generator is not None:
+            self.generator.engine.is_pushing(str(version))
         while True:
             verify |= self._look_for_engines()
             try:
@@ -117,22 +159,23 @@ class RLRun(Run):
                     raise
             verify = True
         if self.generator is not None:
-            self.generator.engine.has_pushed(str(version))
+            self.generator.engine.has_pushed(str(version), report.adapter)
         self.pushed, self.memory.must_push = version, False
         return report
 
     def _look_for_engines(self) -> bool:
         """The next push is for the engines that are there; whether one of them is new. Collective."""
+        lost = self.cfg.rollout.overlap == "bounded" and self._lost(UnderWay.lost)
         if not self.cfg.placement.is_apart:
-            return False
+            return lost
         urls, new = self.world.from_main("looking for engines", lambda: self._generator.engine.present())
         self.sync.use(urls, new)
-        return bool(new)
+        return lost or bool(new)
 
-    def push_again(self) -> SyncReport:
+    def push_again(self, *, verify: bool = False) -> SyncReport:
         """The weights that the engines were given last, by the same name: for engines that lack them."""
         assert self.pushed is not None
-        return self.push_weights(self.pushed)
+        return self.push_weights(self.pushed, verify=verify)
 
     def _give_lost_weights(self) -> None:
         """To engines that were started again while memory moved, when there was nobody to ask for weights."""
@@ -180,73 +223,6 @@ class RLRun(Run):
         return self.generator
 
 
-@dataclass
-class MainParts:
-    """What rank 0 alone has, closed with the setup's stack; the other ranks hold one with nothing in it."""
-
-    cfg: RLConfig
-    setup: Start
-    engine: Engine | None = None
-    rewards: RewardManager | None = None
-    generator: Generator | None = None
-    nodes: NodeEngines | None = None  # every rank's
-
-    def start_elsewhere(self) -> None:
-        """Starts the engines of the other nodes, before rank 0 starts its own. Collective."""
-        self.nodes = start_engines_elsewhere(self.cfg, self.setup, this_machine())
-
-    def start(self) -> None:
-        """Starts what takes its time: the reward workers, and the engine where its GPUs are not the trainer's."""
-        cfg = self.cfg
-        rewards = RewardManager(
-            cfg.reward,
-            prompt_key=cfg.data.prompt_key,
-            answer_key=cfg.data.answer_key,
-            data_source_key=cfg.data.data_source_key,
-            max_response_tokens=cfg.rollout.sampling.max_new_tokens,
-        )
-        self.rewards = self.setup.stack.enter_context(contextlib.closing(rewards))
-        if not placement.gpus_with_engines(cfg, this_machine()):
-            self._start_engine()
-
-    def _start_engine(self) -> Engine:
-        cfg, logs = self.cfg, self.setup.run_dir / "logs"
-        model, machine = cfg.model, this_machine()
-        if cfg.placement.is_apart:
-            engine = join_engines(cfg, self.setup.run_dir)
-        else:
-            engine = start_engine(
-                cfg.rollout, model.path, model.dtype, logs, cfg.run.seed, machine=machine, others=self._others
-            )
-        self.engine = self.setup.stack.enter_context(contextlib.closing(engine))
-        return engine
-
-    @property
-    def _others(self) -> Others | None:
-        return self.nodes.others if self.nodes is not None else None
-
-    def ready(self) -> tuple[tuple[str, ...], Access]:
-        """Waits for the engine, which it starts first where that has waited for the models; its addresses, and what
-        opens them."""
-        assert self.rewards is not None
-        recorder = self.setup.recorder
-        engine, own = self.engine or self._start_engine(), self.cfg.placement
-        for note in placement.notes(self.cfg.rollout, this_machine()) if not own.is_apart else ():
-            recorder.note(note)
-        many = f"{own.nodes} engine nodes (mrl serve)" if own.is_apart else f"{len(engine.urls)} engines"
-        recorder.note(f"waiting for {'the engine' if len(engine.urls) == 1 else many}")
-        engine.wait_ready()
-        self.generator = make_generator(self.cfg, self.setup.run_dir, engine, self.rewards, recorder)
-        for note in (*engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
-            recorder.note(note)
-        return engine.urls, engine.access
-
-
-def this_machine() -> Machine:
-    """As rank 0 sees it."""
-    return Machine.around(platform.gpu_count())
-
-
 @contextlib.contextmanager
 def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
     """Builds the run on every rank; closes engine, reward workers, files and process group on any exit."""
@@ -267,7 +243,8 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         run = build_run(main, models, demonstrations, sync)
         setup.stack.callback(sync.close)
         if main.engine is not None:
-            main.engine.restarts.allow(note, world.together)
+            tell, give = (note, world.together) if run.ahead is None else (run.ahead.say, run.ahead.give_weights)
+            main.engine.restarts.allow(tell, give)
         if main.rewards is not None:
             main.rewards.use_model(lambda sequences: world.together(ToScore(tuple(sequences))))
         run.memory.begin("resume")
@@ -284,33 +261,22 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         yield run
 
 
-def make_sync(main: MainParts, models: Models, urls: tuple[str, ...], access: Access) -> WeightSync:
-    rollout, weights = main.cfg.rollout, models.actor.exporter
-    return WeightSync(
-        QuantizedSource(weights) if rollout.quantization == "fp8" else weights,
-        urls,
-        main.cfg.sync,
-        rollout.tensor,
-        access=access,
-        plain=ENGINES[rollout.engine].is_plain,
-        guard=main.engine.check_push if main.engine is not None else None,
-        nodes=main.nodes.nodes if main.nodes is not None else None,
-        homes=main.nodes.all_homes(urls) if main.nodes is not None else None,
-        apart=main.cfg.placement.is_apart,
-    )
-
-
-def build_run(main: MainParts, models: Models, demonstrations: Demonstrations | None, sync: WeightSync) -> RLRun:
+def build_run(main: MainParts, models: Models, demonstrations: Demonstrations | None, sync: EngineSync) -> RLRun:
     cfg, setup, kl_cfg = main.cfg, main.setup, main.cfg.algorithm.kl
     controller = kl.make_controller(
         kl_cfg.controller, coef=kl_cfg.coef, target=kl_cfg.target, horizon_samples=kl_cfg.horizon_samples
     )
     scores = ScoreControl(cfg.algorithm)
     replay = Replay(cfg.replay, cfg.run.seed, setup.world) if cfg.replay is not None else None
+    ahead = make_ahead(main) if cfg.rollout.overlap == "one_step" else None
     states: dict[str, Kept] = {"kl_controller": controller, "score_moments": scores.moments}
-    kept = replay.buffer if replay is not None else None
+    own = [main.generator.segments, main.generator.under_way] if main.generator is not None else []
+    kept = [replay.buffer if replay is not None else None, ahead, *own]
+    keeps = AllKept(*(each for each in kept if each is not None))
+    is_kept = cfg.replay is not None or cfg.rollout.is_behind
     engines = Engines(setup.world, RELEASED_PARTS[cfg.rollout.release], main.engine)
-    base = setup.begin(models.actor, models.saved, states, kept, MemoryOrder(ORDER, models.learners, engines))
+    order = MemoryOrder(ORDER, models.learners, engines)
+    base = setup.begin(models.actor, models.saved, states, keeps if is_kept else None, order)
     base.speed.watch(models.critic, models.ref)
     return RLRun(
         **vars(base),
@@ -322,33 +288,27 @@ def build_run(main: MainParts, models: Models, demonstrations: Demonstrations | 
         scores=scores,
         generator=main.generator,
         replay=replay,
+        ahead=ahead,
         demonstrations=demonstrations,
         sync=sync,
         mismatch=MismatchLimits(cfg.rollout.mismatch, setup.recorder.note),
     )
 
 
-def make_generator(
-    cfg: RLConfig, run_dir: Path, engine: Engine, rewards: RewardManager, recorder: Recorder | SilentRecorder
-) -> Generator:
-    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token)
-    check = row_check(cfg.reward, cfg.data)
-    train = PromptDataset(cfg.data.train, cfg.data, tokenizer, check=check)
-    held_out = cfg.data.validation
-    validation = PromptDataset(held_out, cfg.data, tokenizer, check=check) if held_out else None
-    return Generator(cfg, run_dir, engine, rewards, recorder.note, tokenizer, train, validation)
-
-
 def _longest_wait(cfg: RLConfig) -> float:
-    """Seconds that rank 0's sampling may take: every request in turn, each up to its own time-out, and
-    all restarts of engines."""
+    """Seconds that rank 0's sampling may take: every request in turn, each up to its own time-out, what agents'
+    environments take between them, and all restarts of engines."""
     samples = max(most_samples_per_step(cfg), cfg.validation.prompts)
-    rounds = math.ceil(samples / cfg.rollout.concurrent_requests)
+    steps = 1 + (cfg.rollout.max_staleness or 0)
+    segments = cfg.rollout.sampling.max_new_tokens / (cfg.rollout.segment_tokens or cfg.rollout.sampling.max_new_tokens)
+    turns = cfg.agent.max_turns * (cfg.agent.retries + 1) if cfg.agent is not None else 1
+    rounds = turns * math.ceil(samples * steps * cfg.rollout.oversample * segments / cfg.rollout.concurrent_requests)
     return (
         cfg.run.timeout_s
         + cfg.rollout.startup_timeout_s
         + rounds * cfg.rollout.request_timeout_s
         + cfg.rollout.max_restarts * (cfg.rollout.startup_timeout_s + cfg.rollout.request_timeout_s)
         + longest_wait_s(cfg.reward, samples)
+        + ((turns + 1) * cfg.agent.step_timeout_s if cfg.agent is not None else 0.0)
         + (cfg.placement.wait_s if cfg.placement.is_apart else 0.0)
     )

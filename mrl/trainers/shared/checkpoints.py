@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from mrl import checkpoint
 from mrl.checkpoint import CheckpointError, Part, Saver, Written
 from mrl.config import resume
-from mrl.config.schema import Config
+from mrl.config.schema import AnyConfig, Config
 from mrl.core import StepStats
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
@@ -28,10 +28,11 @@ from mrl.observe import (
 )
 from mrl.resilience import preemption
 from mrl.resilience.protocol import attempt, started_by_torchelastic
+from mrl.trainers.shared.best import Best
+from mrl.trainers.shared.exports import Exports
 from mrl.trainers.shared.phases import Phases
 from mrl.trainers.shared.updates import Updates
 from mrl.weights.errors import WeightError
-from mrl.weights.model.export import save_hf
 
 MIB = 1 << 20
 
@@ -43,7 +44,31 @@ class Kept(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def open_run_dir(cfg: Config, run_dir: Path, stack: ExitStack) -> Recorder:
+class AllKept:
+    """Several things that are kept, whose states have no key in common."""
+
+    def __init__(self, *kept: Kept) -> None:
+        self._kept = kept
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for each in self._kept for key, value in each.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for each in self._kept:
+            each.load_state_dict(state)
+
+
+class Exporting(Protocol):
+    """Each is collective; step: that the weights are of."""
+
+    def of_step(self, step: int) -> None: ...
+
+    def whole(self, name: str, step: int) -> None: ...
+
+    def adapter(self, name: str, step: int) -> None: ...
+
+
+def open_run_dir(cfg: AnyConfig, run_dir: Path, stack: ExitStack) -> Recorder:
     """On rank 0, before anything is started: owns the run directory and, if that has a checkpoint, looks whether the
     configuration can go on from it (ConfigChanged). What a run without one has left is never written over, except by a
     restart of the same launch."""
@@ -78,21 +103,27 @@ class Saving:
     parts: the trained models and copies of their weights by name, "actor" among them
     states: what the loop keeps from step to step besides `updates`, by name, for JSON
     kept: what rank 0 alone keeps
+    best: the best validation so far, where there are any that tell
+    exports: what is left for others to load; None: the actor
     """
 
     def __init__(
         self,
-        cfg: Config,
+        cfg: AnyConfig,
         phase: Phases,
         parts: Mapping[str, Part],
         updates: Updates,
         states: Mapping[str, Kept],
         kept: Kept | None = None,
+        best: Best | None = None,
+        exports: Exporting | None = None,
     ) -> None:
         self._cfg, self._phase, self._recorder, self._run_dir = cfg, phase, phase.recorder, phase.run_dir
-        self._parts, self._updates, self._states, self._kept = parts, updates, states, kept
+        self._parts, self._updates, self._kept, self._best = parts, updates, kept, best
+        self._states = {**states, **({"best": best} if best is not None else {})}
         self._saver = Saver(self._run_dir, cfg.checkpoint, self._note_written)
         self._config = self._from_main("reading data.train", lambda: resume.snapshot(cfg))
+        self._exports = exports or self._of_actor()
         self._since_row = StepStats(0)
         self._step = 0  # steps that the learners have made
 
@@ -110,13 +141,13 @@ class Saving:
             self._step = state["step"]
             self._updates.load_state_dict(state)
             self._recorder.go_on_with(state.get("trackers", {}))
-            for name, each in self._states.items():
-                each.load_state_dict(state[name])
+            self._load_states(state)
         dropped = self._from_main("dropping what is to be made again", lambda: rewind(self._run_dir, self._step))
         after = f"; dropped of what was written down after it: {dropped}" if dropped else ""
         if path is not None:
             left = max(0, self._cfg.run.steps - self._step)
             to_do = f"{left} steps are left" if left else "none is left: raise run.steps to train on"
+            to_do = "it has ended early: raise validation.patience to train on" if self.is_over else to_do
             self._recorder.note(f"continuing from {path} (step {self._step}), {to_do}{after}")
         elif dropped:
             self._recorder.note(f"no complete checkpoint: beginning again; dropped: {dropped}")
@@ -132,15 +163,16 @@ class Saving:
         """Saves what is due after `step` steps. The step's metrics have been written down: a checkpoint is never of
         more steps than they are."""
         self._step = step
-        cfg, last = self._cfg.checkpoint, step == self._cfg.run.steps
+        cfg, last = self._cfg.checkpoint, step == self._cfg.run.steps or self.is_over
+        is_best = self._best is not None and self._best.kept_step == step
         self._attempt(self._saver.poll)
-        if cfg.every_steps and (step % cfg.every_steps == 0 or last):
+        if cfg.every_steps and (step % cfg.every_steps == 0 or last or is_best):
             with self._phase("checkpoint", self._since_row):
                 self._attempt(self._saver.wait)
                 self._attempt(self._save)
         if cfg.weights_every_steps and step % cfg.weights_every_steps == 0:
             with self._phase("checkpoint", self._since_row):
-                self._attempt(lambda: self._save_hf(f"hf_step_{step}"))
+                self._attempt(lambda: self._exports.of_step(step))
 
     def save_now(self, deadline_s: float) -> int:
         """Between two steps: the step that a restart would go on from. The newest, unless it could not be saved within
@@ -155,15 +187,24 @@ class Saving:
             self._recorder.note(f"step {self._step} is not saved: {problem}")
         return newest
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the run ends before its last step, for want of progress."""
+        return self._best is not None and self._best.is_over
+
     def finish(self) -> None:
-        """Waits until the last checkpoint is complete; then writes RUN_DIR/hf, and hf_ema, if asked for."""
+        """Waits until the last checkpoint is complete; then writes RUN_DIR/hf, adapter, hf_ema and hf_best, if asked
+        for. For hf_best the learners get the best weights."""
         with self._phase("checkpoint", self._since_row):
             self._attempt(self._saver.wait)
             if self._cfg.checkpoint.export_hf:
-                self._save_hf("hf")
+                self._exports.whole("hf", self._step)
+                self._exports.adapter("adapter", self._step)
                 if isinstance(average := self._parts.get("ema"), PolicyCopy):  # beside the actor that was exported
                     with average.in_place():
-                        self._save_hf("hf_ema")
+                        self._exports.whole("hf_ema", self._step)
+                if self._best is not None and self._best.kept_step is not None:
+                    self._save_best(self._best.kept_step)
 
     def close(self) -> None:
         """After a failure too: what is being written is given time to get whole."""
@@ -173,13 +214,36 @@ class Saving:
         states = {name: each.state_dict() for name, each in self._states.items()}
         trackers = {"trackers": self._recorder.tracker_runs()}
         state = {"step": self._step, **states, **self._updates.state_dict(), **trackers, **self._config}
-        self._saver.save(self._step, self._parts, state, self._kept.state_dict() if self._kept is not None else None)
+        kept = self._kept.state_dict() if self._kept is not None else None
+        best = self._best.kept_step if self._best is not None else None
+        self._saver.save(self._step, self._parts, state, kept, best)
 
-    def _save_hf(self, name: str) -> None:
-        actor = self._parts["actor"]
-        assert isinstance(actor, Learner)
-        self._phase.memory.begin("export")
-        save_hf(actor.exporter, self._cfg.model.path, self._run_dir / name, overwrite=True)
+    def _save_best(self, step: int) -> None:
+        """Exports the weights that were best. They are the run's last ones, or a checkpoint's."""
+        if step != self._step:
+            path = checkpoint.of_step(self._run_dir, step)
+            checkpoint.load(path, self._parts)
+        self._recorder.note(f"the best validation, {self._best}: its weights are in {self._run_dir / 'hf_best'}")
+        self._exports.whole("hf_best", step)
+        self._exports.adapter("adapter_best", step)
+
+    def _load_states(self, state: Mapping[str, Any]) -> None:
+        for name, each in self._states.items():
+            if name in state:
+                each.load_state_dict(state[name])
+            else:
+                self._recorder.note(f"the checkpoint has no state of {name!r}, which begins anew")
+        if self._best is not None and self._best.kept_step is not None:
+            self._name_best(self._best.kept_step)
+
+    def _name_best(self, step: int) -> None:
+        if self._phase.world.is_main:
+            self._recorder.write_down("checkpoints/best", lambda: checkpoint.name_best(self._run_dir, step))
+
+    def _of_actor(self) -> Exports:
+        cfg, actor = self._cfg, self._parts["actor"]
+        assert isinstance(cfg, Config) and isinstance(actor, Learner)
+        return Exports(cfg, self._phase, self._config, actor)
 
     def _newest(self) -> int:
         path = self._from_main("looking for a checkpoint", lambda: checkpoint.latest(self._run_dir))
@@ -205,6 +269,8 @@ class Saving:
         self._since_row.metrics |= {"checkpoint/copy_s": done.copy_s, "checkpoint/write_s": done.write_s}
         size, meanwhile = f"{done.nbytes / MIB:.1f} MiB", " beside the training" * self._cfg.checkpoint.asynchronous
         self._recorder.note(f"{done.path} is complete: {size} written in {done.write_s:.2f} s{meanwhile}")
+        if self._best is not None and self._best.kept_step == checkpoint.step_of(done.path):
+            self._name_best(checkpoint.step_of(done.path))
 
     def _from_main(self, what: str, make: Callable[[], Any]) -> Any:
         return self._phase.world.from_main(what, make)

@@ -5,20 +5,28 @@ from __future__ import annotations
 import torch
 
 from mrl.config.schema import Config, TrainConfig
-from mrl.families import load_arch
+from mrl.families import ModelArch, load_arch
 from mrl.families.table import Role
 from mrl.learner import Learner
 from mrl.trainers.shared.world import World
 
 
 def build_learner(
-    cfg: Config, world: World, role: Role, path: str | None, train: TrainConfig, *, trainable: bool = True
+    cfg: Config,
+    world: World,
+    role: Role,
+    path: str | None,
+    train: TrainConfig,
+    *,
+    trainable: bool = True,
+    arch: ModelArch | None = None,
 ) -> Learner:
-    """path: of a model with weights; None: the run's model, which may start at random. Collective."""
+    """path: of a model with weights; None: the run's model, which may start at random. arch: None: the path's.
+    Collective."""
     where = path or cfg.model.path
     return Learner(
         role,
-        load_arch(where),
+        arch or load_arch(where),
         where,
         train,
         world.meshes.get(train.parallel),
@@ -27,4 +35,5 @@ def build_learner(
         from_scratch=cfg.model.from_scratch and path is None,
         allow_pickle=cfg.model.allow_pickle,
         trainable=trainable,
+        trains_vision=cfg.model.vision.train,
     )

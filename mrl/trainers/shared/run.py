@@ -9,11 +9,12 @@ from pathlib import Path
 
 from mrl import failure, platform
 from mrl.checkpoint import Part
-from mrl.config.schema import Config
+from mrl.config.schema import AnyConfig, Config
 from mrl.learner import Learner
 from mrl.observe import Recorder, SilentRecorder
 from mrl.parallel import world_size
 from mrl.resilience import sections
+from mrl.trainers.shared.best import Best
 from mrl.trainers.shared.checkpoints import Kept, Saving, open_run_dir
 from mrl.trainers.shared.memory import MemoryOrder
 from mrl.trainers.shared.phases import Phases
@@ -25,22 +26,19 @@ from mrl.trainers.shared.world import World
 
 
 @dataclass
-class Run:
-    """What the loop of every trainer works with, on every rank. A trainer's own run adds its other models and its data.
+class Loop:
+    """What the loop of every trainer works with, on every rank, whatever its models are.
 
     start_step: steps that have been made by the launches before this one
     """
 
-    cfg: Config
+    cfg: AnyConfig
     world: World
     run_dir: Path
     recorder: Recorder | SilentRecorder
-    actor: Learner
-    memory: MemoryOrder
     phase: Phases
     updates: Updates
     saving: Saving
-    speed: Speed
     start_step: int
 
     def resume(self) -> None:
@@ -48,9 +46,11 @@ class Run:
         self.start_step = self.saving.resume()
 
     def steps(self) -> Iterator[int]:
-        """Numbers of the steps that are left, from 0. Before each the run ends if a scheduler has told it to, after
-        each it saves what is due. Collective."""
+        """Numbers of the steps that are left, from 0; none after a validation that ends the run. Before each the run
+        ends if a scheduler has told it to, after each it saves what is due. Collective."""
         for step in range(self.start_step, self.cfg.run.steps):
+            if self.saving.is_over:
+                return
             self.leave_if_warned(step)
             with profiled(self.cfg.run, step + 1, self.run_dir, self.recorder):
                 yield step
@@ -78,6 +78,15 @@ class Run:
 
 
 @dataclass
+class Run(Loop):
+    """Of a language model. A trainer's own run adds its other models and its data."""
+
+    actor: Learner
+    memory: MemoryOrder
+    speed: Speed
+
+
+@dataclass
 class Start:
     """A run that is being set up: it has the world and, on rank 0, its directory.
 
@@ -85,7 +94,7 @@ class Start:
     is_set_up: to be called at the end of the setup, which is watched until then
     """
 
-    cfg: Config
+    cfg: AnyConfig
     world: World
     run_dir: Path
     stack: contextlib.ExitStack
@@ -99,27 +108,38 @@ class Start:
         states: Mapping[str, Kept] | None = None,
         kept: Kept | None = None,
         memory: MemoryOrder | None = None,
+        best: Best | None = None,
     ) -> Run:
-        """What every run has, at step 0. Collective.
+        """What every run of a language model has, at step 0. Collective.
 
         parts: what a checkpoint holds of models, by name; None: the actor alone
         states: what a trainer's loop keeps from step to step, the same on every rank, for JSON
         kept: what rank 0 alone keeps
         memory: whose memory is needed in which phase; None: everything stays where it is
+        best: what validations say of the run, part of its state
         """
         memory = memory or MemoryOrder()
         cfg, run_dir, recorder = self.cfg, self.run_dir, self.recorder
-        phase = Phases.of(cfg.resilience, self.world, run_dir, recorder, actor.mesh.pp_rank, memory)
-        updates = Updates(run_dir, cfg.run.max_nonfinite_steps, recorder, writes=self.world.is_main)
-        saving = Saving(cfg, phase, parts or {"actor": actor}, updates, states or {}, kept)
+        assert isinstance(cfg, Config)
+        phase, updates = self.watch(actor.mesh.pp_rank, memory)
+        saving = Saving(cfg, phase, parts or {"actor": actor}, updates, states or {}, kept, best)
         self.stack.callback(saving.close)
         speed = Speed(world_size(), planned(cfg, run_dir, recorder) if self.world.is_main else None)
         speed.watch(actor)
-        return Run(cfg, self.world, run_dir, recorder, actor, memory, phase, updates, saving, speed, start_step=0)
+        return Run(cfg, self.world, run_dir, recorder, phase, updates, saving, 0, actor, memory, speed)
+
+    def watch(self, peers: int, memory: MemoryOrder | None = None) -> tuple[Phases, Updates]:
+        """What times the parts of a step, and what counts its updates. Collective.
+
+        peers: the same number on ranks that have the same work
+        """
+        cfg, run_dir, recorder = self.cfg, self.run_dir, self.recorder
+        phase = Phases.of(cfg.resilience, self.world, run_dir, recorder, peers, memory or MemoryOrder())
+        return phase, Updates(run_dir, cfg.run.max_nonfinite_steps, recorder, writes=self.world.is_main)
 
 
 @contextlib.contextmanager
-def started(cfg: Config, longest_wait_s: float | None = None) -> Iterator[Start]:
+def started(cfg: AnyConfig, longest_wait_s: float | None = None) -> Iterator[Start]:
     """On every rank: joins the world and, on rank 0, owns the run directory; closes both, and what the setup has opened
     besides, on any exit.
 

@@ -5,7 +5,7 @@ All ranks see the same losses and gradient norms, so each comes to the same verd
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,17 @@ FILE = "nonfinite.jsonl"
 
 class NonFiniteError(RuntimeError):
     """Too many steps in a row had an update that could not be made, or the last step made none. On every rank."""
+
+
+class NoGradientError(RuntimeError):
+    """A loss that is not 0 has no gradient at all in the adapters: something between them and it is cut. On every
+    rank."""
+
+
+def require_gradient(learner: Learner, metrics: Mapping[str, float]) -> None:
+    """After a `learner.backward` and `learner.step`, which gave `metrics`. Raises NoGradientError."""
+    if learner.adapters is not None and metrics["loss"] and metrics["grad_norm"] == 0:
+        raise NoGradientError(f"an update with a loss of {metrics['loss']:.4g} has no gradient in any of the adapters")
 
 
 class Updates:
@@ -67,7 +78,20 @@ class Updates:
         self._made[role] = self._made.get(role, 0) + 1
         if metrics["skipped"]:
             self._skipped[role] = self._skipped.get(role, 0) + 1
-            self._write_down(role, metrics, rollout, sample_ids, *_suspects(learner, rollout, targets))
+            by, suspects = _suspects(learner, rollout, targets)
+            if self._writes:
+                rows = rollout.rows.tolist() if rollout.rows is not None else [None] * rollout.num_samples
+                places = [sample_ids[sample] for sample in suspects]
+                self._write_down(role, metrics, rollout.step, by, places, [rows[sample] for sample in suspects])
+
+    def note_update(self, role: str, metrics: dict[str, float], step: int, sample_ids: Iterable[int]) -> None:
+        """After an update of step `step` (from 0) from these samples of it, which gave `metrics`, where nothing tells
+        more of them."""
+        self._made[role] = self._made.get(role, 0) + 1
+        if metrics["skipped"]:
+            self._skipped[role] = self._skipped.get(role, 0) + 1
+            places = list(sample_ids)
+            self._write_down(role, metrics, step, "mini-batch", places, [None] * len(places))
 
     def end_of_step(self, step: int) -> None:
         """`step`: from 1. Raises NonFiniteError after `limit` steps in a row with a skipped update."""
@@ -98,18 +122,16 @@ class Updates:
         self,
         role: str,
         metrics: dict[str, float],
-        rollout: Rollout,
-        sample_ids: range,
+        step: int,
         by: str,
-        suspects: Sequence[int],
+        places: list[int],
+        rows: list[int | None],
     ) -> None:
         if not self._writes:
             return
-        rows = rollout.rows.tolist() if rollout.rows is not None else [None] * rollout.num_samples
-        line = {"step": rollout.step + 1, "update": self._made[role], "role": role}
+        line = {"step": step + 1, "update": self._made[role], "role": role}
         values = {name: metrics[name] for name in ("loss", "grad_norm")}
-        places = [sample_ids[sample] for sample in suspects]
-        samples = {"by": by, "sample_ids": places, "rows": [rows[sample] for sample in suspects]}
+        samples = {"by": by, "sample_ids": places, "rows": rows}
         row = line | values | samples
         self._recorder.write_down("the skipped update's samples", lambda: append_jsonl(self.file, row))
 

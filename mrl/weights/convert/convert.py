@@ -32,6 +32,7 @@ from mrl.weights.convert.plan import (
     plan_safetensors,
     plan_torch_dist,
 )
+from mrl.weights.disk.digest import file_digests, weight_files
 from mrl.weights.disk.hf_rows import parameter_rows
 from mrl.weights.disk.megatron_dirs import open_megatron
 from mrl.weights.disk.megatron_source import MegatronCheckpoint
@@ -42,7 +43,7 @@ from mrl.weights.disk.stored_names import stored_names
 from mrl.weights.disk.torch_dist_files import Extent, write_metadata
 from mrl.weights.disk.unused import unused_tensors
 from mrl.weights.errors import WeightError
-from mrl.weights.model.export import write_index
+from mrl.weights.model.export import Describe, write_index
 
 BUCKET_BYTES = 32 << 20
 
@@ -52,6 +53,7 @@ class Options:
     """dtype: of everything that is written, as it is stored where None. bucket_bytes: a worker holds one bucket.
 
     part: which model of a run's checkpoint; model_files: where config.json is, if the Megatron side does not tell.
+    describe: what else is written into a Hugging Face directory.
     """
 
     dtype: torch.dtype | None = None
@@ -63,6 +65,7 @@ class Options:
     bucket_bytes: int = BUCKET_BYTES
     max_file_bytes: int = 5_000_000_000
     timeout_s: float = 6 * 3600.0
+    describe: Describe | None = None
 
 
 @dataclass(frozen=True)
@@ -130,9 +133,11 @@ def megatron_to_hf(path: Path, target: Path, options: Options, meshes: Meshes) -
 
             def complete() -> None:
                 dtype = plan.files[0].tensors[0].dtype
-                copy_model_files(model.model_files, partial, dtype, model.role)
+                copy_model_files(model.model_files, partial, dtype, model.arch, model.role)
                 if len(plan.files) > 1:
                     write_index(plan.files, partial)
+                if options.describe is not None:
+                    options.describe(partial, file_digests(weight_files(partial)))
                 staging.commit()
 
             crew.on_main(f"completing {target}", complete)
@@ -182,7 +187,7 @@ def _complete_megatron(staging: Staging, source: Source, plan: TorchDistPlan, it
     save_config(CheckpointingConfig("torch_dist", 1), str(weights))
     (root / TRACKER).write_text(RELEASE)
     dtype = plan.blocks[0].dtype
-    copy_model_files(source.path, root, dtype, source.role)
+    copy_model_files(source.path, root, dtype, source.arch, source.role)
     manifest = {
         "format": FORMAT,
         "version": VERSION,

@@ -17,7 +17,7 @@ from mrl.families.table import Role, weight_table
 from mrl.weights.convert.blocks import Block, Span, TensorBlock
 from mrl.weights.disk.hf_rows import parameter_rows, source_dtypes
 from mrl.weights.disk.megatron_source import MegatronCheckpoint
-from mrl.weights.disk.rows import Rows, row_blocks
+from mrl.weights.disk.rows import Rows, ZeroRows, flat_shape, row_blocks
 from mrl.weights.disk.safetensors_io import FLOATS, HFCheckpoint
 from mrl.weights.disk.stored_names import Names, leading_shape
 from mrl.weights.disk.torch_dist_files import pickled
@@ -64,12 +64,12 @@ def plan_torch_dist(
     plan = TorchDistPlan(objects=[(key, pickled(None)) for key in _objects(source)])
     for name, (row, rows) in found.items():
         key, lead = source.names.place(name)
-        dimensions = len(row.shapes[0])
-        shape = (*leading_shape(source.arch, len(lead)), *rows.shape[:dimensions])
+        inner = row.shapes[0][1:]
+        shape = (*leading_shape(source.arch, len(lead)), rows.shape[0], *inner)
         plan.tensors[key] = shape, dtypes[key]
         for start, count in row_blocks(rows.shape, dtypes[key].itemsize, bucket_bytes):
-            at, sizes = (start, 0)[:dimensions], (count, rows.shape[1])[:dimensions]
-            place = TensorBlock(key, (*lead, *at), (*(1 for _ in lead), *sizes))
+            at = (*lead, start, *(0 for _ in inner))
+            place = TensorBlock(key, at, (*(1 for _ in lead), count, *inner))
             plan.blocks.append(Block(rows, start, count, dtypes[key], place))
     return plan
 
@@ -82,7 +82,8 @@ def _dtypes(
     for name, (_, rows) in found.items():
         by_key.setdefault(source.names.place(name)[0], set()).update(source_dtypes(rows))
     if chosen is not None:
-        return dict.fromkeys(by_key, chosen)
+        kept = {source.names.place(name)[0] for name, (row, _) in found.items() if row.frozen}
+        return {key: torch.float32 if key in kept else chosen for key in by_key}
     mixed = [f"{key} ({', '.join(sorted(map(str, kinds)))})" for key, kinds in by_key.items() if len(kinds) > 1]
     if mixed:
         raise WeightError(f"{source.path}: tensors that become one have several dtypes, choose one: {'; '.join(mixed)}")
@@ -91,8 +92,7 @@ def _dtypes(
 
 
 def _objects(source: Source) -> Iterator[str]:
-    for key, dimensions in source.names.objects:
-        shape = leading_shape(source.arch, dimensions)
+    for key, shape in source.names.objects:
         for lead in product(*map(range, shape)):
             yield ShardedObject(key, None, shape, lead).unique_key
 
@@ -110,8 +110,15 @@ def plan_safetensors(
     shapes = {
         hf: shape for row in table.values() if row.copy_of is None for hf, shape in zip(row.hf, row.shapes, strict=True)
     }
-    found = {name: checkpoint.rows(name) for name in shapes}
-    metas = [TensorMeta(name, shapes[name], dtype or rows.dtype, 0) for name, rows in found.items()]
+    found: dict[str, Rows] = {name: checkpoint.rows(name) for name in shapes}
+    kept = {name for row in table.values() if row.frozen for name in row.hf}
+    for row in table.values():
+        for name, shape in row.zeros:
+            shapes[name], found[name] = shape, ZeroRows(flat_shape(shape), found[row.hf[0]].dtype)
+    metas = [
+        TensorMeta(name, shapes[name], rows.dtype if name in kept else dtype or rows.dtype, 0)
+        for name, rows in found.items()
+    ]
     plan = SafetensorsPlan(files=plan_files(metas, max_file_bytes))
     for file in plan.files:
         at = len(header_of(file.tensors))

@@ -22,6 +22,7 @@ from mrl.weights.errors import WeightError
 
 RUN_STATE, RUN_CONFIG = "state.json", "config.yaml"
 UNNAMED = Names({}, ())
+_ADAPTERS_ALONE = "adapters alone: `mrl convert megatron-to-hf --adapter` writes them as PEFT does, then `mrl merge`"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class MegatronModel:
     """weights: a torch_dist directory. model_files: a directory with its config.json and tokenizer.
 
     names: what the checkpoint's tensors are called; without keys if it does not say so itself.
+    adapters: what a run's checkpoint says of them, where it holds adapters in place of weights
     """
 
     weights: Path
@@ -36,24 +38,34 @@ class MegatronModel:
     role: Role
     arch: ModelArch
     names: Names
+    adapters: dict[str, Any] | None = None
 
 
 @contextlib.contextmanager
 def open_megatron(
-    path: Path, part: str | None = None, model_files: Path | None = None, role: Role | None = None
+    path: Path,
+    part: str | None = None,
+    model_files: Path | None = None,
+    role: Role | None = None,
+    *,
+    adapters: bool = False,
 ) -> Iterator[MegatronModel]:
     """What `path` holds; a run does not remove its checkpoint meanwhile.
 
     part: which model of a run's checkpoint, "actor" where not given; model_files: where the model's config.json and
-    tokenizer are, if `path` does not tell; role: if neither tells. Raises WeightError for what is incomplete,
-    damaged, contradictory or no Megatron checkpoint.
+    tokenizer are, if `path` does not tell; role: if neither tells; adapters: they are what is asked for, not weights.
+    Raises WeightError for what is incomplete, damaged, contradictory or no Megatron checkpoint.
     """
     with contextlib.ExitStack() as stack:
         try:
             marker = path / MANIFEST
             if marker.is_file():
                 lock_for_reading(stack.enter_context(marker.open("rb")))
-            yield _find(path, part, model_files, role)
+            found = _find(path, part, model_files, role)
+            if adapters != (found.adapters is not None):
+                there = "no adapters: leave --adapter out" if adapters else _ADAPTERS_ALONE
+                raise WeightError(f"{path} holds {there}")
+            yield found
         except ValueError as error:
             raise WeightError(str(error)) from error
 
@@ -92,7 +104,10 @@ def _of_run(path: Path, part: str, model_files: Path | None) -> MegatronModel:
     files = model_files or _model_of_run(path.parent.parent / RUN_CONFIG, part)
     if not (files / "config.json").is_file():
         raise WeightError(f"{files} has no config.json: name the model's directory with --model-files")
-    return MegatronModel(path / part, files, learners[part]["role"], load_arch(files), UNNAMED)
+    kind, arch = learners[part], load_arch(files)
+    if kind["role"] == "critic" and isinstance(record := kind.get("arch"), dict):
+        arch = arch.with_head_of(record)
+    return MegatronModel(path / part, files, kind["role"], arch, UNNAMED, kind.get("adapters"))
 
 
 def _model_of_run(config: Path, part: str) -> Path:

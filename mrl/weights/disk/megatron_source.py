@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
 
@@ -27,11 +27,12 @@ class MegatronCheckpoint:
     another shape or with parts that nobody has written, a block that is cut off.
     """
 
-    def __init__(self, path: str | Path, names: Names, arch: ModelArch) -> None:
+    def __init__(self, path: str | Path, names: Names, arch: ModelArch, table: Mapping[str, Row] | None = None) -> None:
+        """table: of what is read; None: the model's weights"""
         self.path, self._arch, self._names = Path(path), arch, names
         self._stored = read_metadata(self.path)
         self._blocks: dict[str, dict[tuple[int, ...], list[Extent]]] = {}
-        rows = {**weight_table(arch, "critic"), **weight_table(arch, "policy")}
+        rows = table or {**weight_table(arch, "critic"), **weight_table(arch, "policy")}
         self._home = {
             hf: (name, row, i) for name, row in rows.items() if row.copy_of is None for i, hf in enumerate(row.hf)
         }

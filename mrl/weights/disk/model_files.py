@@ -10,37 +10,93 @@ from typing import Any
 import torch
 
 from mrl.config.model_dirs import TRACKER
-from mrl.families import VALUE_HEAD_SUFFIX, architecture_of, read_hf_config
+from mrl.config.tokenizer_files import SETTINGS, SPECIAL, special
+from mrl.families import (
+    FAMILIES,
+    GENERATES_SUFFIXES,
+    SCORES,
+    STEP_HEAD_SUFFIX,
+    VALUE_HEAD_SUFFIX,
+    ModelArch,
+    architecture_of,
+    body_of,
+    read_hf_config,
+)
 from mrl.families.table import Role
-from mrl.foreign import TEMPLATES
+from mrl.foreign import TEMPLATES, read_json
 
 _KEPT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", TEMPLATES)
 
 
-def copy_model_files(source: Path, target: Path, dtype: torch.dtype, role: Role) -> None:
-    """Everything of a model directory but its weights; config.json says the weights' dtype.
+def copy_model_files(source: Path, target: Path, dtype: torch.dtype, arch: ModelArch, role: Role) -> None:
+    """Everything of a model directory but its weights; config.json says the weights' dtype, and that no layers guess
+    further tokens.
 
-    A critic becomes what transformers calls a sequence classifier with one label: a score head and no lm_head.
+    A critic becomes what transformers calls a sequence classifier with one label a head, or a token classifier: a score
+    head and no lm_head. It is padded with a token that no text ends with: transformers takes the score of the last one
+    that is not padding, which with EOS for that would be the token before the end.
     """
     config = read_hf_config(source)  # which refuses links out of the directory
     for pattern in _KEPT_PATTERNS:
         for found in source.glob(pattern):
             _copy(found, target / found.name)
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    config[key] = str(dtype).removeprefix("torch.")
+    for part in (
+        config,
+        *(config[name] for name in ("text_config", "vision_config") if isinstance(config.get(name), dict)),
+    ):
+        part[key] = str(dtype).removeprefix("torch.")
+    config |= {key: 0 for key in FAMILIES[arch.family].draft_keys if key in config}
     if role == "critic":
-        config |= _classifier(config)
+        config |= _classifier(config, arch)
+        _pad(target, config)
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def role_of(source: Path) -> Role:
     """What config.json says that the model is."""
-    return "policy" if architecture_of(read_hf_config(source)).endswith("ForCausalLM") else "critic"
+    return "policy" if architecture_of(read_hf_config(source)).endswith(GENERATES_SUFFIXES) else "critic"
 
 
-def _classifier(config: dict[str, Any]) -> dict[str, Any]:
-    base = architecture_of(config).removesuffix("ForCausalLM").removesuffix(VALUE_HEAD_SUFFIX)
-    return {"architectures": [base + VALUE_HEAD_SUFFIX], "id2label": {"0": "value"}, "label2id": {"value": 0}}
+def _classifier(config: dict[str, Any], arch: ModelArch) -> dict[str, Any]:
+    base = FAMILIES[arch.family].scorer or body_of(architecture_of(config))
+    names = ["value"] if arch.score_heads == 1 else [f"value_{i}" for i in range(arch.score_heads)]
+    return {
+        "architectures": [base + (STEP_HEAD_SUFFIX if arch.scores_steps else VALUE_HEAD_SUFFIX)],
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
+        "problem_type": SCORES,
+    } | ({"classifier_dropout": 0.0} if arch.scores_steps else {})
+
+
+def _pad(directory: Path, config: dict[str, Any]) -> None:
+    """In config.json and in the tokenizer's settings, which have to agree. Without a token for it, the first id that
+    ends no text."""
+    try:
+        tokens = special(directory)
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        tokens = {}  # no tokenizer that mrl reads
+    named = config.get("eos_token_id")
+    ends = {*(named if isinstance(named, list) else [named]), *[tokens[role][1] for role in ("eos",) if role in tokens]}
+    own = config.get("pad_token_id")
+    if "pad" not in tokens and isinstance(own, int) and own not in ends:
+        return
+    for role in ("pad", "unk", "bos"):
+        if role in tokens and tokens[role][1] not in ends:
+            config["pad_token_id"] = tokens[role][1]
+            if role != "pad":
+                _name_pad(directory, tokens[role][0])
+            return
+    config["pad_token_id"] = next(number for number in range(len(ends) + 1) if number not in ends)
+
+
+def _name_pad(directory: Path, token: str) -> None:
+    for name in (SETTINGS, SPECIAL):
+        file = directory / name
+        if file.is_file():
+            content = read_json(file)
+            content["pad_token"] = token
+            file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def _copy(found: Path, to: Path) -> None:

@@ -123,7 +123,7 @@ def stacked(parts: Sequence[tuple[Rows, int, int]]) -> Mosaic:
 
 @dataclass(frozen=True)
 class RowsTensor:
-    """Rows that are indexed like a tensor of one or two dimensions, by slices."""
+    """Rows that are indexed like a tensor of `shape`, by slices."""
 
     rows: Rows
     shape: tuple[int, ...]
@@ -162,10 +162,8 @@ def require_finite(rows: Rows, start: int, values: Tensor) -> None:
 
 
 def flat_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """[n] -> (n, 1); [n, m] -> (n, m); leading dimensions are counted as rows."""
-    if len(shape) == 1:
-        return shape[0], 1
-    return torch.Size(shape[:-1]).numel(), shape[-1]
+    """[n] -> (n, 1); [n, m] -> (n, m); of more dimensions the first alone counts rows."""
+    return shape[0], torch.Size(shape[1:]).numel()
 
 
 def read_at(file: Path, offset: int, out: Tensor) -> None:

@@ -1,21 +1,24 @@
 """What Megatron's checkpoints call the parameters of the weight table.
 
 Megatron stacks what repeats: all layers' matrices of one kind are one tensor [layers, ...], those of experts one
-[layers, experts, ...]. So a name with its numbers taken out has one key, and the numbers are the first indices. The
-keys are Megatron's own: they are read off a model of two layers that holds no memory.
+[layers, experts, ...]. So a name with its numbers taken out has one key, and the numbers are the first indices. Layers
+that differ are not stacked, their experts are: the layer's number is in the key then. Nothing of a vision tower is,
+since Megatron does not know it: its keys are the whole names. The keys are Megatron's own: they are read off a model of
+a few layers that holds no memory.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mrl import platform
 from mrl.config.schema import ParallelConfig
-from mrl.families import ModelArch
+from mrl.families import Layer, ModelArch
 from mrl.families.table import Role, weight_table
+from mrl.families.vision import TOWER
 from mrl.models.build import build_skeleton
 from mrl.models.naming import global_name
 from mrl.parallel import Meshes
@@ -29,63 +32,100 @@ _ONE_PROCESS = ParallelConfig()
 
 
 # the one key that Megatron's two specs of a layer of experts disagree about: the local one's, transformer-engine's
-OF_EXPERTS = ("decoder.layers.mlp.linear_fc1.layer_norm_weight", "decoder.layers.pre_mlp_layernorm.weight")
+OF_EXPERTS = (".mlp.linear_fc1.layer_norm_weight", ".pre_mlp_layernorm.weight")
+_LAYER = re.compile(r"^decoder\.layers\.\d+\.")
+_ANY_LAYER = "decoder.layers.{}."
 
 
 def stored_key(key: str, stored: Container[str]) -> str:
     """What a checkpoint with the keys `stored` calls `key`: itself, or the same in the other spec's words."""
     ours, theirs = OF_EXPERTS
-    return theirs if key == ours and ours not in stored and theirs in stored else key
+    other = key.removesuffix(ours) + theirs
+    return other if key.endswith(ours) and key not in stored and other in stored else key
 
 
 @dataclass(frozen=True)
 class Names:
-    """keys: Megatron's key of each pattern of names. objects: keys of the (empty) objects beside the parameters."""
+    """keys: Megatron's key of each pattern of names, with {} for the number of a layer that is not stacked. objects:
+    keys of the (empty) objects beside the parameters."""
 
     keys: Mapping[str, str]
-    objects: tuple[tuple[str, int], ...]  # key, leading dimensions
+    objects: tuple[tuple[str, tuple[int, ...]], ...]  # key, stacked dimensions
 
     def place(self, name: str) -> tuple[str, tuple[int, ...]]:
         """(key, leading indices) of a parameter of the weight table. What is not listed is not stacked."""
-        pattern = pattern_of(name)
-        return self.keys.get(pattern, pattern), tuple(int(number) for number in _NUMBER.findall(name))
+        pattern, numbers = _stacked(name)
+        key = self.keys.get(pattern, pattern)
+        return (key.format(numbers[0]), numbers[1:]) if "{}" in key else (key, numbers)
+
+
+class Unstacked(Names):
+    """Of what mrl itself names, such as adapters: every tensor has its whole name."""
+
+    def __init__(self) -> None:
+        super().__init__({}, ())
+
+    def place(self, name: str) -> tuple[str, tuple[int, ...]]:
+        return name, ()
 
 
 def pattern_of(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
+def _stacked(name: str) -> tuple[str, tuple[int, ...]]:
+    """(pattern, numbers) of a parameter's name; of the tower's the whole name and none."""
+    if name.startswith(TOWER):
+        return name, ()
+    return pattern_of(name), tuple(int(number) for number in _NUMBER.findall(name))
+
+
 def leading_shape(arch: ModelArch, dimensions: int) -> tuple[int, ...]:
-    """The stacked dimensions: none, (layers,) or (layers, experts)."""
-    return (arch.num_layers, arch.experts.count if arch.experts else 0)[:dimensions]
+    """The stacked dimensions: none, (layers,) or (layers, experts); of layers that differ none or (experts,)."""
+    experts = (arch.experts.count if arch.experts else 0,)
+    return (experts if arch.layers_differ else (arch.num_layers, *experts))[:dimensions]
 
 
 def stored_names(arch: ModelArch, hf_path: str, role: Role, meshes: Meshes) -> Names:
     """Collective over the world, as every Mesh is. Raises WeightError if Megatron does not stack as said above."""
     mesh = meshes.get(_ONE_PROCESS)
-    small = replace(arch, layers=arch.layers[:2])
+    kinds = tuple(dict.fromkeys(arch.layers))
+    count = 2 if arch.vision is None else max(2, len(arch.vision.deep))
+    small = replace(arch, layers=kinds if arch.layers_differ else arch.layers[:count])
     with mesh.active():
         model = build_skeleton(small, hf_path, mesh, role)
         state = model.sharded_state_dict(metadata={"dp_cp_group": mesh.dp_cp_group})
         keys: dict[str, str] = {}
-        objects: dict[str, int] = {}
+        objects: dict[str, tuple[int, ...]] = {}
         for local_name, entry in state.items():
             if isinstance(entry, ShardedObject):
-                objects[entry.key] = len(entry.global_shape)
+                objects |= _objects(entry, arch, kinds)
             else:
                 name = global_name(model, local_name)
-                keys[pattern_of(name)] = _key(name, entry)
-    missing = {pattern_of(name) for name, row in weight_table(arch, role).items() if row.copy_of is None} - set(keys)
+                keys[_stacked(name)[0]] = _key(name, entry, arch.layers_differ)
+    missing = {_stacked(name)[0] for name, row in weight_table(arch, role).items() if row.copy_of is None} - set(keys)
     if missing:
         raise WeightError(f"Megatron's checkpoints hold nothing for {', '.join(sorted(missing))}")
     return Names(keys, tuple(objects.items()))
 
 
-def _key(name: str, entry: Any) -> str:
+def _objects(entry: ShardedObject, arch: ModelArch, kinds: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
+    """Those of the whole model that one of the small model's stands for."""
+    if not arch.layers_differ or _LAYER.match(entry.key) is None:
+        return {entry.key: leading_shape(arch, len(entry.global_shape))}
+    kind = kinds[int(_NUMBER.findall(entry.key)[0])]
+    template = _LAYER.sub(_ANY_LAYER, entry.key)
+    return {template.format(i): entry.global_shape for i, layer in enumerate(arch.layers) if layer == kind}
+
+
+def _key(name: str, entry: Any, by_layer: bool) -> str:
     first: ShardedTensor = entry.build()[0] if isinstance(entry, ShardedTensorFactory) else entry
     while not isinstance(first, ShardedTensor):
         first = next(iter(first.values())) if isinstance(first, dict) else first[0]
-    lead = first.global_offset[: first.prepend_axis_num]
-    if list(lead) != [int(number) for number in _NUMBER.findall(name)]:
+    lead, numbers = tuple(first.global_offset[: first.prepend_axis_num]), _stacked(name)[1]
+    key = str(first.key)
+    if by_layer and _LAYER.match(key):
+        key, numbers = _LAYER.sub(_ANY_LAYER, key), numbers[1:]
+    if lead != numbers:
         raise WeightError(f"Megatron stores {name} as {first.key} at {first.global_offset}: not stacked by its numbers")
-    return str(first.key)
+    return key

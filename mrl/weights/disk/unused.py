@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from mrl.families import ModelArch
+from mrl.families import FAMILIES, ModelArch
 from mrl.families.rows import Row
-from mrl.families.table import HF_EMBEDDING, HF_OUTPUT, Role
+from mrl.families.table import EMBEDDING, HF_OUTPUT, HF_VALUE_BIAS, Role
 from mrl.weights.disk.rows import row_blocks
 from mrl.weights.errors import WeightError
 
@@ -41,23 +42,41 @@ def unused_tensors(
     known |= {alias.name for row in table.values() for alias in row.aliases}
     if role == "critic" or arch.tied_embeddings:
         known.add(HF_OUTPUT)
+    zeros = {HF_VALUE_BIAS: (arch.score_heads,)} if role == "critic" else {}
     for name in checkpoint:
-        if name not in known and not name.endswith(BUFFERS):
+        if name in zeros:
+            yield from _not_zero(checkpoint, name, zeros[name])
+        elif name not in known and not name.endswith(BUFFERS) and not _drafts(arch, name):
             yield f"{checkpoint.path}: nothing uses its tensor {name}"
     if compare_tied and role == "policy" and arch.tied_embeddings and HF_OUTPUT in checkpoint:
-        yield from _untied(checkpoint, (arch.vocab_size, arch.hidden_size))
+        yield from _untied(checkpoint, table[EMBEDDING])
 
 
-def _untied(checkpoint: Checkpoint, shape: tuple[int, int]) -> Iterator[str]:
+def _drafts(arch: ModelArch, name: str) -> bool:
+    """Whether it belongs to a layer behind the last one, of a family that has such layers to guess further tokens."""
+    found = re.match(r"model\.layers\.(\d+)\.", name) if FAMILIES[arch.family].draft_keys else None
+    return found is not None and int(found[1]) >= arch.num_layers
+
+
+def _not_zero(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Iterator[str]:
     try:
-        embedding, output = (checkpoint.source(name, shape) for name in (HF_EMBEDDING, HF_OUTPUT))
-        blocks = row_blocks(shape, output.dtype.itemsize, COMPARED_BYTES)
+        if bool(checkpoint.source(name, shape)[:].any()):
+            yield f"{checkpoint.path}: its tensor {name} is not zero, and mrl's score heads have no bias"
+    except WeightError as error:
+        yield str(error)
+
+
+def _untied(checkpoint: Checkpoint, row: Row) -> Iterator[str]:
+    (name,), (shape,) = row.hf, row.shapes
+    try:
+        embedding, output = (checkpoint.source(each, shape) for each in (name, HF_OUTPUT))
+        blocks = row_blocks((shape[0], shape[1]), output.dtype.itemsize, COMPARED_BYTES)
         same = all(torch.equal(embedding[a : a + n].float(), output[a : a + n].float()) for a, n in blocks)
     except WeightError as error:
         yield str(error)
         return
     if not same:
         yield (
-            f"{output.label} differs from {HF_EMBEDDING}, but config.json says tie_word_embeddings: true, which would "
+            f"{output.label} differs from {name}, but config.json says tie_word_embeddings: true, which would "
             "drop it: set that to false, or remove the tensor"
         )

@@ -14,21 +14,26 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mrl.families import ModelArch
+from mrl.families.adapters import LoRA, adapter_table
 from mrl.families.rows import Row
 from mrl.families.table import VALUE_HEAD, Role, weight_table
 from mrl.files import sync
 from mrl.models.fp8_params import values_of
 from mrl.parallel import Mesh, gather, rank
 from mrl.weights.agreement import WeightAgreement, raise_together
+from mrl.weights.disk.digest import file_digests
 from mrl.weights.disk.model_files import copy_model_files
 from mrl.weights.disk.safetensors_io import INDEX, SINGLE
 from mrl.weights.disk.staging import staged
 from mrl.weights.errors import WeightError
 from mrl.weights.kinds import to_hf
 from mrl.weights.meta import TensorMeta
-from mrl.weights.model.names import named_parameters
+from mrl.weights.model.names import named_parameters, trained_parameters
 
 GIB = 1 << 30
+
+# writes what a model is into the directory where it lies whole; its files of weights -> SHA-256
+Describe = Callable[[Path, dict[str, str]], None]
 
 
 class Exporter:
@@ -40,6 +45,8 @@ class Exporter:
     A model with a value head is a critic: its backbone and `score.weight` are exported. `read` may give something else
     that is laid out like the parameter, its gradient say; the metas still describe the parameters.
 
+    lora: export the adapters that the model has been given, and a value head, in place of its weights
+
     Raises WeightError on every rank if a parameter has no row in the weight table, or a row no parameter.
     """
 
@@ -50,11 +57,12 @@ class Exporter:
         mesh: Mesh,
         *,
         read: Callable[[nn.Parameter], Tensor] = values_of,
+        lora: LoRA | None = None,
     ) -> None:
         self.arch, self.mesh, self._read = arch, mesh, read
-        self._all = parameters = list(named_parameters(chunks))
+        self._all = parameters = list(named_parameters(chunks) if lora is None else trained_parameters(chunks))
         self.role: Role = "critic" if any(gather(any(name == VALUE_HEAD for name, _ in parameters))) else "policy"
-        table = weight_table(arch, self.role)
+        table = weight_table(arch, self.role) if lora is None else adapter_table(arch, self.role, lora)
         problems: list[str] = []
         self._mine: list[tuple[Row, nn.Parameter]] = []
         for name, parameter in parameters:
@@ -86,6 +94,7 @@ class Exporter:
             shards = self._gather(row, self._read(parameter))
             if shards is not None:
                 yield from zip(row.hf, to_hf(row, shards, self.arch), strict=True)
+                yield from ((name, shards[0].new_zeros(shape)) for name, shape in row.zeros)
 
     def _in_replica(self, row: Row) -> bool:
         if row.expert:
@@ -108,7 +117,7 @@ class Exporter:
             TensorMeta(name, shape, parameter.dtype, rank())
             for row, parameter in self._mine
             if self.mesh.tensor_cut(row.expert)[1] == 0
-            for name, shape in zip(row.hf, row.shapes, strict=True)
+            for name, shape in [*zip(row.hf, row.shapes, strict=True), *row.zeros]
         ]
         return [meta for metas in gather(mine) for meta in metas]
 
@@ -151,8 +160,11 @@ def save_hf(
     *,
     max_file_bytes: int = 4 * GIB,
     overwrite: bool = False,
+    describe: Describe | None = None,
 ) -> None:
     """Writes a complete Hugging Face directory; collective over the world, `dst_dir` on a file system all ranks share.
+
+    describe: what else rank 0 writes there, before the directory gets its name
 
     Weights come from the exporter, at most one file's worth of them at a time on a sender; config.json (with the
     weights' dtype), tokenizer, generation config and chat template from `src_dir`. Everything is written next to
@@ -167,17 +179,24 @@ def save_hf(
     with staged(target, sum(meta.nbytes for meta in metas), overwrite=overwrite) as staging:
 
         def complete() -> None:
-            copy_model_files(Path(src_dir), staging.directory, metas[0].dtype, exporter.role)
+            copy_model_files(Path(src_dir), staging.directory, metas[0].dtype, exporter.arch, exporter.role)
             if len(files) > 1:
                 write_index(files, staging.directory)
+            if describe is not None:
+                describe(staging.directory, digests)
             staging.commit()
 
-        raise_together(_write_weights(exporter, files, staging.directory), what)
+        written: dict[str, str] = {}
+        raise_together(write_weights(exporter, files, staging.directory, None if describe is None else written), what)
+        digests = {name: digest for part in gather(written) for name, digest in part.items()}
         WeightAgreement().on_main(what, complete)
 
 
-def _write_weights(exporter: Exporter, files: Sequence[OutputFile], directory: Path) -> list[str]:
-    """Writes this rank's files. After an error the stream is still drained, or its other ranks would wait for ever."""
+def write_weights(
+    exporter: Exporter, files: Sequence[OutputFile], directory: Path, digests: dict[str, str] | None = None
+) -> list[str]:
+    """Writes this rank's files, and down what they have become. After an error the stream is still drained, or its
+    other ranks would wait for ever."""
     todo = [file for file in files if file.sender == rank()]
     pending: dict[str, Tensor] = {}
     problems: list[str] = []
@@ -191,6 +210,8 @@ def _write_weights(exporter: Exporter, files: Sequence[OutputFile], directory: P
         try:
             save_file(pending, directory / file.name, metadata={"format": "pt"})
             sync(directory / file.name)
+            if digests is not None:
+                digests |= file_digests([directory / file.name])
         except (OSError, SafetensorError) as e:
             problems.append(f"{directory / file.name}: {e}")
         pending = {}

@@ -6,11 +6,22 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from mrl.families.adapters import is_adapter
 from mrl.models.naming import global_name, unwrap
 
 
 def named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """(global name, parameter) of everything that this rank holds, chunk after chunk; chunks may be wrapped."""
+    """(global name, parameter) of all weights of the model that this rank holds, chunk after chunk; chunks may be
+    wrapped. Adapters are not among them."""
+    yield from ((name, parameter) for name, parameter in _all_parameters(chunks) if not is_adapter(name))
+
+
+def trained_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The same of what takes gradients: of a model with adapters these, and a value head."""
+    yield from ((name, parameter) for name, parameter in _all_parameters(chunks) if parameter.requires_grad)
+
+
+def _all_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     for chunk in chunks:
         model = unwrap(chunk)
         for name, parameter in model.named_parameters():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mrl.families import ModelArch
+from mrl.families import FAMILIES, ModelArch
 from mrl.families.engine_names import VOCAB_MULTIPLE, Source, fused_parameters, plain_parameters
 from mrl.weights.meta import TensorMeta
 
@@ -57,7 +57,7 @@ class EngineShape:
 
     @property
     def fuses(self) -> bool:
-        return any(".qkv_proj." in name for name in self.names)
+        return any(".qkv_proj." in name or ".gate_up_proj." in name for name in self.names)
 
 
 def engine_params(
@@ -79,7 +79,7 @@ def engine_params(
 class _Cutter:
     def __init__(self, shape: EngineShape, rank: int, metas: Mapping[str, TensorMeta], arch: ModelArch) -> None:
         self.shape, self.rank, self.metas, self.arch = shape, rank, metas, arch
-        self.tp = shape.tensor if shape.fuses else 1
+        self.tp, self.cuts_vocab = shape.tensor if shape.fuses else 1, FAMILIES[arch.family].engine_cuts_vocab
         self.sources = fused_parameters(arch) if shape.fuses else plain_parameters(arch)
 
     def param(self, name: str) -> EngineParam | None:
@@ -88,7 +88,8 @@ class _Cutter:
         if not sources or any(source.name not in self.metas for source in sources):
             return None
         parts = tuple(self._part(source) for source in sources)
-        padding = self._vocab_padding(parts[0]) if sources[0].row.kind == "vocab" and self.shape.fuses else 0
+        is_padded = sources[0].row.kind == "vocab" and self.shape.fuses and self.cuts_vocab
+        padding = self._vocab_padding(parts[0]) if is_padded else 0
         return EngineParam(name, parts, padding)
 
     def _part(self, source: Source) -> Part:
@@ -102,6 +103,8 @@ class _Cutter:
     def _range(self, source: Source, meta: TensorMeta) -> tuple[int, int, int] | None:
         """(dim, start, size) of this engine rank's share."""
         kind, rows = source.row.kind, meta.shape[0]
+        if kind == "vocab" and not self.cuts_vocab:
+            return None
         if kind == "vocab":
             per_rank = self._vocab_rows()
             start = min(rows, self.rank * per_rank)
@@ -110,7 +113,7 @@ class _Cutter:
             kv_heads = self.arch.num_kv_heads
             shares = min(kv_heads, self.tp)  # fewer heads than ranks: neighbours hold the same one
             return 0, self.rank * shares // self.tp * (rows // shares), rows // shares
-        if source.row.tp_dim is None:
+        if source.row.tp_dim is None or source.row.joined is not None:
             return None
         size = meta.shape[source.row.tp_dim] // self.tp
         return source.row.tp_dim, self.rank * size, size

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -62,25 +62,43 @@ class Bucket:
         return [(slot.name, slot.view(flat)) for slot in self.slots]
 
 
-def plan_buckets(metas: Sequence[TensorMeta], limit: int) -> tuple[Bucket, ...]:
+def plan_buckets(
+    metas: Sequence[TensorMeta], limit: int, at_once: Mapping[str, str] | None = None
+) -> tuple[Bucket, ...]:
     """One sender's tensors in stream order, cut into buckets of at most `limit` bytes.
 
-    A tensor larger than that travels in a bucket of its own. A bucket also ends where the next tensor would be
-    misaligned, so that it can be received without knowing more than names, dtypes and shapes.
+    at_once: names of tensors that an engine takes only with others of the same value: they, and what is between them,
+    travel in one bucket, as large as it may be. So does a tensor larger than the limit in its own. A bucket also ends
+    where the next tensor would be misaligned, so that it can be received without knowing more than names, dtypes and
+    shapes.
     """
     buckets: list[Bucket] = []
     slots: list[Slot] = []
     offset = 0
-    for meta in metas:
-        size = meta.nbytes
-        if slots and (offset + size > limit or offset % meta.dtype.itemsize):
+    for run in _runs(metas, at_once or {}):
+        size = sum(meta.nbytes for meta in run)
+        if slots and (offset + size > limit or offset % max(meta.dtype.itemsize for meta in run)):
             buckets.append(Bucket(tuple(slots)))
             slots, offset = [], 0
-        slots.append(Slot(meta.name, meta.shape, meta.dtype, offset, offset + size))
-        offset += size
+        for meta in run:
+            slots.append(Slot(meta.name, meta.shape, meta.dtype, offset, offset + meta.nbytes))
+            offset += meta.nbytes
     if slots:
         buckets.append(Bucket(tuple(slots)))
     return tuple(buckets)
+
+
+def _runs(metas: Sequence[TensorMeta], at_once: Mapping[str, str]) -> Iterator[list[TensorMeta]]:
+    """The tensors in their order, in pieces that no bucket may cut."""
+    last = {at_once[meta.name]: i for i, meta in enumerate(metas) if meta.name in at_once}
+    run: list[TensorMeta] = []
+    end = 0
+    for i, meta in enumerate(metas):
+        run.append(meta)
+        end = max(end, last.get(at_once.get(meta.name, ""), i))
+        if i == end:
+            yield run
+            run = []
 
 
 class SharedBuffer:
@@ -116,6 +134,11 @@ class SharedBuffer:
 def pickle_by_value(bucket: Bucket, flat: Tensor) -> str:
     """base64 pickle of [(name, tensor)], the bytes included; `flat` must be on the CPU."""
     return _encode([(name, view.clone()) for name, view in bucket.views(flat)])
+
+
+def pickle_by_name(tensors: Mapping[str, Tensor]) -> str:
+    """base64 pickle of {name: tensor}, the bytes included: tensors on the CPU, each with a storage of its own."""
+    return _encode(dict(tensors))
 
 
 def pickle_flat(bucket: Bucket, flat: tuple[Callable[..., Any], tuple[Any, ...]]) -> str:

@@ -10,63 +10,39 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from mrl import platform
 from mrl.config.schema import SyncConfig
+from mrl.families.engine_names import taken_at_once
 from mrl.parallel import Nodes
 from mrl.rollout.access import OPEN, Access
 from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import EngineError
-from mrl.weights.agreement import SyncAgreement
 from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.sync import transports
 from mrl.weights.sync.checksum import StreamHasher
+from mrl.weights.sync.engine_sync import CLEANUP_TIMEOUT_S, EngineSync, Guard, SyncReport
 from mrl.weights.sync.filler import Filler
 from mrl.weights.sync.payload import Bucket, WeightSource, plan_buckets
-from mrl.weights.sync.transports import Deadline, Engines, Hops, OverNodes, Place, Spread, Transport
-from mrl.weights.sync.verify import Verifier, ask_shape, check
+from mrl.weights.sync.transports import Hops, OverNodes, Place, Spanning, Spread, Transport
 
 __all__ = ["SyncError", "SyncMismatch", "SyncReport", "WeightSync"]
 
-GRACE_S = 20.0  # a rank whose own wait has just timed out still has to say so to the others
-CLEANUP_TIMEOUT_S = 5.0
-T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class SyncReport:
-    """seconds: wall time; bytes, tensors: what was exported; verified: tensors proved equal (none or all); hops: where
-    seconds and bytes went."""
-
-    seconds: float
-    bytes: int
-    tensors: int
-    verified: int
-    transport: str
-    hops: Hops
-
-    def metrics(self) -> dict[str, float]:
-        """perf/sync_s, sync/bytes: of the whole push, a byte of the model counted once; perf/sync_gather_s,
-        sync/network_bytes, ...: the hops that there were."""
-        hops = {name: value for name, value in asdict(self.hops).items() if value}
-        named = {f"perf/sync_{name}" if name.endswith("_s") else f"sync/{name}": value for name, value in hops.items()}
-        return {"perf/sync_s": self.seconds, "sync/bytes": float(self.bytes), **named}
-
-
-class WeightSync:
+class WeightSync(EngineSync):
     """Keeps engines at the weights of `exporter`. Construction is collective over the world and asks no engine.
 
     engine_tensor: tensor-parallel size of each engine. access: what opens them.
     directory: where the disk transport writes, seen by all senders and engines under the same path; a temporary
     directory, which needs one machine, when None. plain: as `transports.resolve` takes it.
-    nodes, homes: of the world, and the node of each engine that the run started, by its address, where there are
-    several nodes.
+    nodes, homes: of the world, and the nodes of each engine that the run started, by its address, in the order of its
+    tensor-parallel ranks, where there are several nodes.
     apart: the engines have nodes of their own, whatever machine that is: no transport of one machine is used.
     guard: rank 0's, of an engine's URL: raises EngineError if that engine must not get weights now.
+    in_flight: as EngineSync takes it.
     """
 
     def __init__(
@@ -80,14 +56,13 @@ class WeightSync:
         directory: Path | None = None,
         plain: bool = False,
         nodes: Nodes | None = None,
-        homes: Mapping[str, int] | None = None,
+        homes: Mapping[str, tuple[int, ...]] | None = None,
         apart: bool = False,
-        guard: Callable[[str], None] | None = None,
+        guard: Guard | None = None,
+        in_flight: bool = False,
     ) -> None:
-        self._exporter, self._cfg, self._directory, self._plain = exporter, sync, directory, plain
-        self._guard, self._access, self._apart = guard, access, apart
-        self._agreement = SyncAgreement(sync.timeout_s + GRACE_S)
-        self._rank = self._agreement.rank
+        super().__init__(exporter, urls, sync, engine_tensor, access=access, guard=guard, in_flight=in_flight)
+        self._exporter, self._directory, self._plain, self._apart = exporter, directory, plain, apart
         self._metas = exporter.metas()
         self._senders = tuple(sorted({meta.sender for meta in self._metas}))
         self._buckets = self._plan(self._rank)
@@ -95,47 +70,10 @@ class WeightSync:
         if nodes is not None and homes:
             spread = Spread(nodes, homes, {sender: self._plan(sender) for sender in self._senders})
             self._spread = spread if spread.is_over_nodes else None
-        clients = tuple(EngineClient(url, sync.timeout_s, access) for url in urls)
-        self._engines = Engines(clients, engine_tensor, Deadline(sync.timeout_s))
         self._open_sessions: list[EngineClient] = []  # rank 0's
         self._transport: Transport | None = None
-        self._version = ""
-        self._verifier: Verifier | None = None
 
-    def push(self, version: str, *, verify: bool = False) -> SyncReport:
-        """Brings every engine to the current weights and names them `version`; collective over all ranks.
-
-        Prefix caches are flushed. With sync.verify, or with `verify` for this push alone, every parameter of every
-        engine is compared with what was sent.
-        Raises SyncError, or SyncMismatch from the comparison, the same on every rank, within sync.timeout_s.
-        """
-        self._version = version
-        return self._push(verify=verify or self._cfg.verify == "checksum")
-
-    def restore(self, url: str) -> SyncReport:
-        """Brings the engine at `url`, which was started anew or has come, to the weights and the name that the last
-        push gave to all; collective over all ranks, which must not have changed them since. Always verified; raises as
-        `push`."""
-        urls = [client.url for client in self._engines.clients]
-        self.use([*urls, *({url} - {*urls})], [url])
-        with self._engines.only(url):
-            return self._push(verify=True)
-
-    def use(self, urls: Sequence[str], new: Sequence[str] = ()) -> None:
-        """From now on these are the engines; local, to be called on every rank. new: those that are other processes
-        than had these addresses before."""
-        known = {client.url: client for client in self._engines.clients}
-        for url, client in known.items():
-            if self._transport is not None and (url in new or url not in urls):
-                self._transport.forget(client)
-            if url not in urls:
-                client.close()
-        made = [known.get(url) or EngineClient(url, self._cfg.timeout_s, self._access) for url in urls]
-        self._engines.clients = tuple(made)
-
-    def _push(self, verify: bool) -> SyncReport:
-        started = time.monotonic()
-        self._engines.deadline = Deadline(self._cfg.timeout_s)
+    def _push(self, verify: bool, again: bool, started: float) -> SyncReport:
         transport = self._connect()
         verifier = self._get_verifier() if verify else None
         hasher = verifier.hasher(self._rank) if verifier is not None else None
@@ -150,7 +88,7 @@ class WeightSync:
             raise
         transport.release(failed=False)
         if verifier is not None and hasher is not None:
-            self._verify(verifier, hasher)
+            self._verify(verifier, self._expected(verifier, hasher))
         return SyncReport(
             seconds=time.monotonic() - started,
             bytes=sum(meta.nbytes for meta in self._metas),
@@ -164,11 +102,15 @@ class WeightSync:
         """Leave the engines' process groups and remove temporary files; local."""
         if self._transport is not None:
             self._transport.close()
-        for client in self._engines.clients:
-            client.close()
+        super().close()
+
+    def _forget(self, client: EngineClient) -> None:
+        if self._transport is not None:
+            self._transport.forget(client)
 
     def _plan(self, sender: int) -> tuple[Bucket, ...]:
-        return plan_buckets([m for m in self._metas if m.sender == sender], self._cfg.bucket_mib << 20)
+        at_once = taken_at_once(self._exporter.arch)
+        return plan_buckets([m for m in self._metas if m.sender == sender], self._cfg.bucket_mib << 20, at_once)
 
     # ---- phases
 
@@ -179,21 +121,15 @@ class WeightSync:
         assert self._transport is not None
         return self._transport
 
-    def _get_verifier(self) -> Verifier:
-        """First verified push only: learn the engines' parameters."""
-        if self._verifier is None:
-            asked = self._on_rank_0("asking the engines for checksums", lambda: ask_shape(self._engines))
-            self._verifier = Verifier(*asked, self._metas, self._exporter.arch)
-        return self._verifier
-
     def _choose_transport(self) -> None:
         spread, wanted = self._spread, self._cfg.transport
         if spread is not None and (wanted == "auto" or transports.TRANSPORTS[wanted].one_machine):
             kind = transports.TRANSPORTS[transports.resolve(wanted, True, None, self._plain)]
             place = Place(self._rank, platform.device(), None)
+            way = Spanning if spread.nodes_per_engine > 1 else OverNodes
             made = self._everywhere(
                 f"setting up transport {kind.name} over nodes",
-                lambda: setattr(self, "_transport", OverNodes(kind, self._engines, place, spread)),
+                lambda: setattr(self, "_transport", way(kind, self._engines, place, spread)),
             )
             assert made
             return
@@ -216,9 +152,7 @@ class WeightSync:
         self._everywhere(f"setting up transport {name}", build)
 
     def _begin(self, transport: Transport) -> None:
-        for client in self._engines.clients:
-            if self._guard is not None:
-                self._guard(client.url)
+        self._check_guard()
         if transport.uses_session:
             self._engines.call(self._begin_session)
 
@@ -251,9 +185,7 @@ class WeightSync:
     def _commit(self, transport: Transport, version: str) -> None:
         transport.commit(version)
         self._engines.call(self._end_session)
-        # a request that is none of ours, a health check perhaps, may be running: it is waited for
-        self._engines.call(lambda client: client.flush_when_idle(self._engines.deadline.left()))
-        self._engines.call(lambda client: client.update_weight_version(version))
+        self._settle(version)
 
     def _begin_session(self, client: EngineClient) -> None:
         if client.begin_weight_update():
@@ -269,20 +201,3 @@ class WeightSync:
         with contextlib.suppress(EngineError):
             self._engines.call(self._end_session, CLEANUP_TIMEOUT_S)
         self._open_sessions.clear()
-
-    def _verify(self, verifier: Verifier, hasher: StreamHasher) -> None:
-        expected = verifier.expected(hasher, self._agreement)
-        self._on_rank_0("verifying the engines' weights", lambda: check(verifier, self._engines, expected))
-
-    # ---- together
-
-    def _everywhere(self, doing: str, action: Callable[[], T]) -> list[T]:
-        """`action` on every rank; all results, by rank, or one SyncError on every rank."""
-        return self._agreement.each(self._at(doing), action)
-
-    def _on_rank_0(self, doing: str, action: Callable[[], T]) -> T:
-        """`action` on rank 0; its result, or its error, on every rank."""
-        return self._agreement.on_main(self._at(doing), action)
-
-    def _at(self, doing: str) -> str:
-        return f"weight sync to version {self._version}: {doing}"

@@ -13,14 +13,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mrl.config.fp8_shapes import ENGINE_BLOCK, is_engine_fp8
 from mrl.families import ModelArch
 from mrl.kernels.fp8 import quantized_blocks
 from mrl.weights.meta import TensorMeta
 from mrl.weights.sync.payload import WeightSource
 
-BLOCK = 128
 SCALE = "_scale_inv"
-_ROUTERS = (".mlp.gate.weight", ".block_sparse_moe.gate.weight")
 
 
 class QuantizedSource:
@@ -38,23 +37,19 @@ class QuantizedSource:
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._source.stream():
-            if not _is_cast(name, tensor.shape):
+            if not is_engine_fp8(name, tensor.shape):
                 yield name, tensor
                 continue
-            values, inverse = quantized_blocks(tensor, BLOCK)
+            values, inverse = quantized_blocks(tensor, ENGINE_BLOCK)
             yield name, values
             yield name + SCALE, inverse
 
 
-def _is_cast(name: str, shape: Sequence[int]) -> bool:
-    is_matrix = ".layers." in name and name.endswith("_proj.weight") or ".experts." in name
-    return is_matrix and len(shape) == 2 and not name.endswith(_ROUTERS)
-
-
 def _metas(meta: TensorMeta) -> Iterator[TensorMeta]:
-    if not _is_cast(meta.name, meta.shape):
+    if not is_engine_fp8(meta.name, meta.shape):
         yield meta
         return
-    rows, columns = meta.shape
     yield replace(meta, dtype=torch.float8_e4m3fn)
-    yield TensorMeta(meta.name + SCALE, (-(-rows // BLOCK), -(-columns // BLOCK)), torch.float32, meta.sender)
+    yield TensorMeta(
+        meta.name + SCALE, tuple(-(-size // ENGINE_BLOCK) for size in meta.shape), torch.float32, meta.sender
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mrl.families import ModelArch
+from mrl.families.engine_names import DERIVED
 from mrl.families.table import HF_OUTPUT
 from mrl.rollout.client import EngineClient
 from mrl.rollout.protocol import RankChecksums, ServerInfo
@@ -65,7 +66,7 @@ class Verifier:
         for rank in held:
             for name, digest in rank.checksums.items():
                 wanted = expected.get((rank.tp_rank, name), "none")
-                if wanted != digest:
+                if wanted != digest and not name.endswith(DERIVED):
                     param = self._params.get((rank.tp_rank, name))
                     sources = param.sources if param else (name,)
                     found.append(Mismatch(url, rank.tp_rank, name, sources, wanted, digest))
@@ -82,7 +83,8 @@ def ask_shape(engines: Engines) -> tuple[EngineShape, type[ParamHash]]:
             raise WeightError(
                 f"engine {client.url} runs on {len(ranks)} tensor-parallel ranks, rollout.tensor is {engines.tensor}"
             )
-        shapes.append((EngineShape(tuple(sorted(ranks[0].checksums)), len(ranks)), hash_kind(client.server_info())))
+        names = sorted(name for name in ranks[0].checksums if not name.endswith(DERIVED))
+        shapes.append((EngineShape(tuple(names), len(ranks)), hash_kind(client.server_info())))
     if any(shape != shapes[0] for shape in shapes):
         raise WeightError(f"the engines {[client.url for client in engines.clients]} do not hold the same parameters")
     return shapes[0]

@@ -17,6 +17,7 @@ from mrl.weights.sync.transports.distributed import Distributed, own_address
 from mrl.weights.sync.transports.http import Http
 from mrl.weights.sync.transports.over_nodes import OverNodes, Spread
 from mrl.weights.sync.transports.shared_memory import SharedMemory
+from mrl.weights.sync.transports.spanning import Spanning
 
 __all__ = [
     "TRANSPORTS",
@@ -25,6 +26,8 @@ __all__ = [
     "Hops",
     "OverNodes",
     "Place",
+    "SharedMemory",
+    "Spanning",
     "Spread",
     "Transport",
     "is_local",

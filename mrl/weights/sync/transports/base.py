@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mrl.rollout.client import EngineClient
+from mrl.rollout.protocol import LoadFormat
 from mrl.weights.sync.payload import Bucket
 
 MIB = 1 << 20
@@ -159,6 +160,23 @@ class Transport(ABC):
     def close(self) -> None:
         """The last push is over."""
         self.release(failed=False)
+
+
+class ByHandle(Transport):
+    """A bucket stays in the memory of this node, and a request carries handles of it: good here and nowhere else."""
+
+    one_machine = True
+    load_format: ClassVar[LoadFormat | None] = None  # of what a handle stands for
+
+    @abstractmethod
+    def handles(self, bucket: Bucket, flat: Tensor) -> list[str]:
+        """Of the bucket in `flat` uint8 [n], for the `engines.tensor` processes of one engine, each for one of them."""
+
+    def send(self, bucket: Bucket, flat: Tensor) -> None:
+        def update(client: EngineClient) -> None:
+            client.update_weights_from_tensor(self.handles(bucket, flat), load_format=self.load_format)
+
+        self.engines.call(update)
 
 
 def by_turns(make: Callable[[], T], buckets: Sequence[Bucket]) -> Iterator[T]:

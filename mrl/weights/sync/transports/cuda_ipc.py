@@ -10,15 +10,14 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from mrl import platform
-from mrl.rollout.client import EngineClient
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket, pickle_flat
-from mrl.weights.sync.transports.base import Engines, Place, Transport
+from mrl.weights.sync.transports.base import ByHandle, Engines, Place
 
 _DEVICE_ARGUMENT = 6  # of reductions.rebuild_cuda_tensor
 
 
-class CudaIpc(Transport):
+class CudaIpc(ByHandle):
     """A buffer a bucket on the sender's own GPU. Every engine process must see that GPU (CUDA_VISIBLE_DEVICES).
 
     No buffer is written again: the reply comes from the engine's first rank, and the others may still read. torch keeps
@@ -26,7 +25,7 @@ class CudaIpc(Transport):
     """
 
     name = "cuda_ipc"
-    one_machine = True
+    load_format = "flattened_bucket"
 
     def __init__(self, engines: Engines, place: Place) -> None:
         if place.device.type != "cuda":
@@ -42,15 +41,10 @@ class CudaIpc(Transport):
     def buffer(self, bucket: Bucket) -> Tensor:
         return torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.place.device)
 
-    def send(self, bucket: Bucket, flat: Tensor) -> None:
+    def handles(self, bucket: Bucket, flat: Tensor) -> list[str]:
+        """One export a reader: each gives back the reference it was handed."""
         platform.synchronize()
-
-        def update(client: EngineClient) -> None:
-            # one export a reader: each gives back the reference it was handed
-            payloads = [pickle_flat(bucket, _exported(flat)) for _ in range(self.engines.tensor)]
-            client.update_weights_from_tensor(payloads, load_format="flattened_bucket")
-
-        self.engines.call(update)
+        return [pickle_flat(bucket, _exported(flat)) for _ in range(self.engines.tensor)]
 
     def release(self, failed: bool) -> None:
         platform.collect_shared()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,21 +25,32 @@ from mrl.weights.sync.payload import Bucket
 from mrl.weights.sync.transports.base import Deadline, Engines, Hops, Place, Transport, largest
 
 GO, STOP = 1, 0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Spread:
-    """nodes: of the world. homes: the node of the engine at each address. buckets: every sender's, by its rank."""
+    """nodes: of the world. homes: the nodes of the engine at each address, several of one that is larger than a node.
+    buckets: every sender's, by its rank."""
 
     nodes: Nodes
-    homes: Mapping[str, int]
+    homes: Mapping[str, tuple[int, ...]]
     buckets: Mapping[int, Sequence[Bucket]]
 
     @property
     def is_over_nodes(self) -> bool:
         """Whether a sender and an engine are on different nodes. Never for engines of which nobody knows where."""
-        places = {*self.homes.values(), *(self.nodes.of[sender] for sender in self.buckets)}
+        places = self.engine_nodes | {self.nodes.of[sender] for sender in self.buckets}
         return bool(self.homes) and len(places) > 1
+
+    @property
+    def engine_nodes(self) -> set[int]:
+        """All that have an engine, or a part of one."""
+        return {node for home in self.homes.values() for node in home}
+
+    @property
+    def nodes_per_engine(self) -> int:
+        return max(map(len, self.homes.values()), default=1)
 
 
 class Route:
@@ -50,14 +61,14 @@ class Route:
 
     def __init__(self, spread: Spread, sender: int, index: int, timeout_s: float) -> None:
         nodes = spread.nodes
-        others = sorted(set(spread.homes.values()) - {nodes.of[sender]})
-        self.sender = sender
+        others = sorted(spread.engine_nodes - {nodes.of[sender]})
+        self.sender, self._nodes = sender, nodes
         self.relays = {node: nodes.ranks(node)[index % len(nodes.ranks(node))] for node in others}
         self.is_relay = nodes.rank in self.relays.values()
-        members, limit = sorted({sender, *self.relays.values()}), timedelta(seconds=timeout_s)
-        self._words = dist.new_group(members, backend="gloo", timeout=limit)
+        self._members, limit = sorted({sender, *self.relays.values()}), timedelta(seconds=timeout_s)
+        self._words = dist.new_group(self._members, backend="gloo", timeout=limit)
         on_gpu = platform.backend() != "gloo"
-        self._bytes = dist.new_group(members, backend="nccl", timeout=limit) if on_gpu else self._words
+        self._bytes = dist.new_group(self._members, backend="nccl", timeout=limit) if on_gpu else self._words
 
     def tell(self, word: int) -> None:
         """The sender's: GO before a bucket, STOP if there will be no more."""
@@ -68,6 +79,12 @@ class Route:
         word = torch.empty(1, dtype=torch.int64)
         dist.broadcast(word, self.sender, group=self._words)
         return int(word)
+
+    def bring(self, mine: T) -> dict[int, T]:
+        """To the sender: what it and each of its relays bring (small, picklable), by node. To the others: nothing."""
+        values: list[Any] | None = [None] * len(self._members) if self._nodes.rank == self.sender else None
+        dist.gather_object(mine, values, dst=self.sender, group=self._words)
+        return dict(zip((self._nodes.of[member] for member in self._members), values or [], strict=False))
 
     def start(self, part: Tensor) -> Any:
         """Starts the broadcast of a bucket's bytes, into `part` on relays; `wait()` of it waits."""
@@ -119,7 +136,7 @@ class OverNodes(Transport):
     @contextlib.contextmanager
     def relaying(self) -> Iterator[None]:
         """Raises the error of a relay here: its node's engines lack a bucket."""
-        relays = [Relay(route, self._spread, self._local()) for route in self._routes if route.is_relay]
+        relays = [self._relay(route) for route in self._routes if route.is_relay]
         try:
             yield
         finally:
@@ -136,11 +153,16 @@ class OverNodes(Transport):
         self._untold = 0
         self._here.release(failed)
 
+    def _relay(self, route: Route) -> Relay:
+        """Begins to receive."""
+        return Relay(route, self._spread, self._local())
+
     def _local(self) -> Transport:
-        """To the engines of this node alone, of those that are meant now."""
+        """To the engines of this node alone, or to the part of one that is here, of those that are meant now."""
         homes, here = self._spread.homes, self._spread.nodes.mine
-        clients = tuple(client for client in self.engines.clients if homes[client.url] == here)
-        return self._kind(Engines(clients, self.engines.tensor, self.engines.deadline), self.place)
+        clients = tuple(client for client in self.engines.clients if here in homes[client.url])
+        tensor = self.engines.tensor // self._spread.nodes_per_engine
+        return self._kind(Engines(clients, tensor, self.engines.deadline), self.place)
 
 
 class Relay:
@@ -196,6 +218,9 @@ class Relay:
         flat = self.local.buffer(bucket) if wanted else self._scratch()
         self._route.start(flat[: bucket.nbytes]).wait()
         platform.synchronize()
+        self._received(bucket, flat, wanted)
+
+    def _received(self, bucket: Bucket, flat: Tensor, wanted: bool) -> None:
         if wanted:
             try:
                 self.local.deliver(bucket, flat)

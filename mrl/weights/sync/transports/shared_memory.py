@@ -8,19 +8,17 @@ from itertools import cycle
 
 from torch import Tensor
 
-from mrl.rollout.client import EngineClient
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket, SharedBuffer
-from mrl.weights.sync.transports.base import MIB, Transport, largest
+from mrl.weights.sync.transports.base import MIB, ByHandle, largest
 
 SHM = "/dev/shm"
 
 
-class SharedMemory(Transport):
+class SharedMemory(ByHandle):
     """Two buffers a sender, each as large as its largest bucket, used in turns and freed after each push."""
 
     name = "shared_memory"
-    one_machine = True
     _turns: Iterator[Tensor] = iter(())
     _shared: Mapping[int, SharedBuffer] = {}  # by the address of their bytes
 
@@ -40,14 +38,9 @@ class SharedMemory(Transport):
     def buffer(self, bucket: Bucket) -> Tensor:
         return next(self._turns)
 
-    def send(self, bucket: Bucket, flat: Tensor) -> None:
-        shared = self._shared[flat.data_ptr()]
-
-        def update(client: EngineClient) -> None:
-            payload = shared.pickle(bucket, readers=self.engines.tensor)
-            client.update_weights_from_tensor([payload] * self.engines.tensor)
-
-        self.engines.call(update)
+    def handles(self, bucket: Bucket, flat: Tensor) -> list[str]:
+        readers = self.engines.tensor
+        return [self._shared[flat.data_ptr()].pickle(bucket, readers)] * readers
 
     def release(self, failed: bool) -> None:
         self._turns, self._shared = iter(()), {}

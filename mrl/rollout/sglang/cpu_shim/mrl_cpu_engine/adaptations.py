@@ -1,7 +1,8 @@
-"""Changes to five sglang modules, applied when sglang imports them (nothing is imported ahead of time)."""
+"""Changes to some sglang modules, applied when sglang imports them (nothing is imported ahead of time)."""
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
@@ -9,13 +10,15 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from . import batched_attention
+from . import batched_attention, draws
 
 
 def _allow_deterministic_torch_native(module: ModuleType) -> None:
     """--enable-deterministic-inference refuses attention backends that it does not list. On CPU all that the flag
-    has to do is turn on per-request seeds, which works with any backend."""
+    has to do is turn on per-request seeds, which works with any backend; latent attention is refused on backends that
+    share no prefixes between requests then, which the server is told not to do."""
     module.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
+    module.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND.append("torch_native")
 
 
 def _no_batch_invariant_kernels(module: ModuleType) -> None:
@@ -36,11 +39,66 @@ def _fork_instead_of_spawn(module: ModuleType) -> None:
     multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force)
 
 
+def _draw_in_one_pass(module: ModuleType) -> None:
+    """sglang computes noise for every token of the vocabulary, in float64 and a pass of memory an operation."""
+
+    def multinomial_with_seed(logprobs: Any, seed: Any, positions: Any) -> Any:
+        return draws.draw(logprobs.float(), seed, positions)[:, None]
+
+    vars(module)["multinomial_with_seed"] = multinomial_with_seed
+
+
+class _Unpinned:
+    """torch, whose new tensors are in ordinary memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        found = getattr(torch, name)
+        if name not in ("tensor", "zeros", "empty"):
+            return found
+        return lambda *args, pin_memory=False, **settings: found(*args, **settings)
+
+
+def _no_pinned_memory(module: ModuleType) -> None:
+    """What says which request has which adapter is made in pinned memory, which torch has beside accelerators only."""
+    import torch
+
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+    vars(module)["torch"] = _Unpinned()
+
+
+def _absorbed_latent_attention(module: ModuleType) -> None:
+    """DeepSeek's attention takes its form by the backend's name. An unknown one gets triton's, a mixture of two."""
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    module.AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+
+
+def _any_rope(module: ModuleType) -> None:
+    """On CPU DeepSeek's rope is taken to be yarn's, also where config.json scales nothing."""
+    stock = module.get_rope_wrapper
+    signature = inspect.signature(stock)
+
+    def wrapper(*args: Any, **settings: Any) -> Any:
+        given = signature.bind(*args, **settings).arguments
+        if given.get("device") != "cpu" or given.get("rope_scaling") is not None:
+            return stock(*args, **settings)
+        return module.get_rope(**{name: value for name, value in given.items() if name != "device"})
+
+    vars(module)["get_rope_wrapper"] = wrapper
+
+
 ADAPTATIONS: dict[str, Callable[[Any], None]] = {
     "sglang.srt.arg_groups.choices": _allow_deterministic_torch_native,
     "sglang.srt.batch_invariant_ops": _no_batch_invariant_kernels,
     "sglang.srt.entrypoints.engine": _fork_instead_of_spawn,
     "sglang.srt.layers.attention.torch_native_backend": batched_attention.install,
+    "sglang.srt.layers.rotary_embedding.factory": _any_rope,
+    "sglang.srt.layers.sampler": _draw_in_one_pass,
+    "sglang.srt.lora.backend.torch_backend": _no_pinned_memory,
+    "sglang.srt.lora.layers": _no_pinned_memory,
+    "sglang.srt.models.deepseek_common.attention_backend_handler": _absorbed_latent_attention,
     "sglang.srt.platforms.cpu": _no_garbage_collection_at_flush,
 }
 

@@ -15,6 +15,7 @@ from mrl.weights.convert import WORKERS
 if TYPE_CHECKING:
     from mrl.parallel import Meshes
     from mrl.weights.convert.convert import Options, Report
+    from mrl.weights.model.export import Describe
 
 DTYPES = ("float32", "bfloat16", "float16")
 DIRECTIONS = ("hf-to-megatron", "megatron-to-hf")
@@ -22,7 +23,7 @@ JOIN_TIMEOUT_S = 6 * 3600.0  # of the slowest rank of a world
 
 
 def add_parsers(commands: Any) -> None:
-    """The two subcommands."""
+    """The three subcommands."""
     convert = commands.add_parser("convert", help="Hugging Face directory to Megatron checkpoint, and back")
     convert.add_argument("direction", choices=DIRECTIONS, metavar="|".join(DIRECTIONS))
     convert.add_argument("source", type=Path, metavar="SRC")
@@ -36,6 +37,9 @@ def add_parsers(commands: Any) -> None:
         help=f"threads ({WORKERS}); under torchrun, of each rank",
     )
     convert.add_argument("--verify", action="store_true", help="compare the two directories when it is done")
+    convert.add_argument(
+        "--adapter", action="store_true", help="of a run trained by adapters: these alone, as PEFT writes them"
+    )
     convert.add_argument("--shard-gb", type=float, default=5.0, help="largest safetensors file (5)")
     convert.set_defaults(run=run_convert)
     _add_common(convert)
@@ -47,10 +51,25 @@ def add_parsers(commands: Any) -> None:
     verify.add_argument("target", type=Path, metavar="MEGATRON_DIR")
     verify.add_argument("--json", action="store_true", help="the verdict as JSON, not as a table")
     verify.set_defaults(run=run_verify)
+    _add_merge(commands)
     _add_common(verify)
     verify.description = (
         "Names, shapes and bits of every tensor, then logits of fixed prompts in float32 on both sides. "
         "Exit status: 0 the same, 1 different or not readable."
+    )
+
+
+def _add_merge(commands: Any) -> None:
+    merge = commands.add_parser("merge", help="put adapters into the weights that they were trained beside")
+    merge.add_argument("base", type=Path, metavar="BASE", help="Hugging Face directory of these weights")
+    merge.add_argument("adapter", type=Path, metavar="ADAPTER", help="a directory as PEFT, or a run, writes it")
+    merge.add_argument("target", type=Path, metavar="OUT", help="a directory that does not exist, or is empty")
+    merge.add_argument("--shard-gb", type=float, default=5.0, help="largest safetensors file (5)")
+    merge.add_argument("--allow-pickle", action="store_true", help="read pytorch_model.bin, tensors only")
+    merge.set_defaults(run=run_merge)
+    merge.description = (
+        "Adds them up in float32 and rounds once, tensor by tensor. Where mrl wrote them, other weights than theirs "
+        "are refused. OUT appears when it is whole."
     )
 
 
@@ -80,6 +99,26 @@ def run_convert(args: argparse.Namespace) -> int:
 def run_verify(args: argparse.Namespace) -> int:
     """Exit code of `mrl verify`."""
     return _in_a_world(lambda meshes: _verify(args.source, args.target, args, meshes, as_json=args.json))
+
+
+def run_merge(args: argparse.Namespace) -> int:
+    """Exit code of `mrl merge`."""
+    from mrl.cards import merged_card
+    from mrl.weights.errors import WeightError
+    from mrl.weights.merge import Merged, merge
+
+    def describe(export: Path, result: Merged) -> None:
+        if note := merged_card(args.base, args.adapter, export, args.target, result.layers, result.rounding):
+            print(f"mrl: {note}", file=sys.stderr)
+
+    of, bytes_a_file = (args.base, args.adapter, args.target), int(args.shard_gb * 1e9)
+    try:
+        merged = merge(*of, bytes_a_file, allow_pickle=args.allow_pickle, describe=describe)
+    except (WeightError, ValueError, OSError) as error:
+        print(f"mrl: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(merged.lines(args.target)))
+    return 0
 
 
 def _in_a_world(action: Callable[[Meshes], bool]) -> int:
@@ -118,6 +157,8 @@ def _convert(args: argparse.Namespace, meshes: Meshes) -> bool:
     if args.skip_logits and not args.verify:
         raise ValueError("--skip-logits without --verify: nothing would be compared")
     to_megatron = args.direction == DIRECTIONS[0]
+    if args.adapter:
+        return _convert_adapter(args)
     report = (hf_to_megatron if to_megatron else megatron_to_hf)(args.source, args.target, _options(args), meshes)
     if rank() == 0:
         print(_summary(report, args.target))
@@ -125,6 +166,21 @@ def _convert(args: argparse.Namespace, meshes: Meshes) -> bool:
         return True
     pair = (args.source, args.target) if to_megatron else (args.target, args.source)
     return _verify(*pair, args, meshes, as_json=False)
+
+
+def _convert_adapter(args: argparse.Namespace) -> bool:
+    """Of one process: adapters are small."""
+    from mrl.parallel import world_size
+    from mrl.weights.convert.adapter import adapter_of_run
+
+    given = [name for name in ("verify", "dtype", "role", "allow_pickle") if getattr(args, name)]
+    if args.direction != DIRECTIONS[1] or given or world_size() > 1:
+        what = f"without --{given[0].replace('_', '-')}" if given else "in one process"
+        raise ValueError(f"--adapter goes with {DIRECTIONS[1]} of a run's checkpoint, {what}")
+    describe = _describe(args.source, args.model or "actor", args.target)
+    count = adapter_of_run(args.source, args.target, args.model, args.model_files, describe)
+    print(f"{args.target}: {count} tensors of adapters")
+    return True
 
 
 def _options(args: argparse.Namespace) -> Options:
@@ -144,7 +200,29 @@ def _options(args: argparse.Namespace) -> Options:
         part=args.model,
         model_files=args.model_files,
         max_file_bytes=int(args.shard_gb * 1e9),
+        describe=None if to_megatron else _describe(args.source, args.model or "actor", args.target),
     )
+
+
+def _describe(source: Path, part: str, target: Path) -> Describe | None:
+    """Writes the card of a run's checkpoint (step_N); None for other sources, of which no run tells anything."""
+    from mrl.cards import Origin, card_of
+    from mrl.foreign import read_json
+    from mrl.weights.disk.digest import file_digests
+    from mrl.weights.disk.megatron_dirs import RUN_STATE
+
+    if not (source / RUN_STATE).is_file():
+        return None
+    state = read_json(source / RUN_STATE)
+    if "config" not in state:
+        return None
+    origin = Origin(source.resolve().parents[1], state, state["step"], part)
+
+    def describe(export: Path, digests: dict[str, str]) -> None:
+        if note := card_of(origin, export, target, digests, file_digests(origin.base_files())):
+            print(f"mrl: {note}", file=sys.stderr)
+
+    return describe
 
 
 def _summary(report: Report, target: Path) -> str:

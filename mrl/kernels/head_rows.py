@@ -1,0 +1,156 @@
+"""What the loss head needs of each row of its logits, and the gradient of the logits from it.
+
+A rank holds a part x [k, V] of k rows' logits, in float32 or as narrow as the hidden states. With z = x - its own
+maximum, divided by the temperature T, all that a row's distribution says is in five sums a rank, which one collective
+brings together. They are float64: beside the maximum's own 1 the rest of a sum keeps its digits, so that neither large
+logits nor a log-prob near 0 cost any, and no log-prob is above 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_BLOCK_ELEMENTS = 1 << 17  # that several operations go over, one after the other: half a MiB stays in a core's cache
+_BLOCK_ELEMENTS_GPU = 1 << 23
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Of k rows: the column [k] of each label among this rank's, and whether it is one of them, [k] bool."""
+
+    column: Tensor
+    mine: Tensor
+
+    @classmethod
+    def of(cls, labels: Tensor, vocab_start: int, valid: int) -> Labels:
+        """valid: this rank's columns that are no padding"""
+        column = labels - vocab_start
+        return cls(column.clamp(0, max(valid - 1, 0)), (column >= 0) & (column < valid))
+
+    def at(self, rows: slice) -> Labels:
+        return Labels(self.column[rows], self.mine[rows])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Of k rows over the whole vocabulary, each [k] float32.
+
+    squares: the sums of the squared probabilities, where they were asked for
+    is_top: 1 where the label is the likeliest, else 0
+    top: the maximum of this rank's logits, not yet divided by the temperature; shift: log p = z + shift of them
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    squares: Tensor
+    is_top: Tensor
+    top: Tensor
+    shift: Tensor
+
+    def at(self, rows: slice) -> Rows:
+        return Rows(*(vector[rows] for vector in vars(self).values()))
+
+
+def statistics(
+    x: Tensor,
+    labels: Labels,
+    temperature: float,
+    group: dist.ProcessGroup | None,
+    *,
+    exponential: bool = False,
+    squares: bool = False,
+) -> Rows:
+    """x [k, V]: logits, overwritten by e^z where `exponential`. group: None if x is all of the vocabulary."""
+    picked = x.gather(1, labels.column[:, None])[:, 0].double() / temperature
+    top = x.new_empty(x.size(0), dtype=torch.float32)
+    sums = torch.zeros(5, x.size(0), dtype=torch.float64, device=x.device)
+    for block, y, room, rows in _blocks(x):
+        top[rows] = block.amax(-1)
+        e = _exponentials(block, top[rows], temperature, y, block if exponential else room)
+        sums[1, rows] = e.sum(-1, dtype=torch.float64)
+        if squares:
+            sums[4, rows] = torch.linalg.vector_norm(e, dim=-1).double().square()
+        sums[3, rows] = y.mul_(e).sum(-1).double() * math.log(2)
+    sums[0], sums[2] = top.double() / temperature, torch.where(labels.mine, picked, 0)
+    return _together(sums, top, group)
+
+
+def _exponentials(logits: Tensor, top: Tensor, temperature: float, y: Tensor, out: Tensor) -> Tensor:
+    """`out` by e^z, with y by z / log(2), whose power of two it is: processors have that at a third of the price."""
+    y.copy_(logits).sub_(top[:, None]).mul_(math.log2(math.e) / temperature)
+    return torch.exp2(y, out=out)
+
+
+def _together(sums: Tensor, own_top: Tensor, group: dist.ProcessGroup | None) -> Rows:
+    """sums [5, k] float64: maximum, sum of e^z, the label's logit (0 where another rank has it), sums of z e^z and of
+    its square e^2z; of this rank, as is own_top [k], the maximum before the temperature."""
+    parts = sums[None]
+    if group is not None:
+        parts = sums.new_empty(group.size(), *sums.shape)
+        dist.all_gather_into_tensor(parts.view(-1, sums.size(1)), sums, group=group)
+    tops, totals, picked, weighted, squares = parts.unbind(1)
+    top = tops.amax(0)
+    below = tops - top
+    scale = below.exp()
+    total = (scale * totals).sum(0)
+    log_sum = (total - 1).log1p()
+    mean = (scale * (weighted + below * totals)).sum(0) / total
+    rows = (
+        picked.sum(0) - top - log_sum,
+        log_sum - mean,
+        (scale.square() * squares).sum(0) / total.square(),
+        picked.sum(0) == top,
+        own_top,
+        sums[0] - top - log_sum,
+    )
+    return Rows(*(row.float() for row in rows))
+
+
+def d_logits(
+    x: Tensor,
+    rows: Rows,
+    labels: Labels,
+    temperature: float,
+    slopes: tuple[Tensor, Tensor | None],
+    out: Tensor,
+    *,
+    exponential: bool = False,
+) -> Tensor:
+    """`out` [k, V], which may be x: the gradient of the logits, rounded to its dtype. slopes: the loss's, [k] each, by
+    log-probs and entropies; x: as `statistics` took it, or left it where `exponential`.
+
+    T d log_prob / dx = onehot(label) - p; T dH / dx = -p (log p + H)
+    """
+    d_log_probs, d_entropy = (None if slope is None else slope / temperature for slope in slopes)
+    assert d_log_probs is not None
+    own, share = torch.where(labels.mine, d_log_probs, 0.0), -d_log_probs * rows.shift.exp()
+    for block, y, room, at in _blocks(x):
+        made = out[at] if out.dtype == torch.float32 else y
+        if d_entropy is None:
+            e = block if exponential else _exponentials(block, rows.top[at], temperature, y, room)
+            torch.mul(e, share[at, None], out=made)
+        else:
+            log_p = y.copy_(block).sub_(rows.top[at, None]).div_(temperature).add_(rows.shift[at, None])
+            p = torch.exp2(torch.mul(log_p, math.log2(math.e), out=room), out=room)
+            log_p.add_(rows.entropy[at, None]).mul_(-d_entropy[at, None]).sub_(d_log_probs[at, None])
+            torch.mul(log_p, p, out=made)
+        made.scatter_add_(1, labels.column[at, None], own[at, None])
+        if made is y:
+            out[at].copy_(y)
+    return out
+
+
+def _blocks(x: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, slice]]:
+    """Some rows of x, as much room twice in float32, and which rows they are."""
+    elements = _BLOCK_ELEMENTS if x.device.type == "cpu" else _BLOCK_ELEMENTS_GPU
+    rows = max(1, elements // x.size(1))
+    one, other = x.new_empty(2, rows, x.size(1), dtype=torch.float32)
+    for start in range(0, x.size(0), rows):
+        block = x[start : start + rows]
+        yield block, one[: block.size(0)], other[: block.size(0)], slice(start, start + rows)

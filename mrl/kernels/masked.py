@@ -1,0 +1,29 @@
+"""Masking [B, T] tensors a few rows at a time: an operation finds in the cache what the last one left there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_ELEMENTS = 1 << 18  # of a group of rows, on a CPU: few operations, and a MiB each stays in the cache that cores share
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def row_groups(x: Tensor) -> Iterator[slice]:
+    """Of x [B, T]; all rows at once on a GPU, where each operation is a launch."""
+    rows = max(1, _ELEMENTS // max(1, x.size(1)) if x.device.type == "cpu" else x.size(0))
+    return (slice(start, start + rows) for start in range(0, x.size(0), rows))
+
+
+def bits(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """For `keep`: integers as wide as the dtype, all ones where the bool mask is True, else all zeros."""
+    return mask.view(torch.int8).neg().to(_INTEGERS[dtype.itemsize])
+
+
+def keep(x: Tensor, ones: Tensor, out: Tensor | None = None) -> Tensor:
+    """x where `ones` is, 0 elsewhere, whatever x is there (NaN too); in `out`, which may be x, or a new tensor."""
+    out = torch.empty_like(x) if out is None else out
+    torch.bitwise_and(x.view(ones.dtype), ones, out=out.view(ones.dtype))
+    return out

@@ -1,0 +1,142 @@
+"""What only rank 0 has of an RL run: the engines, the reward workers, the prompts."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl import platform
+from mrl.agents.play import Agents
+from mrl.config import placement
+from mrl.config.derived import Machine
+from mrl.config.schema import AgentConfig, RLConfig
+from mrl.data import PromptDataset, Tokenizer, load_eyes, load_tokenizer
+from mrl.observe import Recorder, SilentRecorder
+from mrl.reward import RewardManager
+from mrl.reward.check import row_check
+from mrl.rollout import Access, Engine, Others, join_engines, start_engine
+from mrl.rollout.adapters import started_with
+from mrl.trainers.rl.ahead import Ahead
+from mrl.trainers.rl.generate import Generator
+from mrl.trainers.rl.models import notes as model_notes
+from mrl.trainers.rl.nodes import NodeEngines, start_engines_elsewhere
+from mrl.trainers.rl.segments import Segments
+from mrl.trainers.rl.under_way import UnderWay
+from mrl.trainers.shared.run import Start
+
+
+@dataclass
+class MainParts:
+    """What rank 0 alone has, closed with the setup's stack; the other ranks hold one with nothing in it."""
+
+    cfg: RLConfig
+    setup: Start
+    engine: Engine | None = None
+    rewards: RewardManager | None = None
+    generator: Generator | None = None
+    nodes: NodeEngines | None = None  # every rank's
+
+    def start_elsewhere(self) -> None:
+        """Starts the engines of the other nodes, before rank 0 starts its own. Collective."""
+        self.nodes = start_engines_elsewhere(self.cfg, self.setup, this_machine())
+
+    def start(self) -> None:
+        """Starts what takes its time: the reward workers, and the engine where its GPUs are not the trainer's."""
+        cfg = self.cfg
+        rewards = RewardManager(
+            cfg.reward,
+            prompt_key=cfg.data.prompt_key,
+            answer_key=cfg.data.answer_key,
+            data_source_key=cfg.data.data_source_key,
+            max_response_tokens=cfg.rollout.sampling.max_new_tokens,
+        )
+        self.rewards = self.setup.stack.enter_context(contextlib.closing(rewards))
+        if not placement.gpus_with_engines(cfg, this_machine()):
+            self._start_engine()
+
+    def _start_engine(self) -> Engine:
+        cfg, logs = self.cfg, self.setup.run_dir / "logs"
+        model, machine = cfg.model, this_machine()
+        if cfg.placement.is_apart:
+            engine = join_engines(cfg, self.setup.run_dir)
+        else:
+            settings, files = started_with(cfg), (model.path, model.dtype, logs)
+            engine = start_engine(settings, *files, cfg.run.seed, machine=machine, others=self._others)
+        self.engine = self.setup.stack.enter_context(contextlib.closing(engine))
+        return engine
+
+    @property
+    def _others(self) -> Others | None:
+        return self.nodes.others if self.nodes is not None else None
+
+    def ready(self) -> tuple[tuple[str, ...], Access]:
+        """Waits for the engine, which it starts first where that has waited for the models; its addresses, and what
+        opens them."""
+        assert self.rewards is not None
+        recorder = self.setup.recorder
+        engine, own = self.engine or self._start_engine(), self.cfg.placement
+        found = placement.notes(self.cfg.rollout, this_machine(), own.nodes_per_engine)
+        for note in found if not own.is_apart else ():
+            recorder.note(note)
+        many = f"{own.nodes} engine nodes (mrl serve)" if own.is_apart else f"{len(engine.urls)} engines"
+        recorder.note(f"waiting for {'the engine' if len(engine.urls) == 1 else many}")
+        engine.wait_ready()
+        self.generator = make_generator(self.cfg, self.setup.run_dir, engine, self.rewards, recorder)
+        if self.cfg.rollout.segment_tokens is not None:
+            self.generator.segments = make_segments(self.cfg, self.cfg.rollout.segment_tokens, self.generator)
+        if self.cfg.agent is not None:
+            agents = make_agents(self.cfg, self.cfg.agent, self.generator.tokenizer)
+            self.generator.agents = self.setup.stack.enter_context(contextlib.closing(agents))
+        if self.cfg.rollout.max_staleness is not None:
+            under_way = make_under_way(self.cfg, self.cfg.rollout.max_staleness, engine, self.generator)
+            self.generator.under_way = under_way
+            self.setup.stack.callback(under_way.close)
+            self.setup.stack.callback(engine.interrupt)
+        for note in (*engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
+            recorder.note(note)
+        return engine.urls, engine.access
+
+
+def make_agents(cfg: RLConfig, agent: AgentConfig, tokenizer: Tokenizer) -> Agents:
+    stops = (*cfg.rollout.sampling.stop_token_ids, tokenizer.eos_id)
+    return Agents(agent, tokenizer, stops, is_chat=cfg.data.chat_template)
+
+
+def make_segments(cfg: RLConfig, tokens: int, generator: Generator) -> Segments:
+    wanted, most = cfg.batch.prompts_per_step, cfg.rollout.sampling.max_new_tokens
+    under_way = math.ceil(wanted * cfg.rollout.oversample)
+    return Segments(tokens, most, wanted, under_way, cfg.batch.samples_per_prompt, generator.request)
+
+
+def make_under_way(cfg: RLConfig, ahead: int, engine: Engine, generator: Generator) -> UnderWay:
+    wanted, members = cfg.batch.prompts_per_step, cfg.batch.samples_per_prompt
+    groups = cfg.run.steps * wanted
+    draw, replace = generator.draw_under_way, engine.replace
+    return UnderWay(wanted, ahead, groups, members, generator.numbered, draw, replace)
+
+
+def make_ahead(main: MainParts) -> Ahead:
+    """Closed before the engine is."""
+    interrupt = main.engine.interrupt if main.engine is not None else lambda: None
+    ahead = Ahead(main.setup.recorder.note, main.setup.world.together, interrupt)
+    main.setup.stack.callback(ahead.close)
+    return ahead
+
+
+def this_machine() -> Machine:
+    """As rank 0 sees it."""
+    return Machine.around(platform.gpu_count())
+
+
+def make_generator(
+    cfg: RLConfig, run_dir: Path, engine: Engine, rewards: RewardManager, recorder: Recorder | SilentRecorder
+) -> Generator:
+    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
+    check = row_check(cfg.reward, cfg.data)
+    eyes = load_eyes(cfg.model.path, cfg.data)
+    train = PromptDataset(cfg.data.train, cfg.data, tokenizer, check=check, eyes=eyes)
+    held_out = cfg.data.validation
+    validation = PromptDataset(held_out, cfg.data, tokenizer, check=check, eyes=eyes) if held_out else None
+    return Generator(cfg, run_dir, engine, rewards, recorder.note, tokenizer, train, validation)

@@ -1,0 +1,36 @@
+"""How the actor's weights get to the engines of a run."""
+
+from __future__ import annotations
+
+from mrl.config.engines import ENGINES
+from mrl.rollout import Access
+from mrl.trainers.rl.main_parts import MainParts
+from mrl.trainers.rl.models import Models
+from mrl.weights.model.export import Exporter
+from mrl.weights.sync.adapter import AdapterSync
+from mrl.weights.sync.engine_sync import EngineSync
+from mrl.weights.sync.push import WeightSync
+from mrl.weights.sync.quantized import QuantizedSource
+
+
+def make_sync(main: MainParts, models: Models, urls: tuple[str, ...], access: Access) -> EngineSync:
+    rollout, sync, actor = main.cfg.rollout, main.cfg.sync, models.actor
+    guard = main.engine.check_push if main.engine is not None else None
+    if sync.lora == "adapter":
+        assert actor.adapters is not None
+        model, spec = (actor.bare, actor.arch, actor.mesh), actor.adapters.spec
+        adapters, base = Exporter(*model, lora=spec), Exporter(*model)
+        return AdapterSync(adapters, base, spec, urls, sync, rollout.tensor, access=access, guard=guard)
+    return WeightSync(
+        QuantizedSource(actor.exporter) if rollout.quantization == "fp8" else actor.exporter,
+        urls,
+        sync,
+        rollout.tensor,
+        access=access,
+        plain=ENGINES[rollout.engine].is_plain,
+        guard=guard,
+        in_flight=main.cfg.rollout.overlap == "bounded",
+        nodes=main.nodes.nodes if main.nodes is not None else None,
+        homes=main.nodes.all_homes(urls) if main.nodes is not None else None,
+        apart=main.cfg.placement.is_apart,
+    )
