@@ -35,7 +35,7 @@ class Waiting:
     dtype: torch.dtype = torch.uint8
 
     def read(self, start: int, out: Tensor) -> None:
-        assert self.turn.wait(20)
+        assert self.turn.wait(60)
         self.read_so_far.append(start)
         out.zero_()
 

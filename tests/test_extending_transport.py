@@ -51,7 +51,7 @@ def engine(tmp_path: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{file.read_text()}"
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def test_the_recipe(tmp_path: Path, engine: str, tiny_models: Any) -> None:

@@ -74,7 +74,7 @@ def node() -> Iterator[Node]:
 
 
 def wait_for(happens: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not happens():
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -33,7 +33,7 @@ if None in children:
 print(os.getpid(), *[child.pid for child in children], flush=True)
 if "kill" in os.environ:
     children[0].poll() is None and os.kill(children[0].pid, signal.SIGKILL)
-print([child.wait(20) for child in children], [child.poll() for child in children])
+print([child.wait(60) for child in children], [child.poll() for child in children])
 """
 RANK = """
 import heavy, json, os, signal, sys, time

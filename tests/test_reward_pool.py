@@ -64,7 +64,7 @@ def open_pool(function: str, **kwargs: object) -> RewardManager:
     return RewardManager(RewardConfig.model_validate({"function": function, "timeout_s": 20.0, **kwargs}))
 
 
-def gone(pid: int, within_s: float = 10.0) -> bool:
+def gone(pid: int, within_s: float = 60.0) -> bool:
     """Whether the process ends (a zombie counts: its new parent may be slow to reap)."""
     end = time.monotonic() + within_s
     while time.monotonic() < end:

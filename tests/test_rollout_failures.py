@@ -29,7 +29,7 @@ LONG = SamplingParams(max_new_tokens=450, temperature=1.0)
 
 def descendants(pid: int) -> list[int]:
     """Of a process, itself included."""
-    table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, timeout=10).stdout
+    table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, timeout=60).stdout
     parents = {int(child): int(parent) for child, parent in map(str.split, table.splitlines())}
     found = [pid]
     for known in found:

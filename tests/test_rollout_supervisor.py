@@ -54,7 +54,7 @@ def running(pid: int) -> bool:
 
 
 def pids_of(file: Path) -> list[int]:
-    assert wait_until(file.exists, 20), "the stub engine did not start"
+    assert wait_until(file.exists, 60), "the stub engine did not start"
     return [int(pid) for pid in file.read_text().split()]
 
 
@@ -79,7 +79,7 @@ def test_close_ends_a_tree_that_ignores_sigterm(tmp_path: Path) -> None:
 
 def test_a_crashed_engine_leaves_no_children_and_its_exit_code(tmp_path: Path) -> None:
     process, pids = start(tmp_path, "crash")
-    assert wait_until(lambda: process.exit_code() is not None, 20)
+    assert wait_until(lambda: process.exit_code() is not None, 60)
     assert process.exit_code() == 7
     assert [pid for pid in pids if running(pid)] == []
     assert "exit code 7" in process.obituary()
@@ -99,8 +99,8 @@ def test_the_tree_dies_with_the_trainer(tmp_path: Path, signum: signal.Signals) 
     try:
         pids = pids_of(tmp_path / "pids")
         parent.send_signal(signum)
-        parent.wait(10)
-        assert wait_until(lambda: not any(running(pid) for pid in pids), 15)
+        parent.wait(60)
+        assert wait_until(lambda: not any(running(pid) for pid in pids), 60)
     finally:
         parent.kill()
 

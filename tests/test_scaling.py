@@ -222,7 +222,7 @@ def test_a_rank_asks_the_store_no_more_in_a_larger_world(monkeypatch: pytest.Mon
 
 def test_engines_are_checked_and_opened_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     urls = [f"http://127.0.0.{number}:1" for number in range(1, 5)]
-    together = threading.Barrier(len(urls), timeout=20)
+    together = threading.Barrier(len(urls), timeout=60)
 
     def check(url: str) -> Checked:
         together.wait()

@@ -76,7 +76,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     finally:
         for process in processes:
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
 
 def _port(file: Path) -> str:

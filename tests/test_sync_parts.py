@@ -71,7 +71,7 @@ class Held(Http):
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
         number = int(bucket.slots[0].name)
-        assert self.begun[number + 1].wait(10.0), f"nobody filled bucket {number + 1} while {number} was on its way"
+        assert self.begun[number + 1].wait(60.0), f"nobody filled bucket {number + 1} while {number} was on its way"
         self.delivered.append(float(bucket.views(flat)[0][1][0]))
 
 
