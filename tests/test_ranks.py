@@ -70,7 +70,7 @@ def test_a_stopped_rank_is_noticed_and_named(tmp_path: Path) -> None:
             assert run.poll() is None, run.communicate()[0]
             os.kill(int((folder / f"pid_{victim}").read_text()), signal.SIGSTOP)
         for victim, (folder, run) in enumerate(zip(folders, runs, strict=True)):
-            said = run.communicate(timeout=30)[0]
+            said = run.communicate(timeout=120)[0]
             assert run.returncode == 1, said
             assert said.count("mrl: error:") == 1 and "Traceback" not in said, said
             assert re.search(rf"mrl: error: .*rank {victim} ", said) and f"rank {1 - victim} " not in said, said

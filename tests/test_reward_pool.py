@@ -77,11 +77,11 @@ def gone(pid: int, within_s: float = 60.0) -> bool:
     return False
 
 
-HANG_S = 2.0
+HANG_S = 5.0
 FAULTS = {
     "raise": r"raised:(?s:.*)user_reward.py(?s:.*)LookupError: no luck with 5",
-    "sleep": r"gave no answer within 2 s \(reward.timeout_s\)",
-    "regex": "gave no answer within 2 s",
+    "sleep": r"gave no answer within 5 s \(reward.timeout_s\)",
+    "regex": "gave no answer within 5 s",
     "exit": r"ended its process \(exit code 3\)",
     "segfault": r"ended its process \(signal SIGSEGV\)",
     "sys.exit": "SystemExit",
