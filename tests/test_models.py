@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch.nn.functional as F
 
 from mrl.families import UnsupportedModel, load_arch
 from mrl.families.table import padded_vocab_size
-from mrl.models.attention import AttentionPlan, packed_attention, same_length_groups
+from mrl.models.attention import packed_attention
+from mrl.models.attention_plan import AttentionPlan, same_length_groups
 from mrl.models.initialise import _fill
 from mrl.models.rope import inverse_frequencies
 from tests.tiny import make_tiny
@@ -59,7 +61,14 @@ def test_large_logits_cost_no_digits_under_tensor_parallelism(world: dict[str, d
 
 
 def test_recomputation_gives_the_same_gradients(world: dict[str, dict[str, float]]) -> None:
+    assert len(world["recompute"]) == 6
     assert max(world["recompute"].values()) < 1e-6, world["recompute"]
+
+
+def test_tokens_that_leave_in_the_last_layer_change_nothing(world: dict[str, dict[str, float]]) -> None:
+    errors = dict(world["leaving"])
+    assert errors.pop("largest") > 1.0 and len(errors) == 8
+    assert max(errors.values()) < 5e-6, errors
 
 
 def test_bfloat16_is_close_to_float32(world: dict[str, dict[str, float]]) -> None:
@@ -106,6 +115,37 @@ def test_packed_attention_equals_one_sequence_at_a_time(cp: int) -> None:
     grads = torch.autograd.grad((out * weights).sum(), (q, k, v))
     for got, want in zip(grads, wanted_grads, strict=True):
         assert torch.allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("wanted", "few_ask"),
+    [(range(0), True), ((7, 287, 575), True), (range(100, 130), True), (range(5, 570), False)],
+    ids=["none", "ends", "some of one", "nearly all"],
+)
+def test_results_of_some_tokens_are_those_that_all_give(
+    wanted: Iterable[int], few_ask: bool, cp: int, window: int | None
+) -> None:
+    """Whether the others ask or not; of a rank that has none of them too."""
+    lengths = [8, 136, 64, 16, 200, 8, 144]
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(lengths), heads, 16, generator=g, requires_grad=True) for heads in (4, 2, 2))
+    weights = torch.randn(sum(lengths), 4, 16, generator=g)
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    places = [tokens_of_rank(lengths, cp, r) for r in range(cp)]
+    everywhere, chosen = torch.cat(places), torch.tensor([*wanted], dtype=torch.int64)
+    for r, mine in enumerate(places):
+        whole, rows = AttentionPlan.make(cu, cp, r, CPU), torch.isin(mine, chosen).nonzero()[:, 0]
+        part = whole.giving(rows)
+        if cp == 1:
+            assert (part.asking is not None) == few_ask
+        given = [packed_attention(q[mine], k[everywhere], v[everywhere], plan, 0.25, window) for plan in (part, whole)]
+        given[1] = given[1][rows]
+        torch.testing.assert_close(given[0], given[1], atol=1e-6, rtol=0)
+        grads = [torch.autograd.grad((out * weights[mine[rows]]).sum(), (q, k, v)) for out in given]
+        for got, want in zip(*grads, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
 def test_padding_of_attention_is_bounded() -> None:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from tests.world import run_world
 
 ONE = ("one", "one/120", "one/54", "one/50")  # 1, 2, 4 and 5 micro-batches; at 50 a pair is longer than one
-TWO = ("tp2", "pp2", "pp2.vpp2", "cp2", "cp2/70", "dp2")
+TWO = ("tp2", "tp2.sequence0", "pp2", "pp2.vpp2", "cp2", "cp2/70", "dp2")
 CASES = ("bradley_terry", "plackett_luce", "pairwise", "regression", "process")
 Results = dict[str, dict[str, tuple[float, float, str, int]]]
 

@@ -63,7 +63,8 @@ class _SwiGLU(torch.autograd.Function):
         out = torch.empty_like(x)
         d_gate, d_up = out.chunk(2, -1)
         torch.mul(active, grad, out=d_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=d_gate)
+        torch.mul(grad, up, out=d_gate)
+        torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
         return out
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mrl import platform
 from mrl.core import PackedBatch
 from mrl.kernels.linear_logprob import Slopes
-from mrl.models.attention import AttentionPlan
+from mrl.models.attention_plan import AttentionPlan
 from mrl.models.mcore import PackedSeqParams
 from mrl.parallel import Mesh
 
@@ -135,6 +135,17 @@ class ModelBatch(PackedSeqParams):
     def plan(self) -> AttentionPlan:
         """For our own attention; made once for all layers."""
         return AttentionPlan.make(self.starts, *self.cp, platform.device())
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the tokens that are not in `rows` can leave in the last layer: adapters that drop some of what they
+        get do so by a token's place among all."""
+        return not self.extras.drops
+
+    @cached_property
+    def leaving(self) -> AttentionPlan:
+        """Of the last layer's attention, which only the tokens in `rows` come out of, if the others can leave."""
+        return self.plan.giving(self.rows) if self.leaves else self.plan
 
     @cached_property
     def thd(self) -> PackedSeqParams:

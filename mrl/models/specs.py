@@ -52,15 +52,20 @@ def block_spec(
                 _round(spec, layer.experts, emulation)
     layers = [made[kind] for kind in kinds]
     if not fused and arch.num_layers - 1 in here and _can_leave_tokens(arch, config, rounded=kinds[-1][1]):
-        layers[-1] = replace(layers[-1], module=LastLayer)
+        layers[-1] = _leaving(layer_spec(config, arch.layers[-1]))
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _can_leave_tokens(arch: ModelArch, config: TransformerConfig, *, rounded: bool) -> bool:
-    """Whether some tokens can leave in the last layer, before its MLP: not where ranks share them out, where experts or
-    scales are of all tokens, or where deep features of pictures come after it."""
+    """Whether some tokens can leave in the last layer, behind its keys: not where ranks share them out, where experts
+    or scales are of all tokens, or where deep features of pictures come after it."""
     deep = 0 if arch.vision is None else len(arch.vision.deep)
     return not (config.sequence_parallel or rounded or arch.layers[-1].experts or deep == arch.num_layers)
+
+
+def _leaving(layer: ModuleSpec) -> ModuleSpec:
+    layer.submodules.self_attention.submodules.core_attention.params["is_last"] = True
+    return replace(layer, module=LastLayer)
 
 
 def _round(layer: ModuleSpec, experts: bool, emulation: Emulation) -> None:
@@ -91,15 +96,21 @@ class InPlaceGradients(TransformerLayer):
 
 
 class LastLayer(TransformerLayer):
-    """Its MLP, and the norm behind it, see the tokens alone whose output is wanted: nothing else looks at the others
-    any more. Adapters that drop some of what they get do so by a token's place among all."""
+    """All tokens have keys and values in it; what comes behind these sees the tokens alone whose output is wanted:
+    nothing else looks at the others any more."""
 
-    def forward(self, *args: Any, packed_seq_params: ModelBatch, **kwargs: Any) -> tuple[Tensor, Any]:
-        hidden, context = self._forward_attention(*args, packed_seq_params=packed_seq_params, **kwargs)
-        if not packed_seq_params.extras.drops:
-            hidden = hidden.index_select(0, packed_seq_params.rows)
-            packed_seq_params.has_left = True
-        return self._forward_mlp(hidden), context
+    def forward(
+        self, hidden_states: Tensor, *unused: Any, packed_seq_params: ModelBatch, **more: Any
+    ) -> tuple[Tensor, None]:
+        """[t, 1, h] -> ([n, 1, h], [t, 1, h] where they cannot leave; no context)."""
+        batch, stays = packed_seq_params, hidden_states
+        attended = self.self_attention(self.input_layernorm(hidden_states), None, packed_seq_params=batch)
+        if batch.leaves:
+            stays, batch.has_left = hidden_states.index_select(0, batch.rows), True
+        with self.bias_dropout_add_exec_handler():
+            add = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
+            hidden = add(attended, stays, self.hidden_dropout)
+        return self._forward_mlp(hidden), None
 
 
 class SwiGLU(MegatronModule):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from mrl.core import PackedBatch, Rollout  # noqa: E402
 from mrl.data.packing import pack  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
 from mrl.kernels.linear_logprob import linear_log_prob  # noqa: E402
+from mrl.models import specs  # noqa: E402
 from mrl.models.batch import ModelBatch  # noqa: E402
 from mrl.models.build import build_model  # noqa: E402
 from mrl.models.naming import unwrap  # noqa: E402
@@ -34,6 +36,7 @@ from mrl.parallel import Mesh, Meshes, rank  # noqa: E402
 
 TEMPERATURE = 0.7
 PROMPTS, LENGTHS = (3, 5, 1, 7, 2, 4), (11, 90, 2, 130, 33, 70)
+ALL_BUT_LAST = tuple(n - 1 for n in LENGTHS)  # prompts behind which one token's output is wanted
 MICRO_BATCHES = ([0, 1, 5], [2, 3, 4])
 ONE = ParallelConfig()
 DENSE = {
@@ -47,6 +50,7 @@ DENSE = {
     "tp2 pp2": ParallelConfig(tensor=2, pipeline=2),
     "tp2 cp2": ParallelConfig(tensor=2, context=2),
 }
+LEAVING = ("tp2 without sequence parallelism", "cp2", "cp4")
 MOE = {
     "ep2": ParallelConfig(expert=2),
     "tp2 ep2": ParallelConfig(tensor=2, expert=2),
@@ -55,8 +59,8 @@ MOE = {
 }
 
 
-def make_rollout(vocab: int) -> Rollout:
-    lengths, prompts = torch.tensor(LENGTHS), torch.tensor(PROMPTS)
+def make_rollout(vocab: int, prompts_of: tuple[int, ...] = PROMPTS) -> Rollout:
+    lengths, prompts = torch.tensor(LENGTHS), torch.tensor(prompts_of)
     n = int((lengths - prompts).sum())
     tokens = torch.randint(3, vocab, (int(lengths.sum()),), generator=torch.Generator().manual_seed(0))
     return Rollout(0, tokens, lengths, prompts, torch.arange(len(LENGTHS)), torch.zeros(len(LENGTHS)), torch.zeros(n))
@@ -178,23 +182,51 @@ def large_logits(mesh: Mesh) -> dict[str, float]:
     return {"log-probs": errors[0], "entropies": errors[1], "highest": float(found[0].max())}
 
 
-def gradients(path: str, mesh: Mesh, recompute: str) -> dict[str, torch.Tensor]:
+def gradients(
+    path: str, mesh: Mesh, recompute: str = "none", prompts: tuple[int, ...] = PROMPTS
+) -> dict[str, torch.Tensor]:
+    """Of this rank's parameters, and the output."""
     model = Model(path, mesh, recompute=recompute)
+    model.rollout = make_rollout(model.arch.vocab_size, prompts)
     batch = model.batch([0, 1, 3])
     with mesh.active():
         made = ModelBatch.make(batch, mesh, TEMPERATURE, "log_probs", entropy_grad=True)
         out = model.chunks[0](batch.tokens, batch.position_ids, None, packed_seq_params=made)
-        (out[0].mean() + 0.1 * out[1].mean()).backward()
-    return {name: p.grad for name, p in unwrap(model.chunks[0]).named_parameters()}
+        ((out[0].sum() + 0.1 * out[1].sum()) / model.rollout.num_response_tokens).backward()
+    return {name: p.grad for name, p in unwrap(model.chunks[0]).named_parameters()} | {"output": out.detach()}
 
 
 def recompute(path: str, meshes: Meshes) -> dict[str, float]:
-    mesh = meshes.get(DENSE["tp2"])
-    stored = gradients(path, mesh, "none")
-    return {
-        mode: max(difference(g, stored[name]) for name, g in gradients(path, mesh, mode).items())
-        for mode in ("selective", "full")
-    }
+    """Also where tokens leave in the last layer, whose attention few or all of them ask."""
+    without = DENSE["tp2 without sequence parallelism"]
+    found = {}
+    for case, layout, prompts in (
+        ("", DENSE["tp2"], PROMPTS),
+        (" few", without, ALL_BUT_LAST),
+        (" all", without, PROMPTS),
+    ):
+        mesh = meshes.get(layout)
+        stored = gradients(path, mesh, prompts=prompts)
+        found |= {mode + case: apart(gradients(path, mesh, mode, prompts), stored) for mode in ("selective", "full")}
+    return found
+
+
+def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max((difference(a[name], b[name]) for name in b if b[name].numel()), default=0.0)
+
+
+def leaving(path: str, meshes: Meshes) -> dict[str, float]:
+    """Outputs and gradients of models in whose last layer tokens leave, less those of models where none does: the
+    largest difference, and the largest number. A context-parallel rank may have no token whose output is wanted."""
+    found = {"largest": 0.0}
+    for name, layout in {"one": ONE, **{name: DENSE[name] for name in LEAVING}}.items():
+        for kind, prompts in (("few", ALL_BUT_LAST), ("all", PROMPTS)):
+            made = gradients(path, meshes.get(layout), prompts=prompts)
+            with patch.object(specs, "_can_leave_tokens", lambda *args, **kwargs: False):
+                plain = gradients(path, meshes.get(layout), prompts=prompts)
+            found[f"{name} {kind}"] = apart(made, plain)
+            found["largest"] = max(found["largest"], apart(plain, {k: torch.zeros_like(v) for k, v in plain.items()}))
+    return found
 
 
 def bfloat16(path: str, meshes: Meshes) -> dict[str, float]:
@@ -214,6 +246,7 @@ def main(dense: str, moe: str, result: str) -> None:
         "logits": against_logits(dense, meshes),
         "large logits": large_logits(meshes.get(DENSE["tp2"])),
         "recompute": recompute(dense, meshes),
+        "leaving": leaving(dense, meshes),
         "bfloat16": bfloat16(dense, meshes),
     }
     if rank() == 0:

@@ -1,0 +1,232 @@
+"""How packed sequences of unlike lengths are gathered into padded buckets for attention, and back.
+
+Sequences of similar length share a bucket. The gather indices depend on the lengths only: they are computed once a
+micro-batch and used by all layers, forward and backward. Padding sits at the end, where the causal order hides it from
+every real query.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from mrl import platform
+
+SAME_BUCKET_RATIO = 0.7  # a bucket's shortest sequence over its longest: at most half of the scores are padding
+SHORT_TOKENS = 64  # up to this length padding is cheaper than another call
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """s segments of queries, padded to lq queries and lk keys. mask [s, 1, lq, lk], None where causal order is all;
+    before [s], on the CPU: a segment's keys ahead of its first token."""
+
+    size: tuple[int, int]  # s, lq
+    keys: tuple[int, int]  # s, lk
+    mask: Tensor | None
+    before: Tensor
+
+    @property
+    def scores(self) -> int:
+        """That are computed, as kernels leave out half of a causal square."""
+        return math.prod(self.size) * self.keys[1] // (2 if self.mask is None else 1)
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How to gather packed tokens into padded buckets and back.
+
+    query_index [P]: the local token behind each padded query slot (a segment's own first token behind padding)
+    query_slot [q]: the padded slot of each token that asks; asking [q]: which these are, None: all [t]
+    result_slot [n]: the padded slot of each result that is given; None: all, as they lie
+    key_index [K]: the token behind each padded key slot, among the tokens of all context-parallel ranks
+    key_slot [t]: the inverse, where every token is a key once (no context parallelism), else None
+    in_place: the packed tokens are the padded ones already (longest first, no padding): nothing has to be gathered
+        but for tokens that do not ask, and results that are not given
+    """
+
+    buckets: tuple[Bucket, ...]
+    query_index: Tensor
+    query_slot: Tensor
+    asking: Tensor | None
+    result_slot: Tensor | None
+    key_index: Tensor
+    key_slot: Tensor | None
+    in_place: bool
+    _within: dict[int, tuple[Bucket, ...]] = field(default_factory=dict)
+
+    def within(self, window: int | None) -> tuple[Bucket, ...]:
+        """The buckets, whose queries see the last `window` keys only of those that they would see; made once for all
+        layers with that window."""
+        if window is None:
+            return self.buckets
+        if window not in self._within:
+            self._within[window] = tuple(_cut(bucket, window, self.query_index.device) for bucket in self.buckets)
+        return self._within[window]
+
+    def giving(self, rows: Tensor) -> AttentionPlan:
+        """A plan that gives the results of these local tokens [n] alone. Where that makes fewer scores no others ask;
+        on a GPU all do: to count them there would be to wait for it."""
+        if rows.device.type == "cpu":
+            few = _FewQueries(self, rows)
+            if few.scores < sum(bucket.scores for bucket in self.buckets):
+                return few.plan()
+        return replace(self, result_slot=self.query_slot.index_select(0, rows), _within={})
+
+    @staticmethod
+    def make(cu_seqlens: Tensor, cp: int, cp_rank: int, device: torch.device) -> AttentionPlan:
+        """cu_seqlens [S + 1]: starts of the padded sequences before the context-parallel cut."""
+        cu = cu_seqlens.to("cpu", torch.int64)
+        cu = cu[torch.cat([cu.diff() > 0, torch.ones(1, dtype=torch.bool)])]
+        builder = _PlanBuilder(cu, cp, cp_rank)
+        if cp == 1:
+            builder.add(start=cu[:-1], length=cu.diff(), before=torch.zeros_like(cu[:-1]))
+        else:
+            chunk = cu.diff() // (2 * cp)
+            local = cu[:-1] // cp
+            builder.add(start=local, length=chunk, before=cp_rank * chunk)
+            builder.add(start=local + chunk, length=chunk, before=(2 * cp - 1 - cp_rank) * chunk)
+        return builder.plan(device)
+
+
+class _PlanBuilder:
+    def __init__(self, cu: Tensor, cp: int, cp_rank: int) -> None:
+        self.cu, self.cp, self.tokens = cu, cp, int(cu[-1]) // cp
+        self.buckets: list[Bucket] = []
+        self.query_index: list[Tensor] = []
+        self.key_index: list[Tensor] = []
+        self.last_key: list[Tensor] = []  # a bucket: [s, lq], each query's place in its sequence
+        self.query_slot = torch.empty(self.tokens, dtype=torch.int64)
+        self.slots = 0
+
+    def add(self, *, start: Tensor, length: Tensor, before: Tensor) -> None:
+        """One segment of queries a sequence: local tokens start .. start + length, `before` tokens after its start."""
+        for members in same_length_groups(before + length):
+            self._bucket(members, start[members], length[members], before[members])
+
+    def _bucket(self, sequence: Tensor, start: Tensor, length: Tensor, before: Tensor) -> None:
+        offset = torch.arange(int(length.max()))
+        real = offset < length[:, None]
+        index = start[:, None] + offset * real
+        self.query_slot[index[real]] = self.slots + real.flatten().nonzero()[:, 0]
+        self.slots += index.numel()
+        self.query_index.append(index.flatten())
+
+        position = torch.arange(int((before + length).max()))
+        key_real = position < (before + length)[:, None]
+        self.key_index.append(self._tokens_of(sequence, position * key_real).flatten())
+        size, keys = (len(sequence), offset.numel()), (len(sequence), position.numel())
+        self.buckets.append(Bucket(size, keys, None, before))
+        if self.cp > 1:
+            self.last_key.append(before[:, None] + offset * real)
+
+    def _tokens_of(self, sequence: Tensor, position: Tensor) -> Tensor:
+        """Where position [s, lk] of each sequence lies among the tokens of all context-parallel ranks."""
+        start = self.cu[:-1][sequence][:, None]
+        if self.cp == 1:
+            return start + position
+        chunk = (self.cu.diff() // (2 * self.cp))[sequence][:, None]
+        part = position // chunk
+        second = part >= self.cp
+        owner = torch.where(second, 2 * self.cp - 1 - part, part)
+        return owner * self.tokens + start // self.cp + second * chunk + position % chunk
+
+    def plan(self, device: torch.device) -> AttentionPlan:
+        indices = [torch.cat(self.query_index), self.query_slot, torch.cat(self.key_index)]
+        query, slot, key, *last_key = platform.to_device([*indices, *self.last_key], device)
+        buckets = self.buckets
+        if self.cp > 1:
+            pairs = zip(buckets, last_key, strict=True)
+            buckets = [replace(bucket, mask=_up_to(last, bucket.keys[1])) for bucket, last in pairs]
+        in_place = self.cp == 1 and self.slots == self.tokens and bool((self.query_slot.diff() == 1).all())
+        return AttentionPlan(
+            buckets=tuple(buckets),
+            query_index=query,
+            query_slot=slot,
+            asking=None,
+            result_slot=None if in_place else slot,
+            key_index=key,
+            key_slot=slot if self.cp == 1 else None,
+            in_place=in_place,
+        )
+
+
+class _FewQueries:
+    """Of a plan on the CPU, where the tokens `rows` [n] alone ask: the same segments see the same keys."""
+
+    def __init__(self, whole: AttentionPlan, rows: Tensor) -> None:
+        self.whole, self.rows = whole, rows
+        self.index: list[Tensor] = []  # a bucket: [s, lq]
+        self.last_key: list[Tensor] = []  # as the builder's
+        self.slot, self.slots = torch.empty_like(rows), 0
+        slots, begin = whole.query_slot[rows], 0
+        for bucket in whole.buckets:
+            end = begin + math.prod(bucket.size)
+            here = ((slots >= begin) & (slots < end)).nonzero()[:, 0]
+            self._bucket(bucket, whole.query_index[begin:end].view(bucket.size)[:, :1], here, slots[here] - begin)
+            begin = end
+
+    def _bucket(self, bucket: Bucket, first: Tensor, here: Tensor, slot: Tensor) -> None:
+        """first [s, 1]: the segments' first tokens; here: which of `rows` are in it, in these slots of it"""
+        segment, place = slot // bucket.size[1], slot % bucket.size[1]
+        counts = segment.bincount(minlength=bucket.size[0])
+        turn, order = torch.empty_like(segment), segment.argsort(stable=True)
+        turn[order] = torch.arange(len(order)) - (counts.cumsum(0) - counts)[segment[order]]
+        most = max(1, int(counts.max()))  # a segment that asks nothing still shows its keys where their gradients go
+        index, last_key = first.repeat(1, most), bucket.before[:, None].repeat(1, most)
+        index[segment, turn] = self.rows[here]
+        last_key[segment, turn] += place
+        self.slot[here] = self.slots + segment * most + turn
+        self.slots += index.numel()
+        self.index.append(index)
+        self.last_key.append(last_key)
+
+    @property
+    def scores(self) -> int:
+        pairs = zip(self.index, self.whole.buckets, strict=True)
+        return sum(index.numel() * bucket.keys[1] for index, bucket in pairs)
+
+    def plan(self) -> AttentionPlan:
+        pairs = zip(self.whole.buckets, self.last_key, strict=True)
+        return replace(
+            self.whole,
+            buckets=tuple(replace(b, size=(*last.shape,), mask=_up_to(last, b.keys[1])) for b, last in pairs),
+            query_index=torch.cat([index.flatten() for index in self.index]),
+            query_slot=self.slot,
+            asking=self.rows,
+            result_slot=self.slot,
+            _within={},
+        )
+
+
+def _up_to(last_key: Tensor, keys: int) -> Tensor:
+    """[s, lq] -> bool [s, 1, lq, keys], made where it is used: it is much larger than what it follows from."""
+    position = torch.arange(keys, device=last_key.device)
+    return (position <= last_key[:, :, None])[:, None]
+
+
+def _cut(bucket: Bucket, window: int, device: torch.device) -> Bucket:
+    """A query's place in its sequence is the number of keys that it sees, less one."""
+    keys = bucket.keys[1]
+    if keys <= window:
+        return bucket
+    position = torch.arange(keys, device=device)
+    mask = _up_to(position[None], keys) if bucket.mask is None else bucket.mask
+    return replace(bucket, mask=mask & (position > mask.sum(-1, keepdim=True) - 1 - window))
+
+
+def same_length_groups(lengths: Tensor) -> list[Tensor]:
+    """Indices of `lengths`, longest first, cut where padding to the group's longest would cost too much."""
+    order = lengths.argsort(descending=True, stable=True)
+    ordered = lengths[order]
+    groups, begin = [], 0
+    while begin < order.numel():
+        longest = int(ordered[begin])
+        shortest = 0 if longest <= SHORT_TOKENS else SAME_BUCKET_RATIO * longest
+        end = int((ordered >= shortest).sum())
+        groups.append(order[begin:end])
+        begin = end
+    return groups
