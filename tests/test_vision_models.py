@@ -51,7 +51,9 @@ def results(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
             first = () if ranks > 4 else ("reference",)
             wrong = WRONG if ranks == 4 and family == "qwen3_vl" else ()
             file = root / f"{family}_{ranks}.json"
-            run_world(ranks, "vision_gradients.py", model, root / f"{family}.pt", file, *first, *layouts[family], *wrong)
+            run_world(
+                ranks, "vision_gradients.py", model, root / f"{family}.pt", file, *first, *layouts[family], *wrong
+            )
             found[ranks, family] = json.loads(file.read_text())
     return found
 
