@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import base64
+import gc
 import io
 import json
 import os
+import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -83,8 +87,6 @@ def test_pictures_stand_where_the_prompt_says_and_take_a_token_for_each_feature(
 
 
 def test_pictures_of_parquet_stay_undecoded_until_they_are_sampled_for(folder: Path, model: Path) -> None:
-    import datasets
-
     features = datasets.Features({"problem": datasets.Value("string"), "images": datasets.List(datasets.Image())})
     made = {"problem": ["<image>how many?"] * 3, "images": [[picture()], [picture(40, 40)], [picture()]]}
     datasets.Dataset.from_dict(made, features=features).to_parquet(folder / "geo.parquet")
@@ -262,3 +264,47 @@ def test_memory_does_not_grow_with_pixels(folder: Path, model: Path) -> None:
         assert store._bytes <= 3 * one and len(store._kept) == 3
     finally:
         picture_store.KEPT_BYTES = kept
+
+
+def held_and_peak(make: Callable[[], PromptDataset]) -> tuple[int, int]:
+    """Bytes that opening rows holds afterwards, and the most of it meanwhile, of Python's and numpy's."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        data = make()
+        gc.collect()
+        held, peak = tracemalloc.get_traced_memory()
+        assert len(data)
+        return held, peak
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("form", ["parquet", "paths"])
+def test_memory_does_not_grow_with_the_pictures_of_the_rows(folder: Path, model: Path, form: str) -> None:
+    """Bytes in a parquet file, or files beside JSON lines: opening 200 rows takes what their texts and tokens take."""
+    noise = stored(picture(96, 96))
+    tokenizer = load_tokenizer(model)
+
+    def write(count: int) -> DataConfig:
+        file = folder / f"{count}.{'parquet' if form == 'parquet' else 'jsonl'}"
+        if form == "parquet":
+            features = datasets.Features(
+                {"prompt": datasets.Value("string"), "images": datasets.List(datasets.Image())}
+            )
+            images = [[{"bytes": noise, "path": None}]] * count
+            datasets.Dataset.from_dict({"prompt": ["what?"] * count, "images": images}, features).to_parquet(file)
+        else:
+            (folder / "noise.png").write_bytes(noise)
+            file.write_text('{"prompt": "what?", "images": ["noise.png"]}\n' * count)
+        return DataConfig(train=str(file), chat_template=True, max_prompt_tokens=512)
+
+    def opened(cfg: DataConfig) -> PromptDataset:
+        return PromptDataset(cfg.train, cfg, tokenizer, eyes=load_eyes(model, cfg))
+
+    configs = [write(count) for count in (20, 220)]
+    for cfg in configs:  # what is imported and kept for good; the library's own copy of a parquet file
+        opened(cfg)
+    few, many = (held_and_peak(partial(opened, cfg)) for cfg in configs)
+    for growth in (many[0] - few[0], many[1] - few[1]):
+        assert growth < 200 * len(noise) / 8, (few, many, len(noise))

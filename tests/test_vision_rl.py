@@ -119,7 +119,6 @@ def test_sglang_sees_what_the_trainer_sees_after_every_update_of_the_tower(folde
     ("change", "message"),
     [
         (["rollout.engine=sglang", "model.path=qwen2_5_vl"], "SGLang's Qwen2.5-VL takes all but 1176"),
-        (["rollout.tensor=2"], "rollout.tensor: 1 for a model that sees pictures"),
         (["actor.lora={rank: 4}"], "actor.lora: not with a model that sees pictures"),
         (["actor.precision.fp8={recipe: current, emulate: true}"], "fp8.recipe: not with a model that sees pictures"),
         (["data.truncation=left"], "might cut through a picture"),
