@@ -19,7 +19,7 @@ REWARD = """
 def score(prompt, response, row):
     return sum(c.islower() if row["answer"] == "small" else c.isupper() for c in response if c.isascii()) / 4
 """
-PICTURES, STEPS = 48, 40
+PICTURES, STEPS = 48, 30
 CRITIC = {"optimizer": {"lr": 3e-3, "warmup_steps": 2}}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"adv_estimator": "grpo"}, "batch": {"prompts_per_step": 8, "samples_per_prompt": 8}},
