@@ -13,7 +13,7 @@ import torch
 from mrl.config.schema import MismatchConfig
 from mrl.core import Prompt, Request, Rollout
 from mrl.rollout import EngineClient, EngineError
-from mrl.rollout.answers import from_json
+from mrl.rollout.answers import error_message, from_json
 from mrl.rollout.errors import BadAnswer
 from mrl.rollout.samples import Expected, read_samples
 from mrl.trainers.rl.mismatch import MismatchError, MismatchLimits
@@ -193,3 +193,10 @@ def test_all_a_little_off_is_seen_in_the_mean_and_warned_of_first() -> None:
 def test_many_are_counted_and_the_worst_named() -> None:
     with pytest.raises(MismatchError, match=r"sample 19 \(data row 29\) 23, sample 18 .*and 12 more nats a token"):
         check([[4.0 + n] * 3 for n in range(20)])
+
+
+@pytest.mark.parametrize("form", ['{"error": {"message": "%s"}}', '{"message": "%s"}', '{"detail": ["%s"]}', "%s"])
+def test_pictures_that_an_engine_repeats_are_not_shown(form: str) -> None:
+    said = form % ("no picture: data:image/png;base64," + "iVBORw0KGgo" * 1000 + " (request 7)")
+    assert "base64,... (request 7)" in error_message(said.encode())
+    assert "iVBOR" not in error_message(said.replace("/", "\\/").encode())

@@ -23,7 +23,7 @@ from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import CPU, Launch, ServerSpec
 from mrl.rollout.seeds import _splitmix64
 from mrl.rollout.sglang.command import SHIM, sglang_launch
-from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import batched_attention
+from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import batched_attention, pictures
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.draws import draw
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.kernels import assign_req_to_token_pool_cpu, murmur_hash32_cpu
 from mrl.rollout.transformers_engine.sampling import keep_top, parse_job
@@ -249,3 +249,16 @@ def test_the_shim_stays_out_of_the_way_of_the_real_packages(tmp_path: Path, tiny
             launch(RolloutConfig(), str(tiny_models("llama")), "float32", 8000, 0, 0, CPU, folder=tmp_path)
     finally:
         sys.path.remove(str(tmp_path))
+
+
+def test_tensors_that_the_engine_s_processes_send_each_other_arrive_as_they_are() -> None:
+    sent = [
+        torch.randn(4, 6).T, torch.randn(3)[1:], torch.tensor(7), torch.empty(0, 3, dtype=torch.int64),
+        torch.randn(5).bfloat16(), torch.randn(2, requires_grad=True), torch.ones(2, dtype=torch.bool),
+    ]  # fmt: skip
+    got = pickle.loads(pictures.dumps({"tensors": sent, "rest": ("text", 1)}))
+    assert got["rest"] == ("text", 1)
+    for a, b in zip(sent, got["tensors"], strict=True):
+        assert torch.equal(a, b) and a.dtype == b.dtype and a.requires_grad == b.requires_grad
+    got["tensors"][0].add_(1)
+    assert len(pictures.dumps(sent[0])) < len(pickle.dumps(sent[0]))

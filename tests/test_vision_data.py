@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -83,8 +84,6 @@ def test_pictures_stand_where_the_prompt_says_and_take_a_token_for_each_feature(
 
 
 def test_pictures_of_parquet_stay_undecoded_until_they_are_sampled_for(folder: Path, model: Path) -> None:
-    import datasets
-
     features = datasets.Features({"problem": datasets.Value("string"), "images": datasets.List(datasets.Image())})
     made = {"problem": ["<image>how many?"] * 3, "images": [[picture()], [picture(40, 40)], [picture()]]}
     datasets.Dataset.from_dict(made, features=features).to_parquet(folder / "geo.parquet")
@@ -240,25 +239,3 @@ def test_a_processor_of_another_form_is_refused(model: Path, tmp_path: Path) -> 
     file.unlink()
     with pytest.raises(DataError, match="its processor of pictures cannot be loaded"):
         load_eyes(other, DataConfig(train="unused"))
-
-
-def test_memory_does_not_grow_with_pixels(folder: Path, model: Path) -> None:
-    from mrl.data import picture_store
-
-    rows = [{"images": [url(stored(picture(64, 64)))]} for _ in range(8)]
-    data = dataset(folder, model, *rows)
-    eyes = load_eyes(model, data.cfg)
-    assert eyes is not None
-    samples = [
-        Sample(Request(i, i, p, 1), [7], [-1.0], "stop", "0") for i, p in enumerate(data.prompts_for_step(0, 8, 1))
-    ]
-    images = image_places(collate(0, samples), eyes.vision).images
-    store = PictureStore(data.cfg.train, eyes)
-    one = store(images[:1]).nbytes
-    kept = picture_store.KEPT_BYTES
-    try:
-        picture_store.KEPT_BYTES = 3 * one
-        store(images)
-        assert store._bytes <= 3 * one and len(store._kept) == 3
-    finally:
-        picture_store.KEPT_BYTES = kept

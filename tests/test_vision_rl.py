@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -18,44 +17,23 @@ from safetensors.torch import load_file
 from mrl.config.loader import ConfigError, load
 from tests import zygote
 from tests.tiny_vl import make_tiny_vl
+from tests.vision_rows import vision_settings, write_rows
 
-REWARD = "def score(prompt, response, row):\n    return len(set(response)) / 8 + len(row['images'])\n"
 LAYOUT = {"qwen3_vl": {"tensor": 2}, "qwen2_5_vl": {"pipeline": 2}}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root, rng = tmp_path_factory.mktemp("vision_rl"), np.random.default_rng(0)
+    root = tmp_path_factory.mktemp("vision_rl")
     for family in LAYOUT:
         make_tiny_vl(root / family, family)
     make_tiny_vl(root / "patch_14", "qwen2_5_vl", patch=14)  # SGLang's Qwen2.5-VL has no other
-    rows = []
-    for i in range(6):
-        names = [f"{i}_{k}.png" for k in range((1, 0, 2)[i % 3])]
-        for name, mode in zip(names, ("RGBA", "L") if i == 2 else ("RGB", "RGB"), strict=False):
-            pixels = rng.integers(0, 256, (*rng.integers(5, 40, 2), len(mode))).astype("uint8").squeeze()
-            Image.fromarray(pixels).save(root / name)
-        rows.append({"prompt": "<image>" * len(names) + "what?", "images": names, "answer": "3"})
-    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (root / "reward.py").write_text(REWARD)
+    write_rows(root)
     return root
 
 
 def settings(folder: Path, family: str, name: str, **more: Any) -> dict[str, Any]:
-    """Every step has all rows: the same pictures before and after each push of the tower's weights."""
-    return {
-        "trainer": "rl",
-        "run": {"name": name, "root": str(folder / "runs"), "steps": 2, "nproc": 2},
-        "model": {"path": str(folder / family), "dtype": "float32", "vision": {"train": True}},
-        "actor": {"parallel": LAYOUT[family], "optimizer": {"lr": 0.005}, "max_tokens_per_microbatch": 150},
-        "data": {"train": str(folder / "rows.jsonl"), "chat_template": True, "max_prompt_tokens": 200},
-        "batch": {"prompts_per_step": 6, "samples_per_prompt": 2},
-        "rollout": {"engine": "transformers", "sampling": {"max_new_tokens": 8}},
-        "sync": {"verify": "checksum"},
-        "reward": {"function": f"{folder / 'reward.py'}:score"},
-        "algorithm": {"adv_estimator": "grpo"},
-        **more,
-    }
+    return vision_settings(folder, folder / family, name, LAYOUT[family], **more)
 
 
 def train(folder: Path, config: dict[str, Any], *overrides: str, fails: bool = False) -> str:
@@ -141,7 +119,6 @@ def test_sglang_sees_what_the_trainer_sees_after_every_update_of_the_tower(folde
     ("change", "message"),
     [
         (["rollout.engine=sglang", "model.path=qwen2_5_vl"], "SGLang's Qwen2.5-VL takes all but 1176"),
-        (["rollout.tensor=2"], "rollout.tensor: 1 for a model that sees pictures"),
         (["actor.lora={rank: 4}"], "actor.lora: not with a model that sees pictures"),
         (["actor.precision.fp8={recipe: current, emulate: true}"], "fp8.recipe: not with a model that sees pictures"),
         (["data.truncation=left"], "might cut through a picture"),

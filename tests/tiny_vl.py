@@ -32,13 +32,14 @@ def make_tiny_vl(
     hidden: int = 64,
     patch: int = 4,
     depth: int = 3,
+    ffn: int = 96,
     flat: bool = False,
 ) -> Path:
     """Writes config.json, tokenizer, processor and (unless `weights` is false) safetensors; returns `directory`.
 
     flat: config.json has the decoder's keys on top, as the hub's Qwen2.5-VL
     """
-    config = AutoConfig.for_model(family, **_settings(family, tied, layers, hidden, patch, depth))
+    config = AutoConfig.for_model(family, **_settings(family, tied, layers, hidden, patch, depth, ffn))
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config)
     config.architectures = [type(model).__name__]
@@ -57,7 +58,7 @@ def make_tiny_vl(
     return directory
 
 
-def _settings(family: str, tied: bool, layers: int, hidden: int, patch: int, depth: int) -> dict[str, Any]:
+def _settings(family: str, tied: bool, layers: int, hidden: int, patch: int, depth: int, ffn: int) -> dict[str, Any]:
     half = hidden // 8
     section = [half - 2 * (half // 3), half // 3, half // 3]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section}
@@ -80,7 +81,7 @@ def _settings(family: str, tied: bool, layers: int, hidden: int, patch: int, dep
         "depth": depth,
         "hidden_size": 48,
         "num_heads": 4,
-        "intermediate_size": 96,
+        "intermediate_size": ffn,
         "out_hidden_size": hidden,
         "patch_size": patch,
         "spatial_merge_size": 2,

@@ -146,7 +146,7 @@ def rollout(clock: Clock, work: Work, engine: EnginePlan) -> Iterator[Part]:
     speed = engine.tensor * chip.bf16 * assumed.prefill_share
     yield Part("rollout", "prompts", prefill / speed, "arithmetic")
     if seen := tower.flops(actor, requests, lengths):
-        yield Part("rollout", "pictures", seen / (chip.bf16 * assumed.prefill_share), "arithmetic")
+        yield Part("rollout", "pictures", seen / speed, "arithmetic")  # each GPU sees a share of them
     steps = max(requests * lengths.response / at_once, float(size.response_tokens or 0))
     busy = requests * lengths.response / steps
     read = engine.weights * _touched(arch, busy) + busy * mean_tokens * engine.token_bytes

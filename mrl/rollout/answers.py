@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ T = TypeVar("T")
 MOST_TEXT = 2000  # characters of an engine's own words in an error
 JSON_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text", int: "a whole number"}
 
+_PICTURE = re.compile(r"(;base64,)[\w+/=\\]+")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -44,16 +46,20 @@ def shown(value: Any) -> str:
 
 
 def error_message(content: bytes) -> str:
-    """The engine's own words, out of its JSON forms where it used one."""
+    """The engine's own words, out of its JSON forms where it used one, without the pictures that it may repeat."""
+    return _PICTURE.sub(r"\1...", _words(content))[:MOST_TEXT]
+
+
+def _words(content: bytes) -> str:
     try:
         answer = from_json(content)
     except BadAnswer:
-        return content.decode(errors="replace")[:MOST_TEXT]
+        return content.decode(errors="replace")
     if isinstance(answer, dict):
         error = answer.get("error")
         if isinstance(error, dict) and "message" in error:
-            return str(error["message"])[:MOST_TEXT]
+            return str(error["message"])
         for key in ("message", "error_message"):
             if key in answer:
-                return str(answer[key])[:MOST_TEXT]
-    return str(answer)[:MOST_TEXT]
+                return str(answer[key])
+    return str(answer)

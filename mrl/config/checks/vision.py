@@ -114,9 +114,6 @@ def _engine(cfg: Config, arch: ModelArch | None) -> Iterator[Problem]:
         if arch.family == "qwen2_5_vl" and values != SGLANG_PATCH_VALUES:
             message = f"patches of {values} numbers: SGLang's Qwen2.5-VL takes all but {SGLANG_PATCH_VALUES} (14 x 14 "
             yield Problem(("rollout.engine", "model.path"), message + "pixels) for features that are finished")
-    if rollout.tensor > 1:
-        message = "1 for a model that sees pictures: how an engine cuts the tower is not known here; take more servers"
-        yield Problem(("rollout.tensor", "model.path"), message)
     if rollout.quantization != "none":
         yield Problem(("rollout.quantization", "model.path"), "not with a model that sees pictures")
     if rollout.urls and cfg.model.vision.train:

@@ -17,6 +17,7 @@ from mrl.rollout.launch import Launch, ServerSpec
 
 SHIM = Path(__file__).with_name("cpu_shim")
 CPU_RUNNING_REQUESTS = 512
+PICTURES_MIB = 256  # what is computed of pictures before the tower; the weights have no part in it
 CPU_KV_CACHE_BYTES = 4 << 30  # reserved, touched only as it fills
 # of torch's own allocator, and for the trainer: its expandable segments exclude torch_memory_saver
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -88,11 +89,20 @@ def _common(spec: ServerSpec) -> list[str]:
     is_empty = not any(Path(spec.model_path).glob("*.safetensors"))
     if is_empty or cfg.quantization == "fp8":  # from scratch, or files of another form: the first push fills the engine
         arguments += ["--load-format", "dummy"]
+    if spec.arch.vision is not None:
+        arguments += _vision(cfg.tensor)
     family = FAMILIES.get(spec.arch.family)
     config = dict(family.engine_config) if family else {}
     config |= {"quantization_config": FP8} if cfg.quantization == "fp8" else {}
     if config:
         arguments += ["--json-model-override-args", json.dumps(config)]
+    return arguments
+
+
+def _vision(tensor: int) -> list[str]:
+    arguments = ["--mm-preprocess-cache-size-mb", str(PICTURES_MIB)]  # a prompt's samples are requests of their own
+    if tensor > 1:  # the tower whole on each rank, as it is pushed, and a picture on one of them
+        arguments.append("--mm-enable-dp-encoder")
     return arguments
 
 

@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from . import batched_attention, draws
+from . import batched_attention, draws, pictures
 
 
 def _allow_deterministic_torch_native(module: ModuleType) -> None:
@@ -98,7 +98,9 @@ ADAPTATIONS: dict[str, Callable[[Any], None]] = {
     "sglang.srt.layers.sampler": _draw_in_one_pass,
     "sglang.srt.lora.backend.torch_backend": _no_pinned_memory,
     "sglang.srt.lora.layers": _no_pinned_memory,
+    "sglang.srt.managers.io_struct": pictures.send_arrays,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _absorbed_latent_attention,
+    "sglang.srt.multimodal.processors.qwen_vl": pictures.keep_templates,
     "sglang.srt.platforms.cpu": _no_garbage_collection_at_flush,
 }
 
