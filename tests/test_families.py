@@ -40,9 +40,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": {},
     "deepseek_v3": {"initializer_range": 0.1},
     "moonlight": MOONLIGHT | {"initializer_range": 0.1},
+    "qwen2_moe": {"initializer_range": 0.1, "mlp_only_layers": [1]},
+    "olmo2": {},
+    "olmo3": {"layer_types": 2 * ["sliding_attention", "full_attention"]},
+    "smollm3": {"no_rope_layers": [1, 1, 0, 1], "tied": True},
 }
+MOE = ("glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight", "qwen2_moe")
 FAMILY = {"glm4_moe_air": "glm4_moe", "moonlight": "deepseek_v3"}  # of the others their own names
-LAYOUTS = {name: DENSE if name == "gemma3_text" else EXPERTS for name in MODELS}
+LAYOUTS = {name: EXPERTS if name in MOE else DENSE for name in MODELS}
 
 
 @pytest.fixture(scope="module")

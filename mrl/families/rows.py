@@ -133,9 +133,9 @@ def latent_attention(arch: ModelArch, m: str, h: str) -> Table:
     return rows | {m + "pre_mlp_layernorm.weight": norm(h + "post_attention_layernorm.weight", hidden)}
 
 
-def dense_mlp(hidden: int, ffn: int, m: str, h: str, name: str = "mlp") -> Table:
-    """Rows of a gated MLP [hidden -> ffn -> hidden]. name: of the module, Megatron's and the hub's."""
-    own, theirs = f"{m}{name}.", f"{h}{name}."
+def dense_mlp(hidden: int, ffn: int, m: str, h: str, names: tuple[str, str] = ("mlp", "mlp")) -> Table:
+    """Rows of a gated MLP [hidden -> ffn -> hidden]. names: of the module, Megatron's and the hub's."""
+    own, theirs = f"{m}{names[0]}.", f"{h}{names[1]}."
     return {
         own + "linear_fc1.weight": Row(
             "gate_up",

@@ -88,7 +88,7 @@ class _Cutter:
         if not sources or any(source.name not in self.metas for source in sources):
             return None
         parts = tuple(self._part(source) for source in sources)
-        is_padded = sources[0].row.kind == "vocab" and self.shape.fuses and self.cuts_vocab
+        is_padded = sources[0].row.kind == "vocab" and self.cuts_vocab
         padding = self._vocab_padding(parts[0]) if is_padded else 0
         return EngineParam(name, parts, padding)
 
