@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
-DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "olmo3", "smollm3")
+DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "olmo3", "smollm3", "phi3")
 FAMILIES = DENSE_FAMILIES + MOE_FAMILIES
 MOONLIGHT: dict[str, Any] = {  # DeepSeek-V3's form, without yarn, groups and a latent vector of queries
     "q_lora_rank": None,
@@ -67,6 +67,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
             },
         },
     },
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
     "smollm3": {"no_rope_layers": [1, 0]},
     "deepseek_v3": {
         "num_key_value_heads": 4,

@@ -18,6 +18,7 @@ from mrl.families.mistral import Mistral
 from mrl.families.mixtral import Mixtral
 from mrl.families.olmo2 import Olmo2
 from mrl.families.olmo3 import Olmo3
+from mrl.families.phi3 import Phi3
 from mrl.families.qwen2 import Qwen2
 from mrl.families.qwen2_5_vl import Qwen25VL
 from mrl.families.qwen2_moe import Qwen2Moe
@@ -60,6 +61,7 @@ FAMILIES: dict[str, Decoder] = {
         Mixtral(),
         Olmo2(),
         Olmo3(),
+        Phi3(),
         Qwen2(),
         Qwen25VL(),
         Qwen2Moe(),
@@ -72,6 +74,7 @@ FAMILIES: dict[str, Decoder] = {
 _CHUNKED = "its chunked attention is not supported: train a Llama 3 or Qwen3-MoE model instead"
 _LINEAR = "its linear attention has no packed form in megatron-core 0.16: train a Qwen3 or Qwen3-MoE model instead"
 LEFT_OUT = {  # architectures that people ask for: why not, and what to do
+    "GptOssForCausalLM": "its attention sinks and biased experts are not supported: train a Qwen3-MoE model instead",
     "Gemma3ForConditionalGeneration": "of Gemma 3 the text models (gemma3_text: 270M, 1B) are supported",
     "Llama4ForCausalLM": _CHUNKED,
     "Llama4ForConditionalGeneration": _CHUNKED,

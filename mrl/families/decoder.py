@@ -126,8 +126,8 @@ class Decoder:
         """What SGLang needs of config.json in another form than transformers, or at all: keys and their values."""
         return {}
 
-    def engine_lacks(self, arch: ModelArch, tensor: int) -> str | None:
-        """Why SGLang cannot serve the model on so many ranks, and what to do; None if it can."""
+    def engine_lacks(self, arch: ModelArch, tensor: int, *, quantized: bool) -> str | None:
+        """Why SGLang cannot serve the model on so many ranks, or in fp8, and what to do; None if it can."""
         return None
 
     def in_memory(self, name: str) -> str:

@@ -29,3 +29,9 @@ class Olmo2(Decoder):
             m + "self_attn_bda.norm.weight": norm(h + "post_attention_layernorm.weight", size),
             m + "mlp_bda.norm.weight": norm(h + "post_feedforward_layernorm.weight", size),
         }
+
+    def engine_lacks(self, arch: ModelArch, tensor: int, *, quantized: bool) -> str | None:
+        """SGLang norms the keys of all ranks together, also heads that several have."""
+        if tensor <= arch.num_kv_heads:
+            return None
+        return f"needs a key-value head of {self.name} for each rank: set rollout.tensor to {arch.num_kv_heads} or less"

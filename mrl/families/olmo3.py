@@ -31,20 +31,18 @@ class Olmo3(SlidingDecoder, Olmo2):
             yield f"rope_parameters.{SLIDING}.rope_type={sliding['rope_type']} (only default)"
 
     def engine_config(self, keys: Keys) -> Mapping[str, Any]:
-        """SGLang's own class for this config.json reads the hub's form alone, which transformers no longer writes."""
-        if keys["rope_parameters"] is None:
-            return {}
+        """SGLang has a class of its own for this config.json, which leaves angles by kind of layer out."""
         full = _table(keys, FULL)
         plain = {"rope_type": "default", "rope_theta": _theta(full)}
-        scaling = None if (full["rope_type"] or "default") == "default" else full.content
-        return {"rope_theta": _theta(full), "rope_scaling": scaling, "rope_parameters": full.content if scaling else plain}
+        return {} if keys["rope_parameters"] is None else {"rope_parameters": plain | full.content}
 
 
 def _table(keys: Keys, kind: str) -> Keys:
-    """Of one kind of layer, as transformers writes it; the hub's form has one for both, but that sliding layers'
-    angles are never scaled."""
+    """Of one kind of layer, as transformers writes it. Of the hub's one `rope_theta`, and of what scales angles,
+    transformers has nothing for sliding layers."""
     rope = keys.table("rope_parameters")
-    return (rope.table(kind) if rope is not None else None) or Keys({"rope_theta": keys["rope_theta"]}, keys.where)
+    own = rope.table(kind) if rope is not None else None
+    return own or Keys({"rope_theta": keys["rope_theta"]} if kind == FULL else {}, keys.where)
 
 
 def _theta(table: Keys) -> float:

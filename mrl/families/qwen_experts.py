@@ -30,7 +30,7 @@ class QwenExperts(ExpertDecoder):
     def normalizes(self, keys: Keys) -> bool:
         return keys.flag("norm_topk_prob", False)
 
-    def engine_lacks(self, arch: ModelArch, tensor: int) -> str | None:
+    def engine_lacks(self, arch: ModelArch, tensor: int, *, quantized: bool) -> str | None:
         """SGLang reads neither `mlp_only_layers` nor `decoder_sparse_step`."""
         if not arch.layers_differ:
             return None

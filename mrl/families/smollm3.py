@@ -23,6 +23,8 @@ class SmolLM3(Decoder):
             raise keys.wrong("no_rope_layers", f"1 (rotary angles) or 0 (none) for each of the {count} layers")
         return tuple(Layer(width, rope="" if each else None) for each in turned[:count])
 
-    def engine_lacks(self, arch: ModelArch, tensor: int) -> str | None:
+    def engine_lacks(self, arch: ModelArch, tensor: int, *, quantized: bool) -> str | None:
         """SGLang has no module of the family's own, and serves it by transformers'."""
-        return f"serves {self.name} on one rank alone: set rollout.tensor: 1" if tensor > 1 else None
+        if tensor > 1:
+            return f"serves {self.name} on one rank alone: set rollout.tensor: 1"
+        return f"serves {self.name} by transformers' modules, not in fp8: leave quantization out" if quantized else None

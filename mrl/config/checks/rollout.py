@@ -90,8 +90,8 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
         would = [size for size in range(1, min(arch.num_heads, 64) + 1) if _fits(size, arch)]
         message = f"{rollout.tensor} does not divide the model's {heads}: {either(would)} would"
         yield Problem(("rollout.tensor", "model.path"), message)
-    if "tensor" not in ignored and arch is not None and (lacks := FAMILIES[arch.family].engine_lacks(arch, rollout.tensor)):
-        yield Problem(("rollout.engine", "rollout.tensor", "model.path"), f"{rollout.engine} {lacks}")
+    if "tensor" not in ignored and arch is not None:
+        yield from _served(rollout, arch)
     if "server_args" not in ignored and any(argument.startswith("--trust") for argument in rollout.server_args):
         message = "--trust-remote-code would run code that comes with a model, which mrl never does: leave it out"
         yield Problem(("rollout.server_args",), message)
@@ -156,6 +156,12 @@ def _stops(sampling: SamplingConfig, arch: ModelArch | None) -> Iterator[Problem
         vocabulary = f"the model's vocabulary of {arch.vocab_size} tokens" if arch else "every vocabulary"
         keys = (f"{key}.stop_token_ids", "model.path") if arch else (f"{key}.stop_token_ids",)
         yield Problem(keys, f"{', '.join(map(str, outside))}: outside {vocabulary}")
+
+
+def _served(rollout: RolloutConfig, arch: ModelArch) -> Iterator[Problem]:
+    quantized = rollout.quantization != "none"
+    if (lacks := FAMILIES[arch.family].engine_lacks(arch, rollout.tensor, quantized=quantized)) is not None:
+        yield Problem(("rollout.engine", "rollout.tensor", "model.path"), f"{rollout.engine} {lacks}")
 
 
 def _fits(tensor: int, arch: ModelArch) -> bool:
