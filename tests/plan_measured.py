@@ -62,11 +62,14 @@ LAYOUTS = [
     Case("glm4_moe", 4, {"tensor": 2, "pipeline": 2, "expert": 2}),
     Case("gemma3_text", 4, {"tensor": 2, "pipeline": 2}),
     Case("deepseek_v3", 4, {"tensor": 2, "pipeline": 2, "expert": 2}),
+    Case("qwen2_moe", 2, {"tensor": 2}, {"mlp_only_layers": [1]}),
+    Case("olmo2", 2, {"tensor": 2}),
+    Case("phi3", 2, {"tensor": 2}),
 ]
 
 
 # critics where they differ: with what is tied otherwise, cut into stages, with experts
-ROLED = [*((case, "policy") for case in LAYOUTS), *((case, "critic") for case in LAYOUTS[2:6] + LAYOUTS[-2:-1])]
+ROLED = [*((case, "policy") for case in LAYOUTS), *((case, "critic") for case in LAYOUTS[2:6] + LAYOUTS[14:15])]
 ACTIVATIONS = [
     (Case("qwen2", 1, {}), "none", torch.float32),
     (Case("qwen3", 1, {}), "none", torch.bfloat16),
@@ -86,6 +89,8 @@ ACTIVATIONS = [
     (Case("glm4_moe", 2, {"tensor": 2}), "none", torch.float32),
     (Case("gemma3_text", 2, {"tensor": 2}), "none", torch.float32),
     (Case("deepseek_v3", 2, {"tensor": 2}), "none", torch.float32),
+    (Case("qwen2_moe", 2, {"tensor": 2}), "none", torch.float32),
+    (Case("olmo2", 2, {"tensor": 2}), "none", torch.float32),
 ]
 
 

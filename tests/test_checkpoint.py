@@ -24,7 +24,15 @@ from tests.world import run_world
 PAIR = ("tp2.pp2", "dp4", "pp4", "tp4", "pp2.vpp2")  # the first is the layout that was saved
 MOE = ("ep2", "ep1", "ep4", "tp2.ep2.pp2")
 TIED = ("dp4", "pp2", "pp2.vpp2")  # one copy of the embedding when saved, two when loaded
-LAYOUTS = {"pair": PAIR, "moe": MOE, "tied": TIED}
+FAMILIES: dict[str, tuple[str, ...]] = {  # an actor and a critic of each
+    "gemma3_text": ("tp2.pp2", "dp4"),
+    "deepseek_v3": ("tp2.ep2", "pp2.ep2"),
+    "olmo3": ("tp2.pp2", "cp2"),
+    "phi3": ("tp2.pp2", "tp4"),
+    "qwen2_moe": ("pp2.ep2", "tp2.ep2"),
+    "smollm3": ("pp2", "tp2"),
+}
+LAYOUTS = {"pair": PAIR, "moe": MOE, "tied": TIED} | FAMILIES
 SHAPE: dict[str, Any] = {
     "weights": False,
     "hidden_size": 32,
@@ -45,11 +53,14 @@ def world(tiny_models: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         tiny_models("glm4_moe", moe_intermediate_size=32, **(SHAPE | {"head_dim": 16})),  # whose layers differ
         tiny_models("llama", tied=True, num_hidden_layers=2, **(SHAPE | {"hidden_size": 64})),
     ]
-    output = run_world(4, "checkpoints.py", work, *models)
+    further = [f"{family}={tiny_models(family, **SHAPE)}={','.join(layouts)}" for family, layouts in FAMILIES.items()]
+    output = run_world(4, "checkpoints.py", work, *models, *further)
     return {case.pop("case"): case for case in map(json.loads, output.splitlines())}
 
 
-@pytest.mark.parametrize("case", ["pair tp2.pp2", "moe ep2", "tied dp4", "bfloat16 started", "bfloat16 unstarted"])
+@pytest.mark.parametrize(
+    "case", [*(f"{name} {layouts[0]}" for name, layouts in LAYOUTS.items()), "bfloat16 started", "bfloat16 unstarted"]
+)
 def test_continues_bit_for_bit_as_if_never_stopped(world: Cases, case: str) -> None:
     assert world[case]["continued"] == 0.0
 

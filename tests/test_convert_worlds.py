@@ -6,7 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
-from test_weights_worlds import EP2PP2, MODELS, MOE, TP2PP2, VPP2, World, check_parity, key, layout_of, write_reference
+from test_weights_worlds import (
+    CRITICS,
+    EP2PP2,
+    MODELS,
+    MOE,
+    TP2PP2,
+    VPP2,
+    World,
+    check_parity,
+    key,
+    layout_of,
+    write_reference,
+)
 from tiny import make_tiny
 
 from tests.world import run_world
@@ -16,8 +28,7 @@ EP2 = {"expert": 2}
 LAYOUTS = [(model, layout) for model in MODELS for layout in (TP1, TP2PP2)]
 LAYOUTS += [(model, layout) for model in MOE for layout in (EP2, EP2PP2)]
 LAYOUTS += [("qwen2_tied", VPP2)]
-CRITICS = ("llama_tied", "qwen3", "mixtral", "gemma3_text", "deepseek_v3")
-RUNS = ("qwen2_tied", "qwen3_moe", "glm4_moe", "deepseek_v3")
+RUNS = ("qwen2_tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen2_moe", "olmo3", "phi3")
 
 
 @pytest.fixture(scope="module")

@@ -45,6 +45,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
     "deepseek_v3": ({}, 1),
     "moonlight": (MOONLIGHT, 1),
     "gemma3_text": ({"vocab_size": 301}, 2),
+    "qwen2_moe": ({}, 1),
+    "olmo2": ({"vocab_size": 301}, 2),
+    "olmo3": ({}, 1),
+    "phi3": ({}, 2),
+    "smollm3": ({"vocab_size": 301, "tied": True}, 1),
 }
 
 ONE_OF = {"moonlight": "deepseek_v3"}

@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mrl.families import UnsupportedModel, load_arch
+from mrl.families import FAMILIES, Keys, UnsupportedModel, load_arch
 from mrl.families.table import weight_table
+from mrl.models.rope import inverse_frequencies
 from mrl.weights.disk.model_files import copy_model_files
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.unused import unused_tensors
@@ -40,9 +41,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": {},
     "deepseek_v3": {"initializer_range": 0.1},
     "moonlight": MOONLIGHT | {"initializer_range": 0.1},
+    "qwen2_moe": {"initializer_range": 0.1, "mlp_only_layers": [1]},
+    "olmo2": {},
+    "phi3": {"num_key_value_heads": 2},
+    "olmo3": {"layer_types": 2 * ["sliding_attention", "full_attention"]},
+    "smollm3": {"no_rope_layers": [1, 1, 0, 1], "tied": True},
 }
+MOE = ("glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight", "qwen2_moe")
 FAMILY = {"glm4_moe_air": "glm4_moe", "moonlight": "deepseek_v3"}  # of the others their own names
-LAYOUTS = {name: DENSE if name == "gemma3_text" else EXPERTS for name in MODELS}
+LAYOUTS = {name: EXPERTS if name in MOE else DENSE for name in MODELS}
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +90,26 @@ def test_layers_that_guess_further_tokens_are_left_out(tiny_models: TinyModels, 
     assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
+def test_the_hub_s_form_of_olmo_3_s_angles_is_transformers_own(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """One base, and a scaling that is of the layers alone that look at all."""
+    path = tiny_models("olmo3", weights=False)
+    config = json.loads((path / "config.json").read_text())
+    by_layer = config.pop("rope_parameters")
+    by_layer = {kind: table | {"rope_theta": 500000.0} for kind, table in by_layer.items()}
+    scaling = {name: value for name, value in by_layer["full_attention"].items() if name != "rope_theta"}
+    forms = [{"rope_parameters": by_layer}, {"rope_theta": 500000.0, "rope_scaling": scaling}]
+    found = []
+    for form in forms:
+        (tmp_path / "config.json").write_text(json.dumps(config | form))
+        found.append(inverse_frequencies(str(tmp_path), load_arch(tmp_path)))
+    (one, other), kinds = found, ("full_attention", "sliding_attention")
+    assert all(torch.equal(one[kind][0], other[kind][0]) and one[kind][1] == other[kind][1] for kind in kinds)
+    assert one["full_attention"][1] > 1 == one["sliding_attention"][1]
+    engine = FAMILIES["olmo3"].engine_config(Keys(config | forms[0], "config.json"))["rope_parameters"]
+    assert engine == scaling | {"rope_theta": 500000.0}
+    assert FAMILIES["olmo3"].engine_config(Keys(config | forms[1], "config.json")) == {}
+
+
 GEMMA = "gemma3_text"
 
 
@@ -96,6 +123,26 @@ GEMMA = "gemma3_text"
         (GEMMA, {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention.rope_type=yarn"),
         (GEMMA, {"architectures": ["Gemma3ForConditionalGeneration"]}, "of Gemma 3 the text models .* are supported"),
         (GEMMA, {"architectures": ["Qwen3NextForCausalLM"]}, "linear attention .* train a Qwen3"),
+        (GEMMA, {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}, "linear attention .* train a Qwen3"),
+        (GEMMA, {"architectures": ["Llama4ForCausalLM"]}, "chunked attention is not supported: train a Llama 3"),
+        (GEMMA, {"architectures": ["GptOssForCausalLM"]}, "attention sinks .* train a Qwen3-MoE"),
+        ("qwen2_moe", {"mlp_only_layers": [2]}, "mlp_only_layers must be layers from 0 to 1"),
+        ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a whole number from 1"),
+        ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window=true"),
+        ("olmo2", {"attention_bias": True}, "attention_bias=true"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types must be full_attention or sliding"),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 2e4}}},
+            "rope_theta of its own for each kind of layer",
+        ),
+        ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "rope_type=yarn .only default"),
+        ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "rope_theta of its own for each kind of layer"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be 1 .rotary angles. or 0"),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window=true"),
+        ("phi3", {"sliding_window": 100}, "sliding_window=100 below max_position_embeddings"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1 .only 0"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type=longrope; supported: default, linear"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' .only sigmoid"),
         ("deepseek_v3", {"topk_group": 2}, "n_group=4 with num_experts_per_tok=2 other than twice topk_group=2"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads must be num_attention_heads .4"),

@@ -70,7 +70,7 @@ def test_contradictions_are_told_before_the_start(dtype: str, layers: str, gpus:
     assert says is None or re.search(rf"^actor.layers.*{says}", found[0])
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3", "olmo2", "olmo3", "smollm3"])
 def test_families_that_it_has_no_layers_for_are_local(
     family: str, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,13 +65,16 @@ def test_gradients_and_what_updates_make_of_them_are_one_process_own(reported: R
     assert found["smallest"] > 1e-3, "an adapter has no gradient"
 
 
-def test_layers_of_other_kinds_have_them_too(tmp_path: Path) -> None:
-    """Norms behind the layers that have adapters, a scaled embedding; projections of latent vectors."""
-    norms = make_tiny(tmp_path / "norms", "gemma3_text", num_hidden_layers=4, **SHAPE)
+@pytest.mark.parametrize(("dense", "moe"), [("gemma3_text", "deepseek_v3"), ("olmo3", "qwen2_moe")])
+def test_layers_of_other_kinds_have_them_too(dense: str, moe: str, tmp_path: Path) -> None:
+    """Norms behind the layers that have adapters, a scaled embedding; projections of latent vectors; norms over all
+    heads, which follow adapters; a gated expert."""
+    layers = {"layer_types": 2 * ["sliding_attention", "full_attention"]} if dense == "olmo3" else {}
+    norms = make_tiny(tmp_path / "norms", dense, num_hidden_layers=4, **SHAPE | layers)
     experts = SHAPE | {"num_key_value_heads": 4, "moe_intermediate_size": 32}
-    latent = make_tiny(tmp_path / "latent", "deepseek_v3", num_hidden_layers=3, **experts)
-    run_world(1, "lora.py", tmp_path, norms, latent, "dense one", "moe one")
-    output = run_world(4, "lora.py", tmp_path, norms, latent, "dense tp2.pp2", "moe tp2.ep2")
+    other = make_tiny(tmp_path / "other", moe, num_hidden_layers=3, **experts)
+    run_world(1, "lora.py", tmp_path, norms, other, "dense one", "moe one")
+    output = run_world(4, "lora.py", tmp_path, norms, other, "dense tp2.pp2", "moe tp2.ep2")
     for found in map(json.loads, output.splitlines()):
         assert max(found[name] for name in ("out", "loss", "norm", "gradients")) < 2e-5, found
         if found["case"].startswith("dense"):  # of the others some experts get no token

@@ -31,10 +31,15 @@ from tests.world import run_world
 LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {"context": 2}, {}]
 
 
+@pytest.fixture(scope="module", params=["qwen2", "gemma3_text", "deepseek_v3", "qwen2_moe"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reward_model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reward_model")
-    make_tiny(folder / "policy", "qwen2")
+    make_tiny(folder / "policy", family)
     config = AutoConfig.from_pretrained(folder / "policy", num_labels=1, tie_word_embeddings=False)
     torch.manual_seed(3)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "reward")
@@ -87,6 +92,7 @@ def test_transformers_scores_a_padded_batch_of_the_export_alike(
 
 @pytest.mark.engine
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="the engine tests need sglang")
+@pytest.mark.parametrize("family", ["qwen2"], indirect=True)
 def test_a_real_server_gives_the_scores_of_transformers_for_what_mrl_exports(
     found: Path, sequences: list[list[int]], wanted: Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -35,8 +35,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {"num_hidden_layers": 4}),
     "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 4}),
     "gemma3_text": ("gemma3_text", {"vocab_size": 323}),
+    "qwen2_moe": ("qwen2_moe", {"mlp_only_layers": [0]}),
+    "olmo3": ("olmo3", {"vocab_size": 323}),
+    "phi3": ("phi3", {}),
+    "smollm3": ("smollm3", {}),
 }
-MOE = ("mixtral", "qwen3_moe", "qwen3_moe_raw", "glm4_moe", "deepseek_v3")
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_raw", "glm4_moe", "deepseek_v3")
+CRITICS = ("llama_tied", "qwen3", "mixtral", "gemma3_text", "deepseek_v3", "qwen2_moe", "olmo3", "phi3", "smollm3")
 ONE: dict[str, int] = {}
 TP2PP2 = {"tensor": 2, "pipeline": 2}
 EP2PP2 = {"pipeline": 2, "expert": 2}
@@ -126,7 +131,7 @@ def four(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> W
     jobs += [(check, model, x) for model in MOE for x in (EP2PP2, TP2EP2) for check in ("round_trip", "logits")]
     jobs += [(check, model, ETP2EP2) for model in MOE for check in ("round_trip", "from_fused_experts")]
     jobs += [(check, "qwen2_tied", VPP2) for check in ("round_trip", "logits")]
-    jobs += [("critic", model, TP2PP2) for model in ("llama_tied", "qwen3", "mixtral", "gemma3_text", "deepseek_v3")]
+    jobs += [("critic", model, TP2PP2) for model in CRITICS]
     jobs += [("save", model, TP2PP2) for model in ("qwen2_tied", "mistral", "llama")]
     jobs += [("save", "mixtral", EP2PP2), ("save", "qwen3_moe", ETP2EP2)]
     jobs += [("padding_is_zero", model, TP2PP2) for model in ("llama_tied", "qwen2")]
@@ -176,7 +181,7 @@ def test_vocabulary_padding_is_zero(one: World, four: World) -> None:
     assert four("padding_is_zero", "qwen2", TP2PP2) == 0.0
 
 
-@pytest.mark.parametrize("model", ["llama_tied", "qwen3", "mixtral", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("model", CRITICS)
 def test_critic_starts_from_a_policy_and_comes_back(one: World, four: World, model: str) -> None:
     results = [four("critic", model, TP2PP2)] + ([one("critic", model, ONE)] if model == "llama_tied" else [])
     for result in results:

@@ -9,8 +9,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "gemma3_text", "deepseek_v3")
-MOE_FAMILIES = ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3")
+MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
+DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "olmo3", "smollm3", "phi3")
+FAMILIES = DENSE_FAMILIES + MOE_FAMILIES
 MOONLIGHT: dict[str, Any] = {  # DeepSeek-V3's form, without yarn, groups and a latent vector of queries
     "q_lora_rank": None,
     "n_group": 1,
@@ -46,6 +47,28 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "norm_topk_prob": True,
     },
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+    },
+    "olmo2": {},
+    "olmo3": {
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50000.0},
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 50000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    },
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
+    "smollm3": {"no_rope_layers": [1, 0]},
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "q_lora_rank": 48,

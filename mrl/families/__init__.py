@@ -16,11 +16,16 @@ from mrl.families.keys import Keys, UnsupportedModel
 from mrl.families.llama import Llama
 from mrl.families.mistral import Mistral
 from mrl.families.mixtral import Mixtral
+from mrl.families.olmo2 import Olmo2
+from mrl.families.olmo3 import Olmo3
+from mrl.families.phi3 import Phi3
 from mrl.families.qwen2 import Qwen2
 from mrl.families.qwen2_5_vl import Qwen25VL
+from mrl.families.qwen2_moe import Qwen2Moe
 from mrl.families.qwen3 import Qwen3
 from mrl.families.qwen3_moe import Qwen3Moe
 from mrl.families.qwen3_vl import Qwen3VL
+from mrl.families.smollm3 import SmolLM3
 from mrl.foreign import check_links, read_json
 
 __all__ = [
@@ -39,6 +44,7 @@ __all__ = [
     "architecture_of",
     "body_of",
     "engine_arch",
+    "hf_keys",
     "is_reward_model",
     "load_arch",
     "read_hf_config",
@@ -53,16 +59,22 @@ FAMILIES: dict[str, Decoder] = {
         Llama(),
         Mistral(),
         Mixtral(),
+        Olmo2(),
+        Olmo3(),
+        Phi3(),
         Qwen2(),
         Qwen25VL(),
+        Qwen2Moe(),
         Qwen3(),
         Qwen3Moe(),
         Qwen3VL(),
+        SmolLM3(),
     )
 }
 _CHUNKED = "its chunked attention is not supported: train a Llama 3 or Qwen3-MoE model instead"
 _LINEAR = "its linear attention has no packed form in megatron-core 0.16: train a Qwen3 or Qwen3-MoE model instead"
 LEFT_OUT = {  # architectures that people ask for: why not, and what to do
+    "GptOssForCausalLM": "its attention sinks and biased experts are not supported: train a Qwen3-MoE model instead",
     "Gemma3ForConditionalGeneration": "of Gemma 3 the text models (gemma3_text: 270M, 1B) are supported",
     "Llama4ForCausalLM": _CHUNKED,
     "Llama4ForConditionalGeneration": _CHUNKED,
@@ -105,6 +117,11 @@ def engine_arch(path: str | Path) -> ModelArch:
         family = Decoder()
         family.name = str(config.get("model_type"))
     return family.read(Keys(config, where))
+
+
+def hf_keys(path: str | Path) -> Keys:
+    """Those of a Hugging Face directory's config.json. Raises as `read_hf_config`."""
+    return Keys(read_hf_config(path), f"{path}/config.json")
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:

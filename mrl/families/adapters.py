@@ -102,6 +102,13 @@ def _row(hf: str, shape: tuple[int, ...], tp_dim: int | None, base: Row) -> Row:
     return Row("copy", (hf,), (shape,), tp_dim=tp_dim, expert=base.expert)
 
 
+def joined_layers(arch: ModelArch, lora: LoRA) -> list[str]:
+    """What the layers with adapters are called inside of their parents whose weights the hub has in one tensor: their
+    one adapter would be of rows that Megatron keeps in another order."""
+    rows = [row for _, row in adapted_rows(arch) if row.pieces and lora.takes(layer_of(row.hf[0]))]
+    return list(dict.fromkeys(part_of(row.hf[0]) for row in rows))
+
+
 def without_layer(arch: ModelArch, lora: LoRA) -> list[str]:
     """Targets that no linear layer of the model is called."""
     layers = [layer_of(hf) for _, row in adapted_rows(arch) for hf in row.hf]

@@ -41,6 +41,7 @@ class Experts:
     scale: what the weights are multiplied by in the end
     groups, per_token_groups: the experts are in so many groups, and a token's are in so many of them
     shared_width: of an MLP that every token goes through beside its experts; 0: none
+    shared_gate: what it gives is multiplied by the sigmoid of a number that a token has of its own
     """
 
     count: int
@@ -51,6 +52,7 @@ class Experts:
     groups: int = 1
     per_token_groups: int = 1
     shared_width: int = 0
+    shared_gate: bool = False
 
     def record(self) -> dict[str, Any]:
         """What a checkpoint says of them, but for the first three: what is other than usual."""
@@ -166,6 +168,7 @@ class ModelArch:
         fields |= {name: vars(self)[name] for name, usual in _USUAL.items() if vars(self)[name] != usual}
         experts = self.experts
         unusual = experts.record() if experts else {}
+        unturned = [index for index, layer in enumerate(self.layers) if layer.rope is None]
         return fields | {
             "num_layers": self.num_layers,
             "ffn_size": self.layers[0].ffn_size,
@@ -177,6 +180,7 @@ class ModelArch:
             **({"experts": unusual} if unusual else {}),
             **({"layers": [list(layer.shape) for layer in self.layers]} if self.layers_differ else {}),
             **({"windows": [layer.window for layer in self.layers]} if self.windows else {}),
+            **({"unturned": unturned} if unturned else {}),
         }
 
     @property

@@ -33,13 +33,15 @@ class Decoder:
     tied_embeddings = False  # where config.json does not say
     activation_key, activation = "hidden_act", "silu"  # of the MLP's gate, and the only one
     shifted_norms = False  # norms multiply by 1 + weight
+    wide_norms = False  # norms multiply before they round to the model's dtype, not after
+    norms_all_heads = False  # q and k norms are over all of a token's heads together
+    norms_before = True  # what attention and MLP get is normed
     norms_behind = False  # the results of attention and MLP are normed before they are added
     scaled_embedding = False  # embeddings are multiplied by sqrt(hidden_size)
     local_only: str | None = None  # what its layers do that transformer-engine's cannot, in words
     rotary_share: float | None = None  # of a head's channels, where config.json has none; None: all, and no other share
     ignores_attention_bias = False  # transformers' code of the family does not read the key
     ignores_auto_map = False  # code in the model's directory, which is never run, is not missed
-    engine_config: Mapping[str, Any] = {}  # what SGLang asks config.json for, and is so in whatever is not refused
     draft_keys: tuple[str, ...] = ()  # count layers that guess further tokens, which are left out and not saved
     # SGLang (0.5.23) gives its score head a bias, random unless the checkpoint has one; transformers' has none
     engine_score_bias = False
@@ -119,6 +121,14 @@ class Decoder:
     def tower_rows(self, vision: VisionArch) -> Table:
         """Parameters of the tower of a family that sees pictures, under global names."""
         return {}
+
+    def engine_config(self, keys: Keys) -> Mapping[str, Any]:
+        """What SGLang needs of config.json in another form than transformers, or at all: keys and their values."""
+        return {}
+
+    def engine_lacks(self, arch: ModelArch, tensor: int, *, quantized: bool) -> str | None:
+        """Why SGLang cannot serve the model on so many ranks, or in fp8, and what to do; None if it can."""
+        return None
 
     def in_memory(self, name: str) -> str:
         """What transformers calls a tensor of the hub's in a model that it has loaded."""

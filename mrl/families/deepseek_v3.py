@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from mrl import float32
 from mrl.families.arch import Latent, ModelArch
@@ -22,8 +23,6 @@ class DeepseekV3(SigmoidExperts):
     dense_first, scale, groups, per_token_groups = 3, 2.5, 8, 4
     local_only = "attention by latent vectors"
     ignores_auto_map = True  # the hub's directories bring code of before transformers had the family
-    # SGLang asks for these, and transformers leaves them out where it writes a config.json
-    engine_config = {name: value for name, value in USUAL.items() if name != "rope_interleave"}
 
     def read(self, keys: Keys) -> ModelArch:
         heads = keys.size("num_attention_heads", MAX_WIDTH)
@@ -53,6 +52,10 @@ class DeepseekV3(SigmoidExperts):
         for key, usual in USUAL.items():
             if keys.content.get(key, usual) != usual:
                 yield f"{key}={short(keys[key])} (only {usual})"
+
+    def engine_config(self, keys: Keys) -> Mapping[str, Any]:
+        """SGLang asks for these, and transformers leaves them out where it writes a config.json."""
+        return {name: value for name, value in USUAL.items() if name != "rope_interleave"}
 
     def layer_rows(self, arch: ModelArch, index: int) -> Table:
         m, h = prefixes(index)

@@ -5,21 +5,22 @@ from __future__ import annotations
 from mrl.families.arch import Experts, Layer, ModelArch
 from mrl.families.decoder import MAX_WIDTH, Decoder
 from mrl.families.keys import Keys
-from mrl.families.rows import Table, dense_mlp, expert_mlps, router_bias
+from mrl.families.rows import Row, Table, dense_mlp, expert_mlps, router_bias
 
 MAX_EXPERTS = 1 << 16
+SHARED = "mlp.shared_experts"  # Megatron's name
 
 
 class ExpertDecoder(Decoder):
     """Experts in every layer. A family whose layers differ overrides `layers`.
 
     router, router_bias, expert_names: the hub's names in a layer; {} is the expert's number, the order gate, up, down
-    shared: the module of the experts that every token goes through, which Megatron and the hub call alike
+    shared, shared_gate: of the MLP that every token goes through, and of what it is multiplied by
     """
 
     router: str
     router_bias = "mlp.gate.e_score_correction_bias"
-    shared = "mlp.shared_experts"
+    shared, shared_gate = "mlp.shared_experts", "mlp.shared_expert_gate.weight"
     expert_names: tuple[str, str, str]
 
     def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
@@ -47,6 +48,8 @@ class ExpertDecoder(Decoder):
         rows = expert_mlps(hidden, layer.ffn_size, experts.count, m, h, router=self.router, names=self.expert_names)
         if experts.sigmoid:
             rows |= router_bias(experts.count, m, h + self.router_bias)
+        if experts.shared_gate:
+            rows[f"{m}{SHARED}.gate_weight"] = Row("copy", (h + self.shared_gate,), ((1, hidden),))
         if experts.shared_width:
-            rows |= dense_mlp(hidden, experts.shared_width, m, h, self.shared)
+            rows |= dense_mlp(hidden, experts.shared_width, m, h, (SHARED, self.shared))
         return rows

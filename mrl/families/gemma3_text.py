@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mrl import float32
-from mrl.families.arch import Layer, ModelArch
-from mrl.families.decoder import MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, Decoder
+from mrl.families.arch import ModelArch
+from mrl.families.decoder import MAX_LAYERS
 from mrl.families.keys import Keys, short
-from mrl.families.rope import BY_LAYER, FULL, SLIDING, refuse_rope
 from mrl.families.rows import Table, norm, prefixes
+from mrl.families.sliding import SlidingDecoder
 
-WINDOW, PATTERN, SCALAR = 4096, 6, 256.0  # where config.json has none: the last of so many layers looks at all
+PATTERN, SCALAR = 6, 256.0  # where config.json has none
 
 
-class Gemma3Text(Decoder):
+class Gemma3Text(SlidingDecoder):
     name, architecture = "gemma3_text", "Gemma3ForCausalLM"
     scorer = "Gemma3Text"
     head_dim = 256
@@ -31,16 +31,8 @@ class Gemma3Text(Decoder):
         scalar = keys.number("query_pre_attn_scalar", SCALAR, float32.TINY, float32.MAX)
         return replace(super().read(keys), attention_scale=scalar**-0.5)
 
-    def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
-        width, window = keys.size(self.width_key, MAX_WIDTH), keys.size("sliding_window", MAX_POSITIONS, WINDOW)
-        kinds = {FULL: Layer(width, rope=FULL), SLIDING: Layer(width, window=window, rope=SLIDING)}
-        return tuple(kinds[kind] for kind in self._kinds(keys, count))
-
-    def check_rope(self, keys: Keys) -> None:
-        refuse_rope(keys, by_layer=True)
-
-    def other_layers(self, keys: Keys) -> Iterator[str]:
-        return iter(())
+    def pattern(self, keys: Keys) -> int:
+        return keys.size("sliding_window_pattern", MAX_LAYERS, PATTERN)
 
     def differences(self, keys: Keys) -> Iterator[str]:
         yield from super().differences(keys)
@@ -57,12 +49,3 @@ class Gemma3Text(Decoder):
             m + "pre_mlp_layernorm.weight": norm(h + "pre_feedforward_layernorm.weight", size),
             m + "mlp_bda.norm.weight": norm(h + "post_feedforward_layernorm.weight", size),
         }
-
-    def _kinds(self, keys: Keys, count: int) -> list[str]:
-        kinds = keys["layer_types"]
-        if kinds is None:
-            pattern = keys.size("sliding_window_pattern", MAX_LAYERS, PATTERN)
-            return [SLIDING if (i + 1) % pattern else FULL for i in range(count)]
-        if not isinstance(kinds, list) or len(kinds) != count or any(kind not in BY_LAYER for kind in kinds):
-            raise keys.wrong("layer_types", f"{FULL} or {SLIDING} for each of the {count} layers")
-        return kinds

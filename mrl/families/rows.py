@@ -33,6 +33,7 @@ class Row:
     """One Megatron parameter (unsharded) and the Hugging Face tensors that it is made of.
 
     shapes: of the Hugging Face tensors, in the order of `hf`
+    pieces: rows of what kind `qkv` or `gate_up` is made of, where the hub has it end to end in one tensor
     tp_dim: the dimension that tensor parallelism cuts; None: replicated
     expert: the parameter belongs to one expert (expert parallel, cut by expert tensor parallelism)
     start: the values that training from scratch starts with
@@ -47,6 +48,7 @@ class Row:
     kind: Kind
     hf: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    pieces: tuple[int, ...] = ()
     tp_dim: int | None = None
     expert: bool = False
     start: Start = "normal"
@@ -56,6 +58,11 @@ class Row:
     aliases: tuple[Alias, ...] = ()
     joined: str | None = None
     zeros: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def in_one(self, name: str) -> Row:
+        """The same of a hub that has its tensors end to end in one, called `name`."""
+        rows = tuple(shape[0] for shape in self.shapes)
+        return replace(self, hf=(name,), shapes=((sum(rows), *self.shapes[0][1:]),), pieces=rows)
 
     def below(self, body: str) -> Row:
         """The same of a decoder whose tensors are called `body` and so on."""
@@ -133,9 +140,9 @@ def latent_attention(arch: ModelArch, m: str, h: str) -> Table:
     return rows | {m + "pre_mlp_layernorm.weight": norm(h + "post_attention_layernorm.weight", hidden)}
 
 
-def dense_mlp(hidden: int, ffn: int, m: str, h: str, name: str = "mlp") -> Table:
-    """Rows of a gated MLP [hidden -> ffn -> hidden]. name: of the module, Megatron's and the hub's."""
-    own, theirs = f"{m}{name}.", f"{h}{name}."
+def dense_mlp(hidden: int, ffn: int, m: str, h: str, names: tuple[str, str] = ("mlp", "mlp")) -> Table:
+    """Rows of a gated MLP [hidden -> ffn -> hidden]. names: of the module, Megatron's and the hub's."""
+    own, theirs = f"{m}{names[0]}.", f"{h}{names[1]}."
     return {
         own + "linear_fc1.weight": Row(
             "gate_up",

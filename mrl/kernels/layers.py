@@ -36,7 +36,15 @@ def shifted_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     x [..., d], weight [d]; the result has the shape and dtype of x. As Gemma's (transformers' Gemma3RMSNorm).
     """
-    return rms_norm(x.float(), 1 + weight.float(), eps).to(x.dtype)
+    return wide_rms_norm(x, 1 + weight.float(), eps)
+
+
+def wide_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension times weight, all in float32, rounded to the dtype of x.
+
+    x [..., d], weight [d]; the result has the shape and dtype of x. As OLMo's (transformers' Olmo2RMSNorm).
+    """
+    return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -23,8 +23,10 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # noqa: E402
 from megatron.core.transformer.transformer_block import (  # noqa: E402
@@ -33,11 +35,15 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
 )
 from megatron.core.transformer.transformer_config import MLATransformerConfig  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset  # noqa: E402
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # noqa: E402
+from megatron.core.transformer.utils import (  # noqa: E402
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
 
 __all__ = [
     "ColumnParallelLinear",
     "GPTModel",
+    "IdentityOp",
     "MLASelfAttention",
     "MLATransformerConfig",
     "MegatronModule",
@@ -57,8 +63,10 @@ __all__ = [
     "get_gpt_layer_with_transformer_engine_spec",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
+    "make_sharded_tensors_for_checkpoint",
     "parallel_state",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_sequence_parallel_region",
+    "set_tensor_model_parallel_attributes",
 ]

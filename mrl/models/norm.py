@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mrl import platform
-from mrl.kernels.layers import rms_norm, shifted_rms_norm
-from mrl.models.mcore import TransformerConfig
+from mrl.kernels.layers import rms_norm, shifted_rms_norm, wide_rms_norm
+from mrl.models.mcore import (
+    ProcessGroupCollection,
+    TransformerConfig,
+    copy_to_tensor_model_parallel_region,
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 
 
 class RMSNorm(nn.Module):
@@ -36,6 +45,48 @@ class ShiftedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return shifted_rms_norm(x, self.weight, self.eps)
+
+
+class WideRMSNorm(RMSNorm):
+    """Scales before it rounds: OLMo's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return wide_rms_norm(x, self.weight, self.eps)
+
+
+class AllHeadsNorm(nn.Module):
+    """RMSNorm over the channels of all `heads` of a token, before it rounds: of OLMo's queries and keys. Each
+    tensor-parallel rank has its heads and their part of the weight; all ranks add up the squares. `hidden_size` is of
+    one head, as Megatron says it."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int) -> None:
+        super().__init__()
+        self.eps, self.channels = eps, heads * hidden_size
+        self.group = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"]).tp
+        own = self.channels // self.group.size()
+        self.weight = nn.Parameter(torch.ones(own, dtype=config.params_dtype, device=platform.device()))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[t, 1, heads of this rank, channels of a head] -> the same shape and dtype."""
+        wide = x.float()
+        squares = wide.square().sum((-2, -1), keepdim=True)
+        if self.group.size() > 1:  # each rank's heads give a part of their gradient
+            squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
+            squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
+        scale = (squares / self.channels + self.eps).rsqrt()
+        return (wide * scale * self.weight.float().view(x.shape[-2:])).to(x.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron takes the weights of modules that are not its own to be the same on all ranks."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        replicas = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            own, prefix, {"weight": 0}, sharded_offsets, tp_group=self.group, dp_cp_group=replicas
+        )
+        return found
 
 
 class NormThenAdd(nn.Module):

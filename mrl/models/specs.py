@@ -16,6 +16,7 @@ from mrl.models.batch import ModelBatch
 from mrl.models.fp8_layers import RoundedColumnParallel, RoundedRowParallel
 from mrl.models.latent_attention import LatentAttention
 from mrl.models.mcore import (
+    IdentityOp,
     MegatronModule,
     ModuleSpec,
     TopKRouter,
@@ -27,7 +28,7 @@ from mrl.models.mcore import (
     get_num_layers_to_build,
     get_transformer_layer_offset,
 )
-from mrl.models.norm import NormThenAdd, RMSNorm, ShiftedRMSNorm
+from mrl.models.norm import AllHeadsNorm, NormThenAdd, RMSNorm, ShiftedRMSNorm, WideRMSNorm
 from mrl.models.precision import Emulation
 
 # where checkpoints keep the norm before the MLP, whatever the layers: the local spec of megatron-core says so
@@ -131,7 +132,9 @@ ACTIVATIONS = {"silu": SwiGLU, "gelu_pytorch_tanh": GeGLU}
 
 
 def _local_norm(family: Decoder) -> type[RMSNorm]:
-    return ShiftedRMSNorm if family.shifted_norms else RMSNorm
+    if family.shifted_norms:
+        return ShiftedRMSNorm
+    return WideRMSNorm if family.wide_norms else RMSNorm
 
 
 def _local_layer(family: Decoder, config: TransformerConfig, kind: Layer) -> ModuleSpec:
@@ -144,7 +147,7 @@ def _local_layer(family: Decoder, config: TransformerConfig, kind: Layer) -> Mod
         normalization="RMSNorm",
     )
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm if family.norms_before else IdentityOp
     for own in _mlps(parts.mlp.submodules, kind.experts):
         own.activation_func = ACTIVATIONS[family.activation]
     attention = parts.self_attention.submodules
@@ -153,6 +156,11 @@ def _local_layer(family: Decoder, config: TransformerConfig, kind: Layer) -> Mod
         parts.self_attention.module = LatentAttention
         attention.core_attention.params["rope"] = None  # it has turned what turns
         attention.q_layernorm = attention.kv_layernorm = norm
+    elif family.norms_all_heads:
+        heads = (config.num_attention_heads, config.num_query_groups)
+        attention.q_layernorm, attention.k_layernorm = (
+            ModuleSpec(module=AllHeadsNorm, params={"heads": count}) for count in heads
+        )
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     if family.norms_behind:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.config.schema import TrainConfig
-from mrl.families import Experts, ModelArch
+from mrl.families import FAMILIES, Experts, ModelArch
 from mrl.families.arch import Latent
 from mrl.models.layer_kind import layer_kind
 from mrl.models.mcore import MLATransformerConfig, TransformerConfig
@@ -38,7 +38,7 @@ def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: t
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
-        qk_layernorm=arch.qk_norm,
+        qk_layernorm=arch.qk_norm and not FAMILIES[arch.family].norms_all_heads,  # else its gradient is summed over TP
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -150,6 +150,7 @@ def _experts(arch: ModelArch, fused: bool) -> dict[str, Any]:
         "moe_ffn_hidden_size": arch.expert_width,
         "moe_router_pre_softmax": not experts.normalize_topk,
         "moe_shared_expert_intermediate_size": experts.shared_width or None,
+        "moe_shared_expert_gate": experts.shared_gate,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,

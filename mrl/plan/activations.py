@@ -102,7 +102,8 @@ def layer_bytes(shapes: Shapes, layer: Layer, recompute: str) -> float:
     if recompute == "full":
         return entry
     products = shapes.arch.hidden_size * shapes.input * _rows(shapes, layer)  # what the norms give
-    norms = (4 if FAMILIES[shapes.arch.family].norms_behind else 2) * shapes.norm(shapes.arch.hidden_size, shapes.share)
+    family = FAMILIES[shapes.arch.family]
+    norms = 2 * (family.norms_before + family.norms_behind) * shapes.norm(shapes.arch.hidden_size, shapes.share)
     again = recompute == "selective"
     return norms + products + _attention(shapes, again and shapes.kind == "local") + _feed_forward(shapes, layer, again)
 

@@ -74,7 +74,8 @@ def weights_per_gpu(arch: ModelArch, tensor: int, dtype: int, *, quantized: bool
             total += prod(row.shapes[0]) * dtype
         elif row.kind == "qkv":
             parts = (tensor, min(tensor, arch.num_kv_heads), min(tensor, arch.num_kv_heads))
-            whole = sum(prod(shape) // part for shape, part in zip(row.shapes, parts, strict=True))
+            sizes = [rows * prod(row.shapes[0][1:]) for rows in row.pieces] or [prod(shape) for shape in row.shapes]
+            whole = sum(size // part for size, part in zip(sizes, parts, strict=True))
             total += whole * (IN_FP8 if quantized and is_engine_fp8(row.hf[0], row.shapes[0]) else dtype)
         else:
             whole = sum(prod(shape) for shape in row.shapes)

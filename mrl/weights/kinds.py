@@ -14,7 +14,8 @@ gate_up   gate, up projections          a rank holds its part of gate, then its 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +44,8 @@ def to_megatron(
     """
     if row.kind == "vocab":
         return _vocab_shard(sources[0], max(padded_vocab, arch.vocab_size), tp, tp_rank)
+    if row.pieces:
+        sources = _pieces(row, sources[0])
     if row.kind == "qkv":
         return _qkv_shard(sources, arch, tp, tp_rank)
     if row.kind == "gate_up":
@@ -59,6 +62,8 @@ def to_hf(row: Row, shards: Sequence[Tensor], arch: ModelArch) -> tuple[Tensor, 
 
     Contiguous. A parameter that needs no rearranging is returned as a view of its memory: read it, do not write to it.
     """
+    if row.pieces:
+        return (torch.cat(to_hf(replace(row, pieces=()), shards, arch)),)
     if row.kind == "gate_up":
         halves = [shard.chunk(2) for shard in shards]
         return tuple(_join([half[i] for half in halves], 0) for i in range(2))
@@ -89,9 +94,34 @@ def segments(row: Row, arch: ModelArch) -> Iterator[Segment]:
     if row.kind != "qkv":
         yield from (Segment(i, 0, shape[0]) for i, shape in enumerate(row.shapes))
         return
-    sizes = [shape[0] // arch.num_kv_heads for shape in row.shapes]
+    sizes = [rows // arch.num_kv_heads for rows in row.pieces or (shape[0] for shape in row.shapes)]
+    starts = [(i, 0) for i in range(len(sizes))]
+    if row.pieces:
+        starts = [(0, start) for start in accumulate(row.pieces[:-1], initial=0)]
     for group in range(arch.num_kv_heads):
-        yield from (Segment(i, group * size, size) for i, size in enumerate(sizes))
+        for (source, start), size in zip(starts, sizes, strict=True):
+            yield Segment(source, start + group * size, size)
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Rows of a tensor, of which no others are read."""
+
+    whole: Sliceable
+    start: int
+    rows: int
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return (self.rows, *self.whole.shape[1:])
+
+    def __getitem__(self, index: slice, /) -> Tensor:
+        return self.whole[self.start + index.start : self.start + index.stop]
+
+
+def _pieces(row: Row, whole: Sliceable) -> list[Sliceable]:
+    starts = accumulate(row.pieces[:-1], initial=0)
+    return [_Range(whole, start, rows) for start, rows in zip(starts, row.pieces, strict=True)]
 
 
 def _part(size: int, tp: int, tp_rank: int) -> slice:

@@ -41,9 +41,12 @@ class World:
         return Learner(role, load_arch(model), model, train, mesh, dtype=dtype, seed=seed, from_scratch=True)  # type: ignore[arg-type]
 
     def pair(self, layout: str, seed: int) -> dict[str, Learner]:
+        return self.both(self.tied, layout, seed)
+
+    def both(self, model: str, layout: str, seed: int) -> dict[str, Learner]:
         return {
-            "actor": self.learner("policy", self.tied, layout, seed),
-            "critic": self.learner("critic", self.tied, layout, seed),
+            "actor": self.learner("policy", model, layout, seed),
+            "critic": self.learner("critic", model, layout, seed),
         }
 
 

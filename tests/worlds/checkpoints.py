@@ -1,6 +1,7 @@
 """Run under torchrun with 4 processes: save and load under many layouts, and saves and loads that fail.
 
-Usage: checkpoints.py WORK_DIR TIED_MODEL MOE_MODEL OTHER_MODEL. Prints one JSON object a case: {"case": ..., ...}.
+Usage: checkpoints.py WORK_DIR TIED_MODEL MOE_MODEL OTHER_MODEL [CASE=MODEL=LAYOUT,LAYOUT ...]. Prints one JSON object a
+case: {"case": ..., ...}.
 
 The tests ask of each case what a run that did not stop gives: weights when saved, and after more updates.
 """
@@ -314,7 +315,7 @@ def report_tied_copies(actor: Learner) -> None:
 
 
 def main() -> None:
-    work, tied, moe, other = sys.argv[1:]
+    work, tied, moe, other, *further = sys.argv[1:]
     platform.init_process_group(120)
     world = World(Path(work), tied, moe, other)
     pair_run = world.work / "pair"
@@ -333,6 +334,9 @@ def main() -> None:
         lambda layout, seed: {"actor": world.learner("policy", world.tied, layout, seed)},
         ["dp4", "pp2", "pp2.vpp2"],
     )
+    for each in further:
+        case, model, layouts = each.split("=")
+        resharding(world, case, world.work / case, partial(world.both, model), layouts.split(","))
     bfloat16_before_the_first_update(world)
     beside_the_training(world)
     writers_in_turns(world)

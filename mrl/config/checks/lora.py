@@ -14,7 +14,7 @@ from mrl.config.sections.models import TrainConfig
 from mrl.config.trainers.base import Config
 from mrl.config.trainers.rl import RLConfig
 from mrl.families import FAMILIES, ModelArch
-from mrl.families.adapters import adapted_parts, layer_names, takes_experts, without_layer
+from mrl.families.adapters import adapted_parts, joined_layers, layer_names, takes_experts, without_layer
 
 CPU_WIDTHS = 32  # SGLang's CPU form cuts the width of MLPs in multiples of it
 MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -64,6 +64,9 @@ def _targets(name: str, train: TrainConfig, arch: ModelArch) -> Iterator[Problem
     if unknown := without_layer(arch, spec):
         there = ", ".join(layer_names(arch))
         message = f"the model has no linear layer {', '.join(unknown)}, but {there} (all-linear: each of them)"
+        yield Problem((key, "model.path"), message)
+    if joined := joined_layers(arch, spec):
+        message = f"adapters of {', '.join(joined)}, which are several layers in one, are not supported: other targets"
         yield Problem((key, "model.path"), message)
     if not takes_experts(arch, spec):
         return

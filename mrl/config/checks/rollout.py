@@ -14,7 +14,7 @@ from mrl.config.placement import gpus_with_engines
 from mrl.config.problems import Problem
 from mrl.config.schema import ParallelConfig, RLConfig, RolloutConfig, SamplingConfig, ValidationConfig
 from mrl.config.secret_file import read_secret
-from mrl.families import ModelArch
+from mrl.families import FAMILIES, ModelArch
 
 MOST_CPU_ENGINES = 64
 _BLOCK = BLOCK["blockwise"]  # of weights in fp8
@@ -90,6 +90,8 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
         would = [size for size in range(1, min(arch.num_heads, 64) + 1) if _fits(size, arch)]
         message = f"{rollout.tensor} does not divide the model's {heads}: {either(would)} would"
         yield Problem(("rollout.tensor", "model.path"), message)
+    if "tensor" not in ignored and arch is not None:
+        yield from _served(rollout, arch)
     if "server_args" not in ignored and any(argument.startswith("--trust") for argument in rollout.server_args):
         message = "--trust-remote-code would run code that comes with a model, which mrl never does: leave it out"
         yield Problem(("rollout.server_args",), message)
@@ -154,6 +156,12 @@ def _stops(sampling: SamplingConfig, arch: ModelArch | None) -> Iterator[Problem
         vocabulary = f"the model's vocabulary of {arch.vocab_size} tokens" if arch else "every vocabulary"
         keys = (f"{key}.stop_token_ids", "model.path") if arch else (f"{key}.stop_token_ids",)
         yield Problem(keys, f"{', '.join(map(str, outside))}: outside {vocabulary}")
+
+
+def _served(rollout: RolloutConfig, arch: ModelArch) -> Iterator[Problem]:
+    quantized = rollout.quantization != "none"
+    if (lacks := FAMILIES[arch.family].engine_lacks(arch, rollout.tensor, quantized=quantized)) is not None:
+        yield Problem(("rollout.engine", "rollout.tensor", "model.path"), f"{rollout.engine} {lacks}")
 
 
 def _fits(tensor: int, arch: ModelArch) -> bool:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from mrl.config.fp8_shapes import ENGINE_BLOCK
-from mrl.families import FAMILIES
+from mrl.families import FAMILIES, hf_keys
 from mrl.packages import missing_of_extra, pip_install
 from mrl.ports import GLOO, LOOPBACK, interface_of
 from mrl.rollout.errors import EngineUnavailable
@@ -92,7 +92,7 @@ def _common(spec: ServerSpec) -> list[str]:
     if spec.arch.vision is not None:
         arguments += _vision(cfg.tensor)
     family = FAMILIES.get(spec.arch.family)
-    config = dict(family.engine_config) if family else {}
+    config = dict(family.engine_config(hf_keys(spec.model_path))) if family else {}
     config |= {"quantization_config": FP8} if cfg.quantization == "fp8" else {}
     if config:
         arguments += ["--json-model-override-args", json.dumps(config)]

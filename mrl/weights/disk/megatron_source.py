@@ -62,9 +62,9 @@ class MegatronCheckpoint:
         parts, at = [], 0
         for segment in segments(row, self._arch):
             if segment.source == index:
-                parts.append((parameter, at, segment.rows))
+                parts.append((segment.start, (parameter, at, segment.rows)))
             at += segment.rows
-        return stacked(parts)
+        return stacked([part for _, part in sorted(parts, key=lambda each: each[0])])
 
     def _parameter(self, name: str, row: Row) -> Mosaic:
         """The Megatron parameter, put together from its blocks; padded rows of the vocabulary are left out."""

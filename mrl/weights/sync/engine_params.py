@@ -6,13 +6,14 @@ its tensor-parallel ranks; an engine that keeps the Hugging Face names is the ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from mrl.families import FAMILIES, ModelArch
 from mrl.families.engine_names import VOCAB_MULTIPLE, Source, fused_parameters, plain_parameters
+from mrl.families.rows import Row
 from mrl.weights.meta import TensorMeta
 
 
@@ -87,36 +88,42 @@ class _Cutter:
         sources = self.sources.get(name, ())
         if not sources or any(source.name not in self.metas for source in sources):
             return None
-        parts = tuple(self._part(source) for source in sources)
-        is_padded = sources[0].row.kind == "vocab" and self.shape.fuses and self.cuts_vocab
+        parts = tuple(part for source in sources for part in self._parts(source))
+        is_padded = sources[0].row.kind == "vocab" and self.cuts_vocab
         padding = self._vocab_padding(parts[0]) if is_padded else 0
         return EngineParam(name, parts, padding)
 
-    def _part(self, source: Source) -> Part:
-        meta = self.metas[source.name]
-        cut = self._range(source, meta)
-        if cut is None or self.tp == 1:
-            return Part(meta.name, meta.nbytes)
-        dim, start, size = cut
-        return Part(meta.name, meta.nbytes // meta.shape[dim] * size, dim, start, size)
+    def _parts(self, source: Source) -> Iterator[Part]:
+        meta, first = self.metas[source.name], 0
+        if self.tp == 1:
+            yield Part(meta.name, meta.nbytes)
+            return
+        for index, rows in enumerate(source.row.pieces or meta.shape[:1], source.index):
+            cut = self._range(source.row, index, rows, meta)
+            if cut is None:
+                yield Part(meta.name, meta.nbytes)
+            else:
+                dim, start, size = cut
+                yield Part(meta.name, meta.nbytes // meta.shape[dim] * size, dim, first + start, size)
+            first += rows
 
-    def _range(self, source: Source, meta: TensorMeta) -> tuple[int, int, int] | None:
-        """(dim, start, size) of this engine rank's share."""
-        kind, rows = source.row.kind, meta.shape[0]
+    def _range(self, row: Row, index: int, rows: int, meta: TensorMeta) -> tuple[int, int, int] | None:
+        """(dim, start, size) of this engine rank's share of `rows` rows, which are number `index` of the row's."""
+        kind = row.kind
         if kind == "vocab" and not self.cuts_vocab:
             return None
         if kind == "vocab":
             per_rank = self._vocab_rows()
             start = min(rows, self.rank * per_rank)
             return 0, start, min(rows, start + per_rank) - start
-        if kind == "qkv" and source.index > 0:
+        if kind == "qkv" and index > 0:
             kv_heads = self.arch.num_kv_heads
             shares = min(kv_heads, self.tp)  # fewer heads than ranks: neighbours hold the same one
             return 0, self.rank * shares // self.tp * (rows // shares), rows // shares
-        if source.row.tp_dim is None or source.row.joined is not None:
+        if row.tp_dim is None or row.joined is not None:
             return None
-        size = meta.shape[source.row.tp_dim] // self.tp
-        return source.row.tp_dim, self.rank * size, size
+        size = (meta.shape[1] if row.tp_dim else rows) // self.tp
+        return row.tp_dim, self.rank * size, size
 
     def _vocab_rows(self) -> int:
         """Rows of the padded vocabulary on each engine rank."""

@@ -89,7 +89,20 @@ def _any_rope(module: ModuleType) -> None:
     vars(module)["get_rope_wrapper"] = wrapper
 
 
+def _gate_in_torch(module: ModuleType) -> None:
+    """What Qwen2-MoE's shared expert gives is gated by a triton kernel."""
+
+    def gated(hidden: Any, weight: Any, shared: Any) -> Any:
+        return (hidden @ weight.reshape(-1, 1)).sigmoid() * shared
+
+    def add_gated(hidden: Any, weight: Any, shared: Any, out: Any) -> None:
+        out.add_(gated(hidden, weight, shared))
+
+    vars(module).update(fused_gate_sigmoid_mul=gated, fused_gate_sigmoid_mul_add=add_gated)
+
+
 ADAPTATIONS: dict[str, Callable[[Any], None]] = {
+    "sglang.kernels.ops.elementwise.elementwise": _gate_in_torch,
     "sglang.srt.arg_groups.choices": _allow_deterministic_torch_native,
     "sglang.srt.batch_invariant_ops": _no_batch_invariant_kernels,
     "sglang.srt.entrypoints.engine": _fork_instead_of_spawn,

@@ -1,0 +1,49 @@
+"""OLMo 3: OLMo 2 with layers that look at a window of tokens between layers that look at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mrl import float32
+from mrl.families.keys import Keys
+from mrl.families.olmo2 import Olmo2
+from mrl.families.rope import FULL, SLIDING, YARN
+from mrl.families.sliding import SlidingDecoder
+
+PATTERN, THETA = 4, 500000.0  # where config.json has none
+
+
+class Olmo3(SlidingDecoder, Olmo2):
+    name, architecture = "olmo3", "Olmo3ForCausalLM"
+    local_only = "windows and rotary angles by layer"
+    rope_types = YARN
+
+    def pattern(self, keys: Keys) -> int:
+        return PATTERN
+
+    def differences(self, keys: Keys) -> Iterator[str]:
+        yield from super().differences(keys)
+        full, sliding = (_table(keys, kind) for kind in (FULL, SLIDING))
+        if _theta(full) != _theta(sliding):
+            yield "rope_theta of its own for each kind of layer (engines have one)"
+        if (sliding["rope_type"] or "default") != "default":
+            yield f"rope_parameters.{SLIDING}.rope_type={sliding['rope_type']} (only default)"
+
+    def engine_config(self, keys: Keys) -> Mapping[str, Any]:
+        """SGLang has a class of its own for this config.json, which leaves angles by kind of layer out."""
+        full = _table(keys, FULL)
+        plain = {"rope_type": "default", "rope_theta": _theta(full)}
+        return {} if keys["rope_parameters"] is None else {"rope_parameters": plain | full.content}
+
+
+def _table(keys: Keys, kind: str) -> Keys:
+    """Of one kind of layer, as transformers writes it. Of the hub's one `rope_theta`, and of what scales angles,
+    transformers has nothing for sliding layers."""
+    rope = keys.table("rope_parameters")
+    own = rope.table(kind) if rope is not None else None
+    return own or Keys({"rope_theta": keys["rope_theta"]} if kind == FULL else {}, keys.where)
+
+
+def _theta(table: Keys) -> float:
+    return table.number("rope_theta", THETA, 1.0, float32.MAX)

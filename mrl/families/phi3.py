@@ -1,0 +1,47 @@
+"""Phi-3 and Phi-4: Llama, whose query, key and value projections are one tensor, and gate and up another; a part of a
+head's channels may turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mrl.families.arch import ModelArch
+from mrl.families.decoder import Decoder, short_window
+from mrl.families.keys import Keys, short
+from mrl.families.rows import Table, prefixes
+
+
+class Phi3(Decoder):
+    name, architecture = "phi3", "Phi3ForCausalLM"
+    norm_eps = 1e-5
+    rotary_share = 1.0
+    ignores_attention_bias = True
+    ignores_auto_map = True  # the hub's directories bring code of before transformers had the family
+
+    def differences(self, keys: Keys) -> Iterator[str]:
+        yield from super().differences(keys)
+        yield from short_window(keys)
+        for key in ("resid_pdrop", "embd_pdrop"):
+            if keys[key]:
+                yield f"{key}={short(keys[key])} (only 0)"
+
+    def engine_config(self, keys: Keys) -> Mapping[str, Any]:
+        """SGLang looks for it where the hub has it; transformers writes it elsewhere."""
+        rope = keys.table("rope_parameters")
+        share = rope["partial_rotary_factor"] if rope is not None else None
+        return {} if share is None else {"partial_rotary_factor": share}
+
+    def layer_rows(self, arch: ModelArch, index: int) -> Table:
+        m, h = prefixes(index)
+        rows = super().layer_rows(arch, index)
+        for own, theirs in (
+            ("self_attention.linear_qkv.weight", "self_attn.qkv_proj.weight"),
+            ("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight"),
+        ):
+            rows[m + own] = rows[m + own].in_one(h + theirs)
+        return rows
+
+    def engine_lacks(self, arch: ModelArch, tensor: int, *, quantized: bool) -> str | None:
+        """A tensor's scales would be of several projections."""
+        return f"takes no joined projections of {self.name} in fp8: leave quantization out" if quantized else None

@@ -1,0 +1,42 @@
+"""What families share whose layers look at a window of tokens, or at all, as `layer_types` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.families.arch import Layer
+from mrl.families.decoder import MAX_POSITIONS, MAX_WIDTH, Decoder
+from mrl.families.keys import Keys
+from mrl.families.rope import BY_LAYER, FULL, ROPE_TYPES, SLIDING, Types, refuse_rope
+
+WINDOW = 4096  # where config.json has none
+
+
+class SlidingDecoder(Decoder):
+    """rope_types: of the tables of rotary angles, one for each kind of layer."""
+
+    rope_types: Types = ROPE_TYPES
+
+    def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
+        width, window = keys.size(self.width_key, MAX_WIDTH), keys.size("sliding_window", MAX_POSITIONS, WINDOW)
+        kinds = {FULL: Layer(width, rope=FULL), SLIDING: Layer(width, window=window, rope=SLIDING)}
+        return tuple(kinds[kind] for kind in self._kinds(keys, count))
+
+    def pattern(self, keys: Keys) -> int:
+        """The last of so many layers looks at all, where `layer_types` does not say."""
+        raise NotImplementedError
+
+    def check_rope(self, keys: Keys) -> None:
+        refuse_rope(keys, by_layer=True, types=self.rope_types)
+
+    def other_layers(self, keys: Keys) -> Iterator[str]:
+        return iter(())
+
+    def _kinds(self, keys: Keys, count: int) -> list[str]:
+        kinds = keys["layer_types"]
+        if kinds is None:
+            pattern = self.pattern(keys)
+            return [SLIDING if (i + 1) % pattern else FULL for i in range(count)]
+        if not isinstance(kinds, list) or len(kinds) != count or any(kind not in BY_LAYER for kind in kinds):
+            raise keys.wrong("layer_types", f"{FULL} or {SLIDING} for each of the {count} layers")
+        return kinds

@@ -1,0 +1,30 @@
+"""SmolLM3: Llama, in some of whose layers nothing turns with the position."""
+
+from __future__ import annotations
+
+from mrl.families.arch import Layer, ModelArch
+from mrl.families.decoder import MAX_LAYERS, MAX_WIDTH, Decoder
+from mrl.families.keys import Keys
+
+INTERVAL = 4  # where config.json has none: the last of so many layers has no rotary angles
+
+
+class SmolLM3(Decoder):
+    name, architecture = "smollm3", "SmolLM3ForCausalLM"
+    tied_embeddings = True
+    local_only = "layers without rotary angles"
+
+    def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
+        width, turned = keys.size(self.width_key, MAX_WIDTH), keys["no_rope_layers"]
+        if turned is None:
+            interval = keys.size("no_rope_layer_interval", MAX_LAYERS, INTERVAL)
+            turned = [int((index + 1) % interval != 0) for index in range(count)]
+        if not isinstance(turned, list) or len(turned) < count or any(each not in (0, 1) for each in turned):
+            raise keys.wrong("no_rope_layers", f"1 (rotary angles) or 0 (none) for each of the {count} layers")
+        return tuple(Layer(width, rope="" if each else None) for each in turned[:count])
+
+    def engine_lacks(self, arch: ModelArch, tensor: int, *, quantized: bool) -> str | None:
+        """SGLang has no module of the family's own, and serves it by transformers'."""
+        if tensor > 1:
+            return f"serves {self.name} on one rank alone: set rollout.tensor: 1"
+        return f"serves {self.name} by transformers' modules, not in fp8: leave quantization out" if quantized else None

@@ -1,0 +1,63 @@
+"""What a family cannot have, or an engine not serve, refused before a process starts, with what to do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_configs import PPO
+
+from mrl.config.loader import load
+from mrl.config.problems import ConfigError
+from tests.conftest import TinyModels
+
+EMULATED = "actor.precision.fp8={recipe: current, emulate: true}"
+ADAPTERS = ("actor.lora={rank: 4}", "sync.lora=adapter", "actor.optimizer.lr=1e-4")
+ONE: dict[str, Any] = {}
+REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], int, str, str]] = [
+    ("deepseek_v3", ONE, (EMULATED,), 0, "actor.precision.fp8.emulate", "attention by latent vectors.*recipe: none"),
+    ("gemma3_text", ONE, ("actor.precision.fp8={recipe: current}",), 4, "actor.precision.fp8.recipe", "emulate: true"),
+    ("olmo2", ONE, ("actor.precision.fp8={recipe: current}",), 4, "actor.precision.fp8.recipe", "norms over all heads"),
+    ("gemma3_text", ONE, ADAPTERS, 0, "sync.lora", "adapters of gemma3_text are sent merged only: merge"),
+    ("smollm3", ONE, ADAPTERS, 0, "sync.lora", "adapters of smollm3 are sent merged only: merge"),
+    ("deepseek_v3", ONE, ("rollout.quantization=fp8",), 4, "rollout.quantization", "engines join: leave it out"),
+    ("smollm3", ONE, ("rollout.tensor=2",), 0, "rollout.engine", "smollm3 on one rank alone: set rollout.tensor: 1"),
+    ("smollm3", ONE, ("rollout.quantization=fp8",), 4, "rollout.engine", "transformers' modules, not in fp8"),
+    ("phi3", ONE, ("rollout.quantization=fp8",), 4, "rollout.engine", "no joined projections of phi3 in fp8"),
+    ("olmo2", ONE, ("rollout.tensor=4",), 0, "rollout.engine", "set rollout.tensor to 2 or less"),
+    (
+        "qwen2_moe",
+        {"mlp_only_layers": [1]},
+        (),
+        0,
+        "rollout.engine",
+        "all layers of qwen2_moe to have experts: set rollout.engine: transformers",
+    ),
+    ("phi3", ONE, ("actor.lora={rank: 4}",), 0, "actor.lora.targets", "qkv_proj, gate_up_proj, which are several"),
+    ("glm4_moe", ONE, ("actor.layers=transformer_engine", "model.dtype=float32"), 4, "actor.layers", "TF32"),
+    ("olmo3", ONE, ("actor.layers=transformer_engine",), 4, "actor.layers", "windows and rotary angles by layer"),
+]
+
+
+@pytest.mark.parametrize(("family", "model", "overrides", "gpus", "key", "says"), REFUSED)
+def test_refused_by_name_with_what_to_do(
+    tiny_models: TinyModels,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    model: dict[str, Any],
+    overrides: tuple[str, ...],
+    gpus: int,
+    key: str,
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tiny_models(family, weights=False, **model)
+    Path("train.jsonl").write_text('{"prompt": "21=", "answer": "12."}\n')
+    Path("c.yaml").write_text(PPO.replace("path: dense", f"path: {path}"))
+    with pytest.raises(ConfigError) as caught:
+        load("c.yaml", overrides, gpus=gpus)
+    found = [str(problem) for problem in caught.value.problems if problem.keys[0] == key]
+    assert any(re.search(says, text) for text in found), str(caught.value)
