@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel import (  # noqa: E402
 )
 from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # noqa: E402
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # noqa: E402
 from megatron.core.transformer.transformer_block import (  # noqa: E402
     TransformerBlockSubmodules,
@@ -44,6 +45,8 @@ __all__ = [
     "ModuleSpec",
     "PackedSeqParams",
     "ProcessGroupCollection",
+    "RouterReplay",
+    "RouterReplayAction",
     "RowParallelLinear",
     "TopKRouter",
     "TransformerBlockSubmodules",
