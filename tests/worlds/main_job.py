@@ -1,8 +1,8 @@
 """The trainer's log-probs of what engines have sampled. Usage: main_job.py JOBS RESULTS
 
-JOBS: JSON list of {name, model, temperature, samples: [{prompt, response, log_probs, experts}]}, experts [tokens, layers
-with experts, experts a token] or null. RESULTS: {name: [max |engine - trainer|, the same with the trainer at another
-temperature, the share of experts that the engine chose otherwise or null]}.
+JOBS: JSON list of {name, model, temperature, samples: [{prompt, response, log_probs, experts}]}, experts [tokens,
+layers with experts, experts a token] or null. RESULTS: {name: [max |engine - trainer|, the same with the trainer at
+another temperature, the share of experts that the engine chose otherwise or null]}.
 """
 
 from __future__ import annotations

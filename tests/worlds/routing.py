@@ -2,8 +2,8 @@
 
 Usage: routing.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...], layouts as gradients.py has them. `one`, in
 a world of one process, writes the reference file, and to RESULT_JSON what needs one rank only; the others write
-{layout: {"noted": share of choices that differ, "changed": difference of that share, "log_probs": greatest difference, "loss",
-"gradient": relative errors}}.
+{layout: {"noted": share of choices that differ, "changed": difference of that share, "log_probs": greatest difference,
+"loss", "gradient": relative errors}}.
 """
 
 from __future__ import annotations
