@@ -51,8 +51,10 @@ class RoutingReplay:
     def noting(self) -> Iterator[None]:
         """What routers choose inside, in one pass over a rollout that does not say it, is `noted` afterwards."""
         self._notes, self._noted = True, None
-        yield
-        self._notes = False
+        try:
+            yield
+        finally:
+            self._notes = False
 
     def noted(self, rollout: Rollout) -> Tensor:
         """[N, layers with experts, experts a token] uint8 or int16, as `Rollout.experts`. Collective."""
