@@ -23,9 +23,10 @@ from mrl.core import Prompt, Request, Rollout, Sample
 from mrl.data.collate import collate
 from mrl.data.packing import pack
 from mrl.families import load_arch
-from mrl.rollout import Engine, EngineStartError, start_engine
+from mrl.rollout import Engine, EngineClient, EngineStartError, start_engine
 from mrl.rollout.adapters import started_with
 from mrl.rollout.errors import BadAnswer
+from mrl.rollout.protocol import ServerInfo
 from mrl.rollout.routed import ASK, RoutedShape
 from mrl.trainers.rl.kept_samples import plain, restored
 from tests.conftest import TinyModels
@@ -215,32 +216,18 @@ def test_engines_are_told_at_their_start(tiny_models: TinyModels) -> None:
 
 
 def test_the_transformers_engine_says_its_experts(tiny_models: TinyModels, tmp_path: Path) -> None:
-    jobs = []
-    for family in ("glm4_moe", "mixtral"):
-        model, logs = tiny_models(family), tmp_path / family
-        logs.mkdir()
-        with start_engine(RolloutConfig(engine="transformers"), str(model), "float32", logs) as engine:
-            engine.routed = RoutedShape.of(load_arch(str(model)))
-            engine.wait_ready()
-            engine.check_experts()
-            drawn = sample(engine, 1.0)
-        jobs.append({"name": family, "model": str(model), "temperature": 1.0, "samples": drawn})
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, "tests/worlds/main_job.py", str(tmp_path / "jobs.json"), str(tmp_path / "found.json")]
+    model, jobs, found = tiny_models("glm4_moe"), tmp_path / "jobs.json", tmp_path / "found.json"
+    with start_engine(RolloutConfig(engine="transformers"), str(model), "float32", tmp_path) as engine:
+        engine.routed = RoutedShape.of(load_arch(str(model)))
+        engine.wait_ready()
+        engine.check_experts()
+        drawn = sample(engine, 1.0)
+    jobs.write_text(json.dumps([{"name": "glm", "model": str(model), "temperature": 1.0, "samples": drawn}]))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "tests/worlds/main_job.py", str(jobs), str(found)]
     subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=600)
-    for gap, _, otherwise in json.loads((tmp_path / "found.json").read_text()).values():
-        assert gap < 1e-4 and otherwise == 0.0
-
-
-def test_an_engine_that_does_not_say_is_refused_at_the_start(tiny_models: TinyModels, sglang_engine: Engine) -> None:
-    """It was started without."""
-    sglang_engine.routed = SHAPE
-    try:
-        with pytest.raises(EngineStartError, match=f"start it with {ASK}"):
-            sglang_engine.check_experts()
-    finally:
-        sglang_engine.routed = None
+    gap, _, otherwise = json.loads(found.read_text())["glm"]
+    assert gap < 1e-4 and otherwise == 0.0
 
 
 @pytest.fixture(scope="module")
@@ -251,6 +238,15 @@ def served(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
     with start_engine(cfg, model, "float32", tmp_path_factory.mktemp("logs")) as engine:
         engine.wait_ready()
         yield engine
+
+
+def test_an_engine_that_does_not_say_is_refused_at_the_start(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.check_experts()  # nobody will ask
+    monkeypatch.setattr(served, "routed", SHAPE)
+    served.check_experts()
+    monkeypatch.setattr(EngineClient, "server_info", lambda client: ServerInfo("cpu", True, False))
+    with pytest.raises(EngineStartError, match=f"start it with {ASK}"):
+        served.check_experts()
 
 
 REPLAYED: dict[str, Any] = {
