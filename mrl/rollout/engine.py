@@ -136,8 +136,8 @@ class Engine:
         asyncio.run(self._fly(flight.follow(feed.taken(), together)))
 
     def _flight(self, sampling: SamplingParams, on_samples: OnSamples | None, over_pushes: bool) -> Flight:
-        names = (None, self.versions) if over_pushes else (self.weight_version, None)
-        expected = Expected(self.vocab_size, sampling.max_new_tokens, *names, routed=self.routed)
+        version, versions = (None, self.versions) if over_pushes else (self.weight_version, None)
+        expected = Expected(self.vocab_size, sampling.max_new_tokens, version, versions, self.routed)
         limits = self.concurrent_requests, self.request_timeout_s
         own = (self.fleet, sampling, expected, on_samples, *limits, self.adapter)
         return Flight(*own, looks_after=not over_pushes)
