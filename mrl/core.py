@@ -68,6 +68,8 @@ class Sample:
     log_probs [m] float32, likewise: the engine's, of logits / temperature, one a token that the model has drawn
     drawn [n] bool: which tokens of the response those are; None: all. The others are an environment's words
     versions [m] int32: of the weights that drew each of them; None: weight_version, which drew the last, all
+    experts [tokens of prompt and response, layers with experts, experts a token] uint8 or int16: which ones the engine
+        has sent each token to, 0 for the last token, which went nowhere; None: they were not asked for
     messages: the conversation of an agent and its environment after the prompt, and what each said
     """
 
@@ -82,6 +84,7 @@ class Sample:
     reward_error: str = ""  # why the reward function failed on it, where that scores 0
     drawn: np.ndarray | None = None
     versions: np.ndarray | None = None
+    experts: np.ndarray | None = field(default=None, repr=False)
     messages: list[dict[str, Any]] = field(default_factory=list)
     environment: dict[str, float] = field(default_factory=dict)  # its own "score", and other numbers by name
 
@@ -116,6 +119,8 @@ class Rollout:
     weight_versions [B] int64: after how many steps of the run the weights were published that drew each sample, as the
         engines name them; None: no engine drew them (demonstrations)
     born [R] int32: the same of each response token, where a sample may be of several; None: that of its sample
+    experts [N, layers with experts, experts a token] uint8 or int16: which ones each token goes to; of a sample's last
+        token, which predicts nothing, anything; None: the trainer's routers choose
     drawn [N] bool: the response tokens, after the first prompt_lens tokens of each sample; None: all of those
     counts [R] float32: what each response token counts in a loss that imitates; 0: not learnt, and nothing is computed
         for it; None: 1 each
@@ -141,6 +146,7 @@ class Rollout:
     counts: PerResponseToken | None = None
     drawn: PerToken | None = None
     born: PerResponseToken | None = None
+    experts: PerToken | None = None
     image_counts: PerSample | None = None
     images: PerImage | None = None
 
@@ -244,6 +250,7 @@ class PackedBatch:
     dest [n] int64: its place in the Rollout's flat response vectors
     cu_seqlens [S + 1] int32: starts of the padded sequences *before* the context-parallel cut
     max_seqlen: the longest padded sequence before the cut
+    source [t] int64: the local tokens' places in Rollout.tokens, -1: padding
     samples, seq_lens [S] int64: of each packed sequence its place in the Rollout, and its tokens without padding; -1
         and 0 of one that is padding alone
     images [k, 5] int64: the micro-batch's different pictures, as `mrl.data.image_places` names them
@@ -258,6 +265,7 @@ class PackedBatch:
     dest: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
+    source: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     samples: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     seq_lens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     images: Tensor = field(default_factory=lambda: torch.empty(0, 5, dtype=torch.int64))

@@ -18,14 +18,16 @@ import torch
 
 from mrl.config.schema import RolloutConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
+from mrl.families import load_arch
 from mrl.families.engine_names import taken_at_once
 from mrl.rollout import Engine, sample_seed, start_engine
+from mrl.rollout.routed import ASK, RoutedShape
 from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.sync.payload import Bucket, plan_buckets
 from tests.conftest import TinyModels
 from tests.served import TRANSPORTS, Served, check_transport, check_world, world
 from tests.sync_tools import FileExporter
-from tests.tiny import MOONLIGHT
+from tests.tiny import MOE_FAMILIES, MOONLIGHT
 from tests.world import ROOT
 
 pytestmark = [
@@ -63,10 +65,14 @@ def served(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
         for family, (settings, tensor) in FAMILIES.items():
             old, new = (tiny_models(ONE_OF.get(family, family), seed=seed, **settings) for seed in (0, 1))
             logs = tmp_path_factory.mktemp(f"logs_{family}")
-            engine = stack.enter_context(start_engine(RolloutConfig(tensor=tensor), str(old), "float32", logs))
+            experts = load_arch(str(old)).experts is not None
+            cfg = RolloutConfig(tensor=tensor, server_args=(ASK,) if experts else ())
+            engine = stack.enter_context(start_engine(cfg, str(old), "float32", logs))
+            engine.routed = RoutedShape.of(load_arch(str(old))) if experts else None
             found[family] = Served(engine, old, new, tensor)
         for one in found.values():
             one.engine.wait_ready()
+            one.engine.check_experts()
         yield found
 
 
@@ -75,7 +81,12 @@ def sample(engine: Engine, temperature: float) -> list[dict[str, Any]]:
     requests = [Request(n, n, Prompt(n, ids, {}), sample_seed(1, 0, n)) for n, ids in enumerate(prompts)]
     samples: list[Sample] = engine.generate(requests, SamplingParams(temperature=temperature, max_new_tokens=40))
     return [
-        {"prompt": s.request.prompt.token_ids, "response": s.response_ids.tolist(), "log_probs": s.log_probs.tolist()}
+        {
+            "prompt": s.request.prompt.token_ids,
+            "response": s.response_ids.tolist(),
+            "log_probs": s.log_probs.tolist(),
+            "experts": None if s.experts is None else s.experts.tolist(),
+        }
         for s in samples
     ]
 
@@ -87,7 +98,8 @@ def gaps(
     sglang_engine: Engine,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, list[float]]:
-    """FAMILY TEMPERATURE -> max |engine - trainer|, and the same with a trainer at another temperature."""
+    """FAMILY TEMPERATURE -> max |engine - trainer|, the same with a trainer at another temperature, and the share of
+    experts that they choose otherwise."""
     folder = tmp_path_factory.mktemp("gaps")
     engines = {"llama": (sglang_engine, tiny_models("llama"))}
     engines |= {family: (one.engine, one.old) for family, one in served.items()}
@@ -111,8 +123,14 @@ def gaps(
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("family", ("llama", *FAMILIES))
 def test_log_probs_of_engine_and_trainer(family: str, temperature: float, gaps: dict[str, list[float]]) -> None:
-    gap, at_another_temperature = gaps[f"{family} {temperature}"]
+    gap, at_another_temperature, _ = gaps[f"{family} {temperature}"]
     assert gap <= LOG_PROB_TOLERANCE < 1e-2 < at_another_temperature
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if ONE_OF.get(family, family) in MOE_FAMILIES])
+def test_engine_and_trainer_choose_the_same_experts(family: str, gaps: dict[str, list[float]]) -> None:
+    """What routing replay gives the trainer, of all tokens of prompts and responses in all layers with experts."""
+    assert [gaps[f"{family} {t}"][2] for t in TEMPERATURES] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,19 +17,22 @@ class EngineKind:
     ignores: keys of `rollout` that have no effect on it
     is_plain: its weights reach it as CPU tensors or files, neither in GPU memory nor by a process group
     pauses: it can stop in the middle of its requests, and go on with them by other weights
+    returns_experts: it can say which experts each token went to
     """
 
     launch: str
     ignores: tuple[str, ...] = ()
     is_plain: bool = True
     pauses: bool = False
+    returns_experts: bool = False
 
 
 ENGINES = {
-    "sglang": EngineKind("mrl.rollout.sglang.command:sglang_launch", is_plain=False, pauses=True),
+    "sglang": EngineKind("mrl.rollout.sglang.command:sglang_launch", is_plain=False, pauses=True, returns_experts=True),
     "transformers": EngineKind(
         "mrl.rollout.transformers_engine.command:transformers_launch",
         ignores=("tensor", "memory_fraction", "quantization", "server_args"),
+        returns_experts=True,
     ),
 }
 

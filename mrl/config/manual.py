@@ -69,14 +69,15 @@ def markdown() -> str:
     headings = {key: _heading(*found[0]) for found in places.values() for key, _ in found}
     tops = [(_cell(key, headings), of, _overview_of(key)) for key, of in manual().items()]
     parts = [_INTRODUCTION, _table(("key", "trainer", "what it is"), tops)]
-    parts += [_chapter([key for key, _ in found], headings) for found in places.values()]
+    parts += [_chapter(found, headings) for found in places.values()]
     return "\n".join(parts)
 
 
-def _chapter(same: list[Key], headings: dict[Key, str]) -> str:
-    """Of a kind of section, which may be in several places."""
-    first, *others = same
-    also = f"\nAlso {', '.join(f'`{key.path}`' for key in others)}.\n" if others else ""
+def _chapter(same: list[tuple[Key, str]], headings: dict[Key, str]) -> str:
+    """Of a kind of section, which may be in several places: each with its trainers."""
+    (first, _), *others = same
+    places = [f"`{key.path}`{f' ({of})' if key.path == first.path else ''}" for key, of in others]
+    also = f"\nAlso {', '.join(places)}.\n" if places else ""
     common = _keys_table([key for key in first.below if not key.only_with], headings)
     kinds = [
         f"\n### `{kind.by}: {kind.value}`\n\n{kind.about}\n"

@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "model.allow_pickle",
     "ema.offload",
     "ema.in_validation",
+    "actor.routing_compare_steps",
     "actor.micro_batch",
     "actor.sharded",
     "sampler.batch",

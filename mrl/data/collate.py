@@ -43,6 +43,7 @@ def collate(step: int, samples: list[Sample]) -> Rollout:
         weight_versions=torch.tensor([int(s.weight_version) for s in ordered]),
         born=_born(ordered) if any(s.versions is not None for s in ordered) else None,
         drawn=_drawn(ordered) if any(s.drawn is not None for s in ordered) else None,
+        experts=_experts(ordered),
         image_counts=None if seen[0] is None else torch.tensor([len(images or ()) for images in seen]),
         images=None if seen[0] is None else torch.tensor(shapes, dtype=torch.int64).reshape(-1, 3),
     )
@@ -52,6 +53,12 @@ def _born(samples: list[Sample]) -> torch.Tensor:
     """[R] int32."""
     each = [np.full(s.num_drawn, int(s.weight_version)) if s.versions is None else s.versions for s in samples]
     return torch.from_numpy(np.concatenate(each).astype(np.int32))
+
+
+def _experts(samples: list[Sample]) -> torch.Tensor | None:
+    """[N, layers, experts a token]."""
+    each = [s.experts for s in samples if s.experts is not None]
+    return torch.from_numpy(np.concatenate(each)) if each else None
 
 
 def _drawn(samples: list[Sample]) -> torch.Tensor:

@@ -103,6 +103,7 @@ def pack(
         dest=dest,
         cu_seqlens=torch.cat([padded.new_zeros(1), padded.cumsum(0)]).to(torch.int32),
         max_seqlen=int(padded.max()),
+        source=source.where(real, -1),
         samples=ids,
         seq_lens=seq_lens,
     )

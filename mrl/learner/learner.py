@@ -36,6 +36,7 @@ from mrl.learner.optimizer import (
     sums_overlap,
     wrap_ddp,
 )
+from mrl.learner.replay import RoutingReplay
 from mrl.learner.terms import Loss, LossParts, Term
 from mrl.models.batch import Images, ModelBatch, Output, on_device
 from mrl.models.build import build_model
@@ -58,6 +59,7 @@ class Learner:
     float32; the first stage's ranks ask it for those of each micro-batch.
 
     trains_vision: the tower of a model that sees pictures is trained too; frozen, it is outside of the optimizer
+    replays: rollouts that say which experts their tokens go to are followed; `replay` then has what was noted
     `trainable=False` builds no gradient buffers and no optimizer (the reference). With `train.lora` the model itself is
     frozen, and `adapters` beside it are trained; `exporter` gives the weights with them.
     """
@@ -76,6 +78,7 @@ class Learner:
         allow_pickle: bool = False,
         trainable: bool = True,
         trains_vision: bool = False,
+        replays: bool = False,
     ) -> None:
         self.role, self.arch, self.train, self.mesh, self.trainable = role, arch, train, mesh, trainable
         self.split = Split(mesh, train, arch, role)
@@ -93,6 +96,7 @@ class Learner:
             )
             if not from_scratch:
                 load_pretrained(self.bare, arch, hf_path, mesh, role=role, allow_pickle=allow_pickle)
+            self.replay = RoutingReplay(self.bare, arch, mesh) if replays else None
             self.adapters = attach(self.bare, arch, mesh, train, seed) if trainable and train.lora else None
             if self.adapters is not None and not from_scratch:
                 self.adapters.base = base_digest(hf_path, allow_pickle)
@@ -153,7 +157,7 @@ class Learner:
             if self.mesh.tp_rank == 0:
                 result[:, batch.packed.dest] = values
 
-        self._schedule(batches, output, collect, forward_only=True, collect_non_loss_data=True)
+        self._schedule(batches, [rollout], output, collect, forward_only=True, collect_non_loss_data=True)
         dist.all_reduce(result)
         return result.cpu()
 
@@ -204,7 +208,8 @@ class Learner:
             chunk.force_all_reduce = full_gradients  # of buckets that are summed before the end of the pass
         self.optimizer.zero_grad()
         output: Output = "log_probs" if self.role == "policy" else "values"
-        self._schedule(batches, output, compute, forward_only=False, force_all_reduce=full_gradients)
+        rollouts = [term.rollout for term in terms]
+        self._schedule(batches, rollouts, output, compute, forward_only=False, force_all_reduce=full_gradients)
         return self._reduce_metrics([(term.loss, made) for term, made in zip(terms, parts, strict=True)])
 
     def step(self) -> dict[str, float]:
@@ -277,6 +282,7 @@ class Learner:
     def _schedule(
         self,
         batches: list[MicroBatch],
+        rollouts: Sequence[Rollout],
         output: Output,
         on_output: Callable[..., Any],
         **megatron_args: Any,
@@ -293,6 +299,7 @@ class Learner:
                 batch.extras,
                 batch.slopes,
                 self._images(batch.packed) if unwrap(model).pre_process else None,
+                self.replay.routing(rollouts[batch.term], batch.packed) if self.replay is not None else None,
             )
             out = model(batch.packed.tokens, batch.packed.position_ids, None, packed_seq_params=made)
             return out, partial(on_output, batch=batch)

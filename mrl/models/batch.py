@@ -15,6 +15,7 @@ from mrl.core import PackedBatch
 from mrl.kernels.linear_logprob import Slopes
 from mrl.models.attention_plan import AttentionPlan
 from mrl.models.mcore import PackedSeqParams
+from mrl.models.routing import Routing
 from mrl.parallel import Mesh
 
 Output = Literal["log_probs", "distribution", "head_error", "logits", "values"]
@@ -99,6 +100,7 @@ class ModelBatch(PackedSeqParams):
     samples: Tensor = field(default_factory=_none)  # [S] of the packed sequences, their places in the rollout
     seq_lens: Tensor = field(default_factory=_none)  # [S], without padding
     images: Images | None = None  # on the first stage, where there are any
+    routing: Routing | None = None  # what routers are told; None: they choose, and nobody asks
     has_left: bool = False  # whether the hidden states are those of `rows` alone: from the last layer on
 
     @staticmethod
@@ -111,6 +113,7 @@ class ModelBatch(PackedSeqParams):
         extras: Extras | None = None,
         slopes: Slopes | None = None,
         images: Images | None = None,
+        routing: Routing | None = None,
     ) -> ModelBatch:
         """batch: as `on_device` gives it"""
         return ModelBatch(
@@ -129,6 +132,7 @@ class ModelBatch(PackedSeqParams):
             samples=batch.samples,
             seq_lens=batch.seq_lens,
             images=images,
+            routing=routing,
         )
 
     @cached_property

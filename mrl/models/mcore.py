@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel import (  # noqa: E402
 from megatron.core.transformer import MegatronModule, ModuleSpec, TransformerConfig  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # noqa: E402
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # noqa: E402
 from megatron.core.transformer.transformer_block import (  # noqa: E402
     TransformerBlockSubmodules,
@@ -50,6 +51,8 @@ __all__ = [
     "ModuleSpec",
     "PackedSeqParams",
     "ProcessGroupCollection",
+    "RouterReplay",
+    "RouterReplayAction",
     "RowParallelLinear",
     "TopKRouter",
     "TransformerBlockSubmodules",

@@ -1,21 +1,26 @@
-"""What engines have to be told at their start to take the actor's adapters (`sync.lora: adapter`)."""
+"""What engines have to be told at their start: to take the actor's adapters (`sync.lora: adapter`), to say which
+experts tokens went to (`actor.routing_replay: engine`)."""
 
 from __future__ import annotations
 
+from mrl.config.engines import ENGINES
 from mrl.config.schema import RLConfig, RolloutConfig
 from mrl.families import engine_arch
 from mrl.families.adapters import adapted_parts
+from mrl.rollout.routed import ASK
 
 AT_ONCE = 2  # adapters in memory: the one that is drawn with, and that there is none
 
 
 def started_with(cfg: RLConfig) -> RolloutConfig:
-    """`cfg.rollout`, with the words of SGLang's command line for adapters where the run sends them."""
-    if cfg.sync.lora != "adapter":
-        return cfg.rollout
-    lora = cfg.actor.lora
-    assert lora is not None
-    parts = adapted_parts(engine_arch(cfg.model.path), lora.spec)
-    words = ["--enable-lora", "--max-lora-rank", str(lora.rank), "--max-loras-per-batch", str(AT_ONCE)]
-    words += ["--lora-target-modules", *parts]
-    return cfg.rollout.model_copy(update={"server_args": (*words, *cfg.rollout.server_args)})
+    """`cfg.rollout`, with the words of SGLang's command line for adapters and experts where the run needs them."""
+    words: list[str] = []
+    if cfg.actor.routing_replay == "engine" and "server_args" not in ENGINES[cfg.rollout.engine].ignores:
+        words.append(ASK)
+    if cfg.sync.lora == "adapter":
+        lora = cfg.actor.lora
+        assert lora is not None
+        parts = adapted_parts(engine_arch(cfg.model.path), lora.spec)
+        words += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--max-loras-per-batch", str(AT_ONCE)]
+        words += ["--lora-target-modules", *parts]
+    return cfg.rollout.model_copy(update={"server_args": (*words, *cfg.rollout.server_args)}) if words else cfg.rollout

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
 from mrl.core import Request, Sample, SamplingParams
 from mrl.rollout.access import Access
 from mrl.rollout.client import EngineClient
-from mrl.rollout.errors import EngineError, RolloutError, ServerLost
+from mrl.rollout.errors import EngineError, EngineStartError, RolloutError, ServerLost
 from mrl.rollout.feed import Feed
 from mrl.rollout.fleet import Fleet
 from mrl.rollout.flight import Flight, OnSamples
 from mrl.rollout.load import Load
 from mrl.rollout.protocol import BEGIN_UPDATE, MemoryPart
 from mrl.rollout.restarts import Restarts
+from mrl.rollout.routed import ASK, RoutedShape
 from mrl.rollout.samples import Expected
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class Engine:
     weight_version: the name of the weights that the run gave them last, once it did; a sample of others is refused
     adapter: the name of the one that samples are drawn with, where the run gives them adapters
     versions: all names of weights that the run has given them
+    routed: set where samples are to say which experts their tokens went to
     """
 
     def __init__(self, fleet: Fleet, *, vocab_size: int, concurrent_requests: int, request_timeout_s: float) -> None:
@@ -42,6 +44,7 @@ class Engine:
         self.weight_version: str | None = None
         self.adapter: str | None = None
         self.versions: set[str] = set()
+        self.routed: RoutedShape | None = None
         self._flying: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = {}
         self._is_interrupted = False
 
@@ -77,6 +80,16 @@ class Engine:
         """Until every server answers and has been checked; then `notes` is complete. Raises EngineStartError when a
         server of ours does not come up, EngineError when a given URL does not answer or serves something else."""
         self.fleet.wait_ready()
+
+    def check_experts(self) -> None:
+        """Raises EngineStartError for a server that cannot say which experts tokens went to, where it will be asked."""
+        for url in self.urls if self.routed is not None else ():
+            with closing(self.client(url)) as client:
+                if not client.server_info().returns_experts:
+                    raise EngineStartError(
+                        f"engine {url} does not say which experts tokens went to (actor.routing_replay: engine): "
+                        f"start it with {ASK}"
+                    )
 
     def close(self) -> None:
         """End the servers that mrl started; given URLs are left alone."""
@@ -123,8 +136,8 @@ class Engine:
         asyncio.run(self._fly(flight.follow(feed.taken(), together)))
 
     def _flight(self, sampling: SamplingParams, on_samples: OnSamples | None, over_pushes: bool) -> Flight:
-        names = (None, self.versions) if over_pushes else (self.weight_version, None)
-        expected = Expected(self.vocab_size, sampling.max_new_tokens, *names)
+        version, versions = (None, self.versions) if over_pushes else (self.weight_version, None)
+        expected = Expected(self.vocab_size, sampling.max_new_tokens, version, versions, self.routed)
         limits = self.concurrent_requests, self.request_timeout_s
         own = (self.fleet, sampling, expected, on_samples, *limits, self.adapter)
         return Flight(*own, looks_after=not over_pushes)

@@ -143,7 +143,8 @@ class Flight:
         """None if the server was lost over it."""
         server = await self._least_loaded()
         life = server.life
-        body = generate_body(requests, self._sampling, self._adapter)
+        asks = self._expected.routed is not None
+        body = generate_body(requests, self._sampling, self._adapter, experts=asks)
         self._fleet.access.check(server.url, GENERATE.name)
         post = asyncio.ensure_future(self._http.post(f"{server.url}{GENERATE.path}", json=body))
         post.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more

@@ -26,6 +26,7 @@ def served(cfg: RLConfig) -> dict[str, Any]:
         "rollout.deterministic": rollout.deterministic,
         "placement.nodes_per_engine": placement.nodes_per_engine,
         "model.dtype": cfg.model.dtype,
+        "actor.routing_replay": cfg.actor.routing_replay,
     }
 
 

@@ -72,6 +72,7 @@ class GenerateBody(TypedDict):
     sampling_params: SamplingBody | list[SamplingBody]
     image_data: NotRequired[list[list[str]]]  # of each prompt its pictures, one image token each: data:image/png;base64
     return_logprob: NotRequired[bool]
+    return_routed_experts: NotRequired[bool]
     lora_path: NotRequired[str]  # the name of a loaded adapter; left out: the model without any
 
 
@@ -201,6 +202,9 @@ class MetaInfo(TypedDict):
     weight_version: str
     # {"version", "start", "end"} of each span of output_ids that one version has drawn, of engines that can be paused
     weight_versions: NotRequired[list[Any]]
+    # base64 of int32 [tokens of prompt and response - 1, layers, experts a token]: which experts each token but the
+    # last went to, 0 in layers without experts
+    routed_experts: NotRequired[str]
     output_token_logprobs: list[Any]  # [log-prob, token, null] of each token: of logits / temperature, unfiltered
 
 
@@ -228,12 +232,14 @@ class ServerInfo:
     is_deterministic: the same seed gives the same tokens, whatever else is in the batch
     has_tokenizer: it can look for stop strings
     releases_memory: it gives memory up when it is told to; None: it does not know what that is
+    returns_experts: it says which experts tokens went to, when it is asked
     """
 
     device: str
     is_deterministic: bool
     has_tokenizer: bool
     releases_memory: bool | None = None
+    returns_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -258,7 +264,8 @@ def read_server_info(answer: Any) -> ServerInfo:
     seeded, no_text = info.get("enable_deterministic_inference"), info.get("skip_tokenizer_init")
     releases = info.get("enable_memory_saver")
     releases = None if releases is None else bool(releases)
-    return ServerInfo(str(info.get("device", "cpu")), bool(seeded), not no_text, releases)
+    returns = bool(info.get("enable_return_routed_experts"))
+    return ServerInfo(str(info.get("device", "cpu")), bool(seeded), not no_text, releases, returns)
 
 
 def read_workers(answer: Any) -> tuple[str, ...]:

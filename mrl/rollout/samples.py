@@ -15,6 +15,7 @@ from mrl.rollout import columns
 from mrl.rollout.answers import field, from_json, shown
 from mrl.rollout.errors import BadAnswer
 from mrl.rollout.protocol import GenerateBody, SamplingBody
+from mrl.rollout.routed import RoutedShape
 
 ABOVE_ZERO = 1e-3  # what rounding may make of a log-prob of 0
 LARGEST = sys.float_info.max
@@ -22,9 +23,11 @@ FINISH_REASONS = ("stop", "length")
 MANY_BYTES = 1 << 20  # of an answer that is worth reading by columns
 
 
-def generate_body(requests: Sequence[Request], sampling: SamplingParams, adapter: str | None = None) -> GenerateBody:
+def generate_body(
+    requests: Sequence[Request], sampling: SamplingParams, adapter: str | None = None, *, experts: bool = False
+) -> GenerateBody:
     """One call for several requests: lists of token ids and of sampling parameters, in order. adapter: the name of the
-    one to draw with."""
+    one to draw with; experts: ask which ones each token went to."""
     shared: SamplingBody = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -46,6 +49,8 @@ def generate_body(requests: Sequence[Request], sampling: SamplingParams, adapter
     if any(prompt.pictures for prompt in prompts):  # only what mrl has encoded itself: servers open paths and URLs
         urls = {id(prompt): [_url(picture) for picture in prompt.pictures] for prompt in prompts}
         body["image_data"] = [urls[id(prompt)] for prompt in prompts]
+    if experts:
+        body["return_routed_experts"] = True
     if adapter is not None:
         body["lora_path"] = adapter
     return body
@@ -57,12 +62,14 @@ def _url(png: bytes) -> str:
 
 @dataclass(frozen=True)
 class Expected:
-    """What every sample must keep to. weight_version: of the weights that the run gave the engines; None: none yet."""
+    """What every sample must keep to. weight_version: of the weights that the run gave the engines; None: none yet.
+    routed: where it is asked which experts tokens went to."""
 
     vocab_size: int
     max_new_tokens: int
     weight_version: str | None = None
     versions: Collection[str] | None = None  # any of these, and which of them drew each token is asked for
+    routed: RoutedShape | None = None
 
 
 def read_answer(requests: Sequence[Request], content: bytes, expected: Expected) -> list[Sample]:
@@ -118,7 +125,9 @@ def _read(request: Request, answer: Any, expected: Expected, tokens: columns.Tok
         if tokens is None:
             tokens = columns.Tokens(np.array(ids, dtype=np.int64), np.array(_log_probs(meta, ids), dtype=np.float64))
         versions = None if expected.versions is None else _versions(meta, len(ids), expected.versions)
-        return Sample(request, tokens.ids, tokens.log_probs, reason, version, versions=versions)
+        routed = expected.routed
+        every = None if routed is None else routed.read(meta, len(request.prompt.token_ids) + len(ids))
+        return Sample(request, tokens.ids, tokens.log_probs, reason, version, versions=versions, experts=every)
     except BadAnswer as error:
         raise BadAnswer(f"sample {request.sample_id}: {error}") from error
 

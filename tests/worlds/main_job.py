@@ -1,7 +1,8 @@
 """The trainer's log-probs of what engines have sampled. Usage: main_job.py JOBS RESULTS
 
-JOBS: JSON list of {name, model, temperature, samples: [{prompt, response, log_probs}]}. RESULTS: {name: [max |engine -
-trainer|, the same with the trainer at another temperature]}.
+JOBS: JSON list of {name, model, temperature, samples: [{prompt, response, log_probs, experts}]}, experts [tokens,
+layers with experts, experts a token] or null. RESULTS: {name: [max |engine - trainer|, the same with the trainer at
+another temperature, the share of experts that the engine chose otherwise or null]}.
 """
 
 from __future__ import annotations
@@ -37,20 +38,43 @@ def rollout_of(samples: list[dict[str, Any]]) -> Rollout:
     )
 
 
+def chosen_otherwise(actor: Learner, rollout: Rollout, samples: list[dict[str, Any]]) -> float | None:
+    """Of all tokens but each sample's last, which goes nowhere."""
+    if actor.replay is None:
+        return None
+    with actor.replay.noting():
+        actor.log_probs(rollout, 1.0)
+    lasts = rollout.seq_lens.cumsum(0) - 1
+    theirs = torch.cat([torch.tensor(sample["experts"]) for sample in samples])
+    same = (theirs[..., :, None] == actor.replay.noted(rollout).long()[..., None, :]).any(-1)
+    same[lasts] = True
+    return float((~same).float().mean())
+
+
 def main() -> None:
     jobs = json.loads(Path(sys.argv[1]).read_text())
     platform.init_process_group(120.0)
     mesh = Meshes(120.0).get(ParallelConfig())
     train = TrainConfig(max_tokens_per_microbatch=400)
-    results: dict[str, list[float]] = {}
+    results: dict[str, list[float | None]] = {}
     for job in jobs:
         model = job["model"]
-        actor = Learner("policy", load_arch(model), model, train, mesh, dtype=torch.float32, seed=0, trainable=False)
+        actor = Learner(
+            "policy",
+            load_arch(model),
+            model,
+            train,
+            mesh,
+            dtype=torch.float32,
+            seed=0,
+            trainable=False,
+            replays=job["samples"][0]["experts"] is not None,
+        )
         rollout = rollout_of(job["samples"])
         results[job["name"]] = [
             float((actor.log_probs(rollout, t)[0] - rollout.rollout_log_probs).abs().max())
             for t in (job["temperature"], job["temperature"] * 1.1)
-        ]
+        ] + [chosen_otherwise(actor, rollout, job["samples"])]
     Path(sys.argv[2]).write_text(json.dumps(results))
     torch.distributed.destroy_process_group()
 

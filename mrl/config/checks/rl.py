@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.checks import agent, algorithm, batch, models, overlap, placement, policy, reuse, reward, rollout
+from mrl.config.checks import (
+    agent,
+    algorithm,
+    batch,
+    models,
+    overlap,
+    placement,
+    policy,
+    reuse,
+    reward,
+    rollout,
+    routing,
+)
 from mrl.config.checks.base import Archs
 from mrl.config.derived import Machine
 from mrl.config.problems import Problem
@@ -34,3 +46,4 @@ def check(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from algorithm.check(cfg)
     yield from reward.check(cfg)
     yield from reuse.check(cfg, machine)
+    yield from routing.check(cfg, archs["actor"])

@@ -65,6 +65,19 @@ class TrainConfig(Section):
     lora: LoRAConfig | None = None  # adapters alone are trained; null: all weights
 
 
+class ActorConfig(TrainConfig):
+    """The policy that samples are drawn with.
+
+    routing_replay: what a router would choose anew in every pass is given to it, for models with experts. trainer: the
+    experts that it chose when the old log-probs were computed, in the updates (R2). engine: those that the engine chose
+    when it drew the sample, in the old log-probs and the updates (R3). The reference chooses for itself.
+    """
+
+    routing_replay: Literal["off", "trainer", "engine"] = "off"  # whose experts the updates take, see the section
+    # every so many steps one more pass tells the mismatch without replay; 0: never. engine only
+    routing_compare_steps: NonNegativeInt = 0
+
+
 class CriticConfig(TrainConfig):
     """The model of values that gae needs, laid out and trained by itself."""
 

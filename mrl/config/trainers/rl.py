@@ -7,7 +7,7 @@ from typing import Literal
 from mrl.config.sections.agent import AgentConfig
 from mrl.config.sections.algorithm import Algorithm, AlgorithmConfig
 from mrl.config.sections.data import BatchConfig
-from mrl.config.sections.models import CriticConfig, RefConfig, TrainConfig
+from mrl.config.sections.models import ActorConfig, CriticConfig, RefConfig, TrainConfig
 from mrl.config.sections.placement import PlacementConfig
 from mrl.config.sections.policy import RolloutCorrectionConfig
 from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
@@ -20,6 +20,7 @@ class RLConfig(Config):
     """`trainer: rl`: PPO, GRPO and their kin."""
 
     trainer: Literal["rl"]  # PPO, GRPO and their kin
+    actor: ActorConfig = ActorConfig()  # The model that is trained: its layout and optimizer
     critic: CriticConfig | None = None
     ref: RefConfig = RefConfig()
     ema: EMAConfig | None = None

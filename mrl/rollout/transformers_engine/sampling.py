@@ -20,7 +20,9 @@ from mrl.rollout.transformers_engine.pictures import Inputs
 
 @dataclass
 class Job:
-    """One sample being generated. inputs: its pictures. `log_probs` grows with the tokens."""
+    """One sample being generated. inputs: its pictures; asks: whether it is to say which experts its tokens went to, as
+    `experts` [tokens of prompt and response - 1, layers with experts, experts a token] then does. `log_probs` grows
+    with the tokens."""
 
     prompt: list[int]
     temperature: float
@@ -31,6 +33,8 @@ class Job:
     stop_ids: frozenset[int]
     seed: int
     inputs: Inputs | None = None
+    asks: bool = False
+    experts: Tensor | None = None
     log_probs: list[float] = field(default_factory=list)
     finish: dict[str, Any] | None = None
 
@@ -45,6 +49,7 @@ def parse_job(
     eos_ids: tuple[int, ...],
     context: int,
     inputs: Inputs | None = None,
+    asks: bool = False,
 ) -> Job:
     """Raises ValueError for parameters that this engine does not know (nothing is ignored in silence), and where
     prompt and max_new_tokens exceed `context` (as SGLang does)."""
@@ -72,6 +77,7 @@ def parse_job(
         stop_ids=own if params.get("ignore_eos") else own | frozenset(eos_ids),
         seed=int(params.get("sampling_seed") or 0),
         inputs=inputs,
+        asks=asks,
     )
 
 

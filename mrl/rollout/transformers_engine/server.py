@@ -19,6 +19,7 @@ import torch
 from mrl.ports import HERE
 from mrl.rollout import protocol
 from mrl.rollout.protocol import Generated, MetaInfo
+from mrl.rollout.routed import RoutedShape
 from mrl.rollout.serving import KEY_VARIABLE, BadRequest, Route, serve
 from mrl.rollout.transformers_engine.pictures import Inputs
 from mrl.rollout.transformers_engine.sampling import Job, parse_job
@@ -56,7 +57,8 @@ class Endpoints:
         return {"model_path": self._worker.model_path, "model_type": model_type, "weight_version": version}
 
     def server_info(self, body: dict[str, Any]) -> Any:
-        return {"enable_deterministic_inference": True, "skip_tokenizer_init": False, "enable_memory_saver": True}
+        info = {"enable_deterministic_inference": True, "skip_tokenizer_init": False, "enable_memory_saver": True}
+        return info | {"enable_return_routed_experts": self._worker.routed is not None}
 
     def generate(self, body: dict[str, Any]) -> Any:
         many = isinstance(body["input_ids"][0], list) if body["input_ids"] else False
@@ -68,16 +70,20 @@ class Endpoints:
         urls = body.get("image_data") or [[]] * len(prompts)
         if len(urls) != len(prompts):
             raise BadRequest(f"{len(prompts)} input_ids, image_data of {len(urls)}")
+        asks = bool(body.get("return_routed_experts"))
+        if asks and self._worker.routed is None:
+            raise BadRequest("return_routed_experts: the model has no experts")
         try:
             read = [self._read(ids, own) for ids, own in zip(prompts, urls)]
             jobs = [
-                parse_job(ids, p, self._worker.eos_ids, self._context, inputs) for (ids, inputs), p in zip(read, each)
+                parse_job(ids, p, self._worker.eos_ids, self._context, inputs, asks)
+                for (ids, inputs), p in zip(read, each)
             ]
         except ValueError as error:
             raise BadRequest(str(error)) from error
         version = self._worker.weight_version
         tokens = self._worker.generate(jobs)
-        answers = [_answer(job, ids, version) for job, ids in zip(jobs, tokens)]
+        answers = [_answer(job, ids, version, self._worker.routed) for job, ids in zip(jobs, tokens)]
         return answers if many else answers[0]
 
     def _read(self, ids: list[int], urls: list[str]) -> tuple[list[int], Inputs | None]:
@@ -114,7 +120,7 @@ def _attempt(run: Callable[[], None]) -> dict[str, Any]:
     return {"success": True, "message": "Success"}
 
 
-def _answer(job: Job, tokens: list[int], version: str) -> Generated:
+def _answer(job: Job, tokens: list[int], version: str, routed: RoutedShape | None) -> Generated:
     meta: MetaInfo = {
         "finish_reason": job.finish,
         "prompt_tokens": len(job.prompt),
@@ -122,6 +128,8 @@ def _answer(job: Job, tokens: list[int], version: str) -> Generated:
         "weight_version": version,
         "output_token_logprobs": [[value, token, None] for value, token in zip(job.log_probs, tokens)],
     }
+    if job.experts is not None and routed is not None:
+        meta["routed_experts"] = routed.written(job.experts.numpy())
     return {"output_ids": tokens, "meta_info": meta}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -23,6 +24,8 @@ from transformers import (
 
 from mrl.families import load_arch
 from mrl.rollout.protocol import MEMORY_PARTS, MemoryPart
+from mrl.rollout.routed import RoutedShape
+from mrl.rollout.transformers_engine.experts import ExpertTap
 from mrl.rollout.transformers_engine.pictures import Sight
 from mrl.rollout.transformers_engine.sampling import Job, PerRowStop, SeededSampler
 from mrl.rollout.transformers_engine.weights import ModelWeights, read_payload
@@ -56,6 +59,8 @@ class Worker:
         self.model = _load(model_path, dtype, sees=arch.vision is not None).to(device).eval()
         self.sight = Sight(model_path, arch.vision) if arch.vision is not None else None
         self._weights = ModelWeights(self.model, arch)
+        self.routed = RoutedShape.of(arch) if arch.experts is not None else None
+        self._tap = ExpertTap(self.model) if arch.experts is not None else None
         self.eos_ids = _eos_ids(self.model.generation_config)
         self._tokenizer: Any = None
         self._queue: queue.Queue[_Generation | _Task] = queue.Queue()
@@ -148,7 +153,25 @@ class Worker:
             max_new_tokens=max(job.max_new_tokens for job in jobs), do_sample=False, pad_token_id=0, eos_token_id=None
         )
         seen = self.sight.model_inputs(ids, mask, [job.inputs for job in jobs]) if self.sight is not None else {}
-        out = self.model.generate(
+        tap = self._tap if any(job.asks for job in jobs) else None
+        with tap if tap is not None else contextlib.nullcontext():
+            out = self._drawn(ids, mask, seen, settings, jobs, tokenizer)
+        new = out[:, width:].tolist()
+        tokens = [drawn[: len(job.log_probs)] for job, drawn in zip(jobs, new)]
+        if tap is not None:
+            tap.give(jobs, width)
+        return tokens
+
+    def _drawn(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        seen: dict[str, torch.Tensor],
+        settings: GenerationConfig,
+        jobs: list[Job],
+        tokenizer: Any,
+    ) -> torch.Tensor:
+        return self.model.generate(
             input_ids=ids.to(self._device),
             attention_mask=mask.to(self._device),
             **{name: tensor.to(self._device) for name, tensor in seen.items()},
@@ -156,8 +179,6 @@ class Worker:
             logits_processor=[SeededSampler(jobs)],
             stopping_criteria=[PerRowStop(jobs, tokenizer)],
         )
-        new = out[:, width:].tolist()
-        return [tokens[: len(job.log_probs)] for job, tokens in zip(jobs, new)]
 
     def _tokenizer_for(self, jobs: list[Job]) -> Any:
         if self._tokenizer is None and any(job.stop for job in jobs):

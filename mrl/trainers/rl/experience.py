@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Passes:
 
     log_probs, entropies: the trainer's
     sum_pi_squared: sums over the vocabulary of its squared probabilities
+    experts [N, layers with experts, experts a token]: as in `Rollout`, those that the trainer's routers chose
     """
 
     log_probs: Tensor | None = None
@@ -40,6 +42,7 @@ class Passes:
     sum_pi_squared: Tensor | None = None
     ref_log_probs: Tensor | None = None
     values: Tensor | None = None
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -103,17 +106,23 @@ def forward_passes(
     ref: Learner | PolicyCopy | ActorWithoutAdapters | None = None,
     *,
     single_update: bool = False,
+    notes_experts: bool = False,
 ) -> Passes:
     """Collective. `single_update`: the step makes one update from these samples, so the ratio to the old policy is 1 by
-    itself and the separate pass for old log-probs is not needed (unless something else needs it)."""
-    trainers = entropies = squares = None
-    if cfg.needs_distribution:
-        trainers, entropies, squares = actor.distribution(rollout, temperature)
-    elif needs_forward_pass(cfg, single_update):
-        trainers, entropies = actor.log_probs(rollout, temperature)
-    ref_log_probs = ref.log_probs(rollout, temperature)[0] if ref is not None else None
+    itself and the separate pass for old log-probs is not needed (unless something else needs it). `notes_experts`: of
+    an actor that replays, in the pass of its own that there must be then. The reference's routers choose by
+    themselves."""
+    trainers = entropies = squares = experts = None
+    with actor.replay.noting() if notes_experts and actor.replay is not None else contextlib.nullcontext():
+        if cfg.needs_distribution:
+            trainers, entropies, squares = actor.distribution(rollout, temperature)
+        elif needs_forward_pass(cfg, single_update):
+            trainers, entropies = actor.log_probs(rollout, temperature)
+    if notes_experts and actor.replay is not None:
+        experts = actor.replay.noted(rollout)
+    ref_log_probs = ref.log_probs(replace(rollout, experts=None), temperature)[0] if ref is not None else None
     values = critic.values(rollout) if critic is not None else None
-    return Passes(trainers, entropies, squares, ref_log_probs, values)
+    return Passes(trainers, entropies, squares, ref_log_probs, values, experts)
 
 
 def make_experience(
@@ -129,7 +138,7 @@ def make_experience(
     importance_weights = correction.weights if correction is not None else None
     adv, returns = _advantages(cfg, rollout, rewards, passes, importance_weights)
     return Experience(
-        rollout=rollout,
+        rollout=rollout if passes.experts is None else replace(rollout, experts=passes.experts),
         advantages=rollout.flat(adv),
         returns=rollout.flat(returns),
         old_log_probs=old,

@@ -9,7 +9,7 @@ import torch
 
 from mrl.core import Request, Sample
 
-ARRAYS = ("response_ids", "log_probs", "drawn", "versions")
+ARRAYS = ("response_ids", "log_probs", "drawn", "versions", "experts")
 TEXTS = ("finish_reason", "weight_version", "response_text")
 
 

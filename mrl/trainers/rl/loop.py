@@ -12,6 +12,7 @@ from mrl.algo import explained_variance
 from mrl.config.trainers.rl import updates_per_step
 from mrl.core import Rollout, StepStats
 from mrl.learner import losses
+from mrl.trainers.rl import routing
 from mrl.trainers.rl.experience import Experience, forward_passes, make_experience, resampled, token_weights
 from mrl.trainers.rl.policy_update import check_samples, drop_if_far, policy_targets
 from mrl.trainers.rl.run import RLRun
@@ -87,13 +88,15 @@ def experience_of(run: RLRun, rollout: Rollout, trains_actor: bool) -> tuple[Exp
     if run.replay is not None:
         rollout, reused, metrics = run.replay.mix(rollout)
     temperature, single = cfg.rollout.sampling.temperature, updates_per_step(cfg) == 1 and run.replay is None
-    passes = forward_passes(cfg.algorithm, rollout, temperature, run.actor, run.critic, run.ref, single_update=single)
+    models, notes = (run.actor, run.critic, run.ref), cfg.actor.routing_replay == "trainer"
+    passes = forward_passes(cfg.algorithm, rollout, temperature, *models, single_update=single, notes_experts=notes)
     experience = make_experience(cfg.algorithm, rollout, passes, run.kl_controller.value, reused)
     log_probs = experience.trainer_log_probs
     if log_probs is None and not trains_actor:  # no update of the actor will tell
         log_probs, _ = run.actor.log_probs(rollout, temperature)
     if log_probs is not None:
         metrics |= run.mismatch.check(rollout, log_probs, experience.is_new, version=run.version)
+    metrics |= routing.before_updates(run, experience)
     if run.replay is not None:
         assert experience.old_log_probs is not None
         run.replay.keep(rollout, reused, experience.old_log_probs)
@@ -159,7 +162,7 @@ def update_actor(run: RLRun, exp: Experience, sample_ids: range, number: int) ->
         entropy_grad=cfg.policy_loss.entropy_coef > 0,
         also=[run.demonstrations.term(exp.rollout.step, number)] if run.demonstrations is not None else [],
     )
-    metrics |= drop_if_far(run, metrics)
+    metrics |= routing.after_backward(run) | drop_if_far(run, metrics)
     if number < len(run.minibatches(exp.rollout)):
         metrics |= check_samples(run, part, sample_ids.start, number)
     metrics |= run.actor.step()

@@ -60,7 +60,7 @@ class Models:
 
 def build_models(cfg: RLConfig, world: World) -> Models:
     """Actor; critic if there is one; reference if a KL term asks for it. Each is put away before the next is built."""
-    actor = build_learner(cfg, world, "policy", None, cfg.actor)
+    actor = build_learner(cfg, world, "policy", None, cfg.actor, replays=cfg.actor.routing_replay != "off")
     put_away("actor", actor)
     critic = None
     if cfg.critic is not None:

@@ -20,6 +20,7 @@ def build_learner(
     *,
     trainable: bool = True,
     arch: ModelArch | None = None,
+    replays: bool = False,
 ) -> Learner:
     """path: of a model with weights; None: the run's model, which may start at random. arch: None: the path's.
     Collective."""
@@ -36,4 +37,5 @@ def build_learner(
         allow_pickle=cfg.model.allow_pickle,
         trainable=trainable,
         trains_vision=cfg.model.vision.train,
+        replays=replays,
     )

@@ -68,6 +68,11 @@ def _no_pinned_memory(module: ModuleType) -> None:
     vars(module)["torch"] = _Unpinned()
 
 
+def _no_host_registration(module: ModuleType) -> None:
+    """What says which experts tokens went to is in memory that is registered with CUDA."""
+    vars(module)["_cuda_host_register"] = lambda *_: None
+
+
 def _absorbed_latent_attention(module: ModuleType) -> None:
     """DeepSeek's attention takes its form by the backend's name. An unknown one gets triton's, a mixture of two."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
@@ -112,6 +117,7 @@ ADAPTATIONS: dict[str, Callable[[Any], None]] = {
     "sglang.srt.lora.backend.torch_backend": _no_pinned_memory,
     "sglang.srt.lora.layers": _no_pinned_memory,
     "sglang.srt.managers.io_struct": pictures.send_arrays,
+    "sglang.srt.mem_cache.pool_host.common": _no_host_registration,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _absorbed_latent_attention,
     "sglang.srt.multimodal.processors.qwen_vl": pictures.keep_templates,
     "sglang.srt.platforms.cpu": _no_garbage_collection_at_flush,

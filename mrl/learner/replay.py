@@ -1,0 +1,74 @@
+"""Of a learner whose model has experts: which ones its passes take, and how many its routers would not have chosen."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl import platform
+from mrl.core import PackedBatch, Rollout
+from mrl.families import ModelArch
+from mrl.models.mcore import MegatronModule
+from mrl.models.routing import Routing, given_experts, let_choose
+from mrl.parallel import Mesh
+
+
+class RoutingReplay:
+    """A rollout that says which experts its tokens go to gets those; with one that does not the routers choose."""
+
+    def __init__(self, chunks: Sequence[MegatronModule], arch: ModelArch, mesh: Mesh) -> None:
+        assert arch.experts is not None
+        let_choose(chunks, arch)
+        self._mesh = mesh
+        self._shape = (sum(layer.experts for layer in arch.layers), arch.experts.per_token)
+        self._dtype = torch.uint8 if arch.experts.count <= 256 else torch.int16
+        self._changed = torch.zeros(2, dtype=torch.int64, device=platform.device())
+        self._notes = False
+        self._noted: Tensor | None = None
+
+    def routing(self, rollout: Rollout, packed: PackedBatch) -> Routing | None:
+        """Of a micro-batch of the rollout, on this rank's device; None: nobody asks."""
+        if rollout.experts is None and not self._notes:
+            return None
+        source, device = packed.source, platform.device()
+        given = None if rollout.experts is None else given_experts(rollout.experts, source)
+        is_last = torch.zeros(len(rollout.tokens), dtype=torch.bool)
+        is_last[rollout.seq_lens.cumsum(0) - 1] = True
+        counts = (source >= 0) & ~is_last[source.clamp(min=0)]
+        source, counts = platform.to_device([source, counts], device)
+        if given is not None:
+            (given,) = platform.to_device([given], device)
+            return Routing(given, counts, self._changed, source)
+        if self._noted is None:
+            self._noted = torch.zeros(len(rollout.tokens) + 1, *self._shape, dtype=self._dtype, device=device)
+        return Routing(None, counts, self._changed, source, self._noted)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """What routers choose inside, in one pass over a rollout that does not say it, is `noted` afterwards."""
+        self._notes, self._noted = True, None
+        try:
+            yield
+        finally:
+            self._notes = False
+
+    def noted(self, rollout: Rollout) -> Tensor:
+        """[N, layers with experts, experts a token] uint8 or int16, as `Rollout.experts`. Collective."""
+        found = torch.zeros(len(rollout.tokens), *self._shape, dtype=self._dtype, device=platform.device())
+        if self._noted is not None and (self._mesh.tp_rank == 0 or self._mesh.cfg.sequence):
+            found = self._noted[:-1].contiguous()
+        self._noted = None
+        dist.all_reduce(found.view(torch.uint8))  # each byte is of one rank alone
+        return found.cpu()
+
+    def take_changed(self) -> float | None:
+        """Since the last call: the share of the given choices (a token's expert in a layer) that this model's routers
+        would not have made; None where none were given. Collective."""
+        dist.all_reduce(self._changed)
+        changed, of = self._changed.tolist()
+        self._changed.zero_()
+        return changed / of if of else None

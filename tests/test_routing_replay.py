@@ -1,0 +1,310 @@
+"""Routing replay: experts that the engine or the trainer chose are given to the trainer's passes."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.config.checks.routing import check
+from mrl.config.schema import RLConfig, RolloutConfig
+from mrl.core import Prompt, Request, Rollout, Sample
+from mrl.data.collate import collate
+from mrl.data.packing import pack
+from mrl.families import load_arch
+from mrl.rollout import Engine, EngineClient, EngineStartError, start_engine
+from mrl.rollout.adapters import started_with
+from mrl.rollout.errors import BadAnswer
+from mrl.rollout.protocol import ServerInfo
+from mrl.rollout.routed import ASK, RoutedShape
+from mrl.trainers.rl.kept_samples import plain, restored
+from tests.conftest import TinyModels
+from tests.test_engine_families import sample
+from tests.test_resume import difference, results, samples, train, train_and_kill
+from tests.train_tools import given, write_config
+from tests.world import ROOT, run_world
+
+LAYOUTS = ("tp2.ep2", "tp2/full", "pp2.cp2/full", "pp2.vpp2/selective", "cp2.ep2", "ep2")
+SHAPE = RoutedShape(layers=(1, 2), num_layers=3, per_token=2, count=4)
+
+
+# ---- the trainer
+
+
+@pytest.fixture(scope="module")
+def world(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A model whose first of four layers is dense: what one rank finds, and every layout of four against it."""
+    root, model = tmp_path_factory.mktemp("routing"), tiny_models("glm4_moe", weights=False, num_hidden_layers=4)
+    files = [root / name for name in ("reference.pt", "one.json", "layouts.json")]
+    run_world(1, "routing.py", model, *files[:2], "one")
+    run_world(4, "routing.py", model, files[0], files[2], *LAYOUTS)
+    found: dict[str, Any] = json.loads(files[1].read_text())
+    return found | json.loads(files[2].read_text())
+
+
+def test_a_models_own_experts_change_nothing_and_others_do(world: dict[str, Any]) -> None:
+    assert world["off"] == world["own experts"] == world["changed by own experts"] == 0.0
+    assert world["others change"] > 0.1
+
+
+def test_replayed_log_probs_do_not_depend_on_what_the_router_would_choose(world: dict[str, Any]) -> None:
+    """Its scores of the experts that were not given have neither an effect nor a gradient."""
+    assert world["router moved: chosen otherwise"] > 0.1 and world["router moved: log-probs, free"] > 0.1
+    assert world["router moved: log-probs, replayed"] == 0.0
+    assert world["gradient of the others"] == 0.0 < world["gradient of the chosen"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_like_one_rank(world: dict[str, Any], layout: str) -> None:
+    found = world[layout]
+    assert found["noted"] == 0.0, "routers choose the same, and each choice is noted at its token and layer"
+    assert found["changed"] < 1e-12
+    assert found["log_probs"] < 2e-5 and found["loss"] < 1e-5 and found["gradient"] < 1e-5, found
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_nothing_is_kept_of_a_pass(world: dict[str, Any], recompute: str) -> None:
+    found = world[f"memory {recompute}"]
+    assert found["routers"] == 3 and found["left"] == 0
+    early, late = found["live"]
+    assert early == late
+
+
+# ---- samples
+
+
+def request(number: int, prompt: tuple[int, ...]) -> Request:
+    return Request(number, number, Prompt(number, prompt, {}), 0)
+
+
+def drawn(number: int, prompt: tuple[int, ...], response: list[int]) -> Sample:
+    tokens = len(prompt) + len(response)
+    experts = (np.arange(tokens * 4).reshape(tokens, 2, 2) + 100 * number).astype(np.uint8)
+    experts[-1] = 0
+    return Sample(request(number, prompt), response, [-0.5] * len(response), "stop", "3", experts=experts)  # type: ignore[arg-type]
+
+
+def test_experts_go_where_their_tokens_go() -> None:
+    two = [drawn(0, (5, 6), [7, 8, 9]), drawn(1, (5,), [7])]
+    again = [restored(one.request, plain(one)) for one in two]  # through a checkpoint
+    rollout = collate(0, again)
+    assert rollout.experts is not None and rollout.experts.dtype == torch.uint8
+    assert torch.equal(rollout.experts, torch.from_numpy(np.concatenate([one.experts for one in two])))  # type: ignore[misc]
+    turned = rollout.join(rollout).pick(torch.tensor([3, 0]))
+    assert turned.experts is not None
+    assert torch.equal(turned.experts, torch.cat([rollout.experts[5:], rollout.experts[:5]]))
+    for rank in range(2):
+        packed = pack(rollout, [1, 0], 2, rank, 8)
+        real = packed.source >= 0
+        assert torch.equal(packed.tokens[0, real], rollout.tokens[packed.source[real]])
+        assert not packed.tokens[0, ~real].any() and int(real.sum()) > 0
+    with pytest.raises(ValueError, match="some of the batches"):
+        rollout.join(replace(rollout, experts=None))
+
+
+def answer(numbers: Any) -> dict[str, Any]:
+    return {"routed_experts": base64.b64encode(np.array(numbers, "<i4").tobytes()).decode()}
+
+
+def test_an_engines_experts_are_read_without_its_dense_layers() -> None:
+    chosen = np.array([[[0, 3], [2, 1]], [[1, 0], [3, 2]]])
+    found = SHAPE.read({"routed_experts": SHAPE.written(chosen)}, 3)
+    assert found.dtype == np.uint8 and np.array_equal(found[:2], chosen) and not found[2].any()
+    assert RoutedShape((0,), 1, 8, 384).dtype == np.int16
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({}, f"routed_experts is missing: the engine must be started with {ASK}"),
+        ({"routed_experts": 3}, "expected a text"),
+        ({"routed_experts": "%%%"}, "expected base64"),
+        ({"routed_experts": "AAA="}, "expected base64 of int32"),
+        (answer(range(6)), "has 6 numbers, expected 3 - 1 tokens x 3 layers x 2 experts"),
+        (answer([0, 0, 0, 1, 2, 4] * 2), "names experts 0 to 4, the model has 4"),
+        (answer([0, 0, 0, -1, 2, 3] * 2), "names experts -1 to 3"),
+        (answer([0, 0, 1, 1, 2, 3] * 2), "the same expert twice"),
+    ],
+)
+def test_answers_that_cannot_be(meta: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadAnswer, match=message):
+        SHAPE.read(meta, 3)
+
+
+# ---- what is asked for
+
+
+def config(tmp_path: Path, mode: str = "engine", **sections: dict[str, Any]) -> RLConfig:
+    base: dict[str, Any] = {
+        "trainer": "rl",
+        "run": {"name": "x", "steps": 3},
+        "model": {"path": str(tmp_path)},
+        "data": {"train": "-"},
+        "reward": {"function": "exact_match"},
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "samples_per_minibatch": 4},
+        "algorithm": {"adv_estimator": "grpo"},
+        "actor": {"routing_replay": mode},
+    }
+    for key, section in sections.items():
+        base[key] = {**base.get(key, {}), **section}
+    return RLConfig.model_validate(base)
+
+
+AGENT = {"agent": {"rollout": "mine.py:Env", "max_tokens": 64}}
+
+
+@pytest.mark.parametrize(
+    ("mode", "family", "sections", "message"),
+    [
+        ("engine", "qwen3", {}, "engine: the model has no experts to choose from"),
+        ("trainer", "qwen3", {}, "trainer: the model has no experts"),
+        (
+            "engine",
+            "qwen3_moe",
+            {"rollout": {"overlap": "bounded", "max_staleness": 1}},
+            "go on over pushes of weights",
+        ),
+        (
+            "engine",
+            "qwen3_moe",
+            {"rollout": {"segment_tokens": 4, "oversample": 2.0}},
+            "by the weights of the next step",
+        ),
+        ("engine", "qwen3_moe", AGENT, "turns are several answers of the engine"),
+        ("trainer", "qwen3_moe", {"batch": {"samples_per_minibatch": 8}}, "has no effect: the step's only update"),
+        (
+            "trainer",
+            "qwen3_moe",
+            {"algorithm": {"old_log_probs": "engine"}},
+            "there is none with old_log_probs: engine",
+        ),
+        ("trainer", "qwen3_moe", {"actor": {"routing_compare_steps": 2}}, "has no effect: only the engine's experts"),
+        ("trainer", "qwen3_moe", {}, None),
+        ("engine", "qwen3_moe", {"actor": {"routing_compare_steps": 2}, "rollout": {"overlap": "one_step"}}, None),
+        ("off", "qwen3", {}, None),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(
+    tiny_models: TinyModels, mode: str, family: str, sections: dict[str, Any], message: str | None
+) -> None:
+    path = tiny_models(family)
+    cfg = config(path, mode, **{name: {**section} for name, section in sections.items()})
+    found = list(check(cfg, load_arch(str(path))))
+    assert [message in problem.message for problem in found] == ([True] if message else []), found
+
+
+def test_engines_are_told_at_their_start(tiny_models: TinyModels) -> None:
+    path = tiny_models("qwen3_moe")
+    assert started_with(config(path)).server_args == (ASK,)
+    assert started_with(config(path, rollout={"server_args": ("--x",)})).server_args == (ASK, "--x")
+    assert started_with(config(path, "trainer")).server_args == ()
+    assert started_with(config(path, rollout={"engine": "transformers"})).server_args == ()
+
+
+# ---- engines and runs
+
+
+def test_the_transformers_engine_says_its_experts(tiny_models: TinyModels, tmp_path: Path) -> None:
+    model, jobs, found = tiny_models("glm4_moe"), tmp_path / "jobs.json", tmp_path / "found.json"
+    with start_engine(RolloutConfig(engine="transformers"), str(model), "float32", tmp_path) as engine:
+        engine.routed = RoutedShape.of(load_arch(str(model)))
+        engine.wait_ready()
+        engine.check_experts()
+        drawn = sample(engine, 1.0)
+    jobs.write_text(json.dumps([{"name": "glm", "model": str(model), "temperature": 1.0, "samples": drawn}]))
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "tests/worlds/main_job.py", str(jobs), str(found)]
+    subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=600)
+    gap, _, otherwise = json.loads(found.read_text())["glm"]
+    assert gap < 1e-4 and otherwise == 0.0
+
+
+@pytest.fixture(scope="module")
+def served(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("the engine tests need sglang")
+    cfg, model = RolloutConfig(server_args=(ASK,)), str(tiny_models("glm4_moe"))
+    with start_engine(cfg, model, "float32", tmp_path_factory.mktemp("logs")) as engine:
+        engine.wait_ready()
+        yield engine
+
+
+def test_an_engine_that_does_not_say_is_refused_at_the_start(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.check_experts()  # nobody will ask
+    monkeypatch.setattr(served, "routed", SHAPE)
+    served.check_experts()
+    monkeypatch.setattr(EngineClient, "server_info", lambda client: ServerInfo("cpu", True, False))
+    with pytest.raises(EngineStartError, match=f"start it with {ASK}"):
+        served.check_experts()
+
+
+REPLAYED: dict[str, Any] = {
+    "actor": {
+        "parallel": {"expert": 2},
+        "optimizer": {"lr": 2e-3},
+        "recompute": "full",
+        "routing_replay": "engine",
+        "routing_compare_steps": 2,
+    },
+    "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "samples_per_minibatch": 4},
+    "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}},
+    "checkpoint": {"every_steps": 2, "export_hf": False},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_models: TinyModels, served: Engine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """By GRPO at EP2 with real SGLang, the samples of a step drawn one step ahead: one run that is not disturbed, one
+    that is killed after step 3 and goes on."""
+    folder = tmp_path_factory.mktemp("replayed")
+    rollout = {"overlap": "one_step", **given(served, folder), "sampling": {"max_new_tokens": 16}}
+    run = {"nproc": 2}
+    file = write_config(folder, tiny_models("glm4_moe"), run=run, rollout=rollout, **REPLAYED)
+    whole, killed = (folder / "runs" / name for name in ("whole", "killed"))
+    train(folder, file, "run.name=whole", "run.steps=4")
+    train_and_kill(folder, killed, file, "run.name=killed", "run.steps=50")
+    train(folder, file, "run.name=killed", "run.steps=4")
+    return whole, killed
+
+
+def test_a_run_learns_by_the_engines_experts(runs: tuple[Path, Path]) -> None:
+    rows = results(runs[0])
+    first = rows[1]
+    assert first["mismatch/routing"] == 0.0 and first["mismatch/max_abs"] < 1e-4, "the same weights"
+    assert first["mismatch_free/max_abs"] < 1e-4
+    assert rows[3]["mismatch/routing"] > 0 and rows[3]["routing/changed"] > 0, "those of a step before"
+    assert rows[3]["mismatch_free/mean_abs"] != rows[3]["mismatch/mean_abs"]
+    assert [step for step, row in rows.items() if "mismatch_free/max_abs" in row] == [1, 3]
+
+
+def test_a_killed_run_goes_on_with_the_experts_of_what_was_drawn_ahead(runs: tuple[Path, Path]) -> None:
+    whole, killed = runs
+    kept = torch.load(whole / "checkpoints/step_2/kept.pt", weights_only=True)
+    rollout = Rollout(**kept["ahead"]["rollout"])
+    assert rollout.experts is not None and rollout.experts.dtype == torch.uint8
+    assert rollout.experts.shape == (rollout.tokens.numel(), 1, 2)
+    assert results(killed) == results(whole)
+    assert samples(killed) == samples(whole)
+    assert set(difference(whole, killed).values()) == {0.0}
+
+
+def test_a_run_replays_its_own_experts(tiny_models: TinyModels, tmp_path: Path) -> None:
+    actor = {"routing_replay": "trainer", "optimizer": {"lr": 1e-2}}
+    rollout = {"engine": "transformers", "sampling": {"max_new_tokens": 16}}
+    batch = {"prompts_per_step": 4, "samples_per_prompt": 2, "samples_per_minibatch": 2}
+    model, run = tiny_models("qwen3_moe"), {"nproc": 1, "steps": 1}
+    train(tmp_path, write_config(tmp_path, model, actor=actor, rollout=rollout, batch=batch, run=run))
+    (row,) = results(tmp_path / "runs/run").values()
+    assert 0 < row["routing/changed"] < 1, "after the first update the routers would choose otherwise"
+    assert "mismatch/routing" not in row and row["mismatch/max_abs"] < 1e-4

@@ -1,0 +1,150 @@
+"""Run under torchrun: experts that are noted and given, under many layouts.
+
+Usage: routing.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...], layouts as gradients.py has them. `one`, in
+a world of one process, writes the reference file, and to RESULT_JSON what needs one rank only; the others write
+{layout: {"noted": share of choices that differ, "changed": difference of that share, "log_probs": greatest difference,
+"loss", "gradient": relative errors}}.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mrl import platform
+
+platform.install()
+
+from gradients import compare, gradients, make_rollout, parse, plain_gradient  # noqa: E402
+
+from mrl.config.schema import TrainConfig  # noqa: E402
+from mrl.core import Rollout  # noqa: E402
+from mrl.families import load_arch  # noqa: E402
+from mrl.learner import Learner  # noqa: E402
+from mrl.models.mcore import TopKRouter  # noqa: E402
+from mrl.models.routing import RouterChoice  # noqa: E402
+from mrl.parallel import Meshes, rank  # noqa: E402
+
+TIMEOUT_S = 600
+KEPT = 2  # experts that every token is sent to, of which the others' rows of the router must not matter
+
+
+def learner_of(model: str, meshes: Meshes, layout: str, *, replays: bool = True) -> Learner:
+    name, _, recompute = layout.partition("/")
+    mesh = meshes.get(parse(name))
+    train = TrainConfig(parallel=mesh.cfg, max_tokens_per_microbatch=40, recompute=recompute or "none")  # type: ignore[arg-type]
+    fixed: dict[str, Any] = {"dtype": torch.float32, "seed": 3, "from_scratch": True, "replays": replays}
+    return Learner("policy", load_arch(model), model, train, mesh, **fixed)
+
+
+def noted(learner: Learner, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs, and the experts that the routers chose."""
+    assert learner.replay is not None
+    with learner.replay.noting():
+        log_probs, _ = learner.log_probs(rollout, 0.7)
+    return log_probs, learner.replay.noted(rollout)
+
+
+def others(own: torch.Tensor, count: int) -> torch.Tensor:
+    """Experts at random, all different, where an engine might have chosen otherwise: a third of the tokens."""
+    g = torch.Generator().manual_seed(5)
+    random = torch.rand(*own.shape[:2], count, generator=g).argsort(-1)[..., : own.size(-1)].to(own.dtype)
+    return torch.where(torch.rand(len(own), 1, 1, generator=g) < 1 / 3, random, own)
+
+
+def differ(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Share of the choices of `a` that `b` has not, whatever their order."""
+    return float((a[..., :, None] != b[..., None, :]).all(-1).float().mean())
+
+
+def passes(learner: Learner, rollout: Rollout, given: torch.Tensor | None = None) -> dict[str, Any]:
+    assert learner.replay is not None and learner.arch.experts is not None
+    free, own = noted(learner, rollout)
+    told = replace(rollout, experts=others(own if given is None else given, learner.arch.experts.count))
+    log_probs, _ = learner.log_probs(told, 0.7)
+    changed = learner.replay.take_changed()
+    result = gradients(learner, told, plain_gradient(told), False)
+    assert learner.replay.take_changed() == changed  # the same weights
+    return {"free": free, "own": own, "log_probs": log_probs, "changed": changed, "gradients": result}
+
+
+def routers(learner: Learner) -> list[TopKRouter]:
+    return [module for chunk in learner.bare for module in chunk.modules() if isinstance(module, TopKRouter)]
+
+
+def by_itself(model: str, meshes: Meshes, found: dict[str, Any], rollout: Rollout) -> dict[str, Any]:
+    learner, plain = learner_of(model, meshes, "one"), learner_of(model, meshes, "one", replays=False)
+    assert learner.replay is not None and learner.arch.experts is not None
+    own = found["own"]
+    out: dict[str, Any] = {"off": float((plain.log_probs(rollout, 0.7)[0] - found["free"]).abs().max())}
+    again, _ = learner.log_probs(replace(rollout, experts=own), 0.7)
+    out["own experts"] = float((again - found["free"]).abs().max())
+    out["changed by own experts"] = learner.replay.take_changed()
+    out["others change"] = float((found["log_probs"] - found["free"]).abs().max())
+    kept = replace(rollout, experts=torch.arange(KEPT, dtype=own.dtype).expand_as(own).contiguous())
+    before, _ = learner.log_probs(kept, 0.7)
+    learner.replay.take_changed()
+    with torch.no_grad():
+        for router in routers(learner):
+            router.weight[KEPT:] += 0.5 * torch.randn(
+                router.weight[KEPT:].shape, generator=torch.Generator().manual_seed(1)
+            )
+    out["router moved: chosen otherwise"] = differ(own, noted(learner, rollout)[1])
+    out["router moved: log-probs, free"] = float((learner.log_probs(rollout, 0.7)[0] - found["free"]).abs().max())
+    out["router moved: log-probs, replayed"] = float((learner.log_probs(kept, 0.7)[0] - before).abs().max())
+    out["router moved: changed"] = learner.replay.take_changed()
+    gradients(learner, kept, plain_gradient(kept), False)
+    weights = [router.weight.main_grad for router in routers(learner)]
+    out["gradient of the chosen"] = min(float(w[:KEPT].norm()) for w in weights)
+    out["gradient of the others"] = max(float(w[KEPT:].norm()) for w in weights)
+    return out | {f"memory {kind}": memory(model, meshes, kind, kept) for kind in ("none", "full")}
+
+
+def memory(model: str, meshes: Meshes, recompute: str, rollout: Rollout) -> dict[str, Any]:
+    """Live tensors after some passes and after more of them; what routers keep."""
+    learner, live = learner_of(model, meshes, f"one/{recompute}"), []
+    for number in range(6):
+        noted(learner, replace(rollout, experts=None))
+        gradients(learner, rollout, plain_gradient(rollout), False)
+        gc.collect()
+        if number in (1, 5):
+            live.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
+    kept = [choice for router in routers(learner) if isinstance(choice := router.router_replay, RouterChoice)]
+    left = [x for c in kept for x in (c.target_topk_idx, c.recorded_topk_idx, *c.replay_backward_list) if x is not None]
+    return {"live": live, "routers": len(kept), "left": len(left)}
+
+
+def main() -> None:
+    model, reference_file, result_file, *layouts = sys.argv[1:]
+    platform.init_process_group(TIMEOUT_S)
+    meshes, rollout = Meshes(TIMEOUT_S), make_rollout(load_arch(model).vocab_size)
+    results: dict[str, Any] = {}
+    reference = {} if layouts == ["one"] else torch.load(reference_file)
+    for layout in layouts:
+        found = passes(learner_of(model, meshes, layout), rollout, reference.get("own"))
+        if layout == "one":
+            torch.save(found, reference_file)
+            results = by_itself(model, meshes, found, rollout)
+            continue
+        loss, gradient, _ = compare(found["gradients"], reference["gradients"])
+        results[layout] = {
+            "noted": differ(found["own"], reference["own"]),
+            "changed": abs(found["changed"] - reference["changed"]),
+            "log_probs": float((found["log_probs"] - reference["log_probs"]).abs().max()),
+            "loss": loss,
+            "gradient": gradient,
+        }
+    if rank() == 0:
+        Path(result_file).write_text(json.dumps(results))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
