@@ -157,7 +157,8 @@ async def _in_a_thread(found: Callable[[Context, str], Any], ctx: Context, promp
             ended.set_exception(error)
 
     def run() -> None:
-        value, failed = None, None  # type: Any, Exception | None
+        value: Any = None
+        failed: Exception | None = None
         try:
             value = found(ctx, prompt)
         except SystemExit as error:
@@ -171,17 +172,23 @@ async def _in_a_thread(found: Callable[[Context, str], Any], ctx: Context, promp
 
 
 def _of_environment(kind: type[Any]) -> Program:
-    """A class: reset(row, rng) begins; step(turn) gives (what it says, the reward, whether that was all)."""
+    """A class: reset(row, rng) begins, and may give what is said after the prompt; step(turn) gives (what it says, the
+    reward, whether that was all); close(), if there is one, ends."""
 
     async def play(ctx: Context, prompt: str) -> None:
         environment = kind()
-        await _maybe(environment.reset(ctx.row, ctx.rng))
-        while True:
-            said, reward, done = await _maybe(environment.step(await ctx.generate()))
-            ctx.reward(reward)
-            if done:
-                return
-            ctx.say(said)
+        try:
+            if (begins := await _maybe(environment.reset(ctx.row, ctx.rng))) is not None:
+                ctx.say(begins)
+            while True:
+                said, reward, done = await _maybe(environment.step(await ctx.generate()))
+                ctx.reward(reward)
+                if done:
+                    return
+                ctx.say(said)
+        finally:
+            if (close := getattr(environment, "close", None)) is not None:
+                await _maybe(close())
 
     return play
 

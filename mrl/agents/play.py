@@ -147,9 +147,7 @@ class Agents:
     def _heard(self, trajectory: Trajectory, words: list[Any]) -> str | None:
         """Takes in what was said before the next turn; why there is none, if so."""
         if not trajectory.turns:
-            if words:
-                raise AgentError("agent.rollout speaks before the model's first turn: the data's prompt does that")
-            trajectory.next = Next(Line(trajectory.request.prompt.token_ids), ())
+            trajectory.next = Next(Line(self._first(trajectory.request.prompt, words)), (), words)
             return None
         if self._is_chat and trajectory.turns[-1].finish_reason == "length":
             return "the last turn was cut off (rollout.sampling.max_new_tokens)"
@@ -164,3 +162,12 @@ class Agents:
                 return "the last turn has no end"
             trajectory.next = Next(line, ids, words)
         return None
+
+    def _first(self, prompt: Prompt, words: list[Any]) -> tuple[int, ...]:
+        """Ids before the first turn. words: what an environment says after the prompt"""
+        if not words:
+            return prompt.token_ids
+        if not self._is_chat:
+            return (*prompt.token_ids, *(self.suffix(words, 0) or ()))
+        assert self._begins is not None
+        return tuple(self.suffix.whole([*self._begins(prompt), *self.suffix.messages(words)]))

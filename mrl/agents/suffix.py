@@ -56,14 +56,12 @@ class Suffix:
     def __call__(self, said: Sequence[Message | str], last: int, tools: Sequence[Message] = ()) -> list[int] | None:
         """Ids of what was said after a turn with the token `last` at its end; None where that turn was cut off. tools:
         that the chat template has been told. Raises AgentError for what cannot be said."""
-        texts = [each for each in said if isinstance(each, str)]
-        if texts and self._is_chat:
-            raise AgentError(f"{texts[0][:40]!r} is text, and the model is talked to in messages (data.chat_template)")
         if not self._is_chat:
+            texts = [each for each in said if isinstance(each, str)]
             if len(texts) < len(said):
                 raise AgentError("there is no chat template (data.chat_template: false): only text can be said")
             return self._encoded("".join(texts))
-        messages = [each for each in said if isinstance(each, dict)]
+        messages = self.messages(said)
         if wrong := [message.get("role") for message in messages if message.get("role") not in self.kinds]:
             can = " and ".join(self.kinds)
             raise AgentError(f"a message of the role {wrong[0]!r} cannot be said with this chat template, {can} can")
@@ -74,6 +72,13 @@ class Suffix:
         if last == self._end:
             return tail
         return tail[1:] if last == tail[0] else None  # a template may stop a turn by what begins the next one
+
+    @staticmethod
+    def messages(said: Sequence[Message | str]) -> list[Message]:
+        """What was said, where there is a chat template. Raises AgentError for text."""
+        if texts := [each for each in said if isinstance(each, str)]:
+            raise AgentError(f"{texts[0][:40]!r} is text, and the model is talked to in messages (data.chat_template)")
+        return [each for each in said if isinstance(each, dict)]
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
         """Ids of a conversation up to where the model's next turn begins. Raises AgentError for one that the chat
