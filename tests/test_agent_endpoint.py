@@ -16,12 +16,16 @@ from mrl.agents.play import Agents
 from mrl.config.schema import AgentConfig
 from mrl.core import Prompt, Request, Sample
 from mrl.data import collate
+from mrl.rollout import Engine
+from tests.conftest import TinyModels
 from tests.test_agents import KEEPS, PARAMS, STRIPS, ids_of
 from tests.test_agents import chat as talker
+from tests.test_resume import results, samples, train
+from tests.train_tools import given, write_config
 
 END = "<|im_end|>"
 HARNESSES = '''
-import asyncio, json, subprocess, sys, threading, urllib.error, urllib.request
+import asyncio, json, socket, subprocess, sys, threading, urllib.error, urllib.request
 
 def post(ctx, body, key=None, path="/chat/completions", raw=None):
     data = raw if raw is not None else json.dumps(body).encode()
@@ -123,6 +127,16 @@ def refusals(ctx, prompt):
     assert post(ctx, good, path="/completions")[0] == 404
     assert post(ctx, None, raw=b"{")[0] == 400 and post(ctx, None, raw=b"[" * 100000)[0] == 400
     said(ctx, good["messages"])
+    return 1.0
+
+def leaves(ctx, prompt):
+    """Hangs up in the middle of its first request, and asks again."""
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\\r\\nAuthorization: Bearer {ctx.endpoint.key}\\r\\n"
+    port = int(ctx.endpoint.url.rpartition(":")[2].partition("/")[0])
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\\r\\n\\r\\n".encode() + body)
+    said(ctx, [{"role": "user", "content": "a"}])
     return 1.0
 
 def ends(ctx, prompt):
@@ -296,6 +310,13 @@ def test_wrong_requests_are_refused_by_what_is_wrong(harnesses: Path) -> None:
     assert sample.environment == {"score": 1.0} and len(sample.messages) == 2
 
 
+def test_an_answer_that_nobody_has_got_is_not_learnt_and_is_the_same_again(harnesses: Path) -> None:
+    model = Model()
+    [sample] = play(harnesses, "leaves", model)
+    assert sample.num_drawn == 3 and not sample.sequence_lens and len(sample.messages) == 2
+    assert len({request.seed for request in model.asked}) == 1
+
+
 @pytest.mark.parametrize(("settings", "turns"), [({"max_turns": 2}, 2), ({"max_tokens": 46}, 1)])
 def test_a_harness_without_turns_ends_with_its_rewards(harnesses: Path, settings: dict[str, int], turns: int) -> None:
     [sample] = play(harnesses, "ends", Model(), **settings)
@@ -333,3 +354,62 @@ def test_calls_come_back_as_they_were_sent() -> None:
         assert chat.read({"messages": [sent]}).messages == [message]
     with pytest.raises(BadChat, match="1 to 10000"):
         chat.read({"messages": [message] * 10_001})
+
+
+# ---- a run
+
+ENDS = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+CLIENT = """
+from openai import OpenAI
+
+def play(ctx, prompt):
+    if ctx.rng.random() < 0.2:
+        raise KeyError("the tool is gone")
+    model = OpenAI(base_url=ctx.endpoint.url, api_key=ctx.endpoint.key)
+    messages = [{"role": "user", "content": ctx.row["prompt"]}]
+    for number in range(3):
+        answer = model.chat.completions.create(model="m", messages=messages).choices[0].message
+        ctx.reward(sum(c.islower() for c in answer.content) / 8)
+        messages += [answer, {"role": "user", "content": str(number)}]
+    return None
+"""
+
+
+def test_a_run_learns_from_a_harness(tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path) -> None:
+    """Real SGLang, two context-parallel ranks, groups under way over pushes, some of whose harnesses fail."""
+    (tmp_path / "client.py").write_text(CLIENT)
+    (tmp_path / "template.jinja").write_text(ENDS)
+    model = tiny_models("llama")
+    config = write_config(
+        tmp_path,
+        model,
+        run={"steps": 4},
+        model={"path": str(model), "dtype": "float32", "chat_template": str(tmp_path / "template.jinja")},
+        actor={"parallel": {"context": 2}, "optimizer": {"lr": 1e-3}},
+        data={"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 64, "chat_template": True},
+        rollout={
+            **{"overlap": "bounded", "max_staleness": 1, "sampling": {"max_new_tokens": 4}},
+            **given(sglang_engine, tmp_path),
+        },
+        agent={
+            **{"rollout": f"{tmp_path / 'client.py'}:play", "endpoint": True, "on_error": "leave_out", "retries": 0},
+            **{"max_tokens": 300, "step_timeout_s": 90},
+        },
+        reward={"function": "environment"},
+        batch={"prompts_per_step": 4, "samples_per_prompt": 3, "samples_per_minibatch": 6},
+        algorithm={"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}},
+    )
+    train(tmp_path, config)
+    rows = results(tmp_path / "runs/run")
+    assert rows[1]["mismatch/max_abs"] < 1e-4, "sequences were drawn after other tokens than those that are learnt from"
+    left_out = [row["agent/left_out"] for row in rows.values()]
+    assert sum(left_out) > 0 and len(left_out) == 4
+    assert all(row["agent/sequences"] > 1 and row["agent/turns"] == 3 for row in rows.values())
+    found = samples(tmp_path / "runs/run")
+    for step in range(4):
+        written = found[f"step_{step}.jsonl"]
+        assert 0 < len(written) <= 12 - left_out[step]
+        assert all(row["messages"][0]["content"].startswith("train") and row["score"] >= 0 for row in written)

@@ -25,7 +25,7 @@ class AgentConfig(Section):
     workers: Annotated[int, Field(gt=0, le=256)] = 2  # processes that environments run in
     step_timeout_s: PositiveFloat = 30.0  # seconds of an environment between two turns; its process is ended then
     retries: NonNegativeInt = 1  # of a trajectory whose program raised, ended or hung
-    # then: the run ends, or the sample is left out of its group, of baselines and of the loss
+    # of one that has failed more often: the run ends, or it is left out of its group, of baselines and of the loss
     on_error: Literal["stop", "leave_out"] = "stop"
     # of chat templates that show earlier turns without them after a new user message. keep: nothing is taken back, and
     # such a message is refused; strip: each user message begins a new sequence, as the template shows it all
