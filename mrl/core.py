@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from mrl import units
-from mrl.units import NUMBERING, RESPONSE_TOKEN, PerImage, PerResponseToken, PerSample, PerToken
+from mrl.units import (
+    NUMBERING,
+    RESPONSE_TOKEN,
+    SEQUENCE,
+    PerImage,
+    PerResponseToken,
+    PerSample,
+    PerSequence,
+    PerToken,
+)
 
 Ids = Sequence[int] | np.ndarray  # of tokens
 
@@ -71,6 +80,8 @@ class Sample:
     experts [tokens of prompt and response, layers with experts, experts a token] uint8 or int16: which ones the engine
         has sent each token to, 0 for the last token, which went nowhere; None: they were not asked for
     messages: the conversation of an agent and its environment after the prompt, and what each said
+    sequence_lens: tokens of each sequence, one after the other, that a trajectory is of; (): it is one
+    rewards [m] float32: what an environment has given after each of the drawn tokens, before the end; None: nothing
     """
 
     request: Request
@@ -87,6 +98,9 @@ class Sample:
     experts: np.ndarray | None = field(default=None, repr=False)
     messages: list[dict[str, Any]] = field(default_factory=list)
     environment: dict[str, float] = field(default_factory=dict)  # its own "score", and other numbers by name
+    sequence_lens: tuple[int, ...] = ()
+    rewards: np.ndarray | None = None
+    left_out: str = ""  # why there is no response: of what ran between turns, which is no fault of the model's
 
     def __post_init__(self) -> None:
         self.response_ids = np.asarray(self.response_ids, dtype=np.int32)
@@ -124,6 +138,13 @@ class Rollout:
     drawn [N] bool: the response tokens, after the first prompt_lens tokens of each sample; None: all of those
     counts [R] float32: what each response token counts in a loss that imitates; 0: not learnt, and nothing is computed
         for it; None: 1 each
+    rewards [R] float32: the part of `scores` that was given before the end, at the token after which it was; None: all
+        of it comes at the end
+    sequence_counts [B] int64: sequences of each sample, an agent's trajectory whose history was written anew, one after
+        the other in its tokens; what begins a later one is no prompt of prompt_lens, but is not drawn. Only what a
+        model is shown at once differs by that (`apart`): a response, in all that is made of it, is the trajectory's.
+        None: 1 each
+    sequence_lens [S] int64, S = sum(sequence_counts): tokens of each
     image_counts [B] int64: pictures in each prompt; None: there are none
     images [I, 3] int64, I = sum(image_counts): of each, in the order of its prompt, rows and columns of patches, and a
         digest of its pixels
@@ -147,6 +168,9 @@ class Rollout:
     drawn: PerToken | None = None
     born: PerResponseToken | None = None
     experts: PerToken | None = None
+    rewards: PerResponseToken | None = None
+    sequence_counts: PerSample | None = None
+    sequence_lens: PerSequence | None = None
     image_counts: PerSample | None = None
     images: PerImage | None = None
 
@@ -178,10 +202,42 @@ class Rollout:
             if bool(self._drawn_among(self.prompt_lens).any()):
                 raise ValueError("tokens of a prompt are said to be drawn")
         units.check(self)
+        self._check_sequences()
+
+    def _check_sequences(self) -> None:
+        if self.sequence_counts is None or self.sequence_lens is None:
+            return
+        if self.drawn is None:
+            raise ValueError("samples are of several sequences, and nothing says which tokens are drawn")
+        of_sample = torch.arange(self.num_samples).repeat_interleave(self.sequence_counts)
+        lens = torch.zeros_like(self.seq_lens).index_add(0, of_sample, self.sequence_lens)
+        if bool((lens != self.seq_lens).any()) or bool((self.sequence_lens < 1).any()):
+            raise ValueError("sequences are not as long together as their samples, or have no token")
+        if bool(self.drawn[self.sequence_lens.cumsum(0) - self.sequence_lens].any()):
+            raise ValueError("the first token of a sequence is said to be drawn")
 
     @property
     def num_samples(self) -> int:
         return self.seq_lens.numel()
+
+    def apart(self, samples: Sequence[int]) -> tuple[Self, Sequence[int]]:
+        """What a model is shown of some of the samples: this rollout with each sequence as a sample of its own, and the
+        places of theirs in it. Tokens and flat vectors are in the same places; groups and scores say nothing."""
+        if self.sequence_lens is None:
+            return self, samples
+        count = self.sequence_lens.numel()
+        shown = type(self)(
+            step=self.step,
+            tokens=self.tokens,
+            seq_lens=self.sequence_lens,
+            prompt_lens=torch.ones(count, dtype=torch.int64),
+            group=torch.arange(count),
+            scores=torch.zeros(count),
+            rollout_log_probs=self.rollout_log_probs,
+            counts=self.counts,
+            drawn=self.drawn,
+        )
+        return shown, SEQUENCE.places(self, torch.as_tensor(samples, dtype=torch.int64)).tolist()
 
     @property
     def response_lens(self) -> Tensor:

@@ -60,12 +60,14 @@ SAMPLE = Unit("sample")
 TOKEN = Unit("token", "seq_lens")
 RESPONSE_TOKEN = Unit("response token", "response_lens")
 IMAGE = Unit("image", "image_counts")
+SEQUENCE = Unit("sequence", "sequence_counts")
 NUMBERING = "the values number things of this batch alone: `join` gives those of each batch other numbers"
 
 PerSample = Annotated[Tensor, SAMPLE]
 PerToken = Annotated[Tensor, TOKEN]
 PerResponseToken = Annotated[Tensor, RESPONSE_TOKEN]
 PerImage = Annotated[Tensor, IMAGE]
+PerSequence = Annotated[Tensor, SEQUENCE]
 
 
 def check(batch: object, of: object = None) -> None:

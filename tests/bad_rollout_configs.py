@@ -159,6 +159,34 @@ BAD_ROLLOUT = [
         ("tir_optimal_token_baseline",),
         base=AGENT,
     ),
+    *(
+        Bad(
+            f"{key} without a chat template",
+            "max_tokens: 64",
+            f"max_tokens: 64\n  {key}: {value}",
+            f"agent.{key}",
+            ("rendered by a chat template", "data.chat_template"),
+            base=AGENT.replace("mine.py:Env", program),
+        )
+        for key, value, program in (("endpoint", "true", "mine.py:score"), ("thoughts", "strip", "mine.py:Env"))
+    ),
+    Bad(
+        "a harness that is a class",
+        "max_tokens: 64",
+        "max_tokens: 64\n  endpoint: true",
+        "agent.rollout",
+        ("Env is a class", "agent.endpoint"),
+        "  rollout: mine.py",
+        base=AGENT.replace("  max_prompt_tokens", "  chat_template: true\n  max_prompt_tokens"),
+    ),
+    Bad(
+        "a greedy response that may be left out",
+        "max_tokens: 64",
+        "max_tokens: 64\n  on_error: leave_out",
+        "agent.on_error",
+        ("remax needs the greedy response of every group", "algorithm.adv_estimator"),
+        base=AGENT.replace("adv_estimator: grpo", "adv_estimator: remax"),
+    ),
     Bad(
         "an environment's score without one",
         "exact_match",

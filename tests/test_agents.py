@@ -121,9 +121,9 @@ def requests(count: int, **row: Any) -> list[Request]:
 
 
 def play(programs: Path, name: str, count: int = 3, engine: FakeEngine | None = None, **settings: Any) -> list[Sample]:
-    row = settings.pop("row", {})
+    row, by_turn = settings.pop("row", {}), settings.pop("by_turn", False)
     cfg = AgentConfig(rollout=f"{programs}:{name}", **settings)
-    agents = Agents(cfg, tokenizer(), (EOS,), is_chat=False)
+    agents = Agents(cfg, tokenizer(), (EOS,), is_chat=False, by_turn=by_turn)
     heard: list[Sample] = []
     try:
         found = agents.sample(requests(count, **row), PARAMS, (engine or FakeEngine()).generate, heard.extend)
@@ -196,7 +196,6 @@ def test_a_program_that_fails_is_begun_again_with_the_same_seeds(programs: Path,
         ("leaves", "ended its process .exit code 3."),
         ("blocks", "gave no answer within 1.5 s .agent.step_timeout_s."),
         ("silent", "ended sample 0 .* before the model had a turn"),
-        ("speaks_first", "speaks before the model's first turn"),
         ("plain", "is neither `async def rollout"),
         ("absent", "programs.py defines no 'absent'"),
     ],

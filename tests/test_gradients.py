@@ -17,7 +17,7 @@ DENSE_ON_4 = (
 TEN_STEPS = "ten:tp2.pp2,cp2.dp2/overlap"
 DENSE_ON_8 = ("tp2.pp2.cp2",)
 MOE_ON_4 = ("ep2/overlap", "ep4", "tp2.ep2", "tp2", "tp2.ep2.etp2", "pp2.ep2", "cp2.ep2/full")
-CASES = ("ppo", "grpo", "gspo", "geo_mean", "critic", "trajectories")
+CASES = ("ppo", "grpo", "gspo", "geo_mean", "critic", "trajectories", "several")
 Results = dict[str, dict[str, tuple[float, float, str]]]
 
 

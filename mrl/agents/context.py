@@ -9,12 +9,14 @@ import asyncio
 import inspect
 import math
 import random
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mrl import user_functions
 from mrl.agents.calls import BadCall, Call, Parser
+from mrl.agents.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from mrl.reward.sandbox import Ended
@@ -50,6 +52,7 @@ class Context:
     """One trajectory, of the prompt in `row`.
 
     rng: random numbers that are the same whenever this trajectory is made
+    endpoint: where agent.endpoint is set, what a harness asks for turns, in place of `generate`
     """
 
     def __init__(
@@ -59,26 +62,24 @@ class Context:
         seed: int,
         parser: Parser | None = None,
         limits: Mapping[str, Any] | None = None,
+        endpoint: Endpoint | None = None,
     ) -> None:
         self._parser, self._limits = parser, dict(limits or {})
-        self.row, self.rng = row, random.Random(seed)
-        self.score = 0.0
+        self.row, self.rng, self.endpoint = row, random.Random(seed), endpoint
+        self.score, self._new_reward = 0.0, 0.0
         self._ask, self._said = ask, list[Message | str]()
 
     async def generate(self) -> Turn:
-        """The model's next turn, after all that was said to it. Raises Over if there is none."""
+        """The model's next turn, after all that was said to it. Raises Over if there is none, RuntimeError where
+        agent.endpoint is set."""
+        if self.endpoint is not None:
+            raise RuntimeError("with agent.endpoint turns are asked for at ctx.endpoint")
         said, self._said = self._said, []
         answer = await self._ask({"say": said})
         if "over" in answer:
             raise Over(answer["over"])
-        calls, error = self._calls(answer["text"]) if answer["finish"] == "stop" else ((), "")
+        calls, error = calls_of(answer["text"], answer["finish"], self._parser)
         return Turn(answer["text"], tuple(answer["ids"]), answer["finish"], answer["number"], calls, error)
-
-    def _calls(self, text: str) -> tuple[tuple[Call, ...], str]:
-        try:
-            return (tuple(self._parser(text)), "") if self._parser is not None else ((), "")
-        except BadCall as error:
-            return (), str(error)
 
     async def sandbox(self, code: str, stdin: str = "") -> Ended:
         """What came of a Python program (`how`, `ok`, `stdout`, `stderr`), shut in as agent.sandbox says; others go on
@@ -95,13 +96,32 @@ class Context:
         self._said += [words] if isinstance(words, str) else words
 
     def reward(self, value: float) -> None:
-        """Adds to the score."""
+        """Adds to the score, for the last turn: what gae and reinforce_plus_plus learn of turns before it is more."""
         self.score += value
+        self._new_reward += value
+
+    def take_reward(self) -> float:
+        """What was given since this was asked last."""
+        value, self._new_reward = self._new_reward, 0.0
+        return value
 
 
-def load_program(spec: str) -> Program:
-    """The program of `path/to/file.py:name`. Raises FunctionError for what is none."""
+def calls_of(text: str, finish: str, parser: Parser | None) -> tuple[tuple[Call, ...], str]:
+    """The calls in a turn, and why one cannot be read; neither of a turn that was cut off."""
+    if parser is None or finish != "stop":
+        return (), ""
+    try:
+        return tuple(parser(text)), ""
+    except BadCall as error:
+        return (), str(error)
+
+
+def load_program(spec: str, has_endpoint: bool = False) -> Program:
+    """The program of `path/to/file.py:name`. Raises FunctionError for what is none. has_endpoint: turns are asked for
+    there; a plain function may then wait for them, in a thread of its own."""
     found = user_functions.find(spec, "agent.rollout")
+    if has_endpoint:
+        return _of_harness(found, spec)
     if inspect.isclass(found):
         lacking = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
         if lacking:
@@ -114,18 +134,61 @@ def load_program(spec: str) -> Program:
     return found
 
 
+def _of_harness(found: Any, spec: str) -> Program:
+    if inspect.iscoroutinefunction(found):
+        return found
+    if not inspect.isfunction(found):
+        raise user_functions.FunctionError(
+            f"agent.rollout {spec!r} is no function (ctx, prompt), which agent.endpoint is for"
+        )
+    return lambda ctx, prompt: _in_a_thread(found, ctx, prompt)
+
+
+async def _in_a_thread(found: Callable[[Context, str], Any], ctx: Context, prompt: str) -> Any:
+    """Of its own: all wait for turns at once, and a pool has fewer threads than there may be trajectories."""
+    loop, ended = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def tell(value: Any, error: BaseException | None) -> None:
+        if ended.cancelled():
+            return
+        if error is None:
+            ended.set_result(value)
+        else:
+            ended.set_exception(error)
+
+    def run() -> None:
+        value: Any = None
+        failed: Exception | None = None
+        try:
+            value = found(ctx, prompt)
+        except SystemExit as error:
+            failed = RuntimeError(f"the program has ended with SystemExit({error.code!r})")
+        except Exception as error:
+            failed = error
+        loop.call_soon_threadsafe(tell, value, failed)
+
+    threading.Thread(target=run, daemon=True, name="harness").start()
+    return await ended
+
+
 def _of_environment(kind: type[Any]) -> Program:
-    """A class: reset(row, rng) begins; step(turn) gives (what it says, the reward, whether that was all)."""
+    """A class: reset(row, rng) begins, and may give what is said after the prompt; step(turn) gives (what it says, the
+    reward, whether that was all); close(), if there is one, ends."""
 
     async def play(ctx: Context, prompt: str) -> None:
         environment = kind()
-        await _maybe(environment.reset(ctx.row, ctx.rng))
-        while True:
-            said, reward, done = await _maybe(environment.step(await ctx.generate()))
-            ctx.reward(reward)
-            if done:
-                return
-            ctx.say(said)
+        try:
+            if (begins := await _maybe(environment.reset(ctx.row, ctx.rng))) is not None:
+                ctx.say(begins)
+            while True:
+                said, reward, done = await _maybe(environment.step(await ctx.generate()))
+                ctx.reward(reward)
+                if done:
+                    return
+                ctx.say(said)
+        finally:
+            if (close := getattr(environment, "close", None)) is not None:
+                await _maybe(close())
 
     return play
 

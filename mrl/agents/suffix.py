@@ -7,6 +7,8 @@ ones as before; which kinds of messages it holds for is found out at the start.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -24,13 +26,15 @@ KINDS = ("user", "tool")
 
 
 class Suffix:
-    """Of one tokenizer. stops: tokens that end a turn. Raises AgentError if no kind of message can be said.
+    """Of one tokenizer. stops: tokens that end a turn; needed: whether there is no other way to go on, then raises
+    AgentError if no kind of message can be said.
 
     kinds: roles of the messages that an environment may say; none where there is no chat template
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[int, ...], is_chat: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[int, ...], is_chat: bool, needed: bool = True) -> None:
         self._tokenizer, self._is_chat = tokenizer, is_chat
+        self._bases: dict[str, list[int]] = {}
         self.kinds: tuple[str, ...] = ()
         if not is_chat:
             return
@@ -45,32 +49,51 @@ class Suffix:
                 reasons[kind] = str(error)
             else:
                 self.kinds += (kind,)
-        if not self.kinds:
+        if not self.kinds and needed:
             why = "; ".join(f"{kind} messages: {reason}" for kind, reason in reasons.items())
             raise AgentError(f"the chat template cannot go on after a turn of the model: {why}")
 
-    def __call__(self, said: list[Message | str], last: int) -> list[int] | None:
-        """Ids of what was said after a turn with the token `last` at its end; None where that turn was cut off. Raises
-        AgentError for what cannot be said."""
-        texts = [each for each in said if isinstance(each, str)]
-        if texts and self._is_chat:
-            raise AgentError(f"{texts[0][:40]!r} is text, and the model is talked to in messages (data.chat_template)")
+    def __call__(self, said: Sequence[Message | str], last: int, tools: Sequence[Message] = ()) -> list[int] | None:
+        """Ids of what was said after a turn with the token `last` at its end; None where that turn was cut off. tools:
+        that the chat template has been told. Raises AgentError for what cannot be said."""
         if not self._is_chat:
+            texts = [each for each in said if isinstance(each, str)]
             if len(texts) < len(said):
                 raise AgentError("there is no chat template (data.chat_template: false): only text can be said")
             return self._encoded("".join(texts))
-        messages = [each for each in said if isinstance(each, dict)]
+        messages = self.messages(said)
         if wrong := [message.get("role") for message in messages if message.get("role") not in self.kinds]:
             can = " and ".join(self.kinds)
             raise AgentError(f"a message of the role {wrong[0]!r} cannot be said with this chat template, {can} can")
-        tail = self._tail(messages)
+        try:
+            tail = self._tail(messages, tools)
+        except ValueError as error:
+            raise AgentError(str(error)) from error
         if last == self._end:
             return tail
         return tail[1:] if last == tail[0] else None  # a template may stop a turn by what begins the next one
 
-    def _tail(self, messages: list[Message]) -> list[int]:
+    @staticmethod
+    def messages(said: Sequence[Message | str]) -> list[Message]:
+        """What was said, where there is a chat template. Raises AgentError for text."""
+        if texts := [each for each in said if isinstance(each, str)]:
+            raise AgentError(f"{texts[0][:40]!r} is text, and the model is talked to in messages (data.chat_template)")
+        return [each for each in said if isinstance(each, dict)]
+
+    def whole(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+        """Ids of a conversation up to where the model's next turn begins. Raises AgentError for one that the chat
+        template refuses."""
+        try:
+            return self._rendered([*messages], whole=False, tools=tools)
+        except ValueError as error:
+            raise AgentError(str(error)) from error
+
+    def _tail(self, messages: list[Message], tools: Sequence[Message] = ()) -> list[int]:
         """From after the token that ends the dummy turn, to where the model's next one begins."""
-        base, full = self._base, self._rendered([*self._dummy, *messages], whole=False)
+        key = json.dumps(tools, default=str)
+        if key not in self._bases:
+            self._bases[key] = self._rendered(self._dummy, whole=True, tools=tools)
+        base, full = self._bases[key], self._rendered([*self._dummy, *messages], whole=False, tools=tools)
         if full[: len(base)] != base:
             raise AgentError("it shows earlier turns otherwise once there are later ones")
         after = 0 if self._end is None else base[::-1].index(self._end)
@@ -97,10 +120,11 @@ class Suffix:
             return _PLAIN
         return _DUMMY
 
-    def _rendered(self, messages: list[Message], whole: bool) -> list[int]:
-        hidden = self._tokenizer.control.hidden(messages)
+    def _rendered(self, messages: list[Message], whole: bool, tools: Sequence[Message] = ()) -> list[int]:
+        control = self._tokenizer.control
         dress = self._tokenizer.dress_whole if whole else self._tokenizer.dress
-        return self._encoded(dress(hidden), is_hidden=True)
+        more = {"tools": control.hidden([*tools])} if tools else {}
+        return self._encoded(dress(control.hidden(messages), **more), is_hidden=True)
 
     def _encoded(self, text: str, is_hidden: bool = False) -> list[int]:
         """Names of control tokens in an environment's words are text."""

@@ -1,9 +1,14 @@
 """A worker that runs agents' programs: `python -m mrl.agents.worker FD`, started by `mrl.agents.pool`.
 
-On the socket FD come JSON objects. First the setup {"sys_path", "rollout", "parser", "sandbox"}, answered by {"ready":
-true} or {"load_error": text}. Then {"id", "start": {"row", "prompt", "seed"}} begins a trajectory, {"id", "turn":
-{...}} and {"id", "over": why} answer one that has asked, {"drop": true} ends all. Of each trajectory come {"id", "say":
-[...]}, which asks for a turn, and at its end {"id", "done": {"score", ...}} or {"id", "error": text}.
+On the socket FD come JSON objects. First the setup {"sys_path", "rollout", "parser", "sandbox", "endpoint"}, answered
+by {"ready": true} or {"load_error": text}. Then {"id", "start": {"row", "prompt", "seed"}} begins a trajectory, {"id",
+"turn": {...}} and {"id", "over": why} answer one that has asked, {"drop": true} ends all. Of each trajectory come
+{"id", "say": [...]}, which asks for a turn, and at its end {"id", "done": {"score", ...}} or {"id", "error": text};
+with each "reward", what was given since the one before.
+
+With an endpoint a turn is asked for by {"id", "chat": {"messages", "tools"}}, and answered by {"id", "answer": {"text",
+"finish", "tokens"}}, {"id", "over": why} or {"id", "refused": why}; "arrived" then comes with the next question or the
+end: the message that the last answer was to the harness, null if that was gone.
 """
 
 from __future__ import annotations
@@ -18,7 +23,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from mrl.agents.calls import Parser, load_parser
-from mrl.agents.context import Context, Over, Program, load_program, score_of
+from mrl.agents.context import Context, Over, Program, calls_of, load_program, score_of
+from mrl.agents.endpoint import Door, Session
 from mrl.user_functions import FunctionError
 
 MAX_TRACEBACK_CHARS = 8000
@@ -29,23 +35,33 @@ def main() -> None:
     setup = json.loads(connection.recv_bytes())
     sys.path[:] = setup["sys_path"]
     try:
-        program = load_program(setup["rollout"])
+        program = load_program(setup["rollout"], setup["endpoint"])
         parser = load_parser(setup["parser"]) if setup["parser"] is not None else None
     except FunctionError as error:
         _send(connection, {"load_error": str(error)})
         return
     _send(connection, {"ready": True})
-    asyncio.run(_Trajectories(connection, program, parser, setup["sandbox"]).run())
+    door = Door() if setup["endpoint"] else None
+    asyncio.run(_Trajectories(connection, program, parser, setup["sandbox"], door).run())
 
 
 class _Trajectories:
     """All of this process, each a task of its loop."""
 
-    def __init__(self, connection: Connection, program: Program, parser: Parser | None, limits: dict[str, Any]) -> None:
-        self._parser, self._limits = parser, limits
+    def __init__(
+        self,
+        connection: Connection,
+        program: Program,
+        parser: Parser | None,
+        limits: dict[str, Any],
+        door: Door | None,
+    ) -> None:
+        self._parser, self._limits, self._door = parser, limits, door
         self._connection, self._program = connection, program
+        self._sending = threading.Lock()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._sessions: dict[int, Session] = {}
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -53,10 +69,16 @@ class _Trajectories:
         await asyncio.Event().wait()  # for ever: the thread ends the process
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Ends the process, whatever its programs do, when the other side is gone."""
+        """Ends the process, whatever its programs do, when the other side is gone. Answers to chats need no loop, which
+        a program may block that waits for one."""
         try:
             while True:
-                loop.call_soon_threadsafe(self._take, json.loads(self._connection.recv_bytes()))
+                message = json.loads(self._connection.recv_bytes())
+                session = self._sessions.get(message.get("id", -1))
+                if session is not None and "start" not in message:
+                    session.answer(message)
+                else:
+                    loop.call_soon_threadsafe(self._take, message)
         except (EOFError, OSError):
             os._exit(0)
 
@@ -76,21 +98,59 @@ class _Trajectories:
     async def _play(self, number: int, row: dict[str, Any], prompt: str, seed: int) -> None:
         async def ask(question: dict[str, Any]) -> dict[str, Any]:
             self._waiting[number] = asyncio.get_running_loop().create_future()
-            _send(self._connection, {"id": number, **question})
+            self._say({"id": number, **question, "reward": ctx.take_reward()})
             return await self._waiting[number]
 
-        ctx = Context(ask, row, seed, self._parser, self._limits)
+        def ask_chat(question: dict[str, Any]) -> None:
+            self._say({"id": number, **question, "reward": ctx.take_reward(), "arrived": session.arrived})
+
+        session = Session(ask_chat, self._message)
+        endpoint = self._door.open(session) if self._door is not None else None
+        if endpoint is not None:
+            self._sessions[number] = session
+        ctx = Context(ask, row, seed, self._parser, self._limits, endpoint)
+        try:
+            answer = await self._result(ctx, prompt, session)
+        finally:
+            if self._door is not None and endpoint is not None:
+                self._door.shut(endpoint)
+                self._sessions.pop(number, None)
+        self._tasks.pop(number, None)
+        self._say({"id": number, **answer, "reward": ctx.take_reward(), "arrived": session.arrived})
+
+    async def _result(self, ctx: Context, prompt: str, session: Session) -> dict[str, Any]:
         try:
             try:
                 result = await self._program(ctx, prompt)
             except Over:
                 result = None
-            answer: dict[str, Any] = {"done": score_of(result, ctx)}
+            except Exception:
+                if not session.has_ended_model:  # how a harness fails that is told so is its own affair
+                    raise
+                result = None
+            return {"done": score_of(result, ctx)}
         except Exception as error:
             text = "".join(traceback.format_exception(error))
-            answer = {"error": text[-MAX_TRACEBACK_CHARS:]}
-        self._tasks.pop(number, None)
-        _send(self._connection, {"id": number, **answer})
+            return {"error": text[-MAX_TRACEBACK_CHARS:]}
+
+    def _message(self, text: str, finish: str, number: int) -> dict[str, Any]:
+        """A turn as a harness gets it. A call that cannot be read stays text."""
+        calls, _ = calls_of(text, finish, self._parser)
+        if not calls:
+            return {"role": "assistant", "content": text}
+        made = [
+            {
+                "id": f"call_{number}_{i}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for i, call in enumerate(calls)
+        ]
+        return {"role": "assistant", "content": text.partition("<tool_call>")[0].strip(), "tool_calls": made}
+
+    def _say(self, message: dict[str, Any]) -> None:
+        with self._sending:
+            _send(self._connection, message)
 
 
 def _send(connection: Connection, message: dict[str, Any]) -> None:

@@ -8,8 +8,17 @@ from torch import Tensor
 from mrl.algo.stats import check_same_shape
 
 
-def compute(scores: Tensor, response_mask: Tensor, *, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
+def compute(
+    scores: Tensor,
+    response_mask: Tensor,
+    *,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    early: Tensor | None = None,
+) -> Tensor:
     """[B, T]: the score on each response's last valid token, minus `kl_coef * kl` on every valid token.
+
+    early [B, T]: what was given of the score before the end, at the tokens after which it was; the rest is on the last.
 
     scores [B] float32; response_mask [B, T] bool or 0/1; kl [B, T] from `mrl.algo.kl.penalty`, where
     `use_kl_in_reward` (arXiv 1909.08593). A response without a valid token has its score in column 0, so that it still
@@ -20,7 +29,14 @@ def compute(scores: Tensor, response_mask: Tensor, *, kl: Tensor | None = None, 
         raise ValueError(f"scores is {list(scores.shape)}, response_mask {list(mask.shape)}: not [B], [B, T]")
     position = torch.arange(mask.shape[1], device=mask.device)
     last = (position * mask).amax(1, keepdim=True)
-    rewards = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device).scatter_(1, last, scores[:, None])
+    rest = scores
+    if early is not None:
+        check_same_shape(early=early, response_mask=mask)
+        early = early.masked_fill(~mask, 0)
+        rest = scores - early.sum(1)
+    rewards = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device).scatter_(1, last, rest[:, None])
+    if early is not None:
+        rewards = rewards + early
     if kl is not None:
         check_same_shape(kl=kl, response_mask=mask)
         rewards = rewards - kl_coef * kl.detach().masked_fill(~mask, 0)

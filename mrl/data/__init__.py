@@ -3,6 +3,7 @@
 from mrl.data.balance import plan_micro_batches
 from mrl.data.collate import collate
 from mrl.data.dataset import PromptDataset, data_notes
+from mrl.data.encoder import messages_of
 from mrl.data.errors import DataError
 from mrl.data.image_prompts import load_eyes
 from mrl.data.packing import pack, sequence_align
@@ -21,6 +22,7 @@ __all__ = [
     "data_notes",
     "load_eyes",
     "load_tokenizer",
+    "messages_of",
     "pack",
     "plan_micro_batches",
     "preference_notes",

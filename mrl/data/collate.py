@@ -32,6 +32,8 @@ def collate(step: int, samples: list[Sample]) -> Rollout:
         raise ValueError(f"step {step}: no samples")
     seen = [s.request.prompt.images for s in ordered]
     shapes = [shape for images in seen for shape in images or ()]
+    cuts = [s.sequence_lens or (len(s.request.prompt.token_ids) + len(s.response_ids),) for s in ordered]
+    is_cut = any(s.sequence_lens for s in ordered)
     return Rollout.of(
         step,
         [s.request.prompt.token_ids for s in ordered],
@@ -44,6 +46,9 @@ def collate(step: int, samples: list[Sample]) -> Rollout:
         born=_born(ordered) if any(s.versions is not None for s in ordered) else None,
         drawn=_drawn(ordered) if any(s.drawn is not None for s in ordered) else None,
         experts=_experts(ordered),
+        rewards=_rewards(ordered) if any(s.rewards is not None for s in ordered) else None,
+        sequence_counts=torch.tensor([len(each) for each in cuts]) if is_cut else None,
+        sequence_lens=torch.tensor([tokens for each in cuts for tokens in each]) if is_cut else None,
         image_counts=None if seen[0] is None else torch.tensor([len(images or ()) for images in seen]),
         images=None if seen[0] is None else torch.tensor(shapes, dtype=torch.int64).reshape(-1, 3),
     )
@@ -59,6 +64,12 @@ def _experts(samples: list[Sample]) -> torch.Tensor | None:
     """[N, layers, experts a token]."""
     each = [s.experts for s in samples if s.experts is not None]
     return torch.from_numpy(np.concatenate(each)) if each else None
+
+
+def _rewards(samples: list[Sample]) -> torch.Tensor:
+    """[R] float32."""
+    each = [np.zeros(s.num_drawn) if s.rewards is None else s.rewards for s in samples]
+    return torch.from_numpy(np.concatenate(each).astype(np.float32))
 
 
 def _drawn(samples: list[Sample]) -> torch.Tensor:

@@ -271,7 +271,7 @@ class Learner:
         return rollout.dense(bad.cpu()).any(1).nonzero().flatten().tolist()
 
     def _count_flops(self, rollout: Rollout, sample_ids: range | list[int], passes: int) -> None:
-        ids = list(sample_ids)
+        rollout, ids = rollout.apart(list(sample_ids))
         lens, outputs = rollout.seq_lens[ids], int(rollout.response_lens[ids].sum())
         self.flops += passes * self._flops.total(int(lens.sum()), int((lens * (lens + 1) // 2).sum()), outputs)
         if self._tower_flops is not None:  # each picture once, however many samples and micro-batches have it

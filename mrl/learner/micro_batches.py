@@ -64,7 +64,8 @@ class Split:
     def micro_batches(self, rollout: Rollout, sample_ids: Sequence[int], together: Together = 1) -> list[PackedBatch]:
         """This rank's micro-batches; their number is the same on every rank. together: as in `Loss`."""
         require_ids(rollout, self.arch.vocab_size)
-        mesh, ids = self.mesh, list(sample_ids)
+        mesh = self.mesh
+        rollout, ids = _shown(rollout, sample_ids, together)
         unit = token_unit(mesh.cfg, self.train.precision.fp8.recipe)
         groups, forward = _groups(ids, together), ForwardFlops.of(self.arch, self.role)
         plan = plan_micro_batches(
@@ -89,6 +90,14 @@ class Split:
         """[groups] tokens, padding included, of so many samples each, one after the other."""
         align = sequence_align(self.mesh.cp)
         return _sums((seq_lens + align - 1) // align * align, together)
+
+
+def _shown(rollout: Rollout, sample_ids: Sequence[int], together: Together) -> tuple[Rollout, list[int]]:
+    """Sequences, and their places. Those of one sample need not share a micro-batch."""
+    if rollout.sequence_lens is not None and together != 1:
+        raise ValueError("samples of several sequences cannot be kept together in a micro-batch")
+    shown, places = rollout.apart(sample_ids)
+    return shown, list(places)
 
 
 def _sums(of_samples: Tensor, together: Together) -> Tensor:

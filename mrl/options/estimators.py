@@ -15,6 +15,7 @@ class EstimatorOptions(Options):
 
     compares_group: ClassVar[bool] = True  # it needs two responses to a prompt, or more
     takes_values: ClassVar[Literal["never", "maybe", "always"]] = "never"  # of a critic
+    takes_turns: ClassVar[bool] = False  # rewards of an agent's turns count where they are; else their sum, at the end
     needs_greedy: ClassVar[bool] = False  # the greedy response to every prompt
     needs_distribution: ClassVar[bool] = False  # the sums of squared probabilities over the vocabulary
 
@@ -55,6 +56,7 @@ class GAE(Whitening, name="gae"):
 
     compares_group: ClassVar[bool] = False
     takes_values: ClassVar[Literal["never", "maybe", "always"]] = "always"
+    takes_turns: ClassVar[bool] = True
 
     gamma: Fraction = 1.0  # discount a token
     lam: Fraction = 1.0  # 1 is the whole return (least bias), 0 one step (least variance)
@@ -101,6 +103,7 @@ class ReinforcePlusPlus(Whitening, name="reinforce_plus_plus"):
     """REINFORCE++ (arXiv 2501.03262): the discounted reward-to-go, whitened."""
 
     compares_group: ClassVar[bool] = False
+    takes_turns: ClassVar[bool] = True
 
     gamma: Fraction = 1.0  # discount a token
 

@@ -9,6 +9,7 @@ RESULT_JSON gets {layout: {case: [relative loss error, worst relative gradient e
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -107,6 +108,19 @@ def make_trajectories(rollout: Rollout) -> Rollout:
     return replace(rollout, drawn=drawn, rollout_log_probs=torch.zeros(int(drawn.sum())))
 
 
+def make_several(told: Rollout) -> Rollout:
+    """The same, of which the longer trajectories are two or three sequences."""
+    assert told.drawn is not None
+    counts, lens = [], []
+    for length, drawn in zip(told.seq_lens.tolist(), told.drawn.split(told.seq_lens.tolist()), strict=True):
+        free = (~drawn).nonzero().flatten().tolist()
+        cuts = [0, *sorted({free[i] for i in (len(free) // 2, -4) if length > 14 and free[i] > 0}), length]
+        counts.append(len(cuts) - 1)
+        lens += [b - a for a, b in itertools.pairwise(cuts)]
+    assert max(counts) == 3 and min(counts) == 1
+    return replace(told, sequence_counts=torch.tensor(counts), sequence_lens=torch.tensor(lens))
+
+
 def advantages_of(rollout: Rollout) -> torch.Tensor:
     return torch.randn(rollout.num_response_tokens, generator=torch.Generator().manual_seed(2))
 
@@ -128,12 +142,12 @@ def plain_gradient(rollout: Rollout) -> Loss:
 
 
 def plain_loop(model_dir: str, weights: dict[str, torch.Tensor], rollout: Rollout) -> Result:
-    """The same by transformers, one trajectory and one token after the other."""
+    """The same by transformers, one sequence and one token after the other."""
     assert rollout.drawn is not None
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=torch.float32)
     model.load_state_dict(weights, strict=False)
     advantages, total, at = advantages_of(rollout), torch.zeros(()), 0
-    lengths = rollout.seq_lens.tolist()
+    lengths = (rollout.seq_lens if rollout.sequence_lens is None else rollout.sequence_lens).tolist()
     for ids, drawn in zip(rollout.tokens.split(lengths), rollout.drawn.split(lengths), strict=True):
         log_probs = (model(ids[None]).logits[0] / 0.7).log_softmax(-1)
         for place in drawn.nonzero().flatten().tolist():
@@ -239,12 +253,13 @@ def all_gradients(model_dir: str, arch: ModelArch, mesh: Mesh, train: TrainConfi
         for case, (role, loss, entropy_grad) in cases(rollout, actor).items()
     }
     told = make_trajectories(rollout)
-    found["trajectories"] = gradients(actor, told, plain_gradient(told), False)
-    if torch.distributed.get_world_size() == 1 and arch.experts is None:  # the reference is nothing of ours
-        weights = everywhere(actor, torch.Tensor.detach)
-        plain = plain_loop(model_dir, weights, told)
-        assert max(compare(found["trajectories"], plain)[:2]) < 1e-5, compare(found["trajectories"], plain)  # type: ignore[type-var]
-        found["trajectories"] = plain
+    for case, some in (("trajectories", told), ("several", make_several(told))):
+        found[case] = gradients(actor, some, plain_gradient(some), False)
+        if torch.distributed.get_world_size() == 1 and arch.experts is None:  # the reference is nothing of ours
+            weights = everywhere(actor, torch.Tensor.detach)
+            plain = plain_loop(model_dir, weights, some)
+            assert max(compare(found[case], plain)[:2]) < 1e-5, compare(found[case], plain)  # type: ignore[type-var]
+            found[case] = plain
     return found
 
 

@@ -29,6 +29,18 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
     if cfg.algorithm.adv_estimator == "optimal_token_baseline":
         message = "it compares tokens at the same place, and turns begin at different ones: tir_optimal_token_baseline"
         yield Problem(("algorithm.adv_estimator", "agent"), message)
+    if not cfg.data.chat_template:
+        for key, is_set in (("agent.endpoint", agent.endpoint), ("agent.thoughts", agent.thoughts == "strip")):
+            if is_set:
+                yield Problem(
+                    (key, "data.chat_template"), "conversations are rendered by a chat template: set that true"
+                )
+    if agent.endpoint and agent.thoughts == "strip":
+        message = "a harness sends what history it likes, and what differs begins a new sequence: leave it out"
+        yield Problem(("agent.thoughts", "agent.endpoint"), message)
+    if agent.on_error == "leave_out" and cfg.algorithm.needs_greedy:
+        message = f"{cfg.algorithm.adv_estimator} needs the greedy response of every group: stop"
+        yield Problem(("agent.on_error", "algorithm.adv_estimator"), message)
     if reward.model is not None:
         yield Problem(("reward.model", "agent"), "a reward model was trained on answers, it has no place for turns")
 
@@ -36,7 +48,11 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
 def check_file(agent: AgentConfig) -> Iterator[Problem]:
     """The program and a parser of the user's are defined by their files (read, not run)."""
     found = yield from _defined(KEY, agent.rollout)
-    if isinstance(found, ast.FunctionDef):
+    if agent.endpoint and isinstance(found, ast.ClassDef):
+        yield Problem(
+            (KEY, "agent.endpoint"), f"{found.name} is a class, and a harness is run by a function (ctx, prompt)"
+        )
+    if isinstance(found, ast.FunctionDef) and not agent.endpoint:
         yield Problem((KEY,), f"{found.name} must be `async def {found.name}(ctx, prompt)`: it waits for turns")
     if agent.parser is not None and agent.parser not in PARSERS:
         own = yield from _defined(PARSER, agent.parser, f"none of {', '.join(PARSERS)}, and ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -24,4 +24,11 @@ class AgentConfig(Section):
     max_tokens: PositiveInt = 8192  # prompt, turns and what the environment says, at most
     workers: Annotated[int, Field(gt=0, le=256)] = 2  # processes that environments run in
     step_timeout_s: PositiveFloat = 30.0  # seconds of an environment between two turns; its process is ended then
-    retries: NonNegativeInt = 1  # of a trajectory whose program raised, ended or hung; then the run ends
+    retries: NonNegativeInt = 1  # of a trajectory whose program raised, ended or hung
+    # of one that has failed more often: the run ends, or it is left out of its group, of baselines and of the loss
+    on_error: Literal["stop", "leave_out"] = "stop"
+    # of chat templates that show earlier turns without them after a new user message. keep: nothing is taken back, and
+    # such a message is refused; strip: each user message begins a new sequence, as the template shows it all
+    thoughts: Literal["keep", "strip"] = "keep"
+    # programs get an address and a key (`ctx.endpoint`) for clients of OpenAI's chat completions, and no `ctx.generate`
+    endpoint: bool = False

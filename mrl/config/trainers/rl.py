@@ -151,6 +151,13 @@ def most_tokens(cfg: RLConfig) -> int:
     return one_turn if cfg.agent is None else cfg.agent.max_tokens
 
 
+def counts_turns(cfg: RLConfig) -> bool:
+    """Whether rewards of an agent's turns are learnt where they were given: the score is made of them, as they are."""
+    algorithm = cfg.algorithm
+    as_given = not algorithm.use_score_scaling and algorithm.score_clip is None
+    return cfg.agent is not None and algorithm.takes_turns and cfg.reward.function == "environment" and as_given
+
+
 def needs_ref(cfg: RLConfig) -> bool:
     return cfg.algorithm.kl.use_in_reward or cfg.algorithm.kl.use_in_loss
 

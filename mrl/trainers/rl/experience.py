@@ -131,7 +131,8 @@ def make_experience(
     """What a step learns from its scored samples. reused: which of them are of earlier steps, if any are."""
     old, is_old_policy = _old_policy(cfg, rollout, passes.log_probs, reused)
     penalty, mean_ref_kl = _ref_kl(cfg.kl, rollout, passes, reused)
-    rewards = token_rewards.compute(rollout.scores, rollout.response_mask, kl=penalty, kl_coef=kl_coef)
+    early = None if rollout.rewards is None else rollout.dense(rollout.rewards)
+    rewards = token_rewards.compute(rollout.scores, rollout.response_mask, kl=penalty, kl_coef=kl_coef, early=early)
     correction = None
     if passes.log_probs is not None and cfg.rollout_correction != RolloutCorrectionConfig():
         correction = correction_of(cfg.rollout_correction, rollout, passes.log_probs)

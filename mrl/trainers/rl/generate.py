@@ -20,7 +20,7 @@ from mrl.observe import ENGINES, append_jsonl, sample_row, save_pictures, save_s
 from mrl.resilience.sections import section
 from mrl.reward import RewardManager
 from mrl.rollout import Engine, Feed, Load, sample_seed
-from mrl.trainers.rl.groups import Group, GroupFilter, in_order, sample_groups, value_of
+from mrl.trainers.rl.groups import Group, GroupFilter, SamplingError, in_order, sample_groups, value_of
 from mrl.trainers.rl.sampler import Drawn, Sampled
 from mrl.trainers.rl.segments import Segments
 from mrl.trainers.rl.under_way import OnSamples, UnderWay
@@ -50,6 +50,7 @@ class Generator:
     def __post_init__(self) -> None:
         groups = self.cfg.algorithm.filter_groups
         self._filter = GroupFilter(groups) if groups.is_on else None
+        self._left_out: list[str] = []  # of the step: why
 
     def notes(self) -> list[str]:
         """What was corrected or left out of the data, for the user to see before the first step."""
@@ -62,6 +63,9 @@ class Generator:
         if self.under_way is None:
             self.engine.take_loads()  # a validation's
         groups, metrics = self._groups(step, on_sample)
+        if self.agents is not None:
+            groups, left_out = self._without(groups)
+            metrics |= left_out
         samples = in_order(groups)
         rollout = collate(step, samples)
         if algorithm.score_parts:
@@ -100,7 +104,7 @@ class Generator:
             prompts = self.train.prompts_for_step(step, prompts_per_round(cfg), seed)
             before = number * len(prompts) * n
             samples = self._samples(prompts, n, step, self._params(), on_sample, before)
-            return [samples[i : i + n] for i in range(0, len(samples), n)]
+            return [self._present(samples[i : i + n]) for i in range(0, len(samples), n)]
 
         if self.segments is not None:
             return self._segmented(step, self.segments, on_sample)
@@ -109,6 +113,27 @@ class Generator:
         if self._filter is None:
             return sample_round(0), {}
         return sample_groups(cfg.batch.prompts_per_step, cfg.algorithm.filter_groups, self._filter, sample_round)
+
+    def _present(self, samples: list[Sample]) -> list[Sample]:
+        """Those whose environment has not failed."""
+        self._left_out += [sample.left_out for sample in samples if sample.left_out]
+        return [sample for sample in samples if not sample.left_out]
+
+    def _without(self, groups: list[Group]) -> tuple[list[Group], dict[str, float]]:
+        """The groups that can be learnt from, and metrics: of what is left of a group, one alone compares with nothing.
+        Raises SamplingError if there is none."""
+        cfg, found = self.cfg, self._left_out
+        self._left_out = []
+        least = 2 if cfg.algorithm.compares_group and cfg.batch.samples_per_prompt > 1 else 1
+        kept = [group for group in groups if len(group) >= least]
+        if found:
+            head, *more = found[0].splitlines()
+            self.note(f"{len(found)} samples are left out (agent.on_error): {' '.join([head, *more[-2:]])}")
+        if not kept:
+            raise SamplingError(
+                f"no group of the step is left to learn from (agent.on_error: leave_out); the first: {found[0]}"
+            )
+        return kept, {"agent/left_out": float(len(found))}
 
     def request(self, group: int, member: int) -> Request:
         """Of a group of the run, whatever step it is learnt in."""
@@ -133,7 +158,8 @@ class Generator:
 
         def scored(some: list[Sample]) -> None:
             for sample in some:
-                self.rewards.submit(sample)
+                if not sample.left_out:
+                    self.rewards.submit(sample)
             on_samples(some)
 
         def finished(some: list[Sample]) -> None:
@@ -155,7 +181,8 @@ class Generator:
         )
 
     def _taken(self, under_way: UnderWay, on_sample: OnSample) -> tuple[list[Group], dict[str, float]]:
-        groups, metrics = under_way.take()
+        taken, metrics = under_way.take()
+        groups = [self._present(group) for group in taken]
         samples = in_order(groups)
         for sample in samples:
             on_sample(sample)
@@ -186,7 +213,10 @@ class Generator:
         assert self.validation is not None
         cfg = self.cfg.validation
         prompts, params = self.validation.first(cfg.prompts), self._unfiltered(cfg.temperature)
-        samples = self._samples(prompts, 1, step + VALIDATION_STREAM, params, on_sample)
+        samples = self._present(self._samples(prompts, 1, step + VALIDATION_STREAM, params, on_sample))
+        self._left_out = []  # a step's are its own
+        if not samples:
+            raise SamplingError("no sample of a validation is left (agent.on_error: leave_out)")
         self._write_down([sample_row(sample) for sample in samples], f"{name}_step_{step}")
         on_error = self.cfg.checkpoint.on_error
         write_down("rollouts/pictures", lambda: save_pictures(self.run_dir, samples), on_error, self.note)
@@ -218,7 +248,8 @@ class Generator:
 
         def scored(some: list[Sample]) -> None:
             for sample in some:
-                self.rewards.submit(sample)
+                if not sample.left_out:
+                    self.rewards.submit(sample)
                 on_sample(sample)
 
         def finished(some: list[Sample]) -> None:
@@ -230,7 +261,7 @@ class Generator:
         else:
             samples = self.engine.generate(requests, params, finished)
         with section("reward"):
-            self.rewards.collect(samples)
+            self.rewards.collect([sample for sample in samples if not sample.left_out])
         return samples
 
     def _write_down(self, rows: list[dict[str, Any]], name: str) -> None:
@@ -277,6 +308,7 @@ def sample_metrics(samples: list[Sample]) -> dict[str, float]:
     if any(s.messages for s in samples):
         metrics["agent/turns"] = sum(m["role"] == "assistant" for s in samples for m in s.messages) / n
         metrics["agent/env_tokens"] = sum(len(s.response_ids) - s.num_drawn for s in samples) / n
+        metrics["agent/sequences"] = sum(max(1, len(s.sequence_lens)) for s in samples) / n
     for name in sorted({part for s in samples for part in s.score_parts} - {"score"}):
         values = [s.score_parts[name] for s in samples if name in s.score_parts]
         metrics[f"reward/{name}"] = sum(values) / len(values)

@@ -38,7 +38,7 @@ class GroupFilter:
             self._function = load_file(cfg.function, f"{KEY}.function", ([],), "(group)")
 
     def __call__(self, group: Group) -> Verdict:
-        if self._cfg.enable and len({value_of(sample, self._cfg.metric, f"{KEY}.metric") for sample in group}) == 1:
+        if self._cfg.enable and len({value_of(sample, self._cfg.metric, f"{KEY}.metric") for sample in group}) <= 1:
             return "equal"
         return "kept" if self._function is None or self._ask(group) else "refused"
 

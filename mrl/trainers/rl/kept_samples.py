@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mrl.core import Request, Sample
 
-ARRAYS = ("response_ids", "log_probs", "drawn", "versions", "experts")
-TEXTS = ("finish_reason", "weight_version", "response_text")
+ARRAYS = ("response_ids", "log_probs", "drawn", "versions", "experts", "rewards")
+TEXTS = ("finish_reason", "weight_version", "response_text", "left_out")
 
 
 def plain(sample: Sample) -> dict[str, Any]:
@@ -18,10 +19,16 @@ def plain(sample: Sample) -> dict[str, Any]:
     known = vars(sample)
     arrays = {name: torch.from_numpy(known[name]) for name in ARRAYS if known[name] is not None}
     said = json.dumps({"messages": sample.messages, "environment": sample.environment})
+    arrays["prompt"] = torch.tensor(sample.request.prompt.token_ids, dtype=torch.int32)  # a harness may write its own
+    arrays["sequence_lens"] = torch.tensor(sample.sequence_lens, dtype=torch.int32)
     return {"arrays": arrays, "said": said, **{name: known[name] for name in TEXTS}}
 
 
 def restored(request: Request, kept: dict[str, Any]) -> Sample:
     """What `plain` was made of."""
     arrays = {name: tensor.numpy() for name, tensor in kept["arrays"].items()}
-    return Sample(request, **arrays, **{name: kept[name] for name in TEXTS}, **json.loads(kept["said"]))
+    prompt, lens = (tuple(arrays.pop(name).tolist()) for name in ("prompt", "sequence_lens"))
+    texts = {name: kept[name] for name in TEXTS}
+    if prompt != request.prompt.token_ids:
+        request = replace(request, prompt=replace(request.prompt, token_ids=prompt))
+    return Sample(request, **arrays, **texts, sequence_lens=lens, **json.loads(kept["said"]))

@@ -12,7 +12,8 @@ from mrl.agents.play import Agents
 from mrl.config import placement
 from mrl.config.derived import Machine
 from mrl.config.schema import AgentConfig, RLConfig
-from mrl.data import PromptDataset, Tokenizer, load_eyes, load_tokenizer
+from mrl.config.trainers.rl import counts_turns
+from mrl.data import PromptDataset, Tokenizer, load_eyes, load_tokenizer, messages_of
 from mrl.families import engine_arch
 from mrl.observe import Recorder, SilentRecorder
 from mrl.reward import RewardManager
@@ -105,8 +106,10 @@ class MainParts:
 
 
 def make_agents(cfg: RLConfig, agent: AgentConfig, tokenizer: Tokenizer) -> Agents:
+    prompt_key = cfg.data.prompt_key
     stops = (*cfg.rollout.sampling.stop_token_ids, tokenizer.eos_id)
-    return Agents(agent, tokenizer, stops, is_chat=cfg.data.chat_template)
+    by_turn = counts_turns(cfg)
+    return Agents(agent, tokenizer, stops, cfg.data.chat_template, by_turn, lambda p: messages_of(p.row[prompt_key]))
 
 
 def make_segments(cfg: RLConfig, tokens: int, generator: Generator) -> Segments:

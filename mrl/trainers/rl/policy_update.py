@@ -24,7 +24,8 @@ def policy_targets(run: RLRun, exp: Experience, number: int) -> losses.PolicyTar
     cfg, rollout = run.cfg.algorithm.policy_loss, exp.rollout
     is_old_policy = number == 0 and exp.is_old_policy
     keep = exp.correction.keep if exp.correction is not None else None
-    sequences = Sequences.of_mask(rollout.response_mask, None if keep is None else rollout.dense(keep))
+    shown, _ = rollout.apart(range(rollout.num_samples))  # a ratio of many tokens is of those with one context
+    sequences = Sequences.of_mask(shown.response_mask, None if keep is None else shown.dense(keep))
     scale = cfg.loss_scale_factor or run.cfg.rollout.sampling.max_new_tokens
     weights = token_weights(rollout, cfg.aggregation, scale, keep)
     mask = torch.ones_like(exp.advantages, dtype=torch.bool) if keep is None else keep

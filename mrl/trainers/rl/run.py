@@ -58,8 +58,10 @@ class RLRun(Run):
     pushed: int | str | None = None  # the name of the weights that the engines have
 
     def minibatches(self, rollout: Rollout) -> list[range]:
-        size = self.cfg.batch.samples_per_minibatch or rollout.num_samples
-        return [range(i, i + size) for i in range(0, rollout.num_samples, size)]
+        """As many as of a step from which nothing is left out, and as even as can be."""
+        samples = rollout.num_samples
+        count = max(1, round(samples / (self.cfg.batch.samples_per_minibatch or samples)))
+        return [range(samples * i // count, samples * (i + 1) // count) for i in range(count)]
 
     def generate(self, step: int) -> Sampled:
         """The step's samples with their controlled scores, the same on every rank."""

@@ -1,0 +1,188 @@
+"""What harnesses ask at an endpoint of OpenAI's kind (/v1/chat/completions), and the answers. The standard library
+only.
+
+What decides about training is not the client's to say: sampling follows the run's configuration, so `model`,
+`temperature`, `top_p`, `max_tokens`, `seed` and the like are taken and not followed. What would make an answer
+something else than a turn of the model (several choices, stop words, a forced format) is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MODEL = "policy"  # what the model is called, whatever the client calls it
+MAX_MESSAGES = 10_000
+
+
+class BadChat(ValueError):
+    """A request that cannot be answered. param: of which field; status: of HTTP"""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As OpenAI's interface says it."""
+        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A request. messages: without what says nothing; has_stream: the answer is wanted as events, and with_usage: its
+    tokens too"""
+
+    messages: list[Message]
+    tools: list[Message]
+    has_stream: bool
+    with_usage: bool
+
+    @property
+    def question(self) -> Message:
+        """What rank 0 is asked."""
+        return {"messages": self.messages, "tools": self.tools}
+
+
+def read(body: Any) -> Chat:
+    """Raises BadChat, which names what is wrong and where."""
+    if not isinstance(body, dict):
+        raise BadChat("the body must be a JSON object")
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
+        raise BadChat(f"messages must be a list of 1 to {MAX_MESSAGES} messages", "messages")
+    _refuse(body)
+    stream = body.get("stream_options")
+    return Chat(
+        [_message(each, f"messages[{i}]") for i, each in enumerate(messages)],
+        _tools(body) if body.get("tool_choice") != "none" else [],
+        bool(body.get("stream")),
+        isinstance(stream, dict) and bool(stream.get("include_usage")),
+    )
+
+
+def _refuse(body: Mapping[str, Any]) -> None:
+    for name, only, why in (
+        ("n", (1,), "a trajectory has one answer to each request"),
+        ("stop", ([], ""), "a turn ends where the model ends it: rollout.sampling.stop is the run's"),
+        ("tool_choice", ("auto", "none"), "what the model says is not forced"),
+        ("response_format", ({"type": "text"},), "what the model says is not forced"),
+        ("functions", ([],), "use tools"),
+        ("logprobs", (False,), "they are recorded for the trainer"),
+        ("modalities", (["text"],), "the model says text"),
+    ):
+        if body.get(name) is not None and body[name] not in only:
+            raise BadChat(f"{name} is {json.dumps(body[name])[:80]}, which is not done here: {why}", name)
+
+
+def _tools(body: Mapping[str, Any]) -> list[Message]:
+    tools = body.get("tools") or []
+    if not isinstance(tools, list):
+        raise BadChat("tools must be a list", "tools")
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if (
+            not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or tool.get("type") != "function"
+        ):
+            raise BadChat(f"tools[{i}] must be {{'type': 'function', 'function': {{'name': ...}}}}", f"tools[{i}]")
+    return tools
+
+
+def _message(message: Any, where: str) -> Message:
+    """With text as content, and no key that says nothing, so that an answer that comes back is known again."""
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise BadChat(f"{where} must be an object with a role of {', '.join(ROLES)}", f"{where}.role")
+    found: Message = {"role": message["role"], "content": _text(message.get("content"), f"{where}.content")}
+    if found["role"] == "assistant" and message.get("tool_calls"):
+        calls = message["tool_calls"]
+        if not isinstance(calls, list):
+            raise BadChat(f"{where}.tool_calls must be a list", f"{where}.tool_calls")
+        found["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := message.get(name)) is not None:
+            if not isinstance(value, str):
+                raise BadChat(f"{where}.{name} must be text", f"{where}.{name}")
+            found[name] = value
+    return found
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise BadChat(f"{where} must be text, or a list of parts", where)
+    parts = []
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise BadChat(f"{where}[{i}] must be text: the model reads nothing else", f"{where}[{i}]")
+        parts.append(part["text"])
+    return "".join(parts)
+
+
+def _call(call: Any, where: str) -> Message:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadChat(f"{where} must be {{'id': ..., 'type': 'function', 'function': ...}}", where)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise BadChat(f"{where}.function.arguments is no JSON", where) from None
+    if not isinstance(arguments, dict):
+        raise BadChat(f"{where}.function.arguments must be JSON of an object", where)
+    return {
+        "id": str(call.get("id", "")),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def sent(message: Message) -> Message:
+    """A message in the form of OpenAI's interface: arguments of calls are text."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "content": message["content"] or None, "tool_calls": calls}
+
+
+def completion(number: int, message: Message, finish: str, tokens: list[int]) -> Message:
+    """The answer as one object. number: of the turn; tokens: of the prompt, and of the answer."""
+    choice = {"index": 0, "message": sent(message), "finish_reason": _finish(message, finish), "logprobs": None}
+    return {**_head(number, "chat.completion"), "choices": [choice], "usage": _usage(tokens)}
+
+
+def events(number: int, message: Message, finish: str, tokens: list[int], with_usage: bool) -> Iterator[str]:
+    """The answer as events, each the data of one."""
+    head, delta = _head(number, "chat.completion.chunk"), sent(message)
+    if "tool_calls" in delta:
+        delta = {**delta, "tool_calls": [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]}
+    yield json.dumps({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+    yield json.dumps({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": _finish(message, finish)}]})
+    if with_usage:
+        yield json.dumps({**head, "choices": [], "usage": _usage(tokens)})
+    yield "[DONE]"
+
+
+def _head(number: int, kind: str) -> Message:
+    return {"id": f"chatcmpl-{number}", "object": kind, "created": int(time.time()), "model": MODEL}
+
+
+def _usage(tokens: list[int]) -> dict[str, int]:
+    prompt, answer = tokens
+    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+
+
+def _finish(message: Message, finish: str) -> str:
+    return "tool_calls" if finish == "stop" and "tool_calls" in message else finish

@@ -1,0 +1,146 @@
+"""Environments of other people's kinds as classes that `agent.rollout` takes: Gymnasium's, and OpenEnv's over HTTP. The
+standard library only.
+
+    from mrl.agents.environments import of_gymnasium
+    Lake = of_gymnasium(lambda row: gymnasium.make("FrozenLake-v1"), act=lambda turn: "<v>^".index(turn.text))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import random
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from mrl.agents.context import Turn, Words
+
+Act = Callable[[Turn], Any]
+Show = Callable[[Any], Words]
+Step = tuple[Words, float, bool]
+HTTP_S = 600.0  # of one request; agent.step_timeout_s ends what takes longer
+MAX_ANSWER_BYTES = 64 << 20
+
+
+class OpenEnvError(RuntimeError):
+    """A server does not answer as OpenEnv's do."""
+
+
+class Gymnasium(Protocol):
+    """What is used of `gymnasium.Env`."""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]: ...
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]: ...
+
+    def close(self) -> None: ...
+
+
+def of_gymnasium(
+    make: Callable[[dict[str, Any]], Gymnasium], act: Act, show: Show = str, options: str | None = None
+) -> type[Any]:
+    """A class for `agent.rollout`. make: the environment of a row of the data; act: from a turn to an action, or
+    ValueError, whose text the model is told; show: from an observation to what the model reads, text, or messages where
+    there is a chat template; options: the row's key of what `reset` gets as its own."""
+
+    class Environment:
+        def reset(self, row: dict[str, Any], rng: random.Random) -> Words:
+            self.inner = make(row)
+            given = row.get(options) if options is not None else None
+            observation, _ = self.inner.reset(seed=rng.getrandbits(31), options=given)
+            self.shown = show(observation)
+            return self.shown
+
+        def step(self, turn: Turn) -> Step:
+            try:
+                action = act(turn)
+            except ValueError as error:
+                return _told(str(error), self.shown), 0.0, False
+            observation, reward, terminated, truncated, _ = self.inner.step(action)
+            self.shown = show(observation)
+            return self.shown, float(reward), bool(terminated or truncated)
+
+        def close(self) -> None:
+            if hasattr(self, "inner"):
+                self.inner.close()
+
+    return Environment
+
+
+def of_openenv(url: str | Callable[[dict[str, Any]], str], act: Act, show: Show = json.dumps) -> type[Any]:
+    """As `of_gymnasium`, of a server of OpenEnv: POST /reset and /step, GET /state. url: of the server, or of a row's;
+    one that holds a single episode serves one trajectory at a time, and a second one is found out by its state. act
+    gives the action's fields."""
+
+    class Environment:
+        async def reset(self, row: dict[str, Any], rng: random.Random) -> Words:
+            self.url = url if isinstance(url, str) else url(row)
+            asked = str(uuid.UUID(int=rng.getrandbits(128)))
+            told = await self.ask("POST", "/reset", {"seed": rng.getrandbits(31), "episode_id": asked})
+            self.episode, self.steps = (await self.ask("GET", "/state")).get("episode_id", asked), 0
+            self.shown = show(_field(told, "observation", self.url))
+            return self.shown
+
+        async def step(self, turn: Turn) -> Step:
+            try:
+                action = act(turn)
+            except ValueError as error:
+                return _told(str(error), self.shown), 0.0, False
+            told = await self.ask("POST", "/step", {"action": action, "episode_id": self.episode})
+            self.steps += 1
+            state, mine = await self.ask("GET", "/state"), (self.episode, self.steps)
+            if (found := (state.get("episode_id", mine[0]), state.get("step_count", mine[1]))) != mine:
+                raise OpenEnvError(
+                    f"{self.url} is at step {found[1]} of episode {found[0]!r}, and this one is at step {mine[1]} of "
+                    f"{mine[0]!r}: it holds one episode at a time. Give each trajectory a server (the url of its row)"
+                )
+            reward = told.get("reward")
+            self.shown = show(_field(told, "observation", self.url))
+            return self.shown, float(reward if reward is not None else 0.0), bool(told.get("done"))
+
+        async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+            return await asyncio.to_thread(_asked, self.url, method, path, body)
+
+    return Environment
+
+
+def _told(error: str, like: Words) -> Words:
+    """Why a turn was no action, as an observation is said."""
+    return error if isinstance(like, str) else [{**like[-1], "content": error}]
+
+
+def _field(told: dict[str, Any], name: str, url: str) -> Any:
+    if name not in told:
+        raise OpenEnvError(f"{url} answered without {name!r}: {str(told)[:200]}")
+    return told[name]
+
+
+def _asked(url: str, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+    parts = urlsplit(url)
+    kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+    if parts.scheme not in kinds or parts.hostname is None:
+        raise OpenEnvError(f"{url!r} is no address of a server: http://host:port")
+    connection = kinds[parts.scheme](parts.hostname, parts.port, timeout=HTTP_S)
+    try:
+        data = None if body is None else json.dumps(body)
+        connection.request(method, parts.path.rstrip("/") + path, data, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        content = answer.read(MAX_ANSWER_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise OpenEnvError(f"{method} {url}{path}: {type(error).__name__}: {error}") from error
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise OpenEnvError(f"{method} {url}{path} answered {answer.status}: {content[:200].decode(errors='replace')}")
+    try:
+        told = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise OpenEnvError(f"{method} {url}{path} answered no JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise OpenEnvError(f"{method} {url}{path} answered {str(told)[:200]}, expected an object")
+    return told
