@@ -217,7 +217,8 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 def leaving(path: str, meshes: Meshes) -> dict[str, float]:
     """Outputs and gradients of models in whose last layer tokens leave, less those of models where none does: the
-    largest difference, and the largest number. A context-parallel rank may have no token whose output is wanted."""
+    largest difference of any rank, and the largest number. A context-parallel rank may have no token whose output is
+    wanted."""
     found = {"largest": 0.0}
     for name, layout in {"one": ONE, **{name: DENSE[name] for name in LEAVING}}.items():
         for kind, prompts in (("few", ALL_BUT_LAST), ("all", PROMPTS)):
@@ -226,7 +227,9 @@ def leaving(path: str, meshes: Meshes) -> dict[str, float]:
                 plain = gradients(path, meshes.get(layout), prompts=prompts)
             found[f"{name} {kind}"] = apart(made, plain)
             found["largest"] = max(found["largest"], apart(plain, {k: torch.zeros_like(v) for k, v in plain.items()}))
-    return found
+    of_all = torch.tensor([*found.values()])
+    dist.all_reduce(of_all, dist.ReduceOp.MAX)
+    return dict(zip(found, of_all.tolist(), strict=True))
 
 
 def bfloat16(path: str, meshes: Meshes) -> dict[str, float]:
