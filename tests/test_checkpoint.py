@@ -28,9 +28,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {  # an actor and a critic of each
     "gemma3_text": ("tp2.pp2", "dp4"),
     "deepseek_v3": ("tp2.ep2", "pp2.ep2"),
     "olmo3": ("tp2.pp2", "cp2"),
-    "phi3": ("tp2.pp2", "tp4"),
     "qwen2_moe": ("pp2.ep2", "tp2.ep2"),
-    "smollm3": ("pp2", "tp2"),
 }
 LAYOUTS = {"pair": PAIR, "moe": MOE, "tied": TIED} | FAMILIES
 SHAPE: dict[str, Any] = {
