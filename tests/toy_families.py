@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from transformers import AutoConfig, LlamaConfig
 
 from mrl.families import Decoder, Keys, Layer
@@ -25,9 +23,6 @@ class EverySecond(Qwen3Moe):
         step = keys.size("decoder_sparse_step", count, 1)
         dense, experts = keys.size("intermediate_size", MAX_WIDTH), keys.size("moe_intermediate_size", MAX_WIDTH)
         return tuple(Layer(dense) if (i + 1) % step else Layer(experts, experts=True) for i in range(count))
-
-    def differences(self, keys: Keys) -> Iterator[str]:
-        return (text for text in super().differences(keys) if not text.startswith("dense layers"))
 
 
 TOYS: dict[str, Decoder] = {"toy": Toy(), "qwen3_moe": EverySecond()}

@@ -124,6 +124,8 @@ def _attention(s: Shapes, again: bool) -> float:
     joined = q + 2 * kv  # the product's result, which key and value are parts of, and the query where it is as wide
     query = 0.0 if s.heads == s.kv_heads else q
     normed = (query + joined + s.local * (s.heads + s.kv_heads) * FLOAT32) if s.arch.qk_norm else 0.0
+    if FAMILIES[s.arch.family].norms_all_heads:  # in float32, before and after the scale
+        normed += s.local * (s.heads + s.kv_heads) * d * FLOAT32 * (1 if b == FLOAT32 else 2)
     normed += _compressed(s)
     if again:
         return normed + (q + kv if s.arch.qk_norm else query + joined) + q
