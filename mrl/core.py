@@ -49,7 +49,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the engine draws tokens. `top_k=-1` and `top_p=1.0` switch the filters off; `temperature=0` is greedy."""
+    """How the engine draws tokens. `top_k=-1` and `top_p=1.0` switch the filters off; `temperature=0` is greedy.
+    experts: samples are to say which ones their tokens went to, of a model that has some."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -57,6 +58,7 @@ class SamplingParams:
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    experts: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.families import load_arch
 from mrl.families.engine_names import taken_at_once
 from mrl.rollout import Engine, sample_seed, start_engine
-from mrl.rollout.routed import ASK, RoutedShape
+from mrl.rollout.routed import ASK
 from mrl.weights.errors import SyncError, SyncMismatch
 from mrl.weights.sync.payload import Bucket, plan_buckets
 from tests.conftest import TinyModels
@@ -68,18 +68,19 @@ def served(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
             experts = load_arch(str(old)).experts is not None
             cfg = RolloutConfig(tensor=tensor, server_args=(ASK,) if experts else ())
             engine = stack.enter_context(start_engine(cfg, str(old), "float32", logs))
-            engine.routed = RoutedShape.of(load_arch(str(old))) if experts else None
             found[family] = Served(engine, old, new, tensor)
         for one in found.values():
             one.engine.wait_ready()
-            one.engine.check_experts()
+            if one.engine.routed is not None:
+                one.engine.check_experts()
         yield found
 
 
 def sample(engine: Engine, temperature: float) -> list[dict[str, Any]]:
     prompts = [tuple(10 + (7 * n + k) % 290 for k in range(1 + 3 * n)) for n in range(12)]
     requests = [Request(n, n, Prompt(n, ids, {}), sample_seed(1, 0, n)) for n, ids in enumerate(prompts)]
-    samples: list[Sample] = engine.generate(requests, SamplingParams(temperature=temperature, max_new_tokens=40))
+    params = SamplingParams(temperature=temperature, max_new_tokens=40, experts=engine.routed is not None)
+    samples: list[Sample] = engine.generate(requests, params)
     return [
         {
             "prompt": s.request.prompt.token_ids,

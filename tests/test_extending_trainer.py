@@ -144,7 +144,7 @@ def test_what_the_command_shows_of_it_is_its_own_answer(config: Path, capsys: py
     manual.manual.cache_clear()
     try:
         assert manual.text("samples_per_step").splitlines()[0].endswith("trainer: forget")
-        assert "rl, sft, dpo, reward_model, forget" in manual.text("actor.optimizer.lr")
+        assert "sft, dpo, reward_model, forget" in manual.text("actor.optimizer.lr")
     finally:
         manual.manual.cache_clear()
 

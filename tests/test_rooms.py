@@ -113,7 +113,7 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
         "flight": (*TALK, "samples", "server", "fleet"),
         "engine": (*TALK, "routed", "samples", "restarts", "load", "feed", "fleet", "flight"),
         "start": (
-            *(*TALK, "launch", "process", "agent", "elsewhere", "server", "fleet", "check", "engine"),
+            *(*TALK, "routed", "launch", "process", "agent", "elsewhere", "server", "fleet", "check", "engine"),
             *("registry", "members", "open_fleet", "router", "spread"),
         ),
         "serve": ("errors", "launch", "adapters", "agent", "registry", "members", "start"),

@@ -19,7 +19,7 @@ import torch
 
 from mrl.config.checks.routing import check
 from mrl.config.schema import RLConfig, RolloutConfig
-from mrl.core import Prompt, Request, Rollout, Sample
+from mrl.core import Prompt, Request, Rollout, Sample, SamplingParams
 from mrl.data.collate import collate
 from mrl.data.packing import pack
 from mrl.families import load_arch
@@ -218,10 +218,11 @@ def test_engines_are_told_at_their_start(tiny_models: TinyModels) -> None:
 def test_the_transformers_engine_says_its_experts(tiny_models: TinyModels, tmp_path: Path) -> None:
     model, jobs, found = tiny_models("glm4_moe"), tmp_path / "jobs.json", tmp_path / "found.json"
     with start_engine(RolloutConfig(engine="transformers"), str(model), "float32", tmp_path) as engine:
-        engine.routed = RoutedShape.of(load_arch(str(model)))
         engine.wait_ready()
         engine.check_experts()
         drawn = sample(engine, 1.0)
+        [unasked] = engine.generate([request(0, (5, 6))], SamplingParams(max_new_tokens=2))
+        assert unasked.experts is None
     jobs.write_text(json.dumps([{"name": "glm", "model": str(model), "temperature": 1.0, "samples": drawn}]))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "tests/worlds/main_job.py", str(jobs), str(found)]
@@ -241,8 +242,6 @@ def served(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_an_engine_that_does_not_say_is_refused_at_the_start(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    served.check_experts()  # nobody will ask
-    monkeypatch.setattr(served, "routed", SHAPE)
     served.check_experts()
     monkeypatch.setattr(EngineClient, "server_info", lambda client: ServerInfo("cpu", True, False))
     with pytest.raises(EngineStartError, match=f"start it with {ASK}"):

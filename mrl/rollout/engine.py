@@ -34,17 +34,25 @@ class Engine:
     weight_version: the name of the weights that the run gave them last, once it did; a sample of others is refused
     adapter: the name of the one that samples are drawn with, where the run gives them adapters
     versions: all names of weights that the run has given them
-    routed: set where samples are to say which experts their tokens went to
+    routed: of a model that has experts
     """
 
-    def __init__(self, fleet: Fleet, *, vocab_size: int, concurrent_requests: int, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        vocab_size: int,
+        concurrent_requests: int,
+        request_timeout_s: float,
+        routed: RoutedShape | None = None,
+    ) -> None:
         self.fleet = fleet
         self.vocab_size = vocab_size
         self.concurrent_requests, self.request_timeout_s = concurrent_requests, request_timeout_s
         self.weight_version: str | None = None
         self.adapter: str | None = None
         self.versions: set[str] = set()
-        self.routed: RoutedShape | None = None
+        self.routed = routed
         self._flying: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = {}
         self._is_interrupted = False
 
@@ -82,8 +90,8 @@ class Engine:
         self.fleet.wait_ready()
 
     def check_experts(self) -> None:
-        """Raises EngineStartError for a server that cannot say which experts tokens went to, where it will be asked."""
-        for url in self.urls if self.routed is not None else ():
+        """Raises EngineStartError for a server that cannot say which experts tokens went to."""
+        for url in self.urls:
             with closing(self.client(url)) as client:
                 if not client.server_info().returns_experts:
                     raise EngineStartError(
@@ -136,8 +144,9 @@ class Engine:
         asyncio.run(self._fly(flight.follow(feed.taken(), together)))
 
     def _flight(self, sampling: SamplingParams, on_samples: OnSamples | None, over_pushes: bool) -> Flight:
+        routed = self.routed if sampling.experts else None
         version, versions = (None, self.versions) if over_pushes else (self.weight_version, None)
-        expected = Expected(self.vocab_size, sampling.max_new_tokens, version, versions, self.routed)
+        expected = Expected(self.vocab_size, sampling.max_new_tokens, version, versions, routed)
         limits = self.concurrent_requests, self.request_timeout_s
         own = (self.fleet, sampling, expected, on_samples, *limits, self.adapter)
         return Flight(*own, looks_after=not over_pushes)

@@ -25,6 +25,7 @@ from mrl.rollout.members import Members, served
 from mrl.rollout.open_fleet import OpenFleet
 from mrl.rollout.process import EnginePart, EngineProcess
 from mrl.rollout.registry import Registry
+from mrl.rollout.routed import RoutedShape
 from mrl.rollout.router import engines_at
 from mrl.rollout.server import Server
 from mrl.rollout.spread import Member, joined
@@ -113,6 +114,7 @@ def _engine(fleet: Fleet, arch: ModelArch, cfg: RolloutConfig) -> Engine:
         vocab_size=arch.vocab_size,
         concurrent_requests=cfg.concurrent_requests,
         request_timeout_s=cfg.request_timeout_s,
+        routed=RoutedShape.of(arch) if arch.experts is not None else None,
     )
 
 

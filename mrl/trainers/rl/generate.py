@@ -224,13 +224,15 @@ class Generator:
         return {f"{name}/{metric.removeprefix('reward/')}": value for metric, value in metrics.items()}
 
     def _params(self) -> SamplingParams:
-        """Samples end at the tokenizer's EOS too: the model's own configuration may name another one."""
+        """Of samples that are learnt from. They end at the tokenizer's EOS too: the model's own configuration may name
+        another one."""
         cfg = self.cfg.rollout.sampling
         stop_ids = (*cfg.stop_token_ids, self.tokenizer.eos_id)
-        return SamplingParams(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens, cfg.stop, stop_ids)
+        experts = self.cfg.actor.routing_replay == "engine"
+        return SamplingParams(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens, cfg.stop, stop_ids, experts)
 
     def _unfiltered(self, temperature: float) -> SamplingParams:
-        return replace(self._params(), temperature=temperature, top_p=1.0, top_k=-1)
+        return replace(self._params(), temperature=temperature, top_p=1.0, top_k=-1, experts=False)
 
     def _samples(
         self,

@@ -14,13 +14,11 @@ from mrl.config.derived import Machine
 from mrl.config.schema import AgentConfig, RLConfig
 from mrl.config.trainers.rl import counts_turns
 from mrl.data import PromptDataset, Tokenizer, load_eyes, load_tokenizer, messages_of
-from mrl.families import engine_arch
 from mrl.observe import Recorder, SilentRecorder
 from mrl.reward import RewardManager
 from mrl.reward.check import row_check
 from mrl.rollout import Access, Engine, Others, join_engines, start_engine
 from mrl.rollout.adapters import started_with
-from mrl.rollout.routed import RoutedShape
 from mrl.trainers.rl.ahead import Ahead
 from mrl.trainers.rl.generate import Generator
 from mrl.trainers.rl.models import notes as model_notes
@@ -67,8 +65,6 @@ class MainParts:
         else:
             settings, files = started_with(cfg), (model.path, model.dtype, logs)
             engine = start_engine(settings, *files, cfg.run.seed, machine=machine, others=self._others)
-        if cfg.actor.routing_replay == "engine":
-            engine.routed = RoutedShape.of(engine_arch(model.path))
         self.engine = self.setup.stack.enter_context(contextlib.closing(engine))
         return engine
 
@@ -88,7 +84,8 @@ class MainParts:
         many = f"{own.nodes} engine nodes (mrl serve)" if own.is_apart else f"{len(engine.urls)} engines"
         recorder.note(f"waiting for {'the engine' if len(engine.urls) == 1 else many}")
         engine.wait_ready()
-        engine.check_experts()
+        if self.cfg.actor.routing_replay == "engine":
+            engine.check_experts()
         self.generator = make_generator(self.cfg, self.setup.run_dir, engine, self.rewards, recorder)
         if self.cfg.rollout.segment_tokens is not None:
             self.generator.segments = make_segments(self.cfg, self.cfg.rollout.segment_tokens, self.generator)
