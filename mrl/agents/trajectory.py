@@ -202,7 +202,7 @@ class Trajectory:
             messages=self.messages,
             environment=scores,
             sequence_lens=tuple(map(len, self.lines)) if others else (),
-            rewards=rewards if by_turn and rewards.any() else None,
+            rewards=rewards if by_turn else None,
         )
 
 
