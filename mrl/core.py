@@ -145,7 +145,7 @@ class Rollout:
     sequence_counts [B] int64: sequences of each sample, an agent's trajectory whose history was written anew, one after
         the other in its tokens; what begins a later one is no prompt of prompt_lens, but is not drawn. Only what a
         model is shown at once differs by that (`apart`): a response, in all that is made of it, is the trajectory's.
-        None: 1 each
+        None: these are no trajectories
     sequence_lens [S] int64, S = sum(sequence_counts): tokens of each
     image_counts [B] int64: pictures in each prompt; None: there are none
     images [I, 3] int64, I = sum(image_counts): of each, in the order of its prompt, rows and columns of patches, and a

@@ -290,6 +290,8 @@ def test_a_template_that_takes_thoughts_back_begins_new_sequences_by_itself(harn
     model = Model(STRIPS)
     [sample] = play(harnesses, "client", model)
     assert len(sample.sequence_lens) == 3 and sample.num_drawn == 9
+    roles = [m["role"] for m in sample.messages]
+    assert roles.count("assistant") == 3 and roles.count("given answer") == 0 + 1 + 2
 
 
 def test_a_turn_that_was_cut_off_is_not_gone_on_with(harnesses: Path) -> None:
@@ -382,12 +384,10 @@ def test_a_run_learns_from_a_harness(tiny_models: TinyModels, sglang_engine: Eng
     """Real SGLang, two context-parallel ranks, groups under way over pushes, some of whose harnesses fail."""
     (tmp_path / "client.py").write_text(CLIENT)
     (tmp_path / "template.jinja").write_text(ENDS)
-    model = tiny_models("llama")
     config = write_config(
         tmp_path,
-        model,
+        tiny_models("llama"),
         run={"steps": 4},
-        model={"path": str(model), "dtype": "float32", "chat_template": str(tmp_path / "template.jinja")},
         actor={"parallel": {"context": 2}, "optimizer": {"lr": 1e-3}},
         data={"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 64, "chat_template": True},
         rollout={
@@ -402,7 +402,7 @@ def test_a_run_learns_from_a_harness(tiny_models: TinyModels, sglang_engine: Eng
         batch={"prompts_per_step": 4, "samples_per_prompt": 3, "samples_per_minibatch": 6},
         algorithm={"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}},
     )
-    train(tmp_path, config)
+    train(tmp_path, config, f"model.chat_template={tmp_path / 'template.jinja'}")
     rows = results(tmp_path / "runs/run")
     assert rows[1]["mismatch/max_abs"] < 1e-4, "sequences were drawn after other tokens than those that are learnt from"
     left_out = [row["agent/left_out"] for row in rows.values()]

@@ -6,8 +6,11 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +19,17 @@ import torch
 from mrl.agents.errors import AgentError
 from mrl.agents.play import Agents
 from mrl.algo import token_rewards
-from mrl.config.schema import AgentConfig
-from mrl.core import Prompt, Request, Rollout
+from mrl.config.schema import AgentConfig, RLConfig
+from mrl.core import Prompt, Request, Rollout, Sample
 from mrl.data import collate
+from mrl.rollout import Load
+from mrl.trainers.rl.generate import Generator
+from mrl.trainers.rl.groups import SamplingError
 from mrl.trainers.rl.kept_samples import plain, restored
+from mrl.trainers.rl.run import RLRun
 from tests.test_agent_endpoint import END, Model, parts
-from tests.test_agents import PARAMS, STRIPS, FakeEngine, ids_of, play, requests
+from tests.test_agents import PARAMS, STRIPS, FakeEngine, ids_of, play, requests, tokenizer
+from tests.tiny import EOS
 
 PROGRAMS = '''
 import os
@@ -220,6 +228,16 @@ def json_like(kept: dict[str, object]) -> dict[str, object]:
     return json.loads(json.dumps({k: v for k, v in kept.items() if k != "arrays"})) | {"arrays": arrays}
 
 
+def test_steps_with_and_without_several_sequences_are_learnt_from_together(programs: Path) -> None:
+    several, one = (collate(step, play(programs, "Early", count=1)) for step in range(2))
+    several = replace(
+        several, sequence_counts=torch.tensor([2]), sequence_lens=torch.tensor([4, several.seq_lens[0] - 4])
+    )
+    joined = several.join(one)
+    assert joined.sequence_lens is not None and len(joined.sequence_lens) == 3
+    assert joined.apart([1])[1] == [2] and joined.part(range(1, 2)).apart([0])[1] == [0]
+
+
 @pytest.mark.parametrize(
     ("lens", "drawn", "message"),
     [
@@ -247,9 +265,6 @@ def test_a_sample_of_an_environment_that_fails_is_left_out(programs: Path) -> No
     asked = requests(4, fails=False)
     asked[1] = Request(1, 0, Prompt(5, asked[1].prompt.token_ids, {"fails": True}, "go"), 101)
     cfg = AgentConfig(rollout=f"{programs}:some_fail", on_error="leave_out", retries=1)
-    from tests.test_agents import tokenizer
-    from tests.tiny import EOS
-
     agents = Agents(cfg, tokenizer(), (EOS,), is_chat=False)
     try:
         found = agents.sample(asked, PARAMS, engine.generate, lambda samples: None)
@@ -258,3 +273,74 @@ def test_a_sample_of_an_environment_that_fails_is_left_out(programs: Path) -> No
     assert [bool(sample.left_out) for sample in found] == [False, True, False, False]
     assert "the tool is gone" in found[1].left_out and "begun 2 times" in found[1].left_out
     assert restored(asked[1], json_like(plain(found[1]))).left_out == found[1].left_out
+
+
+class Parts:
+    """Data, engine, rewards and agents of a generator, in one; `failing` samples are left out."""
+
+    def __init__(self, *failing: int) -> None:
+        self.failing, self.scored = failing, list[int]()
+
+    def prompts_for_step(self, step: int, n: int, seed: int) -> list[Prompt]:
+        return [Prompt(i, (3, 4), {}, "p") for i in range(n)]
+
+    def sample(self, asked: list[Request], params: object, generate: object, on_samples: Any) -> list[Sample]:
+        none = np.zeros(0)
+        samples = [
+            Sample(r, none, none, "abort", "0", left_out="it fails\n(begun 2 times)")
+            if r.sample_id in self.failing
+            else Sample(r, np.array([5, 6]), np.array([-1.0, -1.0]), "stop", "0", drawn=np.array([True, True]))
+            for r in asked
+        ]
+        on_samples(samples)
+        return samples
+
+    def submit(self, sample: Sample) -> None:
+        self.scored.append(sample.request.sample_id)
+
+    def collect(self, samples: list[Sample]) -> None:
+        assert {sample.request.sample_id for sample in samples} == {*self.scored}
+
+    def take_loads(self) -> tuple[dict[str, Load], Load]:
+        return {}, Load(0, 0, 0, 0.0, 0.0, 0)
+
+    def generate(self) -> None:
+        raise AssertionError("the agents draw")
+
+
+def generator(parts: Any, folder: Path, notes: list[str], **algorithm: Any) -> Generator:
+    cfg = RLConfig.model_validate(
+        {
+            **{"trainer": "rl", "run": {"name": "run"}, "model": {"path": "-"}, "data": {"train": "-"}},
+            **{"reward": {"function": "environment"}, "agent": {"rollout": "a.py:b", "on_error": "leave_out"}},
+            "batch": {"prompts_per_step": 3, "samples_per_prompt": 2, "samples_per_minibatch": 2},
+            "algorithm": {"adv_estimator": "grpo", **algorithm},
+        }
+    )
+    tokenizer = Model().tokenizer
+    return Generator(cfg, folder, parts, parts, notes.append, tokenizer, parts, None, agents=parts)
+
+
+def test_a_step_learns_from_what_is_left(tmp_path: Path) -> None:
+    notes = list[str]()
+    whole = generator(Parts(), tmp_path, notes).draw(0, lambda sample: None)
+    assert whole.rollout.num_samples == 6 and whole.metrics["agent/left_out"] == 0 and not notes
+    drawn = generator(Parts(3), tmp_path, notes).draw(0, lambda sample: None)
+    assert drawn.rollout.group.tolist() == [0, 0, 1, 1], "one that is left alone compares with nothing"
+    assert drawn.rollout.rows is not None and drawn.rollout.rows.tolist() == [0, 0, 2, 2]
+    assert drawn.metrics["agent/left_out"] == 1 and "1 samples are left out (agent.on_error): it fails" in notes[0]
+    alone = {"adv_estimator": "reinforce_plus_plus"}
+    assert generator(Parts(3), tmp_path, [], **alone).draw(0, lambda sample: None).rollout.num_samples == 5
+    with pytest.raises(SamplingError, match="no group of the step is left to learn from .*it fails"):
+        generator(Parts(0, 3, 4), tmp_path, []).draw(0, lambda sample: None)
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [(6, [(0, 2), (2, 4), (4, 6)]), (5, [(0, 1), (1, 3), (3, 5)]), (1, [(0, 1)])],
+)
+def test_minibatches_are_even_where_samples_are_left_out(samples: int, expected: list[tuple[int, int]]) -> None:
+    cfg = SimpleNamespace(batch=SimpleNamespace(samples_per_minibatch=2))
+    found = RLRun.minibatches(SimpleNamespace(cfg=cfg), SimpleNamespace(num_samples=samples))  # type: ignore[arg-type]
+    assert [i for part in found for i in part] == list(range(samples)) and all(map(len, found))
+    assert [(part.start, part.stop) for part in found] == expected

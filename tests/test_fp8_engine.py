@@ -32,6 +32,11 @@ from tests.fake_fp8 import parameter_of
 
 WIDE = DENSE | {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}
 FP8 = ("rollout.quantization=fp8",)
+BOUNDED = (
+    "rollout.overlap=bounded",
+    "rollout.max_staleness=1",
+    "algorithm.rollout_correction={rollout_is: token}",
+)
 GPUS = 4
 
 
@@ -105,6 +110,11 @@ REFUSED = {
     "by files": ([*FP8, "sync.transport=disk"], "sync.transport", ("disk", "rollout.quantization")),
     "under ft_launcher": ([*FP8, "run.launcher=ft"], "run.launcher", ("after a restart", "rollout.quantization")),
     "transformers": ([*FP8, "rollout.engine=transformers"], "rollout.quantization", ("no effect", "SGLang's")),
+    "over pushes": (
+        [*FP8, *BOUNDED],
+        "rollout.quantization",
+        ("have not been pushed under responses that go on", "rollout.overlap"),
+    ),
     "given engines": ([*FP8, "rollout.urls=[http://127.0.0.1:3]"], "rollout.quantization", ("no effect",)),
     "no blocks": ([*FP8, "model.path=dense"], "rollout.quantization", ("blocks of 128", "hidden size is 64")),
     "no blocks on a rank": (

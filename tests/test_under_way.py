@@ -273,6 +273,26 @@ def test_a_bound_of_nothing_is_the_synchronous_loop_to_the_bit(
     assert samples(waits) == samples(goes_on)
 
 
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ("actor.lora={rank: 4}", "actor.optimizer.lr=5e-3", "sync.transport=http", "sync.verify=checksum"),
+        ("replay={buffer_prompts: 8, prompts_per_step: 2}", "sync.transport=disk"),
+    ],
+    ids=["adapters merged, by http, proved", "samples of earlier steps, by files"],
+)
+def test_other_ways_of_pushing_and_learning(
+    tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path, ways: tuple[str, ...]
+) -> None:
+    behind = {"overlap": "bounded", "max_staleness": 1}
+    file = config(tmp_path, tiny_models("llama"), **behind, **given(sglang_engine, tmp_path))
+    train(tmp_path, file, "run.steps=4", *ways)
+    rows = results(tmp_path / "runs/run")
+    assert len(rows) >= 4 and all(row["staleness/max"] <= 1 for step, row in rows.items() if step)
+    assert max(row.get("mismatch/age_0", 0.0) for row in rows.values()) < 1e-4, "a token is not of the weights it names"
+    assert rows[4]["mismatch/age_1"] > 1e-4, "nothing was learnt, or nothing was pushed"
+
+
 def test_over_a_kill_no_prompt_is_lost_or_learnt_twice(
     tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
 ) -> None:

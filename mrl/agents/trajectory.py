@@ -123,8 +123,7 @@ class Trajectory:
         return {"turn": {"text": text, "ids": ids, "finish": turn.finish_reason, "number": len(self.turns) - 1}}
 
     def _add(self, after: Next, turn: Sample, message: Message) -> None:
-        said = [{"role": "environment", "content": each} if isinstance(each, str) else each for each in after.words]
-        self.messages += [*said, message]
+        self.messages += [*map(_written, after.words), message]
         line = after.line
         if all(line is not each for each in self.lines):
             self.lines.append(line)
@@ -202,12 +201,19 @@ class Trajectory:
             messages=self.messages,
             environment=scores,
             sequence_lens=tuple(map(len, self.lines)) if others else (),
-            rewards=rewards if by_turn and rewards.any() else None,
+            rewards=rewards if by_turn else None,
         )
 
 
 def _digest(ids: Sequence[int]) -> int:
     return int.from_bytes(hashlib.blake2b(np.array(ids, dtype=np.int32).tobytes(), digest_size=6).digest())
+
+
+def _written(word: Any) -> Message:
+    """As it is written down: an answer in a history that is shown anew is not one of the model's turns."""
+    if isinstance(word, str):
+        return {"role": "environment", "content": word}
+    return {**word, "role": "given answer"} if word["role"] == "assistant" else dict(word)
 
 
 def _begins(messages: list[Message], first: list[Message]) -> bool:

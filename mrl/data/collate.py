@@ -33,7 +33,7 @@ def collate(step: int, samples: list[Sample]) -> Rollout:
     seen = [s.request.prompt.images for s in ordered]
     shapes = [shape for images in seen for shape in images or ()]
     cuts = [s.sequence_lens or (len(s.request.prompt.token_ids) + len(s.response_ids),) for s in ordered]
-    is_cut = any(s.sequence_lens for s in ordered)
+    is_cut = any(s.drawn is not None for s in ordered)  # an agent's, as those of other steps, which are joined
     return Rollout.of(
         step,
         [s.request.prompt.token_ids for s in ordered],

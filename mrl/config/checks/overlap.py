@@ -66,6 +66,9 @@ def _bounded(cfg: RLConfig) -> Iterator[Problem]:
     if cfg.actor.lora is not None and cfg.sync.lora == "adapter":
         message = "an adapter cannot be taken from requests that use it, which go on over pushes: merge"
         yield Problem(("sync.lora", OVERLAP), message)
+    if rollout.quantization != "none":
+        message = "weights in fp8 have not been pushed under responses that go on yet: none, or one_step"
+        yield Problem(("rollout.quantization", OVERLAP), message)
     if rollout.segment_tokens is not None:
         yield Problem((SEGMENT, OVERLAP), "responses go on over pushes as they are: leave it out")
     yield from _whole_steps(

@@ -43,8 +43,11 @@ class _Step:
 
     @classmethod
     def restored(cls, rollout: dict[str, Any], old_log_probs: Tensor) -> _Step:
-        """Of what `state_dict` gave. Before it kept weight_versions, the weights were always those of the step."""
+        """Of what `state_dict` gave. Before it kept weight_versions, the weights were always those of the step; before
+        it kept sequences, a trajectory was one."""
         known = {"weight_versions": torch.full_like(rollout["group"], rollout["step"])} | rollout
+        if known.get("drawn") is not None and known.get("sequence_counts") is None:
+            known |= {"sequence_counts": torch.ones_like(known["seq_lens"]), "sequence_lens": known["seq_lens"]}
         return cls(Rollout(**known), old_log_probs)
 
     @property

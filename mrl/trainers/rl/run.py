@@ -58,9 +58,9 @@ class RLRun(Run):
     pushed: int | str | None = None  # the name of the weights that the engines have
 
     def minibatches(self, rollout: Rollout) -> list[range]:
-        """As many as of a step from which nothing is left out, and as even as can be."""
+        """Each of at most `samples_per_minibatch`, and as even as can be where samples were left out of the step."""
         samples = rollout.num_samples
-        count = max(1, round(samples / (self.cfg.batch.samples_per_minibatch or samples)))
+        count = math.ceil(samples / (self.cfg.batch.samples_per_minibatch or samples))
         return [range(samples * i // count, samples * (i + 1) // count) for i in range(count)]
 
     def generate(self, step: int) -> Sampled:
