@@ -116,6 +116,7 @@ def the_main_parts(
     monkeypatch.setitem(ENGINES, "echo", EngineKind("tests.echo_engine:echo_launch"))
     data = SimpleNamespace(prompt_key="prompt", answer_key="answer", data_source_key="data_source")
     cfg: Any = SimpleNamespace(
+        actor=SimpleNamespace(routing_replay="off"),
         rollout=RolloutConfig(engine="echo", gpus=given),
         sync=SyncConfig(),
         placement=PlacementConfig(),
