@@ -10,6 +10,7 @@ the clock and by processor time, which other programs on the machine disturb les
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -115,7 +116,7 @@ def layout(cores: int) -> dict[str, str]:
 
 def _processor_by_rows(process: subprocess.Popen[bytes], metrics: Path) -> dict[int, float]:
     """Number of rows in metrics.jsonl -> processor seconds of all processes of the run when that many were first
-    seen."""
+    seen, as long as none of them has ended."""
     found: dict[int, float] = {}
     end = time.monotonic() + RUN_TIMEOUT_S
     while process.poll() is None and time.monotonic() < end:
@@ -123,7 +124,8 @@ def _processor_by_rows(process: subprocess.Popen[bytes], metrics: Path) -> dict[
         if rows not in found:
             found[rows] = _processor(process.pid)
         time.sleep(0.02)
-    return {rows: used for rows, used in found.items() if rows}
+    most = list(itertools.accumulate(found.values(), max))
+    return {rows: used for (rows, used), so_far in zip(found.items(), most) if rows and used == so_far}
 
 
 def _processor(pid: int) -> float:
