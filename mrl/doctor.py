@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata, util
 
 import psutil
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -79,7 +80,7 @@ def _version(package: str) -> str | None:
 
 def table(rows: Sequence[Feature]) -> Table:
     """A row a part, to print with rich."""
-    made = Table(title="mrl doctor", title_justify="left")
+    made = Table(title="mrl doctor", title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in ("part", "version", "used for", "without it"):
         made.add_column(column, overflow="fold")
     for f in rows:

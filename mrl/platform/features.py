@@ -84,7 +84,7 @@ def features() -> list[Feature]:
 def _fp8() -> Feature:
     """Which recipes; of those that are not there the reason, where a GPU is."""
     found = fp8_recipes()
-    without = "precision.fp8.emulate rounds the same on any machine"
+    without = "fp8: {emulate: true} rounds the same on any machine"
     if torch.cuda.is_available() and (lacking := [recipe for recipe in RECIPES if recipe not in found]):
         without = f"{fp8_problem(lacking[0])}; {without}"
     return Feature("fp8", ", ".join(found) or None, "precision.fp8: products in 8 bits, on GPUs", without)
