@@ -178,6 +178,7 @@ class Steps:
 
     def __init__(self, *skipped: float) -> None:
         self.skipped = list(skipped)
+        self.last = self
 
     def step(self) -> dict[str, float]:
         return {"skipped": self.skipped.pop(0), "loss": math.nan, "grad_norm": math.nan}

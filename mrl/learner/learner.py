@@ -21,10 +21,10 @@ from torch import Tensor
 from mrl import platform
 from mrl.config.schema import TrainConfig
 from mrl.core import PackedBatch, Rollout
-from mrl.data.image_places import image_places
 from mrl.families import ModelArch
-from mrl.families.flops import BACKWARD, BACKWARD_OF_FROZEN, ForwardFlops, TowerFlops
+from mrl.families.flops import BACKWARD, BACKWARD_OF_FROZEN
 from mrl.families.table import Role
+from mrl.learner.last_pass import LastPass
 from mrl.learner.memory import LearnerMemory
 from mrl.learner.micro_batches import MicroBatch, Split
 from mrl.learner.optimizer import (
@@ -38,6 +38,7 @@ from mrl.learner.optimizer import (
 )
 from mrl.learner.replay import RoutingReplay
 from mrl.learner.terms import Loss, LossParts, Term
+from mrl.learner.work import Work
 from mrl.models.batch import Images, ModelBatch, Output, on_device
 from mrl.models.build import build_model
 from mrl.models.fp8_layers import end_of_update
@@ -109,10 +110,8 @@ class Learner:
         parameters = [parameter for chunk in self.bare for parameter in chunk.parameters()]
         optimizer = self.optimizer if trainable else None
         self.memory = LearnerMemory(role, train.offload, parameters, self.chunks, optimizer)
-        self.flops = 0  # of all passes so far, over all ranks; recomputed activations are not counted
-        self._flops, self._tower_flops = ForwardFlops.of(arch, role), TowerFlops.of(arch)
-        self._trains_tower = trains_vision and trainable
-        self._outputs: list[tuple[Tensor, Tensor]] = []  # of the last backward: the model's at some tokens, their dest
+        self.work = Work(arch, role, trains_tower=trains_vision and trainable)
+        self.last = LastPass(mesh)
         self._finite = True  # its loss and every rank's gradients
 
     def log_probs(self, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
@@ -148,7 +147,7 @@ class Learner:
     def _forward(self, rollout: Rollout, output: Output, channels: int, temperature: float) -> Tensor:
         self.memory.require("parameters", f"computing {output}")
         samples = range(rollout.num_samples)
-        self._count_flops(rollout, samples, passes=1)
+        self.work.add(rollout, samples, passes=1)
         packed = self.split.micro_batches(rollout, samples)
         batches = [MicroBatch(batch, temperature) for batch in packed]
         result = torch.zeros(channels, rollout.num_response_tokens, device=platform.device())
@@ -190,15 +189,15 @@ class Learner:
         ]
         passes = 1 + (BACKWARD if self.adapters is None else BACKWARD_OF_FROZEN)
         for term in terms:
-            self._count_flops(term.rollout, term.sample_ids, passes)
+            self.work.add(term.rollout, term.sample_ids, passes)
         scale = len(batches) * self.mesh.dp
         parts: list[list[LossParts]] = [[] for _ in terms]
-        self._outputs = []
+        self.last.begin()
 
         def compute(values: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             dest = batch.packed.dest
             if batch.term == 0:
-                self._outputs.append((values.detach(), dest))
+                self.last.add(values, dest)
             part = terms[batch.term].loss.compute(values, dest)
             parts[batch.term].append(LossParts(part.loss.detach().clone(), part.sums))
             return part.loss * scale, {}
@@ -240,44 +239,12 @@ class Learner:
         for parameter, main in main_parameters(self.optimizer):
             yield parameter, self.memory.read(main)
 
-    def last_log_probs(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """(log-probs [R] that the last `backward` computed, 0 elsewhere; where [R] bool). Collective."""
-        found = self.last_outputs(rollout, 1)
-        return found[0], found[1].bool()
-
-    def last_outputs(self, rollout: Rollout, channels: int) -> Tensor:
-        """[channels + 1, R]: the first of what the last `backward` computed, 0 elsewhere; then 1 where it did.
-        Collective."""
-        found = torch.zeros(channels + 1, rollout.num_response_tokens, device=platform.device())
-        if self.mesh.tp_rank == 0:
-            for values, dest in self._outputs:
-                found[:channels, dest], found[channels, dest] = values[:channels], 1.0
-        dist.all_reduce(found)
-        return found.cpu()
-
     def total_over_context(self, partial: Tensor) -> Tensor:
         """The sum of a tensor of any shape over the context-parallel ranks, which hold parts of the same sequences; in
         place."""
         if self.mesh.cp > 1:
             dist.all_reduce(partial, group=self.mesh.cp_group)
         return partial
-
-    def nonfinite_samples(self, rollout: Rollout) -> list[int]:
-        """Samples of the last `backward` at one of whose tokens the model's output was not finite. Collective."""
-        bad = torch.zeros(rollout.num_response_tokens, device=platform.device())
-        for values, dest in self._outputs:
-            bad[dest] = (~values.isfinite().all(0)).float()
-        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        return rollout.dense(bad.cpu()).any(1).nonzero().flatten().tolist()
-
-    def _count_flops(self, rollout: Rollout, sample_ids: range | list[int], passes: int) -> None:
-        rollout, ids = rollout.apart(list(sample_ids))
-        lens, outputs = rollout.seq_lens[ids], int(rollout.response_lens[ids].sum())
-        self.flops += passes * self._flops.total(int(lens.sum()), int((lens * (lens + 1) // 2).sum()), outputs)
-        if self._tower_flops is not None:  # each picture once, however many samples and micro-batches have it
-            images = image_places(rollout.pick(torch.tensor(ids)), self._tower_flops.vision).images
-            seen = sum(self._tower_flops.picture(patches) for patches in images[:, 2:4].prod(1).tolist())
-            self.flops += (passes if self._trains_tower else 1) * seen
 
     def _schedule(
         self,

@@ -153,7 +153,7 @@ def update(run: DPORun, batch: Rollout, of_step: Targets) -> tuple[Targets, Tens
     if fits and not run.cfg.preference.couples_rows:
         loss = one_pass(of_step, actor.total_over_context, actor.mesh.cp)
         metrics = actor.backward(batch, samples, loss, temperature=1.0)
-        policy = of_step.sums(actor.last_log_probs(batch)[0])
+        policy = of_step.sums(actor.last.log_probs(batch)[0])
     else:
         of_step, policy = first_pass(run, batch, of_step)
         of_step = with_shift(run, of_step, policy)

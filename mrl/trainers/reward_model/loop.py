@@ -71,7 +71,7 @@ def update(actor: Learner, batch: Scored) -> tuple[dict[str, float], Tensor]:
     samples = range(fed.num_samples)
     if t.together == 1 or actor.split.fits(fed, t.together):
         metrics = actor.backward(fed, samples, one_pass(t, actor.total_over_context, actor.mesh.cp), temperature=1.0)
-        return metrics, actor.last_outputs(fed, actor.arch.score_heads)[:-1, t.places].double()
+        return metrics, actor.last.outputs(fed, actor.arch.score_heads)[:-1, t.places].double()
     scores = actor.scores(fed)[:, t.places].double()
     loss, value = two_pass(t, scores)
     return actor.backward(fed, samples, loss, temperature=1.0) | {"loss": value}, scores

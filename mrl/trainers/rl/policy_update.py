@@ -76,7 +76,7 @@ def check_samples(run: RLRun, exp: Experience, first: int, number: int) -> dict[
     Collective. Raises MismatchError if other weights drew them."""
     if exp.trainer_log_probs is not None:
         return {}
-    log_probs, seen = run.actor.last_log_probs(exp.rollout)
+    log_probs, seen = run.actor.last.log_probs(exp.rollout)
     metrics = run.mismatch.check(exp.rollout, log_probs, seen & exp.is_new, first, run.version)
     return metrics if number == 0 else {}
 

@@ -37,7 +37,7 @@ class Speed:
         perf/tflop_per_s_per_rank: that over the seconds of the phases that the models run in
         perf/mfu: that over what the GPU can do at most; plan/...: see `Planned.metrics`; both where there is a plan
         """
-        total = sum(learner.flops for learner in self._learners)
+        total = sum(learner.work.total for learner in self._learners)
         flops, self._before = total - self._before, total
         busy = sum(stats.seconds.get(phase, 0.0) for phase in COMPUTING)
         speed = flops / max(busy, 1e-9) / self._world_size

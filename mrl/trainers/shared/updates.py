@@ -138,7 +138,7 @@ class Updates:
 
 def _suspects(learner: Learner, rollout: Rollout, targets: Sequence[Tensor]) -> tuple[str, Sequence[int]]:
     """What told them, and their places in the rollout."""
-    if outputs := learner.nonfinite_samples(rollout):
+    if outputs := learner.last.nonfinite_samples(rollout):
         return "outputs", outputs
     if targets:
         bad = rollout.dense(~torch.stack(list(targets)).isfinite().all(0)).any(1)
