@@ -11,9 +11,10 @@ from tests.tiny import make_tiny
 from tests.world import run_world
 
 DENSE_ON_4 = (
-    "tp2", "tp4", "pp2", "pp4", "pp2.vpp2", "cp2", "cp4", "dp4/overlap", "tp2.pp2", "tp2.cp2", "pp2.dp2/overlap",
-    "pp2.first1", "tp2.sequence0", "tp2.pp2/full", "cp2/selective", "pp2.vpp2/overlap",
+    "tp2", "tp4", "pp2", "cp2", "cp4", "dp4/overlap", "tp2.pp2", "tp2.cp2", "pp2.dp2/overlap", "tp2.sequence0",
+    "tp2.pp2/full", "cp2/selective",
 )  # fmt: skip
+DEEP_ON_4 = ("pp4", "pp2.vpp2", "pp2.first1", "pp2.vpp2/overlap")  # of four layers, the others of two
 TEN_STEPS = "ten:tp2.pp2,cp2.dp2/overlap"
 DENSE_ON_8 = ("tp2.pp2.cp2",)
 MOE_ON_4 = ("ep2/overlap", "ep4", "tp2.ep2", "tp2", "tp2.ep2.etp2", "pp2.ep2", "cp2.ep2/full")
@@ -29,11 +30,15 @@ def world(processes: int, model: Path, reference: Path, result: Path, *layouts: 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("gradients")
-    size = {"num_hidden_layers": 4, "num_key_value_heads": 4, "vocab_size": 313}
-    dense = make_tiny(root / "dense", "qwen2", tied=True, weights=False, **size)
-    moe = make_tiny(root / "moe", "qwen3_moe", weights=False, **size | {"num_hidden_layers": 2})
+    size = {"num_key_value_heads": 4, "vocab_size": 313}
+    kinds: dict[str, tuple[str, int, bool, dict[int, tuple[str, ...]]]] = {
+        "dense": ("qwen2", 2, True, {4: DENSE_ON_4, 8: DENSE_ON_8}),
+        "deep": ("qwen2", 4, True, {4: DEEP_ON_4}),
+        "moe": ("qwen3_moe", 2, False, {4: MOE_ON_4}),
+    }
     out: Results = {}
-    for name, model, worlds in (("dense", dense, {4: DENSE_ON_4, 8: DENSE_ON_8}), ("moe", moe, {4: MOE_ON_4})):
+    for name, (family, layers, tied, worlds) in kinds.items():
+        model = make_tiny(root / name, family, tied=tied, weights=False, num_hidden_layers=layers, **size)
         reference = root / f"{name}.pt"
         world(1, model, reference, root / "one.json", "one")
         for processes, layouts in worlds.items():
@@ -46,7 +51,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.mark.parametrize(
     "layout",
-    [f"dense:{x}" for x in (*DENSE_ON_4, *DENSE_ON_8)] + [f"moe:{x}" for x in MOE_ON_4],
+    [f"dense:{x}" for x in (*DENSE_ON_4, *DENSE_ON_8)]
+    + [f"deep:{x}" for x in DEEP_ON_4]
+    + [f"moe:{x}" for x in MOE_ON_4],
 )
 def test_loss_and_gradients_equal_one_process(results: Results, layout: str) -> None:
     assert set(results[layout]) == set(CASES)

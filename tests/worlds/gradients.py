@@ -233,7 +233,7 @@ def main() -> None:
         name, _, recompute = layout.partition("/")
         recompute = overlap(recompute)
         mesh = meshes.get(parse(name))
-        train = TrainConfig(parallel=mesh.cfg, max_tokens_per_microbatch=40, recompute=recompute or "none")  # type: ignore[arg-type]
+        train = TrainConfig(parallel=mesh.cfg, max_tokens_per_microbatch=56, recompute=recompute or "none")  # type: ignore[arg-type]
         got = all_gradients(model_dir, arch, mesh, train)
         if layout == "one":
             torch.save(got, reference_file)
