@@ -18,7 +18,7 @@ from torch import Tensor
 from mrl.algo.registry import Registry, arguments
 from mrl.algo.scan import SuffixSums, discounted_suffix_sum
 from mrl.algo.stats import check_same_shape, whiten, whiten_
-from mrl.kernels.masked import bits, keep, row_groups
+from mrl.kernels.masked import bits, has_holes, keep, row_groups
 from mrl.options.estimators import ESTIMATORS as OPTIONS
 
 
@@ -140,13 +140,9 @@ def gae(
 
 def _advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """(advantages, not whitened, and advantages + values), 0 outside the mask."""
-    if _has_holes(mask):
+    if has_holes(mask):
         return _gae_of_mask_with_holes(rewards, values, mask, gamma, lam)
     return _gae_of_left_aligned(rewards, values, mask, gamma, lam)
-
-
-def _has_holes(mask: Tensor) -> bool:
-    return any(bool((mask[rows, 1:] > mask[rows, :-1]).any()) for rows in row_groups(mask))
 
 
 def _gae_of_left_aligned(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mrl.algo.advantages import ESTIMATORS, AdvantageInputs, whitened
+from mrl.kernels.masked import bits, keep, row_groups
 
 GROUP_STD_EPS = 1e-6
 
@@ -146,5 +147,8 @@ class _Groups:
 
 def _on_tokens(advantage: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """[B] -> (advantages, returns), the same on every valid token of a response."""
-    dense = advantage.to(inputs.token_rewards.dtype)[:, None].expand_as(inputs.mask).masked_fill(~inputs.mask, 0)
-    return dense, dense.clone()
+    column, dense = advantage.to(inputs.token_rewards.dtype)[:, None], torch.empty_like(inputs.token_rewards)
+    returns = torch.empty_like(dense)
+    for rows in row_groups(dense):
+        returns[rows] = keep(column[rows], bits(inputs.mask[rows], dense.dtype), out=dense[rows])
+    return dense, returns

@@ -62,6 +62,10 @@ class TokenLoss:
 
 PolicyLoss = Callable[..., TokenLoss]  # f(PolicyInputs, its options)
 LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+# f(loss with its options, inputs, weights, metric weights) -> (loss 0-d, the metrics of every loss [5]) as `compute`
+# gives them, None where this form does not take such inputs
+OnePass = Callable[[partial[TokenLoss], PolicyInputs, Tensor, Tensor], tuple[Tensor, Tensor] | None]
+ONE_PASS: dict[str, OnePass] = {}  # of losses without metrics of their own
 EVERY_LOSS = ("clipfrac", "ppo_kl", "clipfrac_lower", "approxkl", "ratio")  # metrics
 TAKEN = {  # names of metrics that an update has beside its loss's own
     *EVERY_LOSS, "pg_loss", "entropy", "ref_kl", "off_policy_masked", "loss", "loss_zeroed", "epochs", "grad_norm",
@@ -143,15 +147,26 @@ def compute(
         chosen=weights if chosen is None else chosen,
     )
     inputs = PolicyInputs(log_probs, old_log_probs.detach(), advantages.detach(), sequences, chosen)
+    if isinstance(name, str) and name in ONE_PASS:
+        made = ONE_PASS[name](loss, inputs, weights, metric_weights)
+        if made is not None:
+            return made[0], dict(zip(EVERY_LOSS, made[1].unbind()))
+    return composed(loss, inputs, weights, metric_weights)
+
+
+def composed(
+    loss: partial[TokenLoss], inputs: PolicyInputs, weights: Tensor, metric_weights: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(loss, metrics) as `compute` gives them, of any loss, operation by operation."""
     tokens = loss(inputs)
     metrics = _metrics(inputs.bounded_log_ratio.detach(), tokens, metric_weights)
-    own = metrics_of(name)[len(EVERY_LOSS) :]
+    own = metrics_of(loss.func)[len(EVERY_LOSS) :]
     if tokens.metrics.keys() != {*own}:
         raise ValueError(f"the loss declares the metrics {[*own]} (with_metrics), and gives {[*tokens.metrics]}")
     return (weights * tokens.value).sum(), metrics
 
 
-def _function(name: str | PolicyLoss, options: Mapping[str, Any]) -> Callable[[PolicyInputs], TokenLoss]:
+def _function(name: str | PolicyLoss, options: Mapping[str, Any]) -> partial[TokenLoss]:
     """With its options; those that choose its tokens are not among them."""
     if not isinstance(name, str):
         return partial(name, **options)

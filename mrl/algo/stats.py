@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mrl.kernels.masked import bits, keep, row_groups
+from mrl.kernels.masked import bits, count, keep, row_groups
 
 EPS = 1e-8
 
@@ -52,17 +52,32 @@ def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 
 def whiten_(inside: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """`whiten` of values [B, T] that are 0 outside the mask, in place."""
-    count = mask.count_nonzero().double()
+    found = count(mask).double()
     total, square = torch.zeros(2, dtype=torch.float64, device=inside.device)
     for rows in row_groups(inside):
-        total += inside[rows].sum()
-    mean = (total / (count + EPS)).to(inside.dtype)
+        flat = inside[rows].view(-1)
+        total += flat.sum()
+        square += flat.dot(flat)
+    mean = (total / (found + EPS)).to(inside.dtype)
+    around = square - 2 * mean.double() * total + found * mean.double().square()
+    if inside.is_cuda or float(around) < square / 2:  # the difference would have lost digits; a GPU is not waited for
+        around = _around(mean, inside, mask)
+    var = torch.where(found > 1, around / (found + EPS) * found / (found - 1).clamp(min=1), 0)
+    scale = torch.rsqrt(var + EPS).to(inside.dtype)
     for rows in row_groups(inside):
-        centred = keep(inside[rows].sub_(mean), bits(mask[rows], inside.dtype), out=inside[rows])
+        block = inside[rows].sub_(mean).mul_(scale)
+        keep(block if shift_mean else block.add_(mean), bits(mask[rows], inside.dtype), out=block)
+    return inside
+
+
+def _around(mean: Tensor, inside: Tensor, mask: Tensor) -> Tensor:
+    """The sum of the squared distances from the mean over the mask, 0-d float64."""
+    square = torch.zeros((), dtype=torch.float64, device=inside.device)
+    for rows in row_groups(inside):
+        centred = inside[rows].sub(mean)
+        keep(centred, bits(mask[rows], inside.dtype), out=centred)
         square += torch.linalg.vector_norm(centred, dim=-1).double().square().sum()
-    var = torch.where(count > 1, square / (count + EPS) * count / (count - 1).clamp(min=1), 0)
-    inside.mul_(torch.rsqrt(var + EPS).to(inside.dtype))
-    return inside if shift_mean else inside.add_(mean).masked_fill_(~mask, 0)
+    return square
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:

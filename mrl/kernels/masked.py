@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_ELEMENTS = 1 << 18  # of a group of rows, on a CPU: few operations, and a MiB each stays in the cache that cores share
+_ELEMENTS = 1 << 17  # of a group of rows, on a CPU: few operations, and a MiB each stays in the cache that cores share
+_WORDS = 1024  # bytes that `count` adds up in one word: fewer than 8 * 256
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -22,8 +23,24 @@ def bits(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.view(torch.int8).neg().to(_INTEGERS[dtype.itemsize])
 
 
+def has_holes(mask: Tensor) -> bool:
+    """Whether a row of the bool mask [B, T] has a True behind a False."""
+    if mask.size(1) < 2:
+        return False
+    signs = mask.view(torch.int8)
+    return any(bool((signs[rows, 1:] > signs[rows, :-1]).view(torch.int8).amax()) for rows in row_groups(mask))
+
+
+def count(mask: Tensor) -> Tensor:
+    """How many are True, 0-d int64: bytes are added eight at a time, in words of which no byte can run over."""
+    if mask.numel() % _WORDS or not mask.is_contiguous():
+        return mask.count_nonzero()
+    return mask.view(-1).view(torch.int64).view(-1, _WORDS // 8).sum(1).view(torch.uint8).sum()
+
+
 def keep(x: Tensor, ones: Tensor, out: Tensor | None = None) -> Tensor:
-    """x where `ones` is, 0 elsewhere, whatever x is there (NaN too); in `out`, which may be x, or a new tensor."""
+    """x where `ones` is, 0 elsewhere, whatever x is there (NaN too); in `out`, which may be x, or a new tensor. x may
+    be a column [rows, 1] where there is an `out`."""
     out = torch.empty_like(x) if out is None else out
     torch.bitwise_and(x.view(ones.dtype), ones, out=out.view(ones.dtype))
     return out
