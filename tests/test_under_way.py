@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from mrl.config.engines import ENGINES, EngineKind
 from mrl.config.schema import RolloutConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
-from mrl.rollout import Engine, Feed, ServerLost, sample_seed, start_engine
+from mrl.rollout import Engine, Feed, RolloutError, ServerLost, sample_seed, start_engine
 from mrl.rollout.check import check_server
 from mrl.rollout.samples import Expected, read_samples
 from mrl.trainers.rl.groups import Group
@@ -81,7 +82,7 @@ class Engines:
 
 
 def under_way(engines: Engines, ahead: int, steps: int = STEPS) -> UnderWay:
-    return UnderWay(WANTED, ahead, steps * WANTED, MEMBERS, request, engines.draw, engines.replace)
+    return UnderWay(WANTED, ahead, steps * WANTED, MEMBERS, request, engines.draw, engines.replace, WAIT_S)
 
 
 def run(made: UnderWay, engines: Engines, steps: range) -> list[list[Group]]:
@@ -150,9 +151,33 @@ def test_what_the_thread_raises_is_raised_where_groups_are_waited_for() -> None:
     def fails(feed: Feed, on_samples: object) -> None:
         raise ZeroDivisionError
 
-    made = UnderWay(WANTED, 1, 9, MEMBERS, request, fails, Engines().replace)
+    made = UnderWay(WANTED, 1, 9, MEMBERS, request, fails, Engines().replace, WAIT_S)
     with pytest.raises(ZeroDivisionError):
         made.wait(0)
+
+
+def test_groups_that_do_not_end_are_waited_for_in_vain_no_longer_than_they_may_take() -> None:
+    def waits(feed: Feed, on_samples: object) -> None:
+        while feed.take(waits=True):
+            pass
+
+    with closing(UnderWay(WANTED, 1, 9, MEMBERS, request, waits, Engines().replace, 0.1)) as made:
+        with pytest.raises(RolloutError, match="3 of 3 groups have not ended within 0.1 s"):
+            made.wait(0)
+
+
+def test_who_is_fed_ends_with_who_feeds() -> None:
+    made: list[Feed] = []
+    owner = threading.Thread(target=lambda: made.append(Feed()))
+    owner.start()
+    owner.join()
+    made[0].put([request(0, 0)])
+    assert made[0].take(waits=True) == [request(0, 0)] and made[0].take(waits=True) == []
+
+    async def taken() -> list[Any]:
+        return [each async for each in made[0].taken()]
+
+    assert asyncio.run(taken()) == []
 
 
 def test_a_rest_waits_for_what_is_admitted_and_begins_nothing() -> None:

@@ -21,6 +21,8 @@ STARTUP_TIMEOUT_S = 120.0
 SOCKET_TIMEOUT_S = 10  # of one message under way; only a stopped process takes so long
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
+LATE = "or another one in its process was not done in time (agent.trajectory_timeout_s)"
+
 Message = dict[str, Any]
 
 
@@ -91,19 +93,24 @@ class Pool:
             self.close()
             raise
 
-    def exchange(self, messages: Mapping[int, Message]) -> dict[int, Message]:
+    def exchange(self, messages: Mapping[int, Message], ends: Mapping[int, float]) -> dict[int, Message]:
         """Tells each trajectory something, and gives what each says to it: {"say"}, {"done"}, {"error"}, or {"fault":
-        why} where its process ended or gave no answer in time. All that are alive must be among them."""
+        why} where its process ended or gave no answer in time. All that are alive must be among them. ends: until when
+        each must have answered, whatever is left of its step, by the monotonic clock."""
         for number, message in messages.items():
             self._of(number).send({"id": number, **message})
         answers: dict[int, Message] = {}
         gone: dict[Worker, str] = {}
         end = time.monotonic() + self._timeout_s
-        while missing := {self._of(number) for number in messages if number not in answers} - gone.keys():
-            ready = wait([worker.connection for worker in missing], max(0.0, end - time.monotonic()))
-            if not ready:
+        while asked := [n for n in messages if n not in answers and self._of(n) not in gone]:
+            missing = {self._of(number) for number in asked}
+            until = min(end, *(ends[number] for number in asked))
+            ready = wait([worker.connection for worker in missing], max(0.0, until - time.monotonic()))
+            if not ready and until == end:
                 late = f"gave no answer within {self._timeout_s:g} s (agent.step_timeout_s)"
                 gone |= dict.fromkeys(missing, late)
+            elif not ready:
+                gone |= {self._of(number): LATE for number in asked if ends[number] <= until}
             for worker in missing:
                 if worker.connection in ready:
                     message = worker.receive()
@@ -139,6 +146,10 @@ class Pool:
         """Ends all trajectories."""
         for worker in self._workers:
             worker.send({"drop": True})
+
+    def end(self, number: int) -> None:
+        """Ends one that waits for its turn, and leaves the others of its process alone."""
+        self._of(number).send({"id": number, "drop": True})
 
     def close(self) -> None:
         """Ends the processes; safe to call twice."""
