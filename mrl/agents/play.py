@@ -52,7 +52,7 @@ class Agents:
         self.cfg, self._tokenizer = cfg, tokenizer
         self.suffix = Suffix(tokenizer, stops, is_chat, needed=cfg.thoughts == "keep" and not cfg.endpoint)
         self._is_chat, self._by_turn, self._begins, self._numbers = is_chat, by_turn, begins, count()
-        setup = {"rollout": cfg.rollout, "parser": cfg.parser, "sandbox": cfg.sandbox.model_dump()}
+        setup: Message = {"rollout": cfg.rollout, "parser": cfg.parser, "sandbox": cfg.sandbox.model_dump()}
         setup |= {"endpoint": cfg.endpoint, "answer_timeout_s": turn_timeout_s + cfg.step_timeout_s}
         self._pool = Pool(setup, cfg.workers, cfg.step_timeout_s)
 

@@ -97,28 +97,39 @@ class Pool:
         """Tells each trajectory something, and gives what each says to it: {"say"}, {"done"}, {"error"}, or {"fault":
         why} where its process ended or gave no answer in time. All that are alive must be among them. ends: until when
         each must have answered, whatever is left of its step, by the monotonic clock."""
+        waiting: dict[Worker, set[int]] = {}
         for number, message in messages.items():
-            self._of(number).send({"id": number, **message})
+            worker = self._of(number)
+            worker.send({"id": number, **message})
+            waiting.setdefault(worker, set()).add(number)
         answers: dict[int, Message] = {}
         gone: dict[Worker, str] = {}
         end = time.monotonic() + self._timeout_s
-        while asked := [n for n in messages if n not in answers and self._of(n) not in gone]:
-            missing = {self._of(number) for number in asked}
-            until = min(end, *(ends[number] for number in asked))
-            ready = wait([worker.connection for worker in missing], max(0.0, until - time.monotonic()))
-            if not ready and until == end:
-                late = f"gave no answer within {self._timeout_s:g} s (agent.step_timeout_s)"
-                gone |= dict.fromkeys(missing, late)
-            elif not ready:
-                gone |= {self._of(number): LATE for number in asked if ends[number] <= until}
-            for worker in missing:
-                if worker.connection in ready:
-                    message = worker.receive()
-                    if "gone" in message:
-                        gone[worker] = "ended its process"
-                    elif message.get("id") in messages:
-                        answers[message["id"]] = message
+        soonest = min((ends[number] for number in messages), default=end)
+        while waiting:
+            ready = wait([worker.connection for worker in waiting], max(0.0, min(end, soonest) - time.monotonic()))
+            if not ready:
+                gone |= (late := self._late(waiting, ends, end))
+                waiting = {worker: asked for worker, asked in waiting.items() if worker not in late}
+                soonest = min((ends[number] for asked in waiting.values() for number in asked), default=end)
+            for worker in [worker for worker in waiting if worker.connection in ready]:
+                message = worker.receive()
+                if "gone" in message:
+                    gone[worker] = "ended its process"
+                    del waiting[worker]
+                elif message.get("id") in waiting[worker]:
+                    answers[message["id"]] = message
+                    waiting[worker].remove(message["id"])
+                    if not waiting[worker]:
+                        del waiting[worker]
         return answers | self._replaced(gone, messages, answers)
+
+    def _late(self, waiting: Mapping[Worker, set[int]], ends: Mapping[int, float], end: float) -> dict[Worker, str]:
+        """Of processes that are waited for those that are late now, with what for; end: of this step's time"""
+        now = time.monotonic()
+        if now >= end:
+            return dict.fromkeys(waiting, f"gave no answer within {self._timeout_s:g} s (agent.step_timeout_s)")
+        return {worker: LATE for worker, asked in waiting.items() if any(ends[number] <= now for number in asked)}
 
     def _replaced(
         self, gone: Mapping[Worker, str], messages: Mapping[int, Message], answers: Mapping[int, Message]

@@ -1,10 +1,10 @@
 """A worker that runs agents' programs: `python -m mrl.agents.worker FD`, started by `mrl.agents.pool`.
 
 On the socket FD come JSON objects. First the setup {"sys_path", "rollout", "parser", "sandbox", "endpoint",
-"answer_timeout_s"}, answered by {"ready": true} or {"load_error": text}. Then {"id", "start": {"row", "prompt", "seed"}}
-begins a trajectory, {"id", "turn": {...}} and {"id", "over": why} answer one that has asked, {"drop": true} ends all,
-with an "id" that one. Of each trajectory come {"id", "say": [...]}, which asks for a turn, and at its end {"id",
-"done": {"score", ...}} or {"id", "error": text}; with each "reward", what was given since the one before.
+"answer_timeout_s"}, answered by {"ready": true} or {"load_error": text}. Then {"id", "start": {"row", "prompt",
+"seed"}} begins a trajectory, {"id", "turn": {...}} and {"id", "over": why} answer one that has asked, {"drop": true}
+ends all, with an "id" that one. Of each trajectory come {"id", "say": [...]}, which asks for a turn, and at its end
+{"id", "done": {"score", ...}} or {"id", "error": text}; with each "reward", what was given since the one before.
 
 With an endpoint a turn is asked for by {"id", "chat": {"messages", "tools"}}, and answered by {"id", "answer": {"text",
 "finish", "tokens"}}, {"id", "over": why} or {"id", "refused": why}; "arrived" then comes with the next question or the

@@ -10,7 +10,6 @@ from contextlib import suppress
 
 from mrl.core import Request
 
-
 LOOK_S = 1.0  # between two looks at whether who feeds is still there
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

@@ -110,8 +110,8 @@ class UnderWay:
             ):
                 missing = sum(n not in self._ended for n in groups)
                 raise RolloutError(
-                    f"{missing} of {len(groups)} groups have not ended within {self._timeout_s:g} s, which is more than "
-                    "their requests, rewards and environments may take together"
+                    f"{missing} of {len(groups)} groups have not ended within {self._timeout_s:g} s, which is more "
+                    "than their requests, rewards and environments may take together"
                 )
 
     def close(self) -> None:
