@@ -11,6 +11,7 @@ import pytest
 
 from mrl.agents import chat
 from mrl.agents.chat import BadChat
+from mrl.agents.endpoint import Session
 from mrl.agents.errors import AgentError
 from mrl.agents.play import Agents
 from mrl.config.schema import AgentConfig
@@ -328,6 +329,13 @@ def test_a_harness_without_turns_ends_with_its_rewards(harnesses: Path, settings
 def test_a_harness_that_never_ends_is_ended(harnesses: Path) -> None:
     with pytest.raises(AgentError, match="gave no answer within 2 s"):
         play(harnesses, "stubborn", Model(), max_turns=1, step_timeout_s=2, retries=0, workers=1)
+
+
+def test_a_run_that_does_not_answer_is_waited_for_in_bounded_time() -> None:
+    session = Session(lambda question: None, lambda text, finish, number: {}, timeout_s=0.1)
+    with pytest.raises(BadChat, match="the run has not answered within 0.1 s") as caught:
+        session.generate({"messages": []})
+    assert caught.value.status == 504
 
 
 @pytest.mark.parametrize(

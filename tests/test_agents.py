@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mrl.agents import trajectory
 from mrl.agents.errors import AgentError
 from mrl.agents.play import Agents
 from mrl.agents.suffix import Suffix
@@ -70,6 +74,15 @@ async def blocks(ctx, prompt):
     await ctx.generate()
     while ctx.row["block"]:
         pass
+
+async def dawdles(ctx, prompt):
+    while True:
+        await ctx.generate()
+        await asyncio.sleep(0.2)
+        ctx.say(".")
+
+async def sets_up(ctx, prompt):
+    await asyncio.sleep(600)
 
 async def flaky(ctx, prompt):
     turn = await ctx.generate()
@@ -203,6 +216,35 @@ def test_a_program_that_fails_is_begun_again_with_the_same_seeds(programs: Path,
 def test_faults_of_programs_end_the_run_and_are_never_a_score(programs: Path, name: str, message: str) -> None:
     with pytest.raises(AgentError, match=f"(?s){message}"):
         play(programs, name, count=1, row={"block": True}, step_timeout_s=1.5, workers=1)
+
+
+@pytest.mark.parametrize("name", ["dawdles", "sets_up"])
+def test_a_trajectory_has_so_much_time_whatever_it_does_with_it(programs: Path, name: str) -> None:
+    limits = {"trajectory_timeout_s": 0.5, "max_turns": 10_000}
+    with pytest.raises(AgentError, match="(?s)not done .*agent.trajectory_timeout_s.*begun 2 times"):
+        play(programs, name, count=1, workers=1, **limits)
+
+
+class Slow(FakeEngine):
+    """Takes 1000 s for its first turns, by a clock of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * bool(self.asked))
+
+
+def test_who_is_late_at_a_turn_is_begun_anew_and_its_process_lives_on(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Slow()
+    monkeypatch.setattr(trajectory, "time", engine.clock)
+    cfg = AgentConfig(rollout=f"{programs}:Guess", workers=1, trajectory_timeout_s=500.0)
+    with closing(Agents(cfg, tokenizer(), (EOS,), is_chat=False)) as agents:
+        [before] = agents._pool._workers
+        found = agents.sample(requests(2), PARAMS, engine.generate, lambda samples: None)
+        assert agents._pool._workers == [before] and before.process.poll() is None
+    assert [sample.environment for sample in found] == [{"score": 1.5}] * 2
+    assert [r.seed for r in engine.asked[:2]] == [r.seed for r in engine.asked[2:4]] and len(engine.asked) == 8
 
 
 # ---- chat templates

@@ -20,14 +20,18 @@ from mrl import platform
 from mrl.config.checks import rollout as rollout_checks
 from mrl.config.derived import Machine
 from mrl.config.schema import RLConfig, RolloutConfig, SyncConfig
-from mrl.rollout.client import EngineError
+from mrl.rollout.client import EngineClient, EngineError
 from mrl.weights.errors import WeightError
 from mrl.weights.meta import TensorMeta
 from mrl.weights.sync.payload import Bucket, plan_buckets
+from mrl.weights.sync.push import WeightSync
 from mrl.weights.sync.transports import Deadline, Engines, Place, resolve
 from mrl.weights.sync.transports import cuda_ipc as cuda_ipc_module
+from mrl.weights.sync.transports.base import ByHandle
 from mrl.weights.sync.transports.cuda_ipc import CudaIpc
 from mrl.weights.sync.transports.distributed import Distributed
+from tests.conftest import TinyModels
+from tests.sync_tools import FileExporter
 
 CPU = torch.device("cpu")
 LIMIT_S = 30.0  # a deadlock ends here
@@ -97,6 +101,35 @@ def test_a_bucket_in_gpu_memory_is_never_written_again(monkeypatch: pytest.Monke
     assert not collected
     transport.release(failed=False)
     assert collected == [True]
+
+
+class Noted(EngineClient):
+    """An engine that does nothing of what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__("http://127.0.0.1:1")
+        self.asked: list[str] = []
+
+    def _call(self, endpoint: Any, body: Any) -> Any:
+        self.asked.append(endpoint.name)
+
+
+def test_buckets_in_gpu_memory_are_read_while_the_engine_is_paused(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rollout.overlap: bounded by cuda_ipc; that the engine's requests then go on rightly, a GPU must show."""
+    monkeypatch.setattr(CudaIpc, "__init__", ByHandle.__init__)
+    monkeypatch.setattr(cuda_ipc_module, "_exported", lambda flat: flat)
+    monkeypatch.setattr(cuda_ipc_module, "pickle_flat", lambda bucket, flat: flat)
+    cfg = SyncConfig(transport="cuda_ipc", bucket_mib=1)
+    engine = Noted()
+    sync = WeightSync(FileExporter(tiny_models("llama")), [engine.url], cfg, in_flight=True)
+    sync._engines.clients = (engine,)
+    assert sync.push("1").transport == "cuda_ipc"
+    before, begin, *reads, end, flush, version, after = engine.asked
+    assert (before, begin, {*reads}) == ("pause_generation", "begin_weight_update", {"update_weights_from_tensor"})
+    assert (end, flush) == ("end_weight_update", "flush_cache")
+    assert (version, after) == ("update_weight_version", "continue_generation")
 
 
 class Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -21,17 +22,20 @@ from transformers import AutoModelForCausalLM
 from mrl.config.engines import ENGINES, EngineKind
 from mrl.config.schema import RolloutConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
-from mrl.rollout import Engine, Feed, ServerLost, sample_seed, start_engine
+from mrl.rollout import Engine, Feed, RolloutError, ServerLost, sample_seed, start_engine
 from mrl.rollout.check import check_server
+from mrl.rollout.errors import EngineError
 from mrl.rollout.samples import Expected, read_samples
 from mrl.trainers.rl.groups import Group
 from mrl.trainers.rl.under_way import UnderWay
 from tests.conftest import TinyModels
-from tests.test_resume import difference, results, samples, train, train_and_kill
-from tests.train_tools import given, write_config
+from tests.test_resume import difference, results, samples, train
+from tests.train_tools import ROOT, Train, given, write_config
 
 WANTED, MEMBERS, STEPS = 3, 2, 40
-WAIT_S = 60.0
+WAIT_S, RUN_S = 60.0, 300.0
+FAULTS = ROOT / "tests/worlds/faults"
+FAR = ("rollout.mismatch={warn: null, stop: null, warn_sample: null, stop_sample: null}",)  # of what fp8 rounds here
 
 
 def request(group: int, member: int) -> Request:
@@ -81,7 +85,7 @@ class Engines:
 
 
 def under_way(engines: Engines, ahead: int, steps: int = STEPS) -> UnderWay:
-    return UnderWay(WANTED, ahead, steps * WANTED, MEMBERS, request, engines.draw, engines.replace)
+    return UnderWay(WANTED, ahead, steps * WANTED, MEMBERS, request, engines.draw, engines.replace, WAIT_S)
 
 
 def run(made: UnderWay, engines: Engines, steps: range) -> list[list[Group]]:
@@ -150,9 +154,33 @@ def test_what_the_thread_raises_is_raised_where_groups_are_waited_for() -> None:
     def fails(feed: Feed, on_samples: object) -> None:
         raise ZeroDivisionError
 
-    made = UnderWay(WANTED, 1, 9, MEMBERS, request, fails, Engines().replace)
+    made = UnderWay(WANTED, 1, 9, MEMBERS, request, fails, Engines().replace, WAIT_S)
     with pytest.raises(ZeroDivisionError):
         made.wait(0)
+
+
+def test_groups_that_do_not_end_are_waited_for_in_vain_no_longer_than_they_may_take() -> None:
+    def waits(feed: Feed, on_samples: object) -> None:
+        while feed.take(waits=True):
+            pass
+
+    with closing(UnderWay(WANTED, 1, 9, MEMBERS, request, waits, Engines().replace, 0.1)) as made:
+        with pytest.raises(RolloutError, match="3 of 3 groups have not ended within 0.1 s"):
+            made.wait(0)
+
+
+def test_who_is_fed_ends_with_who_feeds() -> None:
+    made: list[Feed] = []
+    owner = threading.Thread(target=lambda: made.append(Feed()))
+    owner.start()
+    owner.join()
+    made[0].put([request(0, 0)])
+    assert made[0].take(waits=True) == [request(0, 0)] and made[0].take(waits=True) == []
+
+    async def taken() -> list[Any]:
+        return [each async for each in made[0].taken()]
+
+    assert asyncio.run(taken()) == []
 
 
 def test_a_rest_waits_for_what_is_admitted_and_begins_nothing() -> None:
@@ -267,48 +295,104 @@ def test_a_bound_of_nothing_is_the_synchronous_loop_to_the_bit(
 ) -> None:
     file = config(tmp_path, tiny_models("llama"), **given(sglang_engine, tmp_path))
     train(tmp_path, file, "run.name=waits", "run.steps=4")
-    train(tmp_path, file, "run.name=goes_on", "run.steps=4", "rollout.overlap=bounded", "rollout.max_staleness=0")
+    bounded = ("rollout.overlap=bounded", "rollout.max_staleness=0", "sync.transport=distributed")
+    train(tmp_path, file, "run.name=goes_on", "run.steps=4", *bounded)
     waits, goes_on = (tmp_path / "runs" / name for name in ("waits", "goes_on"))
     assert set(difference(waits, goes_on).values()) == {0.0}
     assert samples(waits) == samples(goes_on)
 
 
 @pytest.mark.parametrize(
-    "ways",
+    ("ways", "numerics"),
     [
-        ("actor.lora={rank: 4}", "actor.optimizer.lr=5e-3", "sync.transport=http", "sync.verify=checksum"),
-        ("replay={buffer_prompts: 8, prompts_per_step: 2}", "sync.transport=disk"),
+        (("actor.lora={rank: 4}", "actor.optimizer.lr=5e-3", "sync.transport=http", "sync.verify=checksum"), 1e-4),
+        (("replay={buffer_prompts: 8, prompts_per_step: 2}", "sync.transport=disk"), 1e-4),
+        (("actor.precision.fp8={recipe: blockwise, emulate: true}", *FAR, "sync.verify=checksum"), None),
     ],
-    ids=["adapters merged, by http, proved", "samples of earlier steps, by files"],
+    ids=["adapters merged, by http, proved", "samples of earlier steps, by files", "a trainer in fp8, proved"],
 )
 def test_other_ways_of_pushing_and_learning(
-    tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path, ways: tuple[str, ...]
+    tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path, ways: tuple[str, ...], numerics: float | None
 ) -> None:
+    """numerics: of engine and trainer under the same weights, in nats a token; None: as far as the first step has it"""
     behind = {"overlap": "bounded", "max_staleness": 1}
     file = config(tmp_path, tiny_models("llama"), **behind, **given(sglang_engine, tmp_path))
     train(tmp_path, file, "run.steps=4", *ways)
     rows = results(tmp_path / "runs/run")
     assert len(rows) >= 4 and all(row["staleness/max"] <= 1 for step, row in rows.items() if step)
-    assert max(row.get("mismatch/age_0", 0.0) for row in rows.values()) < 1e-4, "a token is not of the weights it names"
-    assert rows[4]["mismatch/age_1"] > 1e-4, "nothing was learnt, or nothing was pushed"
+    limit = numerics or 1.5 * rows[1]["mismatch/age_0"]
+    assert max(row.get("mismatch/age_0", 0.0) for row in rows.values()) < limit, "a token is of other weights"
+    assert numerics is None or rows[4]["mismatch/age_1"] > limit, "nothing was learnt, or nothing was pushed"
 
 
-def test_over_a_kill_no_prompt_is_lost_or_learnt_twice(
-    tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
-) -> None:
-    behind = {"overlap": "bounded", "max_staleness": 2}
-    file = config(tmp_path, tiny_models("llama"), **behind, **given(sglang_engine, tmp_path))
-    run_dir = tmp_path / "runs/run"
-    train_and_kill(tmp_path, run_dir, file, "run.steps=50")
-    train(tmp_path, file, "run.steps=8")
+class Held(Train):
+    """A run that is held before these calls of engines."""
+
+    def __init__(self, folder: Path, config: Path, *overrides: str, calls: list[dict[str, Any]]) -> None:
+        self._calls = folder / "held.json"
+        self._calls.write_text(json.dumps(calls))
+        super().__init__(folder, config, *overrides, PYTHONPATH=f"{FAULTS}:{ROOT}", MRL_TEST_HELD=str(self._calls))
+
+    def wait_until_held(self, number: int) -> None:
+        end = time.monotonic() + RUN_S
+        while not Path(f"{self._calls}.{number}").exists():
+            assert self._process.poll() is None and time.monotonic() < end, self.terminal[-4000:]
+            time.sleep(0.05)
+
+    def let_go(self, number: int) -> None:
+        Path(f"{self._calls}.{number}.go").touch()
+
+
+def learnt_once(run_dir: Path, steps: int) -> None:
+    """4 of 24 rows a step, each once a pass; no token too old, and those of the newest weights are of the trainer's."""
     rows, drawn = results(run_dir), samples(run_dir)
-    learnt = [[row["index"] for row in drawn[f"step_{step}.jsonl"][::2]] for step in range(8)]
-    assert sorted(sum(learnt, [])) == sorted([*range(24), *sum(learnt[6:], [])]), (
-        "of 24 rows each is learnt once a pass"
-    )
+    assert [step for step in rows if step] == [*range(1, steps + 1)]
+    learnt = [[row["index"] for row in drawn[f"step_{step}.jsonl"][::2]] for step in range(steps)]
+    for first in range(0, steps, 6):
+        found = sum(learnt[first : first + 6], [])
+        assert len({*found}) == len(found) == 4 * min(6, steps - first), "a row is there twice in a pass, or not at all"
     assert all(0 <= row["staleness/max"] <= 2 for step, row in rows.items() if step)
     assert max(row["staleness/max"] for step, row in rows.items() if step) > 0
-    assert rows[1]["mismatch/age_0"] < 1e-4
+    fresh = [row["mismatch/age_0"] for step, row in rows.items() if "mismatch/age_0" in row]
+    assert max(fresh) < 1e-4, "a token is not of the weights that it names"
+
+
+def test_over_a_kill_in_a_push_no_prompt_is_lost_or_learnt_twice(
+    tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
+) -> None:
+    """The trainer is killed while its engine is paused, and goes on with the same engine."""
+    behind = {"overlap": "bounded", "max_staleness": 2}
+    file = config(tmp_path, tiny_models("llama"), **behind, **given(sglang_engine, tmp_path))
+    with Held(tmp_path, file, "run.steps=50", calls=[{"call": "begin_weight_update", "nth": 6}]) as run:
+        run.wait_for("step_2 is complete", RUN_S)
+        run.wait_until_held(0)
+        for pid, command in run.processes().items():
+            if " train " in command:
+                os.kill(pid, signal.SIGKILL)
+        run.wait(30)
+        assert run.left_running() == {}
+    assert max(results(tmp_path / "runs/run")) == 4, "it was not killed in the push of step 5"
+    train(tmp_path, file, "run.steps=8")
+    learnt_once(tmp_path / "runs/run", 8)
+
+
+def test_engines_that_are_killed_while_they_are_paused_and_in_a_push_cost_no_prompt(
+    tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path
+) -> None:
+    """With long responses under way; the run's own SGLang."""
+    behind = {"overlap": "bounded", "max_staleness": 2}
+    file = config(tmp_path, tiny_models("llama"), **behind, sampling={"max_new_tokens": 100})
+    calls = [{"call": "begin_weight_update", "nth": 3}, {"call": "end_weight_update", "nth": 6}]
+    with Held(tmp_path, file, "run.steps=8", "actor.parallel.tensor=1", calls=calls) as run:
+        for number in range(len(calls)):
+            run.wait_until_held(number)
+            os.kill(run.pid_of("sglang.launch_server"), signal.SIGKILL)
+            run.let_go(number)
+        assert run.wait(RUN_S) == 0, run.terminal[-6000:]
+        assert run.left_running() == {}
+    assert "starting it again (restart 2 of 3" in run.terminal and "Traceback" not in run.terminal, run.terminal
+    learnt_once(tmp_path / "runs/run", 8)
+    assert sum(row.get("rollout/engine_restarts", 0) for row in results(tmp_path / "runs/run").values()) == 2
 
 
 def test_an_engine_that_dies_is_for_the_main_thread_to_begin_anew(
@@ -335,6 +419,26 @@ def test_an_engine_that_dies_is_for_the_main_thread_to_begin_anew(
         engine.follow(feed, SamplingParams(), found.extend, MEMBERS)
     assert [sample.versions.tolist() for sample in found if sample.versions is not None] == [[0, 0]] * MEMBERS
     assert len(notes) == 1 and "starting it again (restart 1 of 3" in notes[0]
+
+
+def test_an_engine_that_was_begun_anew_in_a_push_is_asked_nothing_before_it_has_weights(
+    tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENGINES, "light", EngineKind("tests.light_engine:light_launch"))
+    cfg, asked = RolloutConfig.model_validate({"engine": "light"}), [request(0, 0)]
+    sampling = SamplingParams(max_new_tokens=4)
+    with start_engine(cfg, str(tiny_models("llama")), "float32", tmp_path) as engine:
+        engine.wait_ready()
+        engine.restarts.allow(nothing, nothing)
+        engine.is_pushing("0")
+        [process] = engine.fleet.processes
+        os.killpg(os.getpgid(process.pid), signal.SIGKILL)
+        assert engine.revive(EngineError(engine.urls[0], "begin_weight_update", None, "gone"))
+        with pytest.raises(ServerLost, match="lacks its weights") as lost:
+            engine.generate(asked, sampling, over_pushes=True)
+        assert engine.replace(lost.value) == [] and engine.restarts.made == 1, "it was begun anew twice"
+        engine.has_pushed("0")
+        assert len(engine.generate(asked, sampling, over_pushes=True)) == 1
 
 
 def nothing(samples: list[Sample]) -> None:

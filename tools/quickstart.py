@@ -4,7 +4,8 @@
 Usage: python tools/quickstart.py [ALGORITHM], one of yaml_configs/quickstart_ALGORITHM.yaml, ppo if none is named.
 Everything goes to runs/quickstart*; a new call starts afresh. `gpu`, not tried yet: a larger model in bfloat16, and
 SGLang, on one GPU. `ddpo`: a tiny diffusion model that draws shapes, and two rewards of images. `agent`: a tiny model
-that guesses a number in three turns. `vl_grpo`, `vl_ppo`: a tiny model that counts what it sees.
+that guesses a number in three turns; `agent_bounded`, `agent_endpoint`: over pushes of weights, and by OpenAI's API.
+`vl_grpo`, `vl_ppo`: a tiny model that counts what it sees.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ def diffusion() -> None:
         print(f"{name}: runs/{name}/reward_curve.png, images from runs/{name}/images/step_0.png to {last.name}")
 
 
-def agent() -> None:
-    for name in ("quickstart_guess", "quickstart_agent"):
-        shutil.rmtree(ROOT / "runs" / name, ignore_errors=True)
+def agent(name: str) -> None:
+    for each in ("quickstart_guess", f"quickstart_{name}"):
+        shutil.rmtree(ROOT / "runs" / each, ignore_errors=True)
     run("making the task: guess a number", "tools/make_guess_task.py", "runs/quickstart_guess")
-    run("GRPO over three turns", "-m", "mrl", "train", "yaml_configs/quickstart_agent.yaml")
-    run("report", "-m", "mrl", "report", "runs/quickstart_agent")
+    run("GRPO over three turns", "-m", "mrl", "train", f"yaml_configs/quickstart_{name}.yaml")
+    run("report", "-m", "mrl", "report", f"runs/quickstart_{name}")
 
 
 def main() -> None:
@@ -69,8 +70,8 @@ def main() -> None:
     if algorithm.startswith("ddpo"):
         diffusion()
         return
-    if algorithm == "agent":
-        agent()
+    if algorithm.startswith("agent"):
+        agent(algorithm)
         return
     if algorithm == "sft_chat":
         chat()

@@ -43,13 +43,15 @@ class Endpoint:
 
 class Session:
     """One trajectory's requests, one after the other. ask: sends a question to rank 0, which `answer` answers; parse:
-    from the text of a turn to the message that it is
+    from the text of a turn to the message that it is; timeout_s: until rank 0 has answered
 
     arrived: the last answer, unless its harness was gone; has_ended_model: the model has no turn left
     """
 
-    def __init__(self, ask: Callable[[Message], None], parse: Callable[[str, str, int], Message]) -> None:
-        self._ask, self._parse = ask, parse
+    def __init__(
+        self, ask: Callable[[Message], None], parse: Callable[[str, str, int], Message], timeout_s: float
+    ) -> None:
+        self._ask, self._parse, self._timeout_s = ask, parse, timeout_s
         self.turn = threading.Lock()
         self.arrived: Message | None = None
         self.has_ended_model = False
@@ -70,9 +72,11 @@ class Session:
             self._ask({"chat": question})
         self.arrived = None
         try:
-            answer = waits.result()
+            answer = waits.result(self._timeout_s)
         except CancelledError:
             raise _ended() from None
+        except TimeoutError:
+            raise BadChat(f"the run has not answered within {self._timeout_s:g} s", status=504) from None
         self._refusals += "answer" not in answer
         if "over" in answer:
             self.has_ended_model = True

@@ -21,6 +21,7 @@ from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data import Tokenizer
 from mrl.rollout.seeds import sample_seed
 
+DAY_S = 86400.0
 WORLD_STREAM = 1 << 46  # keeps the seeds of environments apart from samples'
 
 Generate = Callable[[list[Request], SamplingParams], list[Sample]]
@@ -33,7 +34,8 @@ class Agents:
     """Plays trajectories with the program of `cfg`, in processes of their own. Close it.
 
     stops: tokens that end a turn; is_chat: the model is talked to by its chat template; by_turn: samples have the
-    rewards of each turn; begins: of prompts under a chat template, for histories that are written anew
+    rewards of each turn; begins: of prompts under a chat template, for histories that are written anew; turn_timeout_s:
+    until `generate` has drawn the turns of a wave at the latest
     Raises AgentError if the program cannot be loaded, or the template does not allow several turns.
     """
 
@@ -45,12 +47,14 @@ class Agents:
         is_chat: bool,
         by_turn: bool = False,
         begins: Begins | None = None,
+        turn_timeout_s: float = DAY_S,
     ) -> None:
         self.cfg, self._tokenizer = cfg, tokenizer
         self.suffix = Suffix(tokenizer, stops, is_chat, needed=cfg.thoughts == "keep" and not cfg.endpoint)
         self._is_chat, self._by_turn, self._begins, self._numbers = is_chat, by_turn, begins, count()
-        setup = {"rollout": cfg.rollout, "parser": cfg.parser, "sandbox": cfg.sandbox.model_dump()}
-        self._pool = Pool({**setup, "endpoint": cfg.endpoint}, cfg.workers, cfg.step_timeout_s)
+        setup: Message = {"rollout": cfg.rollout, "parser": cfg.parser, "sandbox": cfg.sandbox.model_dump()}
+        setup |= {"endpoint": cfg.endpoint, "answer_timeout_s": turn_timeout_s + cfg.step_timeout_s}
+        self._pool = Pool(setup, cfg.workers, cfg.step_timeout_s)
 
     def close(self) -> None:
         self._pool.close()
@@ -81,7 +85,8 @@ class Agents:
                 self._begin(Trajectory(request), live, messages)
             if not live:
                 return
-            answers, messages = self._pool.exchange(messages), {}
+            ends = {number: trajectory.ends_at for number, trajectory in live.items()}
+            answers, messages = self._pool.exchange(messages, ends), {}
             done: list[Sample] = []
             asking: dict[int, int] = {}  # by sample
             for number, answer in answers.items():
@@ -92,6 +97,8 @@ class Agents:
                     done.append(live.pop(number).sample(answer["done"], self._by_turn))
                 elif "say" not in answer and "chat" not in answer:
                     done += self._failed(live.pop(number), answer, live, messages)
+                elif trajectory.is_late:
+                    done += self._late(number, live, messages)
                 elif no := self._no_turn(trajectory, answer, params.max_new_tokens):
                     messages[number] = no
                 else:
@@ -100,15 +107,28 @@ class Agents:
                 on_samples(done)
             if asking:
                 turns = generate([live[number].next_request() for number in asking.values()], params)
-                texts = self._tokenizer.decode_all([turn.response_ids for turn in turns])
-                for turn, text in zip(turns, texts, strict=True):
-                    number = asking[turn.request.sample_id]
-                    tell = live[number].offer if self.cfg.endpoint else live[number].take
-                    messages[number] = tell(turn, text)
+                if left_out := self._tell(turns, asking, live, messages):
+                    on_samples(left_out)
+
+    def _tell(
+        self, turns: list[Sample], asking: dict[int, int], live: dict[int, Trajectory], messages: dict[int, Message]
+    ) -> list[Sample]:
+        """Each what the model has said, unless that is too late for it; those that are left out then."""
+        left_out: list[Sample] = []
+        texts = self._tokenizer.decode_all([turn.response_ids for turn in turns])
+        for turn, text in zip(turns, texts, strict=True):
+            number = asking[turn.request.sample_id]
+            if live[number].is_late:
+                left_out += self._late(number, live, messages)
+            else:
+                tell = live[number].offer if self.cfg.endpoint else live[number].take
+                messages[number] = tell(turn, text)
+        return left_out
 
     def _begin(self, trajectory: Trajectory, live: dict[int, Trajectory], messages: dict[int, Message]) -> None:
         number, request = next(self._numbers), trajectory.request
         live[number] = trajectory
+        trajectory.limit(self.cfg.trajectory_timeout_s)
         seed = sample_seed(request.seed, WORLD_STREAM, 0)
         messages[number] = {"start": {"row": request.prompt.row, "prompt": request.prompt.text, "seed": seed}}
 
@@ -127,6 +147,12 @@ class Agents:
         if self.cfg.on_error == "stop":
             raise AgentError(why)
         return [Sample(trajectory.request, np.zeros(0), np.zeros(0), "abort", "0", left_out=why)]
+
+    def _late(self, number: int, live: dict[int, Trajectory], messages: dict[int, Message]) -> list[Sample]:
+        """Of one that waits for its turn."""
+        self._pool.end(number)
+        why = f"was not done within {self.cfg.trajectory_timeout_s:g} s (agent.trajectory_timeout_s)"
+        return self._failed(live.pop(number), {"fault": why}, live, messages)
 
     def _no_turn(self, trajectory: Trajectory, answer: Message, turn_tokens: int) -> Message | None:
         """Finds out where the next turn is drawn; what is answered if nowhere."""

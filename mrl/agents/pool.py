@@ -21,6 +21,8 @@ STARTUP_TIMEOUT_S = 120.0
 SOCKET_TIMEOUT_S = 10  # of one message under way; only a stopped process takes so long
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
+LATE = "or another one in its process was not done in time (agent.trajectory_timeout_s)"
+
 Message = dict[str, Any]
 
 
@@ -91,27 +93,43 @@ class Pool:
             self.close()
             raise
 
-    def exchange(self, messages: Mapping[int, Message]) -> dict[int, Message]:
+    def exchange(self, messages: Mapping[int, Message], ends: Mapping[int, float]) -> dict[int, Message]:
         """Tells each trajectory something, and gives what each says to it: {"say"}, {"done"}, {"error"}, or {"fault":
-        why} where its process ended or gave no answer in time. All that are alive must be among them."""
+        why} where its process ended or gave no answer in time. All that are alive must be among them. ends: until when
+        each must have answered, whatever is left of its step, by the monotonic clock."""
+        waiting: dict[Worker, set[int]] = {}
         for number, message in messages.items():
-            self._of(number).send({"id": number, **message})
+            worker = self._of(number)
+            worker.send({"id": number, **message})
+            waiting.setdefault(worker, set()).add(number)
         answers: dict[int, Message] = {}
         gone: dict[Worker, str] = {}
         end = time.monotonic() + self._timeout_s
-        while missing := {self._of(number) for number in messages if number not in answers} - gone.keys():
-            ready = wait([worker.connection for worker in missing], max(0.0, end - time.monotonic()))
+        soonest = min((ends[number] for number in messages), default=end)
+        while waiting:
+            ready = wait([worker.connection for worker in waiting], max(0.0, min(end, soonest) - time.monotonic()))
             if not ready:
-                late = f"gave no answer within {self._timeout_s:g} s (agent.step_timeout_s)"
-                gone |= dict.fromkeys(missing, late)
-            for worker in missing:
-                if worker.connection in ready:
-                    message = worker.receive()
-                    if "gone" in message:
-                        gone[worker] = "ended its process"
-                    elif message.get("id") in messages:
-                        answers[message["id"]] = message
+                gone |= (late := self._late(waiting, ends, end))
+                waiting = {worker: asked for worker, asked in waiting.items() if worker not in late}
+                soonest = min((ends[number] for asked in waiting.values() for number in asked), default=end)
+            for worker in [worker for worker in waiting if worker.connection in ready]:
+                message = worker.receive()
+                if "gone" in message:
+                    gone[worker] = "ended its process"
+                    del waiting[worker]
+                elif message.get("id") in waiting[worker]:
+                    answers[message["id"]] = message
+                    waiting[worker].remove(message["id"])
+                    if not waiting[worker]:
+                        del waiting[worker]
         return answers | self._replaced(gone, messages, answers)
+
+    def _late(self, waiting: Mapping[Worker, set[int]], ends: Mapping[int, float], end: float) -> dict[Worker, str]:
+        """Of processes that are waited for those that are late now, with what for; end: of this step's time"""
+        now = time.monotonic()
+        if now >= end:
+            return dict.fromkeys(waiting, f"gave no answer within {self._timeout_s:g} s (agent.step_timeout_s)")
+        return {worker: LATE for worker, asked in waiting.items() if any(ends[number] <= now for number in asked)}
 
     def _replaced(
         self, gone: Mapping[Worker, str], messages: Mapping[int, Message], answers: Mapping[int, Message]
@@ -139,6 +157,10 @@ class Pool:
         """Ends all trajectories."""
         for worker in self._workers:
             worker.send({"drop": True})
+
+    def end(self, number: int) -> None:
+        """Ends one that waits for its turn, and leaves the others of its process alone."""
+        self._of(number).send({"id": number, "drop": True})
 
     def close(self) -> None:
         """Ends the processes; safe to call twice."""

@@ -7,6 +7,8 @@ a harness that sends other messages than it has been answered.
 from __future__ import annotations
 
 import hashlib
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -83,10 +85,11 @@ class Next:
 
 @dataclass
 class Trajectory:
-    """Of one sample. faults: how often it was begun anew."""
+    """Of one sample. faults: how often it was begun anew; ends_at: by the monotonic clock, it is late after that"""
 
     request: Request
     faults: int = 0
+    ends_at: float = math.inf
     lines: list[Line] = field(default_factory=list)
     turns: list[Sample] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
@@ -99,6 +102,14 @@ class Trajectory:
     @property
     def name(self) -> str:
         return f"sample {self.request.sample_id} (data row {self.request.prompt.index})"
+
+    def limit(self, seconds: float | None) -> None:
+        """From now on."""
+        self.ends_at = math.inf if seconds is None else time.monotonic() + seconds
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() > self.ends_at
 
     def next_request(self) -> Request:
         """For the turn that `next` says."""

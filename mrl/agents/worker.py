@@ -1,10 +1,10 @@
 """A worker that runs agents' programs: `python -m mrl.agents.worker FD`, started by `mrl.agents.pool`.
 
-On the socket FD come JSON objects. First the setup {"sys_path", "rollout", "parser", "sandbox", "endpoint"}, answered
-by {"ready": true} or {"load_error": text}. Then {"id", "start": {"row", "prompt", "seed"}} begins a trajectory, {"id",
-"turn": {...}} and {"id", "over": why} answer one that has asked, {"drop": true} ends all. Of each trajectory come
-{"id", "say": [...]}, which asks for a turn, and at its end {"id", "done": {"score", ...}} or {"id", "error": text};
-with each "reward", what was given since the one before.
+On the socket FD come JSON objects. First the setup {"sys_path", "rollout", "parser", "sandbox", "endpoint",
+"answer_timeout_s"}, answered by {"ready": true} or {"load_error": text}. Then {"id", "start": {"row", "prompt",
+"seed"}} begins a trajectory, {"id", "turn": {...}} and {"id", "over": why} answer one that has asked, {"drop": true}
+ends all, with an "id" that one. Of each trajectory come {"id", "say": [...]}, which asks for a turn, and at its end
+{"id", "done": {"score", ...}} or {"id", "error": text}; with each "reward", what was given since the one before.
 
 With an endpoint a turn is asked for by {"id", "chat": {"messages", "tools"}}, and answered by {"id", "answer": {"text",
 "finish", "tokens"}}, {"id", "over": why} or {"id", "refused": why}; "arrived" then comes with the next question or the
@@ -42,7 +42,8 @@ def main() -> None:
         return
     _send(connection, {"ready": True})
     door = Door() if setup["endpoint"] else None
-    asyncio.run(_Trajectories(connection, program, parser, setup["sandbox"], door).run())
+    limits = setup["sandbox"], setup["answer_timeout_s"]
+    asyncio.run(_Trajectories(connection, program, parser, *limits, door).run())
 
 
 class _Trajectories:
@@ -54,9 +55,11 @@ class _Trajectories:
         program: Program,
         parser: Parser | None,
         limits: dict[str, Any],
+        answer_timeout_s: float,
         door: Door | None,
     ) -> None:
         self._parser, self._limits, self._door = parser, limits, door
+        self._answer_timeout_s = answer_timeout_s
         self._connection, self._program = connection, program
         self._sending = threading.Lock()
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -75,7 +78,7 @@ class _Trajectories:
             while True:
                 message = json.loads(self._connection.recv_bytes())
                 session = self._sessions.get(message.get("id", -1))
-                if session is not None and "start" not in message:
+                if session is not None and "drop" not in message:
                     session.answer(message)
                 else:
                     loop.call_soon_threadsafe(self._take, message)
@@ -84,10 +87,10 @@ class _Trajectories:
 
     def _take(self, message: dict[str, Any]) -> None:
         if "drop" in message:
-            for task in self._tasks.values():
-                task.cancel()
-            self._tasks.clear()
-            self._waiting.clear()
+            for number in [message["id"]] if "id" in message else [*self._tasks]:
+                self._waiting.pop(number, None)
+                if (task := self._tasks.pop(number, None)) is not None:
+                    task.cancel()
             return
         number = message["id"]
         if "start" in message:
@@ -104,7 +107,7 @@ class _Trajectories:
         def ask_chat(question: dict[str, Any]) -> None:
             self._say({"id": number, **question, "reward": ctx.take_reward(), "arrived": session.arrived})
 
-        session = Session(ask_chat, self._message)
+        session = Session(ask_chat, self._message, self._answer_timeout_s)
         endpoint = self._door.open(session) if self._door is not None else None
         if endpoint is not None:
             self._sessions[number] = session

@@ -120,7 +120,7 @@ class Engine:
         request is left running on the other servers then. over_pushes: as `follow`, which see.
         """
         self.wait_ready()
-        for server in self.fleet.servers:
+        for server in self.fleet.servers if not over_pushes else ():
             if (reason := server.asleep()) is not None:
                 raise RolloutError(reason)
         if sampling.stop and not self.fleet.accepts_stop_strings:

@@ -10,11 +10,15 @@ from contextlib import suppress
 
 from mrl.core import Request
 
+LOOK_S = 1.0  # between two looks at whether who feeds is still there
+
 
 class Feed:
-    """Several requests each time, in the order in which they were put. To be taken by one thread."""
+    """Several requests each time, in the order in which they were put. To be taken by one thread. It ends with the
+    thread that has made it, too."""
 
     def __init__(self) -> None:
+        self._owner = threading.current_thread()
         self._fed: deque[Sequence[Request]] = deque()
         self._has_ended = False
         self._wake: Callable[[], object] = lambda: None
@@ -29,6 +33,10 @@ class Feed:
         self._has_ended = True
         self._tell()
 
+    @property
+    def _is_over(self) -> bool:
+        return self._has_ended or not self._owner.is_alive()
+
     def _tell(self) -> None:
         with suppress(RuntimeError):  # the loop has ended
             self._wake()
@@ -39,12 +47,12 @@ class Feed:
         self._wake = changed.set
         while True:
             changed.clear()
-            has_ended, found = self._has_ended, list[Request]()
+            has_ended, found = self._is_over, list[Request]()
             while self._fed:
                 found += self._fed.popleft()
             if found or has_ended or not waits:
                 return found
-            changed.wait()
+            changed.wait(LOOK_S)
 
     async def taken(self) -> AsyncIterator[Sequence[Request]]:
         """Until the end."""
@@ -52,9 +60,10 @@ class Feed:
         self._wake = lambda: loop.call_soon_threadsafe(changed.set)
         while True:
             changed.clear()
-            has_ended = self._has_ended
+            has_ended = self._is_over
             while self._fed:
                 yield self._fed.popleft()
             if has_ended:
                 return
-            await changed.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), LOOK_S)

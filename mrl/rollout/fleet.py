@@ -200,6 +200,7 @@ class Fleet:
                 return False
             self.restarts.take(process, error)
             released = server.released
+            server.has_weights = False
             asyncio.run(self._start_again(server, process))
             server.life += 1
             self._settle(server, released)

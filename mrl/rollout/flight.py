@@ -143,6 +143,8 @@ class Flight:
         """None if the server was lost over it."""
         server = await self._least_loaded()
         life = server.life
+        if not self._looks_after and not server.has_weights:  # another life than the one that this flight began with
+            raise ServerLost(server.url, life - 1, server.asleep() or "")
         asks = self._expected.routed is not None
         body = generate_body(requests, self._sampling, self._adapter, experts=asks)
         self._fleet.access.check(server.url, GENERATE.name)
@@ -185,6 +187,8 @@ class Flight:
         if not isinstance(error, (httpx.TimeoutException, Refused)):
             await server.ends_soon()
         if not server.up or server.life != life:
+            if not self._looks_after:
+                raise ServerLost(server.url, life, str(error)) from error
             return
         problem = self._explain(server, requests, error)
         if server.has_ended or isinstance(error, httpx.TransportError):

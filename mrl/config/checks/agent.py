@@ -38,6 +38,9 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
     if agent.endpoint and agent.thoughts == "strip":
         message = "a harness sends what history it likes, and what differs begins a new sequence: leave it out"
         yield Problem(("agent.thoughts", "agent.endpoint"), message)
+    if agent.trajectory_timeout_s is not None and agent.trajectory_timeout_s < agent.step_timeout_s:
+        message = f"{agent.step_timeout_s:g} s of a step are more than {agent.trajectory_timeout_s:g} s of a trajectory"
+        yield Problem(("agent.step_timeout_s", "agent.trajectory_timeout_s"), message)
     if agent.on_error == "leave_out" and cfg.algorithm.needs_greedy:
         message = f"{cfg.algorithm.adv_estimator} needs the greedy response of every group: stop"
         yield Problem(("agent.on_error", "algorithm.adv_estimator"), message)

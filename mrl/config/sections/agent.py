@@ -24,6 +24,9 @@ class AgentConfig(Section):
     max_tokens: PositiveInt = 8192  # prompt, turns and what the environment says, at most
     workers: Annotated[int, Field(gt=0, le=256)] = 2  # processes that environments run in
     step_timeout_s: PositiveFloat = 30.0  # seconds of an environment between two turns; its process is ended then
+    # seconds of a trajectory from its beginning: set-up, turns, and what it waits for others in its wave; one that
+    # takes longer is begun again as one that hangs. null: as long as its turns and steps may take
+    trajectory_timeout_s: PositiveFloat | None = None
     retries: NonNegativeInt = 1  # of a trajectory whose program raised, ended or hung
     # of one that has failed more often: the run ends, or it is left out of its group, of baselines and of the loss
     on_error: Literal["stop", "leave_out"] = "stop"

@@ -21,6 +21,7 @@ from mrl.rollout import Access, Engine, Others, join_engines, start_engine
 from mrl.rollout.adapters import started_with
 from mrl.trainers.rl.ahead import Ahead
 from mrl.trainers.rl.generate import Generator
+from mrl.trainers.rl.longest_wait import longest_wait
 from mrl.trainers.rl.models import notes as model_notes
 from mrl.trainers.rl.nodes import NodeEngines, start_engines_elsewhere
 from mrl.trainers.rl.segments import Segments
@@ -106,7 +107,15 @@ def make_agents(cfg: RLConfig, agent: AgentConfig, tokenizer: Tokenizer) -> Agen
     prompt_key = cfg.data.prompt_key
     stops = (*cfg.rollout.sampling.stop_token_ids, tokenizer.eos_id)
     by_turn = counts_turns(cfg)
-    return Agents(agent, tokenizer, stops, cfg.data.chat_template, by_turn, lambda p: messages_of(p.row[prompt_key]))
+    return Agents(
+        agent,
+        tokenizer,
+        stops,
+        cfg.data.chat_template,
+        by_turn,
+        lambda prompt: messages_of(prompt.row[prompt_key]),
+        longest_wait(cfg),
+    )
 
 
 def make_segments(cfg: RLConfig, tokens: int, generator: Generator) -> Segments:
@@ -119,7 +128,7 @@ def make_under_way(cfg: RLConfig, ahead: int, engine: Engine, generator: Generat
     wanted, members = cfg.batch.prompts_per_step, cfg.batch.samples_per_prompt
     groups = cfg.run.steps * wanted
     draw, replace = generator.draw_under_way, engine.replace
-    return UnderWay(wanted, ahead, groups, members, generator.numbered, draw, replace)
+    return UnderWay(wanted, ahead, groups, members, generator.numbered, draw, replace, longest_wait(cfg))
 
 
 def make_ahead(main: MainParts) -> Ahead:

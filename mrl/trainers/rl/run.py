@@ -12,15 +12,15 @@ from mrl import platform
 from mrl.algo import kl
 from mrl.config import placement
 from mrl.config.schema import RLConfig
-from mrl.config.trainers.rl import most_samples_per_step, samples_per_step
+from mrl.config.trainers.rl import samples_per_step
 from mrl.core import Rollout, Sample
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
-from mrl.reward import longest_wait_s
 from mrl.rollout import RELEASED_PARTS
 from mrl.trainers.rl.ahead import Ahead
 from mrl.trainers.rl.demonstrations import Demonstrations
 from mrl.trainers.rl.generate import Generator
+from mrl.trainers.rl.longest_wait import longest_wait
 from mrl.trainers.rl.main_parts import MainParts, make_ahead, this_machine
 from mrl.trainers.rl.memory_order import ORDER, Engines
 from mrl.trainers.rl.mismatch import MismatchLimits
@@ -228,7 +228,7 @@ class RLRun(Run):
 @contextlib.contextmanager
 def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
     """Builds the run on every rank; closes engine, reward workers, files and process group on any exit."""
-    with started(cfg, _longest_wait(cfg)) as setup:
+    with started(cfg, longest_wait(cfg)) as setup:
         world, note, main = setup.world, setup.recorder.note, MainParts(cfg, setup)
         waits = world.any(bool(placement.gpus_with_engines(cfg, this_machine())))
         if not waits:
@@ -294,23 +294,4 @@ def build_run(main: MainParts, models: Models, demonstrations: Demonstrations | 
         demonstrations=demonstrations,
         sync=sync,
         mismatch=MismatchLimits(cfg.rollout.mismatch, setup.recorder.note),
-    )
-
-
-def _longest_wait(cfg: RLConfig) -> float:
-    """Seconds that rank 0's sampling may take: every request in turn, each up to its own time-out, what agents'
-    environments take between them, and all restarts of engines."""
-    samples = max(most_samples_per_step(cfg), cfg.validation.prompts)
-    steps = 1 + (cfg.rollout.max_staleness or 0)
-    segments = cfg.rollout.sampling.max_new_tokens / (cfg.rollout.segment_tokens or cfg.rollout.sampling.max_new_tokens)
-    turns = cfg.agent.max_turns * (cfg.agent.retries + 1) if cfg.agent is not None else 1
-    rounds = turns * math.ceil(samples * steps * cfg.rollout.oversample * segments / cfg.rollout.concurrent_requests)
-    return (
-        cfg.run.timeout_s
-        + cfg.rollout.startup_timeout_s
-        + rounds * cfg.rollout.request_timeout_s
-        + cfg.rollout.max_restarts * (cfg.rollout.startup_timeout_s + cfg.rollout.request_timeout_s)
-        + longest_wait_s(cfg.reward, samples)
-        + ((turns + 1) * cfg.agent.step_timeout_s if cfg.agent is not None else 0.0)
-        + (cfg.placement.wait_s if cfg.placement.is_apart else 0.0)
     )

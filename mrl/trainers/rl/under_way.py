@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mrl.core import Request, Sample
-from mrl.rollout import Feed, ServerLost
+from mrl.rollout import Feed, RolloutError, ServerLost
 from mrl.trainers.rl.groups import Group
 from mrl.trainers.rl.kept_samples import plain, restored
 
@@ -30,6 +30,7 @@ class UnderWay:
     request: of member m of group g
     draw: has what is fed to it drawn, until the end of that; in a thread. It gives samples as they finish
     replace: starts an engine again that `draw` has lost; the addresses of those that then lack their weights
+    timeout_s: until what is waited for has ended
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class UnderWay:
         request: Callable[[int, int], Request],
         draw: Callable[[Feed, OnSamples], None],
         replace: Callable[[ServerLost], list[str]],
+        timeout_s: float,
     ) -> None:
         self._wanted, self._ahead, self._last, self._members = wanted, ahead, groups, members
-        self._request, self._draw, self._replace = request, draw, replace
+        self._request, self._draw, self._replace, self._timeout_s = request, draw, replace, timeout_s
         self._changed = threading.Condition()  # guards what the thread writes: the next four
         self._parts: dict[int, dict[int, Sample]] = {}  # by group and member
         self._ended: dict[int, Group] = {}
@@ -58,7 +60,7 @@ class UnderWay:
     def wait(self, step: int) -> list[str]:
         """Admits what may be begun in step `step` (from 0), and waits until its groups have ended: nothing then. Else
         the addresses of engines that were lost over it and lack their weights, to be called again once they have them.
-        Raises what the thread raised."""
+        Raises what the thread raised, RolloutError if they take longer than all that they wait for may."""
         first = step * self._wanted
         last = min(first + (1 + self._ahead) * self._wanted, self._last)
         wanted, began = range(first, first + self._wanted), time.monotonic()
@@ -66,8 +68,8 @@ class UnderWay:
             if lost := self.lost():
                 return lost
             self._admit(range(first, last))
+            self._wait_for(wanted)
             with self._changed:
-                self._changed.wait_for(lambda: not self._is_drawing or all(n in self._ended for n in wanted))
                 self._waited_s = time.monotonic() - began
                 if all(n in self._ended for n in wanted):
                     return []
@@ -98,9 +100,19 @@ class UnderWay:
 
     def rest(self) -> list[str]:
         """Until nothing is being drawn: all that is admitted has ended, or waits for the next `wait`. As `lost`."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_drawing or all(n in self._ended for n in self._admitted))
+        self._wait_for(self._admitted)
         return self.lost()
+
+    def _wait_for(self, groups: range) -> None:
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: not self._is_drawing or all(n in self._ended for n in groups), self._timeout_s
+            ):
+                missing = sum(n not in self._ended for n in groups)
+                raise RolloutError(
+                    f"{missing} of {len(groups)} groups have not ended within {self._timeout_s:g} s, which is more "
+                    "than their requests, rewards and environments may take together"
+                )
 
     def close(self) -> None:
         """Ends the thread, once its requests have been cut off or have ended."""

@@ -3,7 +3,8 @@
 MRL_TEST_FAULTS: a file with a JSON list over the attempts of a run, each null or {kind: kill | exception | hang,
 section, rank, nth}: what `rank` does when it enters `section` for the nth time (from 1). The Unix time of each fault is
 appended to the file FILE.fired. MRL_TEST_SLOW: "RANK SECONDS", a rank that computes
-as much longer in each update.
+as much longer in each update. MRL_TEST_HELD: a file with a JSON list of {call, nth}: the nth call of this method of
+`EngineClient` makes the file FILE.NUMBER, its place in the list, and goes on when there is FILE.NUMBER.go.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SECTIONS = "mrl.resilience.sections"
+SECTIONS, CLIENT = "mrl.resilience.sections", "mrl.rollout.client"
+HELD_S = 120.0
 
 
 class Injected(RuntimeError):
@@ -68,11 +71,38 @@ def patch(module: Any) -> None:
     module._Watched.enter = faulty
 
 
+def hold(module: Any) -> None:
+    called: dict[str, int] = {}
+
+    def held(name: str) -> Callable[..., Any]:
+        method = getattr(module.EngineClient, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            called[name] = called.get(name, 0) + 1
+            if {"call": name, "nth": called[name]} in plan:
+                at = Path(f"{file}.{plan.index({'call': name, 'nth': called[name]})}")
+                at.touch()
+                end = time.monotonic() + HELD_S
+                while not Path(f"{at}.go").exists() and time.monotonic() < end:
+                    time.sleep(0.02)
+            return method(*arguments, **named)
+
+        return call
+
+    if (file := os.environ.get("MRL_TEST_HELD")) is not None:
+        plan = json.loads(Path(file).read_text())
+        for name in {entry["call"] for entry in plan}:
+            setattr(module.EngineClient, name, held(name))
+
+
 class Finder:
-    """Patches the module right after it has been loaded."""
+    """Patches a module right after it has been loaded."""
+
+    def __init__(self, name: str, patch: Callable[[Any], None]) -> None:
+        self._name, self._patch = name, patch
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != SECTIONS:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)  # type: ignore[arg-type]
         spec = importlib.util.find_spec(name)
@@ -81,11 +111,11 @@ class Finder:
 
         def exec_module(module: Any) -> None:
             execute(module)
-            patch(module)
+            self._patch(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 if "train" in sys.orig_argv:
-    sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
+    sys.meta_path[:0] = [Finder(SECTIONS, patch), Finder(CLIENT, hold)]  # type: ignore[list-item]
