@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
+STACKED_FAMILIES = ("gpt_oss",)  # with all experts of a layer in a tensor, whose they are in no file alone
 DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "olmo3", "smollm3", "phi3")
-FAMILIES = DENSE_FAMILIES + MOE_FAMILIES
+FAMILIES = DENSE_FAMILIES + MOE_FAMILIES + STACKED_FAMILIES
 MOONLIGHT: dict[str, Any] = {  # DeepSeek-V3's form, without yarn, groups and a latent vector of queries
     "q_lora_rank": None,
     "n_group": 1,
@@ -94,6 +95,20 @@ _FAMILY: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         },
     },
+    "gpt_oss": {
+        "head_dim": 32,
+        "sliding_window": 16,
+        "intermediate_size": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "truncate": False,
+        },
+    },
     "gemma3_text": {
         "head_dim": 32,
         "query_pre_attn_scalar": 24,
@@ -160,9 +175,11 @@ def make_tiny(
 
 def _randomise_vectors(model: torch.nn.Module) -> None:
     """Norm weights start at 1 and biases at 0: values that would hide a swapped or dropped tensor."""
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("_bias"):
             parameter.data.add_(0.1 * torch.randn_like(parameter))
+        if name.endswith("self_attn.sinks"):
+            parameter.data.copy_(torch.randn_like(parameter))
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.3 * torch.randn_like(buffer))

@@ -12,6 +12,7 @@ from mrl.families.decoder import Decoder
 from mrl.families.deepseek_v3 import DeepseekV3
 from mrl.families.gemma3_text import Gemma3Text
 from mrl.families.glm4_moe import Glm4Moe
+from mrl.families.gpt_oss import GptOss
 from mrl.families.keys import Keys, UnsupportedModel
 from mrl.families.llama import Llama
 from mrl.families.mistral import Mistral
@@ -56,6 +57,7 @@ FAMILIES: dict[str, Decoder] = {
         DeepseekV3(),
         Gemma3Text(),
         Glm4Moe(),
+        GptOss(),
         Llama(),
         Mistral(),
         Mixtral(),
@@ -74,7 +76,6 @@ FAMILIES: dict[str, Decoder] = {
 _CHUNKED = "its chunked attention is not supported: train a Llama 3 or Qwen3-MoE model instead"
 _LINEAR = "its linear attention has no packed form in megatron-core 0.16: train a Qwen3 or Qwen3-MoE model instead"
 LEFT_OUT = {  # architectures that people ask for: why not, and what to do
-    "GptOssForCausalLM": "its attention sinks and biased experts are not supported: train a Qwen3-MoE model instead",
     "Gemma3ForConditionalGeneration": "of Gemma 3 the text models (gemma3_text: 270M, 1B) are supported",
     "Llama4ForCausalLM": _CHUNKED,
     "Llama4ForConditionalGeneration": _CHUNKED,

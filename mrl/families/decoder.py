@@ -36,6 +36,9 @@ class Decoder:
     wide_norms = False  # norms multiply before they round to the model's dtype, not after
     norms_all_heads = False  # q and k norms are over all of a token's heads together
     norms_before = True  # what attention and MLP get is normed
+    sinks = False  # each head's attention goes to a learned score too, which stands for no token
+    biases = False  # the projection behind attention, the router and the experts have them
+    gate: str | None = None  # how gate and up become one, where it is not the activation of gate, times up
     norms_behind = False  # the results of attention and MLP are normed before they are added
     scaled_embedding = False  # embeddings are multiplied by sqrt(hidden_size)
     local_only: str | None = None  # what its layers do that transformer-engine's cannot, in words
@@ -46,6 +49,7 @@ class Decoder:
     # SGLang (0.5.23) gives its score head a bias, random unless the checkpoint has one; transformers' has none
     engine_score_bias = False
     engine_cuts_vocab = True  # SGLang cuts its embedding over its ranks, and rounds its rows up
+    engine_needs_gpu: str | None = None  # why SGLang serves the family on GPUs only, in words
     body = BODY  # the hub's prefix of the decoder's tensors
 
     def read(self, keys: Keys) -> ModelArch:

@@ -13,8 +13,15 @@ from functools import lru_cache
 
 from mrl.families import FAMILIES, ModelArch
 from mrl.families.rows import Row
+from mrl.families.stacks import slice_of, stored_name
 from mrl.families.table import HF_OUTPUT, weight_table
 
+_OF_STACKS = {  # SGLang's names of tensors that the hub has of all experts
+    "gate_up_proj": "w13_weight",
+    "gate_up_proj_bias": "w13_weight_bias",
+    "down_proj": "w2_weight",
+    "down_proj_bias": "w2_weight_bias",
+}
 DERIVED = (".rotary_emb.axis_map",)  # ends of names of SGLang's buffers that follow from config.json
 VOCAB_MULTIPLE = 64  # SGLang rounds its embedding rows up to this; those beyond the vocabulary are zero
 Parameters = Mapping[str, tuple["Source", ...]]
@@ -22,14 +29,24 @@ Parameters = Mapping[str, tuple["Source", ...]]
 
 @dataclass(frozen=True)
 class Source:
-    """The Hugging Face tensor number `index` of a row."""
+    """The Hugging Face tensor number `index` of a row, or the one that files have it in with other rows'."""
 
     row: Row
     index: int
 
     @property
     def name(self) -> str:
-        return self.row.hf[self.index]
+        return stored_name(self.row.hf[self.index])
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether its first dimension is that of the experts."""
+        return slice_of(self.row.hf[self.index]) is not None
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether SGLang keeps its matrices the other way round."""
+        return self.is_stack and len(self.row.shapes[self.index]) == 2
 
 
 @lru_cache(maxsize=4)
@@ -38,7 +55,7 @@ def fused_parameters(arch: ModelArch) -> Parameters:
     found: dict[str, list[Source]] = {}
     for row in weight_table(arch).values():
         found.setdefault(FAMILIES[arch.family].in_engine(_fused_name(row)), []).extend(
-            Source(row, i) for i in range(len(row.hf))
+            Source(row, i) for i in range(len(row.hf)) if _stands_for_all(row.hf[i])
         )
     return {name: tuple(sources) for name, sources in found.items()}
 
@@ -48,7 +65,9 @@ def plain_parameters(arch: ModelArch) -> Parameters:
     """The same for engines that keep the hub's names; joined experts stand here as well."""
     found: dict[str, list[Source]] = {}
     for row in weight_table(arch).values():
-        for i, name in enumerate(row.hf):
+        for i, name in enumerate(map(stored_name, row.hf)):
+            if not _stands_for_all(row.hf[i]):
+                continue
             names = {HF_OUTPUT} if row.copy_of else {name, *(alias.name for alias in row.aliases[i : i + 1])}
             for each in names:
                 found.setdefault(each, []).append(Source(row, i))
@@ -62,6 +81,12 @@ def taken_at_once(arch: ModelArch) -> Mapping[str, str]:
     return {name: each for name, each in joined if each in several}
 
 
+def _stands_for_all(name: str) -> bool:
+    """False of a slice of a tensor that another slice is listed for already."""
+    found = slice_of(name)
+    return found is None or found[1] == 0
+
+
 def _fused_name(row: Row) -> str:
     first = row.hf[0]
     if row.joined is not None:
@@ -69,7 +94,9 @@ def _fused_name(row: Row) -> str:
     if row.copy_of:
         return HF_OUTPUT
     if row.expert:
-        experts, _, _ = first.partition(".experts.")
+        experts, _, own = stored_name(first).partition(".experts.")
+        if own in _OF_STACKS:
+            return f"{experts}.experts.{_OF_STACKS[own]}"
         return f"{experts}.experts." + ("w13_weight" if row.kind == "gate_up" else "w2_weight")
     if row.kind == "qkv":
         return first.replace(".q_proj.", ".qkv_proj.")

@@ -10,7 +10,7 @@ from typing import Literal
 
 from mrl.families.arch import ModelArch
 
-Kind = Literal["copy", "vocab", "qkv", "gate_up"]  # how the two sides correspond: see mrl.weights.kinds
+Kind = Literal["copy", "vocab", "qkv", "gate_up", "interleaved", "transposed"]  # how the two sides correspond: see mrl.weights.kinds
 Start = Literal["normal", "ones", "zeros"]
 BODY = "model."  # the hub's prefix of a decoder's tensors
 
@@ -32,7 +32,7 @@ class Alias:
 class Row:
     """One Megatron parameter (unsharded) and the Hugging Face tensors that it is made of.
 
-    shapes: of the Hugging Face tensors, in the order of `hf`
+    hf: their names, `NAME[INDEX]` for a slice of one (mrl.families.stacks); shapes: in that order
     pieces: rows of what kind `qkv` or `gate_up` is made of, where the hub has it end to end in one tensor
     tp_dim: the dimension that tensor parallelism cuts; None: replicated
     expert: the parameter belongs to one expert (expert parallel, cut by expert tensor parallelism)

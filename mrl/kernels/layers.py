@@ -31,6 +31,14 @@ def geglu(x: Tensor) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
+def clamped_swiglu(x: Tensor) -> Tensor:
+    """gate * sigmoid(1.702 * gate) * (up + 1) of x [..., 2 * n] = (gate, up) -> [..., n], with gate at most 7 and up
+    from -7 to 7. As gpt-oss' (transformers' GptOssExperts)."""
+    gate, up = x.chunk(2, -1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
 def shifted_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dimension times (1 + weight), all in float32, rounded to the dtype of x.
 

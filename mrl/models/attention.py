@@ -16,16 +16,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from mrl import platform
 from mrl.kernels.layers import rotate
 from mrl.models.attention_plan import AttentionPlan, Bucket
 from mrl.models.mcore import (
     MegatronModule,
     ProcessGroupCollection,
     TransformerConfig,
+    ensure_metadata_has_dp_cp_group,
     gather_from_sequence_parallel_region,
+    make_sharded_tensors_for_checkpoint,
+    set_tensor_model_parallel_attributes,
 )
+
+
+SINK_CHANNELS = 8  # one would do, but kernels want a multiple of these
 
 
 class _Spread(torch.autograd.Function):
@@ -64,9 +71,16 @@ class _Collect(torch.autograd.Function):
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [t, h, d]; key, value [all ranks' tokens, groups, d] -> [n, h, d], those that the plan gives."""
+    """query [t, h, d]; key, value [all ranks' tokens, groups, d] -> [n, h, d], those that the plan gives. sinks [h]: the
+    score by a head's queries of a key more, whose value is 0."""
     all_in_place = plan.in_place and plan.asking is None
     q = query if all_in_place else _Spread.apply(query, plan.query_index, plan.query_slot, plan.asking)
     if plan.in_place:
@@ -75,24 +89,39 @@ def packed_attention(
         k, v = (_Spread.apply(x, plan.key_index, plan.key_slot) for x in (key, value))
     else:
         k, v = key.index_select(0, plan.key_index), value.index_select(0, plan.key_index)
-    buckets: Sequence[Bucket] = plan.within(window)
+    buckets: Sequence[Bucket] = plan.within(window, sink=sinks is not None)
     q_parts = q.split([math.prod(b.size) for b in buckets])
     k_parts, v_parts = (x.split([math.prod(b.keys) for b in buckets]) for x in (k, v))
     parts = zip(buckets, q_parts, k_parts, v_parts, strict=True)
-    outputs = [_bucket_attention(bucket, qb, kb, vb, scale) for bucket, qb, kb, vb in parts]
+    outputs = [_bucket_attention(bucket, qb, kb, vb, scale, sinks) for bucket, qb, kb, vb in parts]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined if plan.result_slot is None else _Collect.apply(joined, plan.result_slot)
 
 
-def _bucket_attention(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def _bucket_attention(
+    bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None
+) -> Tensor:
     """query [s * lq, h, d]; key, value [s * lk, groups, d] -> [s * lq, h, d]."""
     q = query.unflatten(0, bucket.size).transpose(1, 2)
     k, v = (x.unflatten(0, bucket.keys).transpose(1, 2) for x in (key, value))
-    causal = bucket.mask is None
+    width, causal = q.size(-1), bucket.mask is None
+    if sinks is not None:
+        q, k, v = _with_sinks(q, k, v, sinks / scale)
     if _needs_own_keys(q, bucket.mask):
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, bucket.mask, is_causal=causal, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2).flatten(0, 1)
+    return out[..., :width].transpose(1, 2).flatten(0, 1)
+
+
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same [s, h or groups, l, d + 8] with a key more, the first, of value 0: in a channel more it has 1, where
+    queries have `sinks` [h] and other keys 0."""
+    s, groups, _, width = key.shape
+    column = sinks.to(query.dtype)[:, None, None].expand(s, -1, query.size(2), 1)
+    sink = F.pad(key.new_ones(s, groups, 1, 1), (width, SINK_CHANNELS - 1))
+    query = F.pad(torch.cat([query, column], -1), (0, SINK_CHANNELS - 1))
+    key = torch.cat([sink, F.pad(key, (0, SINK_CHANNELS))], 2)
+    return query, key, F.pad(value, (0, SINK_CHANNELS, 1, 0))
 
 
 def _needs_own_keys(query: Tensor, mask: Tensor | None) -> bool:
@@ -103,7 +132,7 @@ def _needs_own_keys(query: Tensor, mask: Tensor | None) -> bool:
 
 class PackedAttention(MegatronModule):
     """Core attention for Megatron's layer spec; `packed_seq_params` is a ModelBatch. window, rope: as of `Layer`;
-    is_last: gives the results of the tokens alone whose output is wanted, where the others leave."""
+    sinks: it learns a score a head that stands for no token; is_last: gives the results of the tokens alone whose output is wanted, where the others leave."""
 
     def __init__(
         self,
@@ -119,12 +148,14 @@ class PackedAttention(MegatronModule):
         *,
         window: int | None = None,
         rope: str | None = "",
+        sinks: bool = False,
         is_last: bool = False,
     ) -> None:
         super().__init__(config=config)
         self.window, self.rope, self.is_last = window, rope, is_last
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
-        self.cp_group = groups.cp
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.cp_group, self.tp_group = groups.cp, groups.tp
+        self.softmax_offset = self._sinks() if sinks else None
         self.scale = config.softmax_scale or softmax_scale or config.kv_channels**-0.5
 
     def forward(
@@ -151,8 +182,26 @@ class PackedAttention(MegatronModule):
         width, most = value.size(-1), max(query.size(-1), value.size(-1))  # kernels want one width of all three
         query, key, value = (F.pad(x, (0, most - x.size(-1))) if x.size(-1) < most else x for x in (query, key, value))
         plan = packed_seq_params.leaving if self.is_last else packed_seq_params.plan
-        out = packed_attention(query, key, value, plan, self.scale, self.window)[..., :width]
-        return out.flatten(1).unsqueeze(1)
+        out = packed_attention(query, key, value, plan, self.scale, self.window, self.softmax_offset)
+        return out[..., :width].flatten(1).unsqueeze(1)
+
+    def _sinks(self) -> nn.Parameter:
+        """Of this rank's heads; they start at 0, as if a token were there whose key is nothing to any query."""
+        heads = self.config.num_attention_heads // self.tp_group.size()
+        sinks = nn.Parameter(torch.zeros(heads, dtype=self.config.params_dtype, device=platform.device()))
+        set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+        return sinks
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron takes the weights of modules that are not its own to be the same on all ranks."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        replicas = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            own, prefix, {"softmax_offset": 0}, sharded_offsets, tp_group=self.tp_group, dp_cp_group=replicas
+        )
+        return found
 
 
 def transformer_engine_attention() -> type:

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mrl import platform
@@ -56,16 +57,19 @@ class AttentionPlan:
     key_index: Tensor
     key_slot: Tensor | None
     in_place: bool
-    _within: dict[int, tuple[Bucket, ...]] = field(default_factory=dict)
+    _within: dict[tuple[int | None, bool], tuple[Bucket, ...]] = field(default_factory=dict)
 
-    def within(self, window: int | None) -> tuple[Bucket, ...]:
+    def within(self, window: int | None, *, sink: bool = False) -> tuple[Bucket, ...]:
         """The buckets, whose queries see the last `window` keys only of those that they would see; made once for all
-        layers with that window."""
-        if window is None:
+        layers with that window. sink: their masks are of a key more, the first, which all see."""
+        if window is None and not sink:
             return self.buckets
-        if window not in self._within:
-            self._within[window] = tuple(_cut(bucket, window, self.query_index.device) for bucket in self.buckets)
-        return self._within[window]
+        if (window, sink) not in self._within:
+            device, buckets = self.query_index.device, self.buckets
+            if window is not None:
+                buckets = tuple(_cut(bucket, window, device) for bucket in buckets)
+            self._within[window, sink] = tuple(_with_sink(b, device) for b in buckets) if sink else buckets
+        return self._within[window, sink]
 
     def giving(self, rows: Tensor) -> AttentionPlan:
         """A plan that gives the results of these local tokens [n] alone. Where that makes fewer scores no others ask;
@@ -213,9 +217,18 @@ def _cut(bucket: Bucket, window: int, device: torch.device) -> Bucket:
     keys = bucket.keys[1]
     if keys <= window:
         return bucket
-    position = torch.arange(keys, device=device)
-    mask = _up_to(position[None], keys) if bucket.mask is None else bucket.mask
+    position, mask = torch.arange(keys, device=device), _mask(bucket, device)
     return replace(bucket, mask=mask & (position > mask.sum(-1, keepdim=True) - 1 - window))
+
+
+def _with_sink(bucket: Bucket, device: torch.device) -> Bucket:
+    return replace(bucket, mask=F.pad(_mask(bucket, device), (1, 0), value=True))
+
+
+def _mask(bucket: Bucket, device: torch.device) -> Tensor:
+    """A bucket's, also where causal order is all."""
+    keys = bucket.keys[1]
+    return _up_to(torch.arange(keys, device=device)[None], keys) if bucket.mask is None else bucket.mask
 
 
 def same_length_groups(lengths: Tensor) -> list[Tensor]:

@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from mrl.families import FAMILIES, Decoder, Layer, ModelArch
-from mrl.kernels.layers import geglu, swiglu
+from mrl.kernels.layers import clamped_swiglu, geglu, swiglu
 from mrl.models.attention import PackedAttention, transformer_engine_attention
 from mrl.models.batch import ModelBatch
+from mrl.models.expert_bias import BiasedExpertRow
 from mrl.models.fp8_layers import RoundedColumnParallel, RoundedRowParallel
 from mrl.models.latent_attention import LatentAttention
 from mrl.models.mcore import (
@@ -128,7 +129,14 @@ class GeGLU(MegatronModule):
         return geglu(x)
 
 
-ACTIVATIONS = {"silu": SwiGLU, "gelu_pytorch_tanh": GeGLU}
+class ClampedSwiGLU(MegatronModule):
+    """The same of gpt-oss'."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return clamped_swiglu(x)
+
+
+ACTIVATIONS = {"silu": SwiGLU, "gelu_pytorch_tanh": GeGLU, "clamped": ClampedSwiGLU}
 
 
 def _local_norm(family: Decoder) -> type[RMSNorm]:
@@ -149,9 +157,12 @@ def _local_layer(family: Decoder, config: TransformerConfig, kind: Layer) -> Mod
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = norm if family.norms_before else IdentityOp
     for own in _mlps(parts.mlp.submodules, kind.experts):
-        own.activation_func = ACTIVATIONS[family.activation]
+        own.activation_func = ACTIVATIONS[family.gate or family.activation]
+        if family.biases:
+            own.linear_fc2 = BiasedExpertRow
     attention = parts.self_attention.submodules
-    attention.core_attention = ModuleSpec(module=PackedAttention, params={"window": kind.window, "rope": kind.rope})
+    core = {"window": kind.window, "rope": kind.rope, "sinks": family.sinks}
+    attention.core_attention = ModuleSpec(module=PackedAttention, params=core)
     if config.multi_latent_attention:
         parts.self_attention.module = LatentAttention
         attention.core_attention.params["rope"] = None  # it has turned what turns

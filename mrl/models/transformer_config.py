@@ -36,7 +36,7 @@ def transformer_config(arch: ModelArch, train: TrainConfig, mesh: Mesh, dtype: t
         layernorm_epsilon=arch.norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
-        add_bias_linear=False,
+        add_bias_linear=FAMILIES[arch.family].biases,
         add_qkv_bias=arch.qkv_bias,
         qk_layernorm=arch.qk_norm and not FAMILIES[arch.family].norms_all_heads,  # else its gradient is summed over TP
         hidden_dropout=0.0,

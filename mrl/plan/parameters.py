@@ -25,6 +25,7 @@ _LAYER = "decoder.layers."
 FINAL_NORM = "decoder.final_layernorm.weight"
 MODULES = (  # of a layer, in the order of its parameters
     "input_layernorm",
+    "self_attention.core_attention",
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
     "self_attention.linear_q_down_proj",  # of latent attention, as the next four

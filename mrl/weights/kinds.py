@@ -1,14 +1,16 @@
-"""The four ways in which Hugging Face tensors and a Megatron parameter correspond: the kinds of a weight table's row.
+"""The six ways in which Hugging Face tensors and a Megatron parameter correspond: the kinds of a weight table's row.
 
 Every kind is a pair of pure functions: `to_megatron` cuts one tensor-parallel rank's shard straight out of the Hugging
 Face tensors (touching no more of them than it needs), `to_hf` takes the shards of all ranks and gives the Hugging Face
 tensors back, bit for bit.
 
-kind      Hugging Face                  Megatron
-copy      one tensor                    the same, cut along `tp_dim` (not at all if None)
-vocab     [vocab, h]                    rows cut, zero rows appended up to the padded vocabulary
-qkv       q, k, v projections           a query group after the other: its query heads, its key head, its value head
-gate_up   gate, up projections          a rank holds its part of gate, then its part of up
+kind         Hugging Face                  Megatron
+copy         one tensor                    the same, cut along `tp_dim` (not at all if None)
+vocab        [vocab, h]                    rows cut, zero rows appended up to the padded vocabulary
+qkv          q, k, v projections           a query group after the other: its query heads, its key and its value head
+gate_up      gate, up projections          a rank holds its part of gate, then its part of up
+interleaved  columns of gate, up in turns  rows of gate, then those of up, not cut (a vector: its numbers)
+transposed   columns                       rows, not cut
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ import torch
 from torch import Tensor
 
 from mrl.families import ModelArch
-from mrl.families.rows import Row
+from mrl.families.rows import Kind, Row
+
+
+TURNED: tuple[Kind, ...] = ("interleaved", "transposed")  # whose rows are columns on the other side
 
 
 class Sliceable(Protocol):
@@ -51,6 +56,9 @@ def to_megatron(
     if row.kind == "gate_up":
         return torch.cat([source[_part(source.shape[0], tp, tp_rank)] for source in sources])
     source = sources[0]
+    if row.kind in TURNED:
+        rows = source[:].t()
+        return rows if row.kind == "transposed" else torch.cat([rows[0::2], rows[1::2]])
     if row.tp_dim is None:
         return source[:]
     part = _part(source.shape[row.tp_dim], tp, tp_rank)
@@ -67,6 +75,9 @@ def to_hf(row: Row, shards: Sequence[Tensor], arch: ModelArch) -> tuple[Tensor, 
     if row.kind == "gate_up":
         halves = [shard.chunk(2) for shard in shards]
         return tuple(_join([half[i] for half in halves], 0) for i in range(2))
+    if row.kind in TURNED:
+        rows = shards[0] if row.kind == "transposed" else torch.stack(shards[0].chunk(2), 1).flatten(0, 1)
+        return (rows.t().contiguous(),)
     if row.tp_dim is None:
         return (shards[0].contiguous(),)
     full = _join(shards, row.tp_dim)
@@ -75,6 +86,13 @@ def to_hf(row: Row, shards: Sequence[Tensor], arch: ModelArch) -> tuple[Tensor, 
     if row.kind == "qkv":
         return _split_qkv(full, arch)
     return (full,)
+
+
+def parameter_shape(row: Row) -> tuple[int, ...]:
+    """Of the whole (unsharded, unpadded) Megatron parameter."""
+    if row.kind in TURNED:
+        return row.shapes[0][::-1]
+    return sum(shape[0] for shape in row.shapes), *row.shapes[0][1:]
 
 
 @dataclass(frozen=True)
@@ -89,7 +107,8 @@ class Segment:
 def segments(row: Row, arch: ModelArch) -> Iterator[Segment]:
     """The rows of the whole (unsharded, unpadded) Megatron parameter, from the first to the last.
 
-    What `to_megatron` and `to_hf` do at TP1, told without a tensor: every kind moves whole rows.
+    What `to_megatron` and `to_hf` do at TP1, told without a tensor: every kind moves whole rows, but for those that
+    turn a matrix (TURNED), of which there are none.
     """
     if row.kind != "qkv":
         yield from (Segment(i, 0, shape[0]) for i, shape in enumerate(row.shapes))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mrl.families import FAMILIES, ModelArch
 from mrl.families.engine_names import VOCAB_MULTIPLE, Source, fused_parameters
 from mrl.families.rows import Row
+from mrl.families.stacks import slice_of
 from mrl.families.table import HF_OUTPUT, weight_table
 
 
@@ -114,13 +115,16 @@ class ModelWeights:
         }
 
     def _fused(self, sources: Sequence[Source]) -> Tensor:
-        tensor = torch.cat([self._places[source.name] for source in sources])
+        parts = [self._places[source.name] for source in sources]
+        tensor = torch.cat([part.mT if source.is_turned else part for part, source in zip(parts, sources, strict=True)])
         if sources[0].row.kind == "vocab" and FAMILIES[self._arch.family].engine_cuts_vocab:
             return nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[0] % VOCAB_MULTIPLE))
         return tensor
 
     def _part(self, row: Row, i: int) -> Tensor:
         """The tensor number `i` of a row, in the other form that it may have."""
+        if (whole := slice_of(row.hf[i])) is not None and whole[0] in self._places:
+            return self._places[whole[0]][whole[1]]
         if not row.aliases:
             raise KeyError(f"the model has no parameter {row.hf[i]}")
         part = self._places[row.aliases[i].name][tuple(slice(*limits) for limits in row.aliases[i].ranges)]

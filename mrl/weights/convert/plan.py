@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from mrl.families import ModelArch
 from mrl.families.rows import Row
+from mrl.families.stacks import stored_shapes
 from mrl.families.table import Role, weight_table
 from mrl.weights.convert.blocks import Block, Span, TensorBlock
 from mrl.weights.disk.hf_rows import parameter_rows, source_dtypes
@@ -21,6 +22,7 @@ from mrl.weights.disk.rows import Rows, ZeroRows, flat_shape, row_blocks
 from mrl.weights.disk.safetensors_io import FLOATS, HFCheckpoint
 from mrl.weights.disk.stored_names import Names, leading_shape
 from mrl.weights.disk.torch_dist_files import pickled
+from mrl.weights.kinds import parameter_shape
 from mrl.weights.errors import WeightError
 from mrl.weights.meta import TensorMeta
 from mrl.weights.model.export import OutputFile, plan_files
@@ -64,7 +66,7 @@ def plan_torch_dist(
     plan = TorchDistPlan(objects=[(key, pickled(None)) for key in _objects(source)])
     for name, (row, rows) in found.items():
         key, lead = source.names.place(name)
-        inner = row.shapes[0][1:]
+        inner = parameter_shape(row)[1:]
         shape = (*leading_shape(source.arch, len(lead)), rows.shape[0], *inner)
         plan.tensors[key] = shape, dtypes[key]
         for start, count in row_blocks(rows.shape, dtypes[key].itemsize, bucket_bytes):
@@ -107,9 +109,7 @@ def plan_safetensors(
 ) -> SafetensorsPlan:
     """Blocks of the files that `plan_files` cuts the model into, in `directory`; `create_files` makes them."""
     table = weight_table(source.arch, source.role)
-    shapes = {
-        hf: shape for row in table.values() if row.copy_of is None for hf, shape in zip(row.hf, row.shapes, strict=True)
-    }
+    shapes = stored_shapes(table.values())
     found: dict[str, Rows] = {name: checkpoint.rows(name) for name in shapes}
     kept = {name for row in table.values() if row.frozen for name in row.hf}
     for row in table.values():

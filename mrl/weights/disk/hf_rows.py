@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mrl.families import ModelArch
 from mrl.families.rows import Alias, Row
-from mrl.weights.disk.rows import FileRows, Mosaic, Rows, ZeroRows, flat_shape, stacked
-from mrl.weights.disk.safetensors_io import HFCheckpoint
-from mrl.weights.kinds import segments
+from mrl.weights.disk.rows import FileRows, Mosaic, Rows, TurnedRows, ZeroRows, flat_shape, stacked
+from mrl.weights.disk.safetensors_io import HFCheckpoint, TensorSource
+from mrl.weights.kinds import TURNED, parameter_shape, segments, to_megatron
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class IndexedRows:
         """Fills `out` [n, columns]. One thread at a time opens the file: a pickled one comes into memory whole."""
         with _OPENING:
             source = _opened(self.path, self.allow_pickle).source(self.name)
-        if self.alias is None:
+        if self.alias is None or not isinstance(source, TensorSource):
             out.copy_(source[start : start + out.shape[0]].reshape(out.shape))
         else:
             out.copy_(source.narrow(self.alias.ranges, 2)[start : start + out.shape[0]])
@@ -74,7 +74,14 @@ def parameter_rows(checkpoint: HFCheckpoint, row: Row, arch: ModelArch, allow_pi
     if row.optional and not any(name in checkpoint for name in row.hf):
         return ZeroRows(flat_shape(row.shapes[0]), torch.float32)
     parts = [hf_rows(checkpoint, row, i, allow_pickle) for i in range(len(row.hf))]
+    if row.kind in TURNED:
+        turn, (shape,) = partial(_turned, row, arch), row.shapes
+        return TurnedRows(parts[0], turn, shape, flat_shape(parameter_shape(row)))
     return stacked([(parts[segment.source], segment.start, segment.rows) for segment in segments(row, arch)])
+
+
+def _turned(row: Row, arch: ModelArch, values: Tensor) -> Tensor:
+    return to_megatron(row, [values], arch)
 
 
 def source_dtypes(rows: Rows) -> set[torch.dtype]:

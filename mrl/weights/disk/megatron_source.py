@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mrl.families import ModelArch
 from mrl.families.rows import Row
+from mrl.families.stacks import slice_of
 from mrl.families.table import weight_table
-from mrl.weights.disk.rows import Mosaic, Piece, Rows, RowsTensor, flat_shape, stacked
+from mrl.weights.disk.rows import Mosaic, Piece, Rows, RowsTensor, SlicesRows, TurnedRows, flat_shape, stacked
 from mrl.weights.disk.stored_names import Names, stored_key
 from mrl.weights.disk.torch_dist_files import ArchiveRows, Extent, StoredTensor, read_metadata
 from mrl.weights.errors import WeightError
-from mrl.weights.kinds import segments
+from mrl.weights.kinds import TURNED, parameter_shape, segments, to_hf
 
 OTHER_STATE = ("optimizer.", "chained_", "rng_state", "rerun_state")  # of training, beside the model
 
@@ -37,6 +40,11 @@ class MegatronCheckpoint:
             hf: (name, row, i) for name, row in rows.items() if row.copy_of is None for i, hf in enumerate(row.hf)
         }
 
+        self._slices: dict[str, list[str]] = {}
+        for hf in self._home:
+            if (whole := slice_of(hf)) is not None:
+                self._slices.setdefault(whole[0], []).append(hf)
+
     def _place(self, name: str) -> tuple[str, tuple[int, ...]]:
         key, lead = self._names.place(name)
         return stored_key(key, self._stored), lead
@@ -56,9 +64,14 @@ class MegatronCheckpoint:
         return RowsTensor(self.rows(name), shape)
 
     def rows(self, name: str) -> Rows:
-        """The tensor `name`, unread."""
+        """The tensor `name`, of all its slices where files have them in one, unread."""
+        if name in self._slices:
+            return SlicesRows(tuple(map(self.rows, self._slices[name])))
         row_name, row, index = self._home[name]
         parameter = self._parameter(row_name, row)
+        if row.kind in TURNED:
+            turn, shape = partial(_turned_back, row, self._arch), flat_shape(row.shapes[0])
+            return TurnedRows(parameter, turn, parameter_shape(row), shape)
         parts, at = [], 0
         for segment in segments(row, self._arch):
             if segment.source == index:
@@ -72,10 +85,9 @@ class MegatronCheckpoint:
         if key not in self._stored:
             raise WeightError(f"{self.path}: no tensor {key}, which holds {', '.join(row.hf)}")
         stored = self._stored[key]
-        columns = flat_shape(row.shapes[0])[1]
-        wanted = sum(segment.rows for segment in segments(row, self._arch)), columns
+        wanted = flat_shape(parameter_shape(row))
         found = flat_shape(stored.shape[len(lead) :] or (0,))
-        fits = len(stored.shape) == len(lead) + len(row.shapes[0]) and found[1] == columns
+        fits = len(stored.shape) == len(lead) + len(row.shapes[0]) and found[1] == wanted[1]
         fits &= found[0] >= wanted[0] if row.kind == "vocab" else found[0] == wanted[0]
         if not fits or any(at >= size for at, size in zip(lead, stored.shape, strict=False)):
             message = f"{self.path}: {key} has shape {list(stored.shape)}, config.json asks for {list(wanted)}"
@@ -99,6 +111,10 @@ class MegatronCheckpoint:
             column = at[-1] if len(sizes) - len(lead) > 1 else 0
             source = ArchiveRows(self.path, item, stored.dtype, (stacked_in_item * rows, columns))
             yield Piece(at[len(lead)], rows, source, index * rows, column)
+
+
+def _turned_back(row: Row, arch: ModelArch, values: Tensor) -> Tensor:
+    return to_hf(row, [values], arch)[0]
 
 
 def _by_lead(stored: StoredTensor, dimensions: int) -> dict[tuple[int, ...], list[Extent]]:

@@ -7,7 +7,7 @@ every conversion is a list of rows that are read from one place and written to a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -119,6 +119,56 @@ def stacked(parts: Sequence[tuple[Rows, int, int]]) -> Mosaic:
         at += rows
     first = parts[0][0]
     return Mosaic(tuple(pieces), (at, first.shape[1]), first.dtype)
+
+
+@dataclass(frozen=True)
+class TurnedRows:
+    """The rows [n, columns] of what `turn` makes of a tensor, none of whose rows are rows of it: all of it is read for
+    each block of them, so `whole` should fit into one. shape: of that tensor, one or two dimensions."""
+
+    whole: Rows
+    turn: Callable[[Tensor], Tensor]
+    whole_shape: tuple[int, ...]
+    shape: tuple[int, int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.whole.dtype
+
+    @property
+    def label(self) -> str:
+        return self.whole.label
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Fills `out` [n, columns]."""
+        values = torch.empty(self.whole.shape, dtype=self.dtype)
+        self.whole.read(0, values)
+        turned = self.turn(values.view(self.whole_shape)).reshape(self.shape)
+        out.copy_(turned[start : start + out.shape[0]])
+
+
+@dataclass(frozen=True)
+class SlicesRows:
+    """A tensor by its first dimension: each row [columns] is one slice, all of it."""
+
+    slices: tuple[Rows, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.slices), torch.Size(self.slices[0].shape).numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.slices[0].dtype
+
+    @property
+    def label(self) -> str:
+        return self.slices[0].label
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Fills `out` [n, columns]."""
+        for index, row in enumerate(out, start):
+            self.slices[index].read(0, row.view(self.slices[index].shape))
 
 
 @dataclass(frozen=True)

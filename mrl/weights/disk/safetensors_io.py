@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mrl.families.stacks import slice_of, stored_name
 from mrl.foreign import own_file, parse_json, read_json
 from mrl.weights.errors import WeightError
 
@@ -55,7 +56,7 @@ class NarrowedSource:
         self._base = base
         self._lead = tuple(slice(start, stop) for start, stop in ranges[: len(ranges) - dims])
         self._ranges = tuple(ranges[len(ranges) - dims :])
-        self.label = base.label
+        self.label, self.dtype = base.label, base.dtype
         self.shape = tuple(stop - start for start, stop in self._ranges)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -70,7 +71,8 @@ class NarrowedSource:
 
 
 class HFCheckpoint:
-    """The tensors of a Hugging Face directory, by name. A context manager; closing it unmaps the files.
+    """The tensors of a Hugging Face directory, by name, and slices of them. A context manager; closing it unmaps the
+    files.
 
     Raises WeightError, naming file and tensor, for: no weights, an unreadable index, an index that points outside of
     the directory, a missing or truncated file, a tensor that the index promises and the file lacks, a wrong shape.
@@ -94,7 +96,7 @@ class HFCheckpoint:
         self._open.clear()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return stored_name(name) in self._file_of
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -102,9 +104,19 @@ class HFCheckpoint:
     def __len__(self) -> int:
         return len(self._file_of)
 
-    def source(self, name: str, shape: tuple[int, ...] | None = None) -> TensorSource:
-        """The tensor `name`, unread. Raises WeightError if it is missing, quantized, or not of `shape` where that is
+    def source(self, name: str, shape: tuple[int, ...] | None = None) -> TensorSource | NarrowedSource:
+        """The tensor `name`, or the slice that it says, unread. Raises WeightError if it is missing, quantized, or not of `shape` where that is
         given."""
+        part = slice_of(name)
+        return self._source(name, shape) if part is None else self._slice(*part, shape)
+
+    def _slice(self, whole: str, index: int, shape: tuple[int, ...] | None) -> NarrowedSource:
+        source = self._source(whole, None)
+        self._check_slice(source.file, whole, index, source.shape, shape)
+        ranges = [(index, index + 1), *((0, size) for size in source.shape[1:])]
+        return source.narrow(ranges, len(source.shape) - 1)
+
+    def _source(self, name: str, shape: tuple[int, ...] | None) -> TensorSource:
         file = self._file_of.get(name)
         if file is None:
             raise WeightError(f"{self.path}: no tensor {name}")
@@ -128,16 +140,27 @@ class HFCheckpoint:
 
         Raises WeightError as `source` does.
         """
-        file = self._file_of.get(name)
+        stored, part = stored_name(name), slice_of(name)
+        file = self._file_of.get(stored)
         if file is None:
             raise WeightError(f"{self.path}: no tensor {name}")
         if file.suffix != ".safetensors":
             return None
-        entry = self._header(file).get(name)
+        entry = self._header(file).get(stored)
         if entry is None:
-            raise WeightError(f"{file}: no tensor {name}, though the index says so")
-        self._check(file, name, entry.dtype, entry.shape, shape)
-        return file, entry.start, FLOATS[entry.dtype]
+            raise WeightError(f"{file}: no tensor {stored}, though the index says so")
+        self._check(file, stored, entry.dtype, entry.shape, shape if part is None else None)
+        if part is None:
+            return file, entry.start, FLOATS[entry.dtype]
+        self._check_slice(file, *part, entry.shape, shape)
+        return file, entry.start + part[1] * (entry.nbytes // entry.shape[0]), FLOATS[entry.dtype]
+
+    def _check_slice(
+        self, file: Path, name: str, index: int, found: tuple[int, ...], wanted: tuple[int, ...] | None
+    ) -> None:
+        if not found or index >= found[0] or (wanted is not None and found[1:] != wanted):
+            asked = f"{list(wanted)} each, and number {index}" if wanted is not None else f"number {index}"
+            raise WeightError(f"{file}: {name} has shape {list(found)}, config.json asks for slices {asked} of them")
 
     def _check(self, file: Path, name: str, dtype: str, found: tuple[int, ...], wanted: tuple[int, ...] | None) -> None:
         if dtype not in FLOATS:

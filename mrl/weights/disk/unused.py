@@ -11,6 +11,7 @@ import torch
 
 from mrl.families import FAMILIES, ModelArch
 from mrl.families.rows import Row
+from mrl.families.stacks import stored_shapes
 from mrl.families.table import EMBEDDING, HF_OUTPUT, HF_VALUE_BIAS, Role
 from mrl.weights.disk.rows import row_blocks
 from mrl.weights.errors import WeightError
@@ -42,10 +43,13 @@ def unused_tensors(
     known |= {alias.name for row in table.values() for alias in row.aliases}
     if role == "critic" or arch.tied_embeddings:
         known.add(HF_OUTPUT)
+    stacks = {name: shape for name, shape in stored_shapes(table.values()).items() if name not in known}
     zeros = {HF_VALUE_BIAS: (arch.score_heads,)} if role == "critic" else {}
     for name in checkpoint:
         if name in zeros:
             yield from _not_zero(checkpoint, name, zeros[name])
+        elif name in stacks:
+            yield from _more_slices(checkpoint, name, stacks[name])
         elif name not in known and not name.endswith(BUFFERS) and not _drafts(arch, name):
             yield f"{checkpoint.path}: nothing uses its tensor {name}"
     if compare_tied and role == "policy" and arch.tied_embeddings and HF_OUTPUT in checkpoint:
@@ -62,6 +66,14 @@ def _not_zero(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Iter
     try:
         if bool(checkpoint.source(name, shape)[:].any()):
             yield f"{checkpoint.path}: its tensor {name} is not zero, and mrl's score heads have no bias"
+    except WeightError as error:
+        yield str(error)
+
+
+def _more_slices(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Iterator[str]:
+    """Of a tensor whose slices are taken one by one."""
+    try:
+        checkpoint.source(name, shape)
     except WeightError as error:
         yield str(error)
 

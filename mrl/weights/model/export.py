@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mrl.families import ModelArch
 from mrl.families.adapters import LoRA, adapter_table
 from mrl.families.rows import Row
+from mrl.families.stacks import slice_of, stored_name, stored_shapes
 from mrl.families.table import VALUE_HEAD, Role, weight_table
 from mrl.files import sync
 from mrl.models.fp8_params import values_of
@@ -37,10 +38,12 @@ Describe = Callable[[Path, dict[str, str]], None]
 
 
 class Exporter:
-    """The weights of a model under their Hugging Face names. Construction is collective over the world.
+    """The weights of a model under their Hugging Face names, as files have them. Construction is collective over the
+    world.
 
     Each tensor has one sender: the first tensor-parallel rank of data- and context-parallel replica 0 of the pipeline
-    stage that holds it, for experts the first expert-tensor-parallel rank of their expert-parallel rank.
+    stage that holds it, for experts the first expert-tensor-parallel rank of their expert-parallel rank. What files
+    have of all experts in one tensor is brought together on the first expert-parallel rank, a tensor at a time.
 
     A model with a value head is a critic: its backbone and `score.weight` are exported. `read` may give something else
     that is laid out like the parameter, its gradient say; the metas still describe the parameters.
@@ -65,14 +68,16 @@ class Exporter:
         table = weight_table(arch, self.role) if lora is None else adapter_table(arch, self.role, lora)
         problems: list[str] = []
         self._mine: list[tuple[Row, nn.Parameter]] = []
+        self._stacks: dict[str, list[tuple[Row, nn.Parameter]]] = {}  # by what files have these in
+        self._shapes = stored_shapes(table.values())
         for name, parameter in parameters:
             row = table.get(name)
             if row is None:
                 problems.append(f"parameter {name} of the model is not in the weight table")
             elif row.copy_of is None and self._in_replica(row):
-                self._mine.append((row, parameter))
+                self._take(row, parameter)
         self._metas = self._gather_metas()
-        problems += self._incomplete({name for row in table.values() if row.copy_of is None for name in row.hf})
+        problems += self._incomplete({*self._shapes})
         raise_together(problems, f"the model cannot be exported ({arch.family}, {self.role}, {mesh})")
 
     def metas(self) -> list[TensorMeta]:
@@ -91,10 +96,35 @@ class Exporter:
             if parameter.numel() and not parameter.untyped_storage().nbytes():
                 raise WeightError(f"{name} cannot be exported: the model's parameters were given up (offload)")
         for row, parameter in self._mine:
+            if slice_of(row.hf[0]) is not None:
+                yield from self._together(stored_name(row.hf[0]))
+                continue
             shards = self._gather(row, self._read(parameter))
             if shards is not None:
                 yield from zip(row.hf, to_hf(row, shards, self.arch), strict=True)
                 yield from ((name, shards[0].new_zeros(shape)) for name, shape in row.zeros)
+
+    def _take(self, row: Row, parameter: nn.Parameter) -> None:
+        """Of a stack its first slice stands for all."""
+        whole = stored_name(row.hf[0])
+        if whole != row.hf[0]:
+            self._stacks.setdefault(whole, []).append((row, parameter))
+        if whole == row.hf[0] or len(self._stacks[whole]) == 1:
+            self._mine.append((row, parameter))
+
+    def _together(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """A tensor that every expert-parallel rank has a run of slices of, in turn; on the first of them."""
+        parts, is_first = self._stacks[name], self.mesh.ep_rank == 0
+        first = self._read(parts[0][1])
+        whole = first.new_empty(self._shapes[name]) if is_first else None
+        own = first.new_empty(len(parts), *self._shapes[name][1:]) if whole is None else whole[: len(parts)]
+        for place, (row, parameter) in zip(own, parts, strict=True):
+            place.copy_(to_hf(row, [self._read(parameter)], self.arch)[0])
+        if self.mesh.ep > 1:
+            runs = None if whole is None else list(whole.split(len(parts)))
+            dist.gather(own, runs, group=self.mesh.ep_group, group_dst=0)
+        if whole is not None:
+            yield name, whole
 
     def _in_replica(self, row: Row) -> bool:
         if row.expert:
@@ -116,10 +146,14 @@ class Exporter:
         mine = [
             TensorMeta(name, shape, parameter.dtype, rank())
             for row, parameter in self._mine
-            if self.mesh.tensor_cut(row.expert)[1] == 0
-            for name, shape in [*zip(row.hf, row.shapes, strict=True), *row.zeros]
+            if self._sends(row)
+            for name, shape in [*((stored_name(hf), self._shapes[stored_name(hf)]) for hf in row.hf), *row.zeros]
         ]
         return [meta for metas in gather(mine) for meta in metas]
+
+    def _sends(self, row: Row) -> bool:
+        is_first = slice_of(row.hf[0]) is None or self.mesh.ep_rank == 0
+        return is_first and self.mesh.tensor_cut(row.expert)[1] == 0
 
     def _incomplete(self, wanted: set[str]) -> list[str]:
         found = [meta.name for meta in self._metas]

@@ -19,17 +19,20 @@ from mrl.weights.meta import TensorMeta
 
 @dataclass(frozen=True)
 class Part:
-    """`size` rows (dim 0) or columns (dim 1) of an HF tensor, from `start`; the whole tensor with dim None."""
+    """`size` rows (dim 0) or columns (dim 1, ...) of an HF tensor, from `start`; the whole tensor with dim None. turned:
+    its last two dimensions then change places."""
 
     name: str
     nbytes: int
     dim: int | None = None
     start: int = 0
     size: int = 0
+    turned: bool = False
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """The part of the exported tensor `tensor`: a view, of the same shape but for `dim`."""
-        return tensor if self.dim is None else tensor.narrow(self.dim, self.start, self.size)
+        """The part of the exported tensor `tensor`: a view, of the same shape but for `dim`, or turned."""
+        part = tensor if self.dim is None else tensor.narrow(self.dim, self.start, self.size)
+        return part.mT if self.turned else part
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,15 @@ class _Cutter:
         parts = tuple(part for source in sources for part in self._parts(source))
         is_padded = sources[0].row.kind == "vocab" and self.cuts_vocab
         padding = self._vocab_padding(parts[0]) if is_padded else 0
+        if sources[0].is_stack:  # a bias of experts' results is the first rank's alone, and 0 on others
+            padding = self.metas[sources[0].name].nbytes if not parts[0].nbytes else 0
         return EngineParam(name, parts, padding)
 
     def _parts(self, source: Source) -> Iterator[Part]:
         meta, first = self.metas[source.name], 0
+        if source.is_stack:
+            yield self._of_stack(source, meta)
+            return
         if self.tp == 1:
             yield Part(meta.name, meta.nbytes)
             return
@@ -106,6 +114,17 @@ class _Cutter:
                 dim, start, size = cut
                 yield Part(meta.name, meta.nbytes // meta.shape[dim] * size, dim, first + start, size)
             first += rows
+
+    def _of_stack(self, source: Source, meta: TensorMeta) -> Part:
+        """This engine rank's share of all experts: of what their first product gives, and their second one takes."""
+        turned = source.is_turned and self.shape.fuses
+        if self.tp == 1:
+            return Part(meta.name, meta.nbytes, turned=turned)
+        if source.row.kind == "copy":
+            return Part(meta.name, 0 if self.rank else meta.nbytes, 0, 0, 0 if self.rank else meta.shape[0])
+        dim = 1 if source.row.kind == "transposed" else len(meta.shape) - 1
+        size = meta.shape[dim] // self.tp
+        return Part(meta.name, meta.nbytes // self.tp, dim, self.rank * size, size, turned)
 
     def _range(self, row: Row, index: int, rows: int, meta: TensorMeta) -> tuple[int, int, int] | None:
         """(dim, start, size) of this engine rank's share of `rows` rows, which are number `index` of the row's."""

@@ -1,0 +1,68 @@
+"""gpt-oss: layers in turn look at a window and at all, with an attention sink a head; experts with biases, whose gate
+and up are clamped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.families.arch import Layer, ModelArch
+from mrl.families.decoder import MAX_POSITIONS, MAX_WIDTH
+from mrl.families.experts import ExpertDecoder
+from mrl.families.keys import Keys, short
+from mrl.families.rope import FULL, YARN, refuse_rope
+from mrl.families.rows import Row, Table, prefixes
+from mrl.families.sliding import SlidingDecoder
+from mrl.families.stacks import stacked_experts
+
+PATTERN, WINDOW = 2, 128  # where config.json has none
+GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # of mrl.kernels.layers.clamped_swiglu
+
+
+class GptOss(ExpertDecoder, SlidingDecoder):
+    name, architecture = "gpt_oss", "GptOssForCausalLM"
+    norm_eps = 1e-5
+    head_dim = 64
+    qkv_bias = True
+    wide_norms = sinks = biases = True
+    gate = "clamped"
+    local_only = "attention sinks, windows by layer and clamped experts with biases"
+    ignores_attention_bias = True  # there is a place for all four
+    engine_score_bias = False  # it serves no such class
+    engine_needs_gpu = "has no attention with sinks on CPUs (its list of backends for the family ends without one)"
+
+    def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
+        width, window = keys.size(self.width_key, MAX_WIDTH), keys.size("sliding_window", MAX_POSITIONS, WINDOW)
+        full, sliding = Layer(width, experts=True), Layer(width, experts=True, window=window)
+        return tuple(full if kind == FULL else sliding for kind in self._kinds(keys, count))
+
+    def pattern(self, keys: Keys) -> int:
+        return PATTERN
+
+    def check_rope(self, keys: Keys) -> None:
+        refuse_rope(keys, types=YARN)
+
+    def differences(self, keys: Keys) -> Iterator[str]:
+        yield from super().differences(keys)
+        if not keys.flag("attention_bias", True):
+            yield "attention_bias=false (its projections have biases)"
+        if keys.content.get("sliding_window", WINDOW) is None:
+            yield "sliding_window=null (layers that slide need one)"
+        for key, usual in GATE.items():
+            if keys.number(key, usual, 0.0, 1e9) != usual:
+                yield f"{key}={short(keys[key])} (only {usual})"
+
+    def layer_rows(self, arch: ModelArch, index: int) -> Table:
+        (m, h), rows = prefixes(index), super().layer_rows(arch, index)
+        sinks, bias = m + "self_attention.core_attention.softmax_offset", m + "self_attention.linear_proj.bias"
+        rows[sinks] = Row("copy", (h + "self_attn.sinks",), ((arch.num_heads,),), tp_dim=0, start="zeros")
+        rows[bias] = Row("copy", (h + "self_attn.o_proj.bias",), ((arch.hidden_size,),), start="zeros")
+        return rows
+
+    def ffn_rows(self, arch: ModelArch, layer: Layer, m: str, h: str) -> Table:
+        assert arch.experts is not None
+        count, hidden = arch.experts.count, arch.hidden_size
+        router = {
+            m + "mlp.router.weight": Row("copy", (h + "mlp.router.weight",), ((count, hidden),)),
+            m + "mlp.router.bias": Row("copy", (h + "mlp.router.bias",), ((count,),), start="zeros"),
+        }
+        return router | stacked_experts(hidden, layer.ffn_size, count, m, h)
