@@ -73,6 +73,7 @@ class GenerateBody(TypedDict):
     image_data: NotRequired[list[list[str]]]  # of each prompt its pictures, one image token each: data:image/png;base64
     return_logprob: NotRequired[bool]
     return_routed_experts: NotRequired[bool]
+    routed_experts_start_len: NotRequired[int]  # tokens of each prompt that are left out of that
     lora_path: NotRequired[str]  # the name of a loaded adapter; left out: the model without any
 
 
@@ -203,7 +204,7 @@ class MetaInfo(TypedDict):
     # {"version", "start", "end"} of each span of output_ids that one version has drawn, of engines that can be paused
     weight_versions: NotRequired[list[Any]]
     # base64 of int32 [tokens of prompt and response - 1, layers, experts a token]: which experts each token but the
-    # last went to, 0 in layers without experts
+    # last went to, 0 in layers without experts; without the first routed_experts_start_len tokens
     routed_experts: NotRequired[str]
     output_token_logprobs: list[Any]  # [log-prob, token, null] of each token: of logits / temperature, unfiltered
 
