@@ -230,6 +230,7 @@ class ServerInfo:
     """An engine's settings, as it reports them.
 
     device: "cpu" where it says nothing
+    dtype: what it computes in, such as "float32"; "": it does not say, or rounds weights or its cache to something else
     is_deterministic: the same seed gives the same tokens, whatever else is in the batch
     has_tokenizer: it can look for stop strings
     releases_memory: it gives memory up when it is told to; None: it does not know what that is
@@ -241,6 +242,7 @@ class ServerInfo:
     has_tokenizer: bool
     releases_memory: bool | None = None
     returns_experts: bool = False
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,9 @@ def read_server_info(answer: Any) -> ServerInfo:
     releases = info.get("enable_memory_saver")
     releases = None if releases is None else bool(releases)
     returns = bool(info.get("enable_return_routed_experts"))
-    return ServerInfo(str(info.get("device", "cpu")), bool(seeded), not no_text, releases, returns)
+    rounds = info.get("quantization") is not None or info.get("kv_cache_dtype", "auto") != "auto"
+    dtype = "" if rounds else str(info.get("dtype", ""))
+    return ServerInfo(str(info.get("device", "cpu")), bool(seeded), not no_text, releases, returns, dtype)
 
 
 def read_workers(answer: Any) -> tuple[str, ...]:

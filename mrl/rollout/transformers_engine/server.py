@@ -57,8 +57,9 @@ class Endpoints:
         return {"model_path": self._worker.model_path, "model_type": model_type, "weight_version": version}
 
     def server_info(self, body: dict[str, Any]) -> Any:
-        info = {"enable_deterministic_inference": True, "skip_tokenizer_init": False, "enable_memory_saver": True}
-        return info | {"enable_return_routed_experts": self._worker.routed is not None}
+        info: dict[str, Any] = dict.fromkeys(("enable_deterministic_inference", "enable_memory_saver"), True)
+        info |= {"device": self._worker.device, "dtype": str(self._worker.model.dtype).removeprefix("torch.")}
+        return info | {"skip_tokenizer_init": False, "enable_return_routed_experts": self._worker.routed is not None}
 
     def generate(self, body: dict[str, Any]) -> Any:
         many = isinstance(body["input_ids"][0], list) if body["input_ids"] else False

@@ -3,7 +3,7 @@
 MRL_TEST_FAULTS: a file with a JSON list over the attempts of a run, each null or {kind: kill | exception | hang,
 section, rank, nth}: what `rank` does when it enters `section` for the nth time (from 1). The Unix time of each fault is
 appended to the file FILE.fired. MRL_TEST_SLOW: "RANK SECONDS", a rank that computes
-as much longer in each update.
+as much longer in each update. MRL_TEST_OLD: a tensor that every push has as the first one had it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-
-SECTIONS = "mrl.resilience.sections"
 
 
 class Injected(RuntimeError):
@@ -68,20 +66,34 @@ def patch(module: Any) -> None:
     module._Watched.enter = faulty
 
 
+def keep_old(module: Any) -> None:
+    old, take, first = os.environ.get("MRL_TEST_OLD"), module.Filler.take, list[Any]()
+
+    def faulty(self: Any, name: str, tensor: Any) -> None:
+        if name == old:
+            first.append(tensor.clone())
+        take(self, name, first[0] if name == old else tensor)
+
+    module.Filler.take = faulty
+
+
+PATCHES = {"mrl.resilience.sections": patch, "mrl.weights.sync.filler": keep_old}
+
+
 class Finder:
-    """Patches the module right after it has been loaded."""
+    """Patches modules right after they have been loaded."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != SECTIONS:
+        if name not in PATCHES:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        change = PATCHES.pop(name)
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.loader is not None
         execute = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
             execute(module)
-            patch(module)
+            change(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
