@@ -63,12 +63,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One generation: `sample_id` is its place in the step, `group` its prompt's, `seed` its own random stream."""
+    """One generation: `sample_id` is its place in the step, `group` its prompt's, `seed` its own random stream.
+    experts_from: of how many of the prompt's first tokens it is known to which experts they go, where that is asked."""
 
     sample_id: int
     group: int
     prompt: Prompt
     seed: int
+    experts_from: int = 0
 
 
 @dataclass(eq=False)
@@ -80,7 +82,8 @@ class Sample:
     drawn [n] bool: which tokens of the response those are; None: all. The others are an environment's words
     versions [m] int32: of the weights that drew each of them; None: weight_version, which drew the last, all
     experts [tokens of prompt and response, layers with experts, experts a token] uint8 or int16: which ones the engine
-        has sent each token to, 0 for the last token, which went nowhere; None: they were not asked for
+        has sent each token to, without the first request.experts_from, 0 for the last token (of each sequence), which
+        went nowhere; None: they were not asked for
     messages: the conversation of an agent and its environment after the prompt, and what each said
     sequence_lens: tokens of each sequence, one after the other, that a trajectory is of; (): it is one
     rewards [m] float32: what an environment has given after each of the drawn tokens, before the end; None: nothing
@@ -238,6 +241,7 @@ class Rollout:
             rollout_log_probs=self.rollout_log_probs,
             counts=self.counts,
             drawn=self.drawn,
+            experts=self.experts,
         )
         return shown, SEQUENCE.places(self, torch.as_tensor(samples, dtype=torch.int64)).tolist()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -181,6 +182,35 @@ def test_one_stale_sample_among_many_is_named() -> None:
         check(gaps)
     assert check(gaps, skip=17)[1] == [], "what is not of this step's policy is not held against it"
     assert check(gaps, stop_sample=None, warn_sample=None)[1] == []
+
+
+def check_exact(gaps: list[list[float]], born: list[int], **limits: float | None) -> None:
+    made, trainers = rollout(gaps)
+    made = replace(made, weight_versions=torch.full((len(gaps),), max(born)), born=torch.tensor(born))
+    where, version = torch.ones_like(trainers, dtype=torch.bool), max(born)
+    judge = MismatchLimits(MismatchConfig(**limits), print, exact=True)
+    judge.check(made, trainers + 0.02, where, version=version, same=False)  # after an update of the step
+    judge.check(made, trainers, where, version=version)
+
+
+def test_in_float32_less_is_too_far_of_tokens_of_the_weights_of_now() -> None:
+    """What bf16 might have too. Tokens of other weights may be further, and those of a policy that has been updated."""
+    noise, off = [[2e-5, 4e-5, 1e-4]] * 3, [2e-5, 0.02, 0.01]
+    message = r"step 4: .*float32, .* the 12 tokens .* by the weights of step 7: 0\.0025 nats a token in the mean "
+    with pytest.raises(
+        MismatchError, match=message + r".*exact = 0\.001\); furthest sample 3 \(data row 13\) 0\.01\. "
+    ):
+        check_exact([*noise, off], [7] * 12)
+    many = [*noise * 100, [0.2] * 2]
+    with pytest.raises(MismatchError, match=r": sample 300 \(data row 310\) 0\.2 .*exact_sample = 0\.1\); furthest"):
+        check_exact(many, [7] * 902, exact=None)
+    for gaps, born, limits in (
+        (noise, [7] * 9, {}),
+        ([*noise, off], [7] * 10 + [6] * 2, {}),
+        (many, [7] * 902, {"exact": None, "exact_sample": 0.3}),
+    ):
+        check_exact(gaps, born, **limits)
+    assert check([*noise, off])[1] == [], "engine or trainer computes in something else"
 
 
 def test_all_a_little_off_is_seen_in_the_mean_and_warned_of_first() -> None:

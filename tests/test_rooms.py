@@ -29,7 +29,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "models": ("core", "families", "config", "platform", "parallel", "kernels"),
     "rollout": ("core", "families", "config", "files", "packages", "ports"),
     "reward": ("core", "config", "user_functions"),
-    "agents": ("core", "config", "data", "reward.sandbox", "rollout.seeds", "user_functions"),
+    "agents": ("core", "config", "data", "reward.sandbox", "rollout.routed", "rollout.seeds", "user_functions"),
     "algo": ("kernels", "options", "user_functions"),
     "data": ("core", "families", "config", "foreign"),
     "weights": (

@@ -27,7 +27,8 @@ from mrl.rollout import Engine, EngineClient, EngineStartError, start_engine
 from mrl.rollout.adapters import started_with
 from mrl.rollout.errors import BadAnswer
 from mrl.rollout.protocol import ServerInfo
-from mrl.rollout.routed import ASK, RoutedShape
+from mrl.rollout.routed import ASK, RoutedShape, joined, whole
+from mrl.rollout.samples import Expected, generate_body, read_samples
 from mrl.trainers.rl.kept_samples import plain, restored
 from tests.conftest import TinyModels
 from tests.test_engine_families import sample
@@ -56,6 +57,7 @@ def world(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_a_models_own_experts_change_nothing_and_others_do(world: dict[str, Any]) -> None:
     assert world["off"] == world["own experts"] == world["changed by own experts"] == 0.0
     assert world["others change"] > 0.1
+    assert world["sequences: own experts"] == 0.0 and world["sequences: others change"] > 0.1
 
 
 def test_replayed_log_probs_do_not_depend_on_what_the_router_would_choose(world: dict[str, Any]) -> None:
@@ -124,6 +126,34 @@ def test_an_engines_experts_are_read_without_its_dense_layers() -> None:
     assert RoutedShape((0,), 1, 8, 384).dtype == np.int16
 
 
+def test_a_call_asks_for_what_no_request_of_it_knows() -> None:
+    """The engine is told one number for all; what a request knows already is left out of its answer."""
+    experts = [[[1, 2], [3, 0]], [[0, 1], [2, 3]], [[2, 0], [1, 3]], [[3, 1], [0, 2]]]
+    requests = [replace(request(0, (5, 6, 7, 8)), experts_from=3), replace(request(1, (5, 6, 7)), experts_from=1)]
+    body = generate_body(requests, SamplingParams(), experts=True)
+    assert body["return_routed_experts"] is True and body["routed_experts_start_len"] == 1
+    assert "routed_experts_start_len" not in generate_body(
+        [request(0, (5,)), requests[0]], SamplingParams(), experts=True
+    )
+    answers = [
+        {
+            "output_ids": [7],
+            "meta_info": {
+                "finish_reason": {"type": "stop"},
+                "weight_version": "0",
+                "output_token_logprobs": [[-0.5, 7, None]],
+                "routed_experts": SHAPE.written(np.array(experts[1 : len(each.prompt.token_ids)])),
+            },
+        }
+        for each in requests
+    ]
+    first, second = read_samples(requests, answers, Expected(10, 4, routed=SHAPE))
+    assert first.experts is not None and first.experts.tolist() == [experts[3], [[0, 0], [0, 0]]]
+    assert second.experts is not None and second.experts.tolist() == [*experts[1:3], [[0, 0], [0, 0]]]
+    known = joined(joined(None, SHAPE.read(answer([[0, 0], *experts[0]]), 2)), first.experts)
+    assert known is not None and whole(known).tolist() == [experts[0], experts[3], [[0, 0], [0, 0]]]
+
+
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
@@ -173,15 +203,10 @@ AGENT = {"agent": {"rollout": "mine.py:Env", "max_tokens": 64}}
             "engine",
             "qwen3_moe",
             {"rollout": {"overlap": "bounded", "max_staleness": 1}},
-            "go on over pushes of weights",
+            "after a push the engine reads responses that go on again, by the new weights",
         ),
-        (
-            "engine",
-            "qwen3_moe",
-            {"rollout": {"segment_tokens": 4, "oversample": 2.0}},
-            "by the weights of the next step",
-        ),
-        ("engine", "qwen3_moe", AGENT, "turns are several answers of the engine"),
+        ("engine", "qwen3_moe", {"rollout": {"segment_tokens": 4, "oversample": 2.0}}, None),
+        ("engine", "qwen3_moe", AGENT, None),
         ("trainer", "qwen3_moe", {"batch": {"samples_per_minibatch": 8}}, "has no effect: the step's only update"),
         (
             "trainer",
@@ -264,10 +289,11 @@ REPLAYED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def runs(tiny_models: TinyModels, served: Engine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """By GRPO at EP2 with real SGLang, the samples of a step drawn one step ahead: one run that is not disturbed, one
-    that is killed after step 3 and goes on."""
+    """By GRPO at EP2 with real SGLang, the samples of a step drawn one step ahead, in segments: one run that is not
+    disturbed, one that is killed after step 3 and goes on."""
     folder = tmp_path_factory.mktemp("replayed")
     rollout = {"overlap": "one_step", **given(served, folder), "sampling": {"max_new_tokens": 16}}
+    rollout |= {"segment_tokens": 8, "oversample": 1.5}
     run = {"nproc": 2}
     file = write_config(folder, tiny_models("glm4_moe"), run=run, rollout=rollout, **REPLAYED)
     whole, killed = (folder / "runs" / name for name in ("whole", "killed"))
@@ -293,9 +319,44 @@ def test_a_killed_run_goes_on_with_the_experts_of_what_was_drawn_ahead(runs: tup
     rollout = Rollout(**kept["ahead"]["rollout"])
     assert rollout.experts is not None and rollout.experts.dtype == torch.uint8
     assert rollout.experts.shape == (rollout.tokens.numel(), 1, 2)
+    assert any(len(part["arrays"]) == 4 for group in kept["segments"] for part in group["parts"]), "none was carried"
     assert results(killed) == results(whole)
     assert samples(killed) == samples(whole)
     assert set(difference(whole, killed).values()) == {0.0}
+
+
+TALKS = """
+class Talks:
+    def reset(self, row, rng):
+        self.left = 3
+
+    def step(self, turn):
+        self.left -= 1
+        return f"[{turn.text}] and more words", len(turn.text), self.left == 0
+"""
+
+
+def test_a_run_learns_from_turns_by_the_engines_experts(
+    tiny_models: TinyModels, served: Engine, tmp_path: Path
+) -> None:
+    """Of a trajectory, with the words of its environment, the engine's experts are those that the trainer chooses."""
+    (tmp_path / "program.py").write_text(TALKS)
+    actor = {k: v for k, v in REPLAYED["actor"].items() if k != "parallel"}
+    file = write_config(
+        tmp_path,
+        tiny_models("glm4_moe"),
+        **{**REPLAYED, "actor": actor, "run": {"steps": 2}},
+        rollout={**given(served, tmp_path), "sampling": {"max_new_tokens": 6}},
+        agent={"rollout": f"{tmp_path / 'program.py'}:Talks", "max_turns": 3, "max_tokens": 200},
+        reward={"function": "environment"},
+    )
+    train(tmp_path, file)
+    first, second = results(tmp_path / "runs/run").values()
+    for row in (first, second):
+        assert row["agent/turns"] == 3 and row["agent/env_tokens"] > 0
+        assert row["mismatch/routing"] == 0.0 and row["mismatch/max_abs"] < 1e-4, "weights that the engine has too"
+    assert first["mismatch_free/max_abs"] < 1e-4
+    assert second["routing/changed"] > 0, "the second update of a step is not of the weights that drew"
 
 
 def test_a_run_replays_its_own_experts(tiny_models: TinyModels, tmp_path: Path) -> None:

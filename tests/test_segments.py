@@ -27,8 +27,8 @@ def request(group: int, member: int) -> Request:
 class Engine:
     """A token follows from (seed, position, version) alone; a response ends at token 0, some soon, some late."""
 
-    def __init__(self, version: int = 0) -> None:
-        self.version, self.calls = version, 0
+    def __init__(self, version: int = 0, has_experts: bool = False) -> None:
+        self.version, self.calls, self.has_experts = version, 0, has_experts
 
     def __call__(self, requests: list[Request], tokens: int) -> list[Sample]:
         self.calls += 1
@@ -43,7 +43,15 @@ class Engine:
             ids.append(0 if noise.random() < 0.02 * (1 + request.seed % 10) else noise.randrange(1, 100))
         finish = "stop" if ids[-1] == 0 else "length"
         log_probs = -np.arange(1.0, len(ids) + 1) / 100
-        return Sample(request, np.array(ids), log_probs, finish, str(self.version))
+        experts = self.experts(request, len(ids)) if self.has_experts else None
+        return Sample(request, np.array(ids), log_probs, finish, str(self.version), experts=experts)
+
+    def experts(self, request: Request, drawn: int) -> np.ndarray:
+        """[place, version] of each token that goes somewhere, of those that are asked for."""
+        places = np.arange(request.experts_from, len(request.prompt.token_ids) + drawn)
+        found = np.stack([places, np.full_like(places, self.version)], 1)[:, None].astype(np.uint8)
+        found[-1] = 0
+        return found
 
 
 def segments(tokens: int = 4, oversample: float = 2.0) -> Segments:
@@ -116,6 +124,25 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_same_run() -> None:
     other = segments()
     other.load_state_dict({"steps": []})
     assert other.state_dict() == {"segments": []}
+
+
+def test_a_token_keeps_the_experts_that_it_first_went_to() -> None:
+    """By those of the weights of its segment what follows it was drawn; also through a checkpoint."""
+    made, mixed = segments(), 0
+    for step in range(8):
+        again = segments()
+        again.load_state_dict(made.state_dict())
+        made = again
+        for group in made.draw(step, Engine(step, has_experts=True))[0]:
+            for one in group:
+                assert one.experts is not None and one.versions is not None
+                prompt, drawn = len(one.request.prompt.token_ids), len(one.response_ids)
+                places, versions = one.experts[:-1, 0].T
+                assert places.tolist() == list(range(prompt + drawn - 1)) and not one.experts[-1].any()
+                by = [one.versions[0]] * (prompt - 1) + one.versions.tolist()  # a token goes where the next is drawn
+                assert versions.tolist() == by
+                mixed += len({*by}) > 1
+    assert mixed, "no response was drawn by several weights"
 
 
 def test_a_failure_leaves_what_is_under_way_as_it_was() -> None:

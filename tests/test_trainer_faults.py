@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 from tests.conftest import TinyModels
 from tests.train_tools import MADE_UP, Train, write_config
+from tests.world import ROOT
 
 FAKE_ENGINE = Path(__file__).parent / "worlds" / "fake_engine.py"
 STARTING_S = 240.0  # importing torch and Megatron in two processes, on a busy machine
@@ -108,6 +110,21 @@ def test_an_engine_that_makes_up_its_samples_teaches_nothing(tiny_models: TinyMo
     run = run_to_its_error(tmp_path, tiny_models("llama"), "ok", rollout=rollout)
     assert re.search(r"step 1: engine and trainer disagree .*sample \d+ \(data row \d+\)", the_error(run)), run.terminal
     assert (tmp_path / "runs/run/metrics.jsonl").read_text() == ""
+
+
+def test_an_engine_that_keeps_an_old_tensor_is_found_in_the_next_step(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """A gap that would pass for bfloat16's: one matrix of 16, one update old. What honest engines say is far below."""
+    rollout = {"engine": "transformers", "sampling": {"max_new_tokens": 8}}
+    config = write_config(tmp_path, tiny_models("qwen3"), rollout=rollout)
+    old = "model.layers.1.mlp.gate_proj.weight"
+    environment = {"PYTHONPATH": f"{ROOT / 'tests/worlds/faults'}:{ROOT}", "MRL_TEST_OLD": old}
+    with Train(tmp_path, config, "run.steps=3", copied=False, **environment) as run:
+        assert run.wait(STARTING_S + ENDING_S) == 1, run.terminal
+    message = r"step 2: engine and trainer compute in float32, .* by the weights of step 1: (\S+) nats a token"
+    found = re.search(message, the_error(run))
+    assert found is not None and 1e-3 < float(found[1]) < 0.2, run.terminal
+    (row,) = (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()
+    assert json.loads(row)["mismatch/mean_abs"] < 1e-5, "the first step, of weights that the engine has"
 
 
 @pytest.mark.parametrize("name", REWARDS)

@@ -19,6 +19,7 @@ from mrl.agents.errors import AgentError
 from mrl.agents.pool import Message
 from mrl.agents.suffix import Suffix
 from mrl.core import Prompt, Request, Sample
+from mrl.rollout.routed import joined, whole
 from mrl.rollout.seeds import sample_seed
 
 TURN_STREAM, CHAT_STREAM = 1 << 45, 1 << 47  # keep the seeds of later turns and of chats apart from samples'
@@ -27,7 +28,7 @@ TURN_STREAM, CHAT_STREAM = 1 << 45, 1 << 47  # keep the seeds of later turns and
 @dataclass
 class Line:
     """A sequence. prompt: what it begins with, of which nothing is learnt; ids: what follows; log_probs, rewards,
-    versions: of those that are drawn"""
+    versions: of those that are drawn; experts: as in `Sample`, of all tokens but the last, if they are asked for"""
 
     prompt: tuple[int, ...]
     ids: list[int] = field(default_factory=list)
@@ -35,6 +36,7 @@ class Line:
     log_probs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     versions: list[np.ndarray] = field(default_factory=list)
+    experts: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.ids)
@@ -57,6 +59,7 @@ class Line:
         self.rewards += [0.0] * len(ids)
         if turn.versions is not None:
             self.versions.append(turn.versions)
+        self.experts = joined(self.experts, turn.experts)
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,9 @@ class Trajectory:
     def next_request(self) -> Request:
         """For the turn that `next` says."""
         assert self.next is not None
-        prompt, ids = self.request.prompt, (*self.next.line.all_ids, *self.next.said)
-        return replace(self.request, prompt=Prompt(prompt.index, ids, {}), seed=self._seed(ids))
+        prompt, line = self.request.prompt, self.next.line
+        ids, known = (*line.all_ids, *self.next.said), 0 if line.experts is None else len(line.experts)
+        return replace(self.request, prompt=Prompt(prompt.index, ids, {}), seed=self._seed(ids), experts_from=known)
 
     def _seed(self, ids: Sequence[int]) -> int:
         """Of a chat by what is before it: requests that come at once are answered the same in any order."""
@@ -199,6 +203,7 @@ class Trajectory:
         drawn = [*first.drawn, *(d for line in others for d in ([False] * len(line.prompt) + line.drawn))]
         versions = [each for line in self.lines for each in line.versions]
         rewards = np.array([value for line in self.lines for value in line.rewards], dtype=np.float32)
+        experts = [whole(line.experts) for line in self.lines if line.experts is not None]
         texts = [m["content"] for m in self.messages if m["role"] == "assistant"]
         return Sample(
             replace(self.request, prompt=replace(self.request.prompt, token_ids=first.prompt)),
@@ -209,6 +214,7 @@ class Trajectory:
             response_text=texts[-1] or "",
             drawn=np.array(drawn),
             versions=np.concatenate(versions) if versions else None,
+            experts=np.concatenate(experts) if experts else None,
             messages=self.messages,
             environment=scores,
             sequence_lens=tuple(map(len, self.lines)) if others else (),

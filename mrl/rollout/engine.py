@@ -16,7 +16,7 @@ from mrl.rollout.feed import Feed
 from mrl.rollout.fleet import Fleet
 from mrl.rollout.flight import Flight, OnSamples
 from mrl.rollout.load import Load
-from mrl.rollout.protocol import BEGIN_UPDATE, MemoryPart
+from mrl.rollout.protocol import BEGIN_UPDATE, MemoryPart, ServerInfo
 from mrl.rollout.restarts import Restarts
 from mrl.rollout.routed import ASK, RoutedShape
 from mrl.rollout.samples import Expected
@@ -91,13 +91,24 @@ class Engine:
 
     def check_experts(self) -> None:
         """Raises EngineStartError for a server that cannot say which experts tokens went to."""
+        for url, info in self._infos().items():
+            if not info.returns_experts:
+                raise EngineStartError(
+                    f"engine {url} does not say which experts tokens went to (actor.routing_replay: engine): "
+                    f"start it with {ASK}"
+                )
+
+    @property
+    def computes_in(self) -> set[tuple[str, str]]:
+        """(device, dtype) of every server that is there now, as `ServerInfo` has them."""
+        return {(info.device, info.dtype) for info in self._infos().values()}
+
+    def _infos(self) -> dict[str, ServerInfo]:
+        found = {}
         for url in self.urls:
             with closing(self.client(url)) as client:
-                if not client.server_info().returns_experts:
-                    raise EngineStartError(
-                        f"engine {url} does not say which experts tokens went to (actor.routing_replay: engine): "
-                        f"start it with {ASK}"
-                    )
+                found[url] = client.server_info()
+        return found
 
     def close(self) -> None:
         """End the servers that mrl started; given URLs are left alone."""

@@ -73,6 +73,7 @@ class GenerateBody(TypedDict):
     image_data: NotRequired[list[list[str]]]  # of each prompt its pictures, one image token each: data:image/png;base64
     return_logprob: NotRequired[bool]
     return_routed_experts: NotRequired[bool]
+    routed_experts_start_len: NotRequired[int]  # tokens of each prompt that are left out of that
     lora_path: NotRequired[str]  # the name of a loaded adapter; left out: the model without any
 
 
@@ -203,7 +204,7 @@ class MetaInfo(TypedDict):
     # {"version", "start", "end"} of each span of output_ids that one version has drawn, of engines that can be paused
     weight_versions: NotRequired[list[Any]]
     # base64 of int32 [tokens of prompt and response - 1, layers, experts a token]: which experts each token but the
-    # last went to, 0 in layers without experts
+    # last went to, 0 in layers without experts; without the first routed_experts_start_len tokens
     routed_experts: NotRequired[str]
     output_token_logprobs: list[Any]  # [log-prob, token, null] of each token: of logits / temperature, unfiltered
 
@@ -229,6 +230,7 @@ class ServerInfo:
     """An engine's settings, as it reports them.
 
     device: "cpu" where it says nothing
+    dtype: what it computes in, such as "float32"; "": it does not say, or rounds weights or its cache to something else
     is_deterministic: the same seed gives the same tokens, whatever else is in the batch
     has_tokenizer: it can look for stop strings
     releases_memory: it gives memory up when it is told to; None: it does not know what that is
@@ -240,6 +242,7 @@ class ServerInfo:
     has_tokenizer: bool
     releases_memory: bool | None = None
     returns_experts: bool = False
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -265,7 +268,9 @@ def read_server_info(answer: Any) -> ServerInfo:
     releases = info.get("enable_memory_saver")
     releases = None if releases is None else bool(releases)
     returns = bool(info.get("enable_return_routed_experts"))
-    return ServerInfo(str(info.get("device", "cpu")), bool(seeded), not no_text, releases, returns)
+    rounds = info.get("quantization") is not None or info.get("kv_cache_dtype", "auto") != "auto"
+    dtype = "" if rounds else str(info.get("dtype", ""))
+    return ServerInfo(str(info.get("device", "cpu")), bool(seeded), not no_text, releases, returns, dtype)
 
 
 def read_workers(answer: Any) -> tuple[str, ...]:

@@ -37,9 +37,10 @@ class RoutedShape:
         """The smallest that has all experts' numbers and that tensors have too."""
         return np.dtype(np.uint8 if self.count <= 256 else np.int16)
 
-    def read(self, meta: dict[str, Any], tokens: int) -> np.ndarray:
-        """[tokens, layers with experts, experts a token] of a sample of so many tokens, prompt and response; zeros for
-        the last one, which went nowhere. Raises BadAnswer for what is missing or cannot be."""
+    def read(self, meta: dict[str, Any], tokens: int, start: int = 0) -> np.ndarray:
+        """[tokens - start, layers with experts, experts a token] of a sample of so many tokens, prompt and response,
+        of which the engine was not asked about the first `start`; zeros for the last one, which went nowhere. Raises
+        BadAnswer for what is missing or cannot be."""
         if meta.get("routed_experts") is None:
             raise BadAnswer(f"routed_experts is missing: the engine must be started with {ASK}")
         text = field(meta, "routed_experts", str)
@@ -47,21 +48,36 @@ class RoutedShape:
             flat = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
         except ValueError as error:
             raise BadAnswer(f"routed_experts is {shown(text)}, expected base64 of int32 numbers") from error
-        if flat.size != (tokens - 1) * self.num_layers * self.per_token:
-            wanted = f"{tokens} - 1 tokens x {self.num_layers} layers x {self.per_token} experts"
+        count = tokens - start
+        if flat.size != (count - 1) * self.num_layers * self.per_token:
+            wanted = f"{count} - 1 tokens x {self.num_layers} layers x {self.per_token} experts"
             raise BadAnswer(f"routed_experts has {flat.size} numbers, expected {wanted}")
-        every = flat.reshape(tokens - 1, self.num_layers, self.per_token)[:, list(self.layers)]
+        every = flat.reshape(count - 1, self.num_layers, self.per_token)[:, list(self.layers)]
         if every.size and not 0 <= every.min() <= every.max() < self.count:
             raise BadAnswer(f"routed_experts names experts {every.min()} to {every.max()}, the model has {self.count}")
         ordered = np.sort(every, axis=-1)
         if (ordered[..., 1:] == ordered[..., :-1]).any():
             raise BadAnswer("routed_experts sends a token to the same expert twice")
-        found = np.zeros((tokens, len(self.layers), self.per_token), self.dtype)
+        found = np.zeros((count, len(self.layers), self.per_token), self.dtype)
         found[:-1] = every
         return found
 
     def written(self, chosen: np.ndarray) -> str:
-        """What `read` reads, of the experts [tokens - 1, layers with experts, experts a token]."""
+        """What `read` reads, of the experts [tokens - start - 1, layers with experts, experts a token]."""
         every = np.zeros((len(chosen), self.num_layers, self.per_token), "<i4")
         every[:, list(self.layers)] = chosen
         return base64.b64encode(every.tobytes()).decode()
+
+
+def joined(known: np.ndarray | None, drawn: np.ndarray | None) -> np.ndarray | None:
+    """[tokens so far - 1, layers with experts, experts a token]: those of a request and of the one after it, which
+    begins with its tokens and was asked from `len(known)` on. A token keeps the experts it first went to, by which what
+    follows it was drawn. drawn: as in `Sample`, None where nobody asks."""
+    if drawn is None:
+        return None
+    return drawn[:-1] if known is None else np.concatenate([known, drawn[:-1]])
+
+
+def whole(known: np.ndarray) -> np.ndarray:
+    """As in `Sample`: with the last token."""
+    return np.concatenate([known, np.zeros_like(known[:1])])

@@ -51,9 +51,16 @@ def generate_body(
         body["image_data"] = [urls[id(prompt)] for prompt in prompts]
     if experts:
         body["return_routed_experts"] = True
+        if start := _experts_from(requests):
+            body["routed_experts_start_len"] = start
     if adapter is not None:
         body["lora_path"] = adapter
     return body
+
+
+def _experts_from(requests: Sequence[Request]) -> int:
+    """What a call asks for its requests together: tokens of their prompts whose experts are known of all."""
+    return min(request.experts_from for request in requests)
 
 
 def _url(png: bytes) -> str:
@@ -92,7 +99,8 @@ def read_samples(
     if len(answers) != len(requests):
         raise BadAnswer(f"{len(requests)} requests, {len(answers)} answers")
     known: Sequence[columns.Tokens | None] = tokens or [None] * len(answers)
-    return [_read(request, one, expected, each) for request, one, each in zip(requests, answers, known)]
+    start = _experts_from(requests)
+    return [_read(request, one, expected, each, start) for request, one, each in zip(requests, answers, known)]
 
 
 def _fit(tokens: columns.Tokens, expected: Expected) -> bool:
@@ -105,7 +113,7 @@ def _fit(tokens: columns.Tokens, expected: Expected) -> bool:
     )
 
 
-def _read(request: Request, answer: Any, expected: Expected, tokens: columns.Tokens | None) -> Sample:
+def _read(request: Request, answer: Any, expected: Expected, tokens: columns.Tokens | None, start: int) -> Sample:
     try:
         meta = field(answer, "meta_info", dict)
         reason = _finish_reason(meta)
@@ -125,8 +133,10 @@ def _read(request: Request, answer: Any, expected: Expected, tokens: columns.Tok
         if tokens is None:
             tokens = columns.Tokens(np.array(ids, dtype=np.int64), np.array(_log_probs(meta, ids), dtype=np.float64))
         versions = None if expected.versions is None else _versions(meta, len(ids), expected.versions)
-        routed = expected.routed
-        every = None if routed is None else routed.read(meta, len(request.prompt.token_ids) + len(ids))
+        every = None
+        if expected.routed is not None:
+            every = expected.routed.read(meta, len(request.prompt.token_ids) + len(ids), start)
+            every = every[request.experts_from - start :]
         return Sample(request, tokens.ids, tokens.log_probs, reason, version, versions=versions, experts=every)
     except BadAnswer as error:
         raise BadAnswer(f"sample {request.sample_id}: {error}") from error

@@ -21,7 +21,15 @@ from mrl import platform
 
 platform.install()
 
-from gradients import compare, gradients, make_rollout, parse, plain_gradient  # noqa: E402
+from gradients import (  # noqa: E402
+    compare,
+    gradients,
+    make_rollout,
+    make_several,
+    make_trajectories,
+    parse,
+    plain_gradient,
+)
 
 from mrl.config.schema import TrainConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
@@ -87,6 +95,14 @@ def by_itself(model: str, meshes: Meshes, found: dict[str, Any], rollout: Rollou
     out["own experts"] = float((again - found["free"]).abs().max())
     out["changed by own experts"] = learner.replay.take_changed()
     out["others change"] = float((found["log_probs"] - found["free"]).abs().max())
+    told = make_several(make_trajectories(rollout))
+    several, own = noted(learner, told)
+    again, _ = learner.log_probs(replace(told, experts=own), 0.7)
+    out["sequences: own experts"] = float((again - several).abs().max())
+    again, _ = learner.log_probs(replace(told, experts=others(own, learner.arch.experts.count)), 0.7)
+    out["sequences: others change"] = float((again - several).abs().max())
+    learner.replay.take_changed()
+    own = found["own"]
     kept = replace(rollout, experts=torch.arange(KEPT, dtype=own.dtype).expand_as(own).contiguous())
     before, _ = learner.log_probs(kept, 0.7)
     learner.replay.take_changed()

@@ -45,13 +45,9 @@ def _engine(cfg: RLConfig) -> Iterator[Problem]:
         named = " or ".join(name for name, kind in ENGINES.items() if kind.returns_experts)
         message = f"{rollout.engine} cannot say which experts it took: {named}, or routing_replay: trainer"
         yield Problem((KEY, "rollout.engine"), message)
-    over = "engine's experts are those of the last weights alone: routing_replay: trainer, or leave it out"
     if rollout.overlap == "bounded":
-        message = f"responses go on over pushes of weights, and the {over}"
+        message = (
+            "after a push the engine reads responses that go on again, by the new weights, and says the experts of "
+            "that, not those by which their tokens were drawn: one_step, segment_tokens, or routing_replay: trainer"
+        )
         yield Problem((KEY, "rollout.overlap"), message)
-    if rollout.segment_tokens is not None:
-        message = f"responses go on by the weights of the next step, and the {over}"
-        yield Problem((KEY, "rollout.segment_tokens"), message)
-    if cfg.agent is not None:
-        message = "an agent's turns are several answers of the engine, whose experts are not joined: trainer, or off"
-        yield Problem((KEY, "agent"), message)

@@ -23,12 +23,17 @@ class SamplingConfig(Section):
 
 class MismatchConfig(Section):
     """How far the engine's log-probs of sampled tokens may be from the trainer's: mean |difference| in nats a token.
-    Beyond `stop` nothing is learnt from the samples and the run ends. bf16 gives about 0.01. null: no limit."""
+    Beyond `stop` nothing is learnt from the samples and the run ends. bf16 gives about 0.03. null: no limit.
+
+    `exact` is for tokens of the very weights that are trained, where engines and trainer compute in float32 on CPUs:
+    what is left then is the order of sums, about 1e-5."""
 
     warn: PositiveFloat | None = 0.2  # in the mean of a step's tokens: a warning
     stop: PositiveFloat | None = 1.0  # in the mean of a step's tokens: the run ends
     warn_sample: PositiveFloat | None = 1.0  # in the mean of one response's tokens: a warning
     stop_sample: PositiveFloat | None = 3.0  # in the mean of one response's tokens: the run ends
+    exact: PositiveFloat | None = 1e-3  # in the mean of a step's tokens of the weights of now: the run ends
+    exact_sample: PositiveFloat | None = 0.1  # in the mean of one response's such tokens: the run ends
 
 
 class RolloutConfig(Section):

@@ -57,8 +57,9 @@ class Endpoints:
         return {"model_path": self._worker.model_path, "model_type": model_type, "weight_version": version}
 
     def server_info(self, body: dict[str, Any]) -> Any:
-        info = {"enable_deterministic_inference": True, "skip_tokenizer_init": False, "enable_memory_saver": True}
-        return info | {"enable_return_routed_experts": self._worker.routed is not None}
+        info: dict[str, Any] = dict.fromkeys(("enable_deterministic_inference", "enable_memory_saver"), True)
+        info |= {"device": self._worker.device, "dtype": str(self._worker.model.dtype).removeprefix("torch.")}
+        return info | {"skip_tokenizer_init": False, "enable_return_routed_experts": self._worker.routed is not None}
 
     def generate(self, body: dict[str, Any]) -> Any:
         many = isinstance(body["input_ids"][0], list) if body["input_ids"] else False
@@ -70,7 +71,7 @@ class Endpoints:
         urls = body.get("image_data") or [[]] * len(prompts)
         if len(urls) != len(prompts):
             raise BadRequest(f"{len(prompts)} input_ids, image_data of {len(urls)}")
-        asks = bool(body.get("return_routed_experts"))
+        asks, start = bool(body.get("return_routed_experts")), int(body.get("routed_experts_start_len") or 0)
         if asks and self._worker.routed is None:
             raise BadRequest("return_routed_experts: the model has no experts")
         try:
@@ -83,7 +84,7 @@ class Endpoints:
             raise BadRequest(str(error)) from error
         version = self._worker.weight_version
         tokens = self._worker.generate(jobs)
-        answers = [_answer(job, ids, version, self._worker.routed) for job, ids in zip(jobs, tokens)]
+        answers = [_answer(job, ids, version, self._worker.routed, start) for job, ids in zip(jobs, tokens)]
         return answers if many else answers[0]
 
     def _read(self, ids: list[int], urls: list[str]) -> tuple[list[int], Inputs | None]:
@@ -120,7 +121,8 @@ def _attempt(run: Callable[[], None]) -> dict[str, Any]:
     return {"success": True, "message": "Success"}
 
 
-def _answer(job: Job, tokens: list[int], version: str, routed: RoutedShape | None) -> Generated:
+def _answer(job: Job, tokens: list[int], version: str, routed: RoutedShape | None, start: int) -> Generated:
+    """start: of the tokens, the first of which it is asked which experts they went to"""
     meta: MetaInfo = {
         "finish_reason": job.finish,
         "prompt_tokens": len(job.prompt),
@@ -129,7 +131,7 @@ def _answer(job: Job, tokens: list[int], version: str, routed: RoutedShape | Non
         "output_token_logprobs": [[value, token, None] for value, token in zip(job.log_probs, tokens)],
     }
     if job.experts is not None and routed is not None:
-        meta["routed_experts"] = routed.written(job.experts.numpy())
+        meta["routed_experts"] = routed.written(job.experts[start:].numpy())
     return {"output_ids": tokens, "meta_info": meta}
 
 

@@ -53,7 +53,7 @@ class Worker:
     def __init__(self, model_path: str, dtype: torch.dtype, device: str, max_batch: int) -> None:
         self.model_path = model_path
         self.weight_version = "default"
-        self._device = device
+        self.device = device
         self._max_batch = max_batch
         arch = load_arch(model_path)
         self.model = _load(model_path, dtype, sees=arch.vision is not None).to(device).eval()
@@ -172,9 +172,9 @@ class Worker:
         tokenizer: Any,
     ) -> torch.Tensor:
         return self.model.generate(
-            input_ids=ids.to(self._device),
-            attention_mask=mask.to(self._device),
-            **{name: tensor.to(self._device) for name, tensor in seen.items()},
+            input_ids=ids.to(self.device),
+            attention_mask=mask.to(self.device),
+            **{name: tensor.to(self.device) for name, tensor in seen.items()},
             generation_config=settings,
             logits_processor=[SeededSampler(jobs)],
             stopping_criteria=[PerRowStop(jobs, tokenizer)],
@@ -190,7 +190,7 @@ class Worker:
         self._check_held(*parts)
         if "weights" in parts:
             self._weights.release()
-            if self._device != "cpu":
+            if self.device != "cpu":
                 torch.accelerator.empty_cache()
         self._released |= parts
 

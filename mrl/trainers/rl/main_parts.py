@@ -73,9 +73,9 @@ class MainParts:
     def _others(self) -> Others | None:
         return self.nodes.others if self.nodes is not None else None
 
-    def ready(self) -> tuple[tuple[str, ...], Access]:
-        """Waits for the engine, which it starts first where that has waited for the models; its addresses, and what
-        opens them."""
+    def ready(self) -> tuple[tuple[str, ...], Access, bool]:
+        """Waits for the engine, which it starts first where that has waited for the models; its addresses, what opens
+        them, and whether it computes as exactly as the trainer."""
         assert self.rewards is not None
         recorder = self.setup.recorder
         engine, own = self.engine or self._start_engine(), self.cfg.placement
@@ -100,7 +100,17 @@ class MainParts:
             self.setup.stack.callback(engine.interrupt)
         for note in (*engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
             recorder.note(note)
-        return engine.urls, engine.access
+        return engine.urls, engine.access, is_exact(self.cfg) and engine.computes_in == {("cpu", "float32")}
+
+
+def is_exact(cfg: RLConfig) -> bool:
+    """Whether the actor computes in float32 on CPUs, where the order of sums is all that may differ."""
+    return (
+        platform.device().type == "cpu"
+        and cfg.model.dtype == "float32"
+        and cfg.actor.precision.fp8.recipe == "none"
+        and cfg.rollout.quantization == "none"
+    )
 
 
 def make_agents(cfg: RLConfig, agent: AgentConfig, tokenizer: Tokenizer) -> Agents:

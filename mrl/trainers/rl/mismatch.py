@@ -7,7 +7,7 @@ given weights, one whose weights are old, or answers that are made up.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,50 +27,104 @@ class MismatchLimits:
     """All ranks see the same log-probs, so each comes to the same verdict by itself.
 
     note: takes one line for the user
+    exact: engines and trainer compute alike, so that under the same weights the order of sums is all that differs
     """
 
-    def __init__(self, cfg: MismatchConfig, note: Callable[[str], None]) -> None:
+    def __init__(self, cfg: MismatchConfig, note: Callable[[str], None], exact: bool = False) -> None:
         self._stop = _Limit("stop", cfg.stop, cfg.stop_sample)
         self._warn = _Limit("warn", cfg.warn, cfg.warn_sample)
+        self._exact = _Limit("exact", *((cfg.exact, cfg.exact_sample) if exact else (None, None)))
         self._note = note
 
     def check(
-        self, rollout: Rollout, log_probs: Tensor, where: Tensor, first: int = 0, version: int | None = None
+        self,
+        rollout: Rollout,
+        log_probs: Tensor,
+        where: Tensor,
+        first: int = 0,
+        version: int | None = None,
+        *,
+        same: bool = True,
     ) -> dict[str, float]:
         """Metrics of the trainer's log-probs [R] against the engine's, at the tokens `where` [R] bool. first: the
         number in the step of the rollout's first sample. version: of the trainer's weights, where the samples may be of
-        older ones: metrics then split by age too.
+        older ones: metrics then split by age too. same: the log-probs are of that version itself, without dropout.
 
         Raises MismatchError if they are further apart than `rollout.mismatch` allows, and notes what it warns of.
         """
         gap = (log_probs - rollout.rollout_log_probs).abs().masked_fill(~where, 0)
-        tokens = rollout.dense(where).sum(1)
-        by_sample = rollout.dense(gap).sum(1) / tokens.clamp(min=1)
-        mean = float(gap.sum() / where.sum().clamp(min=1))
+        gaps = _Gaps(rollout, gap, where, first)
+        if same:
+            self._check_exact(gaps, where if version is None else where & (born(rollout) == version))
         which = f"step {rollout.step + 1}: engine and trainer disagree on the log-probs of the samples"
-        if found := self._stop.beyond(rollout, mean, by_sample, first):
+        if found := self._stop.beyond(gaps):
             raise MismatchError(
                 f"{which}: {found}. Nothing was learnt from them. Has the engine other weights than the run gave it, "
                 "or another model, dtype or temperature? "
                 + ("" if version is None else "Do updates move the policy too far while samples are drawn ahead? ")
                 + "If they are meant to be that far apart, raise these limits"
             )
-        if found := self._warn.beyond(rollout, mean, by_sample, first):
+        if found := self._warn.beyond(gaps):
             self._note(f"{which}: {found}")
         metrics = rollout_correction.mismatch(log_probs, rollout.rollout_log_probs, where)
-        metrics["max_sample"] = float(by_sample.max())
+        metrics["max_sample"] = float(gaps.by_sample.max())
         ages = {} if version is None else by_age(rollout, gap, where, version)
         return {f"mismatch/{name}": value for name, value in metrics.items()} | ages
+
+    def _check_exact(self, all_gaps: _Gaps, where: Tensor) -> None:
+        """where [R] bool: tokens that the weights have drawn of which the trainer's log-probs are."""
+        rollout, gaps = all_gaps.rollout, replace(all_gaps, where=where)
+        if not (found := self._exact.beyond(gaps)):
+            return
+        worst = gaps.named(int(gaps.by_sample.argmax()))
+        at = 0 if rollout.weight_versions is None else int(born(rollout)[where].max())
+        pushed = f"the weights of step {at}" if at else "the weights that the run began with"
+        raise MismatchError(
+            f"step {rollout.step + 1}: engine and trainer compute in float32, and disagree on the log-probs of the "
+            f"{int(where.sum())} tokens that the engine has drawn by {pushed}: {found}; furthest {worst}. Nothing was "
+            "learnt from them. Either the engine has not taken all of the last push (sync.verify: checksum names the "
+            "tensor; SGLang keeps an old one of which it gets half), or somebody else changes it; or it reads "
+            "config.json otherwise (rotary keys, windows, scales), which rollout.engine: transformers does not. If "
+            "they are meant to be that far apart, raise these limits"
+        )
+
+
+@dataclass(frozen=True)
+class _Gaps:
+    """|trainer - engine| `gap` [R] of the tokens `where` [R] bool; first: the number of the rollout's first sample."""
+
+    rollout: Rollout
+    gap: Tensor
+    where: Tensor
+    first: int
+
+    @property
+    def mean(self) -> float:
+        return float(self.gap[self.where].sum() / self.where.sum().clamp(min=1))
+
+    @property
+    def by_sample(self) -> Tensor:
+        """[B]: the mean of each sample's tokens."""
+        dense = self.rollout.dense
+        return dense(self.gap.masked_fill(~self.where, 0)).sum(1) / dense(self.where).sum(1).clamp(min=1)
+
+    def named(self, sample: int) -> str:
+        rows = self.rollout.rows
+        row = "" if rows is None else f" (data row {int(rows[sample])})"
+        return f"sample {self.first + sample}{row} {float(self.by_sample[sample]):.2g}"
+
+
+def born(rollout: Rollout) -> Tensor:
+    """[R]: the version of the weights that drew each token."""
+    assert rollout.weight_versions is not None
+    own = rollout.weight_versions.repeat_interleave(rollout.response_lens)
+    return own if rollout.born is None else rollout.born
 
 
 def by_age(rollout: Rollout, gap: Tensor, where: Tensor, version: int) -> dict[str, float]:
     """staleness/mean, staleness/max: how many versions of the weights the tokens `where` [R] bool are old;
     mismatch/age_K: mean |gap| [R] of those that are K old. Age 0 is what numerics make of it."""
-    assert rollout.weight_versions is not None
-    born = rollout.born
-    if born is None:
-        born = rollout.weight_versions.repeat_interleave(rollout.response_lens)
-    ages = version - born[where]
+    ages = version - born(rollout)[where]
     if not ages.numel():
         return {}
     means = {f"mismatch/age_{int(age)}": float(gap[where][ages == age].mean()) for age in ages.unique()}
@@ -85,24 +139,20 @@ class _Limit:
     step: float | None
     sample: float | None
 
-    def beyond(self, rollout: Rollout, mean: float, by_sample: Tensor, first: int) -> str:
+    def beyond(self, gaps: _Gaps) -> str:
         """What is, in words; empty if nothing is."""
         found = []
-        if self.step is not None and mean > self.step:
+        if self.step is not None and (mean := gaps.mean) > self.step:
             found.append(f"{mean:.2g} nats a token in the mean (rollout.mismatch.{self.key} = {self.step:g})")
-        if self.sample is not None and bool((by_sample > self.sample).any()):
-            names = _named(rollout, by_sample, self.sample, first)
+        if self.sample is not None and bool((gaps.by_sample > self.sample).any()):
+            names = _named(gaps, self.sample)
             found.append(f"{names} (rollout.mismatch.{self.key}_sample = {self.sample:g})")
         return "; ".join(found)
 
 
-def _named(rollout: Rollout, by_sample: Tensor, limit: float, first: int) -> str:
+def _named(gaps: _Gaps, limit: float) -> str:
+    by_sample = gaps.by_sample
     beyond = torch.nonzero(by_sample > limit).flatten()
     worst = beyond[by_sample[beyond].argsort(descending=True)][:MAX_NAMED].tolist()
-    rows = rollout.rows.tolist() if rollout.rows is not None else None
-    names = [
-        f"sample {first + sample}{f' (data row {rows[sample]})' if rows else ''} {float(by_sample[sample]):.2g}"
-        for sample in worst
-    ]
     more = f" and {len(beyond) - MAX_NAMED} more" if len(beyond) > MAX_NAMED else ""
-    return f"{', '.join(names)}{more} nats a token"
+    return f"{', '.join(map(gaps.named, worst))}{more} nats a token"

@@ -77,7 +77,9 @@ def check_samples(run: RLRun, exp: Experience, first: int, number: int) -> dict[
     if exp.trainer_log_probs is not None:
         return {}
     log_probs, seen = run.actor.last.log_probs(exp.rollout)
-    metrics = run.mismatch.check(exp.rollout, log_probs, seen & exp.is_new, first, run.version)
+    drops = run.cfg.actor.lora is not None and run.cfg.actor.lora.dropout > 0
+    where = seen & exp.is_new
+    metrics = run.mismatch.check(exp.rollout, log_probs, where, first, run.version, same=number == 0 and not drops)
     return metrics if number == 0 else {}
 
 

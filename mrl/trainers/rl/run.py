@@ -240,9 +240,10 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         world.any(False)  # all ranks are here: what is free on their GPUs now is what an engine there counts with
         if waits:
             main.start_elsewhere()
-        urls, access = world.from_main("starting the engine", main.ready)
+        urls, access, exact = world.from_main("starting the engine", main.ready)
         sync = make_sync(main, models, urls, access)
-        run = build_run(main, models, demonstrations, sync)
+        mismatch = MismatchLimits(cfg.rollout.mismatch, note, exact)
+        run = build_run(main, models, demonstrations, sync, mismatch)
         setup.stack.callback(sync.close)
         if main.engine is not None:
             tell, give = (note, world.together) if run.ahead is None else (run.ahead.say, run.ahead.give_weights)
@@ -263,7 +264,13 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         yield run
 
 
-def build_run(main: MainParts, models: Models, demonstrations: Demonstrations | None, sync: EngineSync) -> RLRun:
+def build_run(
+    main: MainParts,
+    models: Models,
+    demonstrations: Demonstrations | None,
+    sync: EngineSync,
+    mismatch: MismatchLimits,
+) -> RLRun:
     cfg, setup, kl_cfg = main.cfg, main.setup, main.cfg.algorithm.kl
     controller = kl.make_controller(
         kl_cfg.controller, coef=kl_cfg.coef, target=kl_cfg.target, horizon_samples=kl_cfg.horizon_samples
@@ -293,5 +300,5 @@ def build_run(main: MainParts, models: Models, demonstrations: Demonstrations | 
         ahead=ahead,
         demonstrations=demonstrations,
         sync=sync,
-        mismatch=MismatchLimits(cfg.rollout.mismatch, setup.recorder.note),
+        mismatch=mismatch,
     )

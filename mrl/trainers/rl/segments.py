@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from mrl.core import Prompt, Request, Sample
+from mrl.rollout.routed import joined, whole
 from mrl.trainers.rl.groups import Group
 
 Generate = Callable[[list[Request], int], list[Sample]]  # with so many new tokens at most
@@ -23,12 +24,14 @@ Generate = Callable[[list[Request], int], list[Sample]]  # with so many new toke
 
 @dataclass(frozen=True)
 class Part:
-    """A response in the making: the ids and log-probs that are drawn, the version of the weights that drew each."""
+    """A response in the making: the ids and log-probs that are drawn, the version of the weights that drew each.
+    experts: as in `Sample`, of its prompt and of all that is drawn but the last token; None: nobody asks"""
 
     ids: np.ndarray
     log_probs: np.ndarray
     versions: np.ndarray
     finish: str = ""  # empty: it goes on
+    experts: np.ndarray | None = None
 
     @classmethod
     def empty(cls) -> Part:
@@ -44,6 +47,7 @@ class Part:
             np.concatenate([self.log_probs, drawn.log_probs]),
             np.concatenate([self.versions, versions]),
             drawn.finish_reason if has_ended else "",
+            joined(self.experts, drawn.experts),
         )
 
 
@@ -107,13 +111,16 @@ class Segments:
 
     def _going_on(self, place: int, group: _Group, member: int) -> Request:
         request = self._request(group.number, member)
-        so_far = (*request.prompt.token_ids, *group.parts[member].ids.tolist())
-        return replace(request, sample_id=place, prompt=Prompt(request.prompt.index, so_far, {}))
+        part = group.parts[member]
+        prompt = Prompt(request.prompt.index, (*request.prompt.token_ids, *part.ids.tolist()), {})
+        known = 0 if part.experts is None else len(part.experts)
+        return replace(request, sample_id=place, prompt=prompt, experts_from=known)
 
     def _sample(self, group: _Group, member: int) -> Sample:
         part, request = group.parts[member], self._request(group.number, member)
-        version = str(part.versions[-1])
-        return Sample(request, part.ids, part.log_probs, part.finish, version, versions=part.versions)
+        version, experts = str(part.versions[-1]), None if part.experts is None else whole(part.experts)
+        drawn = request, part.ids, part.log_probs, part.finish, version
+        return Sample(*drawn, versions=part.versions, experts=experts)
 
     # ---- checkpoints
 
@@ -129,10 +136,10 @@ class Segments:
 
 
 def _plain(part: Part) -> dict[str, Any]:
-    arrays = (part.ids, part.log_probs, part.versions)
+    arrays = (part.ids, part.log_probs, part.versions, *(() if part.experts is None else (part.experts,)))
     return {"arrays": [torch.from_numpy(array) for array in arrays], "finish": part.finish}
 
 
 def _restored(part: dict[str, Any]) -> Part:
-    ids, log_probs, versions = (tensor.numpy() for tensor in part["arrays"])
-    return Part(ids, log_probs, versions, part["finish"])
+    ids, log_probs, versions, *experts = (tensor.numpy() for tensor in part["arrays"])
+    return Part(ids, log_probs, versions, part["finish"], *experts)

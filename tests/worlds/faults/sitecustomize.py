@@ -4,7 +4,7 @@ MRL_TEST_FAULTS: a file with a JSON list over the attempts of a run, each null o
 section, rank, nth}: what `rank` does when it enters `section` for the nth time (from 1). The Unix time of each fault is
 appended to the file FILE.fired. MRL_TEST_SLOW: "RANK SECONDS", a rank that computes
 as much longer in each update. MRL_TEST_HELD: a file with a JSON list of {call, nth}: the nth call of this method of
-`EngineClient` makes the file FILE.NUMBER, its place in the list, and goes on when there is FILE.NUMBER.go.
+`EngineClient` makes the file FILE.NUMBER, its place in the list, and goes on when there is FILE.NUMBER.go. MRL_TEST_OLD: a tensor that every push has as the first one had it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SECTIONS, CLIENT = "mrl.resilience.sections", "mrl.rollout.client"
 HELD_S = 120.0
 
 
@@ -95,27 +94,38 @@ def hold(module: Any) -> None:
             setattr(module.EngineClient, name, held(name))
 
 
-class Finder:
-    """Patches a module right after it has been loaded."""
+def keep_old(module: Any) -> None:
+    old, take, first = os.environ.get("MRL_TEST_OLD"), module.Filler.take, list[Any]()
 
-    def __init__(self, name: str, patch: Callable[[Any], None]) -> None:
-        self._name, self._patch = name, patch
+    def faulty(self: Any, name: str, tensor: Any) -> None:
+        if name == old:
+            first.append(tensor.clone())
+        take(self, name, first[0] if name == old else tensor)
+
+    module.Filler.take = faulty
+
+
+PATCHES = {"mrl.resilience.sections": patch, "mrl.rollout.client": hold, "mrl.weights.sync.filler": keep_old}
+
+
+class Finder:
+    """Patches modules right after they have been loaded."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != self._name:
+        if name not in PATCHES:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        change = PATCHES.pop(name)
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.loader is not None
         execute = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
             execute(module)
-            self._patch(module)
+            change(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 if "train" in sys.orig_argv:
-    sys.meta_path[:0] = [Finder(SECTIONS, patch), Finder(CLIENT, hold)]  # type: ignore[list-item]
+    sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
