@@ -45,6 +45,12 @@ class Prompt:
     # of each rows and columns of patches, and a digest of its pixels; None: of a model of text alone
     images: tuple[tuple[int, int, int], ...] | None = None
     short_ids: tuple[int, ...] | None = field(default=None, repr=False)  # token_ids with one image token a picture
+    picture_row: int | None = None  # as a PictureStore of training and validation rows numbers it; None: index
+
+    @property
+    def told_ids(self) -> tuple[int, ...]:
+        """token_ids, as who sees no pictures is told them: with one image token each."""
+        return self.token_ids if self.short_ids is None else self.short_ids
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def test_log_probs_values_and_gradients_are_those_of_transformers(
     results: Results, ranks: int, family: str, layout: str
 ) -> None:
     found = results[ranks, family][layout]
-    assert set(found) == {"policy", "critic"}
+    assert {"policy", "critic"} <= set(found)
     for case, (difference, error, worst) in found.items():
         assert difference < (1e-5 if case == "policy" else 1e-4), (case, difference)
         assert error < 2e-5, (case, worst, error)

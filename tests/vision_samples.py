@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,14 @@ def make_seen(directory: Path | str, patch: int = 4, seed: int = 0) -> list[Seen
     return made
 
 
-def rollout_of(seen: list[Seen]) -> Rollout:
+def rollout_of(seen: list[Seen], per_row: int = 1) -> Rollout:
+    """per_row: how many of them, one after the other, have the pictures of one row."""
     return Rollout.of(
         0,
         [each.prompt for each in seen],
         [each.response for each in seen],
-        rows=torch.arange(len(seen)) + 100,
+        group=torch.arange(len(seen)) // per_row,
+        rows=torch.arange(len(seen)) // per_row + 100,
         image_counts=torch.tensor([len(each.grids) for each in seen]),
         images=torch.cat([each.images for each in seen]),
     )
@@ -105,6 +107,17 @@ def log_probs(reference: Any, each: Seen, temperature: float = 1.0) -> Tensor:
 def values(reference: Any, each: Seen, head: Tensor) -> Tensor:
     """[n] before each response token, of the value head [1, h]."""
     return (_hidden(reference, each) @ head.T)[:, 0]
+
+
+def pairs_of(seen: list[Seen]) -> list[Seen]:
+    """Each with another response to its prompt behind it; of some it is longer, of one it says an image token."""
+    other = [replace(each, response=[*each.response[::-1], *each.prompt[1:3]][i % 2 :]) for i, each in enumerate(seen)]
+    return [each for pair in zip(seen, other, strict=True) for each in pair]
+
+
+def score(reference: Any, each: Seen, head: Tensor) -> Tensor:
+    """[heads] at the last token."""
+    return _hidden(reference, replace(each, response=[*each.response, 3]))[-1] @ head.T
 
 
 def _logits(reference: Any, each: Seen) -> Tensor:

@@ -82,8 +82,6 @@ def _wrong(args: argparse.Namespace) -> str | None:
         arch = load_arch(args.model)
         if not is_reward_model(args.model) or arch.scores_steps:
             return f"{args.model} does not score texts: expected a ...ForSequenceClassification"
-        if arch.vision is not None:
-            return f"{args.model} sees pictures: such reward models are not evaluated"
     except (UnsupportedModel, OSError, ValueError, KeyError) as error:
         return str(error)
     return None

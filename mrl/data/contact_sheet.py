@@ -1,37 +1,37 @@
-"""The pictures of some prompts as the model sees them, in one picture for a person to look at."""
+"""The pictures of some rows as the model sees them, in one picture for a person to look at."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from mrl.core import Prompt
 from mrl.data.errors import DataError
 
 CELL, GAP, LINE = 192, 8, 14  # pixels: of a picture's longer side at most, between pictures, of a line of text
 MAX_COLUMNS = 8
 
 
-def write_sheet(prompts: Sequence[Prompt], file: Path) -> int:
-    """Writes `file`, a PNG: a row of pictures a prompt, under its row's number in the data; small ones are enlarged.
-    Returns how many pictures there are. Raises DataError without any, OSError where it cannot be written."""
-    rows = [prompt for prompt in prompts if prompt.pictures]
+def write_sheet(shown: Mapping[int, Sequence[bytes]], file: Path) -> int:
+    """Writes `file`, a PNG, of PNGs by the numbers of their rows in the data: a row of pictures under each; small ones
+    are enlarged. Returns how many pictures there are. Raises DataError without any, OSError where it cannot be
+    written."""
+    rows = {number: pictures for number, pictures in shown.items() if pictures}
     if not rows:
-        raise DataError("none of the prompts that are shown has a picture: ask for more with --samples")
-    columns = min(MAX_COLUMNS, max(len(prompt.pictures) for prompt in rows))
+        raise DataError("none of the rows that are shown has a picture: ask for more with --samples")
+    columns = min(MAX_COLUMNS, max(map(len, rows.values())))
     step = CELL + GAP + LINE
     sheet = Image.new("RGB", (GAP + columns * (CELL + GAP), GAP + len(rows) * step), "white")
     draw = ImageDraw.Draw(sheet)
-    for place, prompt in enumerate(rows):
+    for place, (number, pictures) in enumerate(rows.items()):
         top = GAP + place * step
-        draw.text((GAP, top), f"row {prompt.index}: {len(prompt.pictures)} pictures", "black")
-        for column, png in enumerate(prompt.pictures[:columns]):
+        draw.text((GAP, top), f"row {number}: {len(pictures)} pictures", "black")
+        for column, png in enumerate(pictures[:columns]):
             sheet.paste(_fitted(Image.open(io.BytesIO(png))), (GAP + column * (CELL + GAP), top + LINE))
     sheet.save(file, "PNG")
-    return sum(len(prompt.pictures) for prompt in rows)
+    return sum(map(len, rows.values()))
 
 
 def _fitted(image: Image.Image) -> Image.Image:

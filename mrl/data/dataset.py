@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,8 @@ class PromptDataset:
     counts them. `Prompt.index` is the row's number over all sources, one after the other (from 0, blank lines not
     counted), with or without those left out.
 
-    sources: those of a configuration, or the path of the only one; eyes: of a model that sees pictures
+    sources: those of a configuration, or the path of the only one; eyes: of a model that sees pictures; rows_before: of
+    other sets, whose pictures are numbered before these
 
     Raises DataError for malformed rows, missing keys, empty prompts, and if nothing is left of a source; with
     `require_answer` also for rows without a text under `cfg.answer_key`; with `check` for those that it refuses.
@@ -43,12 +45,13 @@ class PromptDataset:
         require_answer: bool = False,
         check: RowCheck | None = None,
         eyes: Eyes | None = None,
+        rows_before: int = 0,
     ) -> None:
         if isinstance(sources, str | Path):
             sources = (SourceConfig(path=str(sources)),)
         self.cfg = cfg
         self.tokenizer = tokenizer
-        self._encoder = Encoder(cfg, tokenizer, eyes)
+        self._encoder, self._rows_before = Encoder(cfg, tokenizer, eyes), rows_before
         self._reader = RowReader(cfg, require_answer, check)
         self.sources: list[PromptSource] = []
         for source in sources:
@@ -69,12 +72,16 @@ class PromptDataset:
 
     def prompts_for_step(self, step: int, n: int, seed: int) -> list[Prompt]:
         """The n prompts of step `step` (from 0), as `Order.of_step` has them. Raises ValueError for a negative step."""
-        return [self.sources[source].prompt(place) for source, place in self._order.of_step(step, n, seed)]
+        return [self._prompt(source, place) for source, place in self._order.of_step(step, n, seed)]
 
     def first(self, n: int) -> list[Prompt]:
         """The first n prompts in the order of the rows (all of them if there are fewer), of several sources in turn:
         the same ones at every validation."""
-        return [self.sources[source].prompt(place) for source, place in self._order.first(n)]
+        return [self._prompt(source, place) for source, place in self._order.first(n)]
+
+    def _prompt(self, source: int, place: int) -> Prompt:
+        found = self.sources[source].prompt(place)
+        return replace(found, picture_row=found.index + self._rows_before) if found.images else found
 
     def where(self, prompt: Prompt) -> str:
         """File and row, for messages."""

@@ -75,12 +75,14 @@ class EncodedRows(Generic[Source, Row]):
         opened: Callable[[SourceConfig, int], Source],
         why_none: Callable[[Source], str],
         shuffle: bool,
+        first_index: int = 0,
     ) -> None:
         """opened: of a source and the index of its first row; why_none: what became of the rows of a source without a
-        usable one, for the DataError."""
+        usable one, for the DataError; first_index: of the first source's."""
         self.sources: list[Source] = []
         for source in sources:
-            self.sources.append(found := opened(source, sum(len(other.rows) for other in self.sources)))
+            first = first_index + sum(len(other.rows) for other in self.sources)
+            self.sources.append(found := opened(source, first))
             if not found:
                 raise DataError(f"{source.path}: none of its {len(found.rows)} rows can be used: {why_none(found)}")
         sizes = [len(source) for source in self.sources]

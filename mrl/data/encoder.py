@@ -51,12 +51,14 @@ class Encoder:
         """What is tokenised. Raises ValueError for a conversation that the chat template refuses."""
         if self.cfg.chat_template:
             return self.tokenizer.dress(self._messages(row))
-        text: str = row[self.cfg.prompt_key]
-        return text if self.eyes is None else spelled(text, len(self.eyes.values(row)))
+        return spelled(row[self.cfg.prompt_key], self.num_pictures(row))
+
+    def num_pictures(self, row: Row) -> int:
+        """Of a row, for a model that sees them. Raises PictureError for too many."""
+        return 0 if self.eyes is None else len(self.eyes.values(row))
 
     def _messages(self, row: Row) -> list[Row]:
-        messages = messages_of(row[self.cfg.prompt_key])
-        return messages if self.eyes is None else with_places(messages, len(self.eyes.values(row)))
+        return with_places(messages_of(row[self.cfg.prompt_key]), self.num_pictures(row))
 
     def dressed(self, row: Row, with_answer: bool = False, more: Row | None = None) -> Dressed:
         """The prompt; of a conversation, control tokens in its messages are text, where the tokenizer can do that.

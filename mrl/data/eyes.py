@@ -19,6 +19,7 @@ from mrl.data.tokenizer import Tokenizer
 from mrl.families import VisionArch
 
 PAD = "<|image_pad|>"
+NORMALISATION = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
 Grid = tuple[int, int]  # rows and columns of patches
 
 
@@ -57,6 +58,11 @@ class Eyes:
             message = f"data.max_image_tokens={cfg.max_image_tokens}: the model's processor makes at least "
             raise DataError(message + f"{-(-low // vision.unit**2)} tokens of a picture")
         self.bounds = Bounds(vision.unit, low, most)
+
+    @property
+    def normalisation(self) -> dict[str, Any]:
+        """What makes numbers of pixels: by the keys of preprocessor_config.json."""
+        return {name: vars(self._processor).get(name) for name in NORMALISATION}
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises DataError if it means something else by an image token."""

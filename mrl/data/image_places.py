@@ -11,6 +11,8 @@ from torch import Tensor
 from mrl.core import Rollout
 from mrl.families import VisionArch
 
+UNKNOWN = -1  # a picture's digest, where no rank has decoded it for the others
+
 
 @dataclass(frozen=True)
 class ImagePlaces:

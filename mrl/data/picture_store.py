@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from mrl.config.schema import SourceConfig
 from mrl.data.errors import DataError
 from mrl.data.eyes import Eyes, digest
+from mrl.data.image_places import UNKNOWN
 from mrl.data.pictures import PictureError
 from mrl.data.sources import OpenSource
 
@@ -18,11 +20,11 @@ KEPT_BYTES = 256 << 20  # of pixels
 
 
 class PictureStore:
-    """Of the rows of some sources, numbered over all of them, one after the other. Nothing is opened before the first
-    picture is asked for; what was used last is kept."""
+    """Of the rows of some sources, numbered over all of them, one after the other. What is not open is opened when the
+    first picture is asked for; what was used last is kept."""
 
-    def __init__(self, sources: tuple[SourceConfig, ...], eyes: Eyes) -> None:
-        self._configs, self._eyes = sources, eyes
+    def __init__(self, sources: Sequence[SourceConfig | OpenSource], eyes: Eyes) -> None:
+        self._given, self._eyes = sources, eyes
         self._kept: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
         self._bytes = 0
 
@@ -44,9 +46,10 @@ class PictureStore:
             pixels = self._eyes.pixels(image)
         except (PictureError, IndexError) as error:
             raise DataError(f"{source.where(row)}: picture {number}: {error}") from error
-        if digest(image) != crc or len(pixels) != rows * columns:
+        if (crc != UNKNOWN and digest(image) != crc) or len(pixels) != rows * columns:
+            than = "than on rank 0" if crc != UNKNOWN else "than its header said when the run began"
             raise DataError(
-                f"{source.where(row)}: picture {number} is decoded otherwise here than on rank 0: its file has "
+                f"{source.where(row)}: picture {number} is decoded otherwise here {than}: its file has "
                 "changed, or the nodes have other versions of Pillow"
             )
         self._keep(key, pixels)
@@ -62,6 +65,7 @@ class PictureStore:
     @cached_property
     def _sources(self) -> list[OpenSource]:
         found: list[OpenSource] = []
-        for source in self._configs:
-            found.append(OpenSource(source, sum(len(each.rows) for each in found)))
+        for source in self._given:
+            first = sum(len(each.rows) for each in found)
+            found.append(source if isinstance(source, OpenSource) else OpenSource(source, first))
         return found

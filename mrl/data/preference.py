@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,9 +15,14 @@ from mrl.core import Rollout
 from mrl.data.dataset import control_notes
 from mrl.data.encoded_rows import EncodedRows
 from mrl.data.encoder import Encoder
+from mrl.data.errors import DataError
+from mrl.data.image_places import UNKNOWN
 from mrl.data.preference_rows import PreferenceReader
 from mrl.data.preference_source import Preference, PreferenceSource
 from mrl.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mrl.data.eyes import Eyes
 
 
 class PreferenceDataset(EncodedRows[PreferenceSource, Preference]):
@@ -27,6 +33,7 @@ class PreferenceDataset(EncodedRows[PreferenceSource, Preference]):
     rest; of a list the number of responses that are worse; a response's score; of a solution in steps 0.
     margins: every row has one, as `Preference.margin`
     cuts: responses are cut at `data.max_tokens`; otherwise what does not fit is left out
+    eyes: of a model that sees pictures; first_index: of the first row, as a PictureStore of several sets numbers them
 
     Raises DataError for malformed rows, and if nothing is left of a source.
     """
@@ -39,14 +46,17 @@ class PreferenceDataset(EncodedRows[PreferenceSource, Preference]):
         form: Form,
         margins: bool = False,
         cuts: bool = True,
+        eyes: Eyes | None = None,
+        first_index: int = 0,
     ) -> None:
-        self.cfg, self.tokenizer, self.form = cfg, tokenizer, form
-        encoder, reader = Encoder(cfg, tokenizer), PreferenceReader(cfg, form, margins)
+        self.cfg, self.tokenizer, self.form, self.eyes = cfg, tokenizer, form, eyes
+        encoder, reader = Encoder(cfg, tokenizer, eyes), PreferenceReader(cfg, form, margins)
         super().__init__(
             sources,
             lambda source, first: PreferenceSource(source, encoder, reader, first, cuts),
             lambda found: ", ".join(f"{count} {what}" for count, what in _left_out(found, cfg) if count),
             cfg.shuffle,
+            first_index,
         )
 
     @property
@@ -59,6 +69,8 @@ class PreferenceDataset(EncodedRows[PreferenceSource, Preference]):
         """These rows: what is compared with each other is one group, sample after sample."""
         rows = [self.rows[number] for number in numbers]
         sizes = torch.tensor([len(row.responses) for row in rows])
+        shapes = [(*grid, UNKNOWN) for row in rows for _ in row.responses for grid in row.grids]
+        counts = torch.tensor([len(row.grids) for row in rows]).repeat_interleave(sizes)
         return Rollout.of(
             step,
             [row.prompt for row in rows for _ in row.responses],
@@ -66,7 +78,19 @@ class PreferenceDataset(EncodedRows[PreferenceSource, Preference]):
             group=torch.arange(len(rows)).repeat_interleave(sizes),
             scores=torch.tensor([score for row in rows for score in (row.scores if not row.steps else (0.0,))]),
             rows=torch.tensor([row.index for row in rows]).repeat_interleave(sizes),
+            image_counts=None if self.eyes is None else counts,
+            images=None if self.eyes is None else torch.tensor(shapes, dtype=torch.int64).reshape(-1, 3),
         )
+
+    def pictures(self, row: Preference) -> list[bytes]:
+        """Those of a row as the model sees them, as PNG. Raises DataError for one that cannot be decoded."""
+        if self.eyes is None:
+            return []
+        source = next(each for each in reversed(self.sources) if each.first_index <= row.index)
+        try:
+            return [each.png for each in self.eyes.pictures(source.rows[row.index - source.first_index], source.root)]
+        except ValueError as error:
+            raise DataError(f"{source.where(row.index)}: {error}") from error
 
     def digest(self) -> str:
         """Of every usable row's token ids, as they are after template and cut."""
@@ -94,7 +118,8 @@ def mismatched(batch: Rollout, most_tokens: int) -> Rollout:
     whose = list(range(batch.num_samples)) if batch.rows is None else batch.rows.tolist()
     moved = [responses[_next_other(whose, i)] for i in range(batch.num_samples)]
     cut = [response[: most_tokens - len(prompt)] for prompt, response in zip(prompts, moved, strict=True)]
-    return Rollout.of(batch.step, prompts, cut, rows=batch.rows)
+    seen = {"image_counts": batch.image_counts, "images": batch.images}
+    return Rollout.of(batch.step, prompts, cut, rows=batch.rows, **seen)
 
 
 def _next_other(whose: Sequence[int], i: int) -> int:

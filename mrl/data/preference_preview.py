@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
 from mrl.config.schema import Config, PreferenceDataConfig
 from mrl.config.trainers.base import DataUse
 from mrl.data.histogram import histogram, shortened_text
+from mrl.data.image_prompts import load_eyes
+from mrl.data.picture_preview import all_pictures, on_sheet, one_picture
 from mrl.data.preference import PreferenceDataset, noun, preference_notes
 from mrl.data.preference_source import Preference
 from mrl.data.tokenizer import load_tokenizer
 
 
-def preview_preferences(cfg: Config, use: DataUse, data_cfg: PreferenceDataConfig, samples: int) -> Iterator[str]:
-    """Lines of text: notes, sources, lengths of all responses, the run's first rows. Raises what the run would
-    raise."""
+def preview_preferences(
+    cfg: Config, use: DataUse, data_cfg: PreferenceDataConfig, samples: int, sheet: Path | None = None
+) -> Iterator[str]:
+    """Lines of text: notes, sources, lengths of all responses, the run's first rows. sheet: where the pictures of these
+    are written. Raises what the run would raise."""
     assert use.preferences is not None
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
-    data = PreferenceDataset(data_cfg.train, data_cfg, tokenizer, use.preferences, use.margins, use.cuts)
+    eyes = load_eyes(cfg.model.path, data_cfg)
+    data = PreferenceDataset(data_cfg.train, data_cfg, tokenizer, use.preferences, use.margins, use.cuts, eyes)
     yield from preference_notes("data.train", data)
     drawn = cfg.run.steps * use.rows_per_step
     yield f"\ndata.train: {len(data)} {noun(data.form)}"
@@ -28,10 +34,16 @@ def preview_preferences(cfg: Config, use: DataUse, data_cfg: PreferenceDataConfi
         counts = f"{share:6.1%} {len(source.rows):9} {source.left_out:9} {source.cut:9} {source.merged:9}"
         yield f"  {counts} {drawn * share / len(source):8.2f}  {source.name}"
     yield from _lengths(data)
+    if eyes is not None:
+        grids = [grid for row in data.rows for grid in row.grids]
+        yield all_pictures(grids, sum(len(row.prompt) + sum(map(len, row.responses)) for row in data.rows), eyes)
     shown = data.of_step(0, samples, cfg.run.seed)
     yield f"\nthe run's first {len(shown)} {noun(data.form)}"
     for number in shown:
         yield from _row(data, data.rows[number])
+        yield from (one_picture(grid, eyes) for grid in data.rows[number].grids if eyes is not None)
+    if sheet is not None:
+        yield on_sheet({data.rows[number].index: data.pictures(data.rows[number]) for number in shown}, sheet)
 
 
 def _lengths(data: PreferenceDataset) -> Iterator[str]:
@@ -60,7 +72,10 @@ def _row(data: PreferenceDataset, row: Preference) -> Iterator[str]:
     source = f", {data.cfg.data_source_key} {row.source}" if row.source is not None else ""
     margin = f", margin {row.margin:g}" if row.margin is not None else ""
     yield f"\n--- {data.where(row)}: {len(row.prompt)} tokens{source}{margin}"
-    yield shortened_text(data.tokenizer.decode(row.prompt.tolist(), special=True))
+    prompt = row.prompt.tolist()
+    if data.eyes is not None:
+        prompt = data.eyes.shortened(prompt, row.grids)
+    yield shortened_text(data.tokenizer.decode(prompt, special=True))
     for name, ids, is_cut in zip(_names(data, row), row.responses, row.cut, strict=True):
         yield f"--> {name}: {len(ids)} tokens{', cut' if is_cut else ''}"
         yield shortened_text(data.tokenizer.decode(ids.tolist(), special=True))

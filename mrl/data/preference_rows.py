@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mrl.config.schema import Form, PreferenceDataConfig, RewardDataConfig
 from mrl.data import preference_forms as forms
 from mrl.data.encoder import Dressed, Encoder
+from mrl.data.image_prompts import spelled, with_places
 from mrl.data.preference_forms import Pick
 from mrl.data.rows import Row, completed, content_problem, missing
 from mrl.data.sources import Rows
 from mrl.data.told import told
 
+if TYPE_CHECKING:
+    from mrl.data.eyes import Grid
+
 
 @dataclass(frozen=True)
 class Compared:
     """prompt: None where the responses begin with it; wholes: prompt and response, of each; picks: what is compared of
-    them; tied: comparisons of a ranked list that are left out, as their responses have one rank."""
+    them; tied: comparisons of a ranked list that are left out, as their responses have one rank; grids: of the prompt's
+    pictures."""
 
     prompt: Dressed | None
     wholes: tuple[Dressed, ...]
@@ -24,6 +30,7 @@ class Compared:
     tied: int
     margin: float | None
     source: str | None
+    grids: tuple[Grid, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,23 +76,32 @@ class PreferenceReader:
                 told(row, cfg.tools_key, cfg.chat_template_kwargs_key),
                 forms.split(prompt, found.responses),
             )
-            before = forms.with_system(before, row, cfg.system_key)
+            before = with_places(forms.with_system(before, row, cfg.system_key), encoder.num_pictures(row))
             start = encoder.conversation(before, more, is_whole=False)
             wholes = [encoder.conversation([*before, *answer], more, is_whole=True) for answer in answers]
         else:
-            start = None if prompt is None else encoder.text_of(prompt)
-            wholes = [encoder.text_of((prompt or "") + response) for response in responses]
+            text = self._prompt(row, encoder)
+            start = None if text is None else encoder.text_of(text)
+            wholes = [encoder.text_of((text or "") + response) for response in responses]
         picks, tied = forms.picks(found.scores, self.form, cfg.ranked_pairs == "all")
         lead = forms.margin(row, cfg.margin_key) if self.margins else None
         return Compared(start, tuple(wholes), tuple(picks), tied, lead, row.get(cfg.data_source_key))
+
+    def _prompt(self, row: Row, encoder: Encoder) -> str | None:
+        """Without a chat template; None of a row whose responses begin with it."""
+        prompt, pictures = row.get(self.cfg.prompt_key), encoder.num_pictures(row)
+        if prompt is None and pictures:
+            raise ValueError(f"{pictures} pictures, and no {self.cfg.prompt_key!r} (data.prompt_key) that says where")
+        return None if prompt is None else spelled(prompt, pictures)
 
     def _in_steps(self, row: Row, steps: list[str], encoder: Encoder) -> tuple[Dressed, list[Dressed]]:
         """The prompt, up to where the answer begins, and each step with what follows it."""
         cfg = self.cfg
         assert isinstance(cfg, RewardDataConfig)
         prompt = row[cfg.prompt_key]
-        start = encoder.text_of(prompt)
+        start = encoder.text_of(prompt if cfg.chat_template else spelled(prompt, encoder.num_pictures(row)))
         if cfg.chat_template:
             before = forms.with_system(forms.as_messages(prompt, "user"), row, cfg.system_key)
+            before = with_places(before, encoder.num_pictures(row))
             start = encoder.conversation(before, told(row, cfg.tools_key, cfg.chat_template_kwargs_key), is_whole=False)
         return start, [encoder.text_of(step + cfg.step_separator) for step in steps]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from mrl.data.encoder import Encoder
 from mrl.data.preference_forms import Pick
 from mrl.data.preference_rows import Compared, PreferenceReader
 
+if TYPE_CHECKING:
+    from mrl.data.eyes import Grid
+
 
 @dataclass(frozen=True)
 class Preference:
@@ -20,7 +24,8 @@ class Preference:
 
     index: its row number; prompt, responses: int32 ids, the best response first; scores: of each the number of those
     that are worse, its own score, or a label's 1 or 0; steps: of the only one after how many tokens a step ends, with a
-    score each; margin: by how much the first is to lead; cut: of each whether it lacks its end
+    score each; margin: by how much the first is to lead; cut: of each whether it lacks its end; grids: of the prompt's
+    pictures
     """
 
     index: int
@@ -31,6 +36,7 @@ class Preference:
     source: str | None
     cut: tuple[bool, ...]
     steps: tuple[int, ...] = ()
+    grids: tuple[Grid, ...] = ()
 
     @property
     def is_cut(self) -> bool:
@@ -74,13 +80,35 @@ class PreferenceSource(EncodedSource[Preference]):
                 self.as_text += filter(None, [each.as_text for each in row.wholes][:1])
                 self.as_control += filter(None, [each.as_control for each in row.wholes][:1])
                 prompt = next(ids) if row.prompt else None
-                if in_steps:
-                    yield from filter(None, [self._solution(i, row, prompt or [], [next(ids) for _ in row.wholes])])
+                wholes = [next(ids) for _ in row.wholes]
+                try:
+                    prompt, wholes = self._with_pictures(row, prompt, wholes)
+                except ValueError as error:
+                    self._problems.append((self.rows.where(i), str(error)))
                     continue
-                yield from self._fitting(i, row, prompt, [self._ended(next(ids)) for _ in row.wholes])
+                if in_steps:
+                    yield from filter(None, [self._solution(i, row, prompt or [], wholes)])
+                    continue
+                yield from self._fitting(i, row, prompt, [self._ended(each) for each in wholes])
 
     def _compared(self, i: int) -> Compared:
-        return self._reader.dressed(self._reader.read(self.rows, i, self.source.name), self._encoder)
+        row = self._reader.dressed(self._reader.read(self.rows, i, self.source.name), self._encoder)
+        eyes = self._encoder.eyes
+        return row if eyes is None else replace(row, grids=eyes.grids(self.rows[i], self.root))
+
+    def _with_pictures(
+        self, row: Compared, prompt: list[int] | None, wholes: list[list[int]]
+    ) -> tuple[list[int] | None, list[list[int]]]:
+        """With as many image tokens as features; steps have no prompt of their own. Raises ValueError for others than
+        the row's pictures."""
+        eyes = self._encoder.eyes
+        if eyes is None:
+            return prompt, wholes
+        shown = () if self._reader.form == "steps" else row.grids
+        return (
+            None if prompt is None else eyes.expanded(prompt, row.grids),
+            [eyes.expanded(ids, shown) for ids in wholes],
+        )
 
     def _ended(self, ids: list[int]) -> list[int]:
         """Text with one EOS at its end; a conversation ends as its template does, where it may not be cut without the
@@ -112,7 +140,8 @@ class PreferenceSource(EncodedSource[Preference]):
             ends = tuple(int(end) for end in np.cumsum([len(step) for step in steps]))
             parts = [np.asarray(part, dtype=np.int32) for part in (prompt, ids)]
             scores = tuple(score for _, score in row.picks[0])
-            return Preference(self.first_index + i, parts[0], (parts[1],), scores, None, row.source, (False,), ends)
+            index = self.first_index + i
+            return Preference(index, parts[0], (parts[1],), scores, None, row.source, (False,), ends, row.grids)
         return None
 
     def _fitting(
@@ -129,6 +158,8 @@ class PreferenceSource(EncodedSource[Preference]):
         problem = None
         if shared < 1:
             problem = "no token of a prompt is shared by prompt and responses" if wholes[0] else "no tokens"
+        elif row.grids and self._images(ids) < self._images(wholes[0]):
+            problem = "the chat template puts the pictures elsewhere where a response follows"
         elif is_long and cfg.truncation == "error":
             problem = f"{shared} tokens, more than data.max_prompt_tokens={cfg.max_prompt_tokens} (data.truncation)"
         if problem:
@@ -146,6 +177,10 @@ class PreferenceSource(EncodedSource[Preference]):
                 self.merged, self.most_merged = self.merged + (merged > 0), max(self.most_merged, merged)
                 yield kept
 
+    def _images(self, ids: list[int]) -> int:
+        assert self._encoder.eyes is not None
+        return ids.count(self._encoder.eyes.vision.image_token)
+
     def _kept(
         self, index: int, row: Compared, prompt: list[int], responses: list[list[int]], pick: Pick
     ) -> Preference | None:
@@ -161,7 +196,7 @@ class PreferenceSource(EncodedSource[Preference]):
             return None
         scores = tuple(score for _, score in pick)
         start = np.asarray(prompt, dtype=np.int32)
-        return Preference(index, start, tuple(parts), scores, row.margin, row.source, cut)
+        return Preference(index, start, tuple(parts), scores, row.margin, row.source, cut, grids=row.grids)
 
 
 def common_start(*lists: Sequence[int]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,13 +12,11 @@ from mrl.core import Prompt
 from mrl.data.dataset import PromptDataset, data_notes
 from mrl.data.histogram import histogram, shortened_text
 from mrl.data.image_prompts import load_eyes
+from mrl.data.picture_preview import all_pictures, on_sheet, one_picture
 from mrl.data.preference_preview import preview_preferences
 from mrl.data.rows import RowCheck
 from mrl.data.sft_preview import preview_imitated
 from mrl.data.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from mrl.data.eyes import Eyes
 
 BATCH_PROMPTS = 1024
 
@@ -27,11 +24,11 @@ BATCH_PROMPTS = 1024
 def preview(cfg: Config, samples: int, check: RowCheck | None = None, sheet: Path | None = None) -> Iterator[str]:
     """Lines of text. Reads and tokenises everything, as the run would; raises what the run would raise.
 
-    check: what the reward demands of a row; sheet: the pictures of the prompts that are shown are written there
+    check: what the reward demands of a row; sheet: the pictures of the rows that are shown are written there
     """
     use = cfg.data_uses()["data"]
     if isinstance(use.cfg, PreferenceDataConfig) and use.preferences is not None:
-        yield from preview_preferences(cfg, use, use.cfg, samples)
+        yield from preview_preferences(cfg, use, use.cfg, samples, sheet)
         return
     if isinstance(use.cfg, SFTDataConfig):
         yield from preview_imitated(cfg, use.cfg, samples)
@@ -49,34 +46,16 @@ def preview(cfg: Config, samples: int, check: RowCheck | None = None, sheet: Pat
         yield from _sources(data, drawn if key == "data.train" else None)
         yield from histogram(_lengths(data, has_answers), "prompt, answer and EOS" if has_answers else "prompt")
         if eyes is not None:
-            yield from _pictures(data, eyes)
+            grids = [grid for source in data.sources for grid in source.grids]
+            yield all_pictures(grids, sum(int(source.token_counts.sum()) for source in data.sources), eyes)
     train = sets["data.train"]
     shown = train.prompts_for_step(0, samples, cfg.run.seed)
     yield f"\nthe run's first {len(shown)} prompts"
     for prompt in shown:
         yield from _sample(prompt, train, has_answers)
-        yield from (_picture(shape, eyes) for shape in prompt.images or () if eyes is not None)
+        yield from (one_picture(shape[:2], eyes) for shape in prompt.images or () if eyes is not None)
     if sheet is not None:
-        from mrl.data.contact_sheet import write_sheet
-
-        yield f"\n{write_sheet(shown, sheet)} pictures, as the model sees them: {sheet}"
-
-
-def _pictures(data: PromptDataset, eyes: Eyes) -> Iterator[str]:
-    grids = [grid for source in data.sources for grid in source.grids]
-    tokens, all_tokens = sum(map(eyes.tokens, grids)), int(sum(source.token_counts.sum() for source in data.sources))
-    if not grids:
-        yield "  no pictures"
-        return
-    largest = max(map(eyes.tokens, grids))
-    each = f"{tokens / len(grids):.0f} tokens each, at most {largest}"
-    yield f"  {len(grids)} pictures: {each}; {tokens / all_tokens:.0%} of all tokens"
-
-
-def _picture(shape: tuple[int, int, int], eyes: Eyes) -> str:
-    rows, columns, _ = shape
-    patch = eyes.vision.patch
-    return f"picture: {columns * patch} x {rows * patch} pixels for the model, {eyes.tokens((rows, columns))} tokens"
+        yield on_sheet({prompt.index: prompt.pictures for prompt in shown}, sheet)
 
 
 def _sources(data: PromptDataset, drawn: int | None) -> Iterator[str]:

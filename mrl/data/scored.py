@@ -10,8 +10,12 @@ from mrl.core import Rollout
 
 
 def at_last_tokens(batch: Rollout) -> Rollout:
-    """Each text as the prompt of one more token: the one output of each is the score at the text's last token, [B]."""
-    return _with_one_more(replace(batch, prompt_lens=batch.seq_lens, rollout_log_probs=torch.zeros(0)))
+    """Each text with one more token, which alone is drawn: the one output of each is the score at the text's last
+    token, [B]. Prompts stay what they are: of these alone the pictures are seen."""
+    fed = _with_one_more(batch)
+    drawn = torch.zeros_like(fed.tokens, dtype=torch.bool)
+    drawn[fed.seq_lens.cumsum(0) - 1] = True
+    return replace(fed, drawn=drawn, rollout_log_probs=torch.zeros(fed.num_samples))
 
 
 def at_every_token(batch: Rollout) -> Rollout:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mrl.algo import own
 from mrl.config.schema import AlgorithmConfig, Config, PreferenceDataConfig, SFTDataConfig, SourceConfig
@@ -96,6 +97,27 @@ def look_at_data(cfg: Config) -> Iterator[Finding]:
     through = ", ".join(source.path for source, _ in dressed)
     said = f"; first rows of {through} go through its chat template" if through else ""
     yield Finding("tokenizer", "ok", f"{cfg.model.path} loads{said}")
+
+
+def look_at_eyes(cfg: Config) -> Iterator[Finding]:
+    """Of the models of a run that see pictures: these are decoded once, for all of them, as model.path's processor
+    says."""
+    own = _normalisation(cfg, cfg.model.path)
+    for name, use in cfg.models().items():
+        theirs = None if use.path is None or own is None else _normalisation(cfg, use.path)
+        wrong = sorted(key for key, value in (theirs or {}).items() if own is not None and value != own[key])
+        if wrong:
+            what = f"preprocessor_config.json has other values of {', '.join(wrong)} than model.path's"
+            yield Finding("data", "problem", f"{name}.path {use.path}: {what}, by which all models see the pictures")
+
+
+def _normalisation(cfg: Config, path: str) -> dict[str, Any] | None:
+    """None: of a model that sees no pictures, or whose processor cannot be loaded."""
+    try:
+        eyes = load_eyes(path, cfg.data) if cfg.sees_pictures else None
+    except DataError:  # of model.path's another look complains, and others need not have one
+        return None
+    return None if eyes is None else eyes.normalisation
 
 
 def check_own(algorithm: AlgorithmConfig, has_values: bool) -> None:

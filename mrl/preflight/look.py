@@ -15,6 +15,7 @@ OF_INPUTS: tuple[Look, ...] = (
     inputs.look_at_algorithm,
     inputs.look_at_rewards,
     inputs.look_at_data,
+    inputs.look_at_eyes,
 )
 OF_RUN: tuple[Look, ...] = (
     *OF_INPUTS,

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np  # workers do without
 
+    from mrl.core import Sample
+
 
 @dataclass(frozen=True)
 class Call:
@@ -20,9 +22,14 @@ class Call:
     response: str
     row: dict[str, Any]
     response_tokens: int = 0
-    token_ids: np.ndarray | None = field(default=None, compare=False)  # prompt and response; functions do not get them
+    sample: Sample | None = field(default=None, compare=False, repr=False)  # for models; functions do not get it
     image: np.ndarray | None = field(default=None, compare=False)  # [channels, height, width] uint8, in place of text
     pictures: tuple[bytes, ...] | None = None  # of the prompt, as PNG; None: nobody asks for them
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and response, as a model of text alone is told them: with one image token a picture."""
+        return [] if self.sample is None else [*self.sample.request.prompt.told_ids, *self.sample.response_ids.tolist()]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mrl.reward.calls import Call, Outcome
 from mrl.reward.errors import RewardError, SampleError
-from mrl.reward.model import ModelSource, ScoreTokens
+from mrl.reward.model import ModelSource, ScoreSamples
 from mrl.reward.plan import MODEL, Component, Plan, make_plan
 from mrl.reward.pool import FunctionPool, PoolSetup
 from mrl.reward.server import ServerClient
@@ -91,7 +91,7 @@ class RewardManager:
             for sample in samples:
                 self._running.pop(id(sample), None)
 
-    def use_model(self, score: ScoreTokens) -> None:
+    def use_model(self, score: ScoreSamples) -> None:
         """What runs the reward model, if the configuration has one; before the first `collect`."""
         for source in self._sources.values():
             if isinstance(source, ModelSource):
@@ -139,7 +139,7 @@ class RewardManager:
         prompt = prompt_text(row[self.prompt_key])
         label = f"sample {request.sample_id} (row {request.prompt.index}, prompt {prompt[:PROMPT_HEAD_CHARS]!r})"
         pictures = request.prompt.pictures if self.cfg.pictures else None
-        call = Call(prompt, sample.response_text, row, sample.num_drawn, sample.token_ids, pictures=pictures)
+        call = Call(prompt, sample.response_text, row, sample.num_drawn, sample, pictures=pictures)
         return call, label
 
 

@@ -12,16 +12,16 @@ from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.plan import Component
 
 if TYPE_CHECKING:
-    import numpy as np
+    from mrl.core import Sample
 
-ScoreTokens = Callable[["Sequence[np.ndarray]"], Sequence[float]]  # prompt + response of each sample -> its score
+ScoreSamples = Callable[["Sequence[Sample]"], Sequence[float]]
 
 
 class ModelSource:
     """Keeps samples until `flush` has the model score them, in the thread that calls it."""
 
     def __init__(self) -> None:
-        self.score: ScoreTokens | None = None
+        self.score: ScoreSamples | None = None
         self._waiting: list[tuple[Call, str, Future[Outcome]]] = []
 
     def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]:
@@ -37,7 +37,7 @@ class ModelSource:
             return
         if self.score is None:
             raise RewardError("the reward model is not there yet")
-        scores = self.score([call.token_ids for call, _, _ in waiting if call.token_ids is not None])
+        scores = self.score([call.sample for call, _, _ in waiting if call.sample is not None])
         for (_, label, future), score in zip(waiting, scores, strict=True):
             if math.isfinite(score):
                 settle(future, Outcome(score))

@@ -130,7 +130,7 @@ class FunctionPool:
         self, component: Component, calls: list[Call], labels: list[str], futures: list[Future[Outcome]]
     ) -> None:
         try:
-            payload = pickle.dumps((component.name, [replace(call, token_ids=None) for call in calls]))
+            payload = pickle.dumps((component.name, [replace(call, sample=None) for call in calls]))
         except Exception as error:
             raise RewardError(f"{labels[0]}: its row cannot be sent to a reward worker: {error}") from error
         with self._lock:

@@ -103,7 +103,7 @@ def doubt(about: Any) -> str:
 MRL = Api("", _sample, lambda items: f'{{"samples": [{", ".join(items)}]}}', _scores)
 SGLANG = Api(
     "/classify",
-    lambda call: json.dumps([] if call.token_ids is None else call.token_ids.tolist()),
+    lambda call: json.dumps(call.token_ids),
     lambda items: f'{{"input_ids": [{", ".join(items)}]}}',
     _embeddings,
 )

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mrl import platform
 from mrl.config.schema import RewardDataConfig, SourceConfig, TrainConfig
-from mrl.data import PreferenceDataset, load_tokenizer
+from mrl.core import Rollout
+from mrl.data import PreferenceDataset, load_eyes, load_tokenizer
+from mrl.data.eyes import Eyes
+from mrl.data.image_places import image_places
+from mrl.data.picture_store import PictureStore
 from mrl.data.scored import at_last_tokens
 from mrl.families import load_arch
+from mrl.families.table import HF_VALUE_HEAD
 from mrl.learner import Learner
 from mrl.parallel import Meshes
 from mrl.scoring.accuracy import Judged
+from mrl.weights.disk.safetensors_io import HFCheckpoint
 
 TIMEOUT_S = 600.0
 ROWS_AT_ONCE = 64
@@ -33,7 +41,7 @@ def read(model: str, data: str, subset_key: str, chat: bool | None, max_tokens: 
         max_tokens=max_tokens,
         shuffle=False,
     )
-    return PreferenceDataset((source,), cfg, tokenizer, "lists", cuts=False)
+    return PreferenceDataset((source,), cfg, tokenizer, "lists", cuts=False, eyes=load_eyes(model, cfg))
 
 
 def judge(model: str, data: PreferenceDataset, tokens: int, note: Callable[[int, int], None]) -> list[Judged]:
@@ -44,6 +52,7 @@ def judge(model: str, data: PreferenceDataset, tokens: int, note: Callable[[int,
     train = TrainConfig(max_tokens_per_microbatch=tokens)
     dtype = torch.float32 if platform.device().type == "cpu" else torch.bfloat16
     learner = Learner("critic", load_arch(model), model, train, mesh, dtype=dtype, seed=1, trainable=False)
+    learner.pixels = None if data.eyes is None else PictureStore(data.sources, data.eyes)
     found: list[Judged] = []
     for first in range(0, len(data), ROWS_AT_ONCE):
         numbers = range(first, min(first + ROWS_AT_ONCE, len(data)))
@@ -65,8 +74,30 @@ def theirs(model: str, data: PreferenceDataset, rows: int) -> Tensor:
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # which would report the zero bias that engines want
     texts = data.batch(0, range(min(rows, len(data))))
+    if data.eyes is not None:
+        return _theirs_of_pictures(model, texts, data.eyes, PictureStore(data.sources, data.eyes))
     loaded = AutoModelForSequenceClassification.from_pretrained(
         model, dtype=torch.float32, trust_remote_code=False, local_files_only=True
     ).eval()
     parts = texts.tokens.split(texts.seq_lens.tolist())
     return torch.stack([loaded(ids[None]).logits.mean() for ids in parts])
+
+
+def _theirs_of_pictures(model: str, texts: Rollout, eyes: Eyes, store: PictureStore) -> Tensor:
+    """transformers has a body that sees pictures, and no classifier with one: the head is applied here."""
+    from transformers import AutoModel
+
+    body: Any = AutoModel.from_pretrained(model, dtype=torch.float32, trust_remote_code=False, local_files_only=True)
+    body.eval()
+    with HFCheckpoint(Path(model)) as checkpoint:
+        head = checkpoint.source(HF_VALUE_HEAD)[:].float()
+    found = []
+    for i in range(texts.num_samples):
+        one = texts.pick(torch.tensor([i]))
+        images, ids = image_places(one, eyes.vision).images, one.tokens[None]
+        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == eyes.vision.image_token).int()}
+        if len(images):
+            shapes = torch.nn.functional.pad(images[:, 2:4], (1, 0), value=1)
+            inputs |= {"pixel_values": store(images), "image_grid_thw": shapes}
+        found.append((head @ body(**inputs).last_hidden_state[0, -1]).mean())
+    return torch.stack(found)

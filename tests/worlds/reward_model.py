@@ -21,7 +21,7 @@ from mrl.core import Prompt, Request, Sample  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
 from mrl.reward import RewardManager  # noqa: E402
-from mrl.trainers.rl.reward_scores import ToScore, score  # noqa: E402
+from mrl.trainers.rl.reward_scores import score, to_score  # noqa: E402
 from mrl.trainers.shared.world import World  # noqa: E402
 from mrl.weights.model.export import save_hf  # noqa: E402
 
@@ -42,14 +42,14 @@ def scores_of(world: World, model: Learner, path: str, sequences: list[list[int]
 
     def collect() -> list[float]:
         with RewardManager(cfg) as manager:
-            manager.use_model(lambda ids: world.together(ToScore(tuple(ids))))
+            manager.use_model(lambda some: world.together(to_score(some, sees=False)))
             made = samples(sequences)
             for one in made:
                 manager.submit(one)
             manager.collect(made)
         return [one.score for one in made]
 
-    return world.from_main("scores", collect, together=lambda asked: score(model, judge, asked.sequences))
+    return world.from_main("scores", collect, together=lambda asked: score(model, judge, asked.texts))
 
 
 def main() -> None:

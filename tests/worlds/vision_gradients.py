@@ -1,4 +1,5 @@
-"""Log-probs, values and every gradient of a model that sees pictures, under many layouts, against transformers'.
+"""Log-probs, values, scores of pairs and every gradient of a model that sees pictures, under many layouts, against
+transformers'.
 
 Usage: vision_gradients.py MODEL_DIR REFERENCE_FILE RESULT_JSON LAYOUT [LAYOUT ...]. Layouts as in gradients.py, with
 /full (activations computed again), /frozen (the tower) or both; `reference` writes the reference file.
@@ -20,13 +21,20 @@ from mrl import platform
 platform.install()
 
 from mrl.config.sections.models import TrainConfig  # noqa: E402
+from mrl.config.sections.reward_model import reward_model_training  # noqa: E402
+from mrl.core import Rollout  # noqa: E402
 from mrl.families import FAMILIES, load_arch  # noqa: E402
+from mrl.families.table import HF_VALUE_HEAD  # noqa: E402
 from mrl.learner import Learner, Loss  # noqa: E402
+from mrl.learner.reward import RewardTargets, one_pass, two_pass  # noqa: E402
 from mrl.learner.terms import LossParts  # noqa: E402
 from mrl.parallel import Meshes, rank  # noqa: E402
+from mrl.trainers.reward_model.batches import held_against  # noqa: E402
 from tests import vision_samples as samples  # noqa: E402
 from tests.worlds.gradients import TIMEOUT_S, everywhere, parse  # noqa: E402
 
+PAIRED = ("one", "tp2", "tp2.sequence0", "pp2/frozen/full", "cp2", "tp2.pp2/full", "dp4/frozen")  # a reward model's too
+TOKENS = {"pairs": 150, "pairs twice": 60}  # of a micro-batch; a pair has more than 60
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]  # outputs [R], gradients by the hub's names
 
 
@@ -48,9 +56,12 @@ def main() -> None:
         else:
             name, *options = layout.split("/")
             want = torch.load(reference_file)
+            cases = ["policy", "critic", *(TOKENS if layout in PAIRED else ())]
             results[layout] = {
-                case: compare(one(case, model_dir, meshes, name, {*options}), want[case], "frozen" in options)
-                for case in want
+                case: compare(
+                    one(case, model_dir, meshes, name, {*options}), want[case[:6].strip()], "frozen" in options
+                )
+                for case in cases
             }
     if rank() == 0:
         Path(result_file).write_text(json.dumps(results))
@@ -64,15 +75,30 @@ def weights_of(n: int) -> torch.Tensor:
 
 def reference(model_dir: str) -> dict[str, Result]:
     seen, found, family = samples.make_seen(model_dir), {}, FAMILIES[load_arch(model_dir).family]
-    for case in ("policy", "critic"):
+    for case in ("policy", "critic", "pairs"):
         model = samples.load_reference(model_dir).requires_grad_(True)
-        head = torch.linspace(-1, 1, model.config.text_config.hidden_size)[None]
-        is_policy = case == "policy"
-        out = torch.cat([samples.log_probs(model, x) if is_policy else samples.values(model, x, head) for x in seen])
-        (out * weights_of(len(out))).sum().backward()
+        head = torch.linspace(-1, 1, model.config.text_config.hidden_size)[None].requires_grad_(case == "pairs")
+        if case == "pairs":
+            out = torch.cat([samples.score(model, x, head) for x in samples.pairs_of(seen)])
+            pairs(seen)[1].value(out[None].double()).backward()
+        else:
+            is_policy = case == "policy"
+            out = torch.cat(
+                [samples.log_probs(model, x) if is_policy else samples.values(model, x, head) for x in seen]
+            )
+            (out * weights_of(len(out))).sum().backward()
         hub = {family.in_memory(name): name for name in hub_names(model_dir)}
-        found[case] = (out.detach(), {hub[name]: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        gradients = {hub[name]: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found[case] = out.detach(), gradients | ({HF_VALUE_HEAD: head.grad} if head.grad is not None else {})
     return found
+
+
+def pairs(seen: list[samples.Seen]) -> tuple[Rollout, RewardTargets]:
+    """(what a reward model is fed, what its scores are held against)"""
+    texts = samples.rollout_of(samples.pairs_of(seen), per_row=2)
+    targets = torch.tensor([1.0, 2.0]).repeat(len(seen))
+    own = reward_model_training(loss="bradley_terry", center_rewards_coefficient=0.1)
+    return held_against(own, texts, targets, torch.zeros(len(seen)).double())
 
 
 def hub_names(model_dir: str) -> list[str]:
@@ -84,9 +110,9 @@ def hub_names(model_dir: str) -> list[str]:
 def build(case: str, model_dir: str, meshes: Meshes, layout: str, options: set[str]) -> Learner:
     mesh = meshes.get(parse(layout))
     recompute = "full" if "full" in options else "none"
-    train = TrainConfig(parallel=mesh.cfg, max_tokens_per_microbatch=60, recompute=recompute)
+    train = TrainConfig(parallel=mesh.cfg, max_tokens_per_microbatch=TOKENS.get(case, 60), recompute=recompute)
     made = Learner(
-        case,  # type: ignore[arg-type]
+        "policy" if case == "policy" else "critic",
         load_arch(model_dir),
         model_dir,
         train,
@@ -96,7 +122,7 @@ def build(case: str, model_dir: str, meshes: Meshes, layout: str, options: set[s
         trains_vision="frozen" not in options,
     )
     for chunk in made.bare:
-        if case == "critic" and chunk.post_process:
+        if case != "policy" and chunk.post_process:
             chunk.value_head.weight.data.copy_(torch.linspace(-1, 1, made.arch.hidden_size)[None])
             made.optimizer.reload_model_params()
     return made
@@ -107,9 +133,17 @@ def one(case: str, model_dir: str, meshes: Meshes, layout: str, options: set[str
     rollout = samples.rollout_of(seen)
     stage_first = learner.mesh.pp_rank == 0
     learner.pixels = samples.pixels_of(seen) if stage_first else None  # nobody else may ask
-    out = learner.log_probs(rollout, 1.0)[0] if case == "policy" else learner.values(rollout)
-    weights = weights_of(len(out))
-    loss = Loss(lambda v, dest: LossParts((v[0] * weights[dest]).sum(), [v[0].detach().sum()]), ("outputs",))
+    if case in TOKENS:
+        rollout, held = pairs(seen)
+        out = learner.values(rollout)
+        fits = learner.split.fits(rollout, held.together)
+        assert fits is (case == "pairs")
+        total = learner.total_over_context
+        loss = one_pass(held, total, learner.mesh.cp) if fits else two_pass(held, out[None])[0]
+    else:
+        out = learner.log_probs(rollout, 1.0)[0] if case == "policy" else learner.values(rollout)
+        weights = weights_of(len(out))
+        loss = Loss(lambda v, dest: LossParts((v[0] * weights[dest]).sum(), [v[0].detach().sum()]), ("outputs",))
     learner.backward(rollout, range(rollout.num_samples), loss, 1.0, full_gradients=True)
     return out, everywhere(learner, lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p))
 

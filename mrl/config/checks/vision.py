@@ -8,7 +8,7 @@ from mrl.config.checks.base import Archs, inert
 from mrl.config.derived import first_chunk_layers, model_size
 from mrl.config.problems import Problem
 from mrl.config.trainers.base import Config
-from mrl.families import ModelArch
+from mrl.families import ModelArch, VisionArch
 
 SGLANG_PATCH_VALUES = 1176  # 0.5.23, get_image_feature of models/qwen2_5_vl.py
 
@@ -23,7 +23,8 @@ def check(cfg: Config, archs: Archs) -> Iterator[Problem]:
     if "actor" not in seeing and archs.get("actor") is not None:
         yield from inert(cfg.model.vision, "model.vision", ["train"], "the model sees no pictures", "model.path")
     if not cfg.sees_pictures:
-        yield Problem(("trainer", "model.path"), f"{cfg.trainer} does not train models that see pictures; rl does")
+        message = f"{cfg.trainer} does not train models that see pictures; rl, reward_model and dpo do"
+        yield Problem(("trainer", "model.path"), message)
         return
     yield from _alike(cfg, archs, seeing)
     for name, arch in seeing.items():
@@ -68,7 +69,7 @@ def _prompts_alone(cfg: Config) -> Iterator[Problem]:
 
 def _data(cfg: Config) -> Iterator[Problem]:
     for key, use in cfg.data_uses().items():
-        if not use.is_sampled:
+        if not use.is_sampled and use.preferences is None:
             yield Problem((key, "model.path"), "demonstrations have no pictures here, and the model sees some")
         elif use.cfg.truncation not in ("drop", "error"):
             message = f"{use.cfg.truncation} might cut through a picture: drop, or error"
@@ -76,20 +77,24 @@ def _data(cfg: Config) -> Iterator[Problem]:
 
 
 def _alike(cfg: Config, archs: Archs, seeing: dict[str, ModelArch]) -> Iterator[Problem]:
-    """Of one run all models see the same pictures, or none does."""
-    if "reward.model" in seeing:
-        yield Problem(("reward.model.path",), "sees pictures; reward models of text alone are supported")
+    """Of one run all models see the same pictures, or none does; a reward model may be of text alone, and its actor."""
+    actor = archs.get("actor")
+    theirs = actor.vision if actor is not None else None
     for name, arch in archs.items():
-        if name == "reward.model" or arch is None or (name == "actor" and arch.vision is not None):
+        if arch is None or (name == "actor" and arch.vision is not None):
             continue
-        actor = archs.get("actor")
-        mine, theirs = arch.vision, actor.vision if actor is not None else None
-        if (mine is None) != (theirs is None) or (
-            mine is not None
-            and theirs is not None
-            and (mine.unit, mine.patch, mine.image_token) != (theirs.unit, theirs.patch, theirs.image_token)
-        ):
+        mine = arch.vision
+        if mine is None or theirs is None:
+            differs = (mine is None) != (theirs is None) and name != "reward.model"
+        else:
+            differs = _sight(mine) != _sight(theirs)
+        if differs:
             yield Problem((f"{name}.path", "model.path"), "sees pictures in another way than the actor, or not at all")
+
+
+def _sight(vision: VisionArch) -> tuple[int, ...]:
+    """What makes tokens and patches of a picture."""
+    return vision.unit, vision.patch, vision.merge, vision.temporal, vision.channels, vision.image_token
 
 
 def _deep(cfg: Config, name: str, arch: ModelArch) -> Iterator[Problem]:

@@ -78,6 +78,7 @@ def check(cfg: DPOConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from check_common(cfg, archs, machine)
     yield from _losses(cfg)
     yield from _reference(cfg)
+    yield from _pictures(cfg, archs)
     yield from inert(cfg.data, "data", ["answer_key"], "dpo learns from chosen_key and rejected_key", "trainer")
     kind, others = "pairs", ["completion_key", "label_key"]
     if cfg.preference.is_unpaired:
@@ -110,6 +111,19 @@ def _losses(cfg: DPOConfig) -> Iterator[Problem]:
     if preference.reference_free and not any(loss.uses_reference for loss in chosen.values()):
         message = f"has no effect: {', '.join(chosen)} use no reference"
         yield Problem(("preference.reference_free", LOSS), message)
+
+
+def _pictures(cfg: DPOConfig, archs: Archs) -> Iterator[Problem]:
+    """Of a model that sees some."""
+    actor = archs["actor"]
+    if actor is None or actor.vision is None:
+        return
+    if cfg.preference.learns_prompts:
+        message = "learns whole prompts, in which a model that sees pictures would learn to say image tokens"
+        yield Problem((LOSS, "model.path"), message)
+    if cfg.preference.needs_reference and cfg.ref.policy == "cached":
+        message = "not with a model that sees pictures: nothing would tell that one has changed: frozen, or refreshed"
+        yield Problem((REF, "model.path"), message)
 
 
 def _reference(cfg: DPOConfig) -> Iterator[Problem]:

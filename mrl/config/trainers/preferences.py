@@ -24,6 +24,10 @@ class PreferencesConfig(Config):
     validation: ComparisonConfig = ComparisonConfig()
 
     @property
+    def sees_pictures(self) -> bool:
+        return True
+
+    @property
     @abstractmethod
     def responses_per_row(self) -> int:
         """Of a ranked list 1: it has as many as it has."""
@@ -47,6 +51,7 @@ class PreferencesConfig(Config):
             prompt_tokens=longest,
             response_tokens=self.data.max_tokens - longest,
             passes=self.passes(),
+            image_tokens=min(longest, self.data.max_images * self.data.max_image_tokens),
         )
 
 

@@ -26,7 +26,7 @@ from mrl.trainers.shared.best import Best
 from mrl.trainers.shared.head_error import head_error
 from mrl.trainers.shared.held_out import JudgedRun
 from mrl.trainers.shared.models import build_learner
-from mrl.trainers.shared.preferences import read_preferences
+from mrl.trainers.shared.preferences import pictures_of, read_preferences
 from mrl.trainers.shared.references import RefreshedReference
 from mrl.trainers.shared.run import started
 from mrl.trainers.shared.updates import named, require_gradient
@@ -191,7 +191,8 @@ def open_run(cfg: DPOConfig) -> Iterator[DPORun]:
             start.recorder.note(line)
         caches = cfg.preference.needs_reference and cfg.ref.policy == "cached"
         cached, held = cached_references(cfg, start, data, held_out) if caches else (None, None)
-        actor = build_learner(cfg, start.world, "policy", None, cfg.actor)
+        pixels = pictures_of(data, held_out)
+        actor = build_learner(cfg, start.world, "policy", None, cfg.actor, pixels=pixels)
         live, shift = live_reference(cfg, start, actor), Shift()
         parts = {"actor": actor} | ({"ref": live} if isinstance(live, RefreshedReference) else {})
         best = Best(cfg.validation) if held_out is not None else None

@@ -91,7 +91,7 @@ def live_reference(cfg: DPOConfig, start: Start, actor: Learner) -> Live | None:
         return RefreshedReference(actor, cfg.ref.refresh_every_steps, cfg.ref.refresh_share)
     if cfg.ref_is_actor:
         return ActorWithoutAdapters(actor)
-    return build_learner(cfg, start.world, "policy", cfg.ref.path, cfg.actor, trainable=False)
+    return build_learner(cfg, start.world, "policy", cfg.ref.path, cfg.actor, trainable=False, pixels=actor.pixels)
 
 
 def sums_of(cfg: DPOConfig, policy: Live, batch: Rollout) -> Tensor:

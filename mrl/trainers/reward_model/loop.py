@@ -20,7 +20,7 @@ from mrl.trainers.reward_model.batches import Scored, scored
 from mrl.trainers.shared.best import Best
 from mrl.trainers.shared.held_out import JudgedRun
 from mrl.trainers.shared.models import build_learner
-from mrl.trainers.shared.preferences import read_preferences
+from mrl.trainers.shared.preferences import pictures_of, read_preferences
 from mrl.trainers.shared.run import started
 from mrl.trainers.shared.updates import named
 
@@ -91,7 +91,8 @@ def open_run(cfg: RewardModelTrainerConfig) -> Iterator[RewardModelRun]:
     with started(cfg) as start:
         data, held_out = read_preferences(cfg, start.recorder)
         arch = cfg.trained_arch()
-        actor = build_learner(cfg, start.world, "critic", None, cfg.actor, arch=arch)
+        pixels = pictures_of(data, held_out)
+        actor = build_learner(cfg, start.world, "critic", None, cfg.actor, arch=arch, pixels=pixels)
         start_head(cfg, actor)
         best = Best(cfg.validation) if held_out is not None else None
         run = RewardModelRun(**vars(start.begin(actor, best=best)), best=best, data=data, held_out=held_out)

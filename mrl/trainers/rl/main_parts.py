@@ -162,5 +162,8 @@ def make_generator(
     eyes = load_eyes(cfg.model.path, cfg.data)
     train = PromptDataset(cfg.data.train, cfg.data, tokenizer, check=check, eyes=eyes)
     held_out = cfg.data.validation
-    validation = PromptDataset(held_out, cfg.data, tokenizer, check=check, eyes=eyes) if held_out else None
+    validation = None
+    if held_out:
+        before = sum(len(source.rows) for source in train.sources)
+        validation = PromptDataset(held_out, cfg.data, tokenizer, check=check, eyes=eyes, rows_before=before)
     return Generator(cfg, run_dir, engine, rewards, recorder.note, tokenizer, train, validation)

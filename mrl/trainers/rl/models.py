@@ -70,7 +70,7 @@ def build_models(cfg: RLConfig, world: World) -> Models:
     ref = _reference(cfg, world, actor, ema) if needs_ref(cfg) else None
     models = Models(actor, critic, ref, _reward_model(cfg, world), ema)
     if (eyes := load_eyes(cfg.model.path, cfg.data)) is not None:
-        store = PictureStore(cfg.data.train, eyes)
+        store = PictureStore((*cfg.data.train, *(cfg.data.validation or ())), eyes)
         for learner in models.learners.values():
             learner.pixels = store
     return models
@@ -84,6 +84,8 @@ def notes(cfg: RLConfig) -> list[str]:
             f"reward model: {judge.path} pads with EOS. transformers then takes the score of the token before EOS, and "
             "may have trained it so; mrl takes that of the last one"
         )
+    if judge is not None and load_arch(cfg.model.path).vision and not load_arch(judge.path).vision:
+        found.append(f"reward model: {judge.path} sees no pictures; it is told one image token for each")
     if cfg.critic is None:
         return found
     path = cfg.critic.path or cfg.model.path

@@ -5,26 +5,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mrl.config.schema import RewardModelConfig
-from mrl.core import Ids, Rollout
+from mrl.core import Rollout, Sample
 from mrl.data.scored import at_last_tokens
 from mrl.learner import Learner
 
 
 @dataclass(frozen=True)
 class ToScore:
-    """What rank 0 summons the others for: prompt + response of each sample."""
+    """What rank 0 summons the others for. texts: of each sample prompt and response, with references to the pictures"""
 
-    sequences: tuple[np.ndarray, ...]
+    texts: Rollout
 
 
-def score(model: Learner, cfg: RewardModelConfig, sequences: Sequence[Ids]) -> list[float]:
-    """The score of each sequence, at its last token. Collective."""
-    texts = Rollout.of(0, sequences, [sequence[:0] for sequence in sequences], rows=torch.arange(len(sequences)))
+def to_score(samples: Sequence[Sample], sees: bool) -> ToScore:
+    """sees: whether the model sees pictures; one of text alone is told an image token for each. Where the policy sees
+    none, an image token is no picture's, wherever it stands."""
+    prompts = [sample.request.prompt for sample in samples]
+    if not sees or any(prompt.images is None for prompt in prompts):
+        ids = [(prompt.told_ids, sample.response_ids) for prompt, sample in zip(prompts, samples, strict=True)]
+        wholes = [[*asked, *said.tolist()] for asked, said in ids]
+        return ToScore(Rollout.of(0, [whole[:1] for whole in wholes], [whole[1:] for whole in wholes]))
+    shapes = [shape for prompt in prompts for shape in prompt.images or ()]
+    rows = [prompt.index if prompt.picture_row is None else prompt.picture_row for prompt in prompts]
+    texts = Rollout.of(
+        0,
+        [prompt.token_ids for prompt in prompts],
+        [sample.response_ids for sample in samples],
+        rows=torch.tensor(rows),
+        image_counts=torch.tensor([len(prompt.images or ()) for prompt in prompts]),
+        images=torch.tensor(shapes, dtype=torch.int64).reshape(-1, 3),
+    )
+    return ToScore(texts)
+
+
+def score(model: Learner, cfg: RewardModelConfig, texts: Rollout) -> list[float]:
+    """The score of each, at its last token. Collective."""
     return of_heads(model.scores(at_last_tokens(texts)), cfg).tolist()
 
 

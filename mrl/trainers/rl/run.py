@@ -27,7 +27,7 @@ from mrl.trainers.rl.mismatch import MismatchLimits
 from mrl.trainers.rl.models import Models, MovingAverage, build_models
 from mrl.trainers.rl.pushes import make_sync
 from mrl.trainers.rl.replay import Replay
-from mrl.trainers.rl.reward_scores import ToScore, score
+from mrl.trainers.rl.reward_scores import ToScore, score, to_score
 from mrl.trainers.rl.sampler import Drawn, Sampled, Sampler, when_asked
 from mrl.trainers.rl.scores import ScoreControl
 from mrl.trainers.rl.under_way import UnderWay
@@ -141,7 +141,7 @@ class RLRun(Run):
             judge = self.cfg.reward.model
             assert self.reward_model is not None and judge is not None
             with self.memory.during("scoring"):
-                return score(self.reward_model, judge, argument.sequences)
+                return score(self.reward_model, judge, argument.texts)
         with self.memory.during("engine_restart"):
             return self.sync.restore(argument)
 
@@ -249,7 +249,8 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
             tell, give = (note, world.together) if run.ahead is None else (run.ahead.say, run.ahead.give_weights)
             main.engine.restarts.allow(tell, give)
         if main.rewards is not None:
-            main.rewards.use_model(lambda sequences: world.together(ToScore(tuple(sequences))))
+            sees = models.reward is not None and models.reward.arch.vision is not None
+            main.rewards.use_model(lambda samples: world.together(to_score(samples, sees)))
         run.memory.begin("resume")
         run.resume()
         run.memory.begin("sync")

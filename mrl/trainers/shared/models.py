@@ -8,6 +8,7 @@ from mrl.config.schema import Config, TrainConfig
 from mrl.families import ModelArch, load_arch
 from mrl.families.table import Role
 from mrl.learner import Learner
+from mrl.learner.learner import PixelsOf
 from mrl.trainers.shared.world import World
 
 
@@ -21,11 +22,12 @@ def build_learner(
     trainable: bool = True,
     arch: ModelArch | None = None,
     replays: bool = False,
+    pixels: PixelsOf | None = None,
 ) -> Learner:
-    """path: of a model with weights; None: the run's model, which may start at random. arch: None: the path's.
-    Collective."""
+    """path: of a model with weights; None: the run's model, which may start at random. arch: None: the path's. pixels:
+    of the pictures that it is shown. Collective."""
     where = path or cfg.model.path
-    return Learner(
+    made = Learner(
         role,
         arch or load_arch(where),
         where,
@@ -39,3 +41,5 @@ def build_learner(
         trains_vision=cfg.model.vision.train,
         replays=replays,
     )
+    made.pixels = pixels
+    return made

@@ -1,0 +1,32 @@
+"""What `mrl data` says of pictures, and shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mrl.data.eyes import Eyes, Grid
+
+
+def all_pictures(grids: Sequence[Grid], all_tokens: int, eyes: Eyes) -> str:
+    """A line on those of a data set. all_tokens: of all its texts"""
+    if not grids:
+        return "  no pictures"
+    tokens = [eyes.tokens(grid) for grid in grids]
+    each = f"{sum(tokens) / len(tokens):.0f} tokens each, at most {max(tokens)}"
+    return f"  {len(grids)} pictures: {each}; {sum(tokens) / all_tokens:.0%} of all tokens"
+
+
+def one_picture(grid: Grid, eyes: Eyes) -> str:
+    """A line on a picture. grid: its rows and columns of patches"""
+    (rows, columns), patch = grid, eyes.vision.patch
+    return f"picture: {columns * patch} x {rows * patch} pixels for the model, {eyes.tokens(grid)} tokens"
+
+
+def on_sheet(shown: Mapping[int, Sequence[bytes]], sheet: Path) -> str:
+    """A line on `sheet`, a PNG of PNGs by their rows' numbers, which is written. Raises as `write_sheet`."""
+    from mrl.data.contact_sheet import write_sheet
+
+    return f"\n{write_sheet(shown, sheet)} pictures, as the model sees them: {sheet}"
