@@ -2,9 +2,10 @@
 
 MRL_TEST_FAULTS: a file with a JSON list over the attempts of a run, each null or {kind: kill | exception | hang,
 section, rank, nth}: what `rank` does when it enters `section` for the nth time (from 1). The Unix time of each fault is
-appended to the file FILE.fired. MRL_TEST_SLOW: "RANK SECONDS", a rank that computes
-as much longer in each update. MRL_TEST_HELD: a file with a JSON list of {call, nth}: the nth call of this method of
-`EngineClient` makes the file FILE.NUMBER, its place in the list, and goes on when there is FILE.NUMBER.go. MRL_TEST_OLD: a tensor that every push has as the first one had it.
+appended to the file FILE.fired. MRL_TEST_SLOW: "RANK SECONDS", a rank that computes as much longer in each update.
+MRL_TEST_HELD: a file with a JSON list of {call, nth}: the nth call of this method of `EngineClient` makes the file
+FILE.NUMBER, its place in the list, and goes on when there is FILE.NUMBER.go. MRL_TEST_OLD: a tensor that every push has
+as the first one had it.
 """
 
 from __future__ import annotations
