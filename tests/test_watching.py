@@ -34,7 +34,7 @@ from mrl.plan.plan import Plan, machine_of, make, read_shapes  # noqa: E402
 from mrl.plan.workload import models_of  # noqa: E402
 from mrl.rollout.load import Meter  # noqa: E402
 from mrl.trainers import sft  # noqa: E402
-from mrl.trainers.rl.generate import load_metrics  # noqa: E402
+from mrl.trainers.rl.sample_metrics import load_metrics  # noqa: E402
 from mrl.trainers.shared import planned as beside  # noqa: E402
 from tests.conftest import TinyModels  # noqa: E402
 

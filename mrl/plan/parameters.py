@@ -5,12 +5,10 @@ Sizes come from the weight table; the order is that of the local layers' modules
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate
-from math import lcm, prod
+from functools import lru_cache
+from math import prod
 from typing import Literal
 
 from mrl.config.sections.models import ParallelConfig
@@ -19,6 +17,7 @@ from mrl.families.adapters import LoRA, adapter_table
 from mrl.families.rows import Row
 from mrl.families.table import EMBEDDING, OUTPUT, VALUE_HEAD, VOCAB_ALIGN_GPU, Role, padded_vocab_size, weight_table
 from mrl.families.vision import TOWER
+from mrl.plan.buffers import Buffer, laid_out
 from mrl.plan.grid import Grid, Seat, chunk_layers
 
 _LAYER = "decoder.layers."
@@ -41,7 +40,6 @@ MODULES = (  # of a layer, in the order of its parameters
     "mlp.",
     "mlp_bda.",
 )
-PARAM_ALIGN, BUCKET_ALIGN = 64, 128  # elements, of a parameter's start and a bucket's end: megatron-core 0.16
 BUCKET, BUCKET_A_REPLICA = 40_000_000, 1_000_000  # elements after which Megatron closes one, where sums overlap
 GRADIENT_BYTES = 4  # float32, whatever the weights are
 ADAM_BYTES = 8  # mean and mean square of the gradients, float32
@@ -265,71 +263,9 @@ def _buffer(
     lora: LoRA | None,
     tower: bool,
     wide_head: bool,
-) -> _Buffer:
-    """most: elements of a bucket, which ends after the parameter that reaches them; None: it has all of them."""
+) -> Buffer:
+    """most: as for `laid_out`."""
     of = layout, stage, number
     every = _chunk(arch, role, *of) if lora is None else _trained_chunk(arch, role, lora, *of)
     parameters = [each for each in every if each.kind(wide_head) == kind and (tower or not each.name.startswith(TOWER))]
-    unit = lcm(size, BUCKET_ALIGN)
-    places: list[tuple[int, int]] = []
-    buckets: list[tuple[int, int]] = []
-    begin = end = 0
-    for parameter in reversed(parameters):
-        start = _up(end, PARAM_ALIGN)
-        if parameter.apart and places and places[-1][0] >= begin:
-            buckets.append((begin, _up(start, unit)))
-            begin = start = buckets[-1][1]
-        end = start + parameter.numel
-        places.append((start, end))
-        if parameter.apart or (most is not None and end - begin >= most):
-            buckets.append((begin, _up(end, unit)))
-            begin = end = buckets[-1][1]
-    if places and places[-1][0] >= begin:
-        buckets.append((begin, _up(end, unit)))
-    return _Buffer(tuple(places), tuple(buckets), size)
-
-
-@dataclass(frozen=True)
-class _Buffer:
-    """One of Megatron's: parameters back to front, cut into buckets that `size` data-parallel ranks share evenly.
-
-    places: (start, end) of the parameters; buckets: of the buckets, padded
-    """
-
-    places: tuple[tuple[int, int], ...]
-    buckets: tuple[tuple[int, int], ...]
-    size: int
-
-    @cached_property
-    def weights(self) -> int:
-        """Elements of the parameters."""
-        return sum(end - start for start, end in self.places)
-
-    @property
-    def numel(self) -> int:
-        return self.buckets[-1][1] if self.buckets else 0
-
-    def shard(self, rank: int) -> int:
-        """Elements of parameters in the rank's part of every bucket."""
-        found = 0
-        for start, end in self.buckets:
-            part = (end - start) // self.size
-            found += self._before(start + (rank + 1) * part) - self._before(start + rank * part)
-        return found
-
-    def _before(self, position: int) -> int:
-        """Elements of parameters below a position."""
-        index = bisect_right(self._starts, position)
-        return self._sums[index] - max(0, self.places[index - 1][1] - position) if index else 0
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        return [start for start, _ in self.places]
-
-    @cached_property
-    def _sums(self) -> list[int]:
-        return [0, *accumulate(end - start for start, end in self.places)]
-
-
-def _up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
+    return laid_out([(each.numel, each.apart) for each in parameters], size, most)

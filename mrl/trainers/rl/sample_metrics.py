@@ -1,0 +1,43 @@
+"""What is told of a step's samples and of the engines that drew them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mrl.core import Sample
+from mrl.rollout import Load
+
+
+def load_metrics(loads: Sequence[Load], waiting: Load) -> dict[str, float]:
+    """engines/running: requests that an engine was given at once, in the mean over the engines and the time that each
+    had any; engines/waiting: those that waited for that, in the mean over the time of all; engines/tokens_per_s_...:
+    response tokens of the slowest and the fastest engine a second of the time that it had requests."""
+    used = [load for load in loads if load.requests]
+    span = max((load.seconds for load in used), default=0.0)
+    speeds = [load.tokens_per_s for load in used] or [0.0]
+    return {
+        "engines/running": sum(load.mean for load in used) / max(1, len(used)),
+        "engines/waiting": waiting.mean * waiting.seconds / max(span, 1e-9),
+        "engines/tokens_per_s_slowest": min(speeds),
+        "engines/tokens_per_s_fastest": max(speeds),
+    }
+
+
+def sample_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Means over the samples: the score, length in tokens, share cut off by max_new_tokens, share that scored 0 because
+    a reward failed on it; and of each part of the score over the samples that have it."""
+    n = len(samples)
+    metrics = {
+        "reward/mean": sum(s.score for s in samples) / n,
+        "response/mean_tokens": sum(s.num_drawn for s in samples) / n,
+        "response/truncated": sum(s.finish_reason == "length" for s in samples) / n,
+        "reward/failed": sum(bool(s.reward_error) for s in samples) / n,
+    }
+    if any(s.messages for s in samples):
+        metrics["agent/turns"] = sum(m["role"] == "assistant" for s in samples for m in s.messages) / n
+        metrics["agent/env_tokens"] = sum(len(s.response_ids) - s.num_drawn for s in samples) / n
+        metrics["agent/sequences"] = sum(max(1, len(s.sequence_lens)) for s in samples) / n
+    for name in sorted({part for s in samples for part in s.score_parts} - {"score"}):
+        values = [s.score_parts[name] for s in samples if name in s.score_parts]
+        metrics[f"reward/{name}"] = sum(values) / len(values)
+    return metrics
