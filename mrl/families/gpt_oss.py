@@ -30,6 +30,10 @@ class GptOss(ExpertDecoder, SlidingDecoder):
     engine_score_bias = False  # it serves no such class
     engine_needs_gpu = "has no attention with sinks on CPUs (its list of backends for the family ends without one)"
 
+    def engine_lacks(self, arch: ModelArch, tensor: int, *, quantized: bool) -> str | None:
+        """Its experts' tensors are sent whole, without scales."""
+        return f"takes no experts of {self.name} in fp8: leave quantization out" if quantized else None
+
     def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
         width, window = keys.size(self.width_key, MAX_WIDTH), keys.size("sliding_window", MAX_POSITIONS, WINDOW)
         full, sliding = Layer(width, experts=True), Layer(width, experts=True, window=window)

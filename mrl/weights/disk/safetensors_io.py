@@ -105,8 +105,8 @@ class HFCheckpoint:
         return len(self._file_of)
 
     def source(self, name: str, shape: tuple[int, ...] | None = None) -> TensorSource | NarrowedSource:
-        """The tensor `name`, or the slice that it says, unread. Raises WeightError if it is missing, quantized, or not of `shape` where that is
-        given."""
+        """The tensor `name`, or the slice that it says, unread. Raises WeightError if it is missing, quantized, or not
+        of `shape` where that is given."""
         part = slice_of(name)
         return self._source(name, shape) if part is None else self._slice(*part, shape)
 
