@@ -16,6 +16,7 @@ from tests.conftest import TinyModels
 EMULATED = "actor.precision.fp8={recipe: current, emulate: true}"
 ADAPTERS = ("actor.lora={rank: 4}", "sync.lora=adapter", "actor.optimizer.lr=1e-4")
 ONE: dict[str, Any] = {}
+PACKED = {"quantization_config": {"quant_method": "mxfp4"}}
 REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], int, str, str]] = [
     ("deepseek_v3", ONE, (EMULATED,), 0, "actor.precision.fp8.emulate", "attention by latent vectors.*recipe: none"),
     ("gemma3_text", ONE, ("actor.precision.fp8={recipe: current}",), 4, "actor.precision.fp8.recipe", "emulate: true"),
@@ -47,6 +48,14 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], int, str, str]] = [
         0,
         "actor.lora.targets",
         "no linear layer gate",
+    ),
+    (
+        "gpt_oss",
+        PACKED,
+        ("rollout.engine=transformers",),
+        0,
+        "model.path",
+        "packed.*mrl convert hf-to-megatron and then",
     ),
     ("gpt_oss", ONE, (EMULATED,), 0, "actor.precision.fp8.emulate", "no experts with biases"),
     ("olmo3", ONE, ("actor.layers=transformer_engine",), 4, "actor.layers", "windows and rotary angles by layer"),

@@ -127,6 +127,7 @@ GEMMA = "gemma3_text"
         (GEMMA, {"architectures": ["Qwen3NextForCausalLM"]}, "linear attention .* train a Qwen3"),
         (GEMMA, {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}, "linear attention .* train a Qwen3"),
         (GEMMA, {"architectures": ["Llama4ForCausalLM"]}, "chunked attention is not supported: train a Llama 3"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config .train from unquant"),
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit=6.0 .only 7.0"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 .only 1.702"),
         ("gpt_oss", {"attention_bias": False}, "attention_bias=false"),

@@ -26,6 +26,7 @@ class GptOss(ExpertDecoder, SlidingDecoder):
     wide_norms = sinks = biases = True
     gate = "clamped"
     local_only = "attention sinks, windows by layer and clamped experts with biases"
+    unpacks = ("mxfp4",)
     ignores_attention_bias = True  # there is a place for all four
     engine_score_bias = False  # it serves no such class
     engine_needs_gpu = "has no attention with sinks on CPUs (its list of backends for the family ends without one)"

@@ -14,7 +14,8 @@ from mrl.config.placement import gpus_with_engines
 from mrl.config.problems import Problem
 from mrl.config.schema import ParallelConfig, RLConfig, RolloutConfig, SamplingConfig, ValidationConfig
 from mrl.config.secret_file import read_secret
-from mrl.families import FAMILIES, ModelArch
+from mrl.families import FAMILIES, ModelArch, hf_keys
+from mrl.families.decoder import packing
 
 MOST_CPU_ENGINES = 64
 _BLOCK = BLOCK["blockwise"]  # of weights in fp8
@@ -92,6 +93,10 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
         yield Problem(("rollout.tensor", "model.path"), message)
     if "tensor" not in ignored and arch is not None:
         yield from _served(rollout, arch, machine)
+    if arch is not None and packing(hf_keys(cfg.model.path)) is not None:
+        message = "its weights are packed, and would stay so in an engine, where no push fits: make plain ones of them "
+        message += "first, by mrl convert hf-to-megatron and then megatron-to-hf"
+        yield Problem(("model.path",), message)
     if "server_args" not in ignored and any(argument.startswith("--trust") for argument in rollout.server_args):
         message = "--trust-remote-code would run code that comes with a model, which mrl never does: leave it out"
         yield Problem(("rollout.server_args",), message)
