@@ -16,6 +16,7 @@ from tests.conftest import TinyModels
 EMULATED = "actor.precision.fp8={recipe: current, emulate: true}"
 ADAPTERS = ("actor.lora={rank: 4}", "sync.lora=adapter", "actor.optimizer.lr=1e-4")
 ONE: dict[str, Any] = {}
+PACKED = {"quantization_config": {"quant_method": "mxfp4"}}
 REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], int, str, str]] = [
     ("deepseek_v3", ONE, (EMULATED,), 0, "actor.precision.fp8.emulate", "attention by latent vectors.*recipe: none"),
     ("gemma3_text", ONE, ("actor.precision.fp8={recipe: current}",), 4, "actor.precision.fp8.recipe", "emulate: true"),
@@ -37,6 +38,26 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], int, str, str]] = [
     ),
     ("phi3", ONE, ("actor.lora={rank: 4}",), 0, "actor.lora.targets", "qkv_proj, gate_up_proj, which are several"),
     ("glm4_moe", ONE, ("actor.layers=transformer_engine", "model.dtype=float32"), 4, "actor.layers", "TF32"),
+    ("gpt_oss", ONE, (), 0, "rollout.engine", "no attention with sinks on CPUs .*: set rollout.engine: transformers"),
+    ("gpt_oss", ONE, ("rollout.quantization=fp8",), 4, "rollout.engine", "no experts of gpt_oss in fp8"),
+    ("gpt_oss", ONE, ("actor.parallel.tensor=2",), 2, "actor.parallel.expert_tensor", "tensor 2 needs expert of 2 or"),
+    (
+        "gpt_oss",
+        ONE,
+        ("actor.lora={rank: 4, targets: [gate_up_proj]}",),
+        0,
+        "actor.lora.targets",
+        "no linear layer gate",
+    ),
+    (
+        "gpt_oss",
+        PACKED,
+        ("rollout.engine=transformers",),
+        0,
+        "model.path",
+        "packed.*mrl convert hf-to-megatron and then",
+    ),
+    ("gpt_oss", ONE, (EMULATED,), 0, "actor.precision.fp8.emulate", "no experts with biases"),
     ("olmo3", ONE, ("actor.layers=transformer_engine",), 4, "actor.layers", "windows and rotary angles by layer"),
 ]
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from test_weights_worlds import (
-    CRITICS,
+    BOTH,
     EP2PP2,
     MODELS,
     MOE,
-    TP2PP2,
+    OF_CRITICS,
+    UNCUT,
     VPP2,
     World,
     check_parity,
@@ -25,10 +26,10 @@ from tests.world import run_world
 
 TP1: dict[str, int] = {}  # four data-parallel replicas of the whole model
 EP2 = {"expert": 2}
-LAYOUTS = [(model, layout) for model in MODELS for layout in (TP1, TP2PP2)]
-LAYOUTS += [(model, layout) for model in MOE for layout in (EP2, EP2PP2)]
+LAYOUTS = [(model, TP1) for model in MODELS] + BOTH
+LAYOUTS += [(model, layout) for model in (*MOE, *UNCUT) for layout in (EP2, EP2PP2)]
 LAYOUTS += [("qwen2_tied", VPP2)]
-RUNS = ("qwen2_tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen2_moe", "olmo3", "phi3")
+RUNS = ("qwen2_tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen2_moe", "olmo3", "phi3", "gpt_oss")
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +47,8 @@ def world(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     jobs: list[tuple[str, str, dict[str, int]]] = [("convert", model, TP1) for model in MODELS]
     jobs += [(check, model, layout) for model, layout in LAYOUTS for check in ("load", "logits")]
     jobs += [("back", model, TP1) for model in MODELS]
-    jobs += [("critic", model, TP2PP2) for model in CRITICS]
-    jobs += [("run_checkpoint", model, TP2PP2) for model in RUNS]
+    jobs += [("critic", model, x) for model, x in OF_CRITICS]
+    jobs += [("run_checkpoint", model, x) for model, x in BOTH if model in RUNS]
     specs = [
         {
             "check": check,
@@ -99,28 +100,28 @@ def test_the_ranks_of_a_world_share_the_work(world: World) -> None:
     assert {"release/.metadata", "release/common.pt", "release/metadata.json"} < set(files)
 
 
-@pytest.mark.parametrize("model", CRITICS)
-def test_critics(world: World, model: str) -> None:
-    result = world("critic", model, TP2PP2)
+@pytest.mark.parametrize(("model", "layout"), OF_CRITICS)
+def test_critics(world: World, model: str, layout: dict[str, int]) -> None:
+    result = world("critic", model, layout)
     assert result["role"] == "critic", "config.json does not say that it has a score head"
     assert result["from_policy"] == result["converted"] == result["returned"] == []
     assert "nothing uses its tensor score.weight" in result["as_policy"]
 
 
-@pytest.mark.parametrize("model", CRITICS)
-def test_an_exported_critic_is_a_classifier_to_transformers(world: World, model: str) -> None:
+@pytest.mark.parametrize(("model", "layout"), OF_CRITICS)
+def test_an_exported_critic_is_a_classifier_to_transformers(world: World, model: str, layout: dict[str, int]) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    saved = world.out / key("critic", model, TP2PP2) / "again"
+    saved = world.out / key("critic", model, layout) / "again"
     got, info = AutoModelForSequenceClassification.from_pretrained(saved, output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"]
     assert set(info["unexpected_keys"]) <= {"score.bias"}, "for SGLang, which would make one up"
     assert got.score.weight[0].tolist() == list(range(got.config.hidden_size))
 
 
-@pytest.mark.parametrize("model", RUNS)
-def test_models_of_a_run_s_checkpoint(world: World, model: str) -> None:
-    result = world("run_checkpoint", model, TP2PP2)
+@pytest.mark.parametrize(("model", "layout"), [(model, x) for model, x in BOTH if model in RUNS])
+def test_models_of_a_run_s_checkpoint(world: World, model: str, layout: dict[str, int]) -> None:
+    result = world("run_checkpoint", model, layout)
     assert result["wrong"] == {"actor": [], "critic": []}
     assert "has no reward, but actor, critic" in result["other"]
     assert "--model-files" in result["bare"]

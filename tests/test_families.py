@@ -46,10 +46,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {"num_key_value_heads": 2},
     "olmo3": {"layer_types": 2 * ["sliding_attention", "full_attention"]},
     "smollm3": {"no_rope_layers": [1, 1, 0, 1], "tied": True},
+    "gpt_oss": {"initializer_range": 0.1},
 }
+UNCUT = ("tp2.ep2", "pp2.ep2", "cp2.ep2", "tp2.cp2.ep2", "pp2.vpp2")  # of experts that no rank has a part of
 MOE = ("glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight", "qwen2_moe")
 FAMILY = {"glm4_moe_air": "glm4_moe", "moonlight": "deepseek_v3"}  # of the others their own names
-LAYOUTS = {name: EXPERTS if name in MOE else DENSE for name in MODELS}
+LAYOUTS = {name: EXPERTS if name in MOE else DENSE for name in MODELS} | {"gpt_oss": UNCUT}
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +127,15 @@ GEMMA = "gemma3_text"
         (GEMMA, {"architectures": ["Qwen3NextForCausalLM"]}, "linear attention .* train a Qwen3"),
         (GEMMA, {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}, "linear attention .* train a Qwen3"),
         (GEMMA, {"architectures": ["Llama4ForCausalLM"]}, "chunked attention is not supported: train a Llama 3"),
-        (GEMMA, {"architectures": ["GptOssForCausalLM"]}, "attention sinks .* train a Qwen3-MoE"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config .train from unquant"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit=6.0 .only 7.0"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 .only 1.702"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias=false"),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window=null"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act='gelu' .only silu"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must be full_attention or sliding"),
+        ("gpt_oss", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type=longrope; supported: default, yarn"),
+        ("gpt_oss", {"num_local_experts": 0}, "num_local_experts must be a whole number from 1"),
         ("qwen2_moe", {"mlp_only_layers": [2]}, "mlp_only_layers must be layers from 0 to 1"),
         ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a whole number from 1"),
         ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window=true"),

@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mrl.families import load_arch
 from mrl.families.flops import ForwardFlops, num_parameters
 from tests.conftest import TinyModels
-from tests.tiny import FAMILIES, MOE_FAMILIES
+from tests.tiny import FAMILIES, MOE_FAMILIES, STACKED_FAMILIES
 
-DENSE = [family for family in FAMILIES if family not in MOE_FAMILIES]
+DENSE = [family for family in FAMILIES if family not in MOE_FAMILIES + STACKED_FAMILIES]
 LENGTH = 32
 
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from mrl.config.checks.routing import check
-from mrl.config.schema import RLConfig, RolloutConfig
+from mrl.config.schema import RLConfig, RolloutConfig, SyncConfig
 from mrl.core import Prompt, Request, Rollout, Sample, SamplingParams
 from mrl.data.collate import collate
 from mrl.data.packing import pack
@@ -30,7 +31,10 @@ from mrl.rollout.protocol import ServerInfo
 from mrl.rollout.routed import ASK, RoutedShape, joined, whole
 from mrl.rollout.samples import Expected, generate_body, read_samples
 from mrl.trainers.rl.kept_samples import plain, restored
+from mrl.weights.sync.payload import plan_buckets
+from mrl.weights.sync.push import WeightSync
 from tests.conftest import TinyModels
+from tests.sync_tools import FileExporter
 from tests.test_engine_families import sample
 from tests.test_resume import difference, results, samples, train, train_and_kill
 from tests.train_tools import given, write_config
@@ -241,19 +245,28 @@ def test_engines_are_told_at_their_start(tiny_models: TinyModels) -> None:
 
 
 def test_the_transformers_engine_says_its_experts(tiny_models: TinyModels, tmp_path: Path) -> None:
-    model, jobs, found = tiny_models("glm4_moe"), tmp_path / "jobs.json", tmp_path / "found.json"
-    with start_engine(RolloutConfig(engine="transformers"), str(model), "float32", tmp_path) as engine:
-        engine.wait_ready()
-        engine.check_experts()
-        drawn = sample(engine, 1.0)
-        [unasked] = engine.generate([request(0, (5, 6))], SamplingParams(max_new_tokens=2))
-        assert unasked.experts is None
-    jobs.write_text(json.dumps([{"name": "glm", "model": str(model), "temperature": 1.0, "samples": drawn}]))
+    """Of a family whose experts lie in a tensor each, also after a push of each tensor by itself."""
+    jobs, found, drawn = tmp_path / "jobs.json", tmp_path / "found.json", []
+    for family in ("glm4_moe", "gpt_oss"):
+        old, new = tiny_models(family), tiny_models(family, seed=1)
+        with start_engine(RolloutConfig(engine="transformers"), str(old), "float32", tmp_path / family) as engine:
+            engine.wait_ready()
+            engine.check_experts()
+            drawn.append({"name": family, "model": str(old), "temperature": 1.0, "samples": sample(engine, 1.0)})
+            [unasked] = engine.generate([request(0, (5, 6))], SamplingParams(max_new_tokens=2))
+            assert unasked.experts is None
+            if family == "gpt_oss":
+                exporter = FileExporter(new)
+                with closing(WeightSync(exporter, engine.urls, PROVED, access=engine.access)) as sync:
+                    sync._buckets = plan_buckets(exporter.metas(), 1)
+                    assert sync.push("1").verified == len(exporter.tensors) == len(sync._buckets)
+                drawn.append({"name": "pushed", "model": str(new), "temperature": 1.0, "samples": sample(engine, 1.0)})
+    jobs.write_text(json.dumps(drawn))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "tests/worlds/main_job.py", str(jobs), str(found)]
     subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=600)
-    gap, _, otherwise = json.loads(found.read_text())["glm"]
-    assert gap < 1e-4 and otherwise == 0.0
+    for gap, at_another_temperature, otherwise in json.loads(found.read_text()).values():
+        assert gap < 1e-4 < 1e-2 < at_another_temperature and otherwise == 0.0
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +286,7 @@ def test_an_engine_that_does_not_say_is_refused_at_the_start(served: Engine, mon
         served.check_experts()
 
 
+PROVED = SyncConfig(transport="http", verify="checksum", timeout_s=60.0)
 REPLAYED: dict[str, Any] = {
     "actor": {
         "parallel": {"expert": 2},

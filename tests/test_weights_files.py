@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from mrl.families import load_arch
+from mrl.families import Experts, load_arch
+from mrl.families.table import weight_table
 from mrl.weights.agreement import MAX_LISTED, raise_together
+from mrl.weights.disk.hf_rows import parameter_rows
+from mrl.weights.disk.mxfp4 import unpacked
 from mrl.weights.disk.safetensors_io import HFCheckpoint
+from mrl.weights.disk.unused import unused_tensors
 from mrl.weights.errors import WeightError
+from mrl.weights.kinds import to_megatron
 from mrl.weights.meta import TensorMeta  # noqa: E402
 from mrl.weights.model.export import plan_files, save_hf
+from tests.conftest import TinyModels
 from tests.full_disk import full_disk
 
 A, B = torch.arange(24.0).view(2, 3, 4), torch.arange(6.0)
@@ -196,3 +203,70 @@ def test_an_export_that_finds_the_disk_full_leaves_what_was_there(
     with HFCheckpoint(target) as checkpoint:
         assert torch.equal(checkpoint.source("b")[:], torch.ones(8))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_slice_has_a_name_of_its_own(tmp_path: Path) -> None:
+    with HFCheckpoint(write_indexed(tmp_path)) as checkpoint:
+        assert "a[1]" in checkpoint and "c[1]" not in checkpoint
+        assert torch.equal(checkpoint.source("a[1]", (3, 4))[1:], A[1, 1:])
+        assert checkpoint.place("a[1]", (3, 4))[1] - checkpoint.place("a[0]", (3, 4))[1] == A[0].nbytes  # type: ignore[index]
+        for wrong, shape in (("a[2]", (3, 4)), ("a[1]", (4, 3))):
+            for ask in (checkpoint.source, checkpoint.place):
+                with pytest.raises(WeightError, match=r"one.safetensors: a has shape \[2, 3, 4\].*of them"):
+                    ask(wrong, shape)
+
+
+def test_numbers_of_four_bits_are_those_of_the_format(tmp_path: Path) -> None:
+    """Every pair of the 16 values under every scale, against float64; what bfloat16 cannot hold is infinite, and a
+    scale that is no number makes none."""
+    positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    values = torch.tensor(positive + [-value for value in positive], dtype=torch.float64)
+    pairs = torch.arange(256, dtype=torch.uint8).view(16, 16)  # a row: 16 bytes, the lower half first
+    blocks = pairs[:, None].expand(16, 256, 16).contiguous()
+    scales = torch.arange(256, dtype=torch.uint8).expand(16, 256).contiguous()
+    wide = torch.stack([values[(pairs & 15).int()], values[(pairs >> 4).int()]], -1).flatten(1)
+    exact = (wide[:, None] * 2.0 ** (torch.arange(256, dtype=torch.float64) - 127)[None, :, None]).flatten(1)
+    got = unpacked(blocks, scales)
+    is_number = (torch.arange(256) != 255).repeat_interleave(32).expand(16, -1)
+    assert torch.equal(got[is_number], exact[is_number].to(torch.bfloat16)) and got[~is_number].isnan().all()
+    assert torch.equal(got[is_number & (exact.abs() < 2.0**128)].double(), exact[is_number & (exact.abs() < 2.0**128)])
+
+    both = {"x_blocks": blocks[None].repeat(2, 1, 1, 1), "x_scales": scales.flip(0)[None].repeat(2, 1, 1)}
+    save_file(both, tmp_path / "model.safetensors")
+    with HFCheckpoint(tmp_path) as checkpoint:
+        assert "x[1]" in checkpoint and checkpoint.place("x[1]", (8192, 16)) is None
+        assert torch.equal(checkpoint.source("x[1]", (8192, 16))[32:320], unpacked(blocks, scales).t()[32:320])
+        with pytest.raises(WeightError, match=r"x_blocks holds \(8192, 16\) each, config.json asks for \(16, 8192\)"):
+            checkpoint.source("x[1]", (16, 8192))
+        with pytest.raises(WeightError, match="x_blocks has shape"):
+            checkpoint.source("x[2]", (8192, 16))
+
+
+def test_packed_experts_are_those_that_transformers_unpacks(tiny_models: TinyModels, tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model, draw = tiny_models("gpt_oss"), torch.Generator().manual_seed(0)
+    weights, plain = load_file(model / "model.safetensors"), {}
+    for name in [name for name in weights if name.endswith("experts.gate_up_proj")]:
+        count, columns, rows = weights.pop(name).shape
+        blocks = torch.randint(0, 256, (count, rows, columns // 32, 16), dtype=torch.uint8, generator=draw)
+        scales = torch.randint(118, 130, (count, rows, columns // 32), dtype=torch.uint8, generator=draw)
+        weights |= {name + "_blocks": blocks, name + "_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(weights, tmp_path / "model.safetensors")
+    arch = load_arch(model)
+    table = weight_table(arch)
+    with HFCheckpoint(tmp_path) as checkpoint:
+        assert list(unused_tensors(checkpoint, arch, table, "policy")) == []
+        fewer = replace(arch, experts=Experts(3, 2))
+        said = list(unused_tensors(checkpoint, fewer, weight_table(fewer), "policy"))
+        assert any("gate_up_proj has more than the 3 slices" in each for each in said), said
+        for name, row in table.items():
+            if row.kind == "interleaved" and name.endswith("weight"):
+                whole, _, number = row.hf[0].partition("[")
+                want = to_megatron(row, [plain[whole][int(number[:-1])]], arch)
+                assert torch.equal(to_megatron(row, [checkpoint.source(row.hf[0], row.shapes[0])], arch), want)
+                rows = parameter_rows(checkpoint, row, arch, allow_pickle=False)
+                out = torch.empty(5, rows.shape[1])
+                rows.read(3, out)
+                assert torch.equal(out, want[3:8].float())

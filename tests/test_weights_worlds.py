@@ -39,9 +39,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo3": ("olmo3", {"vocab_size": 323}),
     "phi3": ("phi3", {}),
     "smollm3": ("smollm3", {}),
+    "gpt_oss": ("gpt_oss", {"vocab_size": 323}),
 }
+UNCUT = ("gpt_oss",)  # experts that no rank has a part of
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_raw", "glm4_moe", "deepseek_v3")
-CRITICS = ("llama_tied", "qwen3", "mixtral", "gemma3_text", "deepseek_v3", "qwen2_moe", "olmo3", "phi3", "smollm3")
+CRITICS = ("llama_tied", "qwen3", "mixtral", "gemma3_text", "deepseek_v3", "qwen2_moe", "olmo3", "phi3", "smollm3",
+           "gpt_oss")  # fmt: skip
 ONE: dict[str, int] = {}
 TP2PP2 = {"tensor": 2, "pipeline": 2}
 EP2PP2 = {"pipeline": 2, "expert": 2}
@@ -50,9 +53,18 @@ TP2EP2 = {"tensor": 2, "expert": 2}
 ETP2EP2 = {"tensor": 2, "expert": 2, "expert_tensor": 2}
 
 
+BOTH = [(model, TP2EP2 if model in UNCUT else TP2PP2) for model in MODELS]  # each under both that cut its matrices
+WITH_EXPERTS = [(model, EP2PP2) for model in (*MOE, *UNCUT)] + [(model, TP2EP2) for model in MOE]
+OF_CRITICS = [(model, TP2EP2 if model in UNCUT else TP2PP2) for model in CRITICS]
+
+
 def layout_of(model: str, layout: dict[str, int]) -> dict[str, int]:
     """A three-layer model is cut unevenly."""
     return {**layout, "first_stage_layers": 1, "last_stage_layers": 2} if model == "llama" and layout else layout
+
+
+SAVED = [("qwen2_tied", TP2PP2), ("mistral", TP2PP2), ("llama", TP2PP2), ("mixtral", EP2PP2), ("qwen3_moe", ETP2EP2)]
+SAVED += [("gpt_oss", EP2PP2)]
 
 
 @dataclass(frozen=True)
@@ -127,13 +139,11 @@ def one(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Wo
 
 @pytest.fixture(scope="module")
 def four(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> World:
-    jobs = [(check, model, TP2PP2) for model in MODELS for check in ("round_trip", "logits")]
-    jobs += [(check, model, x) for model in MOE for x in (EP2PP2, TP2EP2) for check in ("round_trip", "logits")]
+    jobs = [(check, model, x) for model, x in BOTH + WITH_EXPERTS for check in ("round_trip", "logits")]
     jobs += [(check, model, ETP2EP2) for model in MOE for check in ("round_trip", "from_fused_experts")]
     jobs += [(check, "qwen2_tied", VPP2) for check in ("round_trip", "logits")]
-    jobs += [("critic", model, TP2PP2) for model in CRITICS]
-    jobs += [("save", model, TP2PP2) for model in ("qwen2_tied", "mistral", "llama")]
-    jobs += [("save", "mixtral", EP2PP2), ("save", "qwen3_moe", ETP2EP2)]
+    jobs += [("critic", model, x) for model, x in OF_CRITICS]
+    jobs += [("save", model, x) for model, x in SAVED]
     jobs += [("padding_is_zero", model, TP2PP2) for model in ("llama_tied", "qwen2")]
     jobs += [("attributes", model, x) for model, x in (("llama_tied", TP2PP2), ("qwen3_moe", ETP2EP2))]
     jobs += [(check, "qwen2_tied", TP2PP2) for check in ("load_errors", "tied_copy_forgotten", "save_errors")]
@@ -151,14 +161,13 @@ def test_one_process(one: World, model: str) -> None:
     check_parity(one("logits", model, ONE))
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_tp2_pp2(four: World, model: str) -> None:
-    assert four("round_trip", model, TP2PP2) == []
-    check_parity(four("logits", model, TP2PP2))
+@pytest.mark.parametrize(("model", "layout"), BOTH)
+def test_tensor_parallel(four: World, model: str, layout: dict[str, int]) -> None:
+    assert four("round_trip", model, layout) == []
+    check_parity(four("logits", model, layout))
 
 
-@pytest.mark.parametrize("layout", [EP2PP2, TP2EP2], ids=["ep2-pp2", "tp2-ep2"])
-@pytest.mark.parametrize("model", MOE)
+@pytest.mark.parametrize(("model", "layout"), WITH_EXPERTS)
 def test_expert_parallel(four: World, model: str, layout: dict[str, int]) -> None:
     assert four("round_trip", model, layout) == []
     check_parity(four("logits", model, layout))
@@ -181,9 +190,9 @@ def test_vocabulary_padding_is_zero(one: World, four: World) -> None:
     assert four("padding_is_zero", "qwen2", TP2PP2) == 0.0
 
 
-@pytest.mark.parametrize("model", CRITICS)
-def test_critic_starts_from_a_policy_and_comes_back(one: World, four: World, model: str) -> None:
-    results = [four("critic", model, TP2PP2)] + ([one("critic", model, ONE)] if model == "llama_tied" else [])
+@pytest.mark.parametrize(("model", "layout"), OF_CRITICS)
+def test_critic_starts_from_a_policy_and_comes_back(one: World, four: World, model: str, layout: Any) -> None:
+    results = [four("critic", model, layout)] + ([one("critic", model, ONE)] if model == "llama_tied" else [])
     for result in results:
         assert result["fresh"] == 0.0
         assert result["wrong"] == []
@@ -191,10 +200,7 @@ def test_critic_starts_from_a_policy_and_comes_back(one: World, four: World, mod
         assert "nothing uses its tensor score.weight" in result["as_policy"]
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [("qwen2_tied", TP2PP2), ("mistral", TP2PP2), ("llama", TP2PP2), ("mixtral", EP2PP2), ("qwen3_moe", ETP2EP2)],
-)
+@pytest.mark.parametrize(("model", "layout"), SAVED)
 def test_saved_directory_is_the_same_model_to_transformers(
     models: dict[str, Path], four: World, model: str, layout: dict[str, int]
 ) -> None:

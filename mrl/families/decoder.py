@@ -44,6 +44,7 @@ class Decoder:
     local_only: str | None = None  # what its layers do that transformer-engine's cannot, in words
     rotary_share: float | None = None  # of a head's channels, where config.json has none; None: all, and no other share
     ignores_attention_bias = False  # transformers' code of the family does not read the key
+    unpacks: tuple[str | None, ...] = ()  # forms of quantised weights that are read, by the hub's names
     ignores_auto_map = False  # code in the model's directory, which is never run, is not missed
     draft_keys: tuple[str, ...] = ()  # count layers that guess further tokens, which are left out and not saved
     # SGLang (0.5.23) gives its score head a bias, random unless the checkpoint has one; transformers' has none
@@ -112,7 +113,7 @@ class Decoder:
         if keys["use_sliding_window"]:
             yield "use_sliding_window=true"
         yield from self.other_layers(keys)
-        if keys["quantization_config"]:
+        if keys["quantization_config"] and packing(keys) not in self.unpacks:
             yield "quantization_config (train from unquantized weights)"
         if keys["auto_map"] and not self.ignores_auto_map:
             yield "auto_map (code of the model's own, which is never run)"
@@ -158,6 +159,12 @@ class Decoder:
         if found % 2:
             raise UnsupportedModel(f"{keys.where}: a head has {found} channels; rotary embeddings turn pairs of them")
         return found
+
+
+def packing(keys: Keys) -> str | None:
+    """What config.json calls the form of quantised weights; None for plain ones, or where it does not say."""
+    found = keys.table("quantization_config")
+    return None if found is None else str(found["quant_method"])
 
 
 def positions(keys: Keys) -> int:

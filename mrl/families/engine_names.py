@@ -48,6 +48,11 @@ class Source:
         """Whether SGLang keeps its matrices the other way round."""
         return self.is_stack and len(self.row.shapes[self.index]) == 2
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether SGLang keeps it in float32, whatever the model's dtype is."""
+        return self.is_stack and not self.is_turned
+
 
 @lru_cache(maxsize=4)
 def fused_parameters(arch: ModelArch) -> Parameters:

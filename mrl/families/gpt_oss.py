@@ -26,9 +26,14 @@ class GptOss(ExpertDecoder, SlidingDecoder):
     wide_norms = sinks = biases = True
     gate = "clamped"
     local_only = "attention sinks, windows by layer and clamped experts with biases"
+    unpacks = ("mxfp4",)
     ignores_attention_bias = True  # there is a place for all four
     engine_score_bias = False  # it serves no such class
     engine_needs_gpu = "has no attention with sinks on CPUs (its list of backends for the family ends without one)"
+
+    def engine_lacks(self, arch: ModelArch, tensor: int, *, quantized: bool) -> str | None:
+        """Its experts' tensors are sent whole, without scales."""
+        return f"takes no experts of {self.name} in fp8: leave quantization out" if quantized else None
 
     def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
         width, window = keys.size(self.width_key, MAX_WIDTH), keys.size("sliding_window", MAX_POSITIONS, WINDOW)

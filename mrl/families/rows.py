@@ -10,7 +10,8 @@ from typing import Literal
 
 from mrl.families.arch import ModelArch
 
-Kind = Literal["copy", "vocab", "qkv", "gate_up", "interleaved", "transposed"]  # how the two sides correspond: see mrl.weights.kinds
+# how the two sides correspond: see mrl.weights.kinds
+Kind = Literal["copy", "vocab", "qkv", "gate_up", "interleaved", "transposed"]
 Start = Literal["normal", "ones", "zeros"]
 BODY = "model."  # the hub's prefix of a decoder's tensors
 

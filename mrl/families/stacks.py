@@ -34,14 +34,15 @@ def stored_shapes(rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
 
 def stacked_experts(hidden: int, ffn: int, count: int, m: str, h: str) -> Table:
     """Rows of `count` gated MLPs [hidden -> ffn -> hidden] with biases, which the hub has in four tensors a layer:
-    matrices the other way round, gate and up in turns. No rank has a part of one: Megatron's biases would not add up."""
+    matrices the other way round, gate and up in turns. No rank has a part of one: Megatron would add biases up."""
     rows: Table = {}
     for i in range(count):
         own, theirs = f"{m}mlp.experts.local_experts.{i}.", f"{h}mlp.experts."
         up, down = f"{theirs}gate_up_proj", f"{theirs}down_proj"
+        both = (2 * ffn,)
         rows |= {
-            own + "linear_fc1.weight": Row("interleaved", (f"{up}[{i}]",), ((hidden, 2 * ffn),), expert=True),
-            own + "linear_fc1.bias": Row("interleaved", (f"{up}_bias[{i}]",), ((2 * ffn,),), expert=True, start="zeros"),
+            own + "linear_fc1.weight": Row("interleaved", (f"{up}[{i}]",), ((hidden, *both),), expert=True),
+            own + "linear_fc1.bias": Row("interleaved", (f"{up}_bias[{i}]",), (both,), expert=True, start="zeros"),
             own + "linear_fc2.weight": Row("transposed", (f"{down}[{i}]",), ((ffn, hidden),), expert=True),
             own + "linear_fc2.bias": Row("copy", (f"{down}_bias[{i}]",), ((hidden,),), expert=True, start="zeros"),
         }

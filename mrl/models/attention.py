@@ -31,7 +31,6 @@ from mrl.models.mcore import (
     set_tensor_model_parallel_attributes,
 )
 
-
 SINK_CHANNELS = 8  # one would do, but kernels want a multiple of these
 
 
@@ -79,8 +78,8 @@ def packed_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [t, h, d]; key, value [all ranks' tokens, groups, d] -> [n, h, d], those that the plan gives. sinks [h]: the
-    score by a head's queries of a key more, whose value is 0."""
+    """query [t, h, d]; key, value [all ranks' tokens, groups, d] -> [n, h, d], those that the plan gives. sinks [h]:
+    the score by a head's queries of a key more, whose value is 0."""
     all_in_place = plan.in_place and plan.asking is None
     q = query if all_in_place else _Spread.apply(query, plan.query_index, plan.query_slot, plan.asking)
     if plan.in_place:
@@ -132,7 +131,8 @@ def _needs_own_keys(query: Tensor, mask: Tensor | None) -> bool:
 
 class PackedAttention(MegatronModule):
     """Core attention for Megatron's layer spec; `packed_seq_params` is a ModelBatch. window, rope: as of `Layer`;
-    sinks: it learns a score a head that stands for no token; is_last: gives the results of the tokens alone whose output is wanted, where the others leave."""
+    sinks: it learns a score a head that stands for no token;
+    is_last: gives the results of the tokens alone whose output is wanted, where the others leave."""
 
     def __init__(
         self,

@@ -26,7 +26,6 @@ from torch import Tensor
 from mrl.families import ModelArch
 from mrl.families.rows import Kind, Row
 
-
 TURNED: tuple[Kind, ...] = ("interleaved", "transposed")  # whose rows are columns on the other side
 
 
@@ -110,6 +109,8 @@ def segments(row: Row, arch: ModelArch) -> Iterator[Segment]:
     What `to_megatron` and `to_hf` do at TP1, told without a tensor: every kind moves whole rows, but for those that
     turn a matrix (TURNED), of which there are none.
     """
+    if row.kind in TURNED:
+        return
     if row.kind != "qkv":
         yield from (Segment(i, 0, shape[0]) for i, shape in enumerate(row.shapes))
         return

@@ -10,7 +10,7 @@ from mrl.config.derived import Machine, data_parallel, expert_size, model_size
 from mrl.config.problems import Problem
 from mrl.config.sections.models import ParallelConfig
 from mrl.config.trainers.base import AnyConfig, Config
-from mrl.families import ModelArch
+from mrl.families import FAMILIES, ModelArch
 
 
 def check(cfg: AnyConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
@@ -162,7 +162,12 @@ def _experts(key: str, p: ParallelConfig, arch: ModelArch, path_key: str) -> Ite
         message = f"{p.expert_tensor_size} does not divide the experts' feed-forward width {arch.expert_width}: "
         message += f"{_divisors(arch.expert_width)} would"
         yield Problem((f"{key}.expert_tensor", path_key), message)
-    if p.expert == 1 and p.expert_tensor_size != p.tensor:
+    if FAMILIES[arch.family].biases and p.expert_tensor_size > 1:
+        message = f"{p.expert_tensor_size}: experts with biases, as of {arch.family}, need 1"
+        if p.expert == 1:
+            message += f", which with tensor {p.tensor} needs expert of 2 or more"
+        yield Problem((f"{key}.expert_tensor", f"{key}.expert", f"{key}.tensor"), message)
+    elif p.expert == 1 and p.expert_tensor_size != p.tensor:
         size = p.expert_tensor_size
         message = f"{size} with expert 1 must equal tensor ({p.tensor}): Megatron would not add up the gradients"
         yield Problem((f"{key}.expert_tensor", f"{key}.tensor"), message)

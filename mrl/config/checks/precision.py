@@ -81,6 +81,9 @@ def _family(key: str, fp8: FP8Config, arch: ModelArch) -> Iterator[Problem]:
     if arch.latent is not None and fp8.emulate:
         message = "emulated layers round the products of queries, keys and values, which this model has none of"
         yield Problem((f"{key}.emulate", "model.path"), f"{message} ({lacks}): recipe: none")
+    if FAMILIES[arch.family].biases and fp8.emulate:
+        message = f"emulated layers have no experts with biases, as {arch.family} needs: recipe: none"
+        yield Problem((f"{key}.emulate", "model.path"), message)
     if lacks is not None and not fp8.emulate:
         message = f"{fp8.recipe} is computed by transformer-engine's layers, which lack what {arch.family} needs"
         yield Problem((f"{key}.recipe", "model.path"), f"{message} ({lacks}): emulate: true, or none")

@@ -14,7 +14,8 @@ from mrl.config.placement import gpus_with_engines
 from mrl.config.problems import Problem
 from mrl.config.schema import ParallelConfig, RLConfig, RolloutConfig, SamplingConfig, ValidationConfig
 from mrl.config.secret_file import read_secret
-from mrl.families import FAMILIES, ModelArch
+from mrl.families import FAMILIES, ModelArch, hf_keys
+from mrl.families.decoder import packing
 
 MOST_CPU_ENGINES = 64
 _BLOCK = BLOCK["blockwise"]  # of weights in fp8
@@ -91,7 +92,11 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
         message = f"{rollout.tensor} does not divide the model's {heads}: {either(would)} would"
         yield Problem(("rollout.tensor", "model.path"), message)
     if "tensor" not in ignored and arch is not None:
-        yield from _served(rollout, arch)
+        yield from _served(rollout, arch, machine)
+    if arch is not None and packing(hf_keys(cfg.model.path)) is not None:
+        message = "its weights are packed, and would stay so in an engine, where no push fits: make plain ones of them "
+        message += "first, by mrl convert hf-to-megatron and then megatron-to-hf"
+        yield Problem(("model.path",), message)
     if "server_args" not in ignored and any(argument.startswith("--trust") for argument in rollout.server_args):
         message = "--trust-remote-code would run code that comes with a model, which mrl never does: leave it out"
         yield Problem(("rollout.server_args",), message)
@@ -158,7 +163,10 @@ def _stops(sampling: SamplingConfig, arch: ModelArch | None) -> Iterator[Problem
         yield Problem(keys, f"{', '.join(map(str, outside))}: outside {vocabulary}")
 
 
-def _served(rollout: RolloutConfig, arch: ModelArch) -> Iterator[Problem]:
+def _served(rollout: RolloutConfig, arch: ModelArch, machine: Machine) -> Iterator[Problem]:
+    if machine.gpus == 0 and (why := FAMILIES[arch.family].engine_needs_gpu) is not None:
+        message = f"{rollout.engine} {why}: set rollout.engine: transformers"
+        yield Problem(("rollout.engine", "model.path"), message)
     quantized = rollout.quantization != "none"
     if (lacks := FAMILIES[arch.family].engine_lacks(arch, rollout.tensor, quantized=quantized)) is not None:
         yield Problem(("rollout.engine", "rollout.tensor", "model.path"), f"{rollout.engine} {lacks}")

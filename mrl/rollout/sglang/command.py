@@ -115,6 +115,9 @@ def _gpu(spec: ServerSpec) -> list[str]:
         arguments += ["--max-running-requests", str(cfg.max_running_requests)]
     if spec.arch.shared_width is not None:  # else it lies among the routed experts, where no push would look for it
         arguments.append("--disable-shared-experts-fusion")
+    family = FAMILIES.get(spec.arch.family)
+    if family is not None and family.biases:  # others keep the experts' matrices in forms that differ with the machine
+        arguments += ["--moe-runner-backend", "triton"]
     return arguments
 
 

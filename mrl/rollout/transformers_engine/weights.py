@@ -115,11 +115,14 @@ class ModelWeights:
         }
 
     def _fused(self, sources: Sequence[Source]) -> Tensor:
-        parts = [self._places[source.name] for source in sources]
-        tensor = torch.cat([part.mT if source.is_turned else part for part, source in zip(parts, sources, strict=True)])
+        tensor = torch.cat([self._in_sglang(source) for source in sources])
         if sources[0].row.kind == "vocab" and FAMILIES[self._arch.family].engine_cuts_vocab:
             return nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[0] % VOCAB_MULTIPLE))
         return tensor
+
+    def _in_sglang(self, source: Source) -> Tensor:
+        part = self._places[source.name]
+        return part.mT if source.is_turned else part.float() if source.is_wide else part
 
     def _part(self, row: Row, i: int) -> Tensor:
         """The tensor number `i` of a row, in the other form that it may have."""

@@ -22,8 +22,8 @@ from mrl.weights.disk.rows import Rows, ZeroRows, flat_shape, row_blocks
 from mrl.weights.disk.safetensors_io import FLOATS, HFCheckpoint
 from mrl.weights.disk.stored_names import Names, leading_shape
 from mrl.weights.disk.torch_dist_files import pickled
-from mrl.weights.kinds import parameter_shape
 from mrl.weights.errors import WeightError
+from mrl.weights.kinds import parameter_shape
 from mrl.weights.meta import TensorMeta
 from mrl.weights.model.export import OutputFile, plan_files
 

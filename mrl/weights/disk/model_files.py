@@ -29,8 +29,8 @@ _KEPT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENS
 
 
 def copy_model_files(source: Path, target: Path, dtype: torch.dtype, arch: ModelArch, role: Role) -> None:
-    """Everything of a model directory but its weights; config.json says the weights' dtype, and that no layers guess
-    further tokens.
+    """Everything of a model directory but its weights; config.json says the weights' dtype, that they are plain, and
+    that no layers guess further tokens.
 
     A critic becomes what transformers calls a sequence classifier with one label a head, or a token classifier: a score
     head and no lm_head. It is padded with a token that no text ends with: transformers takes the score of the last one
@@ -47,6 +47,7 @@ def copy_model_files(source: Path, target: Path, dtype: torch.dtype, arch: Model
     ):
         part[key] = str(dtype).removeprefix("torch.")
     config |= {key: 0 for key in FAMILIES[arch.family].draft_keys if key in config}
+    config.pop("quantization_config", None)  # what is written is plain
     if role == "critic":
         config |= _classifier(config, arch)
         _pad(target, config)

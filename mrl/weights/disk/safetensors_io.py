@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mrl.families.stacks import slice_of, stored_name
 from mrl.foreign import own_file, parse_json, read_json
+from mrl.weights.disk.mxfp4 import BLOCKS, SCALES, UnpackedSource
 from mrl.weights.errors import WeightError
 
 MAX_HEADER, MAX_NAME, MAX_FILE_NAME = 100_000_000, 512, 255  # bytes (as the format has it), characters
@@ -96,7 +97,10 @@ class HFCheckpoint:
         self._open.clear()
 
     def __contains__(self, name: str) -> bool:
-        return stored_name(name) in self._file_of
+        return stored_name(name) in self._file_of or self._is_packed(stored_name(name))
+
+    def _is_packed(self, name: str) -> bool:
+        return name not in self._file_of and name + BLOCKS in self._file_of
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -104,19 +108,33 @@ class HFCheckpoint:
     def __len__(self) -> int:
         return len(self._file_of)
 
-    def source(self, name: str, shape: tuple[int, ...] | None = None) -> TensorSource | NarrowedSource:
-        """The tensor `name`, or the slice that it says, unread. Raises WeightError if it is missing, quantized, or not of `shape` where that is
-        given."""
+    def source(self, name: str, shape: tuple[int, ...] | None = None) -> TensorSource | NarrowedSource | UnpackedSource:
+        """The tensor `name`, or the slice that it says, unread. Raises WeightError if it is missing, quantized, or not
+        of `shape` where that is given."""
         part = slice_of(name)
         return self._source(name, shape) if part is None else self._slice(*part, shape)
 
-    def _slice(self, whole: str, index: int, shape: tuple[int, ...] | None) -> NarrowedSource:
-        source = self._source(whole, None)
+    def _slice(self, whole: str, index: int, shape: tuple[int, ...] | None) -> NarrowedSource | UnpackedSource:
+        if self._is_packed(whole):
+            blocks, scales = (self._slice_of_file(whole + part, index, None, ("U8",)) for part in (BLOCKS, SCALES))
+            groups = blocks.shape[:-1]
+            if len(groups) != 2 or blocks.shape[-1] != 16 or scales.shape != groups:
+                raise WeightError(f"{blocks.label} and {SCALES} are no packed matrices: {blocks.shape}, {scales.shape}")
+            unpacked = UnpackedSource(blocks, scales)
+            if shape is not None and unpacked.shape != shape:
+                raise WeightError(f"{blocks.label} holds {unpacked.shape} each, config.json asks for {shape}")
+            return unpacked
+        return self._slice_of_file(whole, index, shape, tuple(FLOATS))
+
+    def _slice_of_file(
+        self, whole: str, index: int, shape: tuple[int, ...] | None, dtypes: Sequence[str]
+    ) -> NarrowedSource:
+        source = self._source(whole, None, dtypes)
         self._check_slice(source.file, whole, index, source.shape, shape)
         ranges = [(index, index + 1), *((0, size) for size in source.shape[1:])]
         return source.narrow(ranges, len(source.shape) - 1)
 
-    def _source(self, name: str, shape: tuple[int, ...] | None) -> TensorSource:
+    def _source(self, name: str, shape: tuple[int, ...] | None, dtypes: Sequence[str] = tuple(FLOATS)) -> TensorSource:
         file = self._file_of.get(name)
         if file is None:
             raise WeightError(f"{self.path}: no tensor {name}")
@@ -132,16 +150,19 @@ class HFCheckpoint:
             except SafetensorError as e:
                 raise WeightError(f"{file}: no tensor {name}, though the index says so ({e})") from e
             found, dtype = tuple(part.get_shape()), part.get_dtype()
-        self._check(file, name, dtype, found, shape)
-        return TensorSource(file, name, part, found, FLOATS[dtype])
+        self._check(file, name, dtype, found, shape, dtypes)
+        return TensorSource(file, name, part, found, FLOATS.get(dtype, torch.uint8))
 
     def place(self, name: str, shape: tuple[int, ...]) -> tuple[Path, int, torch.dtype] | None:
-        """(file, first byte, dtype) of a tensor in a safetensors file, without mapping it; None in a pickled one.
+        """(file, first byte, dtype) of a tensor in a safetensors file, without mapping it; None of one that lies
+        otherwise: in a pickled file, packed.
 
         Raises WeightError as `source` does.
         """
         stored, part = stored_name(name), slice_of(name)
         file = self._file_of.get(stored)
+        if file is None and self._is_packed(stored):
+            return None
         if file is None:
             raise WeightError(f"{self.path}: no tensor {name}")
         if file.suffix != ".safetensors":
@@ -162,8 +183,16 @@ class HFCheckpoint:
             asked = f"{list(wanted)} each, and number {index}" if wanted is not None else f"number {index}"
             raise WeightError(f"{file}: {name} has shape {list(found)}, config.json asks for slices {asked} of them")
 
-    def _check(self, file: Path, name: str, dtype: str, found: tuple[int, ...], wanted: tuple[int, ...] | None) -> None:
-        if dtype not in FLOATS:
+    def _check(
+        self,
+        file: Path,
+        name: str,
+        dtype: str,
+        found: tuple[int, ...],
+        wanted: tuple[int, ...] | None,
+        dtypes: Sequence[str] = tuple(FLOATS),
+    ) -> None:
+        if dtype not in dtypes:
             raise WeightError(f"{file}: {name} is {dtype}; only unquantized weights ({', '.join(sorted(FLOATS))})")
         if wanted is not None and found != wanted:
             raise WeightError(f"{file}: {name} has shape {list(found)}, config.json asks for {list(wanted)}")

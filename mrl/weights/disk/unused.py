@@ -13,6 +13,7 @@ from mrl.families import FAMILIES, ModelArch
 from mrl.families.rows import Row
 from mrl.families.stacks import stored_shapes
 from mrl.families.table import EMBEDDING, HF_OUTPUT, HF_VALUE_BIAS, Role
+from mrl.weights.disk.mxfp4 import BLOCKS, SCALES
 from mrl.weights.disk.rows import row_blocks
 from mrl.weights.errors import WeightError
 
@@ -48,8 +49,8 @@ def unused_tensors(
     for name in checkpoint:
         if name in zeros:
             yield from _not_zero(checkpoint, name, zeros[name])
-        elif name in stacks:
-            yield from _more_slices(checkpoint, name, stacks[name])
+        elif (whole := name.removesuffix(BLOCKS).removesuffix(SCALES)) in stacks:
+            yield from _more_slices(checkpoint, whole, stacks[whole])
         elif name not in known and not name.endswith(BUFFERS) and not _drafts(arch, name):
             yield f"{checkpoint.path}: nothing uses its tensor {name}"
     if compare_tied and role == "policy" and arch.tied_embeddings and HF_OUTPUT in checkpoint:
@@ -71,11 +72,12 @@ def _not_zero(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Iter
 
 
 def _more_slices(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Iterator[str]:
-    """Of a tensor whose slices are taken one by one."""
+    """Of a tensor whose slices are taken one by one, and which may be packed: slices that nothing takes."""
     try:
-        checkpoint.source(name, shape)
-    except WeightError as error:
-        yield str(error)
+        checkpoint.source(f"{name}[{shape[0]}]", shape[1:])
+    except WeightError:
+        return
+    yield f"{checkpoint.path}: {name} has more than the {shape[0]} slices that config.json asks for"
 
 
 def _untied(checkpoint: Checkpoint, row: Row) -> Iterator[str]:

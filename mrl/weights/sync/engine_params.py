@@ -16,11 +16,15 @@ from mrl.families.engine_names import VOCAB_MULTIPLE, Source, fused_parameters, 
 from mrl.families.rows import Row
 from mrl.weights.meta import TensorMeta
 
+WIDE_BYTES = 4  # of a float32
+
 
 @dataclass(frozen=True)
 class Part:
-    """`size` rows (dim 0) or columns (dim 1, ...) of an HF tensor, from `start`; the whole tensor with dim None. turned:
-    its last two dimensions then change places."""
+    """`size` rows (dim 0) or columns (dim 1, ...) of an HF tensor, from `start`; the whole tensor with dim None.
+
+    turned: its last two dimensions then change places; wide: in float32; nbytes: as the engine has it
+    """
 
     name: str
     nbytes: int
@@ -28,11 +32,12 @@ class Part:
     start: int = 0
     size: int = 0
     turned: bool = False
+    wide: bool = False
 
     def cut(self, tensor: Tensor) -> Tensor:
         """The part of the exported tensor `tensor`: a view, of the same shape but for `dim`, or turned."""
         part = tensor if self.dim is None else tensor.narrow(self.dim, self.start, self.size)
-        return part.mT if self.turned else part
+        return part.mT if self.turned else part.float() if self.wide else part
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,8 @@ class _Cutter:
         parts = tuple(part for source in sources for part in self._parts(source))
         is_padded = sources[0].row.kind == "vocab" and self.cuts_vocab
         padding = self._vocab_padding(parts[0]) if is_padded else 0
-        if sources[0].is_stack:  # a bias of experts' results is the first rank's alone, and 0 on others
-            padding = self.metas[sources[0].name].nbytes if not parts[0].nbytes else 0
+        if not parts[0].nbytes:  # a bias of experts' results is the first rank's alone, and 0 on others
+            padding = _nbytes(sources[0], self.metas[sources[0].name], True)
         return EngineParam(name, parts, padding)
 
     def _parts(self, source: Source) -> Iterator[Part]:
@@ -117,14 +122,16 @@ class _Cutter:
 
     def _of_stack(self, source: Source, meta: TensorMeta) -> Part:
         """This engine rank's share of all experts: of what their first product gives, and their second one takes."""
-        turned = source.is_turned and self.shape.fuses
+        turned, wide = source.is_turned and self.shape.fuses, source.is_wide and self.shape.fuses
+        nbytes = _nbytes(source, meta, self.shape.fuses)
         if self.tp == 1:
-            return Part(meta.name, meta.nbytes, turned=turned)
+            return Part(meta.name, nbytes, turned=turned, wide=wide)
         if source.row.kind == "copy":
-            return Part(meta.name, 0 if self.rank else meta.nbytes, 0, 0, 0 if self.rank else meta.shape[0])
+            whole = self.rank == 0
+            return Part(meta.name, nbytes * whole, 0, 0, meta.shape[0] * whole, wide=wide)
         dim = 1 if source.row.kind == "transposed" else len(meta.shape) - 1
         size = meta.shape[dim] // self.tp
-        return Part(meta.name, meta.nbytes // self.tp, dim, self.rank * size, size, turned)
+        return Part(meta.name, nbytes // self.tp, dim, self.rank * size, size, turned, wide)
 
     def _range(self, row: Row, index: int, rows: int, meta: TensorMeta) -> tuple[int, int, int] | None:
         """(dim, start, size) of this engine rank's share of `rows` rows, which are number `index` of the row's."""
@@ -154,6 +161,11 @@ class _Cutter:
     def _vocab_padding(self, part: Part) -> int:
         meta = self.metas[part.name]
         return self._vocab_rows() * (meta.nbytes // meta.shape[0]) - part.nbytes
+
+
+def _nbytes(source: Source, meta: TensorMeta, fused: bool) -> int:
+    """Of an exported tensor in the engine's memory."""
+    return meta.nbytes // meta.dtype.itemsize * WIDE_BYTES if fused and source.is_wide else meta.nbytes
 
 
 def _round_up(value: int, multiple: int) -> int:
