@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -24,7 +26,7 @@ from mrl.config.loader import load  # noqa: E402
 from mrl.config.schema import ParallelConfig, TrainConfig  # noqa: E402
 from mrl.config.trainers.base import Config  # noqa: E402
 from mrl.data.balance import plan_micro_batches  # noqa: E402
-from mrl.families import load_arch  # noqa: E402
+from mrl.families import ModelArch, load_arch  # noqa: E402
 from mrl.parallel import Mesh  # noqa: E402
 from mrl.plan.chips import CHIPS, Assumptions, Cluster  # noqa: E402
 from mrl.plan.engine import weights_per_gpu  # noqa: E402
@@ -33,6 +35,7 @@ from mrl.plan.memory import NEEDS  # noqa: E402
 from mrl.plan.places import Places  # noqa: E402
 from mrl.plan.plan import Plan, machine_of, make, read_shapes  # noqa: E402
 from mrl.plan.workload import Batches  # noqa: E402
+from mrl.rollout.routed import RoutedShape  # noqa: E402
 from mrl.trainers.rl.memory_order import ORDER  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -84,6 +87,36 @@ def test_offload_takes_a_model_away_while_another_computes() -> None:
     assert "actor" not in away["rollout"] | away["critic_update"]
     assert {"actor"} < stays["rollout"] and "actor" in stays["critic_update"]
     assert {"actor", "critic", "ref"} < away["experience"]
+
+
+def test_routing_replay_keeps_the_experts_of_every_token() -> None:
+    """Qwen3-30B-A3B: 8 of 128 in each of 48 layers. Of 600 experts a number takes two bytes."""
+
+    def items(mode: str) -> dict[str, float]:
+        keys = f"actor.routing_replay={mode}", "batch.samples_per_minibatch=256"
+        plan = plan_of("grpo_qwen3_30b_a3b_32gpu", *keys)
+        all_of = {name: phase.items for name, (_, phase) in plan.worst.items()} | {"host": plan.host(0)}
+        return {f"{name} {i.what}": i.nbytes for name, some in all_of.items() for i in some if i.owner != "process"}
+
+    off, engine, trainer = map(items, ("off", "engine", "trainer"))
+    work = plan_of("grpo_qwen3_30b_a3b_32gpu").work
+    arch, tokens = work.models["actor"].arch, work.size.learnt * work.lengths.mean
+    made = RoutedShape.of(arch).read({"routed_experts": coded(arch, 5)}, 5)
+    assert made.nbytes / 5 == arch.choice_bytes == 48 * 8
+    assert arch.experts is not None
+    assert replace(arch, experts=replace(arch.experts, count=600)).choice_bytes == 2 * 48 * 8
+    kept, said, update = "host experts of tokens", "host objects of rank 0", "actor_update experts of tokens"
+    assert not any("experts of tokens" in name for name in off)
+    assert engine[kept] == trainer[kept] == tokens * 48 * 8
+    assert engine[said] - off[said] > tokens * 48 * 8 * 6, "and the answers that they are read from"
+    assert trainer[said] == off[said] and trainer[update] == engine[update] > 0
+    passes = [found["experience experts of tokens"] for found in (engine, trainer)]
+    assert passes[1] - passes[0] == pytest.approx(2 * tokens * 48 * 8)
+
+
+def coded(arch: ModelArch, tokens: int) -> str:
+    chosen = np.broadcast_to(np.arange(8), (tokens - 1, 48, 8))
+    return RoutedShape.of(arch).written(chosen)
 
 
 def test_engines_apart_share_no_memory() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from mrl.families.keys import UnsupportedModel
 
@@ -53,6 +53,15 @@ class Experts:
     per_token_groups: int = 1
     shared_width: int = 0
     shared_gate: bool = False
+
+    @property
+    def number(self) -> Literal["uint8", "int16"]:
+        """What the number of one is kept as: the smallest of all that NumPy and torch both have."""
+        return "uint8" if self.count <= 256 else "int16"
+
+    @property
+    def number_bytes(self) -> int:
+        return 1 if self.number == "uint8" else 2
 
     def record(self) -> dict[str, Any]:
         """What a checkpoint says of them, but for the first three: what is other than usual."""
@@ -212,6 +221,13 @@ class ModelArch:
     def cached_width(self) -> tuple[int, int]:
         """(numbers a token and layer that an engine keeps whatever its heads are, those that it keeps a key head)."""
         return (self.latent.rank + self.latent.turned, 0) if self.latent else (0, 2 * self.head_dim)
+
+    @property
+    def choice_bytes(self) -> int:
+        """Of the numbers of a token's experts, in all layers that have some; 0 without experts."""
+        if self.experts is None:
+            return 0
+        return sum(layer.experts for layer in self.layers) * self.experts.per_token * self.experts.number_bytes
 
     @property
     def num_layers(self) -> int:

@@ -25,6 +25,13 @@ class Phi3(Decoder):
         for key in ("resid_pdrop", "embd_pdrop"):
             if keys[key]:
                 yield f"{key}={short(keys[key])} (only 0)"
+        for name in ("rope_parameters", "rope_scaling"):
+            rope = keys.table(name)
+            if rope is not None and (rope["rope_type"] or rope["type"]) in ("longrope", "su"):
+                yield (
+                    f"{name}.rope_type=longrope (a token's angles depend on the longest sequence beside it: train "
+                    "Phi-3-mini-4k, Phi-3-medium-4k or Phi-4, which have none)"
+                )
 
     def engine_config(self, keys: Keys) -> Mapping[str, Any]:
         """SGLang looks for it where the hub has it; transformers writes it elsewhere."""

@@ -25,7 +25,7 @@ class RoutingReplay:
         let_choose(chunks, arch)
         self._mesh = mesh
         self._shape = (sum(layer.experts for layer in arch.layers), arch.experts.per_token)
-        self._dtype = torch.uint8 if arch.experts.count <= 256 else torch.int16
+        self._dtype = {"uint8": torch.uint8, "int16": torch.int16}[arch.experts.number]
         self._changed = torch.zeros(2, dtype=torch.int64, device=platform.device())
         self._notes = False
         self._noted: Tensor | None = None

@@ -10,7 +10,7 @@ from typing import Literal
 
 from mrl.families import ModelArch
 from mrl.families.table import VOCAB_ALIGN_GPU, padded_vocab_size, weight_table
-from mrl.plan import activations, fp8, tower
+from mrl.plan import activations, fp8, replayed, tower
 from mrl.plan.activations import FLOAT32, Shapes, Tokens
 from mrl.plan.chips import Assumptions
 from mrl.plan.engine import EnginePlan
@@ -221,11 +221,18 @@ def _transient(phase: str, work: Work, seats: Mapping[str, Seat]) -> list[Item]:
     if phase == "experience":
         there = [name for name in work.size.passes if name in models]
         each = [list(forward_peak(models[name], seats[name], work.tokens[name])) for name in there]
-        return max(each, key=lambda items: sum(item.nbytes for item in items), default=[])
+        most = max(each, key=lambda items: sum(item.nbytes for item in items), default=[])
+        return [*most, *_experts(replayed.pass_bytes(models["actor"], work) + replayed.noted_bytes(work))]
     if phase == "sync":
         return list(sync_peak(models["actor"], seats["actor"], work.bucket))
     name = phase.removesuffix("_update")
-    return list(update_peak(models[name], seats[name], work.tokens[name], work.batches[name].count))
+    model, count = models[name], work.batches[name].count
+    given = activations.in_flight(model.layout, seats[name].pp, count) * replayed.pass_bytes(model, work)
+    return [*update_peak(model, seats[name], work.tokens[name], count), *_experts(given)]
+
+
+def _experts(nbytes: float) -> list[Item]:
+    return [Item("actor", "experts of tokens", nbytes)] if nbytes else []
 
 
 def _copies(work: Work, seat: Seat, on_host: bool) -> Iterator[Item]:
@@ -253,6 +260,9 @@ def host_items(work: Work, rank: int, written: Mapping[str, int]) -> list[Item]:
     flat = size.learnt * (mean.mean * 8 + mean.response * FLOAT32 * SAMPLE_VECTORS)
     dense = size.learnt * (work.size.response_tokens or work.lengths.longest) * FLOAT32 * DENSE_VECTORS
     found.append(Item("samples", "tensors of the step", flat + dense))
+    if own := replayed.host_bytes(work):
+        found.append(Item("samples", "experts of tokens", own))
     if rank == 0 and size.sampled:
-        found.append(Item("samples", "objects of rank 0", size.sampled * mean.response * OBJECT_BYTES))
+        objects = size.sampled * mean.response * OBJECT_BYTES + replayed.sample_bytes(work)
+        found.append(Item("samples", "objects of rank 0", objects))
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mrl.families import ModelArch
+from mrl.families import Experts, ModelArch
 from mrl.rollout.answers import field, shown
 from mrl.rollout.errors import BadAnswer
 
@@ -34,8 +34,8 @@ class RoutedShape:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest that has all experts' numbers and that tensors have too."""
-        return np.dtype(np.uint8 if self.count <= 256 else np.int16)
+        """Of an expert's number."""
+        return np.dtype(Experts(self.count, self.per_token).number)
 
     def read(self, meta: dict[str, Any], tokens: int, start: int = 0) -> np.ndarray:
         """[tokens - start, layers with experts, experts a token] of a sample of so many tokens, prompt and response,

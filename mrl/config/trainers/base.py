@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import Literal
 
 from mrl.config.sections.algorithm import AlgorithmConfig
 from mrl.config.sections.base import Section
@@ -90,6 +91,7 @@ class StepSize:
     prompt_tokens, response_tokens: the longest; None: the data says, up to a micro-batch
     passes: names of the models that compute log-probs or values of all samples before the updates
     image_tokens: that pictures may take of a prompt, where the models see some
+    replays: whose choice of experts the actor follows
     """
 
     learnt: int
@@ -101,6 +103,7 @@ class StepSize:
     response_tokens: int | None = None
     passes: tuple[str, ...] = ()
     image_tokens: int = 0
+    replays: Literal["off", "trainer", "engine"] = "off"
 
 
 class AnyConfig(Section):

@@ -101,6 +101,7 @@ class RLConfig(Config):
                 "actor" if name == "ref" and self.ref_is_actor else name for name, is_it in needed.items() if is_it
             ),
             image_tokens=min(self.data.max_prompt_tokens, self.data.max_images * self.data.max_image_tokens),
+            replays=self.actor.routing_replay,
         )
 
     def data_uses(self) -> dict[str, DataUse]:
