@@ -23,6 +23,7 @@ from mrl.reward.calls import Call
 from mrl.trainers.rl.reward_scores import to_score
 from tests import zygote
 from tests.test_resume import Runs, assert_the_same, results, train
+from tests.tiny import make_tiny
 from tests.tiny_vl import END, IMAGE, START, make_tiny_vl
 from tests.vision_rows import vision_settings, write_rows
 
@@ -254,13 +255,29 @@ def test_what_is_not_there_is_refused(folder: Path, trainer: str, override: str,
     assert said in str(refused.value)
 
 
+def make_judge(directory: Path) -> Path:
+    """A model that scores and sees pictures, by its config.json."""
+    config = json.loads((make_tiny_vl(directory, "qwen3_vl") / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3VLForSequenceClassification"]}))
+    return directory
+
+
+def test_a_judge_may_see_what_the_actor_does_not(folder: Path, tmp_path: Path) -> None:
+    """Then no key of pictures has an effect."""
+    text = make_tiny(tmp_path / "text", "qwen3", vocab_size=320)
+    reward = {"manager": "model", "model": {"path": str(make_judge(tmp_path / "judge"))}}
+    config = vision_settings(folder, text, "blind", {"tensor": 2}, reward=reward)
+    config["model"].pop("vision")
+    config["data"]["chat_template"] = False
+    assert load(file := write(folder, config)).reward.model is not None  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"data.max_images: has no effect: the model sees no pictures"):
+        load(file, ["data.max_images=2"])
+
+
 def test_a_judge_whose_processor_makes_other_numbers_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    judge = tmp_path / "judge"
-    make_tiny_vl(judge, "qwen3_vl")
-    config = json.loads((judge / "config.json").read_text())
-    (judge / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3VLForSequenceClassification"]}))
+    judge = make_judge(tmp_path / "judge")
     processor = json.loads((judge / "preprocessor_config.json").read_text()) | {"image_std": [0.25] * 3}
     (judge / "preprocessor_config.json").write_text(json.dumps(processor))
     reward = {"manager": "model", "model": {"path": str(judge)}}
