@@ -1,5 +1,5 @@
 """Preferences of rows with pictures: `trainer: reward_model` and `dpo`, a death and going on, what is exported against
-transformers, and the export as the reward of GRPO; what is refused."""
+transformers, and the export as the reward of PPO; what is refused."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import yaml
 from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 from mrl import cli
@@ -20,7 +21,9 @@ from mrl.config.loader import ConfigError, load
 from mrl.core import Prompt, Request, Sample
 from mrl.reward.calls import Call
 from mrl.trainers.rl.reward_scores import to_score
+from tests import zygote
 from tests.test_resume import Runs, assert_the_same, results, train
+from tests.tiny import make_tiny
 from tests.tiny_vl import END, IMAGE, START, make_tiny_vl
 from tests.vision_rows import vision_settings, write_rows
 
@@ -148,18 +151,36 @@ def test_mrl_eval_reward_scores_as_transformers(
     assert found["margin"] == pytest.approx(last["validation/rewards/margins"], rel=1e-4)
 
 
-def test_grpo_is_rewarded_by_it_under_another_layout(rewarded: Runs, folder: Path) -> None:
-    """The pictures of training and of validation rows, which have other numbers, go to it."""
+def test_a_checkpoint_is_converted_and_the_card_says_how_it_is_loaded(rewarded: Runs, tmp_path: Path) -> None:
+    step = rewarded.whole / "checkpoints/step_4"
+    done = zygote.run("mrl", "convert", "megatron-to-hf", step, tmp_path / "hf", "--verify", timeout_s=120)
+    assert done.returncode == 0 and "the same model" in done.stdout, done.stderr
+    converted, exported = (load_file(path / "model.safetensors") for path in (tmp_path / "hf", rewarded.whole / "hf"))
+    assert converted.keys() == exported.keys()
+    assert all(converted[name].equal(tensor) for name, tensor in exported.items())
+    card = (rewarded.whole / "hf/README.md").read_text()
+    assert "import AutoModel, AutoProcessor" in card and "`score.weight`" in card and "sglang.launch" not in card
+
+
+def test_ppo_is_rewarded_by_it_under_another_layout(rewarded: Runs, folder: Path) -> None:
+    """The pictures of training and of validation rows, which have other numbers, go to it; the critic starts from it
+    too."""
     judge = rewarded.whole / "hf"
     reward = {"manager": "model", "model": {"path": str(judge), "parallel": {"pipeline": 2}}}
-    more = {"reward": reward, "validation": {"prompts": 6, "every_steps": 1, "temperature": 1.0}}
-    config = vision_settings(folder, folder / "model", "grpo", {"tensor": 2}, **more)
+    critic = {"path": str(judge), "optimizer": {"lr": 0.005}, "max_tokens_per_microbatch": 150}
+    more = {
+        "reward": reward,
+        "critic": critic,
+        "algorithm": {"adv_estimator": "gae"},
+        "validation": {"prompts": 6, "every_steps": 1, "temperature": 1.0},
+    }
+    config = vision_settings(folder, folder / "model", "ppo", {"tensor": 2}, **more)
     config["run"] |= {"steps": 1, "trackers": []}
     config["data"]["validation"] = str(folder / "rows_held_out.jsonl")
     config["data"]["chat_template"] = False
     config["batch"]["samples_per_prompt"], config["rollout"]["sampling"]["max_new_tokens"] = 8, 1
     train(folder, write(folder, config))
-    files = {file.stem: file for file in (folder / "runs/grpo/rollouts").glob("*.jsonl")}
+    files = {file.stem: file for file in (folder / "runs/ppo/rollouts").glob("*.jsonl")}
     assert {"step_0", "validation_step_1"} <= files.keys()
     told = [json.loads(line) for file in files.values() for line in file.read_text().splitlines()]
     own = [each for each in told if each["row"]["images"] == ["3_0.png"] and is_text(each)]
@@ -234,13 +255,29 @@ def test_what_is_not_there_is_refused(folder: Path, trainer: str, override: str,
     assert said in str(refused.value)
 
 
+def make_judge(directory: Path) -> Path:
+    """A model that scores and sees pictures, by its config.json."""
+    config = json.loads((make_tiny_vl(directory, "qwen3_vl") / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3VLForSequenceClassification"]}))
+    return directory
+
+
+def test_a_judge_may_see_what_the_actor_does_not(folder: Path, tmp_path: Path) -> None:
+    """Then no key of pictures has an effect."""
+    text = make_tiny(tmp_path / "text", "qwen3", vocab_size=320)
+    reward = {"manager": "model", "model": {"path": str(make_judge(tmp_path / "judge"))}}
+    config = vision_settings(folder, text, "blind", {"tensor": 2}, reward=reward)
+    config["model"].pop("vision")
+    config["data"]["chat_template"] = False
+    assert load(file := write(folder, config)).reward.model is not None  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"data.max_images: has no effect: the model sees no pictures"):
+        load(file, ["data.max_images=2"])
+
+
 def test_a_judge_whose_processor_makes_other_numbers_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    judge = tmp_path / "judge"
-    make_tiny_vl(judge, "qwen3_vl")
-    config = json.loads((judge / "config.json").read_text())
-    (judge / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3VLForSequenceClassification"]}))
+    judge = make_judge(tmp_path / "judge")
     processor = json.loads((judge / "preprocessor_config.json").read_text()) | {"image_std": [0.25] * 3}
     (judge / "preprocessor_config.json").write_text(json.dumps(processor))
     reward = {"manager": "model", "model": {"path": str(judge)}}

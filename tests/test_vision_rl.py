@@ -60,7 +60,7 @@ PPO = {
 }
 
 
-def test_ppo_with_a_critic_samples_what_it_trains_and_goes_on_to_the_bit(folder: Path) -> None:
+def test_ppo_with_a_critic_samples_what_it_trains(folder: Path) -> None:
     family = "qwen3_vl"
     text = train(folder, settings(folder, family, "whole", **PPO))
     assert "the engine has the weights of step 0, all 104 tensors" in text
@@ -70,14 +70,9 @@ def test_ppo_with_a_critic_samples_what_it_trains_and_goes_on_to_the_bit(folder:
     samples = (folder / "runs/whole/rollouts/step_0.jsonl").read_text()
     assert len(samples) < 20_000 and json.loads(samples.splitlines()[0])["row"]["images"] is not None
 
-    config = settings(folder, family, "halves", **PPO)
-    train(folder, config, "run.steps=1")
-    train(folder, config)
     card = (folder / "runs/whole/hf/README.md").read_text()
     assert "pipeline_tag: image-text-to-text" in card and "AutoModelForImageTextToText, AutoProcessor" in card
-    whole, halves = (weights(folder / "runs" / name / "hf") for name in ("whole", "halves"))
-    assert whole.keys() == halves.keys() and all(whole[name].equal(halves[name]) for name in whole)
-    before = weights(folder / family)
+    whole, before = weights(folder / "runs/whole/hf"), weights(folder / family)
     moved = {name for name in whole if not whole[name].equal(before[name])}
     assert any(name.startswith("model.visual.blocks.0") for name in moved), "the tower is trained"
     assert rows[-1]["perf/model_tflop"] > 0
@@ -149,7 +144,9 @@ def test_other_trainers_say_that_they_do_not_know_pictures(folder: Path, tmp_pat
         "trainer": "sft", "run": {"name": "sft", "root": str(tmp_path), "steps": 1}, "batch": {"samples_per_step": 1},
         "model": {"path": model, "dtype": "float32"}, "data": {"train": rows, "max_prompt_tokens": 100},
     }  # fmt: skip
-    assert "sft does not train models that see pictures; rl does" in train(tmp_path, config, fails=True)
+    assert "sft does not train models that see pictures; rl, reward_model and dpo do" in train(
+        tmp_path, config, fails=True
+    )
 
 
 def test_a_picture_that_is_cut_off_is_refused_before_a_process_starts(folder: Path) -> None:

@@ -68,11 +68,13 @@ def tokenizer_facts(model: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Kind:
-    """What lies in a directory. architecture: config.json's first, empty if it has none or if they are adapters"""
+    """What lies in a directory. architecture: config.json's first, empty if it has none or if they are adapters;
+    is_seeing_judge: it scores and sees pictures, of which transformers has no class"""
 
     task: str  # the hub's name of what the model does
     is_adapter: bool = False
     architecture: str = ""
+    is_seeing_judge: bool = False
 
 
 def kind_of(export: Path) -> Kind:
@@ -80,14 +82,17 @@ def kind_of(export: Path) -> Kind:
     if adapter := _json(export / "adapter_config.json"):
         task = {"SEQ_CLS": CLASSIFIES, "TOKEN_CLS": CLASSIFIES_TOKENS}.get(str(adapter.get("task_type")), GENERATES)
         return Kind(task, is_adapter=True)
-    names = _json(export / "config.json").get("architectures")
+    config = _json(export / "config.json")
+    names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
     ends = {
         "ForSequenceClassification": CLASSIFIES,
         "ForTokenClassification": CLASSIFIES_TOKENS,
         "ForConditionalGeneration": SEES,
     }
-    return Kind(next((task for end, task in ends.items() if name.endswith(end)), GENERATES), architecture=name)
+    task = next((task for end, task in ends.items() if name.endswith(end)), GENERATES)
+    judges = task in (CLASSIFIES, CLASSIFIES_TOKENS) and "vision_config" in config
+    return Kind(task, architecture=name, is_seeing_judge=judges)
 
 
 def _json(file: Path) -> dict[str, Any]:

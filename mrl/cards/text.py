@@ -98,6 +98,13 @@ def _data(facts: Facts) -> list[tuple[str, ...]]:
 
 def usage(kind: Kind) -> Iterator[str]:
     """How it is loaded, by transformers and SGLang."""
+    if kind.is_seeing_judge:
+        yield "## Use\n\n```python\nfrom transformers import AutoModel, AutoProcessor"
+        yield '\nbody = AutoModel.from_pretrained(PATH, dtype="auto")'
+        yield "processor = AutoProcessor.from_pretrained(PATH)\n```\n"
+        yield "transformers has no class with its head: `score.weight` of the safetensors, times the body's last hidden"
+        yield f"state at {'the last token of the text' if kind.task == CLASSIFIES else 'the end of each step'}."
+        return
     name = AUTO_CLASSES[kind.task]
     whole = "BASE" if kind.is_adapter else "PATH"
     reader = "AutoProcessor" if kind.task == SEES else "AutoTokenizer"

@@ -33,8 +33,12 @@ from mrl.trainers.reward_model.batches import held_against  # noqa: E402
 from tests import vision_samples as samples  # noqa: E402
 from tests.worlds.gradients import TIMEOUT_S, everywhere, parse  # noqa: E402
 
-PAIRED = ("one", "tp2", "tp2.sequence0", "pp2/frozen/full", "cp2", "tp2.pp2/full", "dp4/frozen")  # a reward model's too
-TOKENS = {"pairs": 150, "pairs twice": 60}  # of a micro-batch; a pair has more than 60
+# cases of a reward model, and under which layouts they are made as well; a pair has more than 60 tokens
+TOKENS = {"pairs": 150, "pairs twice": 60}  # of a micro-batch
+PAIRED = {
+    "pairs": ("one", "tp2", "tp2.sequence0", "pp2/frozen/full", "cp2", "tp2.pp2/full", "dp4/frozen"),
+    "pairs twice": ("one", "cp2"),
+}
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]  # outputs [R], gradients by the hub's names
 
 
@@ -56,10 +60,12 @@ def main() -> None:
         else:
             name, *options = layout.split("/")
             want = torch.load(reference_file)
-            cases = ["policy", "critic", *(TOKENS if layout in PAIRED else ())]
+            cases = ["policy", "critic", *(each for each in TOKENS if layout in PAIRED[each])]
             results[layout] = {
                 case: compare(
-                    one(case, model_dir, meshes, name, {*options}), want[case[:6].strip()], "frozen" in options
+                    one(case, model_dir, meshes, name, {*options}),
+                    want[case.removesuffix(" twice")],
+                    "frozen" in options,
                 )
                 for case in cases
             }

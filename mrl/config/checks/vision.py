@@ -16,12 +16,10 @@ SGLANG_PATCH_VALUES = 1176  # 0.5.23, get_image_feature of models/qwen2_5_vl.py
 def check(cfg: Config, archs: Archs) -> Iterator[Problem]:
     """Of every run of language models."""
     seeing = {name: arch for name, arch in archs.items() if arch is not None and arch.vision is not None}
-    if not seeing:
-        if archs.get("actor") is not None:
-            yield from _unseen(cfg)
-        return
     if "actor" not in seeing and archs.get("actor") is not None:
-        yield from inert(cfg.model.vision, "model.vision", ["train"], "the model sees no pictures", "model.path")
+        yield from _unseen(cfg)
+    if not seeing:
+        return
     if not cfg.sees_pictures:
         message = f"{cfg.trainer} does not train models that see pictures; rl, reward_model and dpo do"
         yield Problem(("trainer", "model.path"), message)
@@ -37,9 +35,10 @@ def check(cfg: Config, archs: Archs) -> Iterator[Problem]:
             yield Problem((f"{section}.lora", "model.path"), "not with a model that sees pictures")
         if model.train.precision.fp8.recipe != "none":
             yield Problem((f"{section}.precision.fp8.recipe", "model.path"), "not with a model that sees pictures")
-    yield from _prompts_alone(cfg)
-    yield from _data(cfg)
-    yield from _engine(cfg, archs.get("actor"))
+    if "actor" in seeing:
+        yield from _prompts_alone(cfg)
+        yield from _data(cfg)
+        yield from _engine(cfg, archs.get("actor"))
 
 
 def _unseen(cfg: Config) -> Iterator[Problem]:
