@@ -363,7 +363,8 @@ def test_over_a_kill_in_a_push_no_prompt_is_lost_or_learnt_twice(
     """The trainer is killed while its engine is paused, and goes on with the same engine."""
     behind = {"overlap": "bounded", "max_staleness": 2}
     file = config(tmp_path, tiny_models("llama"), **behind, **given(sglang_engine, tmp_path))
-    with Held(tmp_path, file, "run.steps=50", calls=[{"call": "begin_weight_update", "nth": 6}]) as run:
+    by = "sync.transport=shared_memory"
+    with Held(tmp_path, file, "run.steps=50", by, calls=[{"call": "begin_weight_update", "nth": 6}]) as run:
         run.wait_for("step_2 is complete", RUN_S)
         run.wait_until_held(0)
         for pid, command in run.processes().items():
@@ -372,7 +373,7 @@ def test_over_a_kill_in_a_push_no_prompt_is_lost_or_learnt_twice(
         run.wait(30)
         assert run.left_running() == {}
     assert max(results(tmp_path / "runs/run")) == 4, "it was not killed in the push of step 5"
-    train(tmp_path, file, "run.steps=8")
+    train(tmp_path, file, "run.steps=8", by)
     learnt_once(tmp_path / "runs/run", 8)
 
 

@@ -1,6 +1,6 @@
 """Write the task of yaml_configs/quickstart_agent*.yaml: guess a number.
 
-    python tools/make_guess_task.py OUT_DIR [--rows 4096]
+    python tools/make_guess_task.py OUT_DIR [--rows 7]
 
 OUT_DIR/model_init: config.json of a 2-layer Llama and a tokenizer with one token a character, no weights.
 OUT_DIR/chat.jinja: a chat template, for agents that talk in messages.
@@ -38,7 +38,7 @@ def write_model(out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--rows", type=int, default=NUMBERS)
     args = parser.parse_args()
     write_model(args.out / "model_init")
     (args.out / "chat.jinja").write_text(CHAT)

@@ -3,7 +3,7 @@
     for name in agent agent_bounded agent_endpoint; do python tools/quickstart.py $name; done
     python tools/bench/agent_curves.py [--runs runs/quickstart_agent,runs/quickstart_agent_bounded,...]
 
-Writes tools/bench/results/agent_curves.json and docs/agent_curves.png.
+Writes figures to tools/bench/results, and a picture to docs.
 """
 
 from __future__ import annotations

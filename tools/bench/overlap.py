@@ -10,7 +10,7 @@ the first three steps: the engine is idle when it has no request, the trainer wh
 alternate.
 
 `curves`: the guess task (yaml_configs/quickstart_agent.yaml) in one rank, `bounded` with each max_staleness, once with
-token weights and once without any correction, which mrl itself refuses. Draws docs/overlap_rewards.png.
+token weights and once without any correction, which mrl itself refuses. Draws a picture into docs.
 """
 
 from __future__ import annotations
