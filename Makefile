@@ -8,7 +8,7 @@ GPU := .venv-gpu/bin
 GPU_PYTHON ?= $(firstword $(wildcard $(GPU)/python) python3)
 GPU_PIP := $(GPU)/python -m pip --disable-pip-version-check install
 
-.PHONY: quickstart quickstart-ddpo test test-gpu lint slurm gpu-env clean
+.PHONY: quickstart quickstart-ddpo test test-gpu test-triton lint slurm gpu-env clean
 
 quickstart: .venv/.mrl-run  ## train a tiny model by SFT and PPO, TP2 x PP2, with SGLang, on this machine
 	@$(BIN)/python tools/quickstart.py
@@ -34,6 +34,13 @@ slurm:
 
 test-gpu:  ## on a machine with a GPU, within 10 minutes: STAGES=cuda,engine for some of the stages; writes tools/gpu/results
 	@$(GPU_PYTHON) -m tools.gpu.run $(if $(STAGES),--stages $(STAGES))
+
+# In an environment of its own, which sees the packages of .venv: there SGLang would take triton for a GPU's.
+test-triton: .venv/.mrl-dev  ## the kernels for GPUs, by triton's interpreter
+	@test -x .venv-triton/bin/python || $(BIN)/python -m venv .venv-triton
+	@.venv-triton/bin/python -m pip install -q --no-deps triton==3.9.0
+	@realpath .venv/lib/python3*/site-packages > $$(ls -d .venv-triton/lib/python3*/site-packages)/trainer.pth
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest -q tests/test_triton_head.py
 
 lint: .venv/.mrl-dev
 	@$(BIN)/ruff check .

@@ -120,6 +120,21 @@ def test_bfloat16_costs_its_own_rounding_only(entropy: bool, chunk: int, monkeyp
                 assert (mine.double() - want).norm() < bound * want.norm(), is_wide
 
 
+def test_gradcheck() -> None:
+    """In float64: those from logits computed again by finite differences, those formed in the forward by the former."""
+    h, w, labels = numbers(torch.float64)
+
+    def loss(hidden: Tensor, weight: Tensor, **how: Any) -> Tensor:
+        log_p, entropies, _ = linear_log_prob(hidden, weight, labels, 0.7, 0, 30, chunk=2, **how)
+        return clipped(log_p, entropies)
+
+    assert loss(h, w).dtype == torch.float64
+    assert torch.autograd.gradcheck(loss, (h, w))
+    found = [torch.autograd.grad(loss(h, w, **how), (h, w)) for how in ({}, {"slopes": slopes_of(clipped, True)})]
+    for again, formed in zip(*found, strict=True):
+        torch.testing.assert_close(formed, again, rtol=1e-11, atol=1e-13)
+
+
 def test_gradients_that_were_formed_by_another_loss_are_refused() -> None:
     h, w, labels = numbers(torch.float32)
 

@@ -63,9 +63,10 @@ class Plain:
 
     def add_d_weight(self, total: Tensor | None, dx: Tensor, rows: slice) -> Tensor:
         hidden = self._hidden[rows]
-        if dx.dtype == torch.float32 and total is not None:
+        is_wide = dx.dtype in (torch.float32, torch.float64)
+        if is_wide and total is not None:
             return total.addmm_(dx.T, hidden)
-        if dx.dtype == torch.float32 or dx.size(0) == self._hidden.size(0):
+        if is_wide or dx.size(0) == self._hidden.size(0):
             return dx.T @ hidden
         if dx.is_cuda:
             made = _wide_product(dx.T, hidden)

@@ -9,6 +9,7 @@ logits nor a log-prob near 0 cost any, and no log-prob is above 0.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,12 @@ from torch import Tensor
 
 _BLOCK_ELEMENTS = 1 << 17  # that several operations go over, one after the other: half a MiB stays in a core's cache
 _BLOCK_ELEMENTS_GPU = 1 << 23
+
+
+def by_triton(x: Tensor) -> bool:
+    """Whether logits x are gone over by `mrl.kernels.head_rows_triton`, which leaves them as they are: on a GPU, where
+    the environment says MRL_KERNELS=triton."""
+    return x.is_cuda and os.environ.get("MRL_KERNELS") == "triton"
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Rows:
-    """Of k rows over the whole vocabulary, each [k] float32.
+    """Of k rows over the whole vocabulary, each [k] float32 (float64 of such logits).
 
     squares: the sums of the squared probabilities, where they were asked for
     is_top: 1 where the label is the likeliest, else 0
@@ -66,9 +73,16 @@ def statistics(
     exponential: bool = False,
     squares: bool = False,
 ) -> Rows:
-    """x [k, V]: logits, overwritten by e^z where `exponential`. group: None if x is all of the vocabulary."""
+    """x [k, V]: logits, overwritten by e^z where `exponential` (not `by_triton`). group: None if x is all of the
+    vocabulary."""
     picked = x.gather(1, labels.column[:, None])[:, 0].double() / temperature
-    top = x.new_empty(x.size(0), dtype=torch.float32)
+    if by_triton(x):
+        from mrl.kernels import head_rows_triton
+
+        top, (total, weighted, square) = head_rows_triton.sums(x, temperature)
+        own = torch.where(labels.mine, picked, 0)
+        return _together(torch.stack([top.double() / temperature, total, own, weighted, square]), top, group)
+    top = x.new_empty(x.size(0), dtype=_wide(x))
     sums = torch.zeros(5, x.size(0), dtype=torch.float64, device=x.device)
     for block, y, room, rows in _blocks(x):
         top[rows] = block.amax(-1)
@@ -109,7 +123,7 @@ def _together(sums: Tensor, own_top: Tensor, group: dist.ProcessGroup | None) ->
         own_top,
         sums[0] - top - log_sum,
     )
-    return Rows(*(row.float() for row in rows))
+    return Rows(*(row.to(own_top.dtype) for row in rows))
 
 
 def d_logits(
@@ -130,8 +144,14 @@ def d_logits(
     d_log_probs, d_entropy = (None if slope is None else slope / temperature for slope in slopes)
     assert d_log_probs is not None
     own, share = torch.where(labels.mine, d_log_probs, 0.0), -d_log_probs * rows.shift.exp()
+    if by_triton(x):
+        from mrl.kernels import head_rows_triton
+
+        return head_rows_triton.gradient(
+            x, rows.top, rows.shift, rows.entropy, temperature, d_log_probs, d_entropy, labels.column, own, out
+        )
     for block, y, room, at in _blocks(x):
-        made = out[at] if out.dtype == torch.float32 else y
+        made = out[at] if out.dtype == y.dtype else y
         if d_entropy is None:
             e = block if exponential else _exponentials(block, rows.top[at], temperature, y, room)
             torch.mul(e, share[at, None], out=made)
@@ -147,10 +167,14 @@ def d_logits(
 
 
 def _blocks(x: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, slice]]:
-    """Some rows of x, as much room twice in float32, and which rows they are."""
+    """Some rows of x, as much room twice in float32 or wider, and which rows they are."""
     elements = _BLOCK_ELEMENTS if x.device.type == "cpu" else _BLOCK_ELEMENTS_GPU
     rows = max(1, elements // x.size(1))
-    one, other = x.new_empty(2, rows, x.size(1), dtype=torch.float32)
+    one, other = x.new_empty(2, rows, x.size(1), dtype=_wide(x))
     for start in range(0, x.size(0), rows):
         block = x[start : start + rows]
         yield block, one[: block.size(0)], other[: block.size(0)], slice(start, start + rows)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

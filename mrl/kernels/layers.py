@@ -44,7 +44,7 @@ def shifted_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     x [..., d], weight [d]; the result has the shape and dtype of x. As Gemma's (transformers' Gemma3RMSNorm).
     """
-    return wide_rms_norm(x, 1 + weight.float(), eps)
+    return wide_rms_norm(x, 1 + _wide(weight), eps)
 
 
 def wide_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -52,7 +52,7 @@ def wide_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     x [..., d], weight [d]; the result has the shape and dtype of x. As OLMo's (transformers' Olmo2RMSNorm).
     """
-    return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
+    return rms_norm(_wide(x), _wide(weight), eps).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -108,7 +108,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
+        wide = _wide(x)
         scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (wide * scale).to(x.dtype).mul_(weight)
@@ -116,8 +116,12 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        normed = x.float() * scale
+        normed = _wide(x) * scale
         d_weight = (grad * normed.to(x.dtype)).flatten(0, -2).sum(0)
-        d_normed = (grad * weight).float()
+        d_normed = _wide(grad * weight)
         along = (d_normed * normed).mean(-1, keepdim=True)
         return torch.addcmul(d_normed, normed, along, value=-1).mul_(scale).to(x.dtype), d_weight, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

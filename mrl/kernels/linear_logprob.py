@@ -199,7 +199,8 @@ class _Formed(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, place: _Place, slopes: Slopes
     ) -> tuple[Tensor, Tensor, Tensor]:
         work = _Pass(hidden, weight, labels, place, ctx.needs_input_grad[1])
-        outputs, expected = torch.zeros(5, labels.numel(), dtype=torch.float32, device=hidden.device).split([3, 2])
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        outputs, expected = torch.zeros(5, labels.numel(), dtype=wide, device=hidden.device).split([3, 2])
         for rows in work.chunks():
             x = work.logits(rows)
             exponential = not slopes.entropy and x.dtype == torch.float32  # else they would lose digits
@@ -245,7 +246,7 @@ def _factor(expected: Tensor, slopes: Tensor) -> Tensor:
 def _chunk_rows(weight: Tensor, dtype: torch.dtype) -> int:
     """So many that a block of them in this dtype is as large as one of fewer in float32."""
     if weight.device.type == "cpu":
-        least, elements = (4 // dtype.itemsize * count for count in (_CHUNK_ROWS, _CHUNK_ELEMENTS))
+        least, elements = (max(1, 4 // dtype.itemsize) * count for count in (_CHUNK_ROWS, _CHUNK_ELEMENTS))
     else:
         least, elements = _CHUNK_ROWS_GPU, _CHUNK_ELEMENTS_GPU
     return max(least, elements // weight.size(0) // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE)

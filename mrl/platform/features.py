@@ -63,7 +63,12 @@ _PARTS = (
         "torch's AdamW, gradients added one by one",
         lambda: import_problem(APEX_KERNEL),
     ),
-    _Part("triton", "kernels that torch compiles on GPUs", "the torch form of each kernel", compiler_problem),
+    _Part(
+        "triton",
+        "kernels that torch compiles on GPUs; with MRL_KERNELS=triton the loss head's",
+        "the torch form of each kernel",
+        compiler_problem,
+    ),
     _Part(
         "nvidia-resiliency-ext",
         "run.launcher: ft (restarts failed and hung ranks)",

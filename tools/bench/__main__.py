@@ -8,7 +8,8 @@ rounds. `--peers DIR` makes an environment there in which this one's packages an
 it. `--check` compares the ratios with those in tools/bench/results/kernels.json, and writes nothing; a group
 that is worse is measured once more, three times as long.
 
-The groups convert and checkpoint are programs of their own, with their own limits and results.
+The groups convert, checkpoint and gpu (the stage `speed` of `make test-gpu`, on a machine that has one) are programs of
+their own, with their own limits and results.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ PEERS = ("verl", "trl", "liger-kernel")
 THEIR_NEEDS = ("tensordict", "pyvers", "orjson", "cloudpickle", "codetiming", "ray", "accelerate", "hydra-core",
                "omegaconf", "antlr4-python3-runtime==4.9.3", "msgpack", "jsonschema", "jsonschema-specifications",
                "referencing", "rpds-py", "attrs")  # fmt: skip
-PROGRAMS = {"convert": "convert.py", "checkpoint": "save_stall.py"}
+PROGRAMS = {
+    "convert": ["tools/bench/convert.py"],
+    "checkpoint": ["tools/bench/save_stall.py"],
+    "gpu": ["-m", "tools.gpu.run", "--stages", "speed"],
+}
 WORSE = 1.25  # of a ratio, that `--check` takes for noise
 
 
@@ -43,11 +48,11 @@ def main() -> None:
     args = parser.parse_args()
     programs = [PROGRAMS[name] for name in args.groups if name in PROGRAMS]
     if programs and (args.check or args.peers):
-        parser.error(f"{', '.join(programs)}: run without --check and --peers")
+        parser.error(f"{', '.join(sorted({*args.groups} & {*PROGRAMS}))}: run without --check and --peers")
     if args.peers and Path(sys.prefix) != args.peers.resolve():
         sys.exit(_in_environment(args.peers.resolve()))
     for program in programs:
-        subprocess.run([sys.executable, f"tools/bench/{program}"], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, *program], cwd=ROOT, check=True)
     kernels = [name for name in args.groups if name not in PROGRAMS]
     file = record.RESULTS / "kernels.json"
     before = json.loads(file.read_text()) if file.is_file() else {}

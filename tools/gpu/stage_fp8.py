@@ -21,7 +21,8 @@ from mrl.models.precision import recipe_of
 from tools.gpu.stage import Check, Numbers, Setting, Skipped, require
 from tools.gpu.stage_cuda import of_sft, same_losses
 from tools.gpu.stage_engine import NOTHING_GIVEN_UP, engine, has_sglang, of_grpo
-from tools.gpu.stage_speed import MODELS, learner_of, random, rounds_of, seconds, step
+from tools.gpu.stage_speed import MODELS, learner_of, step
+from tools.gpu.timing import random, rounds_of, seconds
 from tools.gpu.trained import sampled, task, train
 
 RECIPES = ("current", "delayed", "blockwise", "mxfp8")

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from mrl import platform
 
@@ -21,63 +17,19 @@ from mrl.algo import aggregate  # noqa: E402
 from mrl.config.schema import ParallelConfig, TrainConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
-from mrl.kernels.linear_logprob import linear_log_prob  # noqa: E402
 from mrl.learner import Learner, losses  # noqa: E402
 from mrl.parallel import Meshes  # noqa: E402
 from mrl.weights.sync.payload import Bucket, plan_buckets  # noqa: E402
 from mrl.weights.sync.push import Filler  # noqa: E402
 from mrl.weights.sync.transports import Deadline, Engines, Place, Transport  # noqa: E402
 from mrl.weights.sync.transports.base import by_turns, largest  # noqa: E402
+from tools.gpu.kernel_checks import head, head_by_triton, token_kernels  # noqa: E402
 from tools.gpu.stage import ROOT, Check, Numbers, Setting  # noqa: E402
+from tools.gpu.timing import DTYPE, ROUNDS, copied_bytes, product_flops, rounds_of, seconds  # noqa: E402
 
-DTYPE = torch.bfloat16
-ROUNDS = 5
 BUCKET_BYTES = 512 << 20
 PUSH_S = 600.0
 MODELS = ROOT / "yaml_configs" / "models"
-
-
-def seconds(work: Callable[[], Any], rounds: int) -> float:
-    """Of the fastest of some rounds, after one that is not counted."""
-    best = math.inf
-    for number in range(rounds + 1):
-        platform.synchronize()
-        began = time.perf_counter()
-        work()
-        platform.synchronize()
-        if number:
-            best = min(best, time.perf_counter() - began)
-    return best
-
-
-def rounds_of(setting: Setting) -> int:
-    return 1 if setting.rehearsal else ROUNDS
-
-
-def random(*shape: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(*shape, device=platform.device()).mul_(scale).to(DTYPE)
-
-
-@cache
-def gemm_flops(size: int, rounds: int) -> float:
-    """A second, of a square product in bfloat16."""
-    a, b = random(size, size), random(size, size)
-    return 2.0 * size**3 / seconds(lambda: a @ b, rounds)
-
-
-@cache
-def copied(nbytes: int, rounds: int) -> float:
-    """Bytes a second that are copied on the device; as many are read as written."""
-    a, b = (torch.zeros(nbytes, dtype=torch.uint8, device=platform.device()) for _ in range(2))
-    return nbytes / seconds(lambda: b.copy_(a), rounds)
-
-
-def product_flops(setting: Setting) -> float:
-    return gemm_flops(128 if setting.rehearsal else 8192, rounds_of(setting))
-
-
-def copied_bytes(setting: Setting) -> float:
-    return copied(1 << 20 if setting.rehearsal else 1 << 30, rounds_of(setting))
 
 
 def limits(setting: Setting) -> Numbers:
@@ -88,31 +40,6 @@ def limits(setting: Setting) -> Numbers:
         numbers["from pinned host memory GB/s"] = host.nbytes / seconds(lambda: there.copy_(host), ROUNDS) / 1e9
         numbers["to pinned host memory GB/s"] = host.nbytes / seconds(lambda: host.copy_(there), ROUNDS) / 1e9
     return numbers
-
-
-def head(setting: Setting) -> Numbers:
-    """Hidden states -> log-probs and entropies and back, against the three products that no form can do without."""
-    tokens, hidden, vocabulary = (64, 32, 512) if setting.rehearsal else (8192, 4096, 151936)
-    x, weight = random(tokens, hidden), random(vocabulary, hidden, scale=0.02)
-    labels = torch.randint(vocabulary, (tokens,), device=x.device)
-    rounds = rounds_of(setting)
-
-    def floor() -> None:
-        logits = x @ weight.T
-        _ = logits @ weight, logits.T @ x
-
-    def both() -> None:
-        x.requires_grad_(), weight.requires_grad_()
-        x.grad = weight.grad = None
-        log_probs, *_ = linear_log_prob(x, weight, labels, 1.0, 0, vocabulary)
-        log_probs.sum().backward()
-
-    least = seconds(floor, rounds)
-    platform.reset_peak_memory()
-    spent = seconds(both, rounds)
-    shape = {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary}
-    return shape | {"ms": spent * 1e3, "three GEMMs ms": least * 1e3, "ratio": spent / least,
-                    "peak GB": platform.peak_memory_bytes() / 1e9, "dW GB": weight.nbytes / 1e9}  # fmt: skip
 
 
 def learner_of(model: Path, train: TrainConfig) -> Learner:
@@ -215,6 +142,8 @@ def sync(setting: Setting) -> Numbers:
 CHECKS: dict[str, Check] = {
     "limits": limits,
     "head, forward and backward": head,
+    "head by triton": head_by_triton,
+    "advantages and loss of 8M tokens": token_kernels,
     "update of a 0.6B model, local layers": update("local"),
     "trainer's side of a push": sync,
     "update of a 0.6B model, the machine's layers": update("auto"),

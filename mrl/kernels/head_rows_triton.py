@@ -1,0 +1,117 @@
+"""`mrl.kernels.head_rows` on a GPU: one kernel reads a row of logits once for all its sums, one writes its gradient.
+
+The torch form goes over the logits five times for the one and four times for the other. Run by triton's interpreter
+(tests/test_triton_head.py), and on no GPU yet: MRL_KERNELS=triton chooses it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_COLUMNS = 4096  # of a row that a program holds at once
+
+
+def sums(x: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(top [k] float32: each row's maximum; float64 [3, k]: the sums of e^z, z e^z and e^2z with z = (x - top) /
+    temperature). x [k, V] with columns next to each other, V > 0; left as it is."""
+    k, words = x.shape
+    top = torch.empty(k, dtype=torch.float32, device=x.device)
+    made = torch.empty(3, k, dtype=torch.float64, device=x.device)
+    if k:
+        _sums[(k,)](x, x.stride(0), words, math.log2(math.e) / temperature, top, made, k, columns=_COLUMNS)
+    made[1] *= math.log(2)
+    return top, made
+
+
+def gradient(
+    x: Tensor,
+    top: Tensor,
+    shift: Tensor,
+    entropy: Tensor,
+    temperature: float,
+    d_log_probs: Tensor,
+    d_entropy: Tensor | None,
+    column: Tensor,
+    own: Tensor,
+    out: Tensor,
+) -> Tensor:
+    """`out` [k, V], which may be x: -p * (d_log_probs + d_entropy * (log p + entropy)), and `own` more at `column`.
+
+    log p = (x - top) / temperature + shift; all vectors [k]
+    """
+    k, words = x.shape
+    if k:
+        _gradient[(k, triton.cdiv(words, _COLUMNS))](
+            x, x.stride(0), words, 1 / temperature, top, shift, entropy, d_log_probs.contiguous(),
+            d_log_probs if d_entropy is None else d_entropy.contiguous(), column, own, out, out.stride(0),
+            has_entropy=d_entropy is not None, columns=_COLUMNS,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _sums(x: Any, stride: Any, words: Any, scale: Any, tops: Any, made: Any, rows: Any, columns: tl.constexpr) -> None:
+    """A program a row. The sums are float64: beside the maximum's own 1 the rest keeps its digits."""
+    row = tl.program_id(0)
+    x += row.to(tl.int64) * stride
+    top = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float64)
+    weighted = tl.full((), 0.0, tl.float64)
+    squares = tl.full((), 0.0, tl.float64)
+    for start in range(0, words, columns):
+        at = start + tl.arange(0, columns)
+        inside = at < words
+        logits = tl.load(x + at, mask=inside, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(logits, 0))
+        y = (logits - higher) * scale
+        e = tl.exp2(y)
+        down = tl.where(total > 0, (top - higher) * scale, 0.0)  # what was summed below another maximum
+        decay = tl.exp2(down)
+        weighted = (weighted + down * total) * decay + tl.sum(tl.where(inside, y * e, 0.0).to(tl.float64), 0)
+        total = total * decay + tl.sum(e.to(tl.float64), 0)
+        squares = squares * decay * decay + tl.sum((e * e).to(tl.float64), 0)
+        top = higher
+    tl.store(tops + row, top)
+    tl.store(made + row, total)
+    tl.store(made + rows + row, weighted)
+    tl.store(made + 2 * rows + row, squares)
+
+
+@triton.jit
+def _gradient(
+    x: Any,
+    stride: Any,
+    words: Any,
+    per_temperature: Any,
+    tops: Any,
+    shifts: Any,
+    entropies: Any,
+    d_log_probs: Any,
+    d_entropies: Any,
+    labels: Any,
+    owns: Any,
+    out: Any,
+    out_stride: Any,
+    has_entropy: tl.constexpr,
+    columns: tl.constexpr,
+) -> None:
+    """A program a piece of a row."""
+    row = tl.program_id(0)
+    at = tl.program_id(1) * columns + tl.arange(0, columns)
+    inside = at < words
+    logits = tl.load(x + row.to(tl.int64) * stride + at, mask=inside, other=0.0).to(tl.float32)
+    log_p = (logits - tl.load(tops + row)) * per_temperature + tl.load(shifts + row)
+    slope = -tl.load(d_log_probs + row)
+    p = tl.exp2(log_p * 1.4426950408889634)
+    if has_entropy:
+        made = p * (slope - tl.load(d_entropies + row) * (log_p + tl.load(entropies + row)))
+    else:
+        made = p * slope
+    made += tl.where(at == tl.load(labels + row), tl.load(owns + row), 0.0)
+    tl.store(out + row.to(tl.int64) * out_stride + at, made.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,99 @@
+"""The kernels' checks of the stage `speed`: shared/performance.md's rows of one GPU, each beside its limit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mrl import platform
+from mrl.algo import FlatBatch, advantages, policy_loss
+from mrl.kernels.linear_logprob import linear_log_prob
+from tools.gpu.stage import Failed, Numbers, Setting, Skipped
+from tools.gpu.timing import copied_bytes, random, rounds_of, seconds
+
+APART = 2e-5  # of log-probs and entropies by triton from the torch form's, relative; of gradients in bfloat16 2^-7
+
+
+def head(setting: Setting) -> Numbers:
+    """Hidden states -> log-probs and entropies and back, against the three products that no form can do without."""
+    tokens, hidden, vocabulary = (64, 32, 512) if setting.rehearsal else (8192, 4096, 151936)
+    x, weight = random(tokens, hidden), random(vocabulary, hidden, scale=0.02)
+    labels = torch.randint(vocabulary, (tokens,), device=x.device)
+    rounds = rounds_of(setting)
+
+    def floor() -> None:
+        logits = x @ weight.T
+        _ = logits @ weight, logits.T @ x
+
+    def forward() -> Tensor:
+        return linear_log_prob(x, weight, labels, 1.0, 0, vocabulary)[0]
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(forward().sum(), (x, weight))
+
+    once = seconds(forward, rounds)
+    x.requires_grad_(), weight.requires_grad_()
+    least = seconds(floor, rounds)
+    platform.reset_peak_memory()
+    spent = seconds(both, rounds)
+    shape = {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary}
+    return shape | {"forward ms": once * 1e3, "ms": spent * 1e3, "three GEMMs ms": least * 1e3, "ratio": spent / least,
+                    "peak GB": platform.peak_memory_bytes() / 1e9, "dW GB": weight.nbytes / 1e9}  # fmt: skip
+
+
+def head_by_triton(setting: Setting) -> Numbers:
+    """Its numbers are those of the torch form, and then the times of `head`."""
+    if setting.rehearsal:
+        raise Skipped("a rehearsal has no triton")
+    x, weight = random(512, 1024).requires_grad_(), random(32000, 1024, scale=0.02).requires_grad_()
+    labels = torch.randint(32000, (512,), device=x.device)
+
+    def made() -> list[Tensor]:
+        log_probs, entropy, _ = linear_log_prob(x, weight, labels, 0.7, 0, 32000)
+        return [log_probs, entropy, *torch.autograd.grad((log_probs - 0.1 * entropy).sum(), (x, weight))]
+
+    wanted = made()
+    with by_triton():
+        got = made()
+        pairs = [(float((a - b).norm() / b.norm()), b.dtype) for a, b in zip(got, wanted)]
+        if wrong := [apart for apart, dtype in pairs if apart > (APART if dtype == torch.float32 else 2.0**-7)]:
+            raise Failed(f"triton's head is apart from the torch form by {wrong}")
+        return head(setting) | {"apart": max(apart for apart, _ in pairs)}
+
+
+@contextmanager
+def by_triton() -> Iterator[None]:
+    before = os.environ.get("MRL_KERNELS")
+    os.environ["MRL_KERNELS"] = "triton"
+    try:
+        yield
+    finally:
+        os.environ.pop("MRL_KERNELS")
+        os.environ.update({} if before is None else {"MRL_KERNELS": before})
+
+
+def token_kernels(setting: Setting) -> Numbers:
+    """GAE with whitening, and PPO's loss with metrics, forward and backward; the limit is that of what both read and
+    write once."""
+    rows, length = (8, 64) if setting.rehearsal else (1024, 8192)
+    rewards, values, old = torch.randn(3, rows, length, device=platform.device())
+    mask, group = torch.ones_like(rewards, dtype=torch.bool), torch.arange(rows, device=rewards.device)
+    batch = FlatBatch.of_mask(mask, "token-mean")
+    flat, new = batch.flat(old_log_probs=old, advantages=rewards), (old + 0.1 * values).flatten().requires_grad_()
+
+    def gae() -> None:
+        advantages.compute(
+            "gae", token_rewards=rewards, response_mask=mask, group=group, values=values, gamma=0.99, lam=0.95
+        )
+
+    def loss() -> None:
+        made, _ = policy_loss.compute("vanilla", log_probs=new, **flat, **batch.inputs)
+        torch.autograd.grad(made, new)
+
+    rounds, copy = rounds_of(setting), rewards.nbytes / copied_bytes(setting)
+    times = {"GAE us": seconds(gae, rounds) * 1e6, "loss us": seconds(loss, rounds) * 1e6}
+    return times | {"two copies us": 2e6 * copy, "three copies us": 3e6 * copy}

@@ -1,0 +1,61 @@
+"""Seconds on a device, and its limits in the same process: matrix products and copies."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl import platform
+from tools.gpu.stage import Setting
+
+DTYPE = torch.bfloat16
+ROUNDS = 5
+
+
+def seconds(work: Callable[[], Any], rounds: int) -> float:
+    """Of the fastest of some rounds, after one that is not counted."""
+    best = math.inf
+    for number in range(rounds + 1):
+        platform.synchronize()
+        began = time.perf_counter()
+        work()
+        platform.synchronize()
+        if number:
+            best = min(best, time.perf_counter() - began)
+    return best
+
+
+def rounds_of(setting: Setting) -> int:
+    return 1 if setting.rehearsal else ROUNDS
+
+
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, device=platform.device()).mul_(scale).to(DTYPE)
+
+
+@cache
+def gemm_flops(size: int, rounds: int) -> float:
+    """A second, of a square product in bfloat16."""
+    a, b = random(size, size), random(size, size)
+    return 2.0 * size**3 / seconds(lambda: a @ b, rounds)
+
+
+@cache
+def copied(nbytes: int, rounds: int) -> float:
+    """Bytes a second that are copied on the device; as many are read as written."""
+    a, b = (torch.zeros(nbytes, dtype=torch.uint8, device=platform.device()) for _ in range(2))
+    return nbytes / seconds(lambda: b.copy_(a), rounds)
+
+
+def product_flops(setting: Setting) -> float:
+    return gemm_flops(128 if setting.rehearsal else 8192, rounds_of(setting))
+
+
+def copied_bytes(setting: Setting) -> float:
+    return copied(1 << 20 if setting.rehearsal else 1 << 30, rounds_of(setting))
