@@ -1,5 +1,5 @@
-"""Engines that tests start themselves, without the seconds that their imports take: each is a copy of a process that has
-imported what engines of its kind import. Engines of `mrl train` are programs, as ever.
+"""Engines that tests start themselves, without the seconds that their imports take: each is a copy of a process that
+has imported what engines of its kind import. Engines of `mrl train` are programs, as ever.
 
     python -m tests.engine_copies PARENT_PID GRACE_S FOLDER COMMAND...    # in such a copy: mrl/rollout/supervisor.py
 """
