@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mrl.config.schema import RolloutConfig
-from mrl.rollout import Engine, start_engine
+from mrl.rollout import Engine, process, start_engine
+from tests import engine_copies
 from tests.tiny import make_tiny
 
 TinyModels = Callable[..., Path]
@@ -24,6 +27,7 @@ LONG = (  # these files first, so that of several workers none ends alone with o
 def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and what they start inherits that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    vars(process)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": engine_copies.start})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -37,15 +37,17 @@ _READ_BY_IMPORTS = (
 _ROOM = 1024  # bytes for a command line
 
 
-class _Zygote(Nursery):
-    def __init__(self) -> None:
+class Zygote(Nursery):
+    """module: what it imports, with `environment`."""
+
+    def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         self._line, theirs = socket.socketpair()
         self._is_ready = False
-        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.environment = environment
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.zygote", str(theirs.fileno()), "." * _ROOM],
+            [sys.executable, "-m", "tests.zygote", str(theirs.fileno()), module, "." * _ROOM],
             cwd=ROOT,
-            env={**self.environment, MARK: "0" * 32},
+            env={**environment, MARK: "0" * 32},
             pass_fds=[theirs.fileno()],
         )
         self._pid = self._process.pid
@@ -53,14 +55,18 @@ class _Zygote(Nursery):
 
 
 @cache
-def _zygote() -> _Zygote:
-    return _Zygote()
+def _zygote() -> Zygote:
+    return Zygote("mrl.preload", {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
 
 
 def start(command: Sequence[str], env: Mapping[str, str], cwd: Path, **more: Any) -> subprocess.Popen[Any]:
     """more: of subprocess.Popen, what concerns its files. A copy always leads a session."""
     copied = sys.platform == "linux" and list(command[:2]) == [sys.executable, "-m"] and _is_like_here(env)
-    return (_Copy if copied else subprocess.Popen)(command, env=env, cwd=cwd, **more)
+    return (
+        Copy(_zygote(), command, env=env, cwd=cwd, **more)
+        if copied
+        else subprocess.Popen(command, env=env, cwd=cwd, **more)
+    )
 
 
 def run(*arguments: str | Path, cwd: Path = ROOT, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
@@ -80,29 +86,44 @@ def _is_like_here(env: Mapping[str, str]) -> bool:
     return all(env.get(name) == here.get(name) for name in {*env, *here} if name.startswith(_READ_BY_IMPORTS))
 
 
-class _Copy(subprocess.Popen[Any]):
-    """Started by the zygote, all else as ever."""
+class Copy(subprocess.Popen[Any]):
+    """Made by the zygote, of `python -m MODULE ...`; all else as ever."""
+
+    def __init__(self, zygote: Zygote, command: Sequence[str], **more: Any) -> None:
+        self._zygote = zygote
+        super().__init__(command, **more)
 
     def _execute_child(self, command: Sequence[str], *more: Any) -> None:
         cwd, env, files = more[4], more[5], more[9:15]  # three pairs: the child's end of a pipe, then this one's
         ends = (files[0], files[3], files[5])
         order = Order(command[2:], dict(env), str(Path(cwd).absolute()))
-        child = _zygote().make(order, tuple(usual if end == -1 else end for usual, end in enumerate(ends)))
+        child = self._zygote.make(order, tuple(usual if end == -1 else end for usual, end in enumerate(ends)))
         assert child is not None, "the zygote has ended"
         self.pid, self._child_created = child.pid, True
         self._close_pipe_fds(*files)
 
 
 def main() -> None:
-    order = serve(socket.socket(fileno=int(sys.argv[1])), "mrl.preload")
-    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    begin, end, environment, environment_end = map(int, stat[45:49])
-    line = b"\0".join(map(os.fsencode, (sys.executable, "-m", *order.arguments)))
-    _show(begin, line[: end - begin - 1].ljust(end - begin, b"\0"))
+    order = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    show_command(sys.executable, "-m", *order.arguments)
     if MARK in order.env:
+        environment, environment_end = _addresses()[2:]
         place = ctypes.string_at(environment, environment_end - environment).index(f"{MARK}=".encode())
         _show(environment + place + len(MARK) + 1, order.env[MARK].encode())
     live(order)
+
+
+def show_command(*command: str) -> None:
+    """In /proc, as that of this process."""
+    begin, end = _addresses()[:2]
+    line = b"\0".join(map(os.fsencode, command))
+    _show(begin, line[: end - begin - 1].ljust(end - begin, b"\0"))
+
+
+def _addresses() -> list[int]:
+    """Begin and end of the command line, and of the environment."""
+    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return [*map(int, stat[45:49])]
 
 
 def _show(address: int, text: bytes) -> None:

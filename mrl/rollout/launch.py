@@ -27,6 +27,8 @@ LAUNCHER = frozenset(
 )
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+# glibc's: the logits of a batch are large blocks, wanted again for the next token; by itself it returns them each time
+KEPT_MEMORY = dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), str(1 << 30))
 CPU = Machine(1, 1, gpus=0)  # a world of one
 
 
@@ -94,9 +96,11 @@ class ServerSpec:
 
     def environment(self) -> dict[str, str]:
         """`environment`, in which the server's own GPUs come first. It sees all others too: weights in the memory of a
-        sender's GPU can be read by who sees that GPU alone."""
+        sender's GPU can be read by who sees that GPU alone. On a CPU it keeps the memory that it frees."""
         env = environment()
-        if self.gpu:
+        if not self.gpu:
+            env = KEPT_MEMORY | env
+        else:
             names = env[VISIBLE].split(",") if env.get(VISIBLE) else list(map(str, range(self.machine.gpus or 0)))
             order = [*self._gpus, *(gpu for gpu in range(self.machine.gpus or 0) if gpu not in self._gpus)]
             env[VISIBLE] = ",".join(names[gpu].strip() for gpu in order)

@@ -1,11 +1,13 @@
 """One GRPO step of mrl against TRL's GRPOTrainer, phase by phase: same model, prompts, lengths and machine.
 
-    python tools/bench/grpo_vs_trl.py --trl-python /path/to/python [--rounds 3] [--steps 14] [--only NAME ...]
+    python tools/bench/grpo_vs_trl.py --trl-python PYTHON [--shape toy] [--rounds 3] [--steps 14] [--only NAME ...]
 
 The contenders run one after the other, round by round, each in fresh processes, so that a slow minute of the machine
-hits all of them. Of every run the first `WARM_STEPS` steps are left out; of the rest the minimum and the median over
-all rounds count. Phases: rollout (prompts to scored samples), training (everything from the samples to updated
-weights), sync (weights to the engine; TRL samples from the weights it trains and has none), step (all of it).
+hits all of them. Of every run the first `WARM_STEPS` steps are left out; of the rest the minimum, the median and the
+mean over all rounds count: where responses end by themselves, steps differ, and the mean is what to compare; `tokens`
+says how long they were on each side. Phases: rollout (prompts to scored samples), training (everything from the
+samples to updated weights), sync (weights to the engine; TRL samples from the weights it trains and has none), step
+(all of it).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,10 @@ from tools.bench import record  # noqa: E402
 
 CORES = 2
 WARM_STEPS = 4
-RUN_TIMEOUT_S = 600
+RUN_TIMEOUT_S = 1200
+MICROBATCH_TOKENS = 8192
 PHASES = ("rollout", "training", "sync", "step")
+HOW = {"minimum": min, "median": statistics.median, "mean": statistics.fmean}
 Row = dict[str, float]
 
 
@@ -88,9 +92,10 @@ CONTENDERS = (
 )
 
 
-def run_trl(contender: Contender, python: str, directory: Path, steps: int) -> dict[str, str]:
+def run_trl(contender: Contender, python: str, directory: Path, shape: str, steps: int) -> dict[str, str]:
     """Fills in rows; returns the versions on TRL's side."""
-    command = [python, str(HERE / "trl_program.py"), str(directory), str(steps), str(CORES), *contender.options]
+    command = [python, str(HERE / "trl_program.py"), str(directory), shape, str(steps), str(CORES)]
+    command += contender.options
     output = run(command, {"OMP_NUM_THREADS": str(CORES), "HF_HUB_OFFLINE": "1", **contender.env})
     line = next(line for line in output.splitlines() if line.startswith("RESULT "))
     result = json.loads(line.removeprefix("RESULT "))
@@ -98,15 +103,15 @@ def run_trl(contender: Contender, python: str, directory: Path, steps: int) -> d
     return dict(result["versions"])
 
 
-def run_mrl(contender: Contender, directory: Path, steps: int, number: int) -> None:
+def run_mrl(contender: Contender, directory: Path, shape: workload.Shape, steps: int, number: int) -> None:
     name = f"{contender.name}_{number}"
     config = directory / "mrl.yaml"
-    config.write_text(json.dumps(mrl_config(directory, steps)))  # YAML contains JSON
+    config.write_text(json.dumps(mrl_config(directory, shape, steps)))  # YAML contains JSON
     command = [sys.executable, "-m", "mrl", "train", str(config), f"run.name={name}", *contender.options]
     run(command, {"OMP_NUM_THREADS": "1", **contender.env})
     metrics = [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
-    if any(row["response/mean_tokens"] != workload.NEW_TOKENS for row in metrics):
-        sys.exit(f"{name}: a step has responses that are not {workload.NEW_TOKENS} tokens long")
+    if not shape.as_expected([round(row["response/mean_tokens"]) for row in metrics]):
+        sys.exit(f"{name}: the lengths of responses are not those of the workload")
     for before, row in list(zip(metrics, metrics[1:]))[WARM_STEPS - 1 :]:
         contender.rows.append(
             {
@@ -114,24 +119,24 @@ def run_mrl(contender: Contender, directory: Path, steps: int, number: int) -> N
                 "training": row["time/experience"] + row["time/update"],
                 "sync": row["time/sync"],
                 "step": row["unix_time"] - before["unix_time"],
+                "tokens": row["response/mean_tokens"],
             }
         )
 
 
-def mrl_config(directory: Path, steps: int) -> dict[str, Any]:
-    samples = workload.PROMPTS_PER_STEP * workload.SAMPLES_PER_PROMPT
-    tokens = samples * (workload.PROMPT_TOKENS + workload.NEW_TOKENS)
+def mrl_config(directory: Path, shape: workload.Shape, steps: int) -> dict[str, Any]:
+    tokens = min(shape.samples * (shape.prompt_tokens + shape.new_tokens) // CORES, MICROBATCH_TOKENS)
     return {
         "trainer": "rl",
         "run": {"root": str(directory), "name": "run", "steps": steps, "nproc": CORES, "trackers": []},
         "model": {"path": str(directory / "model"), "dtype": "float32"},
-        "actor": {"optimizer": {"lr": workload.LEARNING_RATE}, "max_tokens_per_microbatch": tokens // CORES},
-        "data": {"train": str(directory / "train.jsonl"), "max_prompt_tokens": workload.PROMPT_TOKENS},
+        "actor": {"optimizer": {"lr": workload.LEARNING_RATE}, "max_tokens_per_microbatch": tokens},
+        "data": {"train": str(directory / "train.jsonl"), "max_prompt_tokens": shape.prompt_tokens},
         "batch": {
-            "prompts_per_step": workload.PROMPTS_PER_STEP,
+            "prompts_per_step": shape.prompts_per_step,
             "samples_per_prompt": workload.SAMPLES_PER_PROMPT,
         },
-        "rollout": {"sampling": {"max_new_tokens": workload.NEW_TOKENS}},
+        "rollout": {"sampling": {"max_new_tokens": shape.new_tokens}},
         "sync": {"verify": "off"},
         "reward": {"function": f"{HERE / 'workload.py'}:share_of_digits"},
         "algorithm": {"adv_estimator": "grpo"},
@@ -153,67 +158,61 @@ def run(command: list[str], env: dict[str, str]) -> str:
 
 
 def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
-    def of(pick: Any) -> dict[str, float]:
-        return {phase: round(pick(row[phase] for row in rows), 4) for phase in PHASES}
-
-    return {"minimum": of(min), "median": of(statistics.median)}
+    return {how: {key: round(pick(row[key] for row in rows), 4) for key in rows[0]} for how, pick in HOW.items()}
 
 
 def result(
-    contenders: list[Contender], parameters: int, versions: dict[str, str], rounds: int, steps: int
-) -> dict[str, Any]:
-    figures = {c.name: {"what": c.what, "steps": len(c.rows), **summary(c.rows)} for c in contenders}
-    ratios = {
-        c.name: {
-            how: {phase: round(figures["trl"][how][phase] / figures[c.name][how][phase], 2) for phase in PHASES
-                  if figures["trl"][how][phase] and figures[c.name][how][phase]}
-            for how in ("minimum", "median")
-        }
-        for c in contenders
-        if not c.is_trl and "trl" in figures
-    }  # fmt: skip
+    contenders: list[Contender], parameters: int, shape: workload.Shape, versions: dict[str, str], rounds: int,
+    steps: int,
+) -> dict[str, Any]:  # fmt: skip
+    figures = {c.name: {"what": c.what, "steps": len(c.rows), **summary(c.rows)} for c in contenders if c.rows}
+    peers = {c.name: "trl_bf16" if c.name == "mrl_bf16" else "trl" for c in contenders if not c.is_trl}
     return {
         "versions_of_trl": versions,
-        "workload": {
-            "parameters": parameters,
-            "model": workload.MODEL,
-            "dtype": "float32",
-            "prompts_per_step": workload.PROMPTS_PER_STEP,
-            "samples_per_prompt": workload.SAMPLES_PER_PROMPT,
-            "prompt_tokens": workload.PROMPT_TOKENS,
-            "new_tokens": workload.NEW_TOKENS,
-        },
+        "workload": {"parameters": parameters, **asdict(shape), "samples_per_prompt": workload.SAMPLES_PER_PROMPT},
+        "same_work": "the same model, prompts, samples and reward; "
+        + ("as many tokens" if shape.ends_after is None else "lengths geometric of the same mean, drawn by each side"),
         "rounds": rounds,
         "steps_a_run": steps,
         "warm_steps_left_out": WARM_STEPS,
         "seconds": figures,
-        "times_faster_than_trl": ratios,
+        "times_faster_than_trl": {
+            name: {how: faster(figures[peer][how], figures[name][how]) for how in HOW}
+            for name, peer in peers.items()
+            if peer in figures and name in figures
+        },
     }
+
+
+def faster(peer: dict[str, float], ours: dict[str, float]) -> dict[str, float]:
+    return {phase: round(peer[phase] / ours[phase], 2) for phase in PHASES if peer[phase] and ours[phase]}
 
 
 def main() -> None:
     names = [c.name for c in CONTENDERS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", required=True, help="interpreter of an environment with TRL and torch")
+    parser.add_argument("--shape", choices=sorted(workload.SHAPES), default="toy")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--only", nargs="*", choices=names, default=names)
-    parser.add_argument("--output", type=Path, default=record.RESULTS / "grpo_vs_trl.json")
+    parser.add_argument("--output", type=Path, help="tools/bench/results/grpo_vs_trl_SHAPE.json if not given")
     args = parser.parse_args()
+    shape = workload.SHAPES[args.shape]
     contenders = [c for c in CONTENDERS if c.name in args.only]
     versions: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        parameters = workload.make(directory)
+        parameters = workload.make(directory, shape)
         for number in range(args.rounds):
             for contender in contenders:
                 if contender.is_trl:
-                    versions = run_trl(contender, args.trl_python, directory, args.steps)
+                    versions = run_trl(contender, args.trl_python, directory, args.shape, args.steps)
                 else:
-                    run_mrl(contender, directory, args.steps, number)
+                    run_mrl(contender, directory, shape, args.steps, number)
                 print(f"round {number} {contender.name:22}", json.dumps(summary(contender.rows)["minimum"]), flush=True)
-            report = result(contenders, parameters, versions, number + 1, args.steps)
-            record.write(args.output, report)
+            report = result(contenders, parameters, shape, versions, number + 1, args.steps)
+            record.write(args.output or record.RESULTS / f"grpo_vs_trl_{args.shape}.json", report)
     print(json.dumps(report["times_faster_than_trl"], indent=1))
 
 

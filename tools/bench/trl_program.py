@@ -1,6 +1,6 @@
 """TRL's side: GRPOTrainer on the workload. Runs under an interpreter that has TRL, prints one JSON line.
 
-    python trl_program.py WORKLOAD_DIRECTORY STEPS THREADS [--gradient-checkpointing] [--bf16]
+    python trl_program.py WORKLOAD_DIRECTORY SHAPE STEPS THREADS [--gradient-checkpointing] [--bf16]
 
 Rollout is generation plus scoring; training is everything else of a step (padding, advantages, forward, backward,
 optimizer, the Trainer's own bookkeeping), so that a step is rollout + training.
@@ -65,14 +65,16 @@ def share_of_digits(completions: list[str], **unused: Any) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
+    parser.add_argument("shape", choices=sorted(workload.SHAPES))
     parser.add_argument("steps", type=int)
     parser.add_argument("threads", type=int)
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--bf16", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    samples = workload.PROMPTS_PER_STEP * workload.SAMPLES_PER_PROMPT
-    clock, lengths = Clock(), []
+    shape = workload.SHAPES[args.shape]
+    clock: Clock = Clock()
+    lengths: list[int] = []
 
     class Checked(Timed):
         def _generate(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -86,10 +88,10 @@ def main() -> None:
             use_cpu=True,
             bf16=args.bf16,
             model_init_kwargs={"dtype": "float32"},
-            per_device_train_batch_size=samples,
-            gradient_accumulation_steps=1,
+            per_device_train_batch_size=shape.microbatch,
+            gradient_accumulation_steps=-(-shape.samples // shape.microbatch),
             num_generations=workload.SAMPLES_PER_PROMPT,
-            max_completion_length=workload.NEW_TOKENS,
+            max_completion_length=shape.new_tokens,
             num_iterations=1,
             beta=0.0,
             learning_rate=workload.LEARNING_RATE,
@@ -109,8 +111,12 @@ def main() -> None:
         )
         before = [p.detach().clone() for p in trainer.model.parameters()]
         trainer.train()
-    if set(lengths) != {workload.NEW_TOKENS} or len(lengths) != samples * args.steps:
-        sys.exit(f"responses of {sorted(set(lengths))} tokens, {len(lengths)} of them; expected {samples * args.steps}")
+    if not shape.as_expected(lengths) or len(lengths) != shape.samples * args.steps:
+        sys.exit(
+            f"{len(lengths)} responses of {min(lengths)} to {max(lengths)} tokens, {args.steps * shape.samples} due"
+        )
+    for step, row in enumerate(clock.rows):
+        row["tokens"] = sum(lengths[step * shape.samples : (step + 1) * shape.samples]) / shape.samples
     if all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters())):
         sys.exit("no weight has changed")
     versions = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}

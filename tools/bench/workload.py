@@ -1,49 +1,90 @@
-"""The workload that both sides of the comparison run: model, tokenizer, prompts, reward. Needs neither mrl nor TRL.
+"""The workloads that both sides of the comparison run: model, tokenizer, prompts, reward. Needs neither mrl nor TRL.
 
-Every response has exactly `NEW_TOKENS` tokens on both sides: the end-of-sequence token's id lies just behind the
-model's vocabulary, so no logit belongs to it and nothing has to be masked or ignored while sampling.
+Where a shape's responses do not end by themselves, they have exactly `new_tokens` tokens on both sides: the end token's
+id lies just behind the model's vocabulary, so no logit belongs to it and nothing has to be masked or ignored while
+sampling. Where they end, the end token is of the vocabulary and has about the same probability everywhere, so that
+lengths are geometric on both sides: a channel of all embeddings is the same, but for the end token's, which is larger.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-VOCAB = 512
-PROMPTS_PER_STEP = 16
 SAMPLES_PER_PROMPT = 8
-NEW_TOKENS = 64
-PROMPT_TOKENS = 16
 ROWS = 512
 LEARNING_RATE = 1e-4
-MODEL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": VOCAB,
-    "initializer_range": 0.05,
+INITIALIZER_RANGE = 0.05
+
+
+@dataclass(frozen=True)
+class Shape:
+    """new_tokens, prompt_tokens: at most. ends_after: the mean length of responses that end by themselves; None: all
+    have new_tokens, and all prompts prompt_tokens. microbatch: samples that TRL takes at once."""
+
+    vocab: int = 512
+    hidden: int = 128
+    prompts_per_step: int = 16
+    prompt_tokens: int = 16
+    new_tokens: int = 64
+    ends_after: int | None = None
+    microbatch: int = 128
+
+    @property
+    def samples(self) -> int:
+        return self.prompts_per_step * SAMPLES_PER_PROMPT
+
+    @property
+    def eos(self) -> int:
+        return self.vocab if self.ends_after is None else self.vocab - 1
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return {
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": 3 * self.hidden,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256 if self.ends_after is None else self.prompt_tokens + self.new_tokens,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+            "bos_token_id": None,
+            "eos_token_id": self.eos,
+            "initializer_range": INITIALIZER_RANGE,
+        }
+
+    def as_expected(self, lengths: list[int]) -> bool:
+        """Are these the lengths of such responses?"""
+        if self.ends_after is None:
+            return set(lengths) == {self.new_tokens}
+        return max(lengths) <= self.new_tokens and 0.5 < sum(lengths) / len(lengths) / self.ends_after < 2
+
+
+SHAPES = {
+    "toy": Shape(),
+    "uneven": Shape(prompt_tokens=512, new_tokens=512, ends_after=80, microbatch=16),
+    "vocabulary": Shape(vocab=151_936, hidden=256, prompts_per_step=4, microbatch=8),
 }
 
 
-def make(directory: Path, seed: int = 1) -> int:
+def make(directory: Path, shape: Shape, seed: int = 1) -> int:
     """Writes directory/model and directory/train.jsonl; returns the number of the model's parameters."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(Qwen2Config(**MODEL)).float()
+    model = Qwen2ForCausalLM(Qwen2Config(**shape.model)).float()
+    if shape.ends_after is not None:
+        _let_responses_end(model, shape, shape.ends_after)
     model.save_pretrained(directory / "model")
-    _tokenizer().save_pretrained(directory / "model")
-    rows = [{"prompt": text, "answer": ""} for text in _prompts(seed)]
+    _tokenizer(shape).save_pretrained(directory / "model")
+    rows = [{"prompt": text, "answer": ""} for text in _prompts(shape, seed)]
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return sum(p.numel() for p in model.parameters())
 
@@ -53,19 +94,43 @@ def share_of_digits(prompt: str, response: str, row: dict[str, Any]) -> float:
     return sum(c.isdigit() for c in response) / max(1, len(response))
 
 
-def _tokenizer() -> Any:
-    """Bytes, filler up to VOCAB - 1, and the end token at VOCAB."""
+def _let_responses_end(model: Any, shape: Shape, mean: int) -> None:
+    """All tokens but the end token are about equally likely."""
+    import torch
+
+    channel = 1.0
+    with torch.no_grad():
+        for layer in model.model.layers:  # none adds to that channel
+            layer.self_attn.o_proj.weight[0] = 0
+            layer.mlp.down_proj.weight[0] = 0
+        embeddings = model.get_input_embeddings().weight
+        embeddings[:, 0] = channel
+        embeddings[shape.eos] = 0
+        hidden = model.model(torch.randint(1, shape.eos, (8, 64))).last_hidden_state
+        others = (hidden @ embeddings.T).logsumexp(-1).mean()
+        embeddings[shape.eos, 0] = (others - math.log(mean)) / hidden[..., 0].mean()
+
+
+def _tokenizer(shape: Shape) -> Any:
+    """Bytes, filler, and the end token at `shape.eos`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     pieces = ["<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    pieces += [f"<{i}>" for i in range(VOCAB - len(pieces))] + ["<eos>"]
+    pieces += [f"<{i}>" for i in range(shape.eos - len(pieces))] + ["<eos>"]
     core = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", padding_side="left")
 
 
-def _prompts(seed: int) -> list[str]:
+def _prompts(shape: Shape, seed: int) -> list[str]:
     draw = random.Random(seed)
-    return ["".join(draw.choices("0123456789+-", k=PROMPT_TOKENS - 1)) + "=" for _ in range(ROWS)]
+    return ["".join(draw.choices("0123456789+-", k=_prompt_tokens(shape, draw) - 1)) + "=" for _ in range(ROWS)]
+
+
+def _prompt_tokens(shape: Shape, draw: random.Random) -> int:
+    """16 to `prompt_tokens`, log-normal about 64, where responses end too."""
+    if shape.ends_after is None:
+        return shape.prompt_tokens
+    return min(shape.prompt_tokens, max(16, round(draw.lognormvariate(math.log(64), 1))))
