@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from mrl.families import UnsupportedModel, load_arch
 from mrl.families.table import padded_vocab_size
+from mrl.kernels.layers import clamped_swiglu
 from mrl.models.attention import packed_attention
 from mrl.models.attention_plan import AttentionPlan, same_length_groups
 from mrl.models.initialise import _fill
@@ -146,6 +147,45 @@ def test_results_of_some_tokens_are_those_that_all_give(
         grads = [torch.autograd.grad((out * weights[mine[rows]]).sum(), (q, k, v)) for out in given]
         for got, want in zip(*grads, strict=True):
             torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_sink_is_a_score_more_that_stands_for_no_token(cp: int, window: int | None) -> None:
+    """Against a softmax over the scores and it, in float64; gradients too, its own among them."""
+    lengths, g = [8, 136, 16, 64], torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(lengths), heads, 16, generator=g, requires_grad=True) for heads in (4, 2, 2))
+    sinks, weights = torch.randn(4, generator=g, requires_grad=True), torch.randn(sum(lengths), 4, 16, generator=g)
+    parts = []
+    for own in zip(*(x.double().split(lengths) for x in (q, k, v)), strict=True):
+        one, keys, values = (x.repeat_interleave(4 // x.size(1), 1).transpose(0, 1) for x in own)
+        at = torch.arange(one.size(1))
+        seen = (at <= at[:, None]) & (at > at[:, None] - (window or 1000))
+        scores = (one @ keys.mT * 0.25).masked_fill(~seen, -torch.inf)
+        column = sinks.double()[:, None, None].expand(-1, one.size(1), 1)
+        parts.append((torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ values).transpose(0, 1))
+    wanted = torch.cat(parts)
+    cu, out = torch.tensor([0, *lengths]).cumsum(0), torch.zeros(sum(lengths), 4, 16)
+    places = [tokens_of_rank(lengths, cp, r) for r in range(cp)]
+    for r, mine in enumerate(places):
+        plan, everywhere = AttentionPlan.make(cu, cp, r, CPU), torch.cat(places)
+        part = packed_attention(q[mine], k[everywhere], v[everywhere], plan, 0.25, window, sinks)
+        out = out.index_copy(0, mine, part)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-6, rtol=0)
+    inputs = (q, k, v, sinks)
+    grads = (torch.autograd.grad((each * weights).sum(), inputs) for each in (out, wanted))
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-5)
+
+
+def test_the_clamped_activation_is_transformers() -> None:
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    theirs = GptOssExperts(GptOssConfig(hidden_size=4, intermediate_size=4, num_local_experts=1))
+    x = torch.linspace(-12, 12, 97)
+    pairs = torch.cartesian_prod(x, x)  # gate, up: within the limits and beyond them
+    torch.testing.assert_close(clamped_swiglu(pairs), theirs._apply_gate(pairs), atol=1e-6, rtol=1e-6)
 
 
 def test_padding_of_attention_is_bounded() -> None:

@@ -3,23 +3,21 @@ dimension. What reads and writes files and engines has whole tensors, by the nam
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from mrl.families.rows import Row, Table
 
-_SLICE = re.compile(r"^(.+)\[(\d+)\]$")
-
 
 def slice_of(name: str) -> tuple[str, int] | None:
     """(stored tensor, index) of a slice's name; None for the name of a tensor that is stored by itself."""
-    found = _SLICE.match(name)
-    return (found[1], int(found[2])) if found else None
+    whole, opened, index = name.removesuffix("]").rpartition("[")
+    return (whole, int(index)) if name.endswith("]") and opened and index.isdecimal() else None
 
 
 def stored_name(name: str) -> str:
     """What files call the tensor that a row's `name` is, or is a slice of."""
-    return _SLICE.sub(r"\1", name)
+    found = slice_of(name)
+    return name if found is None else found[0]
 
 
 def stored_shapes(rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
