@@ -27,13 +27,17 @@ _READ_AT_START = (
     *("TMPDIR", "MRL_ENGINE_KEY", "GLOO_SOCKET_IFNAME", "PYTEST_CURRENT_TEST"),
     *("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", "SGLANG_CPU_OMP_THREADS_BIND"),
 )
+_SAID_TO_ENGINES = ("SGLANG_", "MALLOC_", "OMP_", "TORCHDYNAMO_", "PYTHONPATH")
+_AT_FIRST = dict(os.environ)
 
 
 def start(command: Sequence[str], env: Mapping[str, str], **more: Any) -> subprocess.Popen[Any]:
     """`subprocess.Popen` of an engine under its supervisor."""
     at = command.index(str(SUPERVISOR)) + 1 if str(SUPERVISOR) in command else len(command)
     python, _, module = [*command[at + 3 : at + 6], "", "", ""][:3]
-    if sys.platform != "linux" or python != sys.executable or module not in IMPORTS:
+    changed = {name for name, value in env.items() if _AT_FIRST.get(name) != value} - {*_READ_AT_START}
+    is_usual = all(name.startswith(_SAID_TO_ENGINES) for name in changed)
+    if sys.platform != "linux" or python != sys.executable or module not in IMPORTS or not is_usual:
         return subprocess.Popen(command, env=env, **more)
     kept = frozenset((name, value) for name, value in env.items() if name not in _READ_AT_START)
     copy = [sys.executable, "-m", "tests.engine_copies", *command[at:]]
