@@ -6,6 +6,7 @@ has imported what engines of its kind import. Engines of `mrl train` are program
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
 import subprocess
@@ -28,6 +29,7 @@ _READ_AT_START = (
     *("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", "SGLANG_CPU_OMP_THREADS_BIND"),
 )
 _SAID_TO_ENGINES = ("SGLANG_", "MALLOC_", "OMP_", "TORCHDYNAMO_", "PYTHONPATH")
+_PARENT_DEATH_SIGNAL = 1  # of prctl
 _AT_FIRST = dict(os.environ)
 
 
@@ -65,6 +67,7 @@ class _Forked:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, 0)  # which copies have: a supervisor ends its engine first
     supervise = runpy.run_path(str(SUPERVISOR))["main"]
     supervise.__globals__["subprocess"] = type("subprocess", (), {"Popen": _Forked})
     sys.exit(supervise(sys.argv))
