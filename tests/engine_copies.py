@@ -24,9 +24,9 @@ IMPORTS = {
     "sglang.launch_server": "tests.sglang_imports",
     "mrl.rollout.transformers_engine.server": "tests.transformers_engine_imports",
 }
-_READ_AT_START = (
-    *("TMPDIR", "MRL_ENGINE_KEY", "GLOO_SOCKET_IFNAME", "PYTEST_CURRENT_TEST"),
-    *("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", "SGLANG_CPU_OMP_THREADS_BIND"),
+_READ_AT_START = (  # or set by what this process imports, and nothing to an engine on a CPU
+    *("TMPDIR", "MRL_ENGINE_KEY", "GLOO_SOCKET_IFNAME", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"),
+    *("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", "SGLANG_CPU_OMP_THREADS_BIND", "CUDA_DEVICE_MAX_CONNECTIONS"),
 )
 _SAID_TO_ENGINES = ("SGLANG_", "MALLOC_", "OMP_", "TORCHDYNAMO_", "PYTHONPATH")
 _PARENT_DEATH_SIGNAL = 1  # of prctl
