@@ -6,6 +6,7 @@ has imported what engines of its kind import. Engines of `mrl train` are program
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
 import subprocess
@@ -23,17 +24,22 @@ IMPORTS = {
     "sglang.launch_server": "tests.sglang_imports",
     "mrl.rollout.transformers_engine.server": "tests.transformers_engine_imports",
 }
-_READ_AT_START = (
-    *("TMPDIR", "MRL_ENGINE_KEY", "GLOO_SOCKET_IFNAME", "PYTEST_CURRENT_TEST"),
-    *("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", "SGLANG_CPU_OMP_THREADS_BIND"),
+_READ_AT_START = (  # or set by what this process imports, and nothing to an engine on a CPU
+    *("TMPDIR", "MRL_ENGINE_KEY", "GLOO_SOCKET_IFNAME", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"),
+    *("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", "SGLANG_CPU_OMP_THREADS_BIND", "CUDA_DEVICE_MAX_CONNECTIONS"),
 )
+_SAID_TO_ENGINES = ("SGLANG_", "MALLOC_", "OMP_", "TORCHDYNAMO_", "PYTHONPATH")
+_PARENT_DEATH_SIGNAL = 1  # of prctl
+_AT_FIRST = dict(os.environ)
 
 
 def start(command: Sequence[str], env: Mapping[str, str], **more: Any) -> subprocess.Popen[Any]:
     """`subprocess.Popen` of an engine under its supervisor."""
     at = command.index(str(SUPERVISOR)) + 1 if str(SUPERVISOR) in command else len(command)
     python, _, module = [*command[at + 3 : at + 6], "", "", ""][:3]
-    if sys.platform != "linux" or python != sys.executable or module not in IMPORTS:
+    changed = {name for name, value in env.items() if _AT_FIRST.get(name) != value} - {*_READ_AT_START}
+    is_usual = all(name.startswith(_SAID_TO_ENGINES) for name in changed)
+    if sys.platform != "linux" or python != sys.executable or module not in IMPORTS or not is_usual:
         return subprocess.Popen(command, env=env, **more)
     kept = frozenset((name, value) for name, value in env.items() if name not in _READ_AT_START)
     copy = [sys.executable, "-m", "tests.engine_copies", *command[at:]]
@@ -61,6 +67,7 @@ class _Forked:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, 0)  # which copies have: a supervisor ends its engine first
     supervise = runpy.run_path(str(SUPERVISOR))["main"]
     supervise.__globals__["subprocess"] = type("subprocess", (), {"Popen": _Forked})
     sys.exit(supervise(sys.argv))

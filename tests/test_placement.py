@@ -56,6 +56,9 @@ def test_an_engine_sees_its_own_gpus_first_and_all_others(
     found = [spec(rollout, FOUR, index).environment()["CUDA_VISIBLE_DEVICES"] for index in range(2)]
     assert found == visible
     assert spec(rollout, CPU).environment().get("CUDA_VISIBLE_DEVICES") == named
+    keeping = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
+    assert keeping <= spec(rollout, CPU).environment().keys(), "an engine on a CPU keeps the memory that it frees"
+    assert not keeping & spec(rollout, FOUR).environment().keys()
 
 
 def test_which_gpus_are_shared() -> None:

@@ -8,8 +8,8 @@ rounds. `--peers DIR` makes an environment there in which this one's packages an
 it. `--check` compares the ratios with those in tools/bench/results/kernels.json, and writes nothing; a group
 that is worse is measured once more, three times as long.
 
-The groups convert, checkpoint and gpu (the stage `speed` of `make test-gpu`, on a machine that has one) are programs of
-their own, with their own limits and results.
+The groups convert, checkpoint, step (a GRPO step against TRL's, at three shapes; with `--peers`) and gpu (the stage
+`speed` of `make test-gpu`, on a machine that has one) are programs of their own, with their own limits and results.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ PROGRAMS = {
     "checkpoint": ["tools/bench/save_stall.py"],
     "gpu": ["-m", "tools.gpu.run", "--stages", "speed"],
 }
+STEP = "step"
+STEP_SHAPES = ("toy", "uneven", "vocabulary")
 WORSE = 1.25  # of a ratio, that `--check` takes for noise
 
 
@@ -41,7 +43,7 @@ def main() -> None:
     from tools.bench import kernel_groups, record
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="+", choices=sorted({**kernel_groups.GROUPS, **PROGRAMS}))
+    parser.add_argument("groups", nargs="+", choices=sorted({**kernel_groups.GROUPS, **PROGRAMS, STEP: ""}))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--check", action="store_true", help="exit status 1 where mrl's ratios are worse than before")
     parser.add_argument("--peers", type=Path, help="where the peers' environment is, or shall be")
@@ -49,11 +51,16 @@ def main() -> None:
     programs = [PROGRAMS[name] for name in args.groups if name in PROGRAMS]
     if programs and (args.check or args.peers):
         parser.error(f"{', '.join(sorted({*args.groups} & {*PROGRAMS}))}: run without --check and --peers")
+    if STEP in args.groups and (args.check or not args.peers):
+        parser.error(f"{STEP}: run with --peers, where TRL is, and without --check")
     if args.peers and Path(sys.prefix) != args.peers.resolve():
         sys.exit(_in_environment(args.peers.resolve()))
     for program in programs:
         subprocess.run([sys.executable, *program], cwd=ROOT, check=True)
-    kernels = [name for name in args.groups if name not in PROGRAMS]
+    for shape in STEP_SHAPES if STEP in args.groups else ():
+        command = [sys.executable, "tools/bench/grpo_vs_trl.py", "--trl-python", sys.executable, "--shape", shape]
+        subprocess.run([*command, "--rounds", str(args.rounds)], cwd=ROOT, check=True)
+    kernels = [name for name in args.groups if name not in PROGRAMS and name != STEP]
     file = record.RESULTS / "kernels.json"
     before = json.loads(file.read_text()) if file.is_file() else {}
     found = {name: kernel_groups.measure(name, args.rounds) for name in kernels}
