@@ -157,6 +157,7 @@ BAD_ROLLOUT = [
         "max_tokens: 64\n  step_timeout_s: 40\n  trajectory_timeout_s: 20",
         "agent.step_timeout_s",
         ("40 s of a step are more than 20 s", "agent.trajectory_timeout_s"),
+        "  step_timeout_s: 40",
         base=AGENT,
     ),
     Bad(
