@@ -152,6 +152,15 @@ BAD_ROLLOUT = [
         base=AGENT,
     ),
     Bad(
+        "a step that is longer than its trajectory",
+        "max_tokens: 64",
+        "max_tokens: 64\n  step_timeout_s: 40\n  trajectory_timeout_s: 20",
+        "agent.step_timeout_s",
+        ("40 s of a step are more than 20 s", "agent.trajectory_timeout_s"),
+        "  step_timeout_s: 40",
+        base=AGENT,
+    ),
+    Bad(
         "tokens of turns at the same place",
         "adv_estimator: grpo",
         "adv_estimator: optimal_token_baseline",

@@ -3,7 +3,6 @@
     python tools/make_guess_task.py OUT_DIR [--rows 7]
 
 OUT_DIR/model_init: config.json of a 2-layer Llama and a tokenizer with one token a character, no weights.
-OUT_DIR/chat.jinja: a chat template, for agents that talk in messages.
 OUT_DIR/train.jsonl, validation.jsonl: rows {"prompt": "?", "number": 3}, all numbers of 0 to 6 equally often.
 """
 
@@ -16,7 +15,6 @@ from pathlib import Path
 from make_sort_task import MODEL
 
 NUMBERS = 7
-CHAT = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
 VOCABULARY = ["<pad>", "<eos>", "<unk>", "?", "<", ">", *map(str, range(10))]  # 16
 
 
@@ -41,7 +39,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=NUMBERS)
     args = parser.parse_args()
     write_model(args.out / "model_init")
-    (args.out / "chat.jinja").write_text(CHAT)
     for name, count in (("train", args.rows), ("validation", 10 * NUMBERS)):
         rows = ({"prompt": "?", "number": row % NUMBERS} for row in range(count))
         (args.out / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
