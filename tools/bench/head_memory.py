@@ -91,7 +91,7 @@ def main() -> None:
             name = f"{rows} rows, hidden {width}, {dtype}"
             found = {form: measured(python, form, dtype, str(rows), str(width)) for form, python in pythons.items()}
             naive = found[NAIVE]["beyond_inputs_mb"]
-            print(f"\n{name}")
+            print(f"\n{name}", flush=True)
             for form, numbers in found.items():
                 numbers["of_log_softmax"] = round(naive / numbers["beyond_inputs_mb"], 2)
                 print(f"  {form:42}{numbers['beyond_inputs_mb']:8.0f} MB, of which dW {numbers['dW_mb']:.0f}"
