@@ -18,6 +18,7 @@ from mrl.config import placement
 from mrl.config.derived import Machine
 from mrl.config.engines import ENGINES, EngineKind
 from mrl.config.schema import PlacementConfig, RolloutConfig, SyncConfig
+from mrl.config.sections.models import ActorConfig
 from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import CPU, ServerSpec
 from mrl.rollout.sglang.command import sglang_launch
@@ -119,7 +120,7 @@ def the_main_parts(
     monkeypatch.setitem(ENGINES, "echo", EngineKind("tests.echo_engine:echo_launch"))
     data = SimpleNamespace(prompt_key="prompt", answer_key="answer", data_source_key="data_source")
     cfg: Any = SimpleNamespace(
-        actor=SimpleNamespace(routing_replay="off"),
+        actor=ActorConfig(),
         rollout=RolloutConfig(engine="echo", gpus=given),
         sync=SyncConfig(),
         placement=PlacementConfig(),

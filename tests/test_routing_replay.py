@@ -62,6 +62,7 @@ def test_a_models_own_experts_change_nothing_and_others_do(world: dict[str, Any]
     assert world["off"] == world["own experts"] == world["changed by own experts"] == 0.0
     assert world["others change"] > 0.1
     assert world["sequences: own experts"] == 0.0 and world["sequences: others change"] > 0.1
+    assert world["sequences: changed in an update"] == 0.0
 
 
 def test_replayed_log_probs_do_not_depend_on_what_the_router_would_choose(world: dict[str, Any]) -> None:

@@ -37,7 +37,8 @@ class RoutingReplay:
         source, device = packed.source, platform.device()
         given = None if rollout.experts is None else given_experts(rollout.experts, source)
         is_last = torch.zeros(len(rollout.tokens), dtype=torch.bool)
-        is_last[rollout.seq_lens.cumsum(0) - 1] = True
+        lens = rollout.seq_lens if rollout.sequence_lens is None else rollout.sequence_lens
+        is_last[lens.cumsum(0) - 1] = True
         counts = (source >= 0) & ~is_last[source.clamp(min=0)]
         source, counts = platform.to_device([source, counts], device)
         if given is not None:

@@ -102,6 +102,10 @@ def by_itself(model: str, meshes: Meshes, found: dict[str, Any], rollout: Rollou
     again, _ = learner.log_probs(replace(told, experts=others(own, learner.arch.experts.count)), 0.7)
     out["sequences: others change"] = float((again - several).abs().max())
     learner.replay.take_changed()
+    assert told.sequence_lens is not None
+    own[told.sequence_lens.cumsum(0) - 1] = 0  # as an engine says it of what goes nowhere
+    gradients(learner, replace(told, experts=own), plain_gradient(told), False)
+    out["sequences: changed in an update"] = learner.replay.take_changed()
     own = found["own"]
     kept = replace(rollout, experts=torch.arange(KEPT, dtype=own.dtype).expand_as(own).contiguous())
     before, _ = learner.log_probs(kept, 0.7)
