@@ -19,7 +19,8 @@ from mrl.weights.convert.blocks import Block, Span, TensorBlock
 from mrl.weights.disk.hf_rows import parameter_rows, source_dtypes
 from mrl.weights.disk.megatron_source import MegatronCheckpoint
 from mrl.weights.disk.rows import Rows, ZeroRows, flat_shape, row_blocks
-from mrl.weights.disk.safetensors_io import FLOATS, HFCheckpoint
+from mrl.weights.disk.safetensors_header import FLOATS
+from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.disk.stored_names import Names, leading_shape
 from mrl.weights.disk.torch_dist_files import pickled
 from mrl.weights.errors import WeightError

@@ -6,11 +6,8 @@ the caller asks for them by name, and then read with `weights_only=True`.
 
 from __future__ import annotations
 
-import math
-import os
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
@@ -20,14 +17,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mrl.families.stacks import slice_of, stored_name
-from mrl.foreign import own_file, parse_json, read_json
+from mrl.foreign import own_file, read_json
 from mrl.weights.disk.mxfp4 import BLOCKS, SCALES, UnpackedSource
+from mrl.weights.disk.safetensors_header import FLOATS, Entry, checked_name, read_header
 from mrl.weights.errors import WeightError
 
-MAX_HEADER, MAX_NAME, MAX_FILE_NAME = 100_000_000, 512, 255  # bytes (as the format has it), characters
+MAX_FILE_NAME = 255  # characters
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SINGLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class TensorSource:
@@ -232,9 +229,9 @@ class HFCheckpoint:
     def _read_index(self, index: Path) -> dict[str, Path]:
         try:
             weight_map = read_json(self._own(index))["weight_map"]
-            named = {_checked_name(name): file or "" for name, file in weight_map.items()}
+            named = {checked_name(name): file or "" for name, file in weight_map.items()}
             for file in set(named.values()) - {""}:
-                _checked_name(file, MAX_FILE_NAME)
+                checked_name(file, MAX_FILE_NAME)
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise WeightError(f"{index}: not a weight index (no readable weight_map: {e!r})") from e
         for name, file in named.items():
@@ -255,63 +252,6 @@ class HFCheckpoint:
             return _open_pickle(file)
         self._header(file)  # stricter than the library
         return _open_safetensors(file)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor of a safetensors file: its bytes are those from `start`, `nbytes` of them."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    nbytes: int
-
-
-def read_header(file: Path) -> dict[str, Entry]:
-    """By name. Raises WeightError unless the tensors fill the file, one after the other, from the header to its end."""
-    try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            size = os.fstat(opened.fileno()).st_size
-            if not 2 <= length <= min(size - 8, MAX_HEADER):
-                raise ValueError(f"a header of {length} bytes in {size}")
-            header = parse_json(opened.read(length))
-        if not isinstance(header, dict):
-            raise ValueError("its header is no object")
-        header.pop("__metadata__", None)
-        entries = {_checked_name(name): _entry(name, value, 8 + length) for name, value in header.items()}
-        at = 8 + length
-        for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.nbytes)):
-            if entry.start != at:
-                raise ValueError("its tensors leave gaps or overlap")
-            at += entry.nbytes
-        if at != size or not entries:
-            raise ValueError("its tensors do not fill it")
-        return entries
-    except (ValueError, OSError) as e:
-        raise WeightError(f"{file}: not a complete safetensors file, truncated or damaged ({e})") from e
-
-
-def _entry(name: str, value: Any, data: int) -> Entry:
-    """What the header says of a tensor; `data` is where the tensors begin. Raises ValueError."""
-    try:
-        dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
-        known = isinstance(dtype, str) and len(dtype) <= 16
-        numbers = all(type(number) is int and number >= 0 for number in (*shape, start, stop))
-    except (KeyError, TypeError, ValueError):
-        known = numbers = False
-    if not known or not numbers or start > stop:
-        raise ValueError(f"{name} has no dtype, shape and data_offsets that make sense")
-    if dtype in FLOATS and stop - start != math.prod(shape) * FLOATS[dtype].itemsize:
-        raise ValueError(f"{name} has {stop - start} bytes, not those of {shape} {dtype}")
-    return Entry(dtype, tuple(shape), data + start, stop - start)
-
-
-def _checked_name(name: Any, longest: int = MAX_NAME) -> str:
-    """Of a tensor or a file. Raises ValueError for one that no model has: empty, too long, with a NUL or the like."""
-    if not isinstance(name, str) or not name or len(name) > longest or not name.isprintable():
-        raise ValueError(f"{str(name)[:80]!r} is no name (1 to {longest} printable characters)")
-    return name
 
 
 def _open_safetensors(file: Path) -> Any:
