@@ -65,6 +65,7 @@ LAYOUTS = [
     Case("qwen2_moe", 2, {"tensor": 2}, {"mlp_only_layers": [1]}),
     Case("olmo2", 2, {"tensor": 2}),
     Case("phi3", 2, {"tensor": 2}),
+    Case("gpt_oss", 4, {"tensor": 2, "pipeline": 2, "expert": 2}),
 ]
 
 
@@ -91,6 +92,8 @@ ACTIVATIONS = [
     (Case("deepseek_v3", 2, {"tensor": 2}), "none", torch.float32),
     (Case("qwen2_moe", 2, {"tensor": 2}), "none", torch.float32),
     (Case("olmo2", 2, {"tensor": 2}), "none", torch.float32),
+    (Case("gpt_oss", 2, {"tensor": 2, "expert": 2}), "none", torch.float32),
+    (Case("gpt_oss", 2, {"context": 2, "expert": 2}), "selective", torch.bfloat16),
 ]
 
 

@@ -31,6 +31,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {  # an actor and a critic of each
     "qwen2_moe": ("pp2.ep2", "tp2.ep2"),
     "phi3": ("tp2.pp2", "dp4"),
     "smollm3": ("pp2", "tp2.pp2"),
+    "gpt_oss": ("tp2.ep2", "pp2.ep2"),
 }
 # attention hardly feels a key's bias: what Adam makes of its gradient is round-off's
 OWN = {"qwen2_moe": {"qkv_bias": False}}

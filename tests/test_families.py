@@ -48,10 +48,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 1, 0, 1], "tied": True},
     "gpt_oss": {"initializer_range": 0.1},
 }
-UNCUT = ("tp2.ep2", "pp2.ep2", "cp2.ep2", "tp2.cp2.ep2", "pp2.vpp2")  # of experts that no rank has a part of
+UNCUT = (
+    "tp2.ep2",
+    "pp2.ep2/full",
+    "cp2.ep2",
+    "tp2.cp2.ep2/selective",
+    "pp2.vpp2",
+    "critic:tp2.ep2/full",
+    "critic:pp2.ep2",
+)  # of experts that no rank has a part of
 MOE = ("glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight", "qwen2_moe")
 FAMILY = {"glm4_moe_air": "glm4_moe", "moonlight": "deepseek_v3"}  # of the others their own names
 LAYOUTS = {name: EXPERTS if name in MOE else DENSE for name in MODELS} | {"gpt_oss": UNCUT}
+ALONE = dict.fromkeys(MODELS, ("one",)) | {"gpt_oss": ("one", "critic:one")}
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +68,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     root = tmp_path_factory.mktemp("families")
     jobs = []
     for name, settings in MODELS.items():
-        reference(make_tiny(root / name, FAMILY.get(name, name), **SIZE | settings))
+        roles = ("policy", "critic") if "critic:one" in ALONE[name] else ("policy",)
+        reference(make_tiny(root / name, FAMILY.get(name, name), **SIZE | settings), *roles)
         jobs.append(f"{root / name}={','.join(LAYOUTS[name])}")
-    run_world(1, "families.py", root / "one.json", *(f"{root / name}=one" for name in MODELS))
+    run_world(1, "families.py", root / "one.json", *(f"{root / name}={','.join(ALONE[name])}" for name in MODELS))
     run_world(4, "families.py", root / "four.json", *jobs)
     one, four = (json.loads((root / f"{name}.json").read_text()) for name in ("one", "four"))
     return {name: one[name] | four[name] for name in MODELS}
 
 
-@pytest.mark.parametrize(("model", "layout"), [(name, x) for name in MODELS for x in ("one", *LAYOUTS[name])])
+@pytest.mark.parametrize(("model", "layout"), [(name, x) for name in MODELS for x in (*ALONE[name], *LAYOUTS[name])])
 def test_log_probs_and_gradients_are_transformers(results: dict[str, Any], model: str, layout: str) -> None:
     log_prob, gradient, worst = results[model][layout]
     assert log_prob < 2e-5 and gradient < 1e-5, (log_prob, gradient, worst)

@@ -31,6 +31,13 @@ LAYOUTS = (
     *("dropout tp2.pp2/full", "dropout tp2.sequence0.cp2"),
 )
 SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_key_value_heads": 2, "vocab_size": 321}
+OTHER_KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # family -> which layers have adapters, and its shape
+    "gemma3_text": ("dense", {"num_hidden_layers": 4}),
+    "olmo3": ("dense", {"num_hidden_layers": 4, "layer_types": 2 * ["sliding_attention", "full_attention"]}),
+    "deepseek_v3": ("moe", {"num_hidden_layers": 3, "num_key_value_heads": 4, "moe_intermediate_size": 32}),
+    "qwen2_moe": ("moe", {"num_hidden_layers": 3, "num_key_value_heads": 4, "moe_intermediate_size": 32}),
+    "gpt_oss": ("heads", {}),
+}
 Reported = dict[str, dict[str, Any]]
 
 
@@ -65,24 +72,31 @@ def test_gradients_and_what_updates_make_of_them_are_one_process_own(reported: R
     assert found["smallest"] > 1e-3, "an adapter has no gradient"
 
 
-@pytest.mark.parametrize(("dense", "moe"), [("gemma3_text", "deepseek_v3"), ("olmo3", "qwen2_moe")])
-def test_layers_of_other_kinds_have_them_too(dense: str, moe: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def of_other_kinds(tmp_path_factory: pytest.TempPathFactory) -> Reported:
+    folder = tmp_path_factory.mktemp("kinds")
+    for family, (_, shape) in OTHER_KINDS.items():
+        make_tiny(folder / family, family, **SHAPE | shape)
+    cases = {family: f"{kind}={folder / family}" for family, (kind, _) in OTHER_KINDS.items()}
+    run_world(1, "lora.py", folder, "-", "-", *(f"{case} one" for case in cases.values()))
+    layouts = {"dense": "tp2.pp2", "moe": "tp2.ep2", "heads": "tp2.ep2"}
+    four = [f"{case} {layouts[OTHER_KINDS[family][0]]}" for family, case in cases.items()]
+    output = run_world(4, "lora.py", folder, "-", "-", *four)
+    return dict(zip(cases, map(json.loads, output.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("family", OTHER_KINDS)
+def test_layers_of_other_kinds_have_them_too(of_other_kinds: Reported, family: str) -> None:
     """Norms behind the layers that have adapters, a scaled embedding; projections of latent vectors; norms over all
-    heads, which follow adapters; a gated expert."""
-    layers = {"layer_types": 2 * ["sliding_attention", "full_attention"]} if dense == "olmo3" else {}
-    norms = make_tiny(tmp_path / "norms", dense, num_hidden_layers=4, **SHAPE | layers)
-    experts = SHAPE | {"num_key_value_heads": 4, "moe_intermediate_size": 32}
-    other = make_tiny(tmp_path / "other", moe, num_hidden_layers=3, **experts)
-    run_world(1, "lora.py", tmp_path, norms, other, "dense one", "moe one")
-    output = run_world(4, "lora.py", tmp_path, norms, other, "dense tp2.pp2", "moe tp2.ep2")
-    for found in map(json.loads, output.splitlines()):
-        assert max(found[name] for name in ("out", "loss", "norm", "gradients")) < 2e-5, found
-        if found["case"].startswith("dense"):  # of the others some experts get no token
-            assert found["smallest"] > 1e-3, "an adapter has no gradient"
+    heads, which follow adapters; a gated expert; sinks and biases beside them."""
+    found = of_other_kinds[family]
+    assert max(found[name] for name in ("out", "loss", "norm", "gradients")) < 2e-5, found
+    if OTHER_KINDS[family][0] != "moe":  # of its experts some get no token
+        assert found["smallest"] > 1e-3, "an adapter has no gradient"
 
 
 def test_dropout_is_at_work_in_training_alone(work: tuple[Path, Reported]) -> None:
-    plain, with_dropout = (torch.load(work[0] / f"{kind}.pt") for kind in ("dense", "dropout"))
+    plain, with_dropout = (torch.load(work[0] / f"{kind}_dense.pt") for kind in ("dense", "dropout"))
     assert torch.equal(plain["out"], with_dropout["out"])
     assert abs(float(plain["loss"] - with_dropout["loss"])) > 1e-4
     first = "model.layers.0.self_attn.q_proj.lora_B.weight"

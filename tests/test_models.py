@@ -184,8 +184,12 @@ def test_the_clamped_activation_is_transformers() -> None:
 
     theirs = GptOssExperts(GptOssConfig(hidden_size=4, intermediate_size=4, num_local_experts=1))
     x = torch.linspace(-12, 12, 97)
-    pairs = torch.cartesian_prod(x, x)  # gate, up: within the limits and beyond them
-    torch.testing.assert_close(clamped_swiglu(pairs), theirs._apply_gate(pairs), atol=1e-6, rtol=1e-6)
+    pairs = torch.cartesian_prod(x, x).requires_grad_()  # gate, up: within the limits, at them and beyond
+    weights = torch.randn(len(pairs), 1, generator=torch.Generator().manual_seed(3))
+    mine, wanted = clamped_swiglu(pairs), theirs._apply_gate(pairs)
+    torch.testing.assert_close(mine, wanted, atol=1e-6, rtol=1e-6)
+    got, want = (torch.autograd.grad((each * weights).sum(), pairs)[0] for each in (mine, wanted))
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
 def test_padding_of_attention_is_bounded() -> None:

@@ -6,6 +6,7 @@ import base64
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -372,6 +373,28 @@ def test_a_run_learns_from_turns_by_the_engines_experts(
         assert row["mismatch/routing"] == 0.0 and row["mismatch/max_abs"] < 1e-4, "weights that the engine has too"
     assert first["mismatch_free/max_abs"] < 1e-4
     assert second["routing/changed"] > 0, "the second update of a step is not of the weights that drew"
+
+
+def test_a_run_of_experts_in_one_tensor_goes_on_by_the_transformers_engine(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    """gpt-oss at EP2: what is pushed and proved is what was trained, to the engine's experts; and from the checkpoint
+    of step 2 on the run is the same again, to the bit."""
+    actor = {k: v for k, v in REPLAYED["actor"].items() if k != "recompute"}
+    rollout = {"engine": "transformers", "sampling": {"max_new_tokens": 24}}
+    sections = {**REPLAYED, "actor": actor, "run": {"nproc": 2}, "sync": {"verify": "checksum"}, "rollout": rollout}
+    file = write_config(tmp_path, tiny_models("gpt_oss"), **sections)
+    whole, again = (tmp_path / "runs" / name for name in ("whole", "again"))
+    train(tmp_path, file, "run.name=whole", "run.steps=4")
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints/step_4")
+    train(tmp_path, file, "run.name=again", "run.steps=4")
+    rows = results(whole)
+    for row in rows.values():
+        assert row["mismatch/routing"] == 0.0 and row["mismatch/max_abs"] < 1e-4, "weights that the engine has too"
+    assert all(row["routing/changed"] > 0 for row in rows.values()), "the second update is not of the weights that drew"
+    assert results(again) == rows and samples(again) == samples(whole)
+    assert set(difference(whole, again).values()) == {0.0}
 
 
 def test_a_run_replays_its_own_experts(tiny_models: TinyModels, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ HF_OUTPUT = "lm_head.weight"
 HF_VALUE_HEAD = "score.weight"
 HF_VALUE_BIAS = "score.bias"  # always zero: written for those who would otherwise make one up
 
+SINK_CHANNELS = 8  # by which attention with sinks is wider: one would do, but kernels want a multiple of these
 VOCAB_ALIGN = 8
 VOCAB_ALIGN_GPU = 128  # whole tiles of tensor cores; checkpoints are the same, which leave the padding out
 

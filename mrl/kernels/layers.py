@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SHARPNESS, LIMIT = 1.702, 7.0  # of the clamped activation
+
 
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) * up of x [..., 2 * n] = (gate, up) -> [..., n]."""
@@ -34,9 +36,8 @@ def geglu(x: Tensor) -> Tensor:
 def clamped_swiglu(x: Tensor) -> Tensor:
     """gate * sigmoid(1.702 * gate) * (up + 1) of x [..., 2 * n] = (gate, up) -> [..., n], with gate at most 7 and up
     from -7 to 7. As gpt-oss' (transformers' GptOssExperts)."""
-    gate, up = x.chunk(2, -1)
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    out: Tensor = _ClampedSwiGLU.apply(x)
+    return out
 
 
 def shifted_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -82,6 +83,30 @@ class _SwiGLU(torch.autograd.Function):
         torch.mul(grad, up, out=d_gate)
         torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
         return out
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up, sigmoid = _clamped(x)
+        return sigmoid.mul_(gate).mul_(up + 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up, sigmoid = _clamped(x)
+        slope = (1 - sigmoid).mul_(gate).mul_(SHARPNESS).add_(1).mul_(sigmoid)  # of gate * sigmoid
+        out = torch.cat([slope.mul_(up + 1).mul_(grad), sigmoid.mul_(gate).mul_(grad)], -1)
+        one, other = x.chunk(2, -1)
+        return out.mul_(torch.cat([one <= LIMIT, other.abs() <= LIMIT], -1))
+
+
+def _clamped(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """gate, up, sigmoid(1.702 * gate)."""
+    gate, up = x.chunk(2, -1)
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return gate, up, (SHARPNESS * gate).sigmoid_()
 
 
 class _Rotate(torch.autograd.Function):

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mrl import platform
+from mrl.families.table import SINK_CHANNELS
 from mrl.kernels.layers import rotate
 from mrl.models.attention_plan import AttentionPlan, Bucket
 from mrl.models.mcore import (
@@ -30,8 +31,6 @@ from mrl.models.mcore import (
     make_sharded_tensors_for_checkpoint,
     set_tensor_model_parallel_attributes,
 )
-
-SINK_CHANNELS = 8  # one would do, but kernels want a multiple of these
 
 
 class _Spread(torch.autograd.Function):

@@ -11,7 +11,7 @@ from typing import Literal
 
 from mrl.config.sections.models import ParallelConfig, TrainConfig
 from mrl.families import FAMILIES, Layer, ModelArch
-from mrl.families.table import Role
+from mrl.families.table import SINK_CHANNELS, Role
 
 LayerKind = Literal["local", "transformer_engine"]
 FLOAT32, INT64 = 4, 8
@@ -69,7 +69,9 @@ class Shapes:
 
     def norm(self, width: float, rows: float) -> float:
         """An RMSNorm's input and its scales."""
-        return rows * (width * self.dtype + FLOAT32)
+        family = FAMILIES[self.arch.family]
+        wide = family.wide_norms or family.shifted_norms
+        return rows * (width * (FLOAT32 if wide else self.dtype) + FLOAT32)
 
 
 def saved_bytes(
@@ -105,7 +107,12 @@ def layer_bytes(shapes: Shapes, layer: Layer, recompute: str) -> float:
     family = FAMILIES[shapes.arch.family]
     norms = 2 * (family.norms_before + family.norms_behind) * shapes.norm(shapes.arch.hidden_size, shapes.share)
     again = recompute == "selective"
-    return norms + products + _attention(shapes, again and shapes.kind == "local") + _feed_forward(shapes, layer, again)
+    return (
+        norms
+        + products
+        + _attention(shapes, layer, again and shapes.kind == "local")
+        + _feed_forward(shapes, layer, again)
+    )
 
 
 def _rows(s: Shapes, layer: Layer) -> float:
@@ -114,7 +121,7 @@ def _rows(s: Shapes, layer: Layer) -> float:
     return whole + (s.share if layer.experts else whole)
 
 
-def _attention(s: Shapes, again: bool) -> float:
+def _attention(s: Shapes, layer: Layer, again: bool) -> float:
     """again: the core is computed again in the backward pass, from its inputs."""
     d, b = s.arch.head_dim, s.dtype
     q, kv = s.local * s.heads * d * b, s.local * s.kv_heads * d * b
@@ -132,7 +139,8 @@ def _attention(s: Shapes, again: bool) -> float:
     out = 2 * q if s.kind == "local" else q  # by bucket, and back in the order of the tokens
     out += s.local * s.heads * d * s.input if s.rounded else 0  # the core keeps its own
     statistics = s.local * s.heads * FLOAT32
-    return normed + q + 2 * keys + out + statistics + _mask(s)
+    more = SINK_CHANNELS / d if FAMILIES[s.arch.family].sinks else 0.0  # of a query, a key, a value and a result
+    return normed + q + 2 * keys + out + more * (2 * q + 2 * keys) + statistics + _mask(s, layer)
 
 
 def _compressed(s: Shapes) -> float:
@@ -144,13 +152,15 @@ def _compressed(s: Shapes) -> float:
     return sum(s.local * (rank + turned) * s.dtype + s.share * (rank * s.dtype + FLOAT32) for rank, turned in ranks)
 
 
-def _mask(s: Shapes) -> float:
-    """Torch's attention keeps one of numbers where context parallelism needs one."""
-    cp = s.layout.context
-    if cp == 1 or s.kind != "local":
+def _mask(s: Shapes, layer: Layer) -> float:
+    """Torch's attention keeps one of numbers where causal order is not all: of context parallelism, windows, sinks."""
+    cp, length, sinks = s.layout.context, s.tokens.sequence, FAMILIES[s.arch.family].sinks
+    if s.kind != "local" or (cp == 1 and not sinks and length <= (layer.window or length)):
         return 0.0
-    chunk = s.tokens.sequence / (2 * cp)
-    return s.tokens.packed / s.tokens.sequence * (2 * cp + 1) * chunk**2 * s.dtype
+    if cp == 1:
+        return s.tokens.packed * (length + sinks) * s.dtype
+    chunk = length / (2 * cp)
+    return s.tokens.packed / length * ((2 * cp + 1) * chunk**2 + 2 * sinks * chunk) * s.dtype
 
 
 def _feed_forward(s: Shapes, layer: Layer, again: bool) -> float:
@@ -162,6 +172,8 @@ def _feed_forward(s: Shapes, layer: Layer, again: bool) -> float:
     width = layer.ffn_size / cut
     router = s.share * (chosen * (2 * INT64 + FLOAT32) + s.arch.experts.count * (FLOAT32 + 1))
     widths = 4 if s.kind == "local" else 3 - again
+    if FAMILIES[s.arch.family].gate == "clamped":  # computed again from gate and up
+        widths -= 1
     own = routed * ((s.arch.hidden_size + width) * s.input + widths * width * s.dtype + FLOAT32)
     return router + own + _gated(s, s.arch.experts.shared_width)
 

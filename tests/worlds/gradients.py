@@ -274,12 +274,17 @@ def build(role: str, model_dir: str, mesh: Mesh, train: TrainConfig) -> Learner:
         seed=3,
         from_scratch=True,  # type: ignore[arg-type]
     )
-    if role == "critic":  # a zero head, as built, would hide the gradient of everything below it
-        for chunk in learner.bare:
-            if chunk.post_process:
-                chunk.value_head.weight.data.copy_(torch.linspace(-1, 1, learner.arch.hidden_size)[None])
-        learner.optimizer.reload_model_params()
+    if role == "critic":
+        show_all(learner)
     return learner
+
+
+def show_all(critic: Learner) -> None:
+    """A zero head, as built, would hide the gradient of everything below it."""
+    for chunk in critic.bare:
+        if chunk.post_process:
+            chunk.value_head.weight.data.copy_(torch.linspace(-1, 1, critic.arch.hidden_size)[None])
+    critic.optimizer.reload_model_params()
 
 
 def ten_steps(model_dir: str, meshes: Meshes, layout: str) -> dict[str, torch.Tensor]:

@@ -1,9 +1,9 @@
 """Run under torchrun: adapters under many layouts. Prints one JSON object a case: {"case": ..., ...}.
 
-Usage: lora.py WORK_DIR DENSE_MODEL MOE_MODEL CASE [CASE ...]. A case is `KIND LAYOUT`, where KIND is dense, moe, dora,
-dropout or critic and LAYOUT is like tp2.pp2 or tp2.pp2/full (with activation recomputation): gradients, log-probs and
-what three updates make of the adapters. With LAYOUT `one` they are written, else compared with those. Or `together`, in
-a world of 4: merged weights, the model without its adapters, memory, files.
+Usage: lora.py WORK_DIR DENSE_MODEL MOE_MODEL CASE [CASE ...]. A case is `KIND LAYOUT` or `KIND=MODEL LAYOUT`, where
+KIND is dense, moe, heads, dora, dropout or critic and LAYOUT is like tp2.pp2 or tp2.pp2/full (with activation
+recomputation): gradients, log-probs and what three updates make of the adapters. With LAYOUT `one` they are written,
+else compared with those. Or `together`, in a world of 4: merged weights, the model without its adapters, memory, files.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ SOME = ("q_proj", "v_proj", "self_attn.o_proj", "down_proj")
 SPECS = {
     "dense": LoRAConfig(rank=4, alpha=8),
     "moe": LoRAConfig(rank=4, alpha=8),
+    "heads": LoRAConfig(rank=4, alpha=8, targets=("q_proj", "k_proj", "v_proj", "o_proj")),
     "dropout": LoRAConfig(rank=4, alpha=8, dropout=0.3),
     "dora": LoRAConfig(rank=3, alpha=4, targets=SOME, rslora=True, dora=True),
     "critic": LoRAConfig(rank=4, alpha=8),
@@ -115,7 +116,7 @@ def measured(learner: Learner) -> dict[str, Any]:
 
 def layouts(meshes: Meshes, work: Path, model: str, kind: str, layout: str) -> None:
     got = measured(build(model, kind, meshes, layout))
-    file = work / f"{kind}.pt"
+    file = work / f"{kind}_{Path(model).name}.pt"
     if layout == "one":
         torch.save(got, file)
         return
@@ -234,8 +235,9 @@ def main() -> None:
         if case == "together":
             together(meshes, Path(work), dense)
             continue
-        kind, _, layout = case.partition(" ")
-        layouts(meshes, Path(work), moe if kind == "moe" else dense, kind, layout)
+        named, _, layout = case.partition(" ")
+        kind, _, model = named.partition("=")
+        layouts(meshes, Path(work), model or (moe if kind == "moe" else dense), kind, layout)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
