@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -158,19 +159,17 @@ def measure_curves(folder: Path, steps: int, seeds: int, ages: list[int]) -> Non
     found: dict[str, list[dict[str, Any]]] = {}
     with engine_on(anywhere, task / "model_init", folder) as engine:
         config = curves_config(folder, task, given(engine, folder), steps)
-        for seed in range(1, seeds + 1):
-            for age in ages:
-                for corrected in (True, False) if age else (True,):
-                    name = f"{age}{'' if corrected else ' uncorrected'}"
-                    run = f"age_{name.replace(' ', '_')}_{seed}"
-                    words = [f"run.name={run}", f"run.seed={seed}", f"rollout.max_staleness={age}"]
-                    words += [] if corrected else UNCORRECTED
-                    train(anywhere, str(config), *words)
-                    found.setdefault(name, []).append(curve(folder / "runs" / run))
-                    print(name, seed, found[name][-1]["last"], flush=True)
-                    figures = {"steps": steps, "uncorrected": UNCORRECTED, "ways": found}
-                    record.write(record.RESULTS / "overlap_rewards.json", figures)
-                    draw(ROOT / "docs" / "overlap_rewards.png", found)
+        ways = [(age, corrected) for age in ages for corrected in (True, False) if age or corrected]
+        for seed, (age, corrected) in itertools.product(range(1, seeds + 1), ways):
+            name = f"{age}{'' if corrected else ' uncorrected'}"
+            run = f"age_{name.replace(' ', '_')}_{seed}"
+            words = [f"run.name={run}", f"run.seed={seed}", f"rollout.max_staleness={age}"]
+            train(anywhere, str(config), *words, *(() if corrected else UNCORRECTED))
+            found.setdefault(name, []).append(curve(folder / "runs" / run))
+            print(name, seed, found[name][-1]["last"], flush=True)
+            figures = {"steps": steps, "uncorrected": UNCORRECTED, "ways": found}
+            record.write(record.RESULTS / "overlap_rewards.json", figures)
+            draw(ROOT / "docs" / "overlap_rewards.png", found)
 
 
 def curves_config(folder: Path, task: Path, engine: dict[str, Any], steps: int) -> Path:
@@ -213,27 +212,32 @@ def curve(run_dir: Path) -> dict[str, Any]:
 
 
 def draw(file: Path, found: dict[str, list[dict[str, Any]]]) -> None:
-    """name -> a curve a seed: their means over the last steps; dashed where nothing corrects."""
-    from matplotlib.figure import Figure
+    """name -> a curve a seed. Their mean over the last steps, and each of them pale; dashed where nothing corrects."""
+    from mrl.observe.curves import INK, PALETTE, blank
 
-    from mrl.observe.curves import PALETTE
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = blank((7, 4))
     colours = dict(zip(dict.fromkeys(name.split()[0] for name in found), PALETTE, strict=False))
     for name, seeds in found.items():
         age, *uncorrected = name.split()
-        means = [statistics.fmean(step) for step in zip(*(seed["reward_mean"] for seed in seeds), strict=True)]
-        smooth = [statistics.fmean(means[max(0, at - OVER + 1) : at + 1]) for at in range(len(means))]
+        look: dict[str, Any] = {"color": colours[age], "linestyle": "--" if uncorrected else "-"}
+        smooth = [over_last(each["reward_mean"]) for each in seeds]
+        steps = range(1, len(smooth[0]) + 1)
+        for line in smooth if len(smooth) > 1 else ():
+            axes.plot(steps, line, alpha=0.25, linewidth=0.8, **look)
         label = f"max_staleness {age}{', uncorrected' if uncorrected else ''}"
-        style = "--" if uncorrected else "-"
-        axes.plot(range(1, len(smooth) + 1), smooth, color=colours[age], linestyle=style, label=label)
+        axes.plot(steps, [statistics.fmean(at) for at in zip(*smooth, strict=True)], linewidth=1.8, label=label, **look)
+    axes.set_ylabel(f"games won, sampled (mean of {OVER} steps)", color=INK, fontsize=8.5)
+    axes.set_ylim(0, 1.02)
     most = max(len(seeds) for seeds in found.values())
-    axes.set(xlabel="step", ylabel=f"games won, sampled (mean of {OVER} steps)", ylim=(0, 1.02))
-    axes.set_title(f"guess a number, {most} seed{'s' * (most > 1)}")
-    axes.legend()
-    figure.savefig(file, dpi=110)
+    axes.set_title(f"guess a number, {most} seed{'s' * (most > 1)}", color=INK, fontsize=9.5)
+    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
+    figure.savefig(file, dpi=110, bbox_inches="tight")
     print(f"written to {file}")
+
+
+def over_last(values: list[float]) -> list[float]:
+    """The mean of each value and up to OVER - 1 before it."""
+    return [statistics.fmean(values[max(0, at - OVER + 1) : at + 1]) for at in range(len(values))]
 
 
 if __name__ == "__main__":
