@@ -212,15 +212,17 @@ def curve(run_dir: Path) -> dict[str, Any]:
 
 
 def draw(file: Path, found: dict[str, list[dict[str, Any]]]) -> None:
-    """name -> a curve a seed. Their mean over the last steps, and each of them pale; dashed where nothing corrects."""
+    """name -> a curve a seed. Their mean over the last steps, and each of them pale; dashed where nothing corrects. Of
+    the seeds that all have."""
     from mrl.observe.curves import INK, PALETTE, blank
 
     figure, axes = blank((7, 4))
+    shared = min(len(seeds) for seeds in found.values())
     colours = dict(zip(dict.fromkeys(name.split()[0] for name in found), PALETTE, strict=False))
     for name, seeds in found.items():
         age, *uncorrected = name.split()
         look: dict[str, Any] = {"color": colours[age], "linestyle": "--" if uncorrected else "-"}
-        smooth = [over_last(each["reward_mean"]) for each in seeds]
+        smooth = [over_last(each["reward_mean"]) for each in seeds[:shared]]
         steps = range(1, len(smooth[0]) + 1)
         for line in smooth if len(smooth) > 1 else ():
             axes.plot(steps, line, alpha=0.25, linewidth=0.8, **look)
@@ -228,8 +230,7 @@ def draw(file: Path, found: dict[str, list[dict[str, Any]]]) -> None:
         axes.plot(steps, [statistics.fmean(at) for at in zip(*smooth, strict=True)], linewidth=1.8, label=label, **look)
     axes.set_ylabel(f"games won, sampled (mean of {OVER} steps)", color=INK, fontsize=8.5)
     axes.set_ylim(0, 1.02)
-    most = max(len(seeds) for seeds in found.values())
-    axes.set_title(f"guess a number, {most} seed{'s' * (most > 1)}", color=INK, fontsize=9.5)
+    axes.set_title(f"guess a number, {shared} seed{'s' * (shared > 1)}", color=INK, fontsize=9.5)
     axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
     figure.savefig(file, dpi=110, bbox_inches="tight")
     print(f"written to {file}")
