@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mrl.algo import aggregate, policy_loss, rollout_correction
+from mrl.algo import advantages, aggregate, own, policy_loss, rollout_correction
 from mrl.algo.rollout_correction import CRITERIA, Criterion
 from mrl.config.schema import RolloutCorrectionConfig
 
@@ -193,6 +194,30 @@ def test_the_decoupled_loss() -> None:
         weights=aggregate.token_weights("token-mean", mask) * weights,
     )
     assert float(got) == pytest.approx(total / int(mask.sum()), rel=1e-6)
+
+
+def test_a_bench_takes_the_correction_back() -> None:
+    """tools/bench/overlap.py: as if there were no weights, which would change the gradients."""
+    gen = torch.Generator().manual_seed(0)
+    lr, rewards, old = (torch.randn(6, 8, generator=gen) for _ in range(3))
+    mask = torch.rand(6, 8, generator=gen) < 0.7
+    weights, _ = rollout_correction.importance_weights(lr, mask, level="token", lower=None, upper=2.0)
+    batch = {"token_rewards": rewards, "response_mask": mask, "group": torch.arange(6) // 3}
+    plain, _ = advantages.compute("grpo", **batch, norm_adv_by_std_in_grpo=True)
+    file = Path(__file__).parent.parent / "tools" / "bench" / "uncorrected.py"
+    takes_back = own.load_estimator(f"{file}:uncorrected", {}, has_values=False)
+    undone, _ = advantages.compute(takes_back, **batch, importance_weights=weights)
+
+    def gradient(adv: Tensor, factors: Tensor) -> Tensor:
+        log_probs = (old + rewards / 4)[mask].requires_grad_()
+        loss, _ = policy_loss.compute(
+            "vanilla", log_probs=log_probs, old_log_probs=old[mask], advantages=adv[mask], weights=factors[mask]
+        )
+        return torch.autograd.grad(loss, log_probs)[0]
+
+    want = gradient(plain, torch.ones_like(weights))
+    torch.testing.assert_close(gradient(undone, weights), want)
+    assert (gradient(plain, weights) - want).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(

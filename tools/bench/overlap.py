@@ -10,13 +10,15 @@ the first three steps: the engine is idle when it has no request, the trainer wh
 alternate.
 
 `curves`: the guess task (yaml_configs/quickstart_agent.yaml) in one rank, `bounded` with each max_staleness, once with
-token weights and once without any correction, which mrl itself refuses. Draws a picture into docs.
+token weights and once without what they do: mrl refuses old samples without a correction, so the run has one, and an
+estimator of its own (uncorrected.py) that takes it back. Results and picture are written after every run.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -27,10 +29,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from mrl import ports  # noqa: E402
 from mrl.config.schema import RolloutConfig  # noqa: E402
 from mrl.rollout import Engine, start_engine  # noqa: E402
 from tests.tiny import make_tiny  # noqa: E402
@@ -46,14 +49,11 @@ WAYS = {
 }
 WARM_UP = 3  # steps that are left out
 RUN_TIMEOUT_S = 3600
-# `mrl train` of one rank in this process, whose checks let samples of older weights be learnt from uncorrected
-UNCORRECTED = """
-import sys
-from mrl.config.checks import overlap
-overlap._learning = lambda cfg, key: iter(())
-from mrl.cli import main
-sys.exit(main())
-"""
+UNCORRECTED = (
+    "algorithm.adv_estimator=function",
+    "algorithm.advantage={function: 'tools/bench/uncorrected.py:uncorrected'}",
+)
+OVER = 10  # steps that a point of the picture is the mean of
 
 
 def main() -> None:
@@ -72,14 +72,14 @@ def main() -> None:
             measure_time(Path(name), args.steps or 40, args.rounds, cores)
         else:
             ages = [int(age) for age in args.ways.split(",")]
-            measure_curves(Path(name), args.steps or 100, args.seeds, ages, cores)
+            measure_curves(Path(name), args.steps or 100, args.seeds, ages)
 
 
 @contextlib.contextmanager
-def engine_on(core: int, model: Path, folder: Path) -> Iterator[Engine]:
-    """SGLang on one core; this process may run anywhere again afterwards."""
+def engine_on(cores: set[int], model: Path, folder: Path) -> Iterator[Engine]:
+    """SGLang on these cores; this process may run where it could before afterwards."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
+    os.sched_setaffinity(0, cores)
     try:
         engine = start_engine(RolloutConfig(), str(model), "float32", folder)
     finally:
@@ -89,20 +89,15 @@ def engine_on(core: int, model: Path, folder: Path) -> Iterator[Engine]:
         yield engine
 
 
-def train(core: int, *words: str, corrected: bool = True) -> None:
-    """On one core; one rank, in one process where nothing corrects."""
-    command = [sys.executable, "-m", "mrl"] if corrected else [sys.executable, "-c", UNCORRECTED]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    if not corrected:
-        rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-        environment |= {name: str(value) for name, value in rank.items()} | {"MASTER_PORT": str(ports.free_port())}
+def train(cores: set[int], *words: str) -> None:
+    """On these cores, one rank."""
     subprocess.run(
-        [*command, "train", *words],
+        [sys.executable, "-m", "mrl", "train", *words],
         cwd=ROOT,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         check=True,
         timeout=RUN_TIMEOUT_S,
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
     )
 
 
@@ -117,7 +112,7 @@ def rows_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
 def measure_time(folder: Path, steps: int, rounds: int, cores: tuple[int, int]) -> None:
     model = make_tiny(folder / "model", "llama")
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    with engine_on(cores[1], model, folder) as engine:
+    with engine_on({cores[1]}, model, folder) as engine:
         sampling = {"max_new_tokens": 96, "stop_token_ids": list(range(3, 320, 7))}
         config = write_config(
             folder,
@@ -130,7 +125,7 @@ def measure_time(folder: Path, steps: int, rounds: int, cores: tuple[int, int]) 
         for number in range(rounds):
             for way, words in WAYS.items():
                 run = f"{way.replace(' ', '_')}_{number}"
-                train(cores[0], str(config), f"run.name={run}", f"run.steps={steps}", *words)
+                train({cores[0]}, str(config), f"run.name={run}", f"run.steps={steps}", *words)
                 found[way].append(shares(folder / "runs" / run))
                 print(way, found[way][-1], flush=True)
     figures = {"steps": steps, "rounds": rounds, "ways": {way: medians(each) for way, each in found.items()}}
@@ -158,56 +153,92 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
 # ---- curves
 
 
-def measure_curves(folder: Path, steps: int, seeds: int, ages: list[int], cores: tuple[int, int]) -> None:
-    subprocess.run([sys.executable, "tools/make_guess_task.py", folder / "task"], cwd=ROOT, check=True)
-    task, curves = folder / "task", dict[str, list[list[float]]]()
-    with engine_on(cores[1], task / "model_init", folder) as engine:
-        files = [f"model.path={task / 'model_init'}", f"data.train={task / 'train.jsonl'}", "data.validation=null"]
-        own = [f"rollout.{key}={json.dumps(value)}" for key, value in given(engine, folder).items()]
-        shape = ["actor.parallel={tensor: 1, pipeline: 1}", f"run.root={folder / 'runs'}", f"run.steps={steps}"]
-        # where nothing corrects, the trainer and the engine may be as far apart as they get
-        apart = "rollout.mismatch={warn: null, stop: null, warn_sample: null, stop_sample: null}"
-        for age in ages:
-            for corrected in (True, False) if age else (True,):
-                name = f"{age}{'' if corrected else ' uncorrected'}"
-                curves[name] = []
-                for seed in range(1, seeds + 1):
-                    run = f"age_{name.replace(' ', '_')}_{seed}"
-                    words = [*files, *own, *shape, apart, f"run.name={run}", f"run.seed={seed}"]
-                    words += ["rollout.overlap=bounded", f"rollout.max_staleness={age}"]
-                    words += [CORRECTION] if corrected else ["run.launcher=torchrun"]
-                    train(cores[0], "yaml_configs/quickstart_agent.yaml", *words, corrected=corrected)
-                    curves[name].append([row["reward/mean"] for row in rows_of(folder / "runs" / run, "metrics.jsonl")])
-                    print(name, seed, [round(x, 3) for x in curves[name][-1][9::10]], flush=True)
-    last = {name: [round(statistics.fmean(seed[-10:]), 4) for seed in each] for name, each in curves.items()}
-    rounded = {name: [[round(x, 4) for x in seed] for seed in each] for name, each in curves.items()}
-    figures = {"steps": steps, "mean_of_last_10_steps": last, "reward_mean": rounded}
-    record.write(record.RESULTS / "overlap_rewards.json", figures)
-    draw(ROOT / "docs" / "overlap_rewards.png", curves)
+def measure_curves(folder: Path, steps: int, seeds: int, ages: list[int]) -> None:
+    task, anywhere = folder / "task", os.sched_getaffinity(0)
+    subprocess.run([sys.executable, "tools/make_guess_task.py", task], cwd=ROOT, check=True)
+    found: dict[str, list[dict[str, Any]]] = {}
+    with engine_on(anywhere, task / "model_init", folder) as engine:
+        config = curves_config(folder, task, given(engine, folder), steps)
+        ways = [(age, corrected) for age in ages for corrected in (True, False) if age or corrected]
+        for seed, (age, corrected) in itertools.product(range(1, seeds + 1), ways):
+            name = f"{age}{'' if corrected else ' uncorrected'}"
+            run = f"age_{name.replace(' ', '_')}_{seed}"
+            words = [f"run.name={run}", f"run.seed={seed}", f"rollout.max_staleness={age}"]
+            train(anywhere, str(config), *words, *(() if corrected else UNCORRECTED))
+            found.setdefault(name, []).append(curve(folder / "runs" / run))
+            print(name, seed, found[name][-1]["last"], flush=True)
+            figures = {"steps": steps, "uncorrected": UNCORRECTED, "ways": found}
+            record.write(record.RESULTS / "overlap_rewards.json", figures)
+            draw(ROOT / "docs" / "overlap_rewards.png", found)
 
 
-def draw(file: Path, curves: dict[str, list[list[float]]]) -> None:
-    """name -> a curve a seed: their mean, over ten steps; dashed where nothing corrects."""
-    from matplotlib.figure import Figure
+def curves_config(folder: Path, task: Path, engine: dict[str, Any], steps: int) -> Path:
+    """Of all runs: the guess task's, in one rank, without limits on how far trainer and engine may be apart."""
+    limits = dict.fromkeys(("warn", "stop", "warn_sample", "stop_sample"))
+    changes = {
+        "base": str(ROOT / "yaml_configs" / "quickstart_agent.yaml"),
+        "run": {"root": str(folder / "runs"), "steps": steps, "trackers": []},
+        "model": {"path": str(task / "model_init")},
+        "data": {"train": str(task / "train.jsonl"), "validation": str(task / "validation.jsonl")},
+        "actor": {"parallel": {"tensor": 1, "pipeline": 1}},
+        "rollout": {"overlap": "bounded", "mismatch": limits, **engine},
+        "algorithm": {"rollout_correction": {"rollout_is": "token"}},
+        "validation": {"every_steps": steps},
+    }
+    file = folder / "curves.yaml"
+    file.write_text(yaml.safe_dump(changes))
+    return file
 
-    from mrl.observe.curves import PALETTE
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    colours = dict(zip(dict.fromkeys(name.split()[0] for name in curves), PALETTE, strict=False))
-    for name, seeds in curves.items():
+def curve(run_dir: Path) -> dict[str, Any]:
+    """Of one run: the share of games won by step, sampled, and with the likeliest tokens before and after; how old
+    tokens were, in steps, and what that made of their importance weights. Means over steps, but for `last`."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["step"]]
+    rewards = [row["reward/mean"] for row in steps]
+    means = {
+        "staleness": "staleness/mean",
+        "weight_max": "rollout_corr/rollout_is_max",
+        "effective_sample_size": "rollout_corr/rollout_is_eff_sample_size",
+        "cut": "rollout_corr/rollout_is_ratio_fraction_high",
+    }
+    return {
+        "last": round(statistics.fmean(rewards[-OVER:]), 4),
+        "mean": round(statistics.fmean(rewards), 4),
+        "greedy": {row["step"]: round(row["validation/mean"], 4) for row in rows if "validation/mean" in row},
+        **{name: round(statistics.fmean(row[key] for row in steps), 4) for name, key in means.items()},
+        "reward_mean": [round(reward, 4) for reward in rewards],
+    }
+
+
+def draw(file: Path, found: dict[str, list[dict[str, Any]]]) -> None:
+    """name -> a curve a seed. Their mean over the last steps, and each of them pale; dashed where nothing corrects. Of
+    the seeds that all have."""
+    from mrl.observe.curves import INK, PALETTE, blank
+
+    figure, axes = blank((7, 4))
+    shared = min(len(seeds) for seeds in found.values())
+    colours = dict(zip(dict.fromkeys(name.split()[0] for name in found), PALETTE, strict=False))
+    for name, seeds in found.items():
         age, *uncorrected = name.split()
-        means = [statistics.fmean(step) for step in zip(*seeds, strict=True)]
-        smooth = [statistics.fmean(means[max(0, at - 9) : at + 1]) for at in range(len(means))]
+        look: dict[str, Any] = {"color": colours[age], "linestyle": "--" if uncorrected else "-"}
+        smooth = [over_last(each["reward_mean"]) for each in seeds[:shared]]
+        steps = range(1, len(smooth[0]) + 1)
+        for line in smooth if len(smooth) > 1 else ():
+            axes.plot(steps, line, alpha=0.25, linewidth=0.8, **look)
         label = f"max_staleness {age}{', uncorrected' if uncorrected else ''}"
-        axes.plot(
-            range(1, len(smooth) + 1), smooth, color=colours[age], linestyle="--" if uncorrected else "-", label=label
-        )
-    many = len(next(iter(curves.values())))
-    axes.set(xlabel="step", ylabel="games won (mean of 10 steps)", title=f"guess a number: {many} seed(s)", ylim=(0, 1))
-    axes.legend()
-    figure.savefig(file, dpi=110)
+        axes.plot(steps, [statistics.fmean(at) for at in zip(*smooth, strict=True)], linewidth=1.8, label=label, **look)
+    axes.set_ylabel(f"games won, sampled (mean of {OVER} steps)", color=INK, fontsize=8.5)
+    axes.set_ylim(0, 1.02)
+    axes.set_title(f"guess a number, {shared} seed{'s' * (shared > 1)}", color=INK, fontsize=9.5)
+    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
+    figure.savefig(file, dpi=110, bbox_inches="tight")
     print(f"written to {file}")
+
+
+def over_last(values: list[float]) -> list[float]:
+    """The mean of each value and up to OVER - 1 before it."""
+    return [statistics.fmean(values[max(0, at - OVER + 1) : at + 1]) for at in range(len(values))]
 
 
 if __name__ == "__main__":
