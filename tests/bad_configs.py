@@ -582,6 +582,27 @@ BAD = [
         ("leave none",),
     ),
     Bad(
+        "an end of the entropy bonus without steps",
+        GAE,
+        GAE + "  policy_loss: {entropy_coef: 0.1, entropy_coef_end: 0}\n",
+        "algorithm.policy_loss.entropy_coef_steps",
+        ("required", "entropy_coef_end"),
+    ),
+    Bad(
+        "steps of an entropy bonus that stays",
+        GAE,
+        GAE + "  policy_loss: {entropy_coef: 0.1, entropy_coef_steps: 9}\n",
+        "algorithm.policy_loss.entropy_coef_steps",
+        ("no effect", "stays"),
+    ),
+    Bad(
+        "an entropy bonus that falls to itself",
+        GAE,
+        GAE + "  policy_loss: {entropy_coef: 0.1, entropy_coef_end: 0.1, entropy_coef_steps: 9}\n",
+        "algorithm.policy_loss.entropy_coef_end",
+        ("no effect", "0.1 from the start"),
+    ),
+    Bad(
         "dual clip",
         GAE,
         GAE + "  policy_loss: {clip_ratio_c: 1.0}\n",

@@ -45,6 +45,7 @@ PPO: dict[str, Any] = {
         "score_clip": 2.0,
         "filter_groups": {"enable": True, "max_num_gen_batches": 2, "on_shortage": "fill"},
         "kl": {"use_in_reward": True, "controller": "adaptive", "coef": 0.05, "target": 0.5, "horizon_samples": 50},
+        "policy_loss": {"entropy_coef": 0.3, "entropy_coef_end": 0.0, "entropy_coef_steps": 3},
     },
     "rollout": {"engine": "transformers"},
     "ref": {"policy": "refreshed", "refresh_every_steps": 3, "refresh_share": 0.5},
@@ -137,6 +138,8 @@ def test_ppo_killed_and_started_again_is_the_same_run(ppo: Runs) -> None:
     rows = results(ppo.whole)
     assert len({row["kl/coef"] for step, row in rows.items() if step}) == 4, "the KL coefficient did not change"
     assert len({row["critic/lr"] for step, row in rows.items() if step}) == 4, "the schedule did not move"
+    coefs = [row["actor/entropy_coef"] for step, row in sorted(rows.items()) if step]
+    assert coefs == pytest.approx([0.3, 0.2, 0.1, 0.0])
     assert len({row["score/running_std"] for step, row in rows.items() if step}) == 4, "scores were not scaled"
     assert any(row["sampling/dropped_equal"] for step, row in rows.items() if step), "no group was dropped"
     assert_the_same(ppo)

@@ -69,7 +69,7 @@ ONE_PASS: dict[str, OnePass] = {}  # of losses without metrics of their own
 EVERY_LOSS = ("clipfrac", "ppo_kl", "clipfrac_lower", "approxkl", "ratio")  # metrics
 TAKEN = {  # names of metrics that an update has beside its loss's own
     *EVERY_LOSS, "pg_loss", "entropy", "ref_kl", "off_policy_masked", "loss", "loss_zeroed", "epochs", "grad_norm",
-    "lr", "skipped",
+    "lr", "skipped", "entropy_coef",
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ ONE_UPDATE = "a step makes one update, from the trainer's own log-probs, so ever
 
 def check(cfg: RLConfig) -> Iterator[Problem]:
     yield from _options(cfg)
+    yield from _entropy(cfg)
     yield from _aggregation(cfg)
     yield from _importance_weights(cfg)
     yield from _rejection(cfg)
@@ -33,6 +34,17 @@ def check_file(cfg: RLConfig) -> Iterator[Problem]:
 def _options(cfg: RLConfig) -> Iterator[Problem]:
     for keys, message in cfg.algorithm.policy_loss.wrong():
         yield Problem(tuple(f"{LOSS}.{key}" for key in keys), message)
+
+
+def _entropy(cfg: RLConfig) -> Iterator[Problem]:
+    loss, end, steps = cfg.algorithm.policy_loss, f"{LOSS}.entropy_coef_end", f"{LOSS}.entropy_coef_steps"
+    if loss.entropy_coef_end is None:
+        yield from inert(loss, LOSS, ["entropy_coef_steps"], "entropy_coef stays as it is", end)
+    elif loss.entropy_coef_steps is None:
+        yield Problem((steps, end), "required: the steps until entropy_coef_end is reached")
+    elif loss.entropy_coef_end == loss.entropy_coef:
+        message = f"has no effect: entropy_coef is {loss.entropy_coef} from the start"
+        yield Problem((end, f"{LOSS}.entropy_coef"), message)
 
 
 def _aggregation(cfg: RLConfig) -> Iterator[Problem]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, TypeAdapter
 
-from mrl.config.sections.base import NonNegativeFloat, PositiveFloat, Section
+from mrl.config.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from mrl.config.sections.variants import Variants
 from mrl.options.losses import POLICY_LOSSES, AggMode, LossOptions, TokenShare
 
@@ -28,6 +28,16 @@ class PolicyLossConfig(LossOptions):
     # tokens that a response's sum is divided by; of seq-mean-token-sum-norm; null: rollout.sampling.max_new_tokens
     loss_scale_factor: PositiveFloat | None = None
     entropy_coef: NonNegativeFloat = 0.0  # the loss loses this times the entropy (nats a token)
+    entropy_coef_end: NonNegativeFloat | None = None  # what `entropy_coef` moves to in a straight line; null: it stays
+    entropy_coef_steps: PositiveInt | None = None  # steps until `entropy_coef_end` is reached
+
+    def at_step(self, step: int) -> Self:
+        """The section with the `entropy_coef` of step `step` (from 0), a function of these keys and the step alone."""
+        if self.entropy_coef_end is None or self.entropy_coef_steps is None:
+            return self
+        share = min(1.0, step / self.entropy_coef_steps)
+        coef = (1 - share) * self.entropy_coef + share * self.entropy_coef_end
+        return self.model_copy(update={"entropy_coef": coef})
 
     @property
     def aggregation(self) -> AggMode:

@@ -153,19 +153,21 @@ def update_actor(run: RLRun, exp: Experience, sample_ids: range, number: int) ->
     """Metrics of an update: the gradients, what judges them, and the optimizer's step, which does nothing where loss
     or gradients are not finite. number: how many updates of the step came before."""
     cfg, part = run.cfg.algorithm, exp.part(sample_ids)
-    targets = policy_targets(run, part, number)
+    targets, policy_loss = policy_targets(run, part, number), cfg.policy_loss.at_step(exp.rollout.step)
     metrics = run.actor.backward(
         part.rollout,
         range(part.rollout.num_samples),
-        losses.policy(cfg.policy_loss, cfg.kl, run.kl_controller.value, targets),
+        losses.policy(policy_loss, cfg.kl, run.kl_controller.value, targets),
         run.cfg.rollout.sampling.temperature,
-        entropy_grad=cfg.policy_loss.entropy_coef > 0,
+        entropy_grad=policy_loss.entropy_coef > 0,
         also=[run.demonstrations.term(exp.rollout.step, number)] if run.demonstrations is not None else [],
     )
     metrics |= routing.after_backward(run) | drop_if_far(run, metrics)
     if number < len(run.minibatches(exp.rollout)):
         metrics |= check_samples(run, part, sample_ids.start, number)
     metrics |= run.actor.step()
+    if policy_loss.entropy_coef_end is not None:
+        metrics["actor/entropy_coef"] = policy_loss.entropy_coef
     run.updates.note("actor", run.actor, part.rollout, sample_ids, metrics, part.targets())
     if run.ema is not None and not metrics["skipped"]:
         run.ema.after_update()
