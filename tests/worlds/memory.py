@@ -21,6 +21,7 @@ from gradients import make_rollout, parse
 
 from mrl import checkpoint, platform
 from mrl.config.schema import RewardModelConfig, RLConfig
+from mrl.core import Rollout
 from mrl.learner import Learner
 from mrl.learner.memory import LEVELS
 from mrl.learner.optimizer import main_parameters
@@ -34,7 +35,7 @@ from tests.bare_run import bare_run
 
 OFFLOADS = ("none", "optimizer", "all")
 STEPS, SAVED_AFTER = 3, 2
-SEQUENCES = [[5, 6, 7, 8], [9, 10, 11]]
+SEQUENCES = Rollout.of(0, [[5], [9]], [[6, 7, 8], [10, 11]])
 OPTIMIZER = {"lr": 2e-2, "warmup_steps": 4, "weight_decay": 0.1}
 Bytes = dict[str, int]
 
