@@ -334,7 +334,7 @@ def test_doctor_prints_its_table(tmp_path: Path) -> None:
     done = mrl("doctor", cwd=tmp_path, COLUMNS="160")
     assert done.returncode == 0, done.stderr
     assert "megatron" in done.stdout.lower() and "transformer" in done.stdout.lower()
-    assert re.search(r"bubblewrap +│ (absent|\d)", done.stdout)
+    assert re.search(r"bubblewrap +(absent|\d)", done.stdout)
 
 
 def test_doctor_survives_a_sandbox_that_does_not_work(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_doctor_survives_a_sandbox_that_does_not_work(tmp_path: Path) -> None:
     (tmp_path / "bwrap").chmod(0o755)
     done = mrl("doctor", cwd=tmp_path, COLUMNS="400", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"bubblewrap +│ unknown, unusable \(cannot shut in untrusted programs: no namespaces", done.stdout)
+    assert re.search(r"bubblewrap +unknown, unusable \(cannot shut in untrusted programs: no namespaces", done.stdout)
 
 
 NOTED = """

@@ -335,7 +335,10 @@ def test_the_named_rewards_are_the_built_in_ones(name: str) -> None:
     assert callable(load(name, settings={"code": CodeConfig().model_dump()}))
 
 
-THEIRS = ("model.path", "data.train", "data.validation", "reward.scorer.path", "run.nodes", "agent.rollout")
+THEIRS = (
+    *("model.path", "model.chat_template", "data.train", "data.validation", "reward.scorer.path", "run.nodes"),
+    "agent.rollout",
+)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from test_reward_pool import sample
 
@@ -268,7 +269,7 @@ def test_a_reward_model_gets_the_sample_s_own_tokens(fake: FakeServer) -> None:
     fake.speak = lambda answer: answer.send([{"embedding": [sum(ids)]} for ids in answer.body["input_ids"]])
     samples = [sample(i) for i in range(3)]
     for i, one in enumerate(samples):
-        one.response_ids = [10, i]
+        one.response_ids = np.array([10, i])
     with open_manager(fake.url, manager="model", api="sglang") as manager:
         manager.collect(samples)
     assert [s.score for s in samples] == [11, 12, 13]  # the prompt's one token is 1

@@ -99,7 +99,7 @@ class _Cutter:
         parts = tuple(part for source in sources for part in self._parts(source))
         is_padded = sources[0].row.kind == "vocab" and self.cuts_vocab
         padding = self._vocab_padding(parts[0]) if is_padded else 0
-        if not parts[0].nbytes:  # a bias of experts' results is the first rank's alone, and 0 on others
+        if sources[0].is_stack and not parts[0].nbytes:  # biases of experts' results: rank 0's alone, 0 on others
             padding = _nbytes(sources[0], self.metas[sources[0].name], True)
         return EngineParam(name, parts, padding)
 
