@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from mrl.families import UnsupportedModel, load_arch
+from mrl.families.gpt_oss import GATE
 from mrl.families.table import padded_vocab_size
-from mrl.kernels.layers import clamped_swiglu
+from mrl.kernels.layers import LIMIT, SHARPNESS, clamped_swiglu
 from mrl.models.attention import packed_attention
 from mrl.models.attention_plan import AttentionPlan, same_length_groups
 from mrl.models.initialise import _fill
@@ -186,6 +187,7 @@ def test_the_clamped_activation_is_transformers() -> None:
     x = torch.linspace(-12, 12, 97)
     pairs = torch.cartesian_prod(x, x).requires_grad_()  # gate, up: within the limits, at them and beyond
     weights = torch.randn(len(pairs), 1, generator=torch.Generator().manual_seed(3))
+    assert GATE == {"swiglu_alpha": SHARPNESS, "swiglu_limit": LIMIT}, "what config.json may say is what is computed"
     mine, wanted = clamped_swiglu(pairs), theirs._apply_gate(pairs)
     torch.testing.assert_close(mine, wanted, atol=1e-6, rtol=1e-6)
     got, want = (torch.autograd.grad((each * weights).sum(), pairs)[0] for each in (mine, wanted))

@@ -15,7 +15,7 @@ from mrl.families.sliding import SlidingDecoder
 from mrl.families.stacks import stacked_experts
 
 PATTERN, WINDOW = 2, 128  # where config.json has none
-GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # of mrl.kernels.layers.clamped_swiglu
+GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # SHARPNESS, LIMIT of mrl.kernels.layers
 
 
 class GptOss(ExpertDecoder, SlidingDecoder):

@@ -34,8 +34,8 @@ def geglu(x: Tensor) -> Tensor:
 
 
 def clamped_swiglu(x: Tensor) -> Tensor:
-    """gate * sigmoid(1.702 * gate) * (up + 1) of x [..., 2 * n] = (gate, up) -> [..., n], with gate at most 7 and up
-    from -7 to 7. As gpt-oss' (transformers' GptOssExperts)."""
+    """gate * sigmoid(SHARPNESS * gate) * (up + 1) of x [..., 2 * n] = (gate, up) -> [..., n], with gate at most LIMIT
+    and up from -LIMIT to LIMIT. As gpt-oss' (transformers' GptOssExperts)."""
     out: Tensor = _ClampedSwiGLU.apply(x)
     return out
 
@@ -103,7 +103,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
 
 
 def _clamped(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """gate, up, sigmoid(1.702 * gate)."""
+    """gate, up, sigmoid(SHARPNESS * gate)."""
     gate, up = x.chunk(2, -1)
     gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
     return gate, up, (SHARPNESS * gate).sigmoid_()

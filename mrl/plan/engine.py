@@ -80,9 +80,8 @@ def weights_per_gpu(arch: ModelArch, tensor: int, dtype: int, *, quantized: bool
         else:
             whole = sum(prod(shape) for shape in row.shapes)
             each = IN_FP8 if quantized and is_engine_fp8(row.hf[0], row.shapes[0]) else dtype
-            total += (
-                whole // tensor if (row.tp_dim is not None or row.expert) and row.joined is None else whole
-            ) * each
+            is_cut = (row.tp_dim is not None or row.expert) and row.joined is None
+            total += (whole // tensor if is_cut else whole) * each
     return int(total)
 
 
