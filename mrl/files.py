@@ -43,11 +43,12 @@ def replacing(file: Path, *, durable: bool = False) -> Iterator[Path]:
     part.
 
     If that fails (disk full) or is broken off by a signal, the old content stays and nothing is left of the new one. A
-    killed process can leave the neighbour, .NAME.PID.tmp. Processes may write the same file: the last one wins.
+    killed process can leave the neighbour, .NAME.PID.RANDOM.tmp. Processes may write the same file, also those of
+    several machines: the last one wins.
 
     durable: it survives a power cut from then on
     """
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     try:
         yield temporary
         if durable:

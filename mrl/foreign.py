@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 256 << 20
+NAMED_WEIGHTS = 5  # of those that are missing
 TEMPLATES = "additional_chat_templates"  # the one folder that belongs to a model's own files
 
 
@@ -34,6 +36,16 @@ def parse_json(text: bytes) -> Any:
         raise ValueError(f"it is not UTF-8: byte 0x{text[error.start]:02x} at place {error.start + 1}") from None
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+
+
+def complete(loaded: tuple[Any, Mapping[str, Any]], folder: str | Path) -> Any:
+    """The model that diffusers or transformers has read, with its `output_loading_info`. Raises ValueError where the
+    folder's files lack weights of it, which the libraries fill with whatever they begin with."""
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        named = ", ".join(missing[:NAMED_WEIGHTS]) + (", ..." if len(missing) > NAMED_WEIGHTS else "")
+        raise ValueError(f"{folder} lacks {len(missing)} of the weights of a {type(model).__name__}: {named}")
+    return model
 
 
 def own_file(directory: Path, name: str | Path) -> Path:

@@ -6,6 +6,7 @@ import functools
 import random
 import socket
 import sys
+from collections.abc import Collection
 
 import psutil
 
@@ -21,10 +22,10 @@ class NoFreePort(RuntimeError):
     """Nothing can be started here."""
 
 
-def free_port(host: str = HERE) -> int:
-    """At that address of this machine. Not one from which outgoing connections are made: an engine that is started
-    again must find its port free. Raises NoFreePort after 100 tries."""
-    for port in random.SystemRandom().sample(PORTS, 100):
+def free_port(host: str = HERE, taken: Collection[int] = ()) -> int:
+    """At that address of this machine, and none of `taken`, where somebody will listen. Not one from which outgoing
+    connections are made: an engine that is started again must find its port free. Raises NoFreePort after 100 tries."""
+    for port in random.SystemRandom().sample([port for port in PORTS if port not in taken], 100):
         with socket.socket() as probe:
             try:
                 probe.bind((host, port))

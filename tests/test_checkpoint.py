@@ -188,7 +188,9 @@ def test_tied_copies_that_differ_are_noticed(world: Cases) -> None:
     assert not all(world["tied copies"]["after_change"])
 
 
-def write(run_dir: Path, step: int, keep_last: int = 10, keep_every_steps: int | None = None) -> Path:
+def write(
+    run_dir: Path, step: int, keep_last: int = 10, keep_every_steps: int | None = None, best: int | None = None
+) -> Path:
     """A checkpoint without models."""
     final = directory.root(run_dir) / f"step_{step}"
     tmp = final.with_name(f"{final.name}.tmp")
@@ -196,7 +198,7 @@ def write(run_dir: Path, step: int, keep_last: int = 10, keep_every_steps: int |
     (tmp / "actor").mkdir()
     (tmp / "actor" / "weights").write_text("x" * step)
     directory.finish(tmp, final, {}, {"step": step})
-    directory.prune(final.parent, keep_last, keep_every_steps, final)
+    directory.prune(final.parent, keep_last, keep_every_steps, final, best)
     return final
 
 
@@ -246,6 +248,15 @@ def test_every_nth_is_kept_besides_the_last(tmp_path: Path) -> None:
     for step in (2, 4, 6, 8, 10, 12):
         write(tmp_path, step, keep_last=1, keep_every_steps=4)
     assert names(tmp_path) == ["step_12", "step_4", "step_8"]
+
+
+def test_a_best_one_stays_until_a_better_one_is_written(tmp_path: Path) -> None:
+    write(tmp_path, 10, keep_last=1, best=10)
+    directory.name_best(tmp_path, 10)
+    write(tmp_path, 30, keep_last=1, best=20)  # that of step 20 could not be written
+    assert names(tmp_path) == ["best", "step_10", "step_30"]
+    write(tmp_path, 40, keep_last=1, best=40)
+    assert names(tmp_path) == ["best", "step_40"]
 
 
 READ = """

@@ -18,6 +18,7 @@ from bad_configs import SFT
 from safetensors.torch import load_file
 from tiny import FAMILIES, make_tiny
 
+from mrl.cli import main
 from mrl.config.loader import load
 from mrl.config.model_dirs import is_converted, read_converted
 from mrl.config.problems import ConfigError
@@ -97,6 +98,22 @@ def test_back_by_the_command(model: Path, converted: Path, tmp_path: Path) -> No
     assert "the same model" in out and "logits not compared" in out
     assert (tmp_path / "hf" / "model.safetensors").is_file()
     assert {path.name for path in model.iterdir()} == {path.name for path in (tmp_path / "hf").iterdir()}
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "1e300", "0", "-1"])
+def test_files_have_a_size_that_a_file_can_have(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["convert", "megatron-to-hf"], ["merge", "base"]):
+        with pytest.raises(SystemExit):
+            main([*command, "source", "target", f"--shard-gb={size}"])
+        assert f"--shard-gb: {size} is not a number above 0" in capsys.readouterr().err
+
+
+def test_settings_of_other_conversions_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = ["megatron-to-hf", "--adapter"]
+    for arguments in (["hf-to-megatron", "--shard-gb=1"], [*adapter, "--shard-gb=1"], [*adapter, "--workers=2"]):
+        assert main(["convert", *arguments, str(tmp_path / "source"), str(tmp_path / "target")]) == 1
+        said, name = capsys.readouterr().err, arguments[-1].partition("=")[0]
+        assert f"{name} has no effect on" in said or f"without {name}" in said
 
 
 def test_the_verdict_is_the_exit_status(tmp_path: Path, converted: Path) -> None:

@@ -24,11 +24,12 @@ from mrl.weights.merge import merge, read_adapter
 from tests.tiny import make_tiny
 from tests.world import run_world
 
-KINDS = ("dense", "dora", "critic", "moe", "dropout")
+KINDS = ("dense", "dora", "critic", "moe", "experts", "dropout", "last")
 LAYOUTS = (
     *("dense tp2.pp2", "dense tp2.sequence0.cp2", "dense tp2.pp2/full", "dora tp2.pp2"),
-    *("dora tp2.cp2", "critic tp2.pp2", "moe tp2.ep2"),
+    *("dora tp2.cp2", "critic tp2.pp2", "moe tp2.ep2", "experts tp2.ep2"),
     *("dropout tp2.pp2/full", "dropout tp2.sequence0.cp2"),
+    *("last tp2.pp2", "last pp2.vpp2/full"),
 )
 SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_key_value_heads": 2, "vocab_size": 321}
 OTHER_KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # family -> which layers have adapters, and its shape
@@ -123,25 +124,27 @@ def test_gradients_have_room_for_adapters_alone(reported: Reported) -> None:
     assert found["trained"] <= found["buffer"] < 0.3 * found["parameters"]
 
 
+@pytest.mark.parametrize("kind", ["dora", "last"])
 @pytest.mark.parametrize("layout", ["tp2.pp2", "pp2.vpp2"])
-def test_a_checkpoint_of_adapters_goes_on_under_any_layout(reported: Reported, layout: str) -> None:
-    found = reported[f"resumed {layout}"]
+def test_a_checkpoint_of_adapters_goes_on_under_any_layout(reported: Reported, layout: str, kind: str) -> None:
+    found = reported[f"resumed {kind} {layout}"]
     assert found["loaded"] == 0.0 and set(found["stored"].values()) == {0.0}
     assert found["continued"] <= (0.0 if layout == "tp2.pp2" else 1e-6)
 
 
 def test_a_checkpoint_holds_adapters_alone(work: tuple[Path, Reported], models: tuple[Path, Path]) -> None:
     spec = LoRAConfig(rank=3, targets=("q_proj", "v_proj", "o_proj", "down_proj"), dora=True).spec
-    stored = json.loads((work[0] / "saved/checkpoints/step_2/complete").read_text())["learners"]["actor"]["adapters"]
+    complete = json.loads((work[0] / "saved_dora/checkpoints/step_2/complete").read_text())
+    stored = complete["learners"]["actor"]["adapters"]
     numbers = num_trained(load_arch(models[0]), "policy", spec)
     assert (stored["rank"], stored["dora"], stored["alpha"]) == (3, True, 4.0)
     tensors = 4 * numbers * 4  # the adapters, their main weights and both moments, float32
-    assert tensors < work[1]["resumed pp2.vpp2"]["size"] < tensors + 600_000, "names take the rest"
+    assert tensors < work[1]["resumed dora pp2.vpp2"]["size"] < tensors + 600_000, "names take the rest"
 
 
 def test_a_checkpoint_is_refused_beside_other_weights_or_by_a_whole_model(reported: Reported) -> None:
-    assert "the digest of the weights that the adapters belong to is 000000" in reported["refused"]["base"]
-    assert "either is trained by adapters (lora), or neither" in reported["refused"]["full"]
+    assert "the digest of the weights that the adapters belong to is 000000" in reported["refused dora"]["base"]
+    assert "either is trained by adapters (lora), or neither" in reported["refused dora"]["full"]
 
 
 def peft_outputs(model: torch.nn.Module, seen: dict[str, Tensor], is_critic: bool) -> Tensor:
@@ -158,7 +161,7 @@ def peft_outputs(model: torch.nn.Module, seen: dict[str, Tensor], is_critic: boo
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("kind", ["dense", "dora", "critic"])
+@pytest.mark.parametrize("kind", ["dense", "dora", "critic", "last"])
 def test_peft_loads_them_and_computes_the_same(
     work: tuple[Path, Reported], models: tuple[Path, Path], kind: str
 ) -> None:
@@ -171,7 +174,7 @@ def test_peft_loads_them_and_computes_the_same(
     torch.testing.assert_close(peft_outputs(model, seen, kind == "critic"), seen["out"], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["dense", "dora"])
+@pytest.mark.parametrize("kind", ["dense", "dora", "last"])
 def test_mrl_merge_gives_the_weights_that_the_learner_exports(
     work: tuple[Path, Reported],
     models: tuple[Path, Path],
@@ -227,7 +230,11 @@ def test_merging_into_other_weights_is_refused_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("bias", "all"), ("rank_pattern", {"q_proj": 2}), ("peft_type", "IA3"), ("r", 0)]
+    ("key", "value"),
+    [
+        *[("bias", "all"), ("rank_pattern", {"q_proj": 2}), ("peft_type", "IA3"), ("r", 0), ("use_qalora", True)],
+        *[("init_lora_weights", init) for init in ("pissa", "pissa_niter_4", "OLoRA", "loftq", "lora_ga")],
+    ],
 )
 def test_adapters_that_would_be_computed_otherwise_are_refused_by_the_key(
     work: tuple[Path, Reported], tmp_path: Path, key: str, value: Any
@@ -238,10 +245,29 @@ def test_adapters_that_would_be_computed_otherwise_are_refused_by_the_key(
         read_adapter(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        ((2, 64), (32, 2), r"A is \[2, 64\], not \[4, 64\], beside a weight \[32, 64\] with r 4; .* B is \[32, 2\]"),
+        ((4, 64), (32, 2), r"B is \[32, 2\], not \[32, 4\]"),
+        ((4,), (32, 4), r"A is \[4\], not \[4, 64\]"),
+    ],
+)
+def test_adapters_of_another_rank_than_their_configuration_says_are_not_merged(
+    models: tuple[Path, Path], tmp_path: Path, a: tuple[int, ...], b: tuple[int, ...], said: str
+) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    layer = "base_model.model.model.layers.0.mlp.down_proj"
+    tensors = {f"{layer}.lora_A.weight": torch.ones(a), f"{layer}.lora_B.weight": torch.ones(b)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(WeightError, match=f"does not fit: model.layers.0.mlp.down_proj: {said}"):
+        merge(models[0], tmp_path, tmp_path / "out", 10**9)
+
+
 def test_adapters_out_of_a_checkpoint_are_those_that_the_run_had(
     work: tuple[Path, Reported], models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step, files = str(work[0] / "saved/checkpoints/step_2"), ["--model-files", str(models[0])]
+    step, files = str(work[0] / "saved_dora/checkpoints/step_2"), ["--model-files", str(models[0])]
     assert main(["convert", "megatron-to-hf", step, str(tmp_path / "weights"), *files]) == 1
     assert "holds adapters alone" in capsys.readouterr().err
     assert main(["convert", "megatron-to-hf", step, str(tmp_path / "adapter"), "--adapter", *files]) == 0
@@ -251,8 +277,8 @@ def test_adapters_out_of_a_checkpoint_are_those_that_the_run_had(
     tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
     table = adapter_table(load_arch(models[0]), "policy", spec)
     assert {f"base_model.model.{row.hf[0]}" for row in table.values()} == tensors.keys()
-    assert torch.equal(tensors["base_model.model.model.layers.1.self_attn.o_proj.lora_A.weight"],
-                       torch.load(work[0] / "at_save.pt")["model.layers.1.self_attn.o_proj.lora_A.weight"])  # fmt: skip
+    at_save, one = torch.load(work[0] / "at_save_dora.pt"), "model.layers.1.self_attn.o_proj.lora_A.weight"
+    assert torch.equal(tensors[f"base_model.model.{one}"], at_save[one])
 
 
 def test_bfloat16_weights_say_what_rounding_costs(

@@ -1,7 +1,7 @@
 """Checkpoints of a run: complete or not there, loadable under another layout."""
 
 from mrl.checkpoint.agreement import CheckpointError
-from mrl.checkpoint.directory import latest, name_best, of_step, read, reading, step_of
+from mrl.checkpoint.directory import best_of, latest, name_best, of_step, read, reading, step_of
 from mrl.checkpoint.run import Part, load, load_kept
 from mrl.checkpoint.saver import Saver, Written
 
@@ -10,6 +10,7 @@ __all__ = [
     "Part",
     "Saver",
     "Written",
+    "best_of",
     "latest",
     "load",
     "load_kept",

@@ -77,13 +77,14 @@ def finish(tmp: Path, final: Path, learners: dict[str, Any], state: dict[str, An
 
 def prune(directory: Path, keep_last: int, keep_every_steps: int | None, newest: Path, best: int | None = None) -> None:
     """Removes complete checkpoints but the last `keep_last`, those at multiples of `keep_every_steps`, `newest`, and
-    that of `best` steps.
+    that of `best` steps or what stands for it (`best_of`).
 
     One that is being read stays until a later call.
     """
+    stays = (newest, best_of(directory / f"step_{best}") if best is not None else None)
     for path in complete_checkpoints(directory)[:-keep_last]:
         lasting = keep_every_steps is not None and step_of(path) % keep_every_steps == 0
-        if path != newest and not lasting and step_of(path) != best:
+        if path not in stays and not lasting:
             remove(path)
 
 
@@ -94,6 +95,14 @@ def name_best(run_dir: Path, step: int) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(f"step_{step}")
     os.replace(temporary, link)
+
+
+def best_of(path: Path) -> Path | None:
+    """The checkpoint that stays as the best one: `path`, RUN_DIR/checkpoints/step_N, or if that could not be written
+    the one that was the best before it and is named so; None without either."""
+    named = (path.parent / BEST).resolve().name
+    found = [each for each in complete_checkpoints(path.parent) if each.name in (path.name, named)]
+    return path if path in found else found[0] if found else None
 
 
 def of_step(run_dir: Path, step: int) -> Path:

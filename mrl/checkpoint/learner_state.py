@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mrl import platform
-from mrl.checkpoint.optimizer_shards import optimizer_shards, parts, weight_shards
+from mrl.checkpoint.optimizer_shards import optimizer_shards, weight_shards
 from mrl.learner import Learner
 from mrl.learner.optimizer import prime, round_again
 from mrl.learner.policy_copy import PolicyCopy
@@ -29,8 +29,8 @@ def to_write(learner: Learner) -> tuple[dict[str, Any], dict[str, int]]:
     prime(learner.optimizer)
     models = _models(learner, _metadata(learner))
     shards = optimizer_shards(learner.optimizer, models, learner.memory.read)
-    group = parts(learner.optimizer)[0].state_dict()["optimizer"]["param_groups"][0]
-    counters = {ADAM_UPDATES: int(group.get("step", 0)), SCHEDULE_UPDATES: learner.schedule.num_steps}
+    updates = learner.schedule.num_steps  # one that is skipped, the schedule skips too
+    counters = {ADAM_UPDATES: updates, SCHEDULE_UPDATES: updates}
     return {**models, "optimizer": shards}, counters
 
 
@@ -51,10 +51,11 @@ class StateToLoad:
         return {**self.models, "optimizer": {str(i): part["param_state"] for i, part in enumerate(self._parts)}}
 
     def restore(self, loaded: dict[str, Any]) -> None:
-        """`loaded`: `sharded()` filled, and the counters."""
-        for i, chunk in enumerate(self.learner.bare):
-            fill(chunk, loaded[f"model{i}"])
-        states = loaded["optimizer"]  # nothing of a part that has no parameter on this rank
+        """`loaded`: `sharded()` filled, without what has no parameter on this rank, and the counters."""
+        for (name, room), chunk in zip(self.models.items(), self.learner.bare, strict=True):
+            if room:
+                fill(chunk, loaded[name])
+        states = loaded.get("optimizer", {})
         parts = [{**part, "param_state": states.get(str(i), {})} for i, part in enumerate(self._parts)]
         for part in parts:
             for group in part["optimizer"]["param_groups"]:

@@ -104,7 +104,7 @@ def load_arch(path: str | Path) -> ModelArch:
         supported = ", ".join(sorted(family.architecture for family in FAMILIES.values()))
         instead = LEFT_OUT.get(name, f"supported: {supported}")
         raise UnsupportedModel(f"{where}: architecture {name[:80]} has no weight table; {instead}")
-    keys = Keys(config, where)
+    keys = family.keys(config, where)
     family.refuse(keys)
     return replace(family.read(keys), score_heads=_score_heads(config), scores_steps=name.endswith(STEP_HEAD_SUFFIX))
 
@@ -117,7 +117,7 @@ def engine_arch(path: str | Path) -> ModelArch:
     if family is None:
         family = Decoder()
         family.name = str(config.get("model_type"))
-    return family.read(Keys(config, where))
+    return family.read(family.keys(config, where))
 
 
 def hf_keys(path: str | Path) -> Keys:

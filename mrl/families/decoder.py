@@ -25,12 +25,10 @@ class Decoder:
     name: str
     architecture: str
     width_key = "intermediate_size"  # what config.json calls the width of the MLP, or of one expert's
-    norm_eps = 1e-6  # where config.json has none
-    head_dim: int | None = None  # where config.json has none; None: hidden_size / num_attention_heads
+    defaults: Mapping[str, Any] = {}  # of keys that config.json lacks, as transformers has them, where not Llama's
     scorer: str | None = None  # what the names of its scorers begin with; None: with what its policy's does
     qkv_bias = False
     qk_norm = False
-    tied_embeddings = False  # where config.json does not say
     activation_key, activation = "hidden_act", "silu"  # of the MLP's gate, and the only one
     shifted_norms = False  # norms multiply by 1 + weight
     wide_norms = False  # norms multiply before they round to the model's dtype, not after
@@ -53,6 +51,10 @@ class Decoder:
     engine_needs_gpu: str | None = None  # why SGLang serves the family on GPUs only, in words
     body = BODY  # the hub's prefix of the decoder's tensors
 
+    def keys(self, config: dict[str, Any], where: str) -> Keys:
+        """Those of a config.json, and what it lacks as transformers completes it."""
+        return Keys({**self.defaults, **config}, where)
+
     def read(self, keys: Keys) -> ModelArch:
         """The shape that config.json describes, its values checked one by one. Raises UnsupportedModel, naming the
         key, for values of a wrong kind, zero or absurd."""
@@ -67,8 +69,8 @@ class Decoder:
             num_heads=heads,
             num_kv_heads=_kv_heads(keys, heads),
             head_dim=head_dim,
-            norm_eps=keys.number("rms_norm_eps", self.norm_eps, float32.TINY, 1.0),
-            tied_embeddings=keys.flag("tie_word_embeddings", self.tied_embeddings),
+            norm_eps=keys.number("rms_norm_eps", 1e-6, float32.TINY, 1.0),
+            tied_embeddings=keys.flag("tie_word_embeddings", False),
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
             max_positions=positions(keys),
@@ -153,9 +155,9 @@ class Decoder:
         return dense_mlp(arch.hidden_size, layer.ffn_size, m, h)
 
     def _head_dim(self, keys: Keys, hidden: int, heads: int) -> int:
-        if keys["head_dim"] is None and self.head_dim is None and hidden % heads:
+        if keys["head_dim"] is None and hidden % heads:
             raise keys.wrong("hidden_size", f"a multiple of num_attention_heads ({heads}) where head_dim is not given")
-        found = keys.size("head_dim", MAX_WIDTH, self.head_dim or hidden // heads)
+        found = keys.size("head_dim", MAX_WIDTH, hidden // heads)
         if found % 2:
             raise UnsupportedModel(f"{keys.where}: a head has {found} channels; rotary embeddings turn pairs of them")
         return found

@@ -20,7 +20,14 @@ USUAL = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoi
 
 class DeepseekV3(SigmoidExperts):
     name, architecture = "deepseek_v3", "DeepseekV3ForCausalLM"
-    dense_first, scale, groups, per_token_groups = 3, 2.5, 8, 4
+    defaults = {
+        "first_k_dense_replace": 3,
+        "max_position_embeddings": 4096,
+        "n_group": 8,
+        "num_key_value_heads": 128,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+    }
     local_only = "attention by latent vectors"
     ignores_auto_map = True  # the hub's directories bring code of before transformers had the family
 

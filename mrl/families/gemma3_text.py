@@ -19,9 +19,13 @@ PATTERN, SCALAR = 6, 256.0  # where config.json has none
 class Gemma3Text(SlidingDecoder):
     name, architecture = "gemma3_text", "Gemma3ForCausalLM"
     scorer = "Gemma3Text"
-    head_dim = 256
+    defaults = {
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    }
     qk_norm = True
-    tied_embeddings = True
     activation_key, activation = "hidden_activation", "gelu_pytorch_tanh"
     shifted_norms = norms_behind = scaled_embedding = True
     local_only = "windows and rotary angles by layer"

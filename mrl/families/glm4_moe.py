@@ -11,7 +11,7 @@ from mrl.families.sigmoid_experts import SigmoidExperts
 
 class Glm4Moe(SigmoidExperts):
     name, architecture = "glm4_moe", "Glm4MoeForCausalLM"
-    norm_eps = 1e-5
+    defaults = {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8}
     rotary_share = 0.5
     ignores_attention_bias = True  # q, k and v have it then, and there is a place for those
 

@@ -20,8 +20,7 @@ GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # SHARPNESS, LIMIT of mrl.k
 
 class GptOss(ExpertDecoder, SlidingDecoder):
     name, architecture = "gpt_oss", "GptOssForCausalLM"
-    norm_eps = 1e-5
-    head_dim = 64
+    defaults = {"rms_norm_eps": 1e-5, "head_dim": 64, "max_position_embeddings": 131072, "num_key_value_heads": 8}
     qkv_bias = True
     wide_norms = sinks = biases = True
     gate = "clamped"

@@ -10,6 +10,7 @@ from mrl.families.keys import Keys
 
 class Mistral(Decoder):
     name, architecture = "mistral", "MistralForCausalLM"
+    defaults = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
     ignores_attention_bias = True
 
     def differences(self, keys: Keys) -> Iterator[str]:

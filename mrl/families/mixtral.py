@@ -10,6 +10,6 @@ _EXPERT = "block_sparse_moe.experts.{}."
 
 class Mixtral(ExpertDecoder, Mistral):
     name, architecture = "mixtral", "MixtralForCausalLM"
-    norm_eps = 1e-5
+    defaults = Mistral.defaults | {"rms_norm_eps": 1e-5, "sliding_window": None}
     router = "block_sparse_moe.gate.weight"
     expert_names = (_EXPERT + "w1.weight", _EXPERT + "w3.weight", _EXPERT + "w2.weight")

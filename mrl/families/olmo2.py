@@ -11,7 +11,7 @@ from mrl.families.rows import Table, norm, prefixes
 
 class Olmo2(Decoder):
     name, architecture = "olmo2", "Olmo2ForCausalLM"
-    norm_eps = 1e-5
+    defaults = {"rms_norm_eps": 1e-5}
     qk_norm = norms_all_heads = norms_behind = wide_norms = True
     norms_before = False
     local_only = "norms over all heads, and behind attention and MLP"

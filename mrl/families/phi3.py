@@ -1,5 +1,5 @@
-"""Phi-3 and Phi-4: Llama, whose query, key and value projections are one tensor, and gate and up another; a part of a
-head's channels may turn."""
+"""Phi-4, and Phi-3 without its windows: Llama, whose query, key and value projections are one tensor, and gate and up
+another; a part of a head's channels may turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrl.families.rows import Table, prefixes
 
 class Phi3(Decoder):
     name, architecture = "phi3", "Phi3ForCausalLM"
-    norm_eps = 1e-5
+    defaults = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
     rotary_share = 1.0
     ignores_attention_bias = True
     ignores_auto_map = True  # the hub's directories bring code of before transformers had the family
@@ -30,7 +30,7 @@ class Phi3(Decoder):
             if rope is not None and (rope["rope_type"] or rope["type"]) in ("longrope", "su"):
                 yield (
                     f"{name}.rope_type=longrope (a token's angles depend on the longest sequence beside it: train "
-                    "Phi-3-mini-4k, Phi-3-medium-4k or Phi-4, which have none)"
+                    "Phi-4 of 14B, which has none)"
                 )
 
     def engine_config(self, keys: Keys) -> Mapping[str, Any]:

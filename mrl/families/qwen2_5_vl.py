@@ -14,8 +14,10 @@ from mrl.families.vision_decoder import VisionDecoder
 
 class Qwen25VL(VisionDecoder, Qwen2):
     name, architecture = "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"
+    defaults = {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "num_key_value_heads": 8}
     engine_score_bias = False  # it serves no such class
     tower = "visual."
+    interleaved = False
 
     def read(self, keys: Keys) -> ModelArch:
         arch, vision = super().read(keys), keys.table("vision_config")

@@ -13,6 +13,7 @@ from mrl.families.qwen_experts import QwenExperts
 
 class Qwen2Moe(QwenExperts, Qwen2):
     name, architecture = "qwen2_moe", "Qwen2MoeForCausalLM"
+    defaults = {"max_position_embeddings": 32768, "num_key_value_heads": 16}
     engine_score_bias = False  # it serves no such class
     shared = "mlp.shared_expert"
 

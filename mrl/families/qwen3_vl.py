@@ -11,8 +11,11 @@ from mrl.families.vision_decoder import VisionDecoder
 
 class Qwen3VL(VisionDecoder, Qwen3):
     name, architecture = "qwen3_vl", "Qwen3VLForConditionalGeneration"
+    defaults = Qwen3.defaults | {"max_position_embeddings": 128000}
+    tower_defaults = {"deepstack_visual_indexes": [8, 16, 24], "num_position_embeddings": 2304}
     engine_score_bias = False  # it serves no such class
     body, tower = "model.language_model.", "model.visual."
+    interleaved = True
 
     def tower_rows(self, vision: VisionArch) -> Table:
         return qwen3_tower(vision, self.tower)

@@ -17,16 +17,13 @@ MAX_SHARED = 1 << 10
 
 
 class SigmoidExperts(ExpertDecoder):
-    """dense_first, scale, groups, per_token_groups: where config.json has none."""
-
     width_key = "moe_intermediate_size"
     router = "mlp.gate.weight"
     expert_names = (_EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight", _EXPERT + "down_proj.weight")
     draft_keys = ("num_nextn_predict_layers", "num_mtp_layers")
-    dense_first, scale, groups, per_token_groups = 1, 1.0, 1, 1
 
     def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:
-        dense = keys.content.get("first_k_dense_replace", self.dense_first)
+        dense = keys.content.get("first_k_dense_replace", 1)
         if type(dense) is not int or not 0 <= dense < count:
             raise keys.wrong("first_k_dense_replace", f"a whole number below num_hidden_layers ({count})")
         wide = (Layer(keys.size("intermediate_size", MAX_WIDTH)),) * dense
@@ -42,7 +39,7 @@ class SigmoidExperts(ExpertDecoder):
         return replace(
             found,
             sigmoid=True,
-            scale=keys.number("routed_scaling_factor", self.scale, float32.TINY, 1e3),
+            scale=keys.number("routed_scaling_factor", 1.0, float32.TINY, 1e3),
             groups=groups,
             per_token_groups=chosen,
             shared_width=keys.size("n_shared_experts", MAX_SHARED, 1) * keys.size(self.width_key, MAX_WIDTH),
@@ -54,11 +51,14 @@ class SigmoidExperts(ExpertDecoder):
         yield from super().differences(keys)
         if not keys.flag("norm_topk_prob", True):
             yield "norm_topk_prob=false (Megatron scales the weights of a sigmoid router)"
-        (groups, chosen), per_token = self._groups(keys), keys.size("num_experts_per_tok", MAX_EXPERTS)
+        count, per_token = (keys.size(key, MAX_EXPERTS) for key in (self.count_key(keys), "num_experts_per_tok"))
+        groups, chosen = self._groups(keys)
+        if groups > 1 and (count % groups or count < 2 * groups):
+            yield f"n_group={groups} (must divide {self.count_key(keys)}={count} into groups of 2 or more)"
         if groups > 1 and per_token != 2 * chosen:
             yield f"n_group={groups} with num_experts_per_tok={per_token} other than twice topk_group={chosen}"
 
     def _groups(self, keys: Keys) -> tuple[int, int]:
         """(groups of experts, those of a token)."""
-        groups = keys.size("n_group", MAX_EXPERTS, self.groups)
-        return groups, keys.size("topk_group", groups, self.per_token_groups)
+        groups = keys.size("n_group", MAX_EXPERTS, 1)
+        return groups, keys.size("topk_group", groups, 1)

@@ -11,7 +11,7 @@ INTERVAL = 4  # where config.json has none: the last of so many layers has no ro
 
 class SmolLM3(Decoder):
     name, architecture = "smollm3", "SmolLM3ForCausalLM"
-    tied_embeddings = True
+    defaults = {"max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True}
     local_only = "layers without rotary angles"
 
     def layers(self, keys: Keys, count: int) -> tuple[Layer, ...]:

@@ -13,9 +13,10 @@ TOWER = "visual."  # before the names of the tower's parameters in the whole mod
 MAX_SIDE, MAX_WIDTH, MAX_DEPTH, MAX_TABLE = 1 << 10, 1 << 20, 4096, 1 << 20  # beyond these a number is a mistake
 
 
-def rope_axes(keys: Keys, head_dim: int) -> tuple[int, ...]:
+def rope_axes(keys: Keys, head_dim: int, interleaved: bool) -> tuple[int, ...]:
     """VisionArch.axes, of `mrope_section`: text, row and column in chunks one after the other, or taking turns while
-    row and column last (`mrope_interleaved`). Raises UnsupportedModel, naming the key."""
+    row and column last (`interleaved`). Raises UnsupportedModel, naming the key, also where `mrope_interleaved` says
+    something else: engines believe it."""
     name = "rope_parameters" if keys["rope_parameters"] is not None else "rope_scaling"
     rope = keys.table(name) or Keys({}, f"{keys.where}: {name}")
     section = rope["mrope_section"]
@@ -27,7 +28,9 @@ def rope_axes(keys: Keys, head_dim: int) -> tuple[int, ...]:
         or sum(section) != half
     ):
         raise rope.wrong("mrope_section", f"three whole numbers above 0 with the sum {half}, half a head's channels")
-    if not rope.flag("mrope_interleaved", False):
+    if rope.flag("mrope_interleaved", False) != interleaved:
+        raise rope.wrong("mrope_interleaved", str(interleaved).lower())
+    if not interleaved:
         return tuple(axis for axis, count in enumerate(section) for _ in range(count))
     axes = [0] * half
     for axis in (1, 2):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from mrl.families.arch import ModelArch, VisionArch
 from mrl.families.decoder import Decoder
@@ -19,18 +20,28 @@ class VisionDecoder(Decoder):
     """config.json has the decoder's keys under `text_config`, or on top as the hub's Qwen2.5-VL; the tower's under
     `vision_config`.
 
-    tower: the hub's prefix of the tower's tensors; tower_width: what vision_config calls its width
+    tower: the hub's prefix of the tower's tensors; tower_width: what vision_config calls its width; tower_defaults: as
+    `defaults`, of vision_config
+    interleaved: text, row and column take turns over the rotary frequencies, whatever `mrope_interleaved` says
     """
 
     tower: str
     tower_width = "hidden_size"
+    tower_defaults: Mapping[str, Any] = {}
+    interleaved: bool
+
+    def keys(self, config: dict[str, Any], where: str) -> Keys:
+        vision = config.get("vision_config")
+        if isinstance(vision, dict):
+            config = {**config, "vision_config": {**self.tower_defaults, **vision}}
+        return super().keys(config, where)
 
     def read(self, keys: Keys) -> ModelArch:
         arch = super().read(self._text(keys))
         vision = keys.table("vision_config")
         if vision is None:
             raise keys.wrong("vision_config", "an object")
-        axes = rope_axes(self._text(keys), arch.head_dim)
+        axes = rope_axes(self._text(keys), arch.head_dim, self.interleaved)
         found = read_tower(keys, vision, axes, self.tower_width, arch.hidden_size, arch.vocab_size)
         if len(found.deep) > arch.num_layers:
             raise vision.wrong("deepstack_visual_indexes", f"no more than the decoder's {arch.num_layers} layers")

@@ -41,7 +41,7 @@ from mrl.learner.terms import Loss, LossParts, Term
 from mrl.learner.work import Work
 from mrl.models.batch import Images, ModelBatch, Output, on_device
 from mrl.models.build import build_model
-from mrl.models.fp8_layers import end_of_update
+from mrl.models.fp8_layers import end_of_update, without_memory
 from mrl.models.fp8_params import values_of
 from mrl.models.lora import attach
 from mrl.models.naming import unwrap
@@ -156,7 +156,8 @@ class Learner:
             if self.mesh.tp_rank == 0:
                 result[:, batch.packed.dest] = values
 
-        self._schedule(batches, [rollout], output, collect, forward_only=True, collect_non_loss_data=True)
+        with without_memory(self.bare):
+            self._schedule(batches, [rollout], output, collect, forward_only=True, collect_non_loss_data=True)
         dist.all_reduce(result)
         return result.cpu()
 

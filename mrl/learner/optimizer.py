@@ -94,6 +94,8 @@ def build_optimizer(
     if dtype != torch.float32:
         groups[_WIDE] = {}
     optimizer = get_megatron_optimizer(options, chunks, groups)
+    parts = optimizer.chained_optimizers  # of dense parameters none, where adapters of experts alone are trained
+    optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
     return optimizer, build_schedule(cfg, optimizer)
 
 
@@ -158,9 +160,13 @@ def prime(optimizer: ChainedOptimizer) -> None:
 
 
 def has_finite_gradients(chunks: list[DistributedDataParallel]) -> Tensor:
-    """Scalar bool on the device: of this rank's whole gradient buffers, also of copies that the norm leaves out."""
-    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    return torch.stack([buffer.grad_data.norm() for buffer in buffers]).isfinite().all()
+    """Scalar bool on the device: of this rank's whole gradient buffers, also of copies that the norm leaves out. True
+    where nothing of a pipeline stage is trained."""
+    finite = torch.ones((), dtype=torch.bool, device=platform.device())
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            finite &= buffer.grad_data.norm().isfinite()
+    return finite
 
 
 def build_schedule(cfg: OptimizerConfig, optimizer: ChainedOptimizer) -> OptimizerParamScheduler:

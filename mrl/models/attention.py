@@ -1,7 +1,7 @@
 """Causal attention over packed sequences in plain torch: grouped queries, context parallelism, no loop over sequences.
 
 Sequences of similar length share a bucket: they are gathered into one padded batch, and each bucket is one call of
-scaled_dot_product_attention (see `AttentionPlan`).
+scaled dot product attention (see `AttentionPlan`).
 
 Context parallelism: rank r holds chunks r and 2 * cp - 1 - r of every sequence. Keys and values are all-gathered
 (their gradients reduce-scattered); each chunk of queries attends to the keys up to its own end, so no rank computes
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mrl import platform
 from mrl.families.table import SINK_CHANNELS
+from mrl.kernels.attention import attention
 from mrl.kernels.layers import rotate
 from mrl.models.attention_plan import AttentionPlan, Bucket
 from mrl.models.mcore import (
@@ -102,12 +103,12 @@ def _bucket_attention(
     """query [s * lq, h, d]; key, value [s * lk, groups, d] -> [s * lq, h, d]."""
     q = query.unflatten(0, bucket.size).transpose(1, 2)
     k, v = (x.unflatten(0, bucket.keys).transpose(1, 2) for x in (key, value))
-    width, causal = q.size(-1), bucket.mask is None
+    width = q.size(-1)
     if sinks is not None:
         q, k, v = _with_sinks(q, k, v, sinks / scale)
     if _needs_own_keys(q, bucket.mask):
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    out = F.scaled_dot_product_attention(q, k, v, bucket.mask, is_causal=causal, scale=scale, enable_gqa=True)
+    out = attention(q, k, v, bucket.mask, scale)
     return out[..., :width].transpose(1, 2).flatten(0, 1)
 
 

@@ -7,6 +7,7 @@ rank scales its part; blocks do not see that where parts are whole blocks.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -104,6 +105,15 @@ def end_of_update(chunks: Iterable[nn.Module], *, is_kept: bool) -> None:
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
         for scales, own in zip(chosen, seen, strict=True):
             scales.roll(own)
+
+
+@contextlib.contextmanager
+def without_memory(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """What passes see here moves no scale: they are of no update."""
+    kept = [(scales, scales.seen.clone()) for _, scales in _remembering(chunks)]
+    yield
+    for scales, seen in kept:
+        scales.seen = seen
 
 
 def _remembering(chunks: Iterable[nn.Module]) -> Iterator[tuple[bool, Scales]]:

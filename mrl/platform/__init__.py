@@ -29,6 +29,7 @@ from mrl.platform.process import (
     init_process_group,
     synchronize,
     use_device,
+    world_of_one,
 )
 from mrl.platform.random_state import random_state, restore_random_state
 from mrl.platform.registry import REGISTRY, Adaptation
@@ -59,6 +60,7 @@ __all__ = [
     "host_bytes",
     "imagined_rank",
     "init_process_group",
+    "world_of_one",
     "install",
     "is_deterministic",
     "pass_timers",

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 
 from mrl.platform import cpu_matmul, gloo, kept_memory, megatron_fixes, torch_cuda  # noqa: F401  (they fill the registry)
+from mrl.platform.fused import check_kernels
 from mrl.platform.registry import REGISTRY, Stage
 
 # Read when a GPU is first asked for. One queue keeps a rank's copies and collectives in the order in which they were
@@ -47,6 +48,7 @@ def install() -> None:
     if _installed:
         return
     off = switched_off()
+    check_kernels()
     _run(Stage.BEFORE_IMPORT, off)
     _import_megatron_quietly()
     _run(Stage.AFTER_IMPORT, off)

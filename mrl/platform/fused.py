@@ -68,6 +68,13 @@ def compiler_problem() -> str | None:
     return f"there is no C compiler ({named or 'cc, gcc or clang'}), which it calls at run time"
 
 
+def check_kernels() -> None:
+    """Raises ValueError for a word in MRL_KERNELS that chooses no kernels."""
+    word = os.environ.get("MRL_KERNELS", "")
+    if word not in ("", "triton"):
+        raise ValueError(f"MRL_KERNELS is {word!r}; known: triton")
+
+
 @cache
 def triton_usable() -> bool:
     """CUDA is there, and triton with what it needs to compile a kernel."""

@@ -18,12 +18,14 @@ BUSY_SHARE = 0.1  # of memory that others hold
 
 @dataclass(frozen=True)
 class GpuHealth:
-    """problem: why nothing should be run on it, "" where there is nothing. free, total: bytes"""
+    """problem: why nothing should be run on it, "" where there is nothing. free, total: bytes; capability: CUDA's
+    number of what it can do"""
 
     index: int
     name: str
     free: int
     total: int
+    capability: tuple[int, int]
     problem: str = ""
 
 
@@ -44,17 +46,18 @@ def gpu_health(timeout_s: float = TIMEOUT_S) -> list[GpuHealth]:
         raise GpuTimeout(f"a small product on every GPU was not there within {timeout_s:g} s") from None
     if done.returncode:
         raise OSError(f"a small product on every GPU failed: {done.stderr.strip().splitlines()[-1:]}")
-    return [GpuHealth(**json.loads(line)) for line in done.stdout.splitlines()]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return [GpuHealth(**gpu | {"capability": tuple(gpu["capability"])}) for gpu in found]
 
 
-def judged(index: int, name: str, free: int, total: int, product: float) -> GpuHealth:
+def judged(index: int, name: str, free: int, total: int, capability: tuple[int, int], product: float) -> GpuHealth:
     """product: what came of ones [SIZE, SIZE] @ ones, an entry"""
     problem = ""
     if product != SIZE:
         problem = f"computes wrong: a product of ones gave {product:g} instead of {SIZE}"
     elif total - free > BUSY_SHARE * total:
         problem = f"other processes hold {(total - free) / 1e9:.1f} of its {total / 1e9:.1f} GB"
-    return GpuHealth(index, name, free, total, problem)
+    return GpuHealth(index, name, free, total, capability, problem)
 
 
 def _look(index: int) -> GpuHealth:
@@ -62,7 +65,8 @@ def _look(index: int) -> GpuHealth:
     ones = torch.ones(SIZE, SIZE, device=torch.device("cuda", index), dtype=torch.bfloat16)
     product = (ones @ ones).float()
     least, most = product.min().item(), product.max().item()
-    return judged(index, torch.cuda.get_device_name(index), free, total, least if least != SIZE else most)
+    kind, name = torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
+    return judged(index, name, free, total, kind, least if least != SIZE else most)
 
 
 def main() -> None:

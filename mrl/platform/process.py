@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Literal
 
@@ -66,6 +68,18 @@ def init_process_group(timeout_s: float, kind: Literal["gloo", "nccl"] | None = 
     store = _meet(rank, size, limit) if "WORLD_SIZE" in os.environ else dist.HashStore()
     # without `device_id`, by which NCCL would make every group at once: most of a mesh's 25 are never used
     dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=limit)
+
+
+@contextlib.contextmanager
+def world_of_one(timeout_s: float) -> Iterator[None]:
+    """This process is in a world, made for it where it is in none yet, which then ends."""
+    is_own = not dist.is_initialized()
+    init_process_group(timeout_s)
+    try:
+        yield
+    finally:
+        if is_own:
+            dist.destroy_process_group()
 
 
 def _allow_connections() -> None:

@@ -153,8 +153,7 @@ def _metas(checkpoint: HFCheckpoint, file: AdapterFile, adapter: Path) -> list[T
             problems.append(f"{checkpoint.path} has no {layer}.weight")
             continue
         here = checkpoint.source(f"{layer}.weight").shape
-        if here != (parts["B"].size(0), parts["A"].size(1)):
-            problems.append(f"{layer}: {[parts['B'].size(0), parts['A'].size(1)]}, in {checkpoint.path} {list(here)}")
+        problems += (f"{layer}: {misfit}" for misfit in _misfits(parts, file.found.rank, here))
     if problems:
         more = [f"and {len(problems) - 4} more"] if len(problems) > 4 else []
         raise WeightError(f"{adapter} does not fit: {'; '.join(problems[:4] + more)}")
@@ -163,6 +162,18 @@ def _metas(checkpoint: HFCheckpoint, file: AdapterFile, adapter: Path) -> list[T
             source = checkpoint.source(name)
             metas.append(TensorMeta(name, source.shape, source.dtype, 0))
     return metas + [TensorMeta(name, tuple(whole.shape), whole.dtype, 0) for name, whole in file.whole.items()]
+
+
+def _misfits(parts: Mapping[str, Tensor], rank: int, weight: tuple[int, ...]) -> Iterator[str]:
+    """Of a layer's adapters, beside its weight [out, in]."""
+    if len(weight) != 2:
+        yield f"its weight {list(weight)} is not a linear layer's"
+        return
+    wanted = {"A": (rank, weight[1]), "B": (weight[0], rank), "magnitude": (weight[0],)}
+    for part, tensor in parts.items():
+        found = tuple((tensor.flatten() if part == "magnitude" else tensor).shape)
+        if found != wanted[part]:
+            yield f"{part} is {list(found)}, not {list(wanted[part])}, beside a weight {list(weight)} with r {rank}"
 
 
 def _write(

@@ -1,9 +1,10 @@
 """Run under torchrun: adapters under many layouts. Prints one JSON object a case: {"case": ..., ...}.
 
 Usage: lora.py WORK_DIR DENSE_MODEL MOE_MODEL CASE [CASE ...]. A case is `KIND LAYOUT` or `KIND=MODEL LAYOUT`, where
-KIND is dense, moe, heads, dora, dropout or critic and LAYOUT is like tp2.pp2 or tp2.pp2/full (with activation
-recomputation): gradients, log-probs and what three updates make of the adapters. With LAYOUT `one` they are written,
-else compared with those. Or `together`, in a world of 4: merged weights, the model without its adapters, memory, files.
+KIND is dense, moe, experts, heads, dora, dropout, critic or last (adapters in the last of four layers alone) and
+LAYOUT is like tp2.pp2 or tp2.pp2/full (with activation recomputation): gradients, log-probs and what three updates make
+of the adapters. With LAYOUT `one` they are written, else compared with those. Or `together`, in a world of 4: merged
+weights, the model without its adapters, memory, files.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ SOME = ("q_proj", "v_proj", "self_attn.o_proj", "down_proj")
 SPECS = {
     "dense": LoRAConfig(rank=4, alpha=8),
     "moe": LoRAConfig(rank=4, alpha=8),
+    "experts": LoRAConfig(rank=4, alpha=8, targets=("gate_proj", "up_proj", "down_proj")),
     "heads": LoRAConfig(rank=4, alpha=8, targets=("q_proj", "k_proj", "v_proj", "o_proj")),
     "dropout": LoRAConfig(rank=4, alpha=8, dropout=0.3),
     "dora": LoRAConfig(rank=3, alpha=4, targets=SOME, rslora=True, dora=True),
     "critic": LoRAConfig(rank=4, alpha=8),
+    "last": LoRAConfig(rank=4, alpha=8, targets=("layers.3.self_attn.q_proj", "layers.3.mlp.down_proj")),
 }
 
 
@@ -134,7 +137,8 @@ def together(meshes: Meshes, work: Path, dense: str) -> None:
     merged(meshes, work, dense, "dense", "tp2.pp2")
     merged(meshes, work, dense, "dora", "tp2.cp2")
     files(meshes, work, dense)
-    resumed(meshes, work, dense)
+    for kind in ("dora", "last"):
+        resumed(meshes, work, dense, kind)
 
 
 def merged(meshes: Meshes, work: Path, model: str, kind: str, layout: str) -> None:
@@ -181,7 +185,7 @@ def write(file: Path, tensors: Tensors) -> None:
 
 def files(meshes: Meshes, work: Path, model: str) -> None:
     """What PEFT is to read, and the log-probs that it is to give."""
-    for kind, layout in (("dense", "tp2.pp2"), ("dora", "tp2.dp2"), ("critic", "pp2.dp2")):
+    for kind, layout in (("dense", "tp2.pp2"), ("dora", "tp2.dp2"), ("critic", "pp2.dp2"), ("last", "tp2.pp2")):
         learner = build(model, kind, meshes, layout)
         adapters = learner.adapters
         assert adapters is not None
@@ -193,9 +197,9 @@ def files(meshes: Meshes, work: Path, model: str) -> None:
         write(work / f"peft_{kind}.pt", {"out": out, "weights": whole(learner), **seen})
 
 
-def resumed(meshes: Meshes, work: Path, model: str) -> None:
+def resumed(meshes: Meshes, work: Path, model: str, kind: str) -> None:
     """Saved under one layout after two updates; gone on with under it and another."""
-    first = build(model, "dora", meshes, "tp2.pp2")
+    first = build(model, kind, meshes, "tp2.pp2")
 
     def train(learner: Learner, numbers: range) -> None:
         for number in numbers:
@@ -203,28 +207,28 @@ def resumed(meshes: Meshes, work: Path, model: str) -> None:
             learner.step()
 
     train(first, range(2))
-    path = save(work / "saved", 2, {"actor": first}, {"step": 2}, keep_last=1)
+    path = save(work / f"saved_{kind}", 2, {"actor": first}, {"step": 2}, keep_last=1)
     at_save = whole(first, torch.Tensor.detach)
-    write(work / "at_save.pt", at_save)
+    write(work / f"at_save_{kind}.pt", at_save)
     train(first, range(2, 4))
     at_end = whole(first, torch.Tensor.detach)
     size = sum(file.stat().st_size for file in (path / "actor").glob("*.distcp"))
     for layout in ("tp2.pp2", "pp2.vpp2"):
-        fresh = build(model, "dora", meshes, layout, seed=99)
+        fresh = build(model, kind, meshes, layout, seed=99)
         checkpoint.load(path, {"actor": fresh})
-        again = save(work / f"saved_{layout}", 2, {"actor": fresh}, {}, keep_last=1)
+        again = save(work / f"saved_{kind}_{layout}", 2, {"actor": fresh}, {}, keep_last=1)
         loaded = error(whole(fresh, torch.Tensor.detach), at_save)
         stored = stored_difference(path, again, fresh.arch.vocab_size)
         train(fresh, range(2, 4))
         continued = error(whole(fresh, torch.Tensor.detach), at_end)
-        report(f"resumed {layout}", loaded=loaded, stored=stored, continued=continued, size=size)
-    other = build(model, "dora", meshes, "dp4")
+        report(f"resumed {kind} {layout}", loaded=loaded, stored=stored, continued=continued, size=size)
+    other = build(model, kind, meshes, "dp4")
     assert other.adapters is not None
     other.adapters.base = "0" * 64
     refused = same_everywhere(lambda: checkpoint.load(path, {"actor": other}))
     plain = TrainConfig(parallel=ParallelConfig(), max_tokens_per_microbatch=40)
     full = Learner("policy", other.arch, model, plain, meshes.get(plain.parallel), dtype=torch.float32, seed=1)
-    report("refused", base=refused, full=same_everywhere(lambda: checkpoint.load(path, {"actor": full})))
+    report(f"refused {kind}", base=refused, full=same_everywhere(lambda: checkpoint.load(path, {"actor": full})))
 
 
 def main() -> None:
@@ -237,7 +241,7 @@ def main() -> None:
             continue
         named, _, layout = case.partition(" ")
         kind, _, model = named.partition("=")
-        layouts(meshes, Path(work), model or (moe if kind == "moe" else dense), kind, layout)
+        layouts(meshes, Path(work), model or (moe if kind in ("moe", "experts") else dense), kind, layout)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

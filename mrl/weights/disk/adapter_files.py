@@ -31,7 +31,13 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {  # what this program would compute othe
     "target_parameters": (None, []),
     "trainable_token_indices": (None,),
     "alora_invocation_tokens": (None,),
+    "use_bdlora": (None,),
+    "use_qalora": (None, False),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
 }
+_CHANGES_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")  # PEFT takes their start out of the weights
 
 
 def write_config(directory: Path, base_name: str, arch: ModelArch, role: Role, lora: LoRA, base_digest: str) -> None:
@@ -64,6 +70,12 @@ def read_config(directory: Path) -> Found:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
         wrong.append(f"r is {json.dumps(rank)} and lora_alpha {json.dumps(alpha)}")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_CHANGES_THE_BASE):
+        wrong.append(
+            f"init_lora_weights is {json.dumps(init)}, by which PEFT changes the base's own weights: merge with PEFT's "
+            "merge_and_unload, or write plain adapters with save_pretrained's path_initial_model_for_weight_conversion"
+        )
     if wrong:
         raise WeightError(f"{directory / CONFIG}: not supported: {'; '.join(wrong)}")
     assert isinstance(rank, int) and isinstance(alpha, int | float)

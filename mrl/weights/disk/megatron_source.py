@@ -14,7 +14,7 @@ from mrl.families import ModelArch
 from mrl.families.rows import Row
 from mrl.families.stacks import slice_of
 from mrl.families.table import weight_table
-from mrl.weights.disk.rows import Mosaic, Piece, Rows, RowsTensor, SlicesRows, TurnedRows, flat_shape, stacked
+from mrl.weights.disk.rows import Mosaic, Piece, Rows, RowsTensor, SlicesRows, TurnedRows, covers, flat_shape, stacked
 from mrl.weights.disk.stored_names import Names, stored_key
 from mrl.weights.disk.torch_dist_files import ArchiveRows, Extent, StoredTensor, read_metadata
 from mrl.weights.errors import WeightError
@@ -93,8 +93,7 @@ class MegatronCheckpoint:
             message = f"{self.path}: {key} has shape {list(stored.shape)}, config.json asks for {list(wanted)}"
             raise WeightError(f"{message} at {list(lead)}" if lead else message)
         pieces = tuple(self._pieces(key, stored, lead))
-        covered = sum(piece.rows * piece.source.shape[1] for piece in pieces)
-        if covered != found[0] * found[1]:
+        if not covers(pieces, found):
             raise WeightError(f"{self.path}: parts of {key} at {list(lead)} are missing or there twice")
         return Mosaic(pieces, wanted, stored.dtype)
 

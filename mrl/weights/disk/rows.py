@@ -111,6 +111,18 @@ class Mosaic:
                 target.copy_(part)
 
 
+def covers(pieces: Sequence[Piece], shape: tuple[int, int]) -> bool:
+    """Whether each place of a matrix is in one piece and no more, and none is outside of it."""
+    boxes = [(p.at_row, p.at_row + p.rows, p.at_col, p.at_col + p.source.shape[1]) for p in pieces]
+    cuts = [sorted({0, shape[side], *(at for box in boxes for at in box[2 * side : 2 * side + 2])}) for side in (0, 1)]
+    rows, columns = ({at: index for index, at in enumerate(along)} for along in cuts)
+    times = torch.zeros(len(rows), len(columns), dtype=torch.int32)  # between each cut and the next
+    for top, bottom, left, right in boxes:
+        times[rows[top] : rows[bottom], columns[left] : columns[right]] += 1
+    inside = all(along[0] == 0 and along[-1] == size for along, size in zip(cuts, shape, strict=True))
+    return inside and bool((times[:-1, :-1] == 1).all())
+
+
 def stacked(parts: Sequence[tuple[Rows, int, int]]) -> Mosaic:
     """(source, first row, rows) one below the other."""
     pieces, at = [], 0

@@ -79,7 +79,7 @@ def load_metadata(directory: Path) -> dcp.Metadata:
     file = directory / METADATA
     try:
         content = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
-        named = {index.fqn: PurePosixPath(place.relative_path) for index, place in content.storage_data.items()}
+        places = [(index.fqn, PurePosixPath(place.relative_path)) for index, place in content.storage_data.items()]
         described = content.state_dict_metadata.items()
         wrong = [key for key, entry in described if not isinstance(key, str) or not isinstance(entry, _ENTRIES)]
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def load_metadata(directory: Path) -> dcp.Metadata:
         raise WeightError(f"{file} is not the description of a checkpoint ({error})") from error
     if wrong:
         raise WeightError(f"{file} is not the description of a checkpoint (nor what {wrong[0]!r} is)")
-    for key, pure in named.items():
+    for key, pure in places:
         if pure.is_absolute() or ".." in pure.parts:
             raise WeightError(f"{file}: {key} points to {str(pure)!r}, outside of the directory")
     return content
@@ -185,10 +185,11 @@ class ArchiveRows:
                 found = _TensorPickle(io.BytesIO(part.read(records["data.pkl"].file_size))).load()
                 data = records[f"data/{found.storage}"]
                 start = self.item.offset + _data_offset(part, data)
-        except (OSError, KeyError, AttributeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+            wanted = (self.item.sizes, self.dtype.itemsize * torch.Size(self.item.sizes or ()).numel())
+            fits = (found.size, data.file_size) == wanted and found.contiguous and not data.compress_type
+        except Exception as error:  # a damaged pickle can raise anything
             raise WeightError(f"{file}: {self.item.key} cannot be read ({error})") from error
-        wanted = (self.item.sizes, self.dtype.itemsize * torch.Size(self.item.sizes or ()).numel())
-        if (found.size, data.file_size) != wanted or not found.contiguous or data.compress_type:
+        if not fits:
             raise WeightError(f"{file}: {self.item.key} is stored as {found}, {wanted} was expected")
         return start
 

@@ -49,7 +49,7 @@ class Disk(Transport):
         self._flats = iter(())
         if self.place.rank == 0 and self.place.directory is not None:
             shutil.rmtree(self.place.directory, ignore_errors=True)
-            self.place.directory.mkdir()
+            self.place.directory.mkdir(exist_ok=True)
 
     def close(self) -> None:
         if self.place.rank == 0 and self.place.directory is not None:
