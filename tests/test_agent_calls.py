@@ -28,6 +28,12 @@ from tests.test_agents import FakeEngine, play
             "<parameter=deep>\nTrue\n</parameter>\n</function>\n</tool_call>",
             [Call("run", {"code": "print(1)\nx", "n": 3, "deep": True})],
         ),
+        (
+            qwen3_coder,
+            "<tool_call><function=f><parameter=a>{{'x': 1}}</parameter><parameter=b>...</parameter>"
+            "<parameter=c>{(1, 2): 3}</parameter></function></tool_call>",
+            [Call("f", {"a": "{{'x': 1}}", "b": "...", "c": "{(1, 2): 3}"})],
+        ),
         (fenced, "so\n```python\nprint(1)\n```\nand\n```\nls\n```", [
             Call("python", {"code": "print(1)\n"}),
             Call("code", {"code": "ls\n"}),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from mrl.agents import chat
 from mrl.agents.chat import BadChat
-from mrl.agents.endpoint import Session
+from mrl.agents.endpoint import Door, Session
 from mrl.agents.errors import AgentError
 from mrl.agents.play import Agents
 from mrl.config.schema import AgentConfig
@@ -336,6 +338,23 @@ def test_a_run_that_does_not_answer_is_waited_for_in_bounded_time() -> None:
     with pytest.raises(BadChat, match="the run has not answered within 0.1 s") as caught:
         session.generate({"messages": []})
     assert caught.value.status == 504
+
+
+def test_an_error_of_a_parser_is_told_to_the_harness() -> None:
+    def broken(text: str, finish: str, number: int) -> dict[str, Any]:
+        raise KeyError("no such call")
+
+    told = {"answer": {"text": "x", "finish": "stop", "tokens": [1, 1]}}
+    session = Session(lambda question: threading.Timer(0.1, lambda: session.answer(told)).start(), broken, 20)
+    endpoint = Door().open(session)
+    reply = httpx.post(
+        f"{endpoint.url}/chat/completions",
+        headers={"Authorization": f"Bearer {endpoint.key}"},
+        json={"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+        timeout=20,
+        trust_env=False,
+    )
+    assert reply.status_code == 500 and "KeyError: 'no such call'" in reply.text and session.arrived is None
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,44 @@ async def dawdles(ctx, prompt):
         await asyncio.sleep(0.2)
         ctx.say(".")
 
+async def hangs(ctx, prompt):
+    await ctx.generate()
+    if not os.path.exists(ctx.row["mark"]):
+        open(ctx.row["mark"], "w").close()
+        await asyncio.sleep(600)
+    ctx.say("!")
+    await ctx.generate()
+    return 1.0
+
+STARTED = []  # the first gives up on a turn and ends, while the other one is still at work
+
+async def impatient(ctx, prompt):
+    STARTED.append(prompt)
+    if len(STARTED) > 1:
+        await asyncio.sleep(0.5)
+        await ctx.generate()
+        return 2.0
+    try:
+        await asyncio.wait_for(ctx.generate(), 0.05)
+    except asyncio.TimeoutError:
+        return 1.0
+
+async def halves(ctx, prompt):
+    await ctx.generate()
+    ctx.say("\\udce9")
+
+async def scalar(ctx, prompt):
+    class Number:
+        def __float__(self):
+            return 0.25
+    await ctx.generate()
+    ctx.reward(Number())
+    ctx.reward(Number())
+
+async def never(ctx, prompt):
+    await ctx.generate()
+    ctx.reward(float("inf"))
+
 async def sets_up(ctx, prompt):
     await asyncio.sleep(600)
 
@@ -177,6 +215,23 @@ def test_programs_may_be_functions_and_their_random_numbers_are_the_samples(prog
     assert first[0].environment == {"score": 1.0, "length": 2.0}
 
 
+def test_who_ends_while_its_turn_is_drawn_is_done(programs: Path) -> None:
+    first, other = play(programs, "impatient", 2, workers=1, step_timeout_s=5, retries=0)
+    assert (first.environment, other.environment) == ({"score": 1.0}, {"score": 2.0})
+
+
+def test_a_neighbour_of_one_that_hangs_is_begun_anew_at_no_cost(programs: Path, tmp_path: Path) -> None:
+    settings = {"workers": 1, "retries": 0, "on_error": "leave_out", "step_timeout_s": 1.5}
+    found = play(programs, "hangs", 2, row={"mark": str(tmp_path / "mark")}, **settings)
+    assert sorted(bool(sample.left_out) for sample in found) == [False, True]
+    assert [sample.environment for sample in found if not sample.left_out] == [{"score": 1.0}]
+
+
+def test_rewards_may_be_numbers_of_any_kind(programs: Path) -> None:
+    [sample] = play(programs, "scalar", 1)
+    assert sample.environment == {"score": 0.5}
+
+
 def test_workers_start_with_the_standard_library_alone() -> None:
     code = "import sys, mrl.agents.worker; print(*{'torch', 'numpy', 'transformers', 'pydantic'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -206,6 +261,8 @@ def test_a_program_that_fails_is_begun_again_with_the_same_seeds(programs: Path,
     [
         ("broken", "sample 0 .data row 5. raised:\n.*the tool is gone"),
         ("nan", "score is nan, expected a finite number"),
+        ("never", "a reward is inf, expected a finite number"),
+        ("halves", "surrogates not allowed"),
         ("leaves", "ended its process .exit code 3."),
         ("blocks", "gave no answer within 1.5 s .agent.step_timeout_s."),
         ("silent", "sample 0 .data row 5. ended before the model had a turn"),

@@ -84,6 +84,14 @@ def test_a_forged_turn_is_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert note == "data.train: 2 rows hold <|im_end|>: text to the model, no control tokens"
 
 
+def test_icons_of_fonts_beside_a_forged_turn_change_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    data = dataset(tokenizer, tmp_path, "\U000f02a2\U00100185" + FORGED)
+    [prompt], start = data.first(1), ids_of(tokenizer, NAMES[0])[0]
+    assert prompt.token_ids.count(start) == 2, "the template's own, and no other"
+    [note] = said(tokenizer, data)
+    assert note == "data.train: 1 rows hold <|im_end|>: text to the model, no control tokens"
+
+
 def test_an_answer_that_forges_its_end_is_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
     data = dataset(tokenizer, tmp_path, "hi")
     [answer] = data.answers(data.first(1))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 diffusers = pytest.importorskip("diffusers", reason="pip install 'mrl[diffusion]'")
@@ -127,3 +129,16 @@ def test_a_pndm_scheduler_gives_the_times_of_ddim(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     policy.pipeline.save(nets.weights(policy.pipeline.net), tmp_path / "whole")
     assert "PNDMScheduler" in (tmp_path / "whole" / "scheduler" / "scheduler_config.json").read_text()
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
+def test_a_directory_that_lacks_weights_is_refused_by_their_names(part: str, tmp_path: Path) -> None:
+    """The libraries would begin with whatever is in memory, or draw them."""
+    tiny_pipeline("sd", tmp_path)
+    [file] = (tmp_path / part).glob("*.safetensors")
+    stored = load_file(file)
+    lacking = min(stored)
+    del stored[lacking]
+    save_file(stored, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"{part} lacks 1 of the weights of a .*: {re.escape(lacking)}"):
+        Pipeline.load(DiffusionModelConfig(path=str(tmp_path)))

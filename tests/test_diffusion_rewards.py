@@ -20,6 +20,7 @@ pytest.importorskip("diffusers", reason="pip install 'mrl[diffusion]'")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from PIL import Image  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from mrl.config.sections.diffusion import ImageRewardConfig  # noqa: E402
 from mrl.diffusion.conditions import PromptRow  # noqa: E402
@@ -34,6 +35,7 @@ from tests.diffusion_pipelines import tiny_scorer  # noqa: E402
         ("return [0.0]", "returned 1 scores for 2 samples"),
         ("return [0.5, float('nan')]", "step 1, sample 4 (prompt 'b')"),
         ("raise ValueError('dark')", "dark"),
+        ("return [{'score': 0.5, 'std': 0.1}] * 2", "a part named 'std' would hide the metric of that name"),
     ],
 )
 def test_a_reward_that_fails_is_named_with_its_sample(tmp_path: Path, body: str, said: str) -> None:
@@ -135,6 +137,15 @@ def test_the_scorer_says_how_an_image_goes_with_its_prompt(tmp_path: Path) -> No
 def test_a_scorer_that_is_none_is_refused_when_the_run_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RewardError, match="reward.scorer.path: .* cannot be loaded by transformers"):
+        ImageRewards(ImageRewardConfig.model_validate({"function": "scorer", "scorer": {"path": str(tmp_path)}}))
+
+
+def test_a_scorer_that_lacks_weights_is_refused_by_their_names(tmp_path: Path) -> None:
+    tiny_scorer(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    del stored["visual_projection.weight"]
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RewardError, match="lacks 1 of the weights of a CLIPModel: visual_projection.weight"):
         ImageRewards(ImageRewardConfig.model_validate({"function": "scorer", "scorer": {"path": str(tmp_path)}}))
 
 

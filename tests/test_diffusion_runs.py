@@ -29,6 +29,7 @@ from mrl.diffusion.sft import noised  # noqa: E402
 from mrl.diffusion.steps import STEPS  # noqa: E402
 from mrl.observe import write_report  # noqa: E402
 from mrl.ports import free_port  # noqa: E402
+from tests.diffusion_pipelines import tiny_pipeline  # noqa: E402
 from tests.diffusion_tools import SIZE, prompts_file, tiny_directory  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -70,12 +71,13 @@ def written(tmp_path: Path, config: dict[str, Any], name: str = "config.yaml") -
     return tmp_path / name
 
 
-def train(config: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def train(config: Path, *overrides: str, launched: bool = False) -> subprocess.CompletedProcess[str]:
+    """As the one rank of a world, or with `run.nproc` ranks of its own."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", "mrl", "train", str(config), *overrides],
-        env={**os.environ, **world, "MASTER_PORT": str(free_port()), "PYTHONPATH": path},
+        env={**os.environ, **({} if launched else world | {"MASTER_PORT": str(free_port())}), "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=300,
@@ -145,6 +147,34 @@ def test_adapters_do_not_go_on_beside_other_weights(tmp_path: Path) -> None:
     assert done.returncode != 0 and "adapters belong to other weights than model.path has now" in done.stderr
 
 
+def test_an_export_without_room_does_not_end_a_run_that_is_to_go_on(tmp_path: Path) -> None:
+    """A file is in its place."""
+    run_dir = tmp_path / "runs" / "run"
+    run_dir.mkdir(parents=True)
+    (run_dir / "hf_step_1").touch()
+    done = train(
+        written(tmp_path, settings(tmp_path)),
+        *("run.steps=2", "checkpoint.weights_every_steps=1", "checkpoint.on_error=warn", "checkpoint.export_hf=false"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["checkpoint/failed"] == 1 and (run_dir / "hf_step_2" / "transformer").is_dir()
+
+
+@pytest.mark.parametrize(("bad", "what"), [(0, "drawing the images after step 0"), (2, "sampling for step 1")])
+def test_a_row_of_one_rank_that_the_net_does_not_know_is_named(tmp_path: Path, bad: int, what: str) -> None:
+    """Of two ranks that share the net, which nobody then waits for."""
+    config = settings(tmp_path)
+    config["data"]["shuffle"] = False
+    lines = (tmp_path / "prompts.jsonl").read_text().splitlines()
+    lines[bad] = json.dumps({"prompt": "odd", "label": 1000})
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    ranks = ("run.nproc=2", "run.timeout_s=60", "actor.sharded=true", "images.count=2")
+    done = train(written(tmp_path, config), *ranks, launched=True)
+    said = f"{what} failed: rank {bad // 2}: ValueError: prompt 'odd': class 1000, the net has 0 to 2"
+    assert done.returncode != 0 and said in done.stderr
+
+
 def test_denoising_learns_from_pictures(tmp_path: Path) -> None:
     for name, level in (("low", 20), ("mid", 120), ("high", 230)):
         Image.fromarray(np.full((SIZE, SIZE), level, np.uint8)).save(tmp_path / f"{name}.png")
@@ -199,7 +229,7 @@ def test_what_a_net_is_to_say_is_what_makes_the_image_again() -> None:
         ("reward.server.url=http://127.0.0.1:9", "give one, not both"),
         (
             "reward.function=null reward.server.url=127.0.0.1:9",
-            "'127.0.0.1:9' is not an address such as http://host:8000/score",
+            "'127.0.0.1:9' is not an address such as http://host:8000",
         ),
         ("reward.function=scorer", "`function: scorer` and its section go together"),
         ("reward.function=scorer reward.scorer.path=nowhere", "nowhere has no config.json"),
@@ -219,7 +249,25 @@ def test_schedulers_and_nets_without_a_policy_are_refused(tmp_path: Path) -> Non
     scheduler.write_text(json.dumps(stored | {"clip_sample": True}))
     with pytest.raises(ConfigError, match="clamped pixels have no gradient"):
         load(written(tmp_path, config))
+    scheduler.write_text(json.dumps(stored | {"steps_offset": 0}))
+    with pytest.raises(ConfigError, match="sampler.steps.*has a single step at time 0, where it is deterministic"):
+        load(written(tmp_path, config), ["sampler.steps=1"])
     net = tmp_path / "model" / "transformer" / "config.json"
     net.write_text(json.dumps(json.loads(net.read_text()) | {"_class_name": "QwenImageTransformer2DModel"}))
     with pytest.raises(ConfigError, match="is a QwenImageTransformer2DModel; mrl trains DiTTransformer2DModel"):
+        load(written(tmp_path, config))
+
+
+def test_nets_and_decoders_that_do_not_draw_an_image_of_a_prompt_alone_are_refused(tmp_path: Path) -> None:
+    tiny_pipeline("sd", tmp_path / "sd")
+    config = settings(tmp_path)
+    config["model"]["path"] = str(tmp_path / "sd")
+    net, decoder = (tmp_path / "sd" / part / "config.json" for part in ("unet", "vae"))
+    stored = net.read_text()
+    net.write_text(json.dumps(json.loads(stored) | {"in_channels": 9}))
+    with pytest.raises(ConfigError, match="in_channels: its input has 9 channels, an image's latent has 4"):
+        load(written(tmp_path, config))
+    net.write_text(stored)
+    decoder.write_text(json.dumps(json.loads(decoder.read_text()) | {"_class_name": "AutoencoderTiny"}))
+    with pytest.raises(ConfigError, match="vae is a AutoencoderTiny; mrl decodes by an AutoencoderKL"):
         load(written(tmp_path, config))

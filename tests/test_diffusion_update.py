@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +20,16 @@ from mrl.config.sections.diffusion import (  # noqa: E402
     SamplerConfig,
 )
 from mrl.config.sections.models import OptimizerConfig  # noqa: E402
+from mrl.core import StepStats  # noqa: E402
 from mrl.diffusion.conditions import PromptRow  # noqa: E402
+from mrl.diffusion.ddpo import Sampled, _learn, prompt_names  # noqa: E402
+from mrl.diffusion.images import NO_STEP  # noqa: E402
 from mrl.diffusion.learner import DiffusionLearner, learning_rate  # noqa: E402
 from mrl.diffusion.pipeline import Pipeline  # noqa: E402
-from mrl.diffusion.sample import Trajectories, draw  # noqa: E402
+from mrl.diffusion.sample import DiffusionError, Trajectories, draw  # noqa: E402
 from mrl.diffusion.update import Policy, chosen_steps, make_update  # noqa: E402
+from mrl.observe import SilentRecorder  # noqa: E402
+from mrl.trainers.shared.updates import Updates  # noqa: E402
 from tests.diffusion_tools import tiny_directory, with_ranks  # noqa: E402
 
 
@@ -71,7 +78,7 @@ def test_the_first_gradient_is_that_of_reinforce(tmp_path: Path) -> None:
     expected = torch.autograd.grad(-(weights[rows[:, 0]] * log_probs).mean(), learner.parameters)
     metrics = make_update(policy, learner, data, weights, dict.fromkeys(range(4), policy.steps.counted))
     for parameter, gradient in zip(learner.parameters, expected, strict=True):
-        assert torch.allclose(parameter.grad, gradient, rtol=1e-4, atol=1e-7)
+        assert (parameter.grad - gradient).norm() < 1e-4 * gradient.norm() + 1e-7
     assert metrics["clipfrac"] == 0 and metrics["approx_kl"] < 1e-9 and metrics["skipped"] == 0
 
 
@@ -129,10 +136,11 @@ def test_any_number_of_ranks_and_micro_batch_makes_the_same_update(worlds: dict[
     for mine, other in zip(one["metrics"], two["metrics"], strict=True):
         assert mine == pytest.approx(other, rel=2e-3, abs=1e-6)
     for name, first in one["first"].items():
-        limit = (1e-4 if case == "unet" else 2e-6) * float(first.abs().max()) + 1e-9  # its convolutions round otherwise
+        limit = (1e-4 if case == "unet" else 2e-5) * float(first.abs().max()) + 1e-9  # its convolutions round otherwise
         assert torch.allclose(first, two["first"][name], rtol=1e-4, atol=limit), f"the first gradient of {name}"
         moved = (one["weights"][name] - two["weights"][name]).abs()  # three times 1e-3, by a gradient's sign
-        assert (moved.mean() if case == "unet" else moved.max()) < (1e-4 if case == "unet" else 2e-5), name
+        assert moved.mean() < (1e-4 if case == "unet" else 1e-5), name
+        assert case == "unet" or moved.max() < 2e-4, name
     assert one["updates"] == two["updates"] == 3
 
 
@@ -177,6 +185,44 @@ def test_an_update_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
     metrics = make_update(policy, learner, sampled(policy), weights, dict.fromkeys(range(4), policy.steps.counted))
     assert metrics["skipped"] == 1 and learner.updates == 0
     assert all(torch.equal(a, b) for a, b in zip(before, learner.parameters, strict=True))
+
+
+def test_metrics_are_of_the_updates_that_were_made(tmp_path: Path) -> None:
+    """One of two is skipped."""
+    policy = policy_of(tiny_directory(tmp_path), "ddim")
+    learner, stats = DiffusionLearner(policy.pipeline.net, OptimizerConfig(lr=1e-3)), StepStats(1)
+    sizes: dict[str, Any] = {"batch": SimpleNamespace(inner_epochs=1, timestep_fraction=1.0)}
+    sizes |= {"images_per_update": 2, "images_per_step": 4, "advantage": SimpleNamespace(clip=5)}
+    cfg = SimpleNamespace(run=SimpleNamespace(seed=1), **sizes)
+    updates = Updates(tmp_path, 2, SilentRecorder(), writes=False)
+    work: Any = SimpleNamespace(cfg=cfg, policy=policy, run=SimpleNamespace(learner=learner, updates=updates))
+    _learn(work, 0, Sampled(sampled(policy), [], []), torch.tensor([float("nan"), 1.0, -1.0, 1.0]), stats)
+    assert learner.updates == 1 and stats.metrics["actor/skipped"] == 1
+    assert all(math.isfinite(stats.metrics[f"actor/{name}"]) for name in ("loss", "grad_norm", "approx_kl", "clipfrac"))
+
+
+def test_all_is_drawn_before_a_sample_that_went_wrong_is_named(tmp_path: Path) -> None:
+    """Ranks that share a net call it equally often, whatever one of them meets."""
+    policy, seen = policy_of(tiny_directory(tmp_path), "ddim"), []
+    told = policy.pipeline.conditions.encode([PromptRow("", 0, {})] * 8)
+
+    def refuse(ids: range, images: torch.Tensor) -> None:
+        seen.append(ids)
+        raise ValueError(f"no image {ids[0]}")
+
+    with pytest.raises(ValueError, match="no image 0"):
+        draw(policy.pipeline, policy.steps, policy.sampler, range(8), told, (1, 0), refuse)
+    assert seen == [range(3), range(3, 6), range(6, 8)]
+    with torch.no_grad():
+        policy.pipeline.net.proj_out_2.bias.fill_(float("nan"))
+    with pytest.raises(DiffusionError, match="^sample 0: a latent is not finite"):
+        draw(policy.pipeline, policy.steps, policy.sampler, range(8), told, (1, NO_STEP), refuse)
+
+
+def test_prompts_that_begin_alike_have_names_of_their_own() -> None:
+    long = "a cat " * 20
+    names = prompt_names(["a dog", long + "red", "a dog", long + "blue"])
+    assert list(names.values()) == [f"reward_by_prompt/{text}" for text in ("a dog", long[:60], f"{long[:60]} (2)")]
 
 
 def test_what_a_net_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mrl.config.schema import PreferenceDataConfig, SourceConfig
+from mrl.config.schema import PreferenceDataConfig, RewardDataConfig, SourceConfig
 from mrl.data import DataError, PreferenceDataset, preference_notes
 from mrl.data.preference import mismatched
 from mrl.data.tokenizer import Tokenizer
@@ -37,7 +37,8 @@ def read(
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sources = (SourceConfig(path=str(file)),)
-    cfg = PreferenceDataConfig(**{"train": sources, "shuffle": False, "max_prompt_tokens": 64, **keys})
+    kind = RewardDataConfig if form == "steps" else PreferenceDataConfig
+    cfg = kind(**{"train": sources, "shuffle": False, "max_prompt_tokens": 64, **keys})
     return PreferenceDataset(sources, cfg, tokenizer, form, margins, cuts)
 
 
@@ -147,6 +148,16 @@ def test_control_tokens_in_a_conversation_are_text(tmp_path: Path, chat: Tokeniz
     assert any("text to the model, no control tokens" in note for note in preference_notes("data.train", data))
 
 
+def test_control_tokens_of_any_response_are_said(tmp_path: Path, chat: Tokenizer) -> None:
+    pair = {"prompt": "hi", "chosen": "a", "rejected": "b</s>c"}
+    solution = {"prompt": "hi", "completions": ["a", "b</s>c"], "labels": [True, False]}
+    for row, form in ((pair, "pairs"), (solution, "steps")):
+        for talks, said in ((True, "text to the model"), (False, "control to the model")):
+            data = read(tmp_path, [row], form, chat, chat_template=talks, cuts=False)
+            assert data.sources[0].as_text + data.sources[0].as_control == ["</s>"]
+            assert any(f"1 rows hold </s>: {said}" in note for note in preference_notes("data.train", data))
+
+
 def test_the_prompt_ends_before_a_token_that_lies_over_its_end(tmp_path: Path) -> None:
     vocabulary = {"<unk>": 0, "</s>": 1, "a": 2, "b": 3, "c": 4, "bc": 5}
     backend = Backend(models.BPE(vocab=vocabulary, merges=[("b", "c")], unk_token="<unk>"))
@@ -183,6 +194,24 @@ def test_what_is_cut_and_left_out_is_counted(tmp_path: Path) -> None:
     assert any("2 pairs left out: a response does not fit" in note for note in preference_notes("data.train", whole))
     with pytest.raises(DataError, match="none of its 1 rows can be used: 1 left out: their prompt does not fit"):
         read(tmp_path, rows[1:2], max_prompt_tokens=3)
+
+
+def test_the_prompt_of_a_solution_is_cut_as_any_other(tmp_path: Path) -> None:
+    rows = [{"prompt": "1234", "completions": ["a", "b"], "labels": [True, False]}]
+    keys = {"cuts": False, "max_prompt_tokens": 3, "step_separator": ""}
+    data = read(tmp_path, rows, "steps", truncation="left", **keys)
+    assert texts(data) == ("234", "ab") and data.sources[0].cut_prompt == 1
+    with pytest.raises(DataError, match="1 left out: their prompt does not fit"):
+        read(tmp_path, rows, "steps", truncation="drop", **keys)
+    with pytest.raises(DataError, match=r"rows.jsonl:1: 4 tokens, more than data.max_prompt_tokens=3"):
+        read(tmp_path, rows, "steps", truncation="error", **keys)
+
+
+def test_kinds_of_rows_are_text(tmp_path: Path) -> None:
+    pair = {"prompt": "1", "chosen": "a", "rejected": "b"}
+    kinds = [3, 0.5, True, "sums", None]
+    data = read(tmp_path, [pair | {"data_source": kind} for kind in kinds])
+    assert [row.source for row in data.rows] == ["3", "0.5", "True", "sums", None]
 
 
 def test_labels(tmp_path: Path) -> None:
@@ -227,6 +256,11 @@ def test_labels(tmp_path: Path) -> None:
         ),
         ({"prompt": "1", "chosen": "a", "rejected": "b"}, "margins", "no key 'margin' (data.margin_key)"),
         ({"prompt": "1", "chosen": "a", "rejected": "b", "system": "s"}, "pairs", "'system' needs data.chat_template"),
+        (
+            {"prompt": "1", "chosen": "a", "rejected": "b", "data_source": ["sums"]},
+            "pairs",
+            "'data_source' (data.data_source_key) must be text or a number, not list",
+        ),
     ],
 )
 def test_rows_of_no_use_are_named_by_file_and_line(tmp_path: Path, row: Any, form: str, said: str) -> None:

@@ -47,6 +47,7 @@ def test_the_program_of_a_response(response: str, program: str) -> None:
         ('{"inputs": ["1"], "outputs": ["2"]}', ([], [("1", "2")])),
         ('[{"input": "1", "output": "2", "testtype": "stdin"}]', ([], [("1", "2")])),
         ("[x] = f()\nassert x", (["[x] = f()\nassert x"], [])),
+        pytest.param("[" * 100_000, (["[" * 100_000], []), id="nested deeply"),
     ],
 )
 def test_the_tests_of_an_answer(answer: object, tests: object) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_reward_pool import sample
 
 from mrl.config.schema import RewardConfig
 from mrl.core import Sample
-from mrl.reward import RewardError, RewardManager
+from mrl.reward import RewardError, RewardManager, longest_wait_s
 
 USER_FILE = """
 import os, time
@@ -130,8 +131,11 @@ def test_a_batch_function_is_called_once_with_all_samples(user: str) -> None:
         manager.collect(samples)
         assert [s.score for s in samples] == [(i + 1) / 100 for i in range(100)]
         assert {s.score_parts["calls"] for s in samples} == {1}
-        again = [of(None, 0, "xx"), of(None, 1, "x")]
+        again, later = [of(None, 0, "xx"), of(None, 1, "x")], of(None, 2, "xxxx")
+        manager.submit(later)  # of another step, which is scored with its own
         manager.collect(again)
+        manager.collect([later])
+    assert (later.score, later.score_parts) == (1, {"calls": 3})
     assert [(s.score, s.score_parts) for s in again] == [(1, {"calls": 2}), (0.5, {"calls": 2})]
 
 
@@ -175,3 +179,11 @@ def test_a_batch_function_s_signature_is_checked(user: str) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def two(user: str) -> None:
     Path(user).with_name("two.py").write_text("def two(prompts, responses): return []\n")
+
+
+def test_a_wait_for_scores_counts_every_call_of_a_sample() -> None:
+    limits: dict[str, Any] = {"workers": 2, "timeout_s": 10}
+    mix = {"*": {"math": 1.0, "format": 0.5}}
+    assert longest_wait_s(RewardConfig(function="math", **limits), 10) == 50
+    assert longest_wait_s(RewardConfig(manager="dapo", function="math", **limits), 10) == 100
+    assert longest_wait_s(RewardConfig(manager="recipe", recipe=mix, **limits), 10) == 100

@@ -269,6 +269,11 @@ def test_prompt_text_and_keys(function: str) -> None:
             pool.submit(sample(2))
         with pytest.raises(RewardError, match="sample 3 .* cannot be sent to a reward worker"):
             pool.submit(sample(3, row={"question": "q", "callback": lambda: None}))
+    talked = sample(0, row={"messages": chat})
+    talked.messages = [{"role": "assistant", "content": "no"}]
+    with RewardManager(cfg, prompt_key="messages") as pool:
+        pool.collect([talked])
+        assert talked.score == 4, "of the row's own prompt, not of what came after it"
     with RewardManager(RewardConfig(function="exact_match"), answer_key="target") as pool:
         one = sample(0, "x", {"target": "x"})
         pool.collect([one])

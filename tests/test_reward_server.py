@@ -10,14 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import numpy as np
 import pytest
 from test_reward_pool import sample
 
-from mrl.config.schema import RewardConfig
+from mrl.config.schema import DataConfig, RewardConfig
 from mrl.reward import RewardError, RewardManager
+from mrl.reward.check import row_check
 from mrl.reward.server_api import doubt
 
 SHORT_S, LONG_S = 3.0, 60.0  # of servers that are silent, and of the others
@@ -153,6 +155,8 @@ FAULTS: dict[str, tuple[Speak, str]] = {
         lambda a: a.send("", "307 Temporary Redirect", "Location: http://169.254.169.254/latest"),
         "HTTP 307 to 'http://169.254.169.254/latest': redirects are not followed",
     ),
+    "not modified": (lambda a: a.send("", "304 Not Modified"), "HTTP 304: ''"),
+    "choices without an address": (lambda a: a.send("which?", "300 Multiple Choices"), "HTTP 300: 'which[?]'"),
     "endless error page": (
         lambda a: (a.wfile.write(b"HTTP/1.1 400 Bad\r\n\r\n"), [a.wfile.write(HUGE) for _ in range(999)])[0] and None,
         "HTTP 400: 'xxx",
@@ -245,11 +249,28 @@ def test_one_bad_score_costs_its_own_sample_only(fake: FakeServer) -> None:
     assert [bool(s.reward_error) for s in samples] == [i == 5 for i in range(12)]
 
 
-def test_a_row_that_json_cannot_hold_names_the_sample(fake: FakeServer) -> None:
+@pytest.mark.parametrize("value", [float("nan"), object(), b"raw"], ids=["NaN", "an object", "bytes"])
+def test_a_row_that_json_cannot_hold_names_the_sample_and_costs_no_other(fake: FakeServer, value: object) -> None:
+    fake.speak = lengths
+    message = "sample 3 .*its row cannot be sent to a reward server"
+    with open_manager(fake.url, on_error="stop") as manager, pytest.raises(RewardError, match=message):
+        manager.collect([sample(3, row={"extra": value})])
+    samples = [sample(3, row={"extra": value}), sample(4, "four")]
     with open_manager(fake.url) as manager:
-        for value in (float("nan"), object()):
-            with pytest.raises(RewardError, match="sample 3 .*its row cannot be sent to a reward server"):
-                manager.submit(sample(3, row={"extra": value}))
+        manager.collect(samples)
+    assert [s.score for s in samples] == [0, 4] and re.match(message, samples[0].reward_error)
+
+
+@pytest.mark.parametrize("value", [float("nan"), datetime(2026, 1, 1), b"raw"], ids=["NaN", "a time", "bytes"])
+def test_a_row_that_no_server_can_be_sent_is_found_before_a_run(value: object) -> None:
+    def problem(api: str, extra: object) -> str | None:
+        server = {"url": "http://judge:8000", "api": api}
+        mix = {"recipe": {"*": {"judge": 1.0}}, "servers": {"judge": server}, "on_error": "zero"}
+        cfg = RewardConfig.model_validate({"manager": "recipe", **mix})
+        return row_check(cfg, DataConfig.model_validate({"train": "x.jsonl"}))({"prompt": "x", "extra": extra})
+
+    assert (problem("mrl", value) or "").startswith("'extra' cannot be sent to a reward server: ")
+    assert problem("mrl", [1.5, None, "é"]) is None and problem("sglang", value) is None
 
 
 def test_closing_frees_whoever_waits(fake: FakeServer) -> None:

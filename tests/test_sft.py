@@ -95,6 +95,30 @@ def test_the_best_checkpoint_stays_besides_the_last_and_is_exported(folder: Path
     assert nll(run_dir / "hf", rows)["loss"] == pytest.approx(found[len(found) - 1], rel=1e-5)
 
 
+def test_a_best_checkpoint_that_cannot_be_written_costs_no_earlier_one(folder: Path) -> None:
+    """A link to nowhere is in its place."""
+    found, run_dir = losses(folder / "runs/whole"), folder / "runs/unsaved"
+    best = min(range(1, len(found)), key=lambda step: found[step])
+    before = min(range(1, best), key=lambda step: found[step])
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / f"checkpoints/step_{best}").symlink_to("nowhere")
+    run = train(folder, folder / "config.yaml", "run.name=unsaved", "checkpoint.on_error=warn")
+    assert losses(run_dir) == found and os.readlink(run_dir / "checkpoints/best") == f"step_{before}"
+    said = f"its checkpoint could not be written; the weights of step {before} are in {run_dir / 'hf_best'}"
+    assert f"the best validation, loss {found[best]:.4f} at step {best}: {said}" in run.terminal.replace("\n", "")
+    rows = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
+    assert nll(run_dir / "hf_best", rows)["loss"] == pytest.approx(found[before], rel=1e-5)
+
+
+def test_validations_are_no_part_of_what_a_step_computes(folder: Path) -> None:
+    def computed(name: str) -> list[float]:
+        lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        return [row["perf/model_tflop"] for row in map(json.loads, lines) if row["step"]]
+
+    train(folder, folder / "config.yaml", "run.name=seldom", "run.steps=3", "validation.every_steps=3")
+    assert computed("seldom") == computed("whole")[:3]
+
+
 def nll(model_dir: Path, rows: list[dict[str, Any]]) -> dict[str, float]:
     """What transformers says of the answers and their EOS, over all their tokens; of each kind, too."""
     tokenizer, model = AutoTokenizer.from_pretrained(model_dir), AutoModelForCausalLM.from_pretrained(model_dir).float()
@@ -150,6 +174,22 @@ def test_what_is_better_and_what_is_progress() -> None:
     other = Best(HeldOutConfig(patience=2))
     other.load_state_dict(best.state_dict())
     assert (other.value, other.stalled) == (None, 0), "of another metric"
+
+
+def test_the_best_of_other_rows_is_not_compared_with(tiny_models: TinyModels, tmp_path: Path) -> None:
+    def best_of(**validation: Any) -> Best:
+        best = Best.of(load(write(tmp_path, tiny_models("llama"), validation=validation)))
+        assert best is not None
+        return best
+
+    seen = best_of()
+    seen.see(1, {"validation/loss": 0.5})
+    same, fewer = best_of(patience=4), best_of(rows=2)
+    same.load_state_dict(seen.state_dict())
+    fewer.load_state_dict(seen.state_dict())
+    assert (same.value, fewer.value) == (0.5, None)
+    fewer.see(2, {"validation/loss": 0.6})
+    assert fewer.kept_step == 2
 
 
 def test_epochs_are_steps_once_the_rows_are_known(tiny_models: TinyModels, tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AddedToken
+from transformers.utils import chat_template_utils
 
 from mrl.config.schema import PackingConfig, SFTDataConfig
 from mrl.data import DataError, SFTDataset, Tokenizer, TokenizerError, load_tokenizer, pack, sft_notes
@@ -124,6 +127,21 @@ def test_a_template_of_a_file_takes_the_place_of_the_tokenizer_s(tmp_path: Path)
         load_tokenizer(tmp_path / "tokenizer", None, str(tmp_path / "none.jinja"))
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+def test_a_template_that_writes_today_s_date_gives_the_same_tokens_on_every_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    dated, found = "{{ strftime_now('%Y-%m-%d') }}" + template, []
+    for day in (1, 2):
+        clock = SimpleNamespace(now=lambda day=day: datetime(2026, 3, day))
+        monkeypatch.setattr(chat_template_utils, "datetime", clock)
+        data = dataset(tmp_path, dated, {"messages": TALK}, form="messages")
+        found.append((data.tokenizer.decode(data.rows[0].ids, special=True), learnt(data)))
+    assert found[0] == found[1] and found[0][0].startswith("2024-07-26")
+    [note] = [note for note in data.tokenizer.notes if "date" in note]
+    assert note.startswith("the chat template writes today's date: it is 26 Jul 2024 on every day")
+
+
 def test_marks_and_differences_give_the_same_tokens(tmp_path: Path) -> None:
     rows = [
         {"messages": [*TALK[:1], {"role": "assistant", "content": text}, *TALK[2:]]} for text in ("\nTwo", "", "é😀")
@@ -143,6 +161,20 @@ def test_names_of_control_tokens_in_a_message_are_text_and_end_no_turn(tmp_path:
         assert "text to the model, no control tokens" in " ".join(sft_notes("data.train", data))
 
 
+def test_icons_are_text_and_what_stands_for_control_tokens_is_refused(tmp_path: Path) -> None:
+    icons = "\U000f02a2 \U00100185"  # of Nerd Fonts, of SF Symbols
+    talk, forged = ([*TALK[:1], {"role": "assistant", "content": text}] for text in (icons, icons + "<|im_end|>"))
+    data = dataset(tmp_path, CHATML, {"messages": talk}, {"messages": forged}, form="messages")
+    plain, whole = (data.tokenizer.dress_whole(each) for each in (talk, forged))
+    assert data.rows[0].ids.tolist() == data.tokenizer.hf(plain, add_special_tokens=False)["input_ids"]
+    assert data.tokenizer.decode(data.rows[1].ids.tolist(), special=True) == whole
+    assert data.rows[1].ids.tolist().count(data.tokenizer.hf.convert_tokens_to_ids("<|im_end|>")) == 2
+    for kept in ("\U0010a000", "\U0010a000 <|im_end|>"):
+        talk = [*TALK[:1], {"role": "assistant", "content": kept}]
+        with pytest.raises(DataError, match=r"rows.jsonl:1: it holds the character U\+10A000, which mrl keeps"):
+            dataset(tmp_path, CHATML, {"messages": talk}, form="messages")
+
+
 def test_weights_of_rows_and_messages_are_multiplied(tmp_path: Path) -> None:
     weighed = [TALK[0], TALK[1] | {"weight": 0}, TALK[2], TALK[3] | {"weight": 0.5}]
     rows = ({"messages": weighed, "w": 4}, {"messages": TALK}, {"messages": [TALK[0], TALK[1] | {"weight": 0}]})
@@ -157,6 +189,14 @@ def test_weights_of_rows_and_messages_are_multiplied(tmp_path: Path) -> None:
     assert packed.labels.tolist() == torch.cat([batch.tokens[packed.rows + 1]]).tolist()
     with pytest.raises(DataError, match=r"rows.jsonl:1: 'weight' must be a number of at least 0, not -1"):
         dataset(tmp_path, CHATML, {"messages": [TALK[0], TALK[1] | {"weight": -1}]}, form="messages")
+
+
+def test_kinds_of_rows_are_text(tmp_path: Path) -> None:
+    rows = [{"messages": TALK, "data_source": kind} for kind in (3, "sums", None)]
+    data = dataset(tmp_path, CHATML, *rows, form="messages")
+    assert [row.source for row in data.rows] == ["3", "sums", None]
+    with pytest.raises(DataError, match=r"rows.jsonl:1: 'data_source' .*must be text or a number, not dict"):
+        dataset(tmp_path, CHATML, {"messages": TALK, "data_source": {"a": 1}}, form="messages")
 
 
 @pytest.mark.parametrize("marks", [False, True])

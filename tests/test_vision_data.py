@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from mrl.config.schema import DataConfig
-from mrl.core import Request, Sample
+from mrl.core import Prompt, Request, Sample
 from mrl.data import DataError, PromptDataset, collate, load_eyes, load_tokenizer
 from mrl.data.image_places import image_places
 from mrl.data.picture_store import PictureStore
@@ -83,6 +83,18 @@ def test_pictures_stand_where_the_prompt_says_and_take_a_token_for_each_feature(
     assert "PNG" not in repr(two)
 
 
+def test_pictures_inside_a_value_of_the_row_are_seen_and_their_pixels_stay_there(folder: Path, model: Path) -> None:
+    row = {"prompt": "<image> how many?", "extra": {"images": [url(stored(picture()))], "id": 7}}
+    (prompt,) = dataset(folder, model, row, images_key="extra.images").prompts_for_step(0, 1, 1)
+    assert prompt.token_ids.count(IMAGE) == 6
+    assert prompt.row["extra"] == {"images": [{"image": 0}], "id": 7}
+
+
+def test_without_a_chat_template_a_place_needs_its_picture(folder: Path, model: Path) -> None:
+    with pytest.raises(DataError, match="1 places .* the row 0 pictures"):
+        dataset(folder, model, {"prompt": "<image> how many?"}, chat_template=False)
+
+
 def test_pictures_of_parquet_stay_undecoded_until_they_are_sampled_for(folder: Path, model: Path) -> None:
     features = datasets.Features({"problem": datasets.Value("string"), "images": datasets.List(datasets.Image())})
     made = {"problem": ["<image>how many?"] * 3, "images": [[picture()], [picture(40, 40)], [picture()]]}
@@ -108,6 +120,28 @@ def test_the_trainer_decodes_what_the_engine_was_sent(folder: Path, model: Path)
     picture().save(folder / "a.png")
     with pytest.raises(DataError, match="rows.jsonl:2: picture 0 is decoded otherwise here than on rank 0"):
         PictureStore(data.cfg.train, eyes)(places.images)
+
+
+def test_a_picture_that_is_kept_is_the_one_that_was_sampled_for(folder: Path, model: Path) -> None:
+    data = dataset(folder, model, {"images": ["a.png"]})
+    eyes = load_eyes(model, data.cfg)
+    assert eyes is not None
+    store = PictureStore(data.cfg.train, eyes)
+
+    def images(prompt: Prompt) -> torch.Tensor:
+        samples = [Sample(Request(0, 0, prompt, 1), [7], [-1.0], "stop", "0")]
+        return image_places(collate(0, samples), eyes.vision).images
+
+    [before] = data.prompts_for_step(0, 1, 1)
+    store(images(before))
+    picture().save(folder / "a.png")
+    [after] = data.prompts_for_step(0, 1, 1)
+    assert torch.equal(store(images(after)), eyes.pixels(Image.open(io.BytesIO(after.pictures[0]))))
+    picture().save(folder / "a.png")
+    [unread] = data.prompts_for_step(0, 1, 1)
+    picture().save(folder / "a.png")
+    with pytest.raises(DataError, match="rows.jsonl:1: picture 0 is decoded otherwise here than on rank 0"):
+        store(images(unread))
 
 
 def test_a_request_has_one_token_a_picture_and_an_answer_must_have_counted_all(folder: Path, model: Path) -> None:
@@ -187,6 +221,11 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "too many": (lambda: {"images": ["a.png"] * 9}, "9 pictures, more than data.max_images=8"),
     "more places": (lambda: {"prompt": "<image><image>", "images": ["a.png"]}, "2 places .* the row 1 pictures"),
     "fewer places": (lambda: {"prompt": "<image>", "images": ["a.png"] * 2}, "1 places .* the row 2 pictures"),
+    "a place alone": (lambda: {"prompt": "<image> how many?", "image": "a.png"}, "1 places .* the row 0 pictures"),
+    "parts that are text": (
+        lambda: {"prompt": [{"role": "user", "content": ["hi"]}], "images": ["a.png"]},
+        r"has for its 'content' \['hi'\], not text",
+    ),
     "places in messages": (
         lambda: {"prompt": [{"role": "user", "content": "<image> <image>"}], "images": ["a.png"]},
         "2 places",

@@ -164,6 +164,8 @@ def test_the_tower_counts_as_weights_and_not_as_work_of_a_text_token(models: dic
         ({"vision_config.deepstack_visual_indexes": [3]}, "layers from 0 to 2"),
         ({"text_config.rope_parameters.mrope_section": [4, 2]}, "sum 8"),
         ({"text_config.rope_parameters.rope_type": "yarn"}, "yarn"),
+        ({"text_config.rope_parameters.mrope_interleaved": False}, "mrope_interleaved must be true, not False"),
+        ({"text_config.rope_parameters.mrope_interleaved": None}, "lacks 'mrope_interleaved': expected true"),
         ({"text_config.attention_dropout": 0.1}, "attention_dropout=0.1"),
     ],
 )
@@ -179,4 +181,13 @@ def test_what_is_not_supported_is_refused_by_name(
         where[key] = value
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=message.replace("(", r"\(").replace(")", r"\)")):
+        load_arch(tmp_path)
+
+
+def test_turns_that_only_engines_would_take_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    config = json.loads((models["qwen2_5_vl"] / "config.json").read_text())
+    rope = "rope_scaling" if "rope_scaling" in config else "rope_parameters"
+    config.get("text_config", config)[rope]["mrope_interleaved"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="mrope_interleaved must be false, not True"):
         load_arch(tmp_path)

@@ -214,6 +214,9 @@ def test_mrl_data_shows_pairs_with_their_pictures(
     assert "6 pictures: " in shown and f"{SPELLED}what?" in shown and "pixels for the model" in shown
     with Image.open(tmp_path / "sheet.png") as drawn:
         assert drawn.width > 2 * 192 and drawn.height > 4 * 192
+    nowhere = tmp_path / "none" / "sheet.png"
+    assert cli.main(["data", str(config), "--sheet", str(nowhere)]) == 1
+    assert capsys.readouterr().err == f"{nowhere} cannot be written: No such file or directory\n"
 
 
 TWO = {"images": ["3_0.png", "3_0.png"]}

@@ -79,6 +79,7 @@ def _checked(own: Callable[[str], Iterable[Any]], text: str, name: str) -> list[
         is_pair = isinstance(each, tuple) and len(each) == 2
         if not is_pair or not isinstance(each[0], str) or not isinstance(each[1], Mapping):
             raise TypeError(f"{KEY} {name!r} gave {each!r}, expected (name, arguments by name)")
+        json.dumps(dict(each[1]))  # as an endpoint sends it
     return [Call(called, dict(arguments)) for called, arguments in found]
 
 
@@ -111,7 +112,9 @@ def _of_xml(inner: str) -> Call:
 def _value(text: str) -> Any:
     for read in (json.loads, ast.literal_eval):
         try:
-            return read(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            found = read(text)
+            json.dumps(found)
+            return found
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
     return text

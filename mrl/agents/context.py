@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import random
 import threading
@@ -92,11 +93,17 @@ class Context:
 
     def say(self, words: Words) -> None:
         """What the model reads before its next turn; it learns none of it. Messages, such as [{"role": "user",
-        "content": "lower"}]; text where data.chat_template is false."""
+        "content": "lower"}]; text where data.chat_template is false. Raises UnicodeEncodeError for halves of
+        characters, which no tokenizer takes."""
+        json.dumps(words, default=str, ensure_ascii=False).encode()
         self._said += [words] if isinstance(words, str) else words
 
     def reward(self, value: float) -> None:
-        """Adds to the score, for the last turn: what gae and reinforce_plus_plus learn of turns before it is more."""
+        """Adds to the score, for the last turn: what gae and reinforce_plus_plus learn of turns before it is more.
+        Raises ValueError for what is no finite number."""
+        value = float(value)
+        if not math.isfinite(value):
+            raise ValueError(f"a reward is {value!r}, expected a finite number")
         self.score += value
         self._new_reward += value
 

@@ -70,7 +70,7 @@ class Session:
                 raise _ended()
             self._waits = waits
             self._ask({"chat": question})
-        self.arrived = None
+            self.arrived = None
         try:
             answer = waits.result(self._timeout_s)
         except CancelledError:
@@ -163,6 +163,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(error.status, error.body)
         except OSError:
             self.close_connection = True
+        except Exception as error:  # of the user's parser: the harness, and so the run, hears of it
+            self.close_connection = True
+            self._reply(500, BadChat(f"{type(error).__name__}: {error}", status=500).body)
 
     def _get(self, session: Session) -> None:
         if self._path != MODELS:

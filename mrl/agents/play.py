@@ -18,7 +18,7 @@ from mrl.agents.suffix import Suffix
 from mrl.agents.trajectory import Line, Next, Trajectory
 from mrl.config.schema import AgentConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
-from mrl.data import Tokenizer
+from mrl.data import Tokenizer, TokenizerError
 from mrl.rollout.seeds import sample_seed
 
 DAY_S = 86400.0
@@ -99,10 +99,17 @@ class Agents:
                     done += self._failed(live.pop(number), answer, live, messages)
                 elif trajectory.is_late:
                     done += self._late(number, live, messages)
-                elif no := self._no_turn(trajectory, answer, params.max_new_tokens):
-                    messages[number] = no
                 else:
-                    asking[trajectory.request.sample_id] = number
+                    try:
+                        no = self._no_turn(trajectory, answer, params.max_new_tokens)
+                    except (AgentError, TokenizerError) as error:
+                        self._pool.end(number)
+                        done += self._failed(live.pop(number), {"error": str(error)}, live, messages)
+                        continue
+                    if no is not None:
+                        messages[number], trajectory.over = no, no.get("over", "")
+                    else:
+                        asking[trajectory.request.sample_id] = number
             if done:
                 on_samples(done)
             if asking:
@@ -135,14 +142,15 @@ class Agents:
     def _failed(
         self, trajectory: Trajectory, answer: Message, live: dict[int, Trajectory], messages: dict[int, Message]
     ) -> list[Sample]:
-        """Begins it anew, with the same seeds; or, if that was done too often, what is left in its place."""
-        faults = trajectory.faults + 1
+        """Begins it anew, with the same seeds; or, if that was done too often, what is left in its place. One whose
+        neighbour has ended its process has no part in that."""
+        faults = trajectory.faults + (not answer.get("neighbour"))
         if faults <= self.cfg.retries:
             self._begin(Trajectory(trajectory.request, faults), live, messages)
             return []
         what = answer.get("fault") or f"raised:\n{answer.get('error')}"
         if "done" in answer:
-            what = "ended before the model had a turn"
+            what = "ended before the model had a turn" + (f": {trajectory.over}" if trajectory.over else "")
         why = f"agent.rollout {self.cfg.rollout!r} on {trajectory.name} {what}\n(begun {faults} times: agent.retries)"
         if self.cfg.on_error == "stop":
             raise AgentError(why)

@@ -85,6 +85,7 @@ class Pool:
 
     def __init__(self, setup: Message, workers: int, step_timeout_s: float) -> None:
         self._setup, self._timeout_s = setup, step_timeout_s
+        self._early: dict[int, Message] = {}
         self._workers = [Worker(setup) for _ in range(workers)]
         try:
             for worker in self._workers:
@@ -95,14 +96,17 @@ class Pool:
 
     def exchange(self, messages: Mapping[int, Message], ends: Mapping[int, float]) -> dict[int, Message]:
         """Tells each trajectory something, and gives what each says to it: {"say"}, {"done"}, {"error"}, or {"fault":
-        why} where its process ended or gave no answer in time. All that are alive must be among them. ends: until when
+        why} where its process ended or gave no answer in time, and "neighbour" if it had answered itself. Who ends
+        while its question is answered is told nothing any more. All that are alive must be among them. ends: until when
         each must have answered, whatever is left of its step, by the monotonic clock."""
         waiting: dict[Worker, set[int]] = {}
+        answers = {number: self._early.pop(number) for number in messages if number in self._early}
         for number, message in messages.items():
+            if number in answers:
+                continue
             worker = self._of(number)
             worker.send({"id": number, **message})
             waiting.setdefault(worker, set()).add(number)
-        answers: dict[int, Message] = {}
         gone: dict[Worker, str] = {}
         end = time.monotonic() + self._timeout_s
         soonest = min((ends[number] for number in messages), default=end)
@@ -117,11 +121,13 @@ class Pool:
                 if "gone" in message:
                     gone[worker] = "ended its process"
                     del waiting[worker]
-                elif message.get("id") in waiting[worker]:
-                    answers[message["id"]] = message
-                    waiting[worker].remove(message["id"])
+                elif (teller := message.get("id", -1)) in waiting[worker]:
+                    answers[teller] = message
+                    waiting[worker].remove(teller)
                     if not waiting[worker]:
                         del waiting[worker]
+                elif teller in answers:
+                    self._early[teller] = message
         return answers | self._replaced(gone, messages, answers)
 
     def _late(self, waiting: Mapping[Worker, set[int]], ends: Mapping[int, float], end: float) -> dict[Worker, str]:
@@ -136,8 +142,8 @@ class Pool:
     ) -> dict[int, Message]:
         """The faults of trajectories whose processes are lost, which others take the places of. Of these processes
         all are lost but those that are done."""
-        faults = {
-            number: {"fault": gone[worker]}
+        faults: dict[int, Message] = {
+            number: {"fault": gone[worker], "neighbour": number in answers}
             for number in messages
             if (worker := self._of(number)) in gone and "done" not in answers.get(number, {})
         }
@@ -146,7 +152,7 @@ class Pool:
             if "process" in why:
                 for number in faults:
                     if self._of(number) is worker:
-                        faults[number] = {"fault": f"{why} ({how})"}
+                        faults[number]["fault"] = f"{why} ({how})"
         for worker in gone:
             new = Worker(self._setup)
             new.wait_ready()
@@ -155,11 +161,13 @@ class Pool:
 
     def drop(self) -> None:
         """Ends all trajectories."""
+        self._early.clear()
         for worker in self._workers:
             worker.send({"drop": True})
 
     def end(self, number: int) -> None:
         """Ends one that waits for its turn, and leaves the others of its process alone."""
+        self._early.pop(number, None)
         self._of(number).send({"id": number, "drop": True})
 
     def close(self) -> None:

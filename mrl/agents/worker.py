@@ -95,7 +95,7 @@ class _Trajectories:
         number = message["id"]
         if "start" in message:
             self._tasks[number] = asyncio.ensure_future(self._play(number, **message["start"]))
-        elif (waits := self._waiting.pop(number, None)) is not None:
+        elif (waits := self._waiting.pop(number, None)) is not None and not waits.cancelled():
             waits.set_result(message["turn"] if "turn" in message else {"over": message["over"]})
 
     async def _play(self, number: int, row: dict[str, Any], prompt: str, seed: int) -> None:
@@ -132,7 +132,7 @@ class _Trajectories:
                     raise
                 result = None
             return {"done": score_of(result, ctx)}
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             text = "".join(traceback.format_exception(error))
             return {"error": text[-MAX_TRACEBACK_CHARS:]}
 

@@ -35,6 +35,15 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Source:
+    """Of data, as it is told to strangers: several may have one name, by their digests they are told apart."""
+
+    name: str
+    bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class Origin:
     """Which weights of which run. state: with the `config` and `data_contents` of a checkpoint; part: of its models"""
 
@@ -56,7 +65,8 @@ class Origin:
     def base(self) -> Path | None:
         """The directory that the weights began with; None if they were random."""
         model, own = self.config["model"], self.config.get(self.part) or {}
-        return None if model.get("from_scratch") else Path(own.get("path") or model["path"])
+        path = own.get("path") or (None if model.get("from_scratch") else model["path"])
+        return Path(path) if path else None
 
     def base_files(self) -> list[Path]:
         return weight_files(self.base) if self.base else []
@@ -64,7 +74,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Facts:
-    """step: that the weights are of; config: as it is told to strangers; data: of each source (name, bytes, digest)
+    """step: that the weights are of; config: as it is told to strangers
 
     notes: what was left out or cut of it, a sentence each
     base: None for a model that began with random weights; base_digest, digest: see `whole_digest`, empty if not known
@@ -74,7 +84,7 @@ class Facts:
     step: int
     config: dict[str, Any]
     rows: list[Row]
-    data: dict[str, dict[str, Any]] = field(default_factory=dict)
+    data: tuple[Source, ...] = ()
     notes: tuple[str, ...] = ()
     base: BaseModel | None = None
     base_digest: str = ""
@@ -100,7 +110,7 @@ class Facts:
             step=origin.step,
             config=portable({key: value for key, value in origin.config.items() if value is not None}),
             rows=[row for row in read_metrics(origin.run_dir) if row["step"] <= origin.step],
-            data={last_part(path): {"bytes": of["bytes"], "digest": of["digest"]} for path, of in found.items()},
+            data=tuple(Source(last_part(path), of["bytes"], of["digest"]) for path, of in found.items()),
             notes=tuple(notes),
             base=base_model(origin.base) if origin.base else None,
             base_digest=whole_digest(base_digests),

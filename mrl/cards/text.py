@@ -57,7 +57,7 @@ def _front(facts: Facts, measured: list[Measured]) -> str:
         base_model_relation=("adapter" if is_adapter else "finetune") if base else None,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag=task,
-        datasets=[name for name in facts.data if "/" in name] or None,
+        datasets=_names(facts, "/") or None,
         tags=[
             "mrl",
             *(["lora"] if is_adapter else []),
@@ -72,7 +72,7 @@ def _front(facts: Facts, measured: list[Measured]) -> str:
 
 def _sentence(facts: Facts) -> str:
     start = f"`{facts.base.name}`" if facts.base else "random weights"
-    sources = ", ".join(f"`{name}`" for name in facts.data)
+    sources = ", ".join(f"`{name}`" for name in _names(facts))
     judge = _inner(facts.config, "reward", "function")
     words = f"{start} after {facts.step} steps of {facts.method or 'training'}"
     words += f" on {sources}" if sources else ""
@@ -93,7 +93,12 @@ def _results(facts: Facts, measured: list[Measured], has_curve: bool) -> Iterato
 
 
 def _data(facts: Facts) -> list[tuple[str, ...]]:
-    return [(f"`{name}`", size_text(of["bytes"]), f"blake2b {of['digest']}") for name, of in facts.data.items()]
+    return [(f"`{of.name}`", size_text(of.bytes), f"blake2b {of.digest}") for of in facts.data]
+
+
+def _names(facts: Facts, part: str = "") -> list[str]:
+    """Of the data, those with this part: the hub's have a slash."""
+    return list(dict.fromkeys(of.name for of in facts.data if part in of.name))
 
 
 def usage(kind: Kind) -> Iterator[str]:

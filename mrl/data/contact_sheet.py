@@ -16,8 +16,7 @@ MAX_COLUMNS = 8
 
 def write_sheet(shown: Mapping[int, Sequence[bytes]], file: Path) -> int:
     """Writes `file`, a PNG, of PNGs by the numbers of their rows in the data: a row of pictures under each; small ones
-    are enlarged. Returns how many pictures there are. Raises DataError without any, OSError where it cannot be
-    written."""
+    are enlarged. Returns how many pictures there are. Raises DataError without any, and where it cannot be written."""
     rows = {number: pictures for number, pictures in shown.items() if pictures}
     if not rows:
         raise DataError("none of the rows that are shown has a picture: ask for more with --samples")
@@ -30,7 +29,10 @@ def write_sheet(shown: Mapping[int, Sequence[bytes]], file: Path) -> int:
         draw.text((GAP, top), f"row {number}: {len(pictures)} pictures", "black")
         for column, png in enumerate(pictures[:columns]):
             sheet.paste(_fitted(Image.open(io.BytesIO(png))), (GAP + column * (CELL + GAP), top + LINE))
-    sheet.save(file, "PNG")
+    try:
+        sheet.save(file, "PNG")
+    except OSError as error:
+        raise DataError(f"{file} cannot be written: {error.strerror or error}") from error
     return sum(map(len, rows.values()))
 
 

@@ -1,8 +1,8 @@
 """Control tokens, such as <|im_start|>, in the text of rows: they must not become turns of a conversation.
 
 A tokenizer reads the name of a special token as that token wherever it stands. Here the special tokens get private
-names first, characters that no text holds: the chat template's own ones are written with these, a row's stay as they
-are, and are then text like any other.
+names first, characters of Unicode's last plane, where fonts keep no icons: the chat template's own ones are written
+with these, a row's stay as they are, and are then text like any other.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerBase
 
-_IN_ROWS, _PRIVATE = 0xF0000, 0x100000  # places of private characters: for names in rows, for the tokens themselves
-_RESERVED = re.compile(f"[{chr(_IN_ROWS)}-{chr(_PRIVATE + 0xFFFD)}]")
+FIRST_PRIVATE, LAST_PRIVATE = 0x10A000, 0x10FFFD
 
 
 class ControlTokens:
@@ -30,7 +29,12 @@ class ControlTokens:
         self._names = sorted(names - {""}, key=lambda name: (-len(name), name))
         self._place = {name: place for place, name in enumerate(self._names)}
         self._pattern = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
-        self._shown = {_IN_ROWS + place: name for place, name in enumerate(self._names)}
+        count = len(self._names)
+        self._in_rows = min(FIRST_PRIVATE, LAST_PRIVATE + 1 - 2 * count)  # private characters: for names in rows
+        self._of_tokens = self._in_rows + count  # for the tokens themselves
+        last = self._of_tokens + count - 1
+        self._reserved = re.compile(f"[{chr(self._in_rows)}-{chr(last)}]" if count else r"(?!)")
+        self._shown = {self._in_rows + place: name for place, name in enumerate(self._names)}
 
     def first_in(self, value: Any) -> str | None:
         """The first name in a text, or in the texts of a conversation; None if there is none."""
@@ -40,10 +44,15 @@ class ControlTokens:
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         return next((name for part in parts if (name := self.first_in(part))), None)
 
+    def reserved_in(self, text: str) -> str | None:
+        """The first character of a text that is a private name here; None if there is none."""
+        found = self._reserved.search(text)
+        return found[0] if found else None
+
     def hidden(self, value: Any) -> Any:
         """The same with a private character in place of every name."""
         if isinstance(value, str):
-            return self._pattern.sub(lambda name: chr(_IN_ROWS + self._place[name[0]]), value)
+            return self._pattern.sub(lambda name: chr(self._in_rows + self._place[name[0]]), value)
         if isinstance(value, dict):
             return {key: self.hidden(part) for key, part in value.items()}
         return [self.hidden(part) for part in value] if isinstance(value, list) else value
@@ -64,7 +73,7 @@ class ControlTokens:
         self, hidden: str, places: Sequence[int]
     ) -> tuple[list[int], list[tuple[int, int]], list[int]] | None:
         """`encode`, for each id which characters it is of, and where these count the characters at `places`."""
-        if not self._hf.is_fast or _RESERVED.search(self.shown(hidden)):
+        if not self._hf.is_fast or self.reserved_in(self.shown(hidden)):
             return None
         wanted = [self._hf.convert_tokens_to_ids(name) for name in self._pattern.findall(hidden)]
         backend, original = self._renamed
@@ -77,7 +86,7 @@ class ControlTokens:
 
     def _private(self, hidden: str) -> str:
         """As the renamed tokenizer reads it."""
-        return self.shown(self._pattern.sub(lambda name: chr(_PRIVATE + self._place[name[0]]), hidden))
+        return self.shown(self._pattern.sub(lambda name: chr(self._of_tokens + self._place[name[0]]), hidden))
 
     @cached_property
     def _renamed(self) -> tuple[Backend, dict[int | None, int]]:
@@ -93,7 +102,7 @@ class ControlTokens:
         original: dict[int | None, int] = {}
         for token in added:
             number, name = token.pop("id"), token.pop("content")
-            name = chr(_PRIVATE + self._place[name]) if name in self._place else name
+            name = chr(self._of_tokens + self._place[name]) if name in self._place else name
             backend.add_tokens([AddedToken(name, **token)])
             original[backend.token_to_id(name)] = number
         return backend, original

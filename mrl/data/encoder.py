@@ -53,9 +53,9 @@ class Encoder:
             return self.tokenizer.dress(self._messages(row))
         return spelled(row[self.cfg.prompt_key], self.num_pictures(row))
 
-    def num_pictures(self, row: Row) -> int:
-        """Of a row, for a model that sees them. Raises PictureError for too many."""
-        return 0 if self.eyes is None else len(self.eyes.values(row))
+    def num_pictures(self, row: Row) -> int | None:
+        """Of a row; None for a model that sees none. Raises PictureError for too many."""
+        return None if self.eyes is None else len(self.eyes.values(row))
 
     def _messages(self, row: Row) -> list[Row]:
         return with_places(messages_of(row[self.cfg.prompt_key]), self.num_pictures(row))
@@ -66,10 +66,11 @@ class Encoder:
         with_answer: the answer's control tokens are named too; more: what else the chat template is told
         """
         prompt = self._dressed(row, more or {})
-        name = self.tokenizer.control.first_in(row[self.cfg.answer_key]) if with_answer else None
-        if name is None:
+        if not with_answer:
             return prompt
-        return replace(prompt, as_text=name) if self.cfg.chat_template else replace(prompt, as_control=name)
+        answer = self.answer_of(row[self.cfg.answer_key])
+        as_text, as_control = answer.as_text or prompt.as_text, answer.as_control or prompt.as_control
+        return replace(prompt, as_text=as_text, as_control=as_control)
 
     def _dressed(self, row: Row, more: Row) -> Dressed:
         if not self.cfg.chat_template:
@@ -80,6 +81,11 @@ class Encoder:
     def text_of(self, text: str) -> Dressed:
         """Text as it is."""
         return Dressed(text, as_control=self.tokenizer.control.first_in(text))
+
+    def answer_of(self, text: str) -> Dressed:
+        """An answer, or a part of one, as `answers` has it tokenised."""
+        name = self.tokenizer.control.first_in(text)
+        return Dressed(text, as_text=name) if self.cfg.chat_template else Dressed(text, as_control=name)
 
     def conversation(self, messages: list[Row] | str, more: Row, is_whole: bool) -> Dressed:
         """Messages, as `dressed`, up to where the next answer begins, or to the end of their last one. more: what else
@@ -111,7 +117,7 @@ class Encoder:
         encoded, control = self.tokenizer.encode_plain(texts), self.tokenizer.control
         if self.cfg.chat_template:
             for place, text in enumerate(texts):
-                if control.first_in(text):
+                if control.first_in(text) and not control.reserved_in(text):
                     encoded[place] = control.encode(control.hidden(text)) or encoded[place]
         return encoded
 

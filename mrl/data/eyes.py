@@ -15,6 +15,7 @@ from mrl.config.problems import shortened
 from mrl.config.schema import DataConfig
 from mrl.data.errors import DataError
 from mrl.data.pictures import Bounds, PictureError, png, read_picture, size_of
+from mrl.data.rows import reached
 from mrl.data.tokenizer import Tokenizer
 from mrl.families import VisionArch
 
@@ -71,7 +72,7 @@ class Eyes:
 
     def values(self, row: dict[str, Any]) -> list[Any]:
         """The row's pictures as they are stored; none where it has no such key. Raises PictureError for too many."""
-        found = row.get(self.cfg.images_key)
+        found = reached(row, self.cfg.images_key)
         values = [] if found is None else found if isinstance(found, list) else [found]
         if len(values) > self.cfg.max_images:
             raise PictureError(f"{len(values)} pictures, more than data.max_images={self.cfg.max_images}")

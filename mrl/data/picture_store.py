@@ -25,7 +25,7 @@ class PictureStore:
 
     def __init__(self, sources: Sequence[SourceConfig | OpenSource], eyes: Eyes) -> None:
         self._given, self._eyes = sources, eyes
-        self._kept: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         self._bytes = 0
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class PictureStore:
         return torch.cat([self._pixels(*image) for image in images.tolist()])
 
     def _pixels(self, row: int, number: int, rows: int, columns: int, crc: int) -> Tensor:
-        key = row, number
+        key = row, number, rows, columns, crc
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
@@ -55,7 +55,7 @@ class PictureStore:
         self._keep(key, pixels)
         return pixels
 
-    def _keep(self, key: tuple[int, int], pixels: Tensor) -> None:
+    def _keep(self, key: tuple[int, ...], pixels: Tensor) -> None:
         self._kept[key] = pixels
         self._bytes += pixels.nbytes
         while self._bytes > KEPT_BYTES and len(self._kept) > 1:

@@ -10,7 +10,7 @@ from mrl.data import preference_forms as forms
 from mrl.data.encoder import Dressed, Encoder
 from mrl.data.image_prompts import spelled, with_places
 from mrl.data.preference_forms import Pick
-from mrl.data.rows import Row, completed, content_problem, missing
+from mrl.data.rows import Row, completed, content_problem, missing, named
 from mrl.data.sources import Rows
 from mrl.data.told import told
 
@@ -45,7 +45,7 @@ class PreferenceReader:
         """The completed row. Raises ValueError, which says why it cannot be used."""
         cfg = self.cfg
         keys = [key for setting, key in cfg if setting.endswith("_key") and key is not None]
-        row = completed(rows[i], cfg, keys, source_name)
+        row = named(completed(rows[i], cfg, keys, source_name), cfg.data_source_key)
         for setting, key in cfg.needed(self.form, forms.present(row), self.margins).items():
             if row.get(key) is None:
                 raise ValueError(missing(row, key, f"data.{setting}"))
@@ -104,4 +104,4 @@ class PreferenceReader:
             before = forms.with_system(forms.as_messages(prompt, "user"), row, cfg.system_key)
             before = with_places(before, encoder.num_pictures(row))
             start = encoder.conversation(before, told(row, cfg.tools_key, cfg.chat_template_kwargs_key), is_whole=False)
-        return start, [encoder.text_of(step + cfg.step_separator) for step in steps]
+        return start, [encoder.answer_of(step + cfg.step_separator) for step in steps]

@@ -74,11 +74,12 @@ class PreferenceSource(EncodedSource[Preference]):
     def _encoded(self) -> Iterator[Preference]:
         in_steps = self._reader.form == "steps"
         for found in self._parts(self._compared):
-            texts = [each for row in found.values() for each in ([row.prompt] if row.prompt else []) + [*row.wholes]]
+            parts = {i: ([row.prompt] if row.prompt else []) + [*row.wholes] for i, row in found.items()}
+            texts = [each for of_row in parts.values() for each in of_row]
             ids = iter(self._encoder.ids(texts) if not in_steps else self._step_by_step([*found.values()]))
             for i, row in found.items():
-                self.as_text += filter(None, [each.as_text for each in row.wholes][:1])
-                self.as_control += filter(None, [each.as_control for each in row.wholes][:1])
+                self.as_text += [*filter(None, (each.as_text for each in parts[i]))][:1]
+                self.as_control += [*filter(None, (each.as_control for each in parts[i]))][:1]
                 prompt = next(ids) if row.prompt else None
                 wholes = [next(ids) for _ in row.wholes]
                 try:
@@ -130,19 +131,34 @@ class PreferenceSource(EncodedSource[Preference]):
     def _solution(self, i: int, row: Compared, prompt: list[int], steps: list[list[int]]) -> Preference | None:
         """None for what is left out, which is counted, or cannot be used."""
         cfg, ids = self._cfg, [token for step in steps for token in step]
-        if not prompt or not all(steps):
-            self._problems.append((self.rows.where(i), "the prompt or a step has no tokens"))
-        elif len(prompt) > cfg.max_prompt_tokens or len(prompt) >= cfg.max_tokens:
+        problem = self._refused(prompt) if prompt and all(steps) else "the prompt or a step has no tokens"
+        start = self._shortened(prompt)
+        if problem:
+            self._problems.append((self.rows.where(i), problem))
+        elif len(start) > cfg.max_prompt_tokens or len(start) >= cfg.max_tokens:
             self.long_prompt += 1
-        elif len(prompt) + len(ids) > cfg.max_tokens:
+        elif len(start) + len(ids) > cfg.max_tokens:
             self.long_response += 1
         else:
+            self.cut_prompt += len(start) < len(prompt)
             ends = tuple(int(end) for end in np.cumsum([len(step) for step in steps]))
-            parts = [np.asarray(part, dtype=np.int32) for part in (prompt, ids)]
+            parts = [np.asarray(part, dtype=np.int32) for part in (start, ids)]
             scores = tuple(score for _, score in row.picks[0])
             index = self.first_index + i
             return Preference(index, parts[0], (parts[1],), scores, None, row.source, (False,), ends, row.grids)
         return None
+
+    def _refused(self, prompt: list[int]) -> str | None:
+        """Why the run ends with this prompt; None if it does not."""
+        cfg = self._cfg
+        if len(prompt) <= cfg.max_prompt_tokens or cfg.truncation != "error":
+            return None
+        return f"{len(prompt)} tokens, more than data.max_prompt_tokens={cfg.max_prompt_tokens} (data.truncation)"
+
+    def _shortened(self, prompt: list[int]) -> list[int]:
+        """Within `data.max_prompt_tokens`, where longer prompts are cut."""
+        is_cut = len(prompt) > self._cfg.max_prompt_tokens and self._cfg.truncation in ("left", "right", "middle")
+        return self._encoder.cut(prompt) if is_cut else prompt
 
     def _fitting(
         self, i: int, row: Compared, prompt: list[int] | None, wholes: list[list[int]]
@@ -154,18 +170,16 @@ class PreferenceSource(EncodedSource[Preference]):
         self.tied += row.tied
         shared = min(common_start(*wholes, *([prompt] if prompt else [])), *(len(ids) - 1 for ids in wholes))
         cfg, ids = self._cfg, wholes[0][:shared]
-        is_long = shared > cfg.max_prompt_tokens
-        problem = None
         if shared < 1:
-            problem = "no token of a prompt is shared by prompt and responses" if wholes[0] else "no tokens"
+            problem: str | None = "no token of a prompt is shared by prompt and responses" if wholes[0] else "no tokens"
         elif row.grids and self._images(ids) < self._images(wholes[0]):
             problem = "the chat template puts the pictures elsewhere where a response follows"
-        elif is_long and cfg.truncation == "error":
-            problem = f"{shared} tokens, more than data.max_prompt_tokens={cfg.max_prompt_tokens} (data.truncation)"
+        else:
+            problem = self._refused(ids)
         if problem:
             self._problems.append((self.rows.where(i), problem))
             return
-        ids = self._encoder.cut(ids) if is_long and cfg.truncation != "drop" else ids
+        ids = self._shortened(ids)
         if len(ids) > cfg.max_prompt_tokens or len(ids) >= cfg.max_tokens:
             self.long_prompt += len(row.picks)
             return
@@ -173,7 +187,7 @@ class PreferenceSource(EncodedSource[Preference]):
         for pick in row.picks:
             kept = self._kept(self.first_index + i, row, ids, [wholes[place][shared:] for place, _ in pick], pick)
             if kept is not None:
-                self.cut_prompt, self.cut = self.cut_prompt + is_long, self.cut + kept.is_cut
+                self.cut_prompt, self.cut = self.cut_prompt + (len(ids) < shared), self.cut + kept.is_cut
                 self.merged, self.most_merged = self.merged + (merged > 0), max(self.most_merged, merged)
                 yield kept
 

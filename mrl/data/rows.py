@@ -92,18 +92,36 @@ def completed(row: Row, cfg: DataConfig, keys: Sequence[str], source_name: str |
     """The row with what it holds elsewhere: of `keys` those with dots that reach into it, the name of its source."""
     found = dict(row)
     for key in (*keys, cfg.data_source_key):
-        value: Any = row
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if value is not None and key not in found:
+        if key not in found and (value := reached(row, key)) is not None:
             found[key] = value
     if source_name is not None and found.get(cfg.data_source_key) is None:
         found[cfg.data_source_key] = source_name
     return found
 
 
+def named(row: Row, key: str) -> Row:
+    """The row with its kind, which it has under `key`, as text. Raises ValueError for what is no name of one."""
+    kind = row.get(key)
+    if kind is None or isinstance(kind, str):
+        return row
+    if not isinstance(kind, int | float):
+        raise ValueError(f"{key!r} (data.data_source_key) must be text or a number, not {type(kind).__name__}")
+    return {**row, key: str(kind)}
+
+
+def reached(row: Row, key: str) -> Any:
+    """What a row has under `key`, or where a key with dots that it lacks reaches into it; None if nothing."""
+    first, _, rest = key.partition(".")
+    if key in row or not rest:
+        return row.get(key)
+    return reached(inner, rest) if isinstance(inner := row.get(first), dict) else None
+
+
 def _without_pixels(row: Row, key: str) -> Row:
     """Rows go to rewards and into files: pictures of `key` that are bytes do not, their numbers stand for them."""
+    first, _, rest = key.partition(".")
+    if key not in row and rest and isinstance(inner := row.get(first), dict):
+        return {**row, first: _without_pixels(inner, rest)}
     value = row.get(key)
     values = value if isinstance(value, list) else [value]
     plain = [{"image": number} if _is_stored(each) else each for number, each in enumerate(values)]
@@ -142,7 +160,8 @@ def content_problem(value: Any, key: str, chat: bool) -> str | None:
 
 
 def _is_said(message: Row) -> bool:
-    """Content may be missing beside calls of tools."""
-    return isinstance(message["content"], str | list) or (
-        message["content"] is None and bool(message.get("tool_calls"))
-    )
+    """Content may be in parts, or missing beside calls of tools."""
+    content = message["content"]
+    if isinstance(content, list):
+        return all(isinstance(part, dict) for part in content)
+    return isinstance(content, str) or (content is None and bool(message.get("tool_calls")))

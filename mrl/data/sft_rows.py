@@ -8,7 +8,7 @@ from typing import Any
 
 from mrl.config.schema import SFTDataConfig
 from mrl.data.encoder import Dressed, Encoder, messages_of
-from mrl.data.rows import Row, completed, content_problem, missing
+from mrl.data.rows import Row, completed, content_problem, missing, named
 from mrl.data.sources import Rows
 from mrl.data.told import told
 from mrl.data.turns import Conversation, Turns
@@ -41,7 +41,7 @@ class SFTReader:
         """The completed row. Raises ValueError, which says why it cannot be used."""
         cfg, needed = self.cfg, self.cfg.needed_keys()
         also = filter(None, (cfg.weight_key, cfg.tools_key, cfg.chat_template_kwargs_key))
-        row = completed(rows[i], cfg, (*needed.values(), *also), source_name)
+        row = named(completed(rows[i], cfg, (*needed.values(), *also), source_name), cfg.data_source_key)
         for setting, key in needed.items():
             if row.get(key) is None:
                 raise ValueError(missing(row, key, f"data.{setting}"))

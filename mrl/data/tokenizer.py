@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +25,8 @@ T = TypeVar("T")
 
 _MARK = "ANSWER"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+CLOCK = "strftime_now"  # what a chat template calls for today's date
+TODAY = datetime(2024, 7, 26)  # on every day: a run that goes on, and every rank, has the same prompts
 TEMPLATE_S = 5.0  # of processor time, for one conversation
 TEMPLATE_BYTES = 1 << 30  # of memory, for one conversation
 MAX_TEXT_BYTES = 64 << 20
@@ -107,6 +110,7 @@ class Tokenizer:
                 chat_template=template,
                 return_assistant_tokens_mask=True,
                 **self.hf.special_tokens_map,
+                **{CLOCK: TODAY.strftime},
                 **more,
             )
             return texts[0], [(int(first), int(after)) for first, after in spans[0]]
@@ -149,7 +153,7 @@ class Tokenizer:
 
     def _dress(self, messages: list[dict[str, Any]], **options: Any) -> str:
         def render() -> tuple[str, int]:
-            text: str = self.hf.apply_chat_template(messages, tokenize=False, **options)
+            text: str = self.hf.apply_chat_template(messages, tokenize=False, **{CLOCK: TODAY.strftime}, **options)
             return text, len(text.encode())
 
         text, size = self._refusing(render)
@@ -215,6 +219,11 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None, chat_template
     if chat_template is not None:
         hf.chat_template = _template(Path(chat_template))
         notes.append(f"the chat template is that of {chat_template} (model.chat_template)")
+    if CLOCK in str(hf.chat_template):
+        notes.append(
+            f"the chat template writes today's date: it is {TODAY:%d %b %Y} on every day, so that a run that goes on "
+            "has the same prompts (model.chat_template can write another)"
+        )
     if hf.eos_token_id is None:
         hf.eos_token = _eos_of_config(Path(path), hf)
         notes.append(f"the tokenizer names no EOS token; using {hf.eos_token!r} from config.json")

@@ -6,8 +6,11 @@ import json
 from typing import Any
 
 from mrl.data.rows import Row
+from mrl.data.tokenizer import CLOCK
 
-GIVEN_BY_US = {"messages", "conversation", "tools", "tokenize", "add_generation_prompt", "continue_final_message"}
+GIVEN_BY_US = {
+    "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "continue_final_message", CLOCK
+}  # fmt: skip
 
 
 def told(row: Row, tools_key: str | None, kwargs_key: str | None) -> Row:

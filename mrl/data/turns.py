@@ -47,6 +47,8 @@ class Turns:
         name = control.first_in([messages, more])
         said = messages if name is None else control.hidden(messages)
         whole = self._tokenizer.dress_whole(messages, **more)
+        if reserved := control.reserved_in(whole):
+            raise ValueError(f"it holds the character U+{ord(reserved):X}, which mrl keeps for names of control tokens")
         more = more if name is None else control.hidden(more)
         text = whole if name is None else self._tokenizer.dress_whole(said, **more)
         if name is not None and control.shown(text) != whole:

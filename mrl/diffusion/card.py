@@ -9,7 +9,7 @@ from mrl.cards.write import CARD, is_edited, sealed
 from mrl.observe import read_metrics
 from mrl.observe.files import read_config
 from mrl.observe.metrics import Row
-from mrl.observe.report import BY_PROMPT, first_curve
+from mrl.observe.report import BY_PROMPT, first_curve, grids
 
 GRID, CURVE = "images.png", "reward.png"
 
@@ -22,7 +22,7 @@ def card(run_dir: Path, export: Path, target: Path, step: int) -> None:
     if is_edited(earlier):
         shutil.copyfile(earlier, export / CARD)
         return
-    found = sorted((run_dir / "images").glob("step_*.png"), key=lambda file: int(file.stem.removeprefix("step_")))
+    found = grids(run_dir)
     if found:
         shutil.copyfile(found[-1], export / GRID)
     rows = read_metrics(run_dir)

@@ -6,6 +6,8 @@ Left out of the reference: its image hook (grids are written) and prompt functio
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,9 +26,10 @@ from mrl.diffusion.rewards import ImageRewards, Together, parts_of
 from mrl.diffusion.run import DiffusionRun, begin
 from mrl.diffusion.sample import Trajectories, draw, share
 from mrl.diffusion.update import Policy, Predict, chosen_steps, make_update
+from mrl.observe.report import BY_PROMPT
 from mrl.reward.calls import Outcome
 from mrl.trainers.shared.run import started
-from mrl.trainers.shared.updates import named
+from mrl.trainers.shared.updates import named, over_updates
 
 TOGETHER = Together()
 NAME_CHARS = 60  # of a prompt, in the name of its metric
@@ -128,7 +131,8 @@ def _sample(work: Work, step: int) -> Sampled:
     cfg, total = work.cfg, work.cfg.images_per_step
     rows = [prompt for _, prompt in work.data.of_step(step, cfg.batch.prompts_per_step)]
     prompts = [prompt for prompt in rows for _ in range(cfg.batch.images_per_prompt)]
-    mine = share(total)
+    mine, policy, what = share(total), work.policy, f"sampling for step {step + 1}"
+    told = TOGETHER.together(what, lambda: policy.pipeline.conditions.encode([prompts[i] for i in mine]))
     work.run.recorder.expect(len(mine))
 
     def score(ids: range, images: Tensor) -> None:
@@ -136,11 +140,9 @@ def _sample(work: Work, step: int) -> Sampled:
         work.run.recorder.advance(len(ids))
 
     def sample() -> Trajectories:
-        told = work.policy.pipeline.conditions.encode([prompts[i] for i in mine])
-        policy = work.policy
         return draw(policy.pipeline, policy.steps, policy.sampler, mine, told, (cfg.run.seed, step), score)
 
-    drawn = TOGETHER.together(f"sampling for step {step + 1}", sample)
+    drawn = TOGETHER.together(what, sample)
     outcomes = TOGETHER.each(f"scoring the images of step {step + 1}", work.rewards.collect)
     return Sampled(drawn, prompts, [each for part in outcomes for each in part])
 
@@ -170,23 +172,31 @@ def _learn(work: Work, step: int, sampled: Sampled, weights: Tensor, stats: Step
             made.append(make_update(work.policy, run.learner, sampled.mine, weights, places))
             run.updates.note_update("actor", made[-1], step, ids)
     run.updates.end_of_step(step + 1)
-    means = {name: sum(metrics[name] for metrics in made) / len(made) for name in made[0]}
-    stats.metrics |= named("actor", means)
+    stats.metrics |= named("actor", over_updates(made))
     stats.metrics["advantage/clipped"] = float((weights.abs() >= cfg.advantage.clip).float().mean())
 
 
 def _by_prompt(work: Work, sampled: Sampled, scores: np.ndarray) -> dict[str, float]:
-    """reward_by_prompt/TEXT: the mean of this step's scores, of prompts of the grid."""
+    """The mean of this step's scores of each prompt of the grid, by its `prompt_names`."""
     texts = np.array([prompt.text for prompt in sampled.prompts])
-    shown = dict.fromkeys(prompt.text for prompt in work.grids.prompts)
-    return {
-        f"reward_by_prompt/{text[:NAME_CHARS]}": float(scores[texts == text].mean()) for text in shown if text in texts
-    }
+    shown = prompt_names(prompt.text for prompt in work.grids.prompts)
+    return {name: float(scores[texts == text].mean()) for text, name in shown.items() if text in texts}
+
+
+def prompt_names(texts: Iterable[str]) -> dict[str, str]:
+    """reward_by_prompt/BEGINNING, by text; those that begin alike are numbered."""
+    names, seen = {}, Counter[str]()
+    for text in dict.fromkeys(texts):
+        beginning = text[:NAME_CHARS]
+        seen[beginning] += 1
+        number = f" ({seen[beginning]})" if seen[beginning] > 1 else ""
+        names[text] = f"{BY_PROMPT}{beginning}{number}"
+    return names
 
 
 def _show(work: Work, steps: int) -> None:
     """Writes the grid after so many steps. Collective."""
     run = work.run
-    images = TOGETHER.together(f"drawing the images after step {steps}", lambda: work.grids.draw(work.policy))
+    images = work.grids.draw(work.policy, steps)
     if run.world.is_main:
         run.recorder.write_down("a grid of images", lambda: save_grid(run.run_dir, steps, images))

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from mrl.config.trainers.diffusion import DDPOConfig
 from mrl.diffusion.prompts import PromptRows
+from mrl.diffusion.rewards import Together
 from mrl.diffusion.sample import draw
 from mrl.diffusion.update import Policy
 from mrl.files import write_atomically
-from mrl.parallel import gather, rank, world_size
+from mrl.parallel import rank, world_size
 
+TOGETHER = Together()
 NO_STEP = 1 << 40  # of a run; its random streams are those of the grids
 SMALLEST = 64  # pixels; smaller images are enlarged by a whole number
 
@@ -29,16 +31,22 @@ class Grids:
         """Before the first step, after the last, and every so many between."""
         return steps % self._cfg.images.every_steps == 0 or steps == self._cfg.run.steps
 
-    def draw(self, policy: Policy) -> Tensor:
-        """[count, C, H, W], the same whatever the number of ranks, each of which draws equally many. Collective."""
-        count = self._cfg.images.count
+    def draw(self, policy: Policy, steps: int) -> Tensor:
+        """[count, C, H, W] after so many steps, the same whatever the number of ranks, each of which draws equally
+        many. Collective."""
+        count, what = self._cfg.images.count, f"drawing the images after step {steps}"
         each = -(-count // world_size())
         ids = range(rank() * each, (rank() + 1) * each)
-        told = policy.pipeline.conditions.encode([self.prompts[i % count] for i in ids])
-        found: list[Tensor] = []
-        seeds = (self._cfg.run.seed, NO_STEP)
-        draw(policy.pipeline, policy.steps, policy.sampler, ids, told, seeds, lambda _, images: found.append(images))
-        return torch.cat(gather(torch.cat(found)))[:count]
+        prompts, pipeline = [self.prompts[i % count] for i in ids], policy.pipeline
+        told = TOGETHER.together(what, lambda: pipeline.conditions.encode(prompts))
+
+        def mine() -> Tensor:
+            found: list[Tensor] = []
+            seeds = (self._cfg.run.seed, NO_STEP)
+            draw(pipeline, policy.steps, policy.sampler, ids, told, seeds, lambda _, images: found.append(images))
+            return torch.cat(found)
+
+        return torch.cat(TOGETHER.each(what, mine))[:count]
 
 
 def grid(images: Tensor) -> bytes:

@@ -16,6 +16,7 @@ from mrl.config.sections.diffusion import DiffusionModelConfig, DiffusionTrainCo
 from mrl.diffusion import adapters
 from mrl.diffusion.conditions import Told
 from mrl.diffusion.sharding import is_sharded, shard, whole
+from mrl.foreign import complete
 from mrl.parallel import rank
 
 
@@ -27,7 +28,10 @@ def build(model: DiffusionModelConfig, train: DiffusionTrainConfig, *, frozen: b
     """
     folder, name, config = net_of(model.path)
     kind, dtype = getattr(diffusers, name), getattr(torch, model.dtype)
-    net = kind.from_config(config) if model.from_scratch else kind.from_pretrained(folder, low_cpu_mem_usage=False)
+    if model.from_scratch:
+        net = kind.from_config(config)
+    else:
+        net = complete(kind.from_pretrained(folder, low_cpu_mem_usage=False, output_loading_info=True), folder)
     prepared(net, model, train, frozen=frozen)
     if train.sharded:
         shard(net, dtype)

@@ -20,6 +20,7 @@ from mrl.config.checks.diffusion import FLUX, SCHEDULERS, component, latent_shap
 from mrl.config.sections.diffusion import DiffusionLoRAConfig, DiffusionModelConfig, DiffusionTrainConfig
 from mrl.diffusion import adapters, nets
 from mrl.diffusion.conditions import Conditions, Told, conditions_of, joined
+from mrl.foreign import complete
 from mrl.parallel import rank
 from mrl.weights.disk.digest import file_digests, weight_files, whole_digest
 
@@ -135,9 +136,11 @@ def _scheduler(path: Path) -> Any:
 
 
 def _vae(path: Path) -> Any:
-    if not (path / "vae").is_dir():
+    folder = path / "vae"
+    if not folder.is_dir():
         return None
-    vae = diffusers.AutoencoderKL.from_pretrained(path / "vae", low_cpu_mem_usage=False)
+    read = diffusers.AutoencoderKL.from_pretrained(folder, low_cpu_mem_usage=False, output_loading_info=True)
+    vae = complete(read, folder)
     vae.enable_slicing()  # image by image: its activations are large
     return vae.float().to(platform.device()).eval().requires_grad_(False)
 

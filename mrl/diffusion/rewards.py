@@ -45,7 +45,7 @@ class ImageRewards:
             call = Call(prompt.text, "", prompt.row, image=image)
             label = f"step {step + 1}, sample {i} (prompt {prompt.text!r})"
             self._running[i] = self._source.submit(self._component, call, label)
-        self._source.flush(self._component)
+        self._source.flush(self._component, [self._running[i] for i in ids])
 
     def collect(self) -> list[Outcome]:
         """Of all that was submitted since the last call, by sample. Raises SampleError, which names the sample, for a

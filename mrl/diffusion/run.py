@@ -22,6 +22,8 @@ from mrl.directories import Staging
 from mrl.trainers.shared.checkpoints import Saving
 from mrl.trainers.shared.phases import Phases
 from mrl.trainers.shared.run import Loop, Start
+from mrl.trainers.shared.world import RankZeroError
+from mrl.weights.errors import WeightError
 
 TOGETHER = Together()
 
@@ -87,8 +89,12 @@ class DiffusersExports:
             self._export(name, lambda weights, target: self._pipeline.save_adapter(weights, target))
 
     def _export(self, name: str, write: Callable[[dict[str, Tensor], Path], None]) -> None:
+        """Raises WeightError."""
         target, weights = self._phase.run_dir / name, nets.weights(self._pipeline.net)
-        self._phase.world.from_main(f"writing {name}", lambda: self._write(target, weights, write))
+        try:
+            self._phase.world.from_main(f"writing {name}", lambda: self._write(target, weights, write))
+        except RankZeroError as error:
+            raise WeightError(str(error)) from error
 
     def _write(
         self, target: Path, weights: dict[str, Tensor], write: Callable[[dict[str, Tensor], Path], None]

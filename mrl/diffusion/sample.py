@@ -56,20 +56,31 @@ def draw(
 
     on_images: is given the ids and the images [n, C, H, W] of each batch as it is ready
 
-    Raises DiffusionError for a latent that is not finite.
+    Raises DiffusionError for a latent that is not finite, and what `on_images` raises, the first of them when all is
+    drawn: ranks that share a net call it equally often.
     """
     count, places = len(ids), len(steps.times)
+    problems: list[Exception] = []
     latents = torch.empty(count, places + 1, *pipeline.shape)
     log_probs = torch.zeros(count, places)
     for start in range(0, count, cfg.batch):
         rows = slice(start, min(start + cfg.batch, count))
         mine = ids[rows]
         last = _draw_batch(pipeline, steps, cfg, mine, take(told, rows), seeds, latents[rows], log_probs[rows])
-        bad = [i for i, latent in zip(mine, last, strict=True) if not bool(latent.isfinite().all())]
-        if bad:
-            raise DiffusionError(f"step {seeds[1] + 1}, sample {bad[0]}: a latent is not finite: has the net diverged?")
-        on_images(mine, pipeline.decode(last).cpu())
+        try:
+            _require_finite(mine, last)
+            on_images(mine, pipeline.decode(last).cpu())
+        except Exception as error:
+            problems.append(error)
+    if problems:
+        raise problems[0]
     return Trajectories(ids, latents, log_probs, told)
+
+
+def _require_finite(ids: range, latents: Tensor) -> None:
+    for i, latent in zip(ids, latents, strict=True):
+        if not bool(latent.isfinite().all()):
+            raise DiffusionError(f"sample {i}: a latent is not finite: has the net diverged?")
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from mrl.config.checks.diffusion import NETS, component, latent_shape, net_of, numbered
+from mrl.config.checks.diffusion import NETS, latent_shape, net_of, numbered, vae_of
 from mrl.config.trainers.diffusion import DiffusionConfig
 from mrl.diffusion.conditions import Told
 from mrl.diffusion.text import FLUX_TOKENS, SD3_TOKENS
@@ -34,7 +34,7 @@ class Shapes:
         """Raises ValueError for a directory that the checks of a configuration would refuse."""
         path = Path(cfg.model.path)
         _, name, config = net_of(path)
-        vae = component(path / "vae")[1] if (path / "vae").is_dir() else None
+        vae = vae_of(path)
         encoders = [path / folder for folder in numbered("text_encoder", NETS[name].encoders + NETS[name].optional)]
         text = sum(elements(_text_model(folder)) for folder in encoders if (folder / "config.json").is_file())
         return cls(name, config, vae, latent_shape(name, config, vae, cfg.model.image_size), text)

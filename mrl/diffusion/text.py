@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from mrl import platform
-from mrl.foreign import read_json
+from mrl.foreign import complete, read_json
 
 TOKENIZERS = {  # by the encoder's class
     "CLIPTextModel": "CLIPTokenizer",
@@ -35,7 +35,8 @@ class Encoder:
             raise ValueError(f"{folder} is a {name or 'model without a name'}; known are {', '.join(TOKENIZERS)}")
         transformers.utils.logging.disable_progress_bar()
         self._tokenizer = getattr(transformers, TOKENIZERS[name]).from_pretrained(path / f"tokenizer{suffix}")
-        model = getattr(transformers, name).from_pretrained(folder, dtype=dtype)
+        read = getattr(transformers, name).from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        model = complete(read, folder)
         self._model = model.to(platform.device()).eval().requires_grad_(False)
         self._longest = longest or self._tokenizer.model_max_length
 

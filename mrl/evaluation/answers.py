@@ -8,10 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mrl.config.derived import Machine
+from mrl.config.model_dirs import is_converted
 from mrl.config.schema import Config
 from mrl.core import Request, Sample, SamplingParams
 from mrl.data import PromptDataset, load_eyes, load_tokenizer
 from mrl.evaluation.estimates import Estimate, majority_at, pass_at
+from mrl.platform import gpu_count
 from mrl.reward import RewardManager
 from mrl.reward.check import row_check
 from mrl.rollout import sample_seed, start_engine
@@ -19,14 +22,37 @@ from mrl.rollout import sample_seed, start_engine
 STREAM = 1 << 42  # of seeds, apart from a run's own
 
 
+def unanswerable(cfg: Config, weights: str) -> str | None:
+    """Why an engine that is started here would not answer with these weights, or its answers not be scored; None if
+    they would."""
+    reward, engines = cfg.rewards(), cfg.engines()
+    assert reward is not None and engines is not None
+    rollout, _ = engines
+    if cfg.has_turns:
+        return "agent: a single turn is drawn here, and no trajectory: the run's validation plays them"
+    if reward.model is not None:
+        return "reward.model: it scores on the ranks of a run, and here are none: the run's validation asks it"
+    if rollout.urls:
+        return (
+            f"rollout.urls: the engines there have weights of their own, not {weights}: leave it out to start one here"
+        )
+    if rollout.quantization != "none":
+        return "rollout.quantization: an engine in fp8 has no weights before a run pushes them: set it to none"
+    if is_converted(weights):
+        return f"{weights} is a converted model, and engines read safetensors: mrl convert megatron-to-hf makes them"
+    if not any(Path(weights).glob("*.safetensors")):
+        return f"{weights} has no safetensors, and engines read nothing else: they would answer with random weights"
+    return None
+
+
 def answered(
     cfg: Config, weights: str, logs: Path, prompts: int, samples: int, temperature: float, right_from: float
 ) -> dict[str, Any]:
     """`mean_score`, `exact` (right ones among all), `pass@k` and `maj@k` for k = 1, 2, 4, ... and `samples`, by name
-    with their intervals, and the samples with their scores.
+    with their intervals, and the samples with their scores; `failed`: of all, if the reward of some has.
 
     weights: a Hugging Face directory; right_from: a score from there on is right; temperature: 0 with one sample
-    Raises DataError, TokenizerError, RewardError, RolloutError or EngineStartError.
+    Raises DataError, TokenizerError, RewardError, RolloutError, EngineUnavailable or EngineStartError.
     """
     reward, engines = cfg.rewards(), cfg.engines()
     assert cfg.data.validation is not None and reward is not None and engines is not None
@@ -42,11 +68,12 @@ def answered(
     sampling = rollout.sampling
     stops = (*sampling.stop_token_ids, tokenizer.eos_id)
     params = SamplingParams(temperature, 1.0, -1, sampling.max_new_tokens, sampling.stop, stops)
+    here = Machine(world_size=1, local_world_size=1, gpus=gpu_count())
     keys = {name: dict(cfg.data)[name] for name in ("prompt_key", "answer_key", "data_source_key")}
     with contextlib.ExitStack() as stack:
         rewards = RewardManager(reward, **keys, max_response_tokens=sampling.max_new_tokens)
         stack.enter_context(contextlib.closing(rewards))
-        engine = stack.enter_context(start_engine(rollout, weights, cfg.model.dtype, logs, cfg.run.seed))
+        engine = stack.enter_context(start_engine(rollout, weights, cfg.model.dtype, logs, cfg.run.seed, machine=here))
         engine.wait_ready()
         found = engine.generate(requests, params)
         for sample, text in zip(found, tokenizer.decode_all([s.response_ids for s in found]), strict=True):
@@ -64,6 +91,8 @@ def summary(found: Sequence[Sample], n: int, right_from: float) -> dict[str, Any
         "mean_score": Estimate.of([sum(s.score for s in group) / n for group in groups]),
         "exact": Estimate.of([sum(good) / n for good in right]),
     }
+    if any(s.reward_error for s in found):  # and so 0, as reward.on_error says
+        estimates["failed"] = Estimate.of([sum(bool(s.reward_error) for s in group) / n for group in groups])
     for k in sorted({2**power for power in range(n.bit_length())} | {n}):
         estimates[f"pass@{k}"] = pass_at(k, [sum(good) for good in right], n)
         estimates[f"maj@{k}"] = majority_at(k, texts, right)

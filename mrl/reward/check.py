@@ -11,10 +11,11 @@ from mrl.reward.calls import Call
 from mrl.reward.errors import RewardError, SampleError
 from mrl.reward.loading import answer_problem
 from mrl.reward.manager import pool_setup, prompt_text
-from mrl.reward.plan import Component, Plan, make_plan
+from mrl.reward.plan import Component, Mix, Plan, make_plan
 from mrl.reward.pool import FunctionPool
 from mrl.reward.process import STARTUP_TIMEOUT_S
 from mrl.reward.sandbox.isolate import readable_through
+from mrl.reward.server_api import unsendable
 
 if TYPE_CHECKING:
     from mrl.config.schema import DataConfig, RewardConfig
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 def row_check(cfg: RewardConfig, data: DataConfig) -> Callable[[Mapping[str, Any]], str | None]:
     """f(row): why no response to this row could be scored; None if one could. With `on_error: zero` a row may lack its
-    answer: it scores 0 and is counted."""
+    answer: it scores 0 and is counted. JSON must be able to hold what a reward server is sent."""
     plan, zero = make_plan(cfg), cfg.on_error == "zero"
 
     def check(row: Mapping[str, Any]) -> str | None:
@@ -33,9 +34,15 @@ def row_check(cfg: RewardConfig, data: DataConfig) -> Callable[[Mapping[str, Any
         specs = [plan.components[name].spec for name in mix if plan.components[name].kind == "function"]
         needs, unsplit = [spec for spec in specs if not zero and ":" not in spec], cfg.code.unsplit
         problems = (answer_problem(spec, row, data.answer_key, unsplit) for spec in needs)
-        return next(filter(None, problems), None)
+        return next(filter(None, problems), None) or (unsendable(row) if _is_sent(cfg, plan, mix) else None)
 
     return check
+
+
+def _is_sent(cfg: RewardConfig, plan: Plan, mix: Mix) -> bool:
+    """Whether a reward server is sent the row."""
+    servers = [component.spec for name in mix if (component := plan.components[name]).kind == "server"]
+    return any(cfg.servers[name].api == "mrl" for name in servers)
 
 
 def check_hidden(cfg: RewardConfig, paths: Mapping[str, str]) -> None:
@@ -105,7 +112,7 @@ def _try_out(pool: FunctionPool, component: Component, trial: Trial, data: DataC
     response = answer if isinstance(answer, str) else ""
     call = Call(prompt_text(trial.row.get(data.prompt_key, "")), response, trial.row, pictures=trial.pictures)
     future = pool.submit(component, call, f"{trial.where}, answered with {response[:40]!r},")
-    pool.flush(component)
+    pool.flush(component, [future])
     try:
         future.result(pool.setup.timeout_s + STARTUP_TIMEOUT_S)
     except SampleError as error:

@@ -132,7 +132,7 @@ def read_tests(answer: Any) -> tuple[list[str], list[tuple[str, str]]]:
     if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "["):
         try:
             answer = json.loads(answer)
-        except ValueError:
+        except (ValueError, RecursionError):
             pass  # Python that begins with a list
     if isinstance(answer, str):
         answer = [answer]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
+_MINUS = "\N{MINUS SIGN}"
 # a sign counts only where it cannot be a minus between two numbers, as in "7-2"
 _NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?")
 
@@ -58,7 +59,7 @@ def chosen(response: str) -> str | None:
 
 def last_number(text: str) -> Decimal | None:
     """The last number in the text ("1,234.50", "-3", ".5", "2e3"); None if there is none."""
-    found = _NUMBER.findall(text)
+    found = _NUMBER.findall(text.replace(_MINUS, "-"))
     return Decimal(found[-1].replace(",", "")) if found else None
 
 

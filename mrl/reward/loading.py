@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 RewardFunction = Callable[[Call], Any]
+_LARGEST = 3.4028234e38  # in float32, which all that is learnt from is
 Settings = Mapping[str, Mapping[str, Any]]  # of the built-ins that have a section, by their names
 
 
@@ -161,4 +162,6 @@ def _number(what: str, value: object) -> float:
         raise ValueError(f"{what} does not fit into a float") from None
     if not isfinite(number):
         raise ValueError(f"{what} must be finite, got {number}")
+    if abs(number) > _LARGEST:
+        raise ValueError(f"{what} must fit into float32, got {number}")
     return number

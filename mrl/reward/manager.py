@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,11 +23,11 @@ PROMPT_HEAD_CHARS = 80
 
 
 class Source(Protocol):
-    """What scores the samples of some components. `flush`: all samples that it waits for have been submitted."""
+    """What scores the samples of some components. `flush`: those of these futures are all that is scored together."""
 
     def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]: ...
 
-    def flush(self, component: Component) -> None: ...
+    def flush(self, component: Component, futures: Collection[Future[Outcome]]) -> None: ...
 
 
 class RewardManager:
@@ -77,7 +77,9 @@ class RewardManager:
             if id(sample) not in self._running:
                 self.submit(sample)
         for component in sorted(self.plan.components.values(), key=lambda c: c.kind == "model"):  # which blocks: last
-            self._sources[component.name].flush(component)
+            running = [self._running[id(sample)] for sample in samples]
+            futures = [each[component.name] for each in running if component.name in each]
+            self._sources[component.name].flush(component, futures)
         try:
             futures = [future for sample in samples for future in self._running[id(sample)].values()]
             if self.cfg.on_error == "stop":
@@ -131,13 +133,13 @@ class RewardManager:
     def _call(self, sample: Sample) -> tuple[Call, str]:
         request = sample.request
         row = request.prompt.row
-        if sample.messages:
-            row = {**row, "messages": sample.messages, "environment": sample.environment}
         label = f"sample {request.sample_id} (row {request.prompt.index})"
         if self.prompt_key not in row:
             raise RewardError(f"{label}: the row has no {self.prompt_key!r} (data.prompt_key), only {sorted(row)}")
         prompt = prompt_text(row[self.prompt_key])
         label = f"sample {request.sample_id} (row {request.prompt.index}, prompt {prompt[:PROMPT_HEAD_CHARS]!r})"
+        if sample.messages:
+            row = {**row, "messages": sample.messages, "environment": sample.environment}
         pictures = request.prompt.pictures if self.cfg.pictures else None
         call = Call(prompt, sample.response_text, row, sample.num_drawn, sample, pictures=pictures)
         return call, label
@@ -145,7 +147,9 @@ class RewardManager:
 
 def longest_wait_s(cfg: RewardConfig, samples: int) -> float:
     """Seconds until `samples` are scored or have failed: all calls in turn, each up to its own time-out."""
-    functions = cfg.timeout_s * math.ceil(samples / cfg.workers)
+    plan = make_plan(cfg)
+    calls = max(sum(plan.components[name].kind != "server" for name in mix) for mix in plan.mixes.values())
+    functions = cfg.timeout_s * math.ceil(samples * calls / cfg.workers)
     servers = sum(
         math.ceil(samples / server.connections) * (server.timeout_s + server.backoff_s * 2**retry)
         for server in cfg.servers.values()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -30,8 +30,8 @@ class ModelSource:
         self._waiting.append((call, label, future))
         return future
 
-    def flush(self, component: Component) -> None:
-        """Raises what the model raises."""
+    def flush(self, component: Component, futures: Collection[Future[Outcome]]) -> None:
+        """Scores all that it keeps. Raises what the model raises."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return

@@ -58,7 +58,10 @@ def make_plan(cfg: RewardConfig) -> Plan:
         made = {label: [(_function(f"functions.{label}", spec), 1.0), *also] for label, spec in cfg.functions.items()}
         if cfg.function is not None:
             made[ANY] = [(_function("function", cfg.function), 1.0), *also]
-    components = {component.name: component for mix in made.values() for component, _ in mix}
+    components: dict[str, Component] = {}
+    for component in (component for mix in made.values() for component, _ in mix):
+        other = components.setdefault(component.name, component)
+        assert (other.spec, other.kind) == (component.spec, component.kind), f"two components {component.name!r}"
     return Plan(components, {label: {c.name: weight for c, weight in mix} for label, mix in made.items()})
 
 

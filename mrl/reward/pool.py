@@ -7,7 +7,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -81,11 +81,14 @@ class FunctionPool:
             self._queue_job(component, [call], [label], [future])
         return future
 
-    def flush(self, component: Component) -> None:
-        """One call of the batch function with all samples that were submitted to it."""
+    def flush(self, component: Component, futures: Collection[Future[Outcome]]) -> None:
+        """One call of the batch function with the samples of these futures; of others that were submitted to it, such
+        as those of later steps, when theirs are given."""
+        mine = set(map(id, futures))
         with self._lock:
-            waiting = self._batches.pop(component.name, [])
-        if waiting:
+            every = self._batches.pop(component.name, [])
+            self._batches[component.name] = [each for each in every if id(each[2]) not in mine]
+        if waiting := [each for each in every if id(each[2]) in mine]:
             calls, labels, futures = map(list, zip(*waiting, strict=True))
             self._queue_job(component, calls, labels, futures)
 

@@ -10,6 +10,7 @@ import torch
 import transformers
 from PIL import Image
 
+from mrl.foreign import complete
 from mrl.reward.errors import RewardError
 
 
@@ -24,8 +25,9 @@ class Scorer:
         transformers.utils.logging.disable_progress_bar()
         try:
             here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+            told = here | {"use_safetensors": True, "output_loading_info": True}
             self._processor: Any = transformers.AutoProcessor.from_pretrained(path, **here)
-            self._model: Any = transformers.AutoModel.from_pretrained(path, use_safetensors=True, **here).eval()
+            self._model: Any = complete(transformers.AutoModel.from_pretrained(path, **told), path).eval()
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise RewardError(f"reward.scorer.path: {path} cannot be loaded by transformers: {error}") from error
         if not hasattr(self._model, "get_image_features") or not hasattr(self._model, "get_text_features"):

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -62,16 +62,17 @@ class ServerClient:
         self._thread.start()
 
     def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]:
-        """RewardError if JSON cannot hold the sample."""
-        try:
-            text = self.api.item(call)
-        except (TypeError, ValueError) as error:
-            raise RewardError(f"{label}: its row cannot be sent to a reward server: {error}") from error
+        """A sample that JSON cannot hold fails at once."""
         future = self._unsettled.new()
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, _Item(text, label, future))
+        try:
+            item = _Item(self.api.item(call), label, future)
+        except (TypeError, ValueError, RecursionError) as error:
+            settle(future, SampleError(f"{label}: its row cannot be sent to a reward server: {error}"))
+        else:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
         return future
 
-    def flush(self, component: Component) -> None:
+    def flush(self, component: Component, futures: Collection[Future[Outcome]]) -> None:
         """Nothing waits for a batch to be full."""
 
     def close(self) -> None:
@@ -158,7 +159,7 @@ class ServerClient:
                 text = await _beginning(reply)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise _Again(f"{type(error).__name__}: {error}") from error
-        if reply.is_redirect:
+        if reply.has_redirect_location:
             raise BadAnswer(f"HTTP {reply.status_code} to {reply.headers['location']!r}: redirects are not followed")
         problem = f"HTTP {reply.status_code}: {head(text)}"
         raise _Again(problem) if reply.status_code in RETRIED else BadAnswer(problem)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ class BadAnswer(ValueError):
 @dataclass(frozen=True)
 class Api:
     """path: below the server's address
-    item: one sample as JSON text; raises ValueError or TypeError for what JSON cannot hold
+    item: one sample as JSON text; raises ValueError, TypeError or RecursionError for what JSON cannot hold
     body: the items of a call
     results: what the answer, read from JSON, holds for each of the items. BadAnswer if it has another form
     """
@@ -66,6 +66,16 @@ def _sample(call: Call) -> str:
     if call.pictures is not None:
         found["pictures"] = [base64.b64encode(png).decode() for png in call.pictures]
     return json.dumps(found, allow_nan=False)
+
+
+def unsendable(row: Mapping[str, Any]) -> str | None:
+    """What of a row JSON cannot hold, and why; None if it can hold all."""
+    for key, value in row.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            return f"{key!r} cannot be sent to a reward server: {error}"
+    return None
 
 
 def _scores(answer: Any) -> list[Any]:

@@ -47,21 +47,21 @@ def read(model: str, data: str, subset_key: str, chat: bool | None, max_tokens: 
 def judge(model: str, data: PreferenceDataset, tokens: int, note: Callable[[int, int], None]) -> list[Judged]:
     """Of every row, by mrl, in one process. An ensemble's mean counts. tokens: of a pass, at most; note: takes the rows
     that are done, and all."""
-    platform.init_process_group(TIMEOUT_S)
-    mesh = Meshes(TIMEOUT_S).get(TrainConfig().parallel)
     train = TrainConfig(max_tokens_per_microbatch=tokens)
     dtype = torch.float32 if platform.device().type == "cpu" else torch.bfloat16
-    learner = Learner("critic", load_arch(model), model, train, mesh, dtype=dtype, seed=1, trainable=False)
-    learner.pixels = None if data.eyes is None else PictureStore(data.sources, data.eyes)
     found: list[Judged] = []
-    for first in range(0, len(data), ROWS_AT_ONCE):
-        numbers = range(first, min(first + ROWS_AT_ONCE, len(data)))
-        texts = data.batch(0, numbers)
-        scores = iter(learner.scores(at_last_tokens(texts)).mean(0).tolist())
-        for row in (data.rows[number] for number in numbers):
-            lengths = tuple(len(ids) for ids in row.responses)
-            found.append(Judged(tuple(next(scores) for _ in lengths), lengths, row.scores, row.source))
-        note(len(found), len(data))
+    with platform.world_of_one(TIMEOUT_S):
+        mesh = Meshes(TIMEOUT_S).get(train.parallel)
+        learner = Learner("critic", load_arch(model), model, train, mesh, dtype=dtype, seed=1, trainable=False)
+        learner.pixels = None if data.eyes is None else PictureStore(data.sources, data.eyes)
+        for first in range(0, len(data), ROWS_AT_ONCE):
+            numbers = range(first, min(first + ROWS_AT_ONCE, len(data)))
+            texts = data.batch(0, numbers)
+            scores = iter(learner.scores(at_last_tokens(texts)).mean(0).tolist())
+            for row in (data.rows[number] for number in numbers):
+                lengths = tuple(len(ids) for ids in row.responses)
+                found.append(Judged(tuple(next(scores) for _ in lengths), lengths, row.scores, row.source))
+            note(len(found), len(data))
     return found
 
 
