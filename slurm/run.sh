@@ -38,7 +38,9 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1 PYTHONFAULTHANDL
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 [[ -n ${NCCL_SOCKET_IFNAME:-} ]] || unset NCCL_SOCKET_IFNAME
 [[ $head == 127.* ]] && GLOO_SOCKET_IFNAME=lo
-[[ -n ${GLOO_SOCKET_IFNAME:-${NCCL_SOCKET_IFNAME:-}} ]] && export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$NCCL_SOCKET_IFNAME}
+# gloo takes whole names alone, NCCL also beginnings, and signs before them
+[[ -n ${NCCL_SOCKET_IFNAME:-} && -e /sys/class/net/$NCCL_SOCKET_IFNAME ]] && : "${GLOO_SOCKET_IFNAME:=$NCCL_SOCKET_IFNAME}"
+[[ -n ${GLOO_SOCKET_IFNAME:-} ]] && export GLOO_SOCKET_IFNAME
 
 step=(srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --unbuffered)
 if [[ -n ${CONTAINER_IMAGE:-} ]]; then
@@ -64,7 +66,7 @@ trainers=$((SLURM_JOB_NUM_NODES - ${ENGINE_NODES:-0}))
 ((trainers > 1)) && place='--nodes '$trainers' --node "$SLURM_NODEID" --head "'$head:$port'"'
 if [[ -n ${ENGINE_NODES:-} ]]; then # the last ones of the job
   arguments+=("placement.nodes=$ENGINE_NODES")
-  serves='((SLURM_NODEID < '$trainers')) || { shift; set -- serve "$@" --node $((SLURM_NODEID - '$trainers')) --head '$head'; }'
+  serves='((SLURM_NODEID < '$trainers')) || { shift; set -- serve "$@" run.nodes='$trainers' --node $((SLURM_NODEID - '$trainers')) --head '$head'; }'
 fi
 LOG_DIR=${LOG_DIR:-$PWD/logs}
 mkdir -p "$LOG_DIR" || fail "$LOG_DIR cannot be made"

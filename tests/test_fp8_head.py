@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mrl.config.schema import FP8Config
+from mrl.kernels import head_fused
 from mrl.kernels.fp8 import Recipe
 from mrl.kernels.head_fused import Fused
 from mrl.kernels.head_products import Plain, Products, Rounded, plain
@@ -88,6 +89,24 @@ def test_weight_gradients_may_stay_as_they_are() -> None:
     hidden, *_ = numbers()
     direction = torch.nn.functional.cosine_similarity(rounded[2].flatten(), made(Plain)[2].flatten(), dim=0)
     assert direction > 0.9995
+
+
+@pytest.mark.parametrize("wgrad", [True, False])
+def test_transformer_engine_s_products_follow_the_recipe(monkeypatch: pytest.MonkeyPatch, wgrad: bool) -> None:
+    """Its casts and products are torch's here: which of them are made is looked at."""
+    layouts = {"TN": lambda a, b: b @ a.T, "NN": lambda a, b: b @ a, "NT": lambda a, b: b.T @ a}
+    seen: list[str] = []
+
+    def multiply(a: Tensor, b: Tensor, layout: str, dtype: torch.dtype) -> Tensor:
+        seen.append(layout)
+        return layouts[layout](a, b).to(dtype)
+
+    monkeypatch.setattr(head_fused, "_cast", lambda x, role, recipe: x)
+    monkeypatch.setattr(head_fused, "_multiply", multiply)
+    got = made(partial(Fused, recipe=Recipe("delayed", hybrid=True, wgrad=wgrad)))
+    for mine, want in zip(got, made(Plain), strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-5)
+    assert ("NT" in seen) == wgrad
 
 
 def test_a_run_reports_the_error_of_its_head_with_every_step(tmp_path: Path) -> None:

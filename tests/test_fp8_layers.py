@@ -42,7 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     dense = make_tiny(root / "dense", "llama", weights=False, **SIZES)
     moe = make_tiny(root / "moe", "qwen3_moe", weights=False, **SIZES, moe_intermediate_size=256)
     found = {}
-    for processes, layouts in ((1, ("one", "moe:one", "resume:one")), (2, (*ON_2, "resume:tp2"))):
+    for processes, layouts in ((1, ("one", "moe:one", "resume:one")), (2, (*ON_2, "resume:tp2", "resume:dp2"))):
         file = root / f"{processes}.json"
         run_world(processes, "fp8.py", root, dense, moe, file, *layouts)
         found |= json.loads(file.read_text())
@@ -74,12 +74,13 @@ def test_rounding_is_at_work_and_small(results: dict[str, dict[str, Any]]) -> No
         assert results[model]["blockwise"][1] < results[model]["current"][1]
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "dp2"])
 def test_a_resumed_run_is_the_same_to_the_bit_with_all_that_scaling_remembers(
     results: dict[str, dict[str, Any]], layout: str
 ) -> None:
     found = results[f"resume:{layout}"]
     assert found["delayed"]["weights"] == found["blockwise"]["weights"] == 0.0
+    assert found["delayed"]["passes"], "a pass without gradients has moved what scales will be made of"
     assert found["delayed"]["memory"] and found["delayed"]["scales"] == 24, (
         "8 layers with 3 scales each, all of them set"
     )

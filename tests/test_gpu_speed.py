@@ -20,6 +20,7 @@ from mrl.config.schema import TrainConfig  # noqa: E402
 from mrl.families.arch import Experts, Layer  # noqa: E402
 from mrl.families.table import padded_vocab_size  # noqa: E402
 from mrl.kernels import head_products, linear_logprob  # noqa: E402
+from mrl.kernels.head_chunks import chunk_rows  # noqa: E402
 from mrl.learner.optimizer import sums_overlap  # noqa: E402
 from mrl.models import attention, transformer_config  # noqa: E402
 from mrl.models.gpt import vocab_align  # noqa: E402
@@ -117,11 +118,10 @@ def test_wide_products_spare_the_logits_and_the_weight_s_gradient_a_rounding(mon
 
 
 def test_chunks_are_larger_where_kernels_are_launched() -> None:
-    of_cpu, of_gpu = (torch.empty(151_936 // 8, 1, device=where) for where in ("cpu", DEVICE))
-    assert linear_logprob._chunk_rows(of_cpu, torch.float32) == 256
-    assert linear_logprob._chunk_rows(of_cpu, torch.bfloat16) == 512
-    assert linear_logprob._chunk_rows(of_gpu, torch.float32) == 7040  # whole blocks of fp8
-    assert linear_logprob._chunk_rows(torch.empty(151_936, 1, device=DEVICE), torch.float32) == 1024
+    columns = 151_936 // 8
+    assert [chunk_rows(columns, itemsize, on_gpu=False) for itemsize in (4, 2)] == [256, 512]
+    assert chunk_rows(columns, 4, on_gpu=True) == 7040  # whole blocks of fp8
+    assert chunk_rows(151_936, 4, on_gpu=True) == 1024
 
 
 @pytest.mark.parametrize(("where", "rows"), [("cpu", [8, 16]), ("cuda", [128, 256])])

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.kernels import layers
+from mrl.kernels.attention import SHORT, attention
 
 ANGLES = torch.arange(9, dtype=torch.float64).view(3, 1, 3)
 COS, SIN = ANGLES.cos().repeat(1, 1, 2), torch.cat([-ANGLES.sin(), ANGLES.sin()], -1)  # of 6 of 8 channels
@@ -34,3 +36,23 @@ def test_gradients(name: str) -> None:
     pairs = zip(torch.autograd.grad(made.sum(), narrow), torch.autograd.grad(want.sum(), inputs), strict=True)
     for mine, exact in pairs:
         assert (mine.double() - exact).norm() < 2.0**-6 * exact.norm()
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
+@pytest.mark.parametrize("keys", [24, SHORT // 16 + 8], ids=["short", "long"])
+def test_attention(keys: int, masked: bool) -> None:
+    """Queries that share keys; of the short ones also that the values are torch's to the bit."""
+    gen = torch.Generator().manual_seed(5)
+    queries = 16 if masked else keys
+    shapes = ((2, 4, queries, 16), (2, 2, keys, 16), (2, 2, keys, 16), (2, 4, queries, 16))
+    *exact, grad = (torch.randn(shape, generator=gen).bfloat16().double() for shape in shapes)
+    exact = [x.requires_grad_() for x in exact]
+    narrow = [x.detach().bfloat16().requires_grad_() for x in exact]
+    mask = (torch.rand(2, 1, queries, keys, generator=gen) < 0.7) if masked else None
+    settings = {"is_causal": not masked, "scale": 0.3, "enable_gqa": True}
+    want = F.scaled_dot_product_attention(*exact, mask, **settings)
+    made = attention(*narrow, mask, 0.3)
+    assert torch.equal(made, F.scaled_dot_product_attention(*narrow, mask, **settings))
+    pairs = zip(torch.autograd.grad(made, narrow, grad.bfloat16()), torch.autograd.grad(want, exact, grad), strict=True)
+    for mine, other in pairs:
+        assert mine.dtype == torch.bfloat16 and (mine.double() - other).norm() < 2.0**-7 * other.norm()

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch.distributed as dist
+import yaml
 
 from mrl import platform
 
@@ -23,7 +24,7 @@ platform.install()
 from mrl.cli import main  # noqa: E402
 from mrl.config.derived import Machine  # noqa: E402
 from mrl.config.loader import load  # noqa: E402
-from mrl.config.schema import ParallelConfig, TrainConfig  # noqa: E402
+from mrl.config.schema import ParallelConfig, RLConfig, TrainConfig  # noqa: E402
 from mrl.config.trainers.base import Config  # noqa: E402
 from mrl.data.balance import plan_micro_batches  # noqa: E402
 from mrl.families import ModelArch, load_arch  # noqa: E402
@@ -226,6 +227,28 @@ def test_search_writes_a_configuration_that_fits(tmp_path: Path, capsys: pytest.
     assert "16 x h200 on 2 nodes" in printed and f" about {seconds[0]:.0f} s" in printed
 
 
+def test_search_writes_the_plan_that_it_has_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing of the layout that CONFIG has comes back, and what was given by KEY=VALUE stays."""
+    config, out = tmp_path / "own.yaml", tmp_path / "found.yaml"
+    own: dict[str, Any] = {
+        "base": str(ROOT / "yaml_configs/grpo_qwen0.6b_1gpu.yaml"),
+        "run": {"nproc": 4},
+        "algorithm": {"kl": {"use_in_loss": True, "coef": 0.01}},
+        "actor": {"parallel": {"pipeline": 4, "virtual_pipeline": 7, "sequence": False}},
+        "ref": {"parallel": {"tensor": 2}},
+    }
+    config.write_text(yaml.safe_dump(own))
+    search = ["plan", str(config), "--gpus", "4", "batch.prompts_per_step=128", "--search", "--out", str(out)]
+    assert main(search) == 0
+    best = capsys.readouterr().out.splitlines()[1]
+    found = load(out, planned=machine_of)
+    assert isinstance(found, RLConfig) and found.batch.prompts_per_step == 128
+    layout = found.actor.parallel
+    assert layout.virtual_pipeline is None and layout.sequence and found.ref.parallel is None
+    assert main(["plan", str(out)]) == 0
+    assert f" about {float(best.split(' s ')[0].split()[-1]):.0f} s" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -295,6 +318,20 @@ def test_dry_run_builds_every_kind_of_rank_and_names_what_is_not_here(capsys: py
     assert printed.count("as planned") == 12, "four stages of actor, critic and reference"
     assert "NOT" not in printed and "It fits" in printed
     assert "not here: data.train: 'data/train.parquet'" in printed and "no safetensors" in printed
+
+
+def test_dry_run_is_of_the_gpus_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    blackwell = ["yaml_configs/grpo_qwen0.6b_1gpu.yaml", "actor.precision.fp8.recipe=mxfp8"]
+    assert main(["train", *blackwell, "--dry-run"]) == 1
+    assert "mxfp8 needs compute capability 10.0" in capsys.readouterr().out
+    assert main(["train", *blackwell, "--dry-run", "--gpu", "b200"]) == 0
+    assert "Memory of one b200" in capsys.readouterr().out
+    for wrong, said in (
+        (["--gpu", "b200"], "--gpu is for --dry-run"),
+        (["--dry-run", "--gpu", "h900"], "--gpu h900: expected one of a100-80g"),
+        (["--dry-run", "--nodes=2", "--node=0", "--head=a:1"], "leave --nodes, --node and --head out"),
+    ):
+        assert main(["train", *blackwell, *wrong]) == 2 and said in capsys.readouterr().err
 
 
 def test_engines_on_nodes_of_their_own_are_counted_apart(capsys: pytest.CaptureFixture[str]) -> None:

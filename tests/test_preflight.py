@@ -15,17 +15,23 @@ import pytest
 import torch
 import yaml
 
-from mrl import cli
+from mrl import cli, platform
+from mrl.checkpoint import directory
 from mrl.commands import shared
-from mrl.config.checkpoint_size import checkpoint_bytes
+from mrl.config.checkpoint_size import checkpoint_bytes, disk_use, export_bytes
 from mrl.config.derived import Machine
 from mrl.config.loader import load
+from mrl.config.schema import Config
 from mrl.families import load_arch
 from mrl.packages import pip_install, pip_install_extra
-from mrl.preflight import look, machine, space, tested
+from mrl.plan.plan import machine_of
+from mrl.preflight import look, machine, memory, space, tested
+from mrl.rollout.launch import ServerSpec
 from tests.bad_runs import MISTAKES, SCORE, Mistake, full, in_config_json, left_by_a_run, scores, written
 from tests.conftest import TinyModels
-from tests.train_tools import write_config
+from tests.test_eval import sampling
+from tests.test_sft import write
+from tests.train_tools import ROOT, write_config
 
 
 @pytest.fixture
@@ -157,9 +163,59 @@ def test_space_that_an_earlier_start_has_taken_counts(
     assert finding.verdict == "warning" and "fills up before the run ends" in finding.text
 
 
+@pytest.mark.parametrize(
+    ("steps", "every", "keep_last", "keep_every"), [(1000, 10, 5, 100), (95, 10, 1, 20), (9, 1, 2, 1), (30, 10, 5, 10)]
+)
+def test_the_room_for_checkpoints_is_the_most_that_are_there_at_once(
+    run: Callable[..., tuple[int, dict[str, Any]]],
+    tmp_path: Path,
+    steps: int,
+    every: int,
+    keep_last: int,
+    keep_every: int,
+) -> None:
+    words = [f"run.steps={steps}", f"checkpoint.every_steps={every}", f"checkpoint.keep_last={keep_last}"]
+    cfg = load("config.yaml", [*words, f"checkpoint.keep_every_steps={keep_every}"])
+    most = 0
+    for step in sorted({*range(every, steps + 1, every), steps}):
+        final = directory.of_step(tmp_path, step)
+        final.mkdir(parents=True)
+        (final / "complete").touch()
+        most = max(most, len(list(final.parent.iterdir())))
+        directory.prune(final.parent, keep_last, keep_every, final)
+    archs = {"actor": load_arch("model")}
+    found = disk_use(cfg, archs)
+    assert found.turning + found.staying == most * checkpoint_bytes(cfg, archs)
+
+
+def test_room_where_the_data_says_how_long_the_run_is_and_for_an_average(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    model = tiny_models("llama")
+    archs, words = {"actor": load_arch(str(model))}, ["checkpoint.every_steps=500", "checkpoint.export_hf=true"]
+    sft = load(write(tmp_path, model), ["batch.epochs=90", "run.steps=100", "validation.keep_best=false", *words])
+    assert disk_use(sft, archs).turning == 2 * checkpoint_bytes(sft, archs)
+    rl = load(sampling(tmp_path, model, ema={"decay": 0.9}), words)
+    assert disk_use(rl, archs).staying == 2 * export_bytes(rl, archs)
+
+
 def test_a_command_that_installs_names_this_python() -> None:
     assert pip_install("a>=1") == f"{sys.executable} -m pip install 'a>=1'"
     assert "nvidia-resiliency-ext" in pip_install_extra("resilience")
+
+
+@pytest.mark.parametrize(("name", "capability", "fits"), [("NVIDIA B200", (10, 0), True), ("L40", (8, 9), False)])
+def test_a_recipe_is_held_against_the_gpus_that_are_here(
+    name: str, capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = platform.GpuHealth(0, name, 179 << 30, 179 << 30, capability)
+    monkeypatch.setattr(platform, "gpu_health", lambda: [gpu])
+    monkeypatch.setattr(platform, "transformer_engine_usable", lambda: True)
+    cfg = load(ROOT / "yaml_configs/grpo_qwen0.6b_1gpu.yaml", ["actor.precision.fp8.recipe=mxfp8"], planned=machine_of)
+    assert isinstance(cfg, Config)
+    found = [each for each in memory.look_at_memory(cfg, machine_of(cfg)) if each.check == "GPU memory"]
+    assert [each.verdict for each in found] == ["ok" if fits else "problem"]
+    assert fits or f"mxfp8 needs compute capability 10.0 or above and below 12.0, {name} has 8.9" in found[0].text
 
 
 def test_an_all_reduce_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,6 +228,23 @@ def test_an_all_reduce_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     assert "all-reduce of 1 MiB over 1 ranks on 1 node by gloo: 0.00 GB/s" in capsys.readouterr().out
+
+
+def test_an_engine_over_nodes_is_looked_at_as_this_node_s_part(
+    tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs: list[ServerSpec] = []
+    monkeypatch.setattr(machine, "launcher", lambda name: specs.append)
+    monkeypatch.setattr(machine.platform, "gpu_count", lambda: 8)
+    cfg = load(write_config(tmp_path, tiny_models("llama")))
+    spanning = cfg.model_copy(
+        update={
+            "rollout": cfg.rollout.model_copy(update={"tensor": 16}),
+            "placement": cfg.placement.model_copy(update={"nodes_per_engine": 2}),
+        }
+    )
+    assert [finding.verdict for finding in machine.look_at_packages(spanning)] == ["ok"]
+    assert specs[0].environment()["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
 
 
 def test_engines_of_other_nodes_need_nothing_here(

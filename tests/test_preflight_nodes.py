@@ -65,6 +65,17 @@ def meet(found: Sequence[Sequence[Finding]], count: int, missing: Sequence[int] 
         return list(pool.map(look, here))
 
 
+def test_what_ranks_print_is_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL says its version on stdout, and with NCCL_DEBUG=INFO more than a pipe holds."""
+    noise = "import os\nif 'LOCAL_RANK' in os.environ:\n    print('NCCL version 2.27.3+cuda12.9\\n' * 9000)\n"
+    (tmp_path / "sitecustomize.py").write_text(noise)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for [here, network] in meet([[]] * 2, 2):
+        assert (here.text, network.verdict) == ("all 2 are here", "ok")
+        assert "all-reduce of 1 MiB over 2 ranks on 2 nodes by gloo" in network.text
+
+
 def test_nodes_that_do_not_come_are_named() -> None:
     for finding in chain(*meet([[]] * 3, 3, missing=[1])):
         assert finding.verdict == "problem" and finding.text == "node 1 (n2) did not come within 1.5 s"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mrl.kernels.fp8 import E5M2, Recipe, Role
+from mrl.kernels.head_products import wide_product
 
 _ALIGN = 128  # of rows: tiles of every recipe
 
@@ -34,8 +35,11 @@ class Fused:
         return made[: dx.size(0)]
 
     def add_d_weight(self, total: Tensor | None, dx: Tensor, rows: slice) -> Tensor:
-        hidden = _cast(_padded(self._hidden[rows]), "input", self._recipe)
-        made = _multiply(hidden, _cast(_padded(dx), "gradient", self._recipe), "NT", torch.float32)
+        if self._recipe.wgrad:
+            hidden = _cast(_padded(self._hidden[rows]), "input", self._recipe)
+            made = _multiply(hidden, _cast(_padded(dx), "gradient", self._recipe), "NT", torch.float32)
+        else:
+            made = wide_product(dx.T, self._hidden[rows])
         return made if total is None else total.add_(made)
 
     @cached_property

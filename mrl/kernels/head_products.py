@@ -55,7 +55,7 @@ class Plain:
     def logits(self, rows: slice) -> Tensor:
         hidden = self._hidden[rows]
         if hidden.dtype != self.logits_dtype:
-            return _wide_product(hidden, self._weight.T)
+            return wide_product(hidden, self._weight.T)
         return torch.mm(hidden, self._weight.T, out=self._block.of(hidden))
 
     def d_hidden(self, dx: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Plain:
         if is_wide or dx.size(0) == self._hidden.size(0):
             return dx.T @ hidden
         if dx.is_cuda:
-            made = _wide_product(dx.T, hidden)
+            made = wide_product(dx.T, hidden)
             return made if total is None else total.add_(made)
         is_first = total is None
         total = self._weight.new_empty(self._weight.shape, dtype=torch.float32) if total is None else total
@@ -165,7 +165,7 @@ def _tiles(weight: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + _TILE, weight.size(0)))
 
 
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """float32 a @ b; without rounding it to a narrower dtype of a and b first, where torch can (on CUDA)."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and hasattr(torch.ops.aten.mm, "dtype"):
         return torch.mm(a, b, out_dtype=torch.float32)

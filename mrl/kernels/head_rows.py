@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 1 << 17  # that several operations go over, one after the other: half a MiB stays in a core's cache
-_BLOCK_ELEMENTS_GPU = 1 << 23
+from mrl.kernels.head_chunks import BLOCK, BLOCK_GPU
 
 
 def by_triton(x: Tensor) -> bool:
@@ -168,7 +167,7 @@ def d_logits(
 
 def _blocks(x: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, slice]]:
     """Some rows of x, as much room twice in float32 or wider, and which rows they are."""
-    elements = _BLOCK_ELEMENTS if x.device.type == "cpu" else _BLOCK_ELEMENTS_GPU
+    elements = BLOCK if x.device.type == "cpu" else BLOCK_GPU
     rows = max(1, elements // x.size(1))
     one, other = x.new_empty(2, rows, x.size(1), dtype=_wide(x))
     for start in range(0, x.size(0), rows):

@@ -20,14 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.kernels.head_chunks import chunk_rows
 from mrl.kernels.head_products import Operands, Products, plain
 from mrl.kernels.head_rows import Labels, Rows, d_logits, statistics
 
-_CHUNK_ROWS = 256  # at least, on a CPU: enough for matrix products at full speed
-_CHUNK_ROWS_GPU = 1024
-_CHUNK_MULTIPLE = 128  # of rows: no block of fp8 is cut by a chunk's end
-_CHUNK_ELEMENTS = 1 << 21  # of logits, on a CPU. More rows a chunk while they are few
-_CHUNK_ELEMENTS_GPU = 1 << 27  # half a GiB a float32 block: fewer, longer kernels
 _NOTHING = -1e20  # the logit of padding: no probability at any temperature
 _SAME = 1e-4  # relative difference up to which slopes are those expected: they are rounded twice
 
@@ -113,7 +109,8 @@ class _Pass:
         self._valid = max(0, min(weight.size(0), place.vocab_size - place.vocab_start))
         self._labels = Labels.of(labels, place.vocab_start, self._valid)
         self._operands: Operands = place.products(hidden, weight)
-        self._chunk = place.chunk or _chunk_rows(weight, self._operands.logits_dtype)
+        width, on_gpu = self._operands.logits_dtype.itemsize, weight.device.type != "cpu"
+        self._chunk = place.chunk or chunk_rows(weight.size(0), width, on_gpu=on_gpu)
         self._hidden, self._weight, self._of_weight = hidden, weight, of_weight
         self._narrow: Tensor | None = None
         self._d_weight: Tensor | None = None
@@ -211,6 +208,7 @@ class _Formed(torch.autograd.Function):
                 if slope is not None:
                     kept[rows] = slope
             work.add_gradients(rows, x, found, steep, exponential=exponential)
+            del x  # before the next chunk's
         work.close()
         ctx.work = work
         ctx.save_for_backward(expected)
@@ -241,15 +239,6 @@ def _factor(expected: Tensor, slopes: Tensor) -> Tensor:
     off = (slopes - wanted).abs() > _SAME * (wanted.abs() + wanted.abs().amax())
     torch._assert_async(~off.any(), "the loss has other slopes than those that the gradients were formed by")
     return factor
-
-
-def _chunk_rows(weight: Tensor, dtype: torch.dtype) -> int:
-    """So many that a block of them in this dtype is as large as one of fewer in float32."""
-    if weight.device.type == "cpu":
-        least, elements = (max(1, 4 // dtype.itemsize) * count for count in (_CHUNK_ROWS, _CHUNK_ELEMENTS))
-    else:
-        least, elements = _CHUNK_ROWS_GPU, _CHUNK_ELEMENTS_GPU
-    return max(least, elements // weight.size(0) // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE)
 
 
 def _if_parallel(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

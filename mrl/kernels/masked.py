@@ -33,7 +33,7 @@ def has_holes(mask: Tensor) -> bool:
 
 def count(mask: Tensor) -> Tensor:
     """How many are True, 0-d int64: bytes are added eight at a time, in words of which no byte can run over."""
-    if mask.numel() % _WORDS or not mask.is_contiguous():
+    if mask.numel() % _WORDS or mask.storage_offset() % 8 or not mask.is_contiguous():
         return mask.count_nonzero()
     return mask.view(-1).view(torch.int64).view(-1, _WORDS // 8).sum(1).view(torch.uint8).sum()
 

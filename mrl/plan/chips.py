@@ -67,9 +67,14 @@ NO_GPU = Chip("none", (0, 0), 0, 0, None, 0, 0, 0, 0)
 KINDS = CHIPS | {NO_GPU.name: NO_GPU}
 
 
-def here(name: str, memory: int) -> Chip:
-    """A GPU as this machine tells of it, of which only the memory is known."""
-    return replace(CHIPS[DEFAULT], name=name, memory=memory)
+def here(name: str, memory: int, capability: tuple[int, int]) -> Chip:
+    """A GPU as this machine tells of it, of which only these are known."""
+    return replace(CHIPS[DEFAULT], name=name, memory=memory, capability=capability)
+
+
+def kind_problem(kind: str) -> str | None:
+    """Why `--gpu KIND` names none; None if it does."""
+    return None if kind in KINDS else f"--gpu {kind}: expected one of {', '.join(KINDS)}"
 
 
 def chip_named(device: str) -> Chip | None:

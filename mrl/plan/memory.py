@@ -10,6 +10,7 @@ from typing import Literal
 
 from mrl.families import ModelArch
 from mrl.families.table import VOCAB_ALIGN_GPU, padded_vocab_size, weight_table
+from mrl.kernels.head_chunks import BLOCK_GPU, chunk_rows
 from mrl.plan import activations, fp8, replayed, tower
 from mrl.plan.activations import FLOAT32, Shapes, Tokens
 from mrl.plan.chips import Assumptions
@@ -32,7 +33,6 @@ NEEDS: dict[str, tuple[dict[str, Level], tuple[bool, bool]]] = {
 }
 SAMPLE_VECTORS, DENSE_VECTORS = 10, 8  # float32 of a step's response tokens, flat and padded to the longest
 OBJECT_BYTES = 12  # of a response token on rank 0: its id, its log-prob, about four letters
-HEAD_ROWS, HEAD_ELEMENTS, HEAD_COPIES = 1024, 1 << 21, 3  # of mrl.kernels.linear_logprob: rows of logits at once
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def forward_peak(model: Model, seat: Seat, tokens: Tokens) -> Iterator[Item]:
         yield Item(model.name, "tower", seen)
     if _has_head(model, seat):
         rounded = fp8.head_bytes(model, tokens, trained=False)
-        yield Item(model.name, "head", _head_rows(model, tokens) + _logits(model) + rounded)
+        yield Item(model.name, "head", _head_rows(model, tokens) + _logits(model, tokens) + rounded)
 
 
 def update_peak(model: Model, seat: Seat, tokens: Tokens, micro_batches: int) -> Iterator[Item]:
@@ -115,12 +115,14 @@ def update_peak(model: Model, seat: Seat, tokens: Tokens, micro_batches: int) ->
     if seen := tower.update_bytes(model, seat, tokens, -(-count // len(each))):
         yield Item(model.name, "tower", seen)
     if _has_head(model, seat) and model.role == "policy" and model.adapters is not None:
-        yield Item(model.name, "head", _head_rows(model, tokens) + _logits(model))
+        yield Item(model.name, "head", _head_rows(model, tokens) + _logits(model, tokens, model.dtype))
     elif _has_head(model, seat) and model.role == "policy":
-        rows = padded_vocab_size(model.arch, model.layout.tensor, VOCAB_ALIGN_GPU) // model.layout.tensor
-        beside: float = rows * model.arch.hidden_size * (FLOAT32 + model.dtype)  # the gradient
+        is_whole = tokens.response / model.layout.context <= _chunk(model)
+        copies = FLOAT32 + (model.dtype if is_whole else FLOAT32)  # of the gradient: narrowed, or a chunk's part more
+        beside: float = _columns(model) * model.arch.hidden_size * copies
         beside += fp8.head_bytes(model, tokens, trained=True)
-        yield Item(model.name, "head", _head_rows(model, tokens) + _logits(model) + beside)
+        head = _head_rows(model, tokens) + _logits(model, tokens, model.dtype)
+        yield Item(model.name, "head", head + beside)
 
 
 def _width(model: Model) -> int:
@@ -149,12 +151,22 @@ def _head_rows(model: Model, tokens: Tokens) -> float:
     return (2 * tokens.response + tokens.packed) / model.layout.context * _width(model)
 
 
-def _logits(model: Model) -> float:
+def _columns(model: Model) -> int:
+    """Words of the vocabulary, padding included, on a rank."""
+    return padded_vocab_size(model.arch, model.layout.tensor, VOCAB_ALIGN_GPU) // model.layout.tensor
+
+
+def _chunk(model: Model) -> int:
+    return chunk_rows(_columns(model), FLOAT32, on_gpu=True)
+
+
+def _logits(model: Model, tokens: Tokens, gradient: int = 0) -> float:
+    """A chunk of them in float32, its gradient where that is narrower, of so many bytes an element, and the room in
+    which blocks of it are worked on."""
     if model.role == "critic":
         return 0.0
-    columns = padded_vocab_size(model.arch, model.layout.tensor, VOCAB_ALIGN_GPU) // model.layout.tensor
-    rows = max(HEAD_ROWS, HEAD_ELEMENTS // columns)
-    return rows * columns * FLOAT32 * HEAD_COPIES
+    rows = min(_chunk(model), tokens.response / model.layout.context)
+    return rows * _columns(model) * (FLOAT32 + (gradient if gradient < FLOAT32 else 0)) + 2 * BLOCK_GPU * FLOAT32
 
 
 def sync_peak(model: Model, seat: Seat, bucket: int) -> Iterator[Item]:

@@ -13,6 +13,9 @@ from typing import Any, Literal
 import yaml
 
 from mrl.config.checks import layout as layout_checks
+from mrl.config.checks import lora as lora_checks
+from mrl.config.checks import precision as precision_checks
+from mrl.config.checks import vision as vision_checks
 from mrl.config.checks.base import Archs
 from mrl.config.derived import Machine
 from mrl.config.sections.models import ParallelConfig, TrainConfig
@@ -106,6 +109,9 @@ def _checked(cfg: Config, archs: Mapping[str, ModelArch]) -> Archs:
 
 def _problems(cfg: Config, archs: Archs, machine: Machine) -> Iterator[object]:
     yield from layout_checks.check(cfg, archs, machine)
+    yield from precision_checks.check(cfg, archs, machine)
+    yield from lora_checks.check(cfg, archs)
+    yield from vision_checks.check(cfg, archs)
     yield from trainer_of(cfg).check(cfg, archs, machine)
 
 
@@ -191,18 +197,25 @@ def _short(each: Candidate) -> str:
     return f"{each.plan.seconds:.0f} s and {each.tightest / GIB:.0f} GiB ({each.words()})"
 
 
-def written(found: Sequence[Candidate], config: Path, out: Path) -> str:
-    """A configuration that is based on `config` and has the best layout, as it is written to `out`."""
-    best = found[0]
-    p, cluster = best.layout, best.plan.cluster
-    sizes = {"tensor": p.tensor, "pipeline": p.pipeline, "context": p.context, "expert": p.expert}
+def written(found: Sequence[Candidate], config: Path, overrides: Mapping[str, Any], out: Path) -> str:
+    """A configuration that is based on `config` with `overrides`, and has the best layout, as it is written to `out`.
+
+    It names all of a layout: what it left out would be the base's.
+    """
+    best, tree = found[0], dict(overrides)
+    cluster, planned, sizes = best.plan.cluster, best.plan.cfg, best.layout.model_dump()
+    _set(tree, "run", nodes=cluster.nodes, nproc=min(cluster.per_node, cluster.gpus))
+    for model in best.plan.work.models.values():
+        if model.is_trained:
+            keys = {"recompute": best.recompute, "max_tokens_per_microbatch": best.tokens}
+            _set(tree, model.name, parallel=dict(sizes), **keys)
+    if "ref" in planned.models() and "ref" in dict(planned):
+        _set(tree, "ref", parallel=None)
     base = os.path.relpath(config.absolute(), out.absolute().parent)
-    trained = [model.name for model in best.plan.work.models.values() if model.is_trained]
-    tree = {"base": base, "run": {"nodes": cluster.nodes, "nproc": min(cluster.per_node, cluster.gpus)}}
-    tree |= {
-        name: {"parallel": dict(sizes), "recompute": best.recompute, "max_tokens_per_microbatch": best.tokens}
-        for name in trained
-    }
     reasons = "".join(f"# {line}\n" for line in _reasons(found))
     head = f"# By mrl plan --search for {cluster.gpus} x {cluster.chip.name}: {best.words()}\n{reasons}"
-    return head + yaml.safe_dump(tree, sort_keys=False)
+    return head + yaml.safe_dump({"base": base, **tree}, sort_keys=False)
+
+
+def _set(tree: dict[str, Any], section: str, **keys: Any) -> None:
+    tree[section] = {**(tree.get(section) or {}), **keys}

@@ -151,7 +151,7 @@ def rollout(clock: Clock, work: Work, engine: EnginePlan) -> Iterator[Part]:
     busy = requests * lengths.response / steps
     read = engine.weights * _touched(arch, busy) + busy * mean_tokens * engine.token_bytes
     head = ForwardFlops.of(arch).an_output
-    flops = busy * (token_flops(arch, mean_tokens) + head) / engine.tensor
+    flops = busy * (token_flops(arch, 2 * mean_tokens) + head) / engine.tensor
     memory, arithmetic = read / clock.hbm, flops / (chip.bf16 * assumed.prefill_share)
     slower, limit = max((memory, "memory bandwidth"), (arithmetic, "arithmetic"))
     overhead = assumed.decode_overhead_s + (2 * arch.num_layers * assumed.hop_s if engine.tensor > 1 else 0)

@@ -52,19 +52,19 @@ def measure(
 
     weights: a Hugging Face directory; note: takes the name of what is computed next
     """
-    platform.init_process_group(cfg.run.timeout_s)
-    meshes, arch = Meshes(cfg.run.timeout_s, cfg.run.seed), load_arch(weights)
-
-    def numbers(name: str, fp8: FP8Config, dtype: torch.dtype) -> _Numbers:
-        note(name)
-        return _numbers(_learner(cfg, weights, arch, meshes, fp8, dtype), samples, warm=fp8.recipe == "delayed")
-
-    exact = numbers("float32", FP8Config(), torch.float32)
-    dtype = getattr(torch, cfg.model.dtype)
+    arch, dtype = load_arch(weights), getattr(torch, cfg.model.dtype)
     forms = dict(_forms(cfg, arch, recipes))
     if dtype != torch.float32:
         forms = {cfg.model.dtype: FP8Config(), **forms}
-    return [_row(name, numbers(name, fp8, dtype), exact) for name, fp8 in forms.items()]
+    with platform.world_of_one(cfg.run.timeout_s):
+        meshes = Meshes(cfg.run.timeout_s, cfg.run.seed)
+
+        def numbers(name: str, fp8: FP8Config, dtype: torch.dtype) -> _Numbers:
+            note(name)
+            return _numbers(_learner(cfg, weights, arch, meshes, fp8, dtype), samples, warm=fp8.recipe == "delayed")
+
+        exact = numbers("float32", FP8Config(), torch.float32)
+        return [_row(name, numbers(name, fp8, dtype), exact) for name, fp8 in forms.items()]
 
 
 def _forms(cfg: Config, arch: ModelArch, recipes: Sequence[str]) -> Iterator[tuple[str, FP8Config]]:

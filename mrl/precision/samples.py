@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from mrl.config.schema import Config, SFTDataConfig
 from mrl.core import Rollout
 from mrl.data import PromptDataset, SFTDataset, Tokenizer, load_tokenizer
 from mrl.families import load_arch
-from mrl.observe.files import read_jsonl
+from mrl.observe.files import numbered, read_jsonl
 
 
 class NoSamples(RuntimeError):
@@ -65,14 +64,10 @@ def samples_of(cfg: Config, weights: str, most: int) -> Samples:
 
 def _last_step(run_dir: Path) -> tuple[Path, list[dict[str, Any]]]:
     """The file, and those of its rows that hold a response. Raises NoSamples."""
-    found = {
-        int(match[1]): file
-        for file in (run_dir / "rollouts").glob("step_*.jsonl")
-        if (match := re.fullmatch(r"step_(\d+)", file.stem))
-    }
+    found = numbered(run_dir / "rollouts", "step_*.jsonl")
     if not found:
         raise NoSamples(f"{run_dir}/rollouts has no samples of a step: train it for one first (run.steps=1)")
-    file = found[max(found)]
+    _, file = found[-1]
     rows = [row for row in read_jsonl(file) if isinstance(row.get("response"), str) and row["response"]]
     if not rows or not all(isinstance(row.get("prompt"), str) for row in rows):
         raise NoSamples(f"{file} holds no responses with their prompts, as a run writes them")

@@ -18,7 +18,7 @@ from mrl.launcher.elastic import missing
 from mrl.observe import trackers
 from mrl.preflight.finding import Finding
 from mrl.rollout.errors import EngineUnavailable
-from mrl.rollout.launch import ServerSpec, launcher
+from mrl.rollout.launch import Part, ServerSpec, launcher
 
 CONNECT_S = 5.0
 DEFAULT_PORTS = {"https": 443, "http": 80}
@@ -78,7 +78,9 @@ def look_at_packages(cfg: AnyConfig) -> Iterator[Finding]:
     rollout, _ = cfg.engines() or (None, None)
     if isinstance(cfg, Config) and rollout is not None and not rollout.urls and cfg.engine_nodes() is None:
         here = Machine.starting(cfg, platform.gpu_count())
-        spec = ServerSpec(rollout, cfg.model.path, cfg.model.dtype, 0, 0, 0, here, Path())
+        size = cfg.nodes_per_engine()
+        part = Part(size, 0, f"{ports.HERE}:1") if size > 1 else None
+        spec = ServerSpec(rollout, cfg.model.path, cfg.model.dtype, 0, 0, 0, here, Path(), part=part)
         try:
             launcher(rollout.engine)(spec)
         except EngineUnavailable as error:
@@ -95,20 +97,28 @@ def look_at_ports() -> Iterator[Finding]:
     except ports.NoFreePort as error:
         yield Finding("ports", "problem", str(error), "end what listens there")
         return
-    names = [name for _, name in socket.if_nameindex()]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        given = os.environ.get(variable, "")
-        wrong = [name for name in _exact(given) if name not in names]
-        if wrong:
-            text = f"{variable}={given}: this machine has no interface {', '.join(wrong)}, but {', '.join(names)}"
-            yield Finding("ports", "problem", text, "name one of these, or unset it")
+    yield from _interfaces()
     yield from _meeting_place()
     yield Finding("ports", "ok", f"127.0.0.1 has free ones between {ports.PORTS.start} and {ports.PORTS.stop}: {port}")
 
 
-def _exact(given: str) -> list[str]:
-    """Interfaces by their whole names; NCCL also knows beginnings and exclusions."""
-    return [] if given.startswith("^") else [name for name in given.replace("=", "").split(",") if name]
+def _interfaces() -> Iterator[Finding]:
+    """Gloo takes whole names. NCCL takes beginnings, with a port or without, of which one that is there is enough;
+    after = whole names; and after ^ those that it is to leave out."""
+    names = [name for _, name in socket.if_nameindex()]
+    gloo, nccl = (os.environ.get(f"{library}_SOCKET_IFNAME", "") for library in ("GLOO", "NCCL"))
+    asked = [name for name in gloo.split(",") if name]
+    wrong = [name for name in asked if name not in names]
+    if wrong:
+        text = f"GLOO_SOCKET_IFNAME={gloo}: this machine has no interface {', '.join(wrong)}, but {', '.join(names)}"
+        remedy = "name one of these, whole and without the signs that NCCL_SOCKET_IFNAME may have, or unset it"
+        yield Finding("ports", "problem", text, remedy)
+    is_exact = nccl.startswith("=")
+    wanted = [name.partition(":")[0] for name in nccl.removeprefix("=").split(",") if name]
+    has = any(name == want or (name.startswith(want) and not is_exact) for want in wanted for name in names)
+    if wanted and not nccl.startswith("^") and not has:
+        text = f"NCCL_SOCKET_IFNAME={nccl}: this machine has no such interface, but {', '.join(names)}"
+        yield Finding("ports", "problem", text, "name one of these, or unset it")
 
 
 def _meeting_place() -> Iterator[Finding]:
@@ -117,8 +127,9 @@ def _meeting_place() -> Iterator[Finding]:
         return
     try:
         socket.getaddrinfo(host, None)
-    except OSError as error:
-        text = f"MASTER_ADDR={host} is no address that this machine knows ({error.strerror})"
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no name of a host"
+        text = f"MASTER_ADDR={host} is no address that this machine knows ({why})"
         yield Finding("ports", "problem", text, "give the first node's address")
 
 

@@ -31,12 +31,13 @@ def look_at_memory(cfg: Config, machine: Machine, kind: str | None = None) -> It
 
 
 def _chip_here() -> Chip:
-    """The smallest of this machine's GPUs, as another process sees them: this one holds none of their memory."""
+    """The smallest of this machine's GPUs, as another process sees them: this one holds none of their memory. It can do
+    what all can."""
     found = platform.gpu_health()
     if not found:
         return chips.NO_GPU
     smallest = min(found, key=lambda gpu: gpu.total)
-    return chips.here(smallest.name, smallest.total)
+    return chips.here(smallest.name, smallest.total, min(gpu.capability for gpu in found))
 
 
 def _of_gpus(plan: Plan) -> Iterator[Finding]:

@@ -11,16 +11,18 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from mrl import platform, ports
-from mrl.launcher import NodePlace
+from mrl.launcher import NodePlace, signals
 from mrl.preflight import network
 from mrl.preflight.finding import Finding, problems
 
@@ -131,32 +133,40 @@ def _measured(meeting: Meeting, head: str, mib: int | None) -> dict[str, Any]:
     """{"network": of rank 0, on node 0 alone, "error": of this node's ranks, "" if none}."""
     place, local = meeting.place, platform.gpu_count() or 1
     host, _, port = head.rpartition(":")
-    command = [sys.executable, "-m", "mrl.preflight.network", str(mib or network.default_mib())]
     env = os.environ | {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": str(place.count * local)}
     env |= {"LOCAL_WORLD_SIZE": str(local), network.NAME_VARIABLE: meeting.name(place.number)}
-    ranks = []
-    for number in range(local):
-        mine = env | {"RANK": str(place.number * local + number), "LOCAL_RANK": str(number)}
-        pipe = subprocess.PIPE
-        ranks.append(subprocess.Popen(command, env=mine, stdout=pipe, stderr=pipe, text=True, start_new_session=True))
-    outputs = list(_outputs(ranks))
-    error = next((text for _, text in outputs if text), "")
-    line = outputs[0][0].strip()
-    return {"network": json.loads(line) if place.number == 0 and line and not error else None, "error": error}
+    with tempfile.TemporaryDirectory(prefix="mrl-network-") as folder:
+        made, ranks = Path(folder), []
+        for number in range(local):
+            mine = env | {"RANK": str(place.number * local + number), "LOCAL_RANK": str(number)}
+            ranks.append(_start(number, mib or network.default_mib(), mine, made))
+        error = next((text for text in _errors(ranks, made) if text), "")
+        is_first = place.number == 0 and not error
+        return {"network": json.loads((made / "0.json").read_text()) if is_first else None, "error": error}
 
 
-def _outputs(ranks: Sequence[subprocess.Popen[str]]) -> Iterator[tuple[str, str]]:
-    """(what a rank has printed, why it failed) of each; none is left."""
+def _start(number: int, mib: int, env: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
+    """What it prints, NCCL's lines among them, goes to a file: nobody reads a pipe while ranks wait for each other."""
+    command = [sys.executable, "-m", "mrl.preflight.network", str(mib), str(folder / f"{number}.json")]
+    with (folder / f"{number}.log").open("wb") as log:
+        return subprocess.Popen(
+            command, env=env, stdout=log, stderr=log, start_new_session=True, preexec_fn=signals.as_child()
+        )
+
+
+def _errors(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> Iterator[str]:
+    """Why each rank failed, "" if it has not; none is left."""
     end = time.monotonic() + MEASURE_S
     try:
         for number, rank in enumerate(ranks):
             try:
-                out, errors = rank.communicate(timeout=max(0.1, end - time.monotonic()))
+                code = rank.wait(timeout=max(0.1, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                yield "", f"its rank {number} was not through with the all-reduces within {MEASURE_S:g} s"
+                yield f"its rank {number} was not through with the all-reduces within {MEASURE_S:g} s"
                 continue
-            said = [line for line in errors.splitlines() if line.startswith("mrl: ")] or errors.splitlines()[-1:]
-            yield out, (said[0] if said else f"exit code {rank.returncode}") if rank.returncode else ""
+            lines = (folder / f"{number}.log").read_text(errors="replace").splitlines()
+            said = [line for line in lines if line.startswith("mrl: ")] or lines[-1:]
+            yield (said[0] if said else f"exit code {code}") if code else ""
     finally:
         for rank in ranks:
             rank.kill()

@@ -113,7 +113,8 @@ def resume(meshes: Meshes, work: Path, model: str, layout: str) -> dict[str, Any
     for name in ("delayed", "blockwise"):
         whole = {"actor": learner_of(meshes, model, layout, RECIPES[name], 2e-2)}
         train(whole, range(3))
-        whole["actor"].log_probs(rollout_of(whole["actor"].arch.vocab_size), 1.0)  # seen, and not yet of the past
+        before = memories(whole["actor"])
+        whole["actor"].log_probs(rollout_of(whole["actor"].arch.vocab_size), 1.0)  # each rank sees tokens of its own
         saved = save(work / f"{name}_{layout}", 3, whole, {}, keep_last=1)
         at_save = memories(whole["actor"])
         train(whole, range(3, 5))
@@ -126,6 +127,7 @@ def resume(meshes: Meshes, work: Path, model: str, layout: str) -> dict[str, Any
         found[name] = {
             "weights": error(weights_of(fresh), weights_of(whole)),
             "memory": same and same_end,
+            "passes": all(map(torch.equal, before, at_save)),
             "scales": len({float(scale) for state in loaded for scale in state[3:6]}),
         }
     return found
