@@ -84,6 +84,11 @@ CONTENDERS = (
         ["rollout.engine=transformers", "rollout.servers=2", "model.dtype=bfloat16"],
     ),
     Contender(
+        "mrl_sglang_bf16",
+        "the same with two SGLang servers",
+        ["rollout.engine=sglang", "rollout.servers=2", "model.dtype=bfloat16"],
+    ),
+    Contender(
         "mrl_sglang_mkl",
         "mrl_sglang with MKL's matrix products, which TRL uses too",
         ["rollout.engine=sglang", "rollout.servers=2"],
@@ -166,7 +171,7 @@ def result(
     steps: int,
 ) -> dict[str, Any]:  # fmt: skip
     figures = {c.name: {"what": c.what, "steps": len(c.rows), **summary(c.rows)} for c in contenders if c.rows}
-    peers = {c.name: "trl_bf16" if c.name == "mrl_bf16" else "trl" for c in contenders if not c.is_trl}
+    peers = {c.name: "trl_bf16" if c.name.endswith("bf16") else "trl" for c in contenders if not c.is_trl}
     return {
         "versions_of_trl": versions,
         "workload": {"parameters": parameters, **asdict(shape), "samples_per_prompt": workload.SAMPLES_PER_PROMPT},

@@ -1,13 +1,14 @@
 """What sampling beside learning gains and costs: wall time and idle shares by `rollout.overlap`, and curves of rewards
 by the age of samples, with and without correction.
 
-    python tools/bench/overlap.py time [--steps 40] [--rounds 2] [--trainer-core 0] [--engine-core 1]
+    python tools/bench/overlap.py time|early [--steps 40] [--rounds 2] [--trainer-core 0] [--engine-core 1]
     python tools/bench/overlap.py curves [--steps 100] [--seeds 1] [--ways 0,1,4]
 
 `time`: one rank and one SGLang, each on a core of its own, so that they are as two machines; a tiny Llama, responses of
 up to 96 tokens that end at one token of seven. Seconds a step and idle shares are of the runs' own time lines, without
 the first three steps: the engine is idle when it has no request, the trainer while it waits for samples. Rounds
-alternate.
+alternate. `early`: the same with PPO, a critic and a reference, whose passes wait for all samples or do not
+(`rollout.early_passes`).
 
 `curves`: the guess task (yaml_configs/quickstart_agent.yaml) in one rank, `bounded` with each max_staleness, once with
 token weights and once without what they do: mrl refuses old samples without a correction, so the run has one, and an
@@ -25,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ WAYS = {
     "bounded 1": ("rollout.overlap=bounded", "rollout.max_staleness=1", CORRECTION),
     "bounded 2": ("rollout.overlap=bounded", "rollout.max_staleness=2", CORRECTION),
 }
+EARLY_WAYS = {"after all samples": (), "3 parts": ("rollout.early_passes=3",)}
+LARGER = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
+PPO = {
+    "algorithm": {"adv_estimator": "gae", "kl": {"use_in_reward": True, "coef": 0.05}},
+    "critic": {"optimizer": {"lr": 1e-4}},
+    "batch": {"prompts_per_step": 24, "samples_per_prompt": 8},
+}
+IN_TURNS = 48  # requests at once in the engine: a step is drawn in turns, as one of thousands of samples is
 WARM_UP = 3  # steps that are left out
 RUN_TIMEOUT_S = 3600
 UNCORRECTED = (
@@ -58,7 +67,7 @@ OVER = 10  # steps that a point of the picture is the mean of
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("time", "curves"))
+    parser.add_argument("what", choices=("time", "early", "curves"))
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=1)
@@ -69,19 +78,23 @@ def main() -> None:
     cores = args.trainer_core, args.engine_core
     with tempfile.TemporaryDirectory() as name:
         if args.what == "time":
-            measure_time(Path(name), args.steps or 40, args.rounds, cores)
+            measure_time(Path(name), args.steps or 40, args.rounds, cores, WAYS, {}, None, "overlap_time.json")
+        elif args.what == "early":
+            own = EARLY_WAYS, PPO, IN_TURNS, "early_passes.json"
+            measure_time(Path(name), args.steps or 40, args.rounds, cores, *own, **LARGER)
         else:
             ages = [int(age) for age in args.ways.split(",")]
             measure_curves(Path(name), args.steps or 100, args.seeds, ages)
 
 
 @contextlib.contextmanager
-def engine_on(cores: set[int], model: Path, folder: Path) -> Iterator[Engine]:
-    """SGLang on these cores; this process may run where it could before afterwards."""
+def engine_on(cores: set[int], model: Path, folder: Path, running: int | None = None) -> Iterator[Engine]:
+    """SGLang on these cores; this process may run where it could before afterwards. running: requests in its batch, at
+    most"""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
-        engine = start_engine(RolloutConfig(), str(model), "float32", folder)
+        engine = start_engine(RolloutConfig(max_running_requests=running), str(model), "float32", folder)
     finally:
         os.sched_setaffinity(0, before)
     with engine:
@@ -109,27 +122,42 @@ def rows_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
 # ---- time
 
 
-def measure_time(folder: Path, steps: int, rounds: int, cores: tuple[int, int]) -> None:
-    model = make_tiny(folder / "model", "llama")
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    with engine_on({cores[1]}, model, folder) as engine:
+def measure_time(
+    folder: Path,
+    steps: int,
+    rounds: int,
+    cores: tuple[int, int],
+    ways: Mapping[str, tuple[str, ...]],
+    sections: Mapping[str, Any],
+    running: int | None,
+    file: str,
+    **larger: int,
+) -> None:
+    """sections: of the configuration, besides those of a small run by GRPO; larger: the model than a tiny one"""
+    model = make_tiny(folder / "model", "llama", **larger)
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    with engine_on({cores[1]}, model, folder, running) as engine:
         sampling = {"max_new_tokens": 96, "stop_token_ids": list(range(3, 320, 7))}
-        config = write_config(
-            folder,
-            model,
-            actor={"optimizer": {"lr": 1e-4}},
-            batch={"prompts_per_step": 12, "samples_per_prompt": 8, "samples_per_minibatch": 24, "epochs_per_step": 2},
-            rollout={"sampling": sampling, **given(engine, folder)},
-            run={"root": str(folder / "runs")},
-        )
+        own: dict[str, Any] = {
+            "actor": {"optimizer": {"lr": 1e-4}},
+            "batch": {
+                "prompts_per_step": 12,
+                "samples_per_prompt": 8,
+                "samples_per_minibatch": 24,
+                "epochs_per_step": 2,
+            },
+            "run": {"root": str(folder / "runs")},
+        }
+        own |= sections | {"rollout": {"sampling": sampling, **given(engine, folder)}}
+        config = write_config(folder, model, **own)
         for number in range(rounds):
-            for way, words in WAYS.items():
+            for way, words in ways.items():
                 run = f"{way.replace(' ', '_')}_{number}"
                 train({cores[0]}, str(config), f"run.name={run}", f"run.steps={steps}", *words)
                 found[way].append(shares(folder / "runs" / run))
                 print(way, found[way][-1], flush=True)
     figures = {"steps": steps, "rounds": rounds, "ways": {way: medians(each) for way, each in found.items()}}
-    record.write(record.RESULTS / "overlap_time.json", figures | {"each": found})
+    record.write(record.RESULTS / file, figures | {"each": found})
 
 
 def shares(run_dir: Path) -> dict[str, float]:

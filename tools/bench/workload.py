@@ -1,9 +1,9 @@
 """The workloads that both sides of the comparison run: model, tokenizer, prompts, reward. Needs neither mrl nor TRL.
 
-Where a shape's responses do not end by themselves, they have exactly `new_tokens` tokens on both sides: the end token's
-id lies just behind the model's vocabulary, so no logit belongs to it and nothing has to be masked or ignored while
-sampling. Where they end, the end token is of the vocabulary and has about the same probability everywhere, so that
-lengths are geometric on both sides: a channel of all embeddings is the same, but for the end token's, which is larger.
+The end token has about the same probability everywhere: a channel of all embeddings is the same, but for the end
+token's. Where a shape's responses do not end by themselves, it is never drawn, so that they have exactly `new_tokens`
+tokens on both sides and nothing has to be masked or ignored while sampling; elsewhere lengths are geometric on both
+sides.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ SAMPLES_PER_PROMPT = 8
 ROWS = 512
 LEARNING_RATE = 1e-4
 INITIALIZER_RANGE = 0.05
+NEVER = 1e20  # in so many tokens
+EOS = "<|endoftext|>"  # which Qwen2 adds to tokenizers that have it not
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Shape:
 
     @property
     def eos(self) -> int:
-        return self.vocab if self.ends_after is None else self.vocab - 1
+        return self.vocab - 1
 
     @property
     def model(self) -> dict[str, Any]:
@@ -80,8 +82,7 @@ def make(directory: Path, shape: Shape, seed: int = 1) -> int:
 
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(Qwen2Config(**shape.model)).float()
-    if shape.ends_after is not None:
-        _let_responses_end(model, shape, shape.ends_after)
+    _end_responses(model, shape, shape.ends_after or NEVER)
     model.save_pretrained(directory / "model")
     _tokenizer(shape).save_pretrained(directory / "model")
     rows = [{"prompt": text, "answer": ""} for text in _prompts(shape, seed)]
@@ -94,7 +95,7 @@ def share_of_digits(prompt: str, response: str, row: dict[str, Any]) -> float:
     return sum(c.isdigit() for c in response) / max(1, len(response))
 
 
-def _let_responses_end(model: Any, shape: Shape, mean: int) -> None:
+def _end_responses(model: Any, shape: Shape, mean: float) -> None:
     """All tokens but the end token are about equally likely."""
     import torch
 
@@ -117,11 +118,11 @@ def _tokenizer(shape: Shape) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     pieces = ["<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    pieces += [f"<{i}>" for i in range(shape.eos - len(pieces))] + ["<eos>"]
+    pieces += [f"<{i}>" for i in range(shape.eos - len(pieces))] + [EOS]
     core = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token=EOS, padding_side="left")
 
 
 def _prompts(shape: Shape, seed: int) -> list[str]:
