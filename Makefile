@@ -8,7 +8,7 @@ GPU := .venv-gpu/bin
 GPU_PYTHON ?= $(firstword $(wildcard $(GPU)/python) python3)
 GPU_PIP := $(GPU)/python -m pip --disable-pip-version-check install
 
-.PHONY: quickstart quickstart-ddpo test test-gpu test-triton lint slurm gpu-env clean
+.PHONY: quickstart quickstart-ddpo test test-gpu test-triton lint slurm compiled gpu-env clean
 
 quickstart: .venv/.mrl-run  ## train a tiny model by SFT and PPO, TP2 x PP2, with SGLang, on this machine
 	@$(BIN)/python tools/quickstart.py
@@ -17,15 +17,18 @@ quickstart-ddpo: .venv/.mrl-run  ## train a tiny diffusion model by DDPO with tw
 	@$(PIP) --constraint constraints.txt --editable '.[cpu,diffusion]'
 	@$(BIN)/python tools/quickstart.py ddpo
 
-# Three files of tests at a time on two cores: many wait for processes that start or hang. Compiled once, also where the environment
+# Four files of tests at a time on two cores: many wait for processes that start or hang. Compiled once, also where the environment
 # says that Python shall keep nothing it compiles: hundreds of processes start. What fails so is run again alone, on the quiet machine:
 # a race that a real daemon lost there stays in what is printed, and a test that fails again fails it. 5 is pytest's word for nothing
 # left to run: a test whose worker died was run once more by another one.
-test: lint slurm
-	@$(BIN)/python -m compileall -q mrl tests tools
-	@export OMP_NUM_THREADS=1; $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder || { test $$? = 1 && \
+test: .venv/.mrl-dev
+	@$(MAKE) --no-print-directory --jobs 3 lint slurm compiled
+	@export OMP_NUM_THREADS=1; $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder || { test $$? = 1 && \
 	echo "FAILED ABOVE, AND NOW ONCE MORE, ALONE:" && \
 	{ $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none --maxfail 3 || test $$? = 5; }; }
+
+compiled: .venv/.mrl-dev
+	@$(BIN)/python -m compileall -q -x '/tests/test_' mrl tests tools
 
 # For the tests that submit jobs to a Slurm on loopback. Elsewhere than in CI it is yours to install, or they are skipped.
 slurm:

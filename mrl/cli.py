@@ -6,6 +6,7 @@ import argparse
 import datetime  # noqa: F401 - pydantic's core imports it, and panics if Ctrl-C comes in the midst of that
 import os
 import re
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -42,14 +43,32 @@ COMMANDS = (
     doctor.add,
 )
 
+STDOUT = 1
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns the exit code. argv: None in a process that is here for nothing else."""
     try:
-        return _run(sys.argv[1:] if argv is None else argv, is_program=argv is None)
+        exit_code = _run(sys.argv[1:] if argv is None else argv, is_program=argv is None)
+        print(end="", flush=True)
+        return exit_code
+    except BrokenPipeError:
+        if not _is_unread():
+            raise
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("mrl: stopped by Ctrl-C", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _is_unread() -> bool:
+    """Whether whoever read what this process prints has gone, as `head` does; what is left of it is dropped then."""
+    end = select.poll()
+    end.register(STDOUT, 0)
+    is_unread = bool(end.poll(0))
+    if is_unread:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
+    return is_unread
 
 
 def _run(argv: Sequence[str], is_program: bool) -> int:

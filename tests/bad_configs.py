@@ -787,6 +787,20 @@ BAD = [
         ("2 is above 1", "rollout.mismatch.stop"),
     ),
     Bad(
+        "an engine's address without an end",
+        "rollout:",
+        "rollout:\n  urls: ['http://[a:1']",
+        "rollout.urls",
+        ("'http://[a:1' is not an address such as http://host:8000",),
+    ),
+    Bad(
+        "an engine's port that there is not",
+        "rollout:",
+        "rollout:\n  urls: [http://a:99999]",
+        "rollout.urls",
+        ("'http://a:99999' is not an address",),
+    ),
+    Bad(
         "one engine twice",
         "rollout:",
         "rollout:\n  urls: [http://a:1, http://a:1]",
@@ -835,6 +849,14 @@ BAD = [
         "sync: {transport: shared_memory}\nrollout:\n  urls: [http://far:1]",
         "sync.transport",
         ("cannot reach http://far:1", "rollout.urls"),
+        "sync:",
+    ),
+    Bad(
+        "a folder of this machine for engines far away",
+        "rollout:",
+        "sync: {transport: disk}\nrollout:\n  urls: [http://far:1]",
+        "sync.transport",
+        ("disk cannot reach http://far:1", "use distributed, http or auto"),
         "sync:",
     ),
     Bad(

@@ -23,6 +23,7 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 1,
 }
 EXPERTS = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "max_position_embeddings": 32768}
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 TOKENIZER = {
     "model": {"type": "WordLevel", "vocab": {"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, "unk_token": "<unk>"},
@@ -154,6 +155,7 @@ BAD_MODELS = [
     config("num_experts_per_tok", 1, "2 or more", **EXPERTS),
     config("num_local_experts", None, "lacks", **{k: EXPERTS[k] for k in ("architectures", "model_type")}),
     config("sliding_window", "all", "whole number", **(EXPERTS | {"num_experts_per_tok": 2})),
+    config("sliding_window", None, "4096 below max_position_embeddings", **MISTRAL),
     Bad(
         "tokenizer larger than the vocabulary",
         tokenizer(added_tokens=[{"id": 1, "content": "</s>"}, {"id": 16, "content": "<pad>"}]),

@@ -197,6 +197,14 @@ BAD_ROLLOUT = [
         base=AGENT.replace("adv_estimator: grpo", "adv_estimator: remax"),
     ),
     Bad(
+        "a reward model's server judges turns",
+        "reward:\n  function: exact_match\n",
+        "reward:\n  manager: model\n  servers: {judge: {url: http://127.0.0.1:1, api: sglang}}\n",
+        "reward.servers.judge.api",
+        ("no place for turns", "agent"),
+        base=AGENT,
+    ),
+    Bad(
         "an environment's score without one",
         "exact_match",
         "environment",

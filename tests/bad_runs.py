@@ -101,7 +101,8 @@ def full(free: int) -> Edit:
 
 
 def sick(**of: Any) -> Edit:
-    gpus = [GpuHealth(0, "H100", 79, 80), GpuHealth(**{"index": 1, "name": "H100", "free": 79, "total": 80, **of})]
+    gpu = {"name": "H100", "free": 79, "total": 80, "capability": (9, 0)}
+    gpus = [GpuHealth(index=0, **gpu), GpuHealth(**{"index": 1, **gpu, **of})]
     return patched("mrl.platform.gpu_health", lambda: gpus)
 
 
@@ -112,7 +113,7 @@ def hangs() -> list[GpuHealth]:
 def gpus_of(gib: float) -> Edit:
     """A large one, and a small one."""
     sizes = {"H100": 80 << 30, "L4": int(gib * (1 << 30))}
-    found = [GpuHealth(number, name, size, size) for number, (name, size) in enumerate(sizes.items())]
+    found = [GpuHealth(number, name, size, size, (8, 9)) for number, (name, size) in enumerate(sizes.items())]
     return patched("mrl.platform.gpu_health", lambda: found)
 
 
@@ -377,6 +378,21 @@ MISTAKES = [
         "an interface that is not there", ("GLOO_SOCKET_IFNAME=eth9", "lo"), environment={"GLOO_SOCKET_IFNAME": "eth9"}
     ),
     Mistake(
+        "an interface by a beginning, for gloo",
+        ("GLOO_SOCKET_IFNAME==lo", "whole and without the signs"),
+        environment={"GLOO_SOCKET_IFNAME": "=lo"},
+    ),
+    Mistake(
+        "no interface that begins so",
+        ("NCCL_SOCKET_IFNAME=ib,eth9", "no such interface"),
+        environment={"NCCL_SOCKET_IFNAME": "ib,eth9"},
+    ),
+    Mistake(
+        "a first node that has no name",
+        ("MASTER_ADDR=node..1", "no name of a host"),
+        environment={"MASTER_ADDR": "node..1"},
+    ),
+    Mistake(
         "a first node that nobody knows",
         ("MASTER_ADDR=no.such.host.invalid",),
         environment={"MASTER_ADDR": "no.such.host.invalid"},
@@ -396,7 +412,7 @@ MISTAKES = [
     Mistake(
         "a GPU that somebody uses",
         ("GPU 1 (H100): other processes hold", "nvidia-smi"),
-        edit=sick(**vars(judged(1, "H100", 20 * 10**9, 80 * 10**9, SIZE))),
+        edit=sick(**vars(judged(1, "H100", 20 * 10**9, 80 * 10**9, (9, 0), SIZE))),
     ),
     Mistake("GPUs that hang", ("was not there within 60 s", "dmesg"), edit=patched("mrl.platform.gpu_health", hangs)),
 ]

@@ -10,11 +10,18 @@ from mrl.config.schema import MismatchConfig, RLConfig
 from mrl.learner import Learner
 from mrl.observe import SilentRecorder
 from mrl.trainers.rl.mismatch import MismatchLimits
+from mrl.trainers.rl.models import Models
+from mrl.trainers.rl.passes import StepPasses
 from mrl.trainers.rl.run import RLRun
 from mrl.trainers.shared.memory import MemoryOrder
 from mrl.trainers.shared.updates import Updates
 
 NO_LIMITS = MismatchConfig(warn=None, stop=None, warn_sample=None, stop_sample=None)  # samples are made up here
+
+
+def passes_of(cfg: RLConfig, models: Models) -> StepPasses:
+    """Of whole steps."""
+    return StepPasses.make(cfg, models, lambda part: None)
 
 
 def bare_run(cfg: RLConfig, actor: Learner, critic: Learner | None) -> RLRun:
@@ -28,6 +35,7 @@ def bare_run(cfg: RLConfig, actor: Learner, critic: Learner | None) -> RLRun:
             "actor": actor,
             "critic": critic,
             "memory": MemoryOrder(),
+            "passes": passes_of(cfg, Models(actor, critic, None, None, None)),
             "kl_controller": FixedController(cfg.algorithm.kl.coef),
             "updates": Updates(Path(), 3, recorder, writes=False),
             "mismatch": MismatchLimits(NO_LIMITS, recorder.note),

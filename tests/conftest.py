@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,11 @@ from tests.tiny import make_tiny
 TinyModels = Callable[..., Path]
 LONG = (  # these files first, so that of several workers none ends alone with one
     "cluster", "survival", "trainer_faults", "serve", "resume", "gradients", "engine_families", "engine_restart",
-    "overlap", "main_job", "critic", "algorithms", "checkpoint", "nonfinite", "ranks", "convert", "sync_engine",
+    "overlap", "main_job", "critic", "algorithms", "checkpoint", "vision_rl", "vision_preferences", "under_way",
+    "routing_replay", "reward_trainer", "dpo_faults", "slurm_jobs", "vision_models", "weights_worlds", "vision_resume",
+    "vision_learning", "lora_runs", "dpo", "diffusion_runs", "sft", "lora", "policy_copies", "memory", "vision_engines",
+    "strangers", "spanning", "sync_adapter", "sync_failures", "nonfinite", "ranks", "families", "convert",
+    "sync_engine", "rollout_failures", "rollout_engines", "engine_nodes", "agent_endpoint", "agents", "on_gpu",
 )  # fmt: skip
 
 
@@ -33,6 +38,16 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {f"test_{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_world_is_left() -> Iterator[None]:
+    """A process group that a test leaves behind would fail whichever test of its worker needs one next."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("a test of this file has left its process in a process group")
 
 
 @pytest.fixture(scope="session")

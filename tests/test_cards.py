@@ -101,6 +101,15 @@ def test_a_card_says_what_was_left_out_of_the_data(base: Path, run_dir: Path, tm
     assert "waiting" not in text and "secret_home" not in text
 
 
+def test_a_card_lists_files_of_one_name(base: Path, run_dir: Path, tmp_path: Path) -> None:
+    sources = {f"/data/{name}/train.jsonl": {"bytes": 1000, "digest": name} for name in ("gsm8k", "math")}
+    origin = Origin(run_dir, state(base) | {"data_contents": {"data.train": sources}}, 3)
+    write_card(Facts.of(origin, base, {}, {}), tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "| `train.jsonl` | 1 KB | blake2b gsm8k |\n| `train.jsonl` | 1 KB | blake2b math |" in text
+    assert "PPO on `train.jsonl`, judged" in text and "datasets" not in text
+
+
 def test_a_merged_model_says_of_what_it_is_made(base: Path, tmp_path: Path) -> None:
     adapter, export, target = (tmp_path / name for name in ("secret_adapter", "staging", "ours"))
     adapter.mkdir()
@@ -167,6 +176,12 @@ def test_a_model_of_random_weights_has_no_base(base: Path, run_dir: Path, tmp_pa
     write_card(facts, tmp_path / "hf")
     text = (tmp_path / "hf" / "README.md").read_text()
     assert "Random weights after 3 steps" in text and "base_model" not in text
+
+
+def test_a_critic_with_weights_of_its_own_has_a_base_beside_a_random_actor(base: Path, run_dir: Path) -> None:
+    models = {"model": {"path": "/somewhere/else", "from_scratch": True}, "critic": {"path": str(base)}}
+    assert Origin(run_dir, state(base, **models), 3, "critic").base == base
+    assert Origin(run_dir, state(base, **models), 3).base is None
 
 
 def test_where_a_base_comes_from(base: Path, tmp_path: Path) -> None:

@@ -424,3 +424,24 @@ fail(RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3
     assert "error: rank 1 had been stopped (by a SIGSTOP or a debugger), and the others waited" in launched.err()
     assert "Timed out" not in launched.err() and "Timed out" in launched.log(0)
     assert "closing" in launched.log(1)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["config"], ["config", "run.name"]])
+def test_a_reader_that_has_seen_enough_is_no_failure(arguments: list[str], unbuffered: str) -> None:
+    """As of `mrl config | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command, env = [sys.executable, "-m", "mrl", *arguments], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_pipe_of_the_command_s_own_that_breaks_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mrl.commands.manual.run", lambda _: os.write(writer, b"x"))
+    reader, writer = os.pipe()
+    os.close(reader)
+    with pytest.raises(BrokenPipeError):
+        cli.main(["config"])
+    os.close(writer)

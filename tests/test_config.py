@@ -52,7 +52,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "21="}], "answer": "12."}\n')
     for name in ("plain.txt", "plain.jsonl"):
         (tmp_path / name).write_text("21=12.\n")
-    (tmp_path / "mine.py").write_text("def score(prompt, response, row):\n    return 1.0\n\n\nclass Env:\n    pass\n")
+    score = "def score(prompt, response, row):\n    return 1.0\n\n\njudge = model = overlong = score\n\n\n"
+    (tmp_path / "mine.py").write_text(score + "class Env:\n    pass\n")
     return tmp_path
 
 
@@ -260,6 +261,8 @@ def test_a_joined_world_is_checked_against_the_layout() -> None:
     assert "8 were started here" in str(refusal(PPO, machine=Machine(8, 8, 0, joined=True)))
     two = PPO.replace("  nproc: 4\n", "  nproc: 4\n  nodes: 2\n")
     assert loaded(two, machine=Machine(8, 4, 0, joined=True))
+    said = str(refusal(two, "sync.transport=disk", machine=Machine(8, 4, 0, joined=True)))
+    assert "sync.transport" in said and "disk is a directory of one machine" in said
     assert "2 machines with 4 processes each" in str(refusal(two, machine=Machine(4, 4, 0, joined=True)))
 
 
@@ -302,6 +305,16 @@ def test_layouts_that_megatron_accepts_are_accepted() -> None:
 )
 def test_settings_that_are_unusual_and_right_are_accepted(setting: str) -> None:
     assert loaded(PPO, setting)
+
+
+def test_a_column_that_a_form_does_not_read_may_hold_anything(files: Path) -> None:
+    row = {"text": "abc", "prompt": [{"role": "user", "content": "21="}]}
+    (files / "texts.jsonl").write_text(json.dumps(row) + "\n")
+    assert loaded(SFT.replace("  max_prompt_tokens: 16\n", ""), "data.train=texts.jsonl", "data.form=text")
+    (files / "pairs.jsonl").write_text(json.dumps(row | {"chosen": "a", "rejected": "b"}) + "\n")
+    dpo = SFT.replace("trainer: sft", "trainer: dpo").replace("samples_per_step", "rows_per_step")
+    error = refusal(dpo, "data.train=pairs.jsonl", "data.max_tokens=64")
+    assert "data.chat_template" in {key for problem in error.problems for key in problem.keys}, str(error)
 
 
 @pytest.mark.parametrize(

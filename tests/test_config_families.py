@@ -57,6 +57,7 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], int, str, str]] = [
         "model.path",
         "packed.*mrl convert hf-to-megatron and then",
     ),
+    ("gpt_oss", PACKED, ADAPTERS[:1], 0, "model.path", "packed, and adapters could not be merged"),
     ("gpt_oss", ONE, (EMULATED,), 0, "actor.precision.fp8.emulate", "no experts with biases"),
     ("olmo3", ONE, ("actor.layers=transformer_engine",), 4, "actor.layers", "windows and rotary angles by layer"),
 ]

@@ -98,6 +98,14 @@ def test_a_live_reference_at_tp2_is_the_cached_one_in_one_process(folder: Path) 
     assert all((weights[name] - other).norm() < 1e-5 * other.norm() for name, other in others.items())
 
 
+def test_a_live_reference_is_part_of_what_a_step_computes(folder: Path) -> None:
+    cached, live = (
+        [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()][-1]
+        for name in ("whole", "live")
+    )
+    assert live["perf/model_tflop"] == pytest.approx(cached["perf/model_tflop"] * 4 / 3, rel=0.05)
+
+
 def test_what_the_first_step_reports(folder: Path) -> None:
     """Policy and reference are the same: a loss of log 2, no pair won, no gap."""
     first = results(folder / "runs/whole")[1]

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +26,7 @@ from tests.conftest import TinyModels
 from tests.served import TRANSPORTS, Served, check_transport, check_world, world
 from tests.sync_tools import FileExporter
 from tests.tiny import MOE_FAMILIES, MOONLIGHT
-from tests.world import ROOT
+from tests.world import run_world
 
 pytestmark = [
     pytest.mark.engine,
@@ -121,13 +118,7 @@ def gaps(
             push_apart(sync, FileExporter(one.new))
         jobs.append(job(family, TEMPERATURES[1], one.engine, one.new))
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    subprocess.run(
-        [sys.executable, "tests/worlds/main_job.py", str(folder / "jobs.json"), str(folder / "results.json")],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=True,
-        timeout=300,
-    )
+    run_world(1, "main_job.py", folder / "jobs.json", folder / "results.json", timeout_s=300)
     results: dict[str, list[float]] = json.loads((folder / "results.json").read_text())
     return results
 

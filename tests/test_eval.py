@@ -10,17 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from mrl import cli
+from mrl.config.derived import Machine
 from mrl.core import Prompt, Request, Sample
 from mrl.evaluation import Estimate, lines, majority_at, page, pass_at
 from mrl.evaluation.answers import summary
+from mrl.rollout.errors import EngineUnavailable
 from tests import zygote
 from tests.conftest import TinyModels
 from tests.test_reward_trainer import rows_of
 from tests.test_reward_trainer import write as write_reward_model
 from tests.test_sft import nll, write
+
+
+def judge(tiny_models: TinyModels, folder: Path) -> Path:
+    made = AutoModelForSequenceClassification.from_pretrained(tiny_models("llama"), num_labels=1, pad_token_id=0)
+    made.save_pretrained(folder / "judge")
+    AutoTokenizer.from_pretrained(tiny_models("llama")).save_pretrained(folder / "judge")
+    return folder / "judge"
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
@@ -61,6 +71,8 @@ def test_what_is_shown_of_samples() -> None:
         {"mean_score": 3.5 / 8, "exact": 3 / 8, "pass@1": 3 / 8, "maj@1": 3 / 8}
         | {"pass@2": 0.5, "maj@2": (0.5 + 1) / 4, "pass@4": 0.5, "maj@4": 0.5}
     )
+    samples[0].reward_error = "the server is down"
+    assert summary(samples, 4, right_from=1.0)["estimates"]["failed"]["value"] == 1 / 8
     text = "\n".join(lines(found))
     assert "pass@4" in text and "0.5000" in text and " - " in text
     assert "&lt;q0&gt;" in page(found) and "95 % interval" in page(found)
@@ -80,11 +92,9 @@ def test_held_out_rows_by_the_command(tiny_models: TinyModels, tmp_path: Path) -
 
 
 def test_how_often_a_reward_model_prefers_what_people_did(tiny_models: TinyModels, tmp_path: Path) -> None:
-    model = tmp_path / "judge"
-    made = AutoModelForSequenceClassification.from_pretrained(tiny_models("llama"), num_labels=1, pad_token_id=0)
-    made.save_pretrained(model)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_models("llama"))
-    tokenizer.save_pretrained(model)
+    model = judge(tiny_models, tmp_path)
+    made = AutoModelForSequenceClassification.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     config, rows = write_reward_model(tmp_path, model), rows_of("pairs")
 
     def score(row: dict[str, Any], key: str) -> float:
@@ -125,3 +135,117 @@ def test_what_cannot_be_evaluated_is_said(
     off += ["validation.every_steps=100"]
     assert cli.main(["eval", str(write(tmp_path, tiny_models("llama"))), *off, *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+# ---- answers
+
+
+def sampling(folder: Path, model: Path, **keys: Any) -> Path:
+    """FOLDER/rl.yaml, of a run that samples."""
+    (folder / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    config: dict[str, Any] = {
+        "trainer": "rl",
+        "run": {"name": "run", "root": str(folder / "runs")},
+        "model": {"path": str(model), "dtype": "float32"},
+        "actor": {"max_tokens_per_microbatch": 512},
+        "data": {
+            "train": str(folder / "rows.jsonl"),
+            "validation": str(folder / "rows.jsonl"),
+            "max_prompt_tokens": 32,
+        },
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 4},
+        "rollout": {"engine": "transformers", "sampling": {"max_new_tokens": 4}},
+        "reward": {"function": "exact_match"},
+        "algorithm": {"adv_estimator": "grpo"},
+    }
+    for key, section in keys.items():
+        config[key] = {**config.get(key, {}), **section}
+    (folder / "rl.yaml").write_text(yaml.safe_dump(config))
+    return folder / "rl.yaml"
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("pickles", "pickled has no safetensors, and engines read nothing else"),
+        ("converted", "converted is a converted model, and engines read safetensors"),
+        ("urls", "rollout.urls: the engines there have weights of their own"),
+        ("fp8", "rollout.quantization: an engine in fp8 has no weights before a run pushes them"),
+        ("reward model", "reward.model: it scores on the ranks of a run, and here are none"),
+    ],
+)
+def test_no_engine_is_started_that_would_not_answer_with_the_weights(
+    tiny_models: TinyModels,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    said: str,
+) -> None:
+    def start(*_: Any, **__: Any) -> None:
+        pytest.fail("an engine is started")
+
+    monkeypatch.setattr("mrl.evaluation.answers.start_engine", start)
+    model, keys, words = tiny_models("llama", hidden_size=128, intermediate_size=256), {}, []
+    if case in ("pickles", "converted"):
+        (tmp_path / "pickled").mkdir()
+        (tmp_path / "converted" / "release").mkdir(parents=True)
+        words = ["--weights", str(tmp_path / {"pickles": "pickled"}.get(case, case))]
+    elif case == "reward model":
+        keys = {"reward": {"manager": "model", "function": None, "model": {"path": str(judge(tiny_models, tmp_path))}}}
+    else:
+        keys = {
+            "rollout": {"urls": ["http://127.0.0.1:9"]}
+            if case == "urls"
+            else {"quantization": "fp8", "engine": "sglang"}
+        }
+    assert cli.main(["eval", str(sampling(tmp_path, model, **keys)), *words]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_answers_are_drawn_on_the_gpus_that_are_here(
+    tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: Any, machine: Machine) -> None:
+        raise EngineUnavailable(f"nothing serves on {machine.gpus} GPUs")
+
+    monkeypatch.setattr("mrl.evaluation.answers.gpu_count", lambda: 3)
+    monkeypatch.setattr("mrl.evaluation.answers.start_engine", start)
+    assert cli.main(["eval", str(sampling(tmp_path, tiny_models("llama")))]) == 1
+    assert "mrl: nothing serves on 3 GPUs" in capsys.readouterr().err
+
+
+# ---- where the run is
+
+
+def test_a_run_is_what_is_in_the_directory_that_is_named(
+    tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mrl.evaluation.held_out", lambda *_: {"validation/loss": 1.0})
+    named, moved = tmp_path / "runs/run", tmp_path / "runs/run/earlier_1"
+    for folder in (named, moved):
+        (folder / "hf").mkdir(parents=True)
+    write(moved, tiny_models("llama"), run={"root": str(tmp_path / "runs")})
+    assert cli.main(["eval", str(moved)]) == 0
+    assert json.loads((moved / "eval.json").read_text())["weights"] == str(moved / "hf")
+    assert not (named / "eval.json").exists()
+
+    sampling(tmp_path, tiny_models("llama")).rename(moved / "config.yaml")
+    (moved / "hf").rmdir()
+    assert cli.main(["eval", "--precision-report", str(moved)]) == 1
+    assert f"{moved}/rollouts has no samples of a step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["eval", "data"])
+def test_a_run_of_several_machines_is_looked_at_from_one(
+    tiny_models: TinyModels,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    monkeypatch.setattr("mrl.evaluation.held_out", lambda *_: {"validation/loss": 1.0})
+    config = write(tmp_path, tiny_models("llama"), run={"nodes": 2, "nproc": 2})
+    assert cli.main([command, str(config)]) == 0, capsys.readouterr().err
+    assert cli.main([command, str(config), "data.train=none.jsonl"]) == 2
+    assert "'none.jsonl' is not on this machine" in capsys.readouterr().err

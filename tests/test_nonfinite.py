@@ -218,3 +218,12 @@ def test_a_run_whose_last_step_learned_nothing_is_no_success(tmp_path: Path) -> 
         make_steps(tmp_path, [0, 0], [1, 1]).end_of_run()
     make_steps(tmp_path, [0, 0], [1, 1], [0, 1]).end_of_run()  # it went on
     make_steps(tmp_path, [1], [0]).end_of_run()
+
+
+def test_a_limit_that_a_resumed_run_is_past_ends_it(tmp_path: Path) -> None:
+    before = make_steps(tmp_path, [1], [1], limit=4)
+    resumed = Updates(tmp_path, 2, SilentRecorder(), writes=False)
+    resumed.load_state_dict(before.state_dict())
+    resumed.note_update("actor", Steps(1).step(), 2, [])
+    with pytest.raises(NonFiniteError, match="3 steps in a row, to step 3, had an update whose"):
+        resumed.end_of_step(3)

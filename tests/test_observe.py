@@ -41,6 +41,7 @@ from mrl.observe import (
 from mrl.observe.curves import moving_mean, to_bytes
 from mrl.observe.lock import Lock
 from mrl.observe.progress import LiveDisplay, Progress
+from mrl.observe.report import grids
 from mrl.observe.samples import before_after
 from mrl.observe.time_line import Bar, bars, draw_time_line
 
@@ -142,10 +143,11 @@ def test_the_lock_beats_and_leaves_a_successor_alone(tmp_path: Path) -> None:
 
 def test_a_foreign_file_in_the_place_of_the_lock_is_not_overwritten(tmp_path: Path) -> None:
     file = tmp_path / "lock"
-    file.write_text("notes")
-    with pytest.raises(RunLocked, match="not a lock file"):
-        Lock(file)
-    assert file.read_text() == "notes"
+    for content in (b"notes", b"\xff\xfe"):
+        file.write_bytes(content)
+        with pytest.raises(RunLocked, match="not a lock file"):
+            Lock(file)
+        assert file.read_bytes() == content
 
 
 def record(run_dir: Path, steps: int = 3) -> None:
@@ -404,6 +406,15 @@ def test_report_of_an_empty_run(tmp_path: Path) -> None:
     assert not (tmp_path / "reward_curve.png").exists()
     with pytest.raises(FileNotFoundError, match="is not a run directory"):
         write_report(tmp_path / "nowhere")
+
+
+def test_pictures_of_somebody_s_own_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "images").mkdir()
+    for name in ("step_10", "step_2", "step_final", "step_5_copy"):
+        (tmp_path / f"images/{name}.png").write_bytes(name.encode())
+    assert [file.stem for file in grids(tmp_path)] == ["step_2", "step_10"]
+    assert "step 10" in write_report(tmp_path).read_text()
 
 
 def test_a_report_names_the_picture_that_it_has_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,15 +100,15 @@ def test_ages_are_told_and_a_validation_is_of_the_weights_of_its_step(runs: Runs
 def test_an_engine_that_dies_in_the_middle_gets_the_next_weights(tiny_models: TinyModels, tmp_path: Path) -> None:
     rollout = {"overlap": "one_step", "engine": "transformers", "sampling": {"max_new_tokens": 16}}
     algorithm = {"rollout_correction": {"rollout_is": "token"}}
-    config = write_config(tmp_path, tiny_models("llama"), rollout=rollout, algorithm=algorithm, run={"steps": 40})
+    config = write_config(tmp_path, tiny_models("llama"), rollout=rollout, algorithm=algorithm, run={"steps": 16})
     with Train(tmp_path, config) as run:
-        run.wait_for("step 2/40", RUN_S)
+        run.wait_for("step 2/16", RUN_S)
         os.kill(run.pid_of("transformers_engine"), signal.SIGKILL)
         assert run.wait(RUN_S) == 0, run.terminal[-6000:]
         assert run.left_running() == {}
     assert "starting it again (restart 1 of 3" in run.terminal
     rows = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert [row["step"] for row in rows] == list(range(1, 17))
     redrawn = [row["step"] for row in rows if row["rollout/redrawn"]]
     for step in redrawn:
         assert rows[step]["staleness/max"] == 0, "the samples that were drawn anew are of the new weights"

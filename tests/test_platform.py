@@ -72,6 +72,13 @@ def test_unknown_name_in_off_switch_is_an_error(monkeypatch: pytest.MonkeyPatch)
         platform.install()
 
 
+def test_unknown_kernels_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptations, "_installed", False)
+    monkeypatch.setenv("MRL_KERNELS", "trition")
+    with pytest.raises(ValueError, match="MRL_KERNELS is 'trition'; known: triton"):
+        platform.install()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins apply only without CUDA")
 def test_install_twice_applies_once() -> None:
     platform.install()

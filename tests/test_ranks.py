@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from mrl import platform
 from mrl.launcher import signals
@@ -88,7 +89,9 @@ def test_nothing_listens_to_other_machines(kind: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def a_place(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """This process is a rank of a world of three."""
+    """This process is a rank of a world of three, whatever one it was of in another test."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     for name, value in {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
     return monkeypatch

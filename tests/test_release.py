@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mrl.config.schema import AlgorithmConfig, RLConfig, RolloutConfig, ValidationConfig
+from mrl.config.schema import ActorConfig, AlgorithmConfig, BatchConfig, RLConfig, RolloutConfig, ValidationConfig
 from mrl.observe import read_metrics
 from mrl.resilience import EXIT_PREEMPTED
 from mrl.rollout import MemoryPart
@@ -154,6 +154,8 @@ class World:
 
 def run_with(engine: Engine, parts: tuple[MemoryPart, ...], *urls: str) -> RLRun:
     cfg = RLConfig.model_construct(
+        actor=ActorConfig(),
+        batch=BatchConfig(prompts_per_step=1),
         algorithm=AlgorithmConfig(adv_estimator="grpo"),
         rollout=RolloutConfig(urls=urls, release="all"),
         validation=ValidationConfig(),

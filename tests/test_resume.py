@@ -280,6 +280,7 @@ def test_a_key_changes_what_the_run_computes_unless_it_is_known_not_to() -> None
     assert {"rollout.servers", "sync.transport", "checkpoint.every_steps", "data.validation"} <= set(free)
     fixed = set(keys(RLConfig)) - set(free)
     assert {"run.seed", "model.path", "model.dtype", "data.train", "data.shuffle", "reward.function"} <= fixed
+    assert {"rollout.deterministic", "rollout.quantization"} <= fixed, "it is what samples are drawn by"
     assert {"actor.optimizer.lr", "critic.warmup_steps", "rollout.engine", "rollout.sampling.temperature"} <= fixed
     assert all(key in fixed for key in keys(RLConfig) if key.split(".")[0] in ("algorithm", "batch"))
 
@@ -347,7 +348,8 @@ def test_what_was_written_down_after_the_checkpoint_is_dropped(tmp_path: Path) -
     (tmp_path / "rollouts").mkdir()
     for name in ("step_0", "step_1", "step_2", "validation_step_0", "validation_step_2", "validation_step_4", "mine"):
         (tmp_path / f"rollouts/{name}.jsonl").write_text("")
-    metrics = tmp_path / "metrics.jsonl"
+    metrics, notes = tmp_path / "metrics.jsonl", tmp_path / "notes.jsonl"
+    notes.write_text("somebody's own\n")
     metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(5)) + '{"step": 5, "torn')
     with metrics.open("a") as writer:
         assert rewind(tmp_path, 2) == "3 rows of metrics.jsonl, 2 files of rollouts/"
@@ -357,3 +359,4 @@ def test_what_was_written_down_after_the_checkpoint_is_dropped(tmp_path: Path) -
     assert left == {"step_0", "step_1", "validation_step_0", "validation_step_2", "mine"}
     assert rewind(tmp_path, 3) == ""
     assert rewind(tmp_path, 0) == "4 rows of metrics.jsonl, 4 files of rollouts/"
+    assert notes.read_text() == "somebody's own\n"

@@ -28,7 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "kernels": (),
     "models": ("core", "families", "config", "platform", "parallel", "kernels"),
     "rollout": ("core", "families", "config", "files", "packages", "ports"),
-    "reward": ("core", "config", "user_functions"),
+    "reward": ("core", "config", "foreign", "user_functions"),
     "agents": ("core", "config", "data", "reward.sandbox", "rollout.routed", "rollout.seeds", "user_functions"),
     "algo": ("kernels", "options", "user_functions"),
     "data": ("core", "families", "config", "foreign"),
@@ -44,8 +44,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "diffusion": (
         *("core", "config", "platform", "parallel", "data", "observe", "cards", "directories", "files", "failure"),
         *("checkpoint", "foreign", "reward", "trainers.shared", "rollout.seeds", "plan.chips", "weights.disk"),
+        "weights.errors",
     ),
-    "plan": ("core", "families", "config", "platform", "parallel", "models", "learner", "data", "fp8_chips"),
+    "plan": (
+        *("core", "families", "config", "platform", "parallel", "models", "learner", "data", "fp8_chips"),
+        "kernels.head_chunks",
+    ),
     "precision": (*BELOW, "learner", "observe"),
     "evaluation": (*BELOW, "learner", "observe", "reward", "rollout", "scoring"),
     "scoring": (*BELOW, "learner"),

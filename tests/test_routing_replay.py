@@ -5,10 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -39,7 +36,7 @@ from tests.sync_tools import FileExporter
 from tests.test_engine_families import sample
 from tests.test_resume import difference, results, samples, train, train_and_kill
 from tests.train_tools import given, write_config
-from tests.world import ROOT, run_world
+from tests.world import run_world
 
 LAYOUTS = ("tp2.ep2", "tp2/full", "pp2.cp2/full", "pp2.vpp2/selective", "cp2.ep2", "ep2")
 SHAPE = RoutedShape(layers=(1, 2), num_layers=3, per_token=2, count=4)
@@ -264,9 +261,7 @@ def test_the_transformers_engine_says_its_experts(tiny_models: TinyModels, tmp_p
                     assert sync.push("1").verified == len(exporter.tensors) == len(sync._buckets)
                 drawn.append({"name": "pushed", "model": str(new), "temperature": 1.0, "samples": sample(engine, 1.0)})
     jobs.write_text(json.dumps(drawn))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "tests/worlds/main_job.py", str(jobs), str(found)]
-    subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=600)
+    run_world(1, "main_job.py", jobs, found, timeout_s=600)
     for gap, at_another_temperature, otherwise in json.loads(found.read_text()).values():
         assert gap < 1e-4 < 1e-2 < at_another_temperature and otherwise == 0.0
 

@@ -304,6 +304,7 @@ def report_of(folder: Path, name: str, content: bytes, capfd: pytest.CaptureFixt
     ("name", "content", "message"),
     [
         ("config.yaml", b"run: [", "config.yaml: not the YAML that a run writes"),
+        ("config.yaml", b"a: 2020-13-45", "config.yaml: not the YAML that a run writes"),
         ("config.yaml", b"\xff\xfe\x00", "config.yaml: not the YAML that a run writes"),
         ("config.yaml", b"- 1\n", "config.yaml: expected a mapping of sections"),
         ("config.yaml", b"run: 3\n", "config.yaml: expected a mapping of sections"),

@@ -41,14 +41,19 @@ class Serve(Train):
     command = "serve"
 
 
-def steps_made(run_dir: Path) -> int:
+def last_row(run_dir: Path) -> dict[str, Any]:
+    """Of the metrics; one that is being written is none yet."""
     file = run_dir / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return json.loads(lines[-1])["step"] if lines else 0
+    whole, _, _ = file.read_text().rpartition("\n") if file.exists() else ("", "", "")
+    return json.loads(whole.splitlines()[-1]) if whole else {}
+
+
+def steps_made(run_dir: Path) -> int:
+    return int(last_row(run_dir).get("step", 0))
 
 
 def engines_of(run_dir: Path) -> float:
-    return float(json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])["rollout/engines"])
+    return float(last_row(run_dir)["rollout/engines"])
 
 
 def wait_for(happens: Callable[[], object], *runs: Train) -> None:

@@ -114,7 +114,7 @@ def test_the_last_nodes_serve_engines_where_a_job_says_so(desk: Desk) -> None:
     assert [one[1] for one in told if one] == ["train", "serve"]
     trainer, engines = (one[2] for one in told if one)
     assert trainer.endswith("run.steps=7 placement.nodes=1"), "the one node of its world"
-    assert re.search(r"run.steps=7 placement.nodes=1 --node 0 --head 127.0.1.1$", engines)
+    assert re.search(r"run.steps=7 placement.nodes=1 run.nodes=1 --node 0 --head 127.0.1.1$", engines)
     job = desk.submit("well", ENGINE_NODES="2")
     assert desk.ended(job) == ("FAILED", "1:0") and "leave none for the trainer" in desk.phases(job)
 

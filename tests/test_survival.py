@@ -54,7 +54,7 @@ class Folder:
         return [f"rollout.{key}={value}" for key, value in self.engine.items()]
 
     def train(self, name: str, *overrides: str, faults: list[Any] | None = None, slow: str | None = None) -> Train:
-        environment = {"PYTHONPATH": f"{FAULTS}:{ROOT}"}
+        environment = {"PYTHONPATH": f"{FAULTS}:{ROOT}"} if faults or slow else {}  # the others are copies
         if faults is not None:
             (self.path / "faults.json").write_text(json.dumps(faults))
             environment["MRL_TEST_FAULTS"] = str(self.path / "faults.json")

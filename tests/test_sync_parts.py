@@ -22,6 +22,7 @@ from mrl.weights.sync.engine_params import EngineParam, EngineShape, Part, engin
 from mrl.weights.sync.filler import Filler
 from mrl.weights.sync.payload import Bucket, SharedBuffer, pickle_by_value, plan_buckets
 from mrl.weights.sync.transports import Deadline, Engines, Place, resolve
+from mrl.weights.sync.transports.disk import Disk
 from mrl.weights.sync.transports.http import Http
 from mrl.weights.sync.verify import Verifier
 from tests.sync_tools import FileExporter
@@ -235,6 +236,15 @@ def test_verifier_refuses_tensors_that_the_engine_does_not_have(tiny_models) -> 
     shape = EngineShape(("model.norm.weight", "model.layers.0.self_attn.qkv_proj.weight", "model.extra"), 1)
     with pytest.raises(WeightError, match=r"only the engine has \['model.extra'\].*only the trainer has .*lm_head"):
         Verifier(shape, Sha256Hash, exporter.metas(), exporter.arch)
+
+
+def test_files_that_a_folder_keeps_for_a_while_do_not_end_a_push(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS does with those that are still open."""
+    monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: None)
+    Disk(Engines((), 1, Deadline(20.0)), Place(0, torch.device("cpu"), tmp_path)).release(failed=False)
+    assert tmp_path.is_dir()
 
 
 def test_auto_goes_through_memory_on_one_machine_and_a_group_between_machines() -> None:

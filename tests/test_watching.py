@@ -21,7 +21,7 @@ platform.install()
 from mrl.cli import main  # noqa: E402
 from mrl.config.derived import Machine  # noqa: E402
 from mrl.config.loader import dump_resolved, load  # noqa: E402
-from mrl.config.schema import SFTConfig  # noqa: E402
+from mrl.config.schema import AnyConfig, SFTConfig  # noqa: E402
 from mrl.core import StepStats  # noqa: E402
 from mrl.observe import Recorder, append_jsonl, read_metrics, trackers, write_report  # noqa: E402
 from mrl.observe.progress import THREE_DIGITS, number  # noqa: E402
@@ -36,7 +36,9 @@ from mrl.rollout.load import Meter  # noqa: E402
 from mrl.trainers import sft  # noqa: E402
 from mrl.trainers.rl.sample_metrics import load_metrics  # noqa: E402
 from mrl.trainers.shared import planned as beside  # noqa: E402
+from tests import zygote  # noqa: E402
 from tests.conftest import TinyModels  # noqa: E402
+from tests.test_eval import sampling  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 H100 = "NVIDIA H100 80GB HBM3"
@@ -221,17 +223,54 @@ def test_a_gpu_that_the_plan_does_not_know_and_a_float32_run_say_so(
         assert why in capsys.readouterr().out
 
 
+RISING = {"critic": {"warmup_steps": 5}, "algorithm": {"adv_estimator": "gae"}}
+RENEWED = {
+    "ref": {"policy": "refreshed", "refresh_every_steps": 50},
+    "algorithm": {"adv_estimator": "grpo", "kl": {"use_in_loss": True, "coef": 0.1}},
+}
+
+
+def profiled(monkeypatch: pytest.MonkeyPatch, file: Path, *words: str) -> AnyConfig:
+    """The configuration that `mrl profile` has started."""
+    started: list[AnyConfig] = []
+    monkeypatch.setattr("mrl.commands.world.start", lambda cfg, *_: started.append(cfg) or 0)
+    assert main(["profile", str(file), *words]) == 0
+    return started[0]
+
+
 def test_mrl_profile_trains_a_run_of_its_own(
     tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[SFTConfig] = []
-    monkeypatch.setattr("mrl.commands.world.start", lambda cfg, *_: started.append(cfg) or 0)
     file = tmp_path / "config.yaml"
     file.write_text(dump_resolved(sft_config(tmp_path, tiny_models("llama"))))
-    assert main(["profile", str(file), "--steps", "2,3"]) == 0
-    run = started[0].run
-    assert (run.name, run.steps, run.existing) == ("run-profile", 3, "move_aside")
+    run = profiled(monkeypatch, file, "--steps", "2,3").run
+    assert (run.name, run.steps, run.last_step, run.existing) == ("run-profile", 100, 3, "move_aside")
     assert run.profile is not None and (run.profile.steps, run.profile.ranks) == ((2, 3), (0,))
+    assert profiled(monkeypatch, file, "batch.epochs=2").run.last_step == 2
+
+
+@pytest.mark.parametrize("keys", [RISING, RENEWED])
+def test_a_run_with_a_long_beginning_can_be_profiled(
+    tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+) -> None:
+    file = sampling(tmp_path, tiny_models("llama"), **keys)
+    assert profiled(monkeypatch, file, "data.validation=null").run.last_step == 2
+
+
+def test_a_profile_leaves_no_checkpoint_and_can_be_taken_again(tiny_models: TinyModels, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_resolved(sft_config(tmp_path, tiny_models("llama"), "float32")))
+    often = ("checkpoint.every_steps=1", "checkpoint.weights_every_steps=1", "checkpoint.export_hf=true")
+    run_dir = tmp_path / "runs/run-profile"
+    for _ in range(2):
+        done = zygote.run(
+            "mrl", "profile", file, *often, "batch.epochs=5", "run.trackers=[]", "run.root=" + str(run_dir.parent)
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert (run_dir / "profile/step_2_rank_0.json.gz").is_file()
+        assert not any(run_dir.glob("checkpoints/step_*")) and not any(run_dir.glob("hf*"))
+        assert [row["step"] for row in read_metrics(run_dir)] == [1, 2]
+    assert (run_dir / "earlier_1/profile/step_2_rank_0.json.gz").is_file()
 
 
 # ---- engines

@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1: the data cannot be used."""
-    from mrl.config.loader import ConfigError, load
+    from mrl.config.problems import ConfigError
     from mrl.config.schema import Config
     from mrl.config.trainers.table import trainer_of
     from mrl.data import DataError, TokenizerError
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from mrl.preflight.look import OF_INPUTS, look
 
     try:
-        cfg = load(args.config, args.overrides)
+        cfg = shared.load_to_read(args.config, args.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR

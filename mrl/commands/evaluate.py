@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the table, draws the picture. Exit code 2: the configuration or an argument is wrong; 1: no samples."""
     if not args.precision_report:
         return evaluate_rows.run(args)
-    from mrl.config.loader import ConfigError, load
+    from mrl.config.problems import ConfigError
     from mrl.precision.measure import RECIPES
 
     recipes = args.recipes.split(",") if args.recipes else list(RECIPES)
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"mrl: {problem}", file=sys.stderr)
         return shared.CONFIG_ERROR
     try:
-        loaded = load(args.config, args.overrides)
+        loaded = shared.load_to_read(args.config, args.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mrl.commands.shared import CONFIG_ERROR, of_language
+from mrl.commands.shared import CONFIG_ERROR, load_to_read, of_language
 from mrl.files import write_atomically
 
 if TYPE_CHECKING:
@@ -28,14 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the table, writes OUT/eval.json and eval.html. Exit code 2: the configuration or an argument is wrong; 1:
     rows, weights or an engine that cannot be used."""
-    from mrl.config.loader import ConfigError, load
+    from mrl.config.problems import ConfigError
 
-    config = args.config / "config.yaml" if args.config.is_dir() else args.config
     if problem := _wrong(args):
         print(f"mrl: {problem}", file=sys.stderr)
         return CONFIG_ERROR
     try:
-        loaded = load(config, args.overrides)
+        loaded = load_to_read(args.config, args.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return CONFIG_ERROR
@@ -66,26 +65,31 @@ def _wrong(args: argparse.Namespace) -> str | None:
 
 def _found(args: argparse.Namespace, cfg: Config, weights: str, run_dir: Path) -> dict[str, Any] | str:
     """What was measured, or what is wrong."""
-    from mrl.config.schema import RewardModelTrainerConfig, SFTDataConfig
+    from mrl.config.schema import RewardModelTrainerConfig
     from mrl.data import DataError, TokenizerError
-    from mrl.evaluation import agreed, answered, held_out
+    from mrl.evaluation import agreed, answered, held_out, unanswerable
     from mrl.reward import RewardError
     from mrl.rollout import EngineError, EngineStartError, RolloutError
+    from mrl.rollout.errors import EngineUnavailable
     from mrl.weights.errors import WeightError
 
     temperature = args.temperature if args.temperature is not None else float(args.per_prompt > 1)
     try:
-        if isinstance(cfg.data, SFTDataConfig):
-            return {"metrics": held_out(cfg, cfg.data, weights, args.rows)}
+        if (of := cfg.imitated()) is not None:
+            return {"metrics": held_out(cfg, of, weights, args.rows)}
         if isinstance(cfg, RewardModelTrainerConfig):
             return agreed(cfg, weights, args.rows)
         if not cfg.is_sampling:
             return f"trainer {cfg.trainer} has neither answers to imitate nor a reward, nor is it one"
+        if (why := unanswerable(cfg, weights)) is not None:
+            return why
         logs = (args.out or run_dir) / "eval_logs"
         logs.mkdir(parents=True, exist_ok=True)
         rows = args.rows or sys.maxsize
         return answered(cfg, weights, logs, rows, args.per_prompt, temperature, args.right_from)
-    except (DataError, TokenizerError, RewardError, EngineError, EngineStartError, RolloutError, WeightError) as error:
+    except (EngineError, EngineStartError, EngineUnavailable, RolloutError) as error:
+        return str(error)
+    except (DataError, TokenizerError, RewardError, WeightError) as error:
         return str(error)
     except OSError as error:
         return str(error) if error.filename is None else f"{error.filename}: {error.strerror or error}"

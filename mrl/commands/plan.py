@@ -44,11 +44,11 @@ def run(args: argparse.Namespace) -> int:
     from mrl.config.schema import Config
     from mrl.config.trainers.table import trainer_of
     from mrl.plan import picture, text
-    from mrl.plan.chips import DEFAULT, KINDS, Assumptions, Cluster
+    from mrl.plan.chips import DEFAULT, KINDS, Assumptions, Cluster, kind_problem
     from mrl.plan.plan import machine_of, make, read_shapes
 
     kind = args.gpu or DEFAULT
-    if problem := _wrong(args, kind, list(KINDS)):
+    if problem := kind_problem(kind) or _wrong(args, kind):
         print(f"mrl: {problem}", file=sys.stderr)
         return shared.CONFIG_ERROR
     try:
@@ -87,21 +87,26 @@ def _own(args: argparse.Namespace, cfg: AnyConfig, plan: OwnPlan) -> int:
     return DOES_NOT_FIT if plan.problems else 0
 
 
-def dry_run(config: Path, overrides: Sequence[str]) -> int:
-    """`mrl train --dry-run`: needs config.json alone, and says which files are not here. Exit code 1: it would fail."""
+def dry_run(config: Path, overrides: Sequence[str], gpu: str | None) -> int:
+    """`mrl train --dry-run [--gpu KIND]`: needs config.json alone, and says which files are not here. Exit code 1: it
+    would fail."""
     from mrl.config.loader import ConfigError, load
     from mrl.config.schema import Config
     from mrl.config.trainers.table import trainer_of
-    from mrl.plan.chips import CHIPS, DEFAULT, Assumptions, Cluster
+    from mrl.plan.chips import DEFAULT, KINDS, Assumptions, Cluster, kind_problem
     from mrl.plan.plan import machine_of, make, read_shapes
 
+    kind = gpu or DEFAULT
+    if problem := kind_problem(kind):
+        print(f"mrl: {problem}", file=sys.stderr)
+        return shared.CONFIG_ERROR
     try:
         cfg = load(config, overrides, planned=machine_of)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
     machine = machine_of(cfg)
-    cluster = Cluster(CHIPS[DEFAULT], machine.world_size, machine.local_world_size)
+    cluster = Cluster(KINDS[kind], machine.world_size, machine.local_world_size)
     from mrl.plan.dry_run import DryRun, absent
 
     if (own := trainer_of(cfg).load_plan()) is not None:
@@ -119,16 +124,19 @@ def dry_run(config: Path, overrides: Sequence[str]) -> int:
 
 
 def _search(args: argparse.Namespace, cfg: Config, cluster: Cluster) -> int:
+    from mrl.config.tree import read_overrides
     from mrl.plan import search
     from mrl.plan.chips import Assumptions
     from mrl.plan.plan import read_shapes
 
     result = search.search(cfg, cluster, read_shapes(cfg), Assumptions())
     found = result.fitting
+    if found and args.out is not None:
+        best = search.written(found, args.config, read_overrides(args.overrides), args.out)
+        if not _is_written(args.out, best):
+            return DOES_NOT_FIT
     print("\n".join(search.lines(result)))
     if found and args.out is not None:
-        if not _is_written(args.out, search.written(found, args.config, args.out)):
-            return DOES_NOT_FIT
         print(f"written  {args.out}")
     return 0 if found else DOES_NOT_FIT
 
@@ -142,9 +150,7 @@ def _is_written(file: Path, content: str) -> bool:
     return True
 
 
-def _wrong(args: argparse.Namespace, kind: str, kinds: list[str]) -> str | None:
-    if kind not in kinds:
-        return f"--gpu {kind}: expected one of {', '.join(kinds)}"
+def _wrong(args: argparse.Namespace, kind: str) -> str | None:
     if any(number is not None and number < 1 for number in (args.per_node, args.gpus)):
         return "--gpus and --per-node take a number of at least 1"
     if args.search and kind == "none":

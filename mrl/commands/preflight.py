@@ -105,10 +105,14 @@ def _show(args: argparse.Namespace, findings: list[Finding], is_configured: bool
 
 
 def _wrong(args: argparse.Namespace) -> str | None:
-    from mrl.plan.chips import KINDS
+    from mrl.plan.chips import kind_problem
 
-    if args.gpu is not None and args.gpu not in KINDS:
-        return f"--gpu {args.gpu}: expected one of {', '.join(KINDS)}"
+    if args.gpu is not None and (problem := kind_problem(args.gpu)) is not None:
+        return problem
+    if any(number is not None and number < 1 for number in (args.ranks, args.ranks_per_node)):
+        return "--ranks and --ranks-per-node take a number of at least 1"
+    if args.ranks_per_node is not None and args.ranks is None:
+        return "--ranks-per-node is of the world of --ranks"
     if args.nodes > 1 and args.ranks is not None:
         return "--ranks is for a look without the other nodes, --nodes for one with them"
     return shared.misplaced(args)

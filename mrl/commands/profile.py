@@ -16,9 +16,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--steps", default="2", metavar="N,N", help="numbers of steps, from 1 (default: 2)")
     parser.add_argument("--ranks", default="0", metavar="N,N", help="whose (default: 0)")
     parser.description = (
-        "Trains to the last of these steps as run NAME-profile, a run of its own. For each step and rank, its folder "
-        "profile/ gets a trace and a table of the ten largest operations. In a run that goes on: run.profile, see mrl "
-        "config."
+        "Trains to the last of these steps as run NAME-profile, a run of its own that leaves neither checkpoints nor "
+        "weights. For each step and rank, its folder profile/ gets a trace and a table of the ten largest operations. "
+        "In a run that goes on: run.profile, see mrl config."
     )
     parser.set_defaults(run=run, **train.ALONE)
 
@@ -29,13 +29,13 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         name = load(args.config, args.overrides).run.name
-        last = max(int(step) for step in args.steps.split(","))
+        steps = [int(step) for step in args.steps.split(",")]
     except ConfigError as error:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
     except ValueError:
         print(f"mrl: --steps {args.steps}: expected numbers such as 2 or 2,3", file=sys.stderr)
         return shared.CONFIG_ERROR
-    own = [f"run.name={name}-profile", "run.existing=move_aside", f"run.steps={last}"]
-    args.overrides += [*own, f"run.profile={{steps: [{args.steps}], ranks: [{args.ranks}]}}"]
+    own = [f"run.name={name}-profile", "run.existing=move_aside"]
+    args.overrides += [*own, f"run.profile={{steps: {steps}, ranks: [{args.ranks}], alone: true}}"]
     return train.run(args)

@@ -66,9 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _trainers(cfg: AnyConfig) -> Machine:
     """What the configuration is checked for: the trainer's world, which is elsewhere."""
-    from mrl.config.derived import Machine
-
-    return replace(Machine.starting(cfg, nodes=cfg.run.nodes or 1), planned=True, alone=False)
+    return replace(shared.whole_world(cfg), planned=True)
 
 
 def _problems(cfg: RLConfig, gpus: int) -> list[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +25,25 @@ def add_config(parser: argparse.ArgumentParser, example: str) -> None:
     """CONFIG and KEY=VALUE..., as `args.config` and `args.overrides`."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=f"such as {example}")
+
+
+def load_to_read(config: Path, overrides: Sequence[str]) -> AnyConfig:
+    """The configuration of a file, or of a run in the directory where it is now, for a command that reads its files
+    and starts none of its world. Raises ConfigError."""
+    from mrl.config.loader import load
+
+    if not config.is_dir():
+        return load(config, overrides, planned=whole_world)
+    place = config.resolve()
+    here = [f"run.root={json.dumps(str(place.parent))}", f"run.name={json.dumps(place.name)}"]
+    return load(config / "config.yaml", [*here, *overrides], planned=whole_world)
+
+
+def whole_world(cfg: AnyConfig) -> Machine:
+    """The world that the run is made for, of however many machines."""
+    from mrl.config.derived import Machine
+
+    return replace(Machine.starting(cfg, nodes=cfg.run.nodes or 1), alone=False)
 
 
 def add_nodes(parser: argparse.ArgumentParser) -> None:

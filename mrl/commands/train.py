@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 COMPILED = ("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/mrl/torchinductor"))
 
 
-ALONE = {"dry_run": False, "nodes": 1, "node": None, "head": None}  # what `run` is asked, for a world on this machine
+# what `run` is asked, for a world on this machine
+ALONE = {"dry_run": False, "gpu": None, "nodes": 1, "node": None, "head": None}
 
 
 def add(commands: Any) -> None:
@@ -27,6 +28,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="everything up to the first step, for the whole world, without memory"
     )
+    parser.add_argument("--gpu", metavar="KIND", help="with --dry-run: of such GPUs, as mrl plan (default: h100-80g)")
     parser.description = (
         "Checks the configuration, then starts the processes that its layout needs on this machine. "
         "Under torchrun or ft_launcher it joins the world that they started. "
@@ -39,12 +41,12 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Loads and checks the configuration, then is a rank of the world around it, or starts one, whose ranks are copies
     of this process as it is now, where they can be."""
-    if args.dry_run:
-        return plan.dry_run(args.config, args.overrides)
-    os.environ.setdefault(*COMPILED)
-    if problem := shared.misplaced(args):
+    if problem := shared.misplaced(args) or _wrong(args):
         print(f"mrl: {problem}", file=sys.stderr)
         return shared.CONFIG_ERROR
+    if args.dry_run:
+        return plan.dry_run(args.config, args.overrides, args.gpu)
+    os.environ.setdefault(*COMPILED)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from mrl.resilience import preemption, rank
 
@@ -70,6 +72,14 @@ def run(args: argparse.Namespace) -> int:
 
     with Nursery() as nursery:  # imports while the rest is checked
         return _lead(args, nursery)
+
+
+def _wrong(args: argparse.Namespace) -> str | None:
+    if args.gpu is not None and not args.dry_run:
+        return "--gpu is for --dry-run"
+    if args.nodes > 1 and args.dry_run:
+        return "--dry-run builds all ranks of run.nodes machines here: leave --nodes, --node and --head out"
+    return None
 
 
 def _load(args: argparse.Namespace, **machine: Any) -> AnyConfig | int:

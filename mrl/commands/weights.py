@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import sys
 from collections.abc import Callable
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 DIRECTIONS = ("hf-to-megatron", "megatron-to-hf")
+_NOT_OF_ADAPTERS = ("verify", "dtype", "role", "allow_pickle", "shard_gb", "workers")
+SHARD_GB = 5.0
 JOIN_TIMEOUT_S = 6 * 3600.0  # of the slowest rank of a world
 
 
@@ -32,7 +35,6 @@ def add_parsers(commands: Any) -> None:
     convert.add_argument(
         "--workers",
         type=_positive,
-        default=WORKERS,
         metavar="N",
         help=f"threads ({WORKERS}); under torchrun, of each rank",
     )
@@ -40,7 +42,7 @@ def add_parsers(commands: Any) -> None:
     convert.add_argument(
         "--adapter", action="store_true", help="of a run trained by adapters: these alone, as PEFT writes them"
     )
-    convert.add_argument("--shard-gb", type=float, default=5.0, help="largest safetensors file (5)")
+    _add_shard_gb(convert)
     convert.set_defaults(run=run_convert)
     _add_common(convert)
     convert.description = (
@@ -64,7 +66,7 @@ def _add_merge(commands: Any) -> None:
     merge.add_argument("base", type=Path, metavar="BASE", help="Hugging Face directory of these weights")
     merge.add_argument("adapter", type=Path, metavar="ADAPTER", help="a directory as PEFT, or a run, writes it")
     merge.add_argument("target", type=Path, metavar="OUT", help="a directory that does not exist, or is empty")
-    merge.add_argument("--shard-gb", type=float, default=5.0, help="largest safetensors file (5)")
+    _add_shard_gb(merge)
     merge.add_argument("--allow-pickle", action="store_true", help="read pytorch_model.bin, tensors only")
     merge.set_defaults(run=run_merge)
     merge.description = (
@@ -83,6 +85,21 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-files", type=Path, metavar="DIR", help="config.json and tokenizer of a bare checkpoint"
     )
+
+
+def _add_shard_gb(parser: argparse.ArgumentParser) -> None:
+    about = f"largest safetensors file ({SHARD_GB:g})"
+    parser.add_argument("--shard-gb", type=_gigabytes, metavar="GB", help=about)
+
+
+def _gigabytes(text: str) -> float:
+    if not (float(text) > 0 and math.isfinite(float(text) * 1e9)):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0 of gigabytes")
+    return float(text)
+
+
+def _file_bytes(args: argparse.Namespace) -> int:
+    return int((args.shard_gb or SHARD_GB) * 1e9)
 
 
 def _positive(text: str) -> int:
@@ -111,9 +128,9 @@ def run_merge(args: argparse.Namespace) -> int:
         if note := merged_card(args.base, args.adapter, export, args.target, result.layers, result.rounding):
             print(f"mrl: {note}", file=sys.stderr)
 
-    of, bytes_a_file = (args.base, args.adapter, args.target), int(args.shard_gb * 1e9)
+    of = (args.base, args.adapter, args.target)
     try:
-        merged = merge(*of, bytes_a_file, allow_pickle=args.allow_pickle, describe=describe)
+        merged = merge(*of, _file_bytes(args), allow_pickle=args.allow_pickle, describe=describe)
     except (WeightError, ValueError, OSError) as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
@@ -173,7 +190,7 @@ def _convert_adapter(args: argparse.Namespace) -> bool:
     from mrl.parallel import world_size
     from mrl.weights.convert.adapter import adapter_of_run
 
-    given = [name for name in ("verify", "dtype", "role", "allow_pickle") if getattr(args, name)]
+    given = [name for name in _NOT_OF_ADAPTERS if getattr(args, name)]
     if args.direction != DIRECTIONS[1] or given or world_size() > 1:
         what = f"without --{given[0].replace('_', '-')}" if given else "in one process"
         raise ValueError(f"--adapter goes with {DIRECTIONS[1]} of a run's checkpoint, {what}")
@@ -189,17 +206,18 @@ def _options(args: argparse.Namespace) -> Options:
     from mrl.weights.convert.convert import Options
 
     to_megatron = args.direction == DIRECTIONS[0]
-    for name in ("model", "model_files") if to_megatron else ("allow_pickle", "role") if not args.model_files else ():
+    from_files = () if args.model_files else ("allow_pickle", "role")
+    for name in ("model", "model_files", "shard_gb") if to_megatron else from_files:
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')} has no effect on {args.direction} of {args.source}")
     return Options(
         dtype=getattr(torch, args.dtype) if args.dtype else None,
-        workers=args.workers,
+        workers=args.workers or WORKERS,
         allow_pickle=args.allow_pickle,
         role=args.role,
         part=args.model,
         model_files=args.model_files,
-        max_file_bytes=int(args.shard_gb * 1e9),
+        max_file_bytes=_file_bytes(args),
         describe=None if to_megatron else _describe(args.source, args.model or "actor", args.target),
     )
 

@@ -49,7 +49,7 @@ def start(cfg: AnyConfig, config: Path, overrides: Sequence[str], nursery: Nurse
 
     arguments = ["mrl", "train", str(config), *overrides]
     nproc, run_dir = Machine.starting(cfg).world_size, Path(cfg.run.root) / cfg.run.name
-    save_s = cfg.resilience.save_deadline_s if cfg.checkpoint.every_steps else None
+    save_s = cfg.resilience.save_deadline_s if cfg.kept.every_steps else None
     timeouts = cfg.resilience.timeouts_s
     try:
         os.environ.update(LOOPBACK if is_on_one_machine(cfg) else {GLOO: LOOPBACK[GLOO]})
@@ -91,7 +91,7 @@ def start_node(cfg: AnyConfig, args: argparse.Namespace) -> int:
             ["mrl", "train", str(args.config), *args.overrides],
             Machine.starting(cfg, gpus(), place.count).local_world_size,
             max_restarts=cfg.run.max_restarts if is_ft else 0,
-            save_s=cfg.resilience.save_deadline_s if cfg.checkpoint.every_steps else None,
+            save_s=cfg.resilience.save_deadline_s if cfg.kept.every_steps else None,
             limits={},
             ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
         )
@@ -108,7 +108,7 @@ def be_a_rank(cfg: AnyConfig) -> int:
     from mrl.config.trainers.table import trainer_of
     from mrl.resilience import preemption
 
-    if cfg.checkpoint.every_steps:
+    if cfg.kept.every_steps:
         preemption.save_first(cfg.resilience.save_deadline_s)
     if os.environ["RANK"] == "0":
         for name, value in summary(cfg, int(os.environ["WORLD_SIZE"])):

@@ -14,4 +14,4 @@ OF_AGENTS = ("environment",)  # what an agent's environment has said
 WITH_SECTION = ("code", *SHAPES)  # `reward` has a section of settings for each
 BUILTIN_REWARDS = (*COMPARISONS, *WITH_SECTION, *OF_AGENTS)
 IMAGE_SCORER = "scorer"  # of images: `reward` of trainer ddpo has a section for it
-RESERVED = ("mean", "failed")  # metrics beside the components' scores and their parts
+RESERVED = ("mean", "std", "failed")  # metrics beside the components' scores and their parts

@@ -54,21 +54,27 @@ def adapter_bytes(cfg: Config, archs: Archs) -> int:
 @dataclass(frozen=True)
 class DiskUse:
     """Bytes that the run's checkpoints and exports take at most. turning: of those that come and go, with the one that
-    is being written; staying: of those that are never removed, at the run's end"""
+    is being written; staying: of those that are never removed, at the run's end, but for those of every so many steps
+    where only the data says how many steps there are"""
 
     turning: int
     staying: int
 
 
 def disk_use(cfg: Config, archs: Archs) -> DiskUse:
-    checkpoint, steps = cfg.checkpoint, cfg.run.steps
+    kept, steps = cfg.kept, None if cfg.steps_follow_data() else cfg.run.steps
     turning = staying = 0
-    if (every := checkpoint.every_steps) is not None:
-        one, made = checkpoint_bytes(cfg, archs), -(-steps // every)
-        turning = one * (min(checkpoint.keep_last + 1, made) + cfg.keeps_best())
-        kept = steps // checkpoint.keep_every_steps if checkpoint.keep_every_steps is not None else 0
-        staying += one * max(0, kept - checkpoint.keep_last)
-    exports = steps // checkpoint.weights_every_steps if checkpoint.weights_every_steps is not None else 0
+    if kept.every_steps is not None:
+        one, last = checkpoint_bytes(cfg, archs), kept.keep_last + 1
+        every = 1 if cfg.keeps_best() else kept.every_steps  # any step may be the best
+        made = -(-steps // every) if steps is not None else last
+        turning = one * (min(last, made) + cfg.keeps_best())
+        if kept.keep_every_steps is not None:
+            staying += one * (max(0, made - last) * every // kept.keep_every_steps)
+    exports = steps // kept.weights_every_steps if steps is not None and kept.weights_every_steps is not None else 0
     whole, adapters = export_bytes(cfg, archs), adapter_bytes(cfg, archs)
-    at_end = checkpoint.export_hf * (1 + cfg.keeps_best())
-    return DiskUse(turning, staying + exports * (adapters or whole) + at_end * (adapters + whole))
+    staying += exports * (adapters or whole)
+    if kept.export_hf:
+        averages = "moving average" in cfg.copies()
+        staying += (1 + cfg.keeps_best()) * (adapters + whole) + averages * whole
+    return DiskUse(turning, staying)

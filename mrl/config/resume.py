@@ -50,7 +50,8 @@ MAY_CHANGE = (
     *(f"{model}.offload" for model in ("actor", "critic", "ref", "reward.model")),
 )
 BEHIND = ("rollout.overlap", "rollout.max_staleness", "rollout.segment_tokens", "rollout.oversample")
-MUST_NOT_CHANGE = ("run.seed", "rollout.engine", "rollout.sampling", "rollout.deterministic", *BEHIND)
+SAMPLES = ("rollout.engine", "rollout.sampling", "rollout.deterministic", "rollout.quantization")
+MUST_NOT_CHANGE = ("run.seed", *SAMPLES, *BEHIND)
 QUIET = ("run.name", "run.root", "checkpoint.accept_changes")  # changes that need no word
 
 READERS = 4  # files at once

@@ -62,6 +62,15 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Node | None, 
     return tree, problems
 
 
+def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
+    """The tree that KEY=VALUE texts, which have been read before, make of nothing."""
+    tree = Node("", {})
+    for override in (_read_override(text, []) for text in texts):
+        tree = tree if override is None else _merge(tree, override, keep_place=True)
+    plain: dict[str, Any] = tree.plain()
+    return plain
+
+
 def _read_file(path: Path, children: tuple[Path, ...], place: str, problems: list[Problem]) -> Node | None:
     """`children`: the files whose `base:` led here; `place`: where this file was named."""
     key = "base" if children else ""

@@ -1,7 +1,17 @@
 """What a run leaves behind and shows: run directory, metrics, samples, progress display, report."""
 
 from mrl.observe import trackers
-from mrl.observe.files import ENGINES, PLAN, RANKS, NotWritten, Unreadable, append_jsonl, write_down
+from mrl.observe.files import (
+    ENGINES,
+    NONFINITE,
+    PLAN,
+    RANKS,
+    STRAGGLERS,
+    NotWritten,
+    Unreadable,
+    append_jsonl,
+    write_down,
+)
 from mrl.observe.following import follow
 from mrl.observe.lock import RunLocked
 from mrl.observe.metrics import read_metrics
@@ -13,8 +23,10 @@ from mrl.observe.samples import before_after_table, sample_row, save_pictures, s
 
 __all__ = [
     "ENGINES",
+    "NONFINITE",
     "PLAN",
     "RANKS",
+    "STRAGGLERS",
     "NotWritten",
     "Recorder",
     "RunDir",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ import yaml
 from mrl.files import write_atomically
 
 PLAN, RANKS = "plan.json", "ranks.svg"  # of a run directory: what the plan says of the run, who is where
-ENGINES = "engines.jsonl"  # what each engine had to do, a line a step
+METRICS = "metrics.jsonl"  # a line a step, as the next ones
+ENGINES = "engines.jsonl"  # what each engine had to do
+STRAGGLERS = "stragglers.jsonl"  # the ranks' times
+NONFINITE = "nonfinite.jsonl"  # the samples of skipped updates
+BY_STEP = (METRICS, ENGINES, STRAGGLERS, NONFINITE)
 DATA_NOTES = "data_notes.json"  # of a run directory: what was left out or cut of the rows, a sentence each
 _SECTIONS = ("run", "model", "data", "batch", "algorithm")  # those that are read here
 
@@ -94,6 +99,12 @@ def read_jsonl(file: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row]
 
 
+def numbered(folder: Path, name: str) -> list[tuple[int, Path]]:
+    """(number, file) by number, of the folder's files that are called `name` with digits in place of its `*`."""
+    pattern = re.compile(re.escape(name).replace(r"\*", "([0-9]+)"))
+    return sorted((int(match[1]), file) for file in folder.glob(name) if (match := pattern.fullmatch(file.name)))
+
+
 def read_config(run_dir: Path) -> tuple[str, dict[str, Any]]:
     """RUN_DIR/config.yaml as text and as what it holds; both empty if there is none. Raises Unreadable."""
     file = run_dir / "config.yaml"
@@ -102,7 +113,7 @@ def read_config(run_dir: Path) -> tuple[str, dict[str, Any]]:
     try:
         text = file.read_bytes().decode()
         config = yaml.safe_load(text) or {}
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date such as 2020-13-45 is a ValueError
         raise Unreadable(f"{file}: not the YAML that a run writes: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict) or not all(isinstance(config.get(name, {}), dict) for name in _SECTIONS):
         raise Unreadable(f"{file}: expected a mapping of sections such as {', '.join(_SECTIONS)}")

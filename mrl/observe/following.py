@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mrl.observe.files import read_config
+from mrl.observe.files import METRICS, read_config
 from mrl.observe.lock import is_owned
 from mrl.observe.metrics import read_metrics
 from mrl.observe.report import write_report
 
-WATCHED = ("metrics.jsonl", "rollouts", "config.yaml")
+WATCHED = (METRICS, "rollouts", "config.yaml")
 
 
 def follow(run_dir: Path, every_s: float, say: Callable[[str], None]) -> str:

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -69,8 +69,9 @@ class Lock:
 
     def _beat(self, every_s: float) -> None:
         while not self._stop.wait(every_s):
-            if read_owner(self.file) == self._me:
-                os.utime(self.file)
+            with suppress(OSError, RunLocked):  # a file server that fails once is asked again
+                if read_owner(self.file) == self._me:
+                    os.utime(self.file)
 
 
 @contextmanager
@@ -90,7 +91,7 @@ def read_owner(file: Path) -> Owner | None:
         return Owner(**json.loads(file.read_text()))
     except FileNotFoundError:
         return None
-    except (json.JSONDecodeError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise RunLocked(f"{file} is not a lock file of this program ({error}); look at it, then delete it") from error
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.core import StepStats
-from mrl.observe.files import Unreadable, append, drop_torn_line, read_jsonl
+from mrl.observe.files import METRICS, Unreadable, append, drop_torn_line, read_jsonl
 
 Row = dict[str, float]
 
@@ -50,7 +50,7 @@ def read_metrics(run_dir: Path) -> list[Row]:
     Raises Unreadable.
     """
     rows: list[Row] = []
-    file = run_dir / "metrics.jsonl"
+    file = run_dir / METRICS
     for raw in read_jsonl(file):
         if raw.get("step") is None or not all(map(_is_number, raw.values())):
             raise Unreadable(f"{file}: a row is no step with numbers: {json.dumps(raw)[:200]}")

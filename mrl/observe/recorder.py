@@ -13,7 +13,7 @@ from types import MappingProxyType, TracebackType
 
 from mrl.core import StepStats
 from mrl.files import write_atomically
-from mrl.observe.files import DATA_NOTES, write_down
+from mrl.observe.files import DATA_NOTES, METRICS, write_down
 from mrl.observe.metrics import MetricsFile
 from mrl.observe.progress import Display, LiveDisplay, PlainDisplay, Progress
 from mrl.observe.sender import Outcome, Sender
@@ -78,7 +78,7 @@ class Recorder(SilentRecorder):
         on_error: str = "stop",
     ) -> None:
         self._on_error = on_error
-        self._file = MetricsFile(run_dir / "metrics.jsonl")
+        self._file = MetricsFile(run_dir / METRICS)
         self._of_data, self._about_data = run_dir / DATA_NOTES, list[str]()
         self._progress = Progress(total_steps)
         self._phases: list[str] = []

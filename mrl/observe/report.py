@@ -11,7 +11,7 @@ from typing import Any
 from mrl.files import write_atomically
 from mrl.observe import html, machine
 from mrl.observe.curves import CURVES, draw, is_zero, to_bytes
-from mrl.observe.files import read_config
+from mrl.observe.files import numbered, read_config
 from mrl.observe.method import method_of
 from mrl.observe.metrics import Row, read_metrics
 from mrl.observe.progress import clock, number
@@ -94,7 +94,7 @@ def load_run(run_dir: Path) -> Run:
     text, config = read_config(run_dir)
     rows = read_metrics(run_dir)
     page = machine.section(run_dir, rows)
-    return Run(run_dir.resolve().name, rows, config, text, before_after(run_dir), page, _pictures(run_dir))
+    return Run(run_dir.resolve().name, rows, config, text, before_after(run_dir), page, grids(run_dir))
 
 
 def render(run: Run, refresh_s: float | None = None) -> str:
@@ -171,9 +171,9 @@ def _zeros(run: Run) -> str:
     return f'<p class="sub">0 at every step, and not drawn: {escape(", ".join(found))}{because}.</p>'
 
 
-def _pictures(run_dir: Path) -> list[Path]:
+def grids(run_dir: Path) -> list[Path]:
     """RUN_DIR/images/step_N.png, by N."""
-    return sorted((run_dir / "images").glob("step_*.png"), key=lambda file: int(file.stem.removeprefix("step_")))
+    return [file for _, file in numbered(run_dir / "images", "step_*.png")]
 
 
 def _images(pictures: list[Path]) -> str:

@@ -7,17 +7,20 @@ import os
 import re
 from pathlib import Path
 
+from mrl.observe.files import BY_STEP
+
 _SAMPLES = re.compile(r"(validation_|validation_ema_)?step_(\d+)\.jsonl")
 
 
 def rewind(run_dir: Path, step: int) -> str:
-    """Drops all rows of RUN_DIR/*.jsonl and files of RUN_DIR/rollouts that are of more than `step` steps; of 0 steps,
-    everything. Says what, such as "2 rows of metrics.jsonl, 2 files of rollouts/"; empty if there was nothing.
+    """Drops all rows of the run's own files with a line a step, and files of RUN_DIR/rollouts, that are of more than
+    `step` steps; of 0 steps, everything. Says what, such as "2 rows of metrics.jsonl, 2 files of rollouts/"; empty if
+    there was nothing.
 
     Each file is cut or removed at once, and a writer that appends to it may have it open.
     """
     dropped = []
-    for file in sorted(run_dir.glob("*.jsonl")):
+    for file in filter(Path.is_file, (run_dir / name for name in sorted(BY_STEP))):
         if rows := _cut(file, step):
             dropped.append(f"{_count(rows, 'row')} of {file.name}")
     late = [file for file in (run_dir / "rollouts").glob("*.jsonl") if _is_late(file.name, step)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from mrl.core import Sample
 from mrl.files import write_atomically
-from mrl.observe.files import Unreadable, read_config, read_jsonl, write_jsonl
+from mrl.observe.files import Unreadable, numbered, read_config, read_jsonl, write_jsonl
 
 SHOWN = 12  # prompts of the first and the last validation side by side
 PICTURES = "rollouts/pictures"
@@ -113,8 +112,7 @@ def _turns(row: dict[str, Any]) -> tuple[Said, ...]:
 
 
 def _pictures(run_dir: Path, index: int) -> tuple[Path, ...]:
-    found = (run_dir / PICTURES).glob(f"{index}_*.png")
-    return tuple(sorted(found, key=lambda file: int(file.stem.rpartition("_")[2])))
+    return tuple(file for _, file in numbered(run_dir / PICTURES, f"{index}_*.png"))
 
 
 def _samples(file: Path) -> list[dict[str, Any]]:
@@ -133,12 +131,7 @@ def _answer_key(run_dir: Path) -> str:
 
 def validation_files(run_dir: Path) -> list[tuple[int, Path]]:
     """(step, file) of every validation, by step."""
-    found = [
-        (int(match[1]), file)
-        for file in (run_dir / "rollouts").glob("validation_step_*.jsonl")
-        if (match := re.fullmatch(r"validation_step_(\d+)", file.stem))
-    ]
-    return sorted(found)
+    return numbered(run_dir / "rollouts", "validation_step_*.jsonl")
 
 
 def before_after_table(run_dir: Path, limit: int = 12, console: Console | None = None) -> None:

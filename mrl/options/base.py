@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
 
@@ -20,6 +21,18 @@ def _in_float32(value: float) -> float:
     return value
 
 
+def _address(url: str) -> str:
+    """As a request can be sent to it."""
+    try:
+        parts = urlsplit(url)
+        host, _ = (parts.hostname or "").encode("idna"), parts.port  # ValueError where they are none
+    except ValueError:
+        host = b""
+    if not host or parts.scheme not in ("http", "https"):
+        raise ValueError(f"{url!r} is not an address such as http://host:8000")
+    return url
+
+
 def _of_a_function(value: Any) -> float | str | bool:
     """As it is written: 3 stays an integer, since functions may count with it."""
     if isinstance(value, str | bool) or (isinstance(value, int | float) and math.isfinite(value)):
@@ -33,6 +46,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0), AfterValidator(_in_float32)]
 NonNegativeFloat = Annotated[float, Field(ge=0), AfterValidator(_in_float32)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Url = Annotated[str, AfterValidator(_address)]
 OptionValue = Annotated[Any, PlainValidator(_of_a_function), Field(description="number or string or true | false")]
 OwnOptions = dict[str, OptionValue]
 

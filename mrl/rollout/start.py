@@ -155,9 +155,11 @@ def _start_servers(
     """All of a node's; none is left if one of them cannot be started."""
     before = home.node * cfg.servers
     with contextlib.ExitStack() as undo:
-        started = []
+        started = list[EngineProcess]()
+        ports = list[int]()
         for index in range(cfg.servers):
-            port, number = free_port(home.host), before + index
+            port, number = free_port(home.host, ports), before + index
+            ports.append(port)
             first = before - (part.number if part is not None else 0)  # parts of an engine have one seed
             fixed = (cfg, model_path, dtype, port, index, seed + first, machine)
             spec = partial(ServerSpec, *fixed, host=home.host, part=part)

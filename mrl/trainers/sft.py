@@ -98,7 +98,7 @@ def open_sft_run(cfg: SFTConfig) -> Iterator[SFTRun]:
             packed.require(cfg.run.steps * cfg.batch.samples_per_step)
     with started(cfg) as start:
         actor = build_learner(cfg, start.world, "policy", None, cfg.actor)
-        best = Best(cfg.validation) if held_out is not None else None
+        best = Best.of(cfg)
         for line in data_lines(data, held_out):
             start.recorder.note(line)
         if packed is not None:
@@ -113,7 +113,7 @@ def open_sft_run(cfg: SFTConfig) -> Iterator[SFTRun]:
 def read_data(cfg: SFTConfig, sources: Sources) -> SFTDataset:
     """Raises DataError, or TokenizerError, for what cannot be used."""
     return SFTDataset(
-        sources, cfg.read_as(), load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
+        sources, cfg.imitated(), load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
     )
 
 

@@ -31,7 +31,7 @@ from mrl.trainers.rl.memory_order import ORDER
 from mrl.trainers.rl.models import MovingAverage, build_models
 from mrl.trainers.rl.reward_scores import score
 from mrl.trainers.shared.memory import MemoryOrder, put_away
-from tests.bare_run import bare_run
+from tests.bare_run import bare_run, passes_of
 
 OFFLOADS = ("none", "optimizer", "all")
 STEPS, SAVED_AFTER = 3, 2
@@ -114,7 +114,8 @@ class Job:
         put_away("reward", judge)
         self.memory = Watched(self.models.learners | {"reward": judge})
         run = bare_run(self.cfg, self.models.actor, self.models.critic)
-        self.run = replace(run, ref=self.models.ref, ema=self.models.ema, reward_model=judge, memory=self.memory)
+        own = {"ref": self.models.ref, "ema": self.models.ema, "passes": passes_of(self.cfg, self.models)}
+        self.run = replace(run, reward_model=judge, memory=self.memory, **own)
         self.metrics: list[dict[str, float]] = []
 
     @property

@@ -44,8 +44,9 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
     if agent.on_error == "leave_out" and cfg.algorithm.needs_greedy:
         message = f"{cfg.algorithm.adv_estimator} needs the greedy response of every group: stop"
         yield Problem(("agent.on_error", "algorithm.adv_estimator"), message)
-    if reward.model is not None:
-        yield Problem(("reward.model", "agent"), "a reward model was trained on answers, it has no place for turns")
+    models = ["reward.model"] if reward.model is not None else []
+    for key in models + [f"reward.servers.{name}.api" for name, each in reward.servers.items() if each.api == "sglang"]:
+        yield Problem((key, "agent"), "a reward model was trained on answers, it has no place for turns")
 
 
 def check_file(agent: AgentConfig) -> Iterator[Problem]:

@@ -93,7 +93,7 @@ def _columns(section: str, key: str, source: SourceConfig, columns: Columns, use
     for setting, name in use.needed(columns).items():
         if name not in columns and name.split(".")[0] not in columns:
             yield Problem((f"{section}.{setting}", key), f"{where} has no {name!r}; it has {has}")
-    if columns.get(data.prompt_key) is list and not data.chat_template:
+    if use.reads_prompts and columns.get(data.prompt_key) is list and not data.chat_template:
         message = f"false wants text, {where} has a list of messages under {data.prompt_key!r}"
         yield Problem((f"{section}.chat_template", key), message)
     if source.name is not None and data.data_source_key in columns:
@@ -214,7 +214,11 @@ def check_answers(cfg: Config, archs: Archs) -> Iterator[Problem]:
     """What is learnt from has answers, which need a place beside their prompts."""
     arch = archs["actor"]
     for key, use in cfg.data_uses().items():
-        has_prompts = use.preferences is not None or "prompt_key" in use.needed(())
-        if arch is not None and has_prompts and not use.is_sampled and use.cfg.max_prompt_tokens >= arch.max_positions:
+        if (
+            arch is not None
+            and use.reads_prompts
+            and not use.is_sampled
+            and use.cfg.max_prompt_tokens >= arch.max_positions
+        ):
             message = f"leaves no room for answers in the model's {arch.max_positions} positions"
             yield Problem((f"{key}.max_prompt_tokens", "model.path"), message)

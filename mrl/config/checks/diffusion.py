@@ -12,6 +12,7 @@ SCHEDULERS = {  # by sampler.kind
     "ddim": ("DDIMScheduler", "DDPMScheduler", "PNDMScheduler"),
     "flow_sde": ("FlowMatchEulerDiscreteScheduler",),
 }
+VAE = "AutoencoderKL"
 FOLDERS = ("transformer", "unet")  # where a diffusers directory has its net
 
 
@@ -56,6 +57,14 @@ def scheduler_problem(kind: str, name: str, config: dict[str, Any]) -> str | Non
     return None if said in PREDICTIONS else f"prediction_type {said!r} is none of {', '.join(PREDICTIONS)}"
 
 
+def has_random_step(kind: str, config: dict[str, Any], steps: int) -> bool:
+    """Whether a step of a sampler by this scheduler has a probability. DDIM's has none at time 0, which is the only
+    time of a single step unless the scheduler puts it elsewhere."""
+    spacing, offset = config.get("timestep_spacing", "leading"), config.get("steps_offset", 0)
+    at_zero = spacing == "linspace" or (spacing == "leading" and offset == 0)
+    return kind != "ddim" or steps > 1 or not at_zero
+
+
 def net_folder(path: str | Path) -> Path:
     """Of a diffusers directory. Raises ValueError where there is none."""
     for name in FOLDERS:
@@ -84,15 +93,30 @@ def net_of(path: str | Path) -> tuple[Path, str, dict[str, Any]]:
     return folder, name, config
 
 
+def vae_of(path: str | Path) -> dict[str, Any] | None:
+    """Configuration of the decoder; None where the directory has none. Raises ValueError for one of another class."""
+    folder = Path(path) / "vae"
+    if not folder.is_dir():
+        return None
+    name, config = component(folder)
+    if name != VAE:
+        raise ValueError(f"{folder} is a {name}; mrl decodes by an {VAE}")
+    return config
+
+
 def numbered(name: str, count: int) -> list[str]:
     """Folders of a diffusers directory: NAME, NAME_2, ..."""
     return [name if i == 1 else f"{name}_{i}" for i in range(1, count + 1)]
 
 
-def net_problem(name: str, config: dict[str, Any]) -> str | None:
-    """Why a net of this configuration cannot be trained; None if it can."""
+def net_problem(name: str, config: dict[str, Any], vae: dict[str, Any] | None) -> str | None:
+    """Why a net of this configuration cannot be trained beside this decoder; None if it can."""
     if name == "UNet2DConditionModel" and config.get("addition_embed_type") is not None:
         return f"addition_embed_type {config['addition_embed_type']!r} (Stable Diffusion XL), which is told sizes too"
+    takes = config["in_channels"] // _places(name)
+    drawn = min(takes, config.get("out_channels") or takes) if vae is None else vae["latent_channels"]
+    if takes != drawn:
+        return f"in_channels: its input has {takes} channels, an image's latent has {drawn} (inpainting, editing)"
     return None
 
 
@@ -114,8 +138,12 @@ def latent_shape(
         if NETS[name].fixed and (height, width) != (image_size // scale,) * 2:
             raise ValueError(f"a {name} draws images of the one size that it was made for, {height * scale}")
         height = width = image_size // scale
-    channels: int = config["in_channels"]
-    return (channels // 4 if name == FLUX else channels), height, width
+    return config["in_channels"] // _places(name), height, width
+
+
+def _places(name: str) -> int:
+    """How many places of a latent the channels of a net's input are of."""
+    return 4 if name == FLUX else 1
 
 
 def _unit(name: str, config: dict[str, Any]) -> int:

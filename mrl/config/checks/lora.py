@@ -13,8 +13,9 @@ from mrl.config.problems import Problem
 from mrl.config.sections.models import TrainConfig
 from mrl.config.trainers.base import Config
 from mrl.config.trainers.rl import RLConfig
-from mrl.families import FAMILIES, ModelArch
+from mrl.families import FAMILIES, ModelArch, hf_keys
 from mrl.families.adapters import adapted_parts, joined_layers, layer_names, takes_experts, without_layer
+from mrl.families.decoder import packing
 
 CPU_WIDTHS = 32  # SGLang's CPU form cuts the width of MLPs in multiples of it
 MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -33,6 +34,10 @@ def check(cfg: Config, archs: Archs) -> Iterator[Problem]:
             path_key = "model.path" if model.path is None else f"{name}.path"
             message = "is a converted directory: adapters belong to the Hugging Face one, which PEFT reads too"
             yield Problem((path_key, key), message)
+        elif archs.get(name) is not None and packing(hf_keys(model.path or cfg.model.path)) is not None:
+            message = "its weights are packed, and adapters could not be merged into them: make plain ones of them "
+            message += "first, by mrl convert hf-to-megatron and then megatron-to-hf"
+            yield Problem(("model.path" if model.path is None else f"{name}.path", key), message)
         if (recipe := model.train.precision.fp8.recipe) != "none":
             message = f"not with {recipe}: adapters are trained beside weights of 16 or 32 bits"
             yield Problem((key, f"{name}.precision.fp8.recipe"), message)

@@ -8,9 +8,10 @@ from mrl.config.checks.base import inert
 from mrl.config.engines import ENGINES
 from mrl.config.problems import Problem
 from mrl.config.schema import RLConfig
+from mrl.config.trainers.rl import samples_per_step
 
 OVERLAP, SEGMENT, OVERSAMPLE = "rollout.overlap", "rollout.segment_tokens", "rollout.oversample"
-STALENESS = "rollout.max_staleness"
+STALENESS, EARLY = "rollout.max_staleness", "rollout.early_passes"
 CORRECTION, OLD = "algorithm.rollout_correction.rollout_is", "algorithm.old_log_probs"
 
 
@@ -27,6 +28,8 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
         yield from inert(cfg.rollout, "rollout", ["oversample"], "responses are drawn at once", SEGMENT)
     else:
         yield from _segments(cfg, cfg.rollout.segment_tokens)
+    if cfg.rollout.early_passes is not None:
+        yield from _early(cfg, cfg.rollout.early_passes)
 
 
 def _learning(cfg: RLConfig, key: str) -> Iterator[Problem]:
@@ -74,6 +77,31 @@ def _bounded(cfg: RLConfig) -> Iterator[Problem]:
     yield from _whole_steps(
         cfg, OVERLAP, "groups are learnt in the order in which they were begun, none is passed over"
     )
+
+
+def _early(cfg: RLConfig, parts: int) -> Iterator[Problem]:
+    """Passes over a step's first samples while others are drawn."""
+    rollout, samples = cfg.rollout, samples_per_step(cfg)
+    if not cfg.step_size().passes:
+        yield Problem((EARLY,), "has no effect: nothing is asked of the models before the first update")
+    if parts > samples:
+        yield Problem((EARLY, "batch.prompts_per_step"), f"{parts} parts of the {samples} samples of a step")
+    not_known = "which samples a step learns from is known when all are there"
+    others = {
+        OVERLAP: (rollout.overlap != "none", "the ranks learn while all of the next samples are drawn"),
+        SEGMENT: (rollout.segment_tokens is not None, not_known),
+        "algorithm.filter_groups": (cfg.algorithm.filter_groups.is_on, not_known),
+        "replay": (cfg.replay is not None, not_known),
+        "agent": (cfg.agent is not None, not_known),
+        "actor.routing_replay": (cfg.actor.routing_replay != "off", "experts are followed through a step as a whole"),
+        "rollout.release": (rollout.release != "none", "models and engines have the memory in turns"),
+    }
+    for name, model in cfg.built().items():
+        key = f"{'reward.model' if name == 'reward' else name}.offload"
+        others[key] = model.train.offload != "none", "models and engines have the memory in turns"
+    for key, (is_set, why) in others.items():
+        if is_set:
+            yield Problem((EARLY, key), f"{why}: leave it out")
 
 
 def _whole_steps(cfg: RLConfig, key: str, why: str) -> Iterator[Problem]:

@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from mrl.config.builtin_rewards import BUILTIN_REWARDS, RESERVED, WITH_SECTION
 from mrl.config.checks.base import inert
@@ -105,9 +104,6 @@ def _manager(reward: RewardConfig) -> Iterator[Problem]:
 
 def check_server(key: str, server: ServerConfig) -> Iterator[Problem]:
     """Of a scorer behind HTTP, whatever it scores."""
-    parts = urlsplit(server.url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        yield Problem((f"{key}.url",), f"{server.url!r} is not an address such as http://host:8000/score")
     if server.retries == 0:
         yield from inert(server, key, ["backoff_s"], "there are no retries", f"{key}.retries")
 
@@ -116,8 +112,8 @@ def _servers(reward: RewardConfig) -> Iterator[Problem]:
     for name, server in reward.servers.items():
         key = f"reward.servers.{name}"
         yield from check_server(key, server)
-        if name in (*BUILTIN_REWARDS, BATCH, MODEL) or ":" in name or "." in name:
-            message = f"{name!r} is not a name for a server: take one without . and : that is no built-in's"
+        if name in (*BUILTIN_REWARDS, *RESERVED, BATCH, MODEL) or ":" in name or "." in name:
+            message = f"{name!r} is not a name for a server: take one without . and : that is no built-in's or metric's"
             yield Problem((key,), message)
         if reward.manager == "model" and server.api != "sglang":
             yield Problem((f"{key}.api", "reward.manager"), "a reward model is served with api: sglang")
@@ -130,12 +126,19 @@ def _names(reward: RewardConfig) -> Iterator[Problem]:
     for label, mix in reward.recipe.items():
         if not mix:
             yield Problem(("reward.recipe",), f"{label!r} has no components")
-    specs = {spec: key for key, spec in _functions(reward)}
-    names = Counter([*RESERVED, *(spec.rpartition(":")[2] for spec in specs)])
-    for spec, key in specs.items():
+    called = {(spec, _is_batch(reward, key)): key for key, spec in _functions(reward)}
+    names = Counter([*RESERVED, *_beside(reward), *(spec.rpartition(":")[2] for spec, _ in called)])
+    for (spec, _), key in called.items():
         if names[spec.rpartition(":")[2]] > 1:
-            yield Problem((key,), f"{spec!r} would be logged under the name of another function or metric: rename it")
+            yield Problem((key,), f"{spec!r} would be logged under the name of another component or metric: rename it")
             return
+
+
+def _beside(reward: RewardConfig) -> list[str]:
+    """Names of the components that no key of a function names."""
+    if reward.manager == "dapo":
+        return ["overlong"] if "overlong" not in (spec for _, spec in _functions(reward)) else []
+    return [name for name in (*reward.servers, MODEL) if reward.manager == "recipe" and name in _named(reward)]
 
 
 def _sections(cfg: RLConfig) -> Iterator[Problem]:

@@ -184,8 +184,6 @@ def _urls(urls: tuple[str, ...]) -> Iterator[Problem]:
         if parts.username is not None or parts.password is not None:
             message = f"the address of {parts.hostname} holds a password, for every log to show: use api_key_file"
             yield Problem(("rollout.urls", "rollout.api_key_file"), message)
-        elif parts.scheme not in ("http", "https") or not parts.hostname:
-            yield Problem(("rollout.urls",), f"{url!r} is not an address such as http://host:30000")
     if len(set(urls)) < len(urls):
         yield Problem(("rollout.urls",), "the same engine is named twice")
 
@@ -202,11 +200,12 @@ def _sync(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
     if transport == "cuda_ipc" and machine.gpus == 0:
         yield Problem(("sync.transport",), "cuda_ipc needs GPUs, this machine has none: use shared_memory, or auto")
     remote = [url for url in cfg.rollout.urls if not _is_local(url)]
-    if transport in ("cuda_ipc", "shared_memory") and remote:
-        message = (
-            f"{transport} cannot reach {', '.join(remote)} on another machine: use distributed, http, disk or auto"
-        )
+    if transport in ("cuda_ipc", "shared_memory", "disk") and remote:
+        message = f"{transport} cannot reach {', '.join(remote)} on another machine: use distributed, http or auto"
         yield Problem(("sync.transport", "rollout.urls"), message)
+    if transport == "disk" and machine.world_size > machine.local_world_size:
+        message = "disk is a directory of one machine, and the run has several nodes: use distributed, http or auto"
+        yield Problem(("sync.transport", "run.nodes"), message)
     if transport in ("cuda_ipc", "distributed") and ENGINES[cfg.rollout.engine].is_plain:
         message = f"the {cfg.rollout.engine} engine does not know {transport}: use shared_memory, http, disk or auto"
         yield Problem(("sync.transport", "rollout.engine"), message)

@@ -9,6 +9,7 @@ from mrl.options.base import (
     PositiveInt,
     Section,
     Seed,
+    Url,
 )
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "PositiveInt",
     "Section",
     "Seed",
+    "Url",
 ]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mrl.config.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from mrl.config.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Url
 from mrl.config.sections.models import ParallelConfig
 from mrl.config.sections.precision import PrecisionConfig
 
@@ -67,7 +67,7 @@ class ServerConfig(Section):
     off by one constant, another one after each start of the server. Group estimators do not see it; gae does.
     """
 
-    url: str  # http:// or https://, without a password
+    url: Url  # http:// or https://, without a password
     api: Literal["mrl", "sglang"] = "mrl"  # what it speaks
     batch_size: PositiveInt = 32  # samples a call, at most
     connections: PositiveInt = 8  # calls at once

@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mrl.config.engines import EngineName
-from mrl.config.sections.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from mrl.config.sections.base import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Url,
+)
 
 
 class SamplingConfig(Section):
@@ -40,7 +48,7 @@ class RolloutConfig(Section):
     """The engines that sample."""
 
     engine: EngineName = "sglang"  # SGLang, or mrl's small server around transformers' generate
-    urls: tuple[str, ...] = ()  # running engines; mrl starts its own when empty
+    urls: tuple[Url, ...] = ()  # running engines; mrl starts its own when empty
     api_key_file: str | None = None  # the key that the engines at urls want: a file that its owner alone can read
     servers: PositiveInt = 1  # engines that mrl starts on each node
     tensor: PositiveInt = 1  # tensor parallelism of each; sglang only
@@ -53,6 +61,9 @@ class RolloutConfig(Section):
     # bounded: responses go on over pushes of weights, and are learnt at most max_staleness steps after their beginning
     overlap: Literal["none", "one_step", "bounded"] = "none"
     max_staleness: NonNegativeInt | None = None  # of a token, in steps; with overlap: bounded
+    # log-probs and values are computed in so many parts of a step, each as soon as all of its samples are there, while
+    # engines draw the others; null: of all together, when all are there
+    early_passes: Annotated[int, Field(ge=2, le=64)] | None = None
     # a response is drawn so many tokens at a time, and may go on in the next step, by the next weights; null: at once
     segment_tokens: PositiveInt | None = None
     # groups under way, times those that a step learns from; with segment_tokens

@@ -39,6 +39,7 @@ class ProfileConfig(Section):
 
     steps: tuple[PositiveInt, ...]  # numbers of steps, from 1; the first ones are slower than the others
     ranks: tuple[NonNegativeInt, ...] = (0,)  # whose
+    alone: bool = False  # the run ends after the last of these steps, and leaves neither checkpoints nor weights
 
 
 class RunConfig(Section):
@@ -63,6 +64,17 @@ class RunConfig(Section):
     launcher: Literal["mrl", "torchrun", "ft"] = "mrl"  # who starts this machine's processes; ft restarts failed ones
     max_restarts: NonNegativeInt = 3  # of all ranks, each after a failure; launcher ft only
     max_nonfinite_steps: PositiveInt = 3  # steps in a row with an update skipped for a NaN or infinity: the run stops
+
+    @property
+    def is_for_profile(self) -> bool:
+        return self.profile is not None and self.profile.alone
+
+    @property
+    def last_step(self) -> int:
+        """That is made."""
+        if self.profile is None or not self.profile.alone:
+            return self.steps
+        return min(self.steps, max(self.profile.steps, default=self.steps))
 
 
 class CheckpointConfig(Section):

@@ -66,6 +66,11 @@ class DataUse:
         answer = {} if self.is_sampled else {"answer_key": self.cfg.answer_key}
         return {"prompt_key": self.cfg.prompt_key} | answer
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether what a row has as its prompt is looked at."""
+        return self.preferences is not None or "prompt_key" in self.needed(())
+
 
 @dataclass(frozen=True)
 class Built:
@@ -123,6 +128,10 @@ class AnyConfig(Section):
     def has_turns(self) -> bool:
         """Whether its samples are trajectories of several turns."""
         return False
+
+    def imitated(self) -> SFTDataConfig | None:
+        """How rows of answers to imitate are read, where it has such rows."""
+        return None
 
     def models(self) -> dict[str, ModelUse]:
         """Every language model of the run, by the section that its keys `path`, `parallel` and `optimizer` are in."""
@@ -195,6 +204,12 @@ class AnyConfig(Section):
         """Whether one more checkpoint and one more export than the last ones are kept."""
         held_out = self.held_out()
         return held_out is not None and held_out.keep_best
+
+    @property
+    def kept(self) -> CheckpointConfig:
+        """What the run leaves to go on from and to use: nothing, where it is made for its profile."""
+        nothing = {"every_steps": None, "weights_every_steps": None, "export_hf": False}
+        return self.checkpoint.model_copy(update=nothing) if self.run.is_for_profile else self.checkpoint
 
     @abstractmethod
     def summary(self) -> list[tuple[str, str]]:

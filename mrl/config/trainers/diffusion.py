@@ -14,11 +14,13 @@ from mrl.config.checks.diffusion import (
     SCHEDULERS,
     blank_label,
     component,
+    has_random_step,
     latent_shape,
     net_of,
     net_problem,
     numbered,
     scheduler_problem,
+    vae_of,
 )
 from mrl.config.checks.models import check_optimizer
 from mrl.config.checks.reward import check_server
@@ -145,11 +147,11 @@ def check_shapes(cfg: DiffusionConfig) -> Iterator[Problem]:
     try:
         _, name, config = net_of(path)
         scheduler, settings = component(path / "scheduler", "scheduler_config.json")
-        vae = component(path / "vae")[1] if (path / "vae").is_dir() else None
+        vae = vae_of(path)
     except ValueError as error:
         yield Problem(("model.path",), str(error))
         return
-    if (why := net_problem(name, config)) is not None:
+    if (why := net_problem(name, config, vae)) is not None:
         yield Problem(("model.path",), why)
     try:
         latent_shape(name, config, vae, cfg.model.image_size)
@@ -182,6 +184,9 @@ def _sampler(cfg: DDPOConfig, name: str, config: dict, scheduler: str, settings:
     times = settings.get("num_train_timesteps", 1000)
     if cfg.sampler.steps > times:
         message = f"{cfg.sampler.steps} steps, the scheduler was made for {times} times"
+        yield Problem(("sampler.steps", "model.path"), message)
+    if not has_random_step(cfg.sampler.kind, settings, cfg.sampler.steps):
+        message = "the scheduler has a single step at time 0, where it is deterministic: there is no ratio"
         yield Problem(("sampler.steps", "model.path"), message)
     if NETS[name].told == "labels":
         if cfg.sampler.guidance != 1 and blank_label(name, config) is None:

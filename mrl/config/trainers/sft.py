@@ -36,7 +36,7 @@ class SFTConfig(Config):
         """Whether a step counts packs, or rows that are made of texts."""
         return self.packing.strategy != "planner"
 
-    def read_as(self) -> SFTDataConfig:
+    def imitated(self) -> SFTDataConfig:
         """`data`, with the bound that packs set to a row."""
         if self.packing.strategy != "bfd":
             return self.data

@@ -11,7 +11,7 @@ from pathlib import Path
 from mrl.config.fp8_shapes import ENGINE_BLOCK
 from mrl.families import FAMILIES, hf_keys
 from mrl.packages import missing_of_extra, pip_install
-from mrl.ports import GLOO, LOOPBACK, interface_of
+from mrl.ports import GLOO, interface_of
 from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import Launch, ServerSpec
 
@@ -47,11 +47,10 @@ def sglang_launch(spec: ServerSpec) -> Launch:
         env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     if spec.part is None:
         env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{spec.folder}/rendezvous"
-        env[GLOO] = LOOPBACK[GLOO]  # all its processes are on this machine
     else:
-        env[GLOO] = interface_of(spec.host)
         arguments += ["--nnodes", str(spec.part.nodes), "--node-rank", str(spec.part.number)]
         arguments += ["--dist-init-addr", spec.part.meeting]
+    env[GLOO] = interface_of(spec.host)  # where ranks of the trainer meet it, too
     env["SGLANG_DIAG_BYPASS_HEALTH_GENERATE"] = "1"  # /health asks for no key, and would sample a token among the run's
     if spec.api_key is not None:
         arguments += ["--config", str(spec.secret_file("key.yaml", f'api-key: "{spec.api_key}"\n'))]

@@ -74,6 +74,8 @@ class Endpoints:
         asks, start = bool(body.get("return_routed_experts")), int(body.get("routed_experts_start_len") or 0)
         if asks and self._worker.routed is None:
             raise BadRequest("return_routed_experts: the model has no experts")
+        if not 0 <= start <= min(map(len, prompts), default=0):
+            raise BadRequest(f"routed_experts_start_len: {start} tokens are not a part of every prompt")
         try:
             read = [self._read(ids, own) for ids, own in zip(prompts, urls)]
             jobs = [

@@ -195,8 +195,9 @@ def open_run(cfg: DPOConfig) -> Iterator[DPORun]:
         actor = build_learner(cfg, start.world, "policy", None, cfg.actor, pixels=pixels)
         live, shift = live_reference(cfg, start, actor), Shift()
         parts = {"actor": actor} | ({"ref": live} if isinstance(live, RefreshedReference) else {})
-        best = Best(cfg.validation) if held_out is not None else None
+        best = Best.of(cfg)
         begun = start.begin(actor, parts=parts, states={"shift": shift}, best=best)
+        begun.speed.watch(live)
         run = DPORun(
             **vars(begun),
             best=best,

@@ -94,7 +94,7 @@ def open_run(cfg: RewardModelTrainerConfig) -> Iterator[RewardModelRun]:
         pixels = pictures_of(data, held_out)
         actor = build_learner(cfg, start.world, "critic", None, cfg.actor, arch=arch, pixels=pixels)
         start_head(cfg, actor)
-        best = Best(cfg.validation) if held_out is not None else None
+        best = Best.of(cfg)
         run = RewardModelRun(**vars(start.begin(actor, best=best)), best=best, data=data, held_out=held_out)
         run.resume()
         start.is_set_up()

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from mrl.core import Rollout
-from mrl.rollout import LacksWeights
+from mrl.rollout import LacksWeights, RolloutError
 from mrl.trainers.rl.sampler import Drawn, Work
 
 CLOSE_S = 15.0  # until a thread whose requests have been cut off has ended
@@ -65,7 +65,7 @@ class Ahead:
         for note in notes:
             self._note(note)
         self._lost = []
-        if error is not None and not lost:
+        if error is not None and not (lost and isinstance(error, RolloutError)):
             raise error
         return lost if error is not None else []
 

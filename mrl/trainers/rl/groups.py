@@ -38,6 +38,8 @@ class GroupFilter:
             self._function = load_file(cfg.function, f"{KEY}.function", ([],), "(group)")
 
     def __call__(self, group: Group) -> Verdict:
+        if not group:  # all of it was left out
+            return "equal"
         if self._cfg.enable and len({value_of(sample, self._cfg.metric, f"{KEY}.metric") for sample in group}) <= 1:
             return "equal"
         return "kept" if self._function is None or self._ask(group) else "refused"
@@ -91,7 +93,7 @@ class _Tally:
             "sampling/dropped_refused": len(self.groups["refused"]),
             "sampling/surplus": max(0, kept - wanted),
             "sampling/filled": max(0, wanted - kept),
-            "sampling/reward_mean": sum(scores) / len(scores),
+            "sampling/reward_mean": sum(scores) / max(1, len(scores)),
         }
 
 

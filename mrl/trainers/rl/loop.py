@@ -9,16 +9,15 @@ import math
 import time
 
 from mrl.algo import explained_variance
-from mrl.config.trainers.rl import updates_per_step
 from mrl.core import Rollout, StepStats
 from mrl.learner import losses
 from mrl.trainers.rl import routing
-from mrl.trainers.rl.experience import Experience, forward_passes, make_experience, resampled, token_weights
+from mrl.trainers.rl.experience import Experience, make_experience, resampled, token_weights
 from mrl.trainers.rl.policy_update import check_samples, drop_if_far, policy_targets
 from mrl.trainers.rl.run import RLRun
 from mrl.trainers.shared.head_error import head_error
 from mrl.trainers.shared.references import RefreshedReference
-from mrl.trainers.shared.updates import named
+from mrl.trainers.shared.updates import named, over_updates
 
 
 def train(run: RLRun) -> None:
@@ -32,7 +31,7 @@ def train_step(run: RLRun, step: int) -> None:
     stats, started, restarts = run.saving.new_stats(step + 1), time.monotonic(), run.engine_restarts
     with run.phase("rollout", stats):
         rollout, metrics = run.generate(step)
-    stats.metrics |= metrics
+    stats.metrics |= metrics | run.passes.early_metrics(stats.seconds)
     experience = learn(run, step, rollout, stats)
     publish(run, step, stats)
     log(run, step, stats, experience, rollout, started, restarts)
@@ -87,13 +86,10 @@ def experience_of(run: RLRun, rollout: Rollout, trains_actor: bool) -> tuple[Exp
     metrics: dict[str, float] = {}
     if run.replay is not None:
         rollout, reused, metrics = run.replay.mix(rollout)
-    temperature, single = cfg.rollout.sampling.temperature, updates_per_step(cfg) == 1 and run.replay is None
-    models, notes = (run.actor, run.critic, run.ref), cfg.actor.routing_replay == "trainer"
-    passes = forward_passes(cfg.algorithm, rollout, temperature, *models, single_update=single, notes_experts=notes)
-    experience = make_experience(cfg.algorithm, rollout, passes, run.kl_controller.value, reused)
+    experience = make_experience(cfg.algorithm, rollout, run.passes.of(rollout), run.kl_controller.value, reused)
     log_probs = experience.trainer_log_probs
     if log_probs is None and not trains_actor:  # no update of the actor will tell
-        log_probs, _ = run.actor.log_probs(rollout, temperature)
+        log_probs, _ = run.actor.log_probs(rollout, cfg.rollout.sampling.temperature)
     if log_probs is not None:
         metrics |= run.mismatch.check(rollout, log_probs, experience.is_new, version=run.version)
     metrics |= routing.before_updates(run, experience)
@@ -137,16 +133,6 @@ def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
 def is_far_enough(target_kl: float | None, updates: list[dict[str, float]]) -> bool:
     """TRL's early stop: looks at the last update of an epoch."""
     return target_kl is not None and bool(updates) and updates[-1]["actor/ppo_kl"] > 1.5 * target_kl
-
-
-def over_updates(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the updates that were applied (over all if none was), and how many were skipped."""
-    applied = [row for row in rows if not row["skipped"]]
-    means = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        values = [row[name] for row in applied if name in row] or [row[name] for row in rows if name in row]
-        means[name] = sum(values) / len(values)
-    return means | {"skipped": sum(row["skipped"] for row in rows)}
 
 
 def update_actor(run: RLRun, exp: Experience, sample_ids: range, number: int) -> dict[str, float]:

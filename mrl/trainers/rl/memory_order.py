@@ -26,6 +26,7 @@ ORDER: dict[str, Needs] = {
     "resume":         _row("nothing",    "nothing",    "nothing",    "nothing",    ASLEEP),
     "rollout":        _row("nothing",    "nothing",    "nothing",    "nothing",    AWAKE),
     "scoring":        _row("nothing",    "nothing",    "nothing",    "parameters", AS_IT_IS),
+    "early_passes":   _row("parameters", "parameters", "parameters", "nothing",    AS_IT_IS),
     "engine_restart": _row("parameters", "nothing",    "nothing",    "nothing",    AS_IT_IS),
     "experience":     _row("parameters", "parameters", "parameters", "nothing",    ASLEEP),
     "actor_update":   _row("all",        "nothing",    "nothing",    "nothing",    ASLEEP),

@@ -15,7 +15,7 @@ from mrl.trainers.rl.sampler import Pending
 
 def train(run: RLRun) -> None:
     """The steps that are left, from samples that the checkpoint has or that are drawn by the weights of its step."""
-    if run.start_step == run.cfg.run.steps:
+    if run.start_step == run.cfg.run.last_step:
         return
     pending = begin(run, run.start_step)
     for step in run.steps():
@@ -40,7 +40,7 @@ def train_step(run: RLRun, step: int, pending: Pending) -> Pending:
         rollout, metrics = pending.result()
     stats.metrics |= metrics
 
-    is_last, lost = step + 1 == cfg.run.steps, False
+    is_last, lost = step + 1 == cfg.run.last_step, False
     following = pending if is_last else run.sampler.start(step + 1)
     experience = learn(run, step, rollout, stats)
     learnt = time.monotonic()

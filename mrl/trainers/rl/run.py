@@ -25,6 +25,7 @@ from mrl.trainers.rl.main_parts import MainParts, make_ahead, this_machine
 from mrl.trainers.rl.memory_order import ORDER, Engines
 from mrl.trainers.rl.mismatch import MismatchLimits
 from mrl.trainers.rl.models import Models, MovingAverage, build_models
+from mrl.trainers.rl.passes import StepPasses, ToCompute
 from mrl.trainers.rl.pushes import make_sync
 from mrl.trainers.rl.replay import Replay
 from mrl.trainers.rl.reward_scores import ToScore, score, to_score
@@ -55,6 +56,7 @@ class RLRun(Run):
     sync: EngineSync
     mismatch: MismatchLimits
     ahead: Ahead | None  # where samples are drawn ahead
+    passes: StepPasses
     pushed: int | str | None = None  # the name of the weights that the engines have
 
     def minibatches(self, rollout: Rollout) -> list[range]:
@@ -66,6 +68,7 @@ class RLRun(Run):
     def generate(self, step: int) -> Sampled:
         """The step's samples with their controlled scores, the same on every rank."""
         self._give_lost_weights()
+        self.passes.begin()
         if self.cfg.rollout.overlap == "bounded":
             while self._lost(lambda under_way: under_way.wait(step)):
                 self.push_again(verify=True)
@@ -77,8 +80,10 @@ class RLRun(Run):
         return Sampler(self.world, self._draw, self._write, self._together, self.scores, begin)
 
     def _draw(self, step: int) -> Drawn:
-        on_sample = self._ticker(samples_per_step(self.cfg)) if self.ahead is None else lambda sample: None
-        return self._generator.draw(step, on_sample)
+        if self.ahead is not None:
+            return self._generator.draw(step, lambda sample: None)
+        tick = self._ticker(samples_per_step(self.cfg))
+        return self._generator.draw(step, self.passes.seeing(step, tick))
 
     def _write(self, drawn: Drawn) -> Sampled:
         return self._generator.write(drawn)
@@ -135,8 +140,13 @@ class RLRun(Run):
         self.push_weights(step)
         return metrics
 
-    def _together(self, argument: ToScore | str) -> object:
-        """What rank 0 may ask of all ranks while it samples: a reward model's scores, or the weights for an engine."""
+    def _together(self, argument: ToScore | ToCompute | str) -> object:
+        """What rank 0 may ask of all ranks while it samples: a reward model's scores, what the models say of the first
+        samples, or the weights for an engine."""
+        if isinstance(argument, ToCompute):
+            with self.memory.during("early_passes"):
+                self.passes.add(argument.part)
+            return None
         if isinstance(argument, ToScore):
             judge = self.cfg.reward.model
             assert self.reward_model is not None and judge is not None
@@ -299,6 +309,7 @@ def build_run(
         generator=main.generator,
         replay=replay,
         ahead=ahead,
+        passes=StepPasses.make(cfg, models, setup.world.together),
         demonstrations=demonstrations,
         sync=sync,
         mismatch=mismatch,

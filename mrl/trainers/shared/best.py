@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
-from mrl.config.schema import HeldOutConfig
+from mrl.config.schema import Config, HeldOutConfig
 
 
 class Best:
     """value, step: of the best one, None before the first; stalled: validations since the last one that was better by
-    more than `min_delta`."""
+    more than `min_delta`. rows: what is looked at, in words that change with it"""
 
-    def __init__(self, cfg: HeldOutConfig) -> None:
-        self._cfg = cfg
+    def __init__(self, cfg: HeldOutConfig, rows: str = "") -> None:
+        self._cfg, self._rows = cfg, rows
         self.value: float | None = None
         self.step: int | None = None
         self.stalled = 0
+
+    @classmethod
+    def of(cls, cfg: Config) -> Best | None:
+        """None where no held-out rows judge the run."""
+        held_out, sources = cfg.held_out(), cfg.data.validation
+        if held_out is None or sources is None:
+            return None
+        return cls(held_out, json.dumps([[source.model_dump(mode="json") for source in sources], held_out.rows]))
 
     def see(self, step: int, metrics: dict[str, float]) -> None:
         """After `step` steps, with all metrics of the validation."""
@@ -38,11 +47,12 @@ class Best:
         return self.step if self._cfg.keep_best else None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"metric": self._cfg.metric, "value": self.value, "step": self.step, "stalled": self.stalled}
+        seen = {"metric": self._cfg.metric, "rows": self._rows}
+        return seen | {"value": self.value, "step": self.step, "stalled": self.stalled}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of another metric, nothing is known yet."""
-        if state["metric"] == self._cfg.metric:
+        """Of another metric or other rows nothing is known yet."""
+        if state["metric"] == self._cfg.metric and state.get("rows", self._rows) == self._rows:
             self.value, self.step, self.stalled = state["value"], state["step"], state["stalled"]
 
     def __str__(self) -> str:

@@ -126,6 +126,7 @@ class Saving:
         self._exports = exports or self._of_actor()
         self._since_row = StepStats(0)
         self._step = 0  # steps that the learners have made
+        self._best_saved: int | None = None  # the best one's steps when the last save began
 
     def resume(self) -> int:
         """Goes on from the newest complete checkpoint; returns how many steps it is of, 0 if there is none.
@@ -145,8 +146,9 @@ class Saving:
         dropped = self._from_main("dropping what is to be made again", lambda: rewind(self._run_dir, self._step))
         after = f"; dropped of what was written down after it: {dropped}" if dropped else ""
         if path is not None:
-            left = max(0, self._cfg.run.steps - self._step)
-            to_do = f"{left} steps are left" if left else "none is left: raise run.steps to train on"
+            left = max(0, self._cfg.run.last_step - self._step)
+            more = "run.profile.steps" if self._cfg.run.is_for_profile else "run.steps"
+            to_do = f"{left} steps are left" if left else f"none is left: raise {more} to train on"
             to_do = "it has ended early: raise validation.patience to train on" if self.is_over else to_do
             self._recorder.note(f"continuing from {path} (step {self._step}), {to_do}{after}")
         elif dropped:
@@ -163,7 +165,7 @@ class Saving:
         """Saves what is due after `step` steps. The step's metrics have been written down: a checkpoint is never of
         more steps than they are."""
         self._step = step
-        cfg, last = self._cfg.checkpoint, step == self._cfg.run.steps or self.is_over
+        cfg, last = self._cfg.kept, step == self._cfg.run.steps or self.is_over
         is_best = self._best is not None and self._best.kept_step == step
         self._attempt(self._saver.poll)
         if cfg.every_steps and (step % cfg.every_steps == 0 or last or is_best):
@@ -197,7 +199,7 @@ class Saving:
         for. For hf_best the learners get the best weights."""
         with self._phase("checkpoint", self._since_row):
             self._attempt(self._saver.wait)
-            if self._cfg.checkpoint.export_hf:
+            if self._cfg.kept.export_hf:
                 self._exports.whole("hf", self._step)
                 self._exports.adapter("adapter", self._step)
                 if isinstance(average := self._parts.get("ema"), PolicyCopy):  # beside the actor that was exported
@@ -215,17 +217,28 @@ class Saving:
         trackers = {"trackers": self._recorder.tracker_runs()}
         state = {"step": self._step, **states, **self._updates.state_dict(), **trackers, **self._config}
         kept = self._kept.state_dict() if self._kept is not None else None
-        best = self._best.kept_step if self._best is not None else None
-        self._saver.save(self._step, self._parts, state, kept, best)
+        self._best_saved = self._best.kept_step if self._best is not None else None
+        self._saver.save(self._step, self._parts, state, kept, self._best_saved)
 
     def _save_best(self, step: int) -> None:
         """Exports the weights that were best. They are the run's last ones, or a checkpoint's."""
-        if step != self._step:
-            path = checkpoint.of_step(self._run_dir, step)
-            checkpoint.load(path, self._parts)
-        self._recorder.note(f"the best validation, {self._best}: its weights are in {self._run_dir / 'hf_best'}")
-        self._exports.whole("hf_best", step)
-        self._exports.adapter("adapter_best", step)
+        said, kept = f"the best validation, {self._best}", step if step == self._step else self._load_best(step)
+        if kept is None:
+            self._recorder.note(f"{said}: neither its checkpoint nor one of a best before it could be written")
+            return
+        whose = "its weights" if kept == step else f"its checkpoint could not be written; the weights of step {kept}"
+        self._recorder.note(f"{said}: {whose} are in {self._run_dir / 'hf_best'}")
+        self._exports.whole("hf_best", kept)
+        self._exports.adapter("adapter_best", kept)
+
+    def _load_best(self, step: int) -> int | None:
+        """Gives the learners the weights of the best checkpoint; of how many steps it is, None where there is none."""
+        path = checkpoint.of_step(self._run_dir, step)
+        found = self._from_main(f"looking for {path}", lambda: checkpoint.best_of(path))
+        if found is None:
+            return None
+        checkpoint.load(found, self._parts)
+        return checkpoint.step_of(found)
 
     def _load_states(self, state: Mapping[str, Any]) -> None:
         for name, each in self._states.items():
@@ -237,7 +250,9 @@ class Saving:
             self._name_best(self._best.kept_step)
 
     def _name_best(self, step: int) -> None:
-        if self._phase.world.is_main:
+        """If it is there."""
+        path = checkpoint.of_step(self._run_dir, step)
+        if self._phase.world.is_main and checkpoint.best_of(path) == path:
             self._recorder.write_down("checkpoints/best", lambda: checkpoint.name_best(self._run_dir, step))
 
     def _of_actor(self) -> Exports:
@@ -269,8 +284,8 @@ class Saving:
         self._since_row.metrics |= {"checkpoint/copy_s": done.copy_s, "checkpoint/write_s": done.write_s}
         size, meanwhile = f"{done.nbytes / MIB:.1f} MiB", " beside the training" * self._cfg.checkpoint.asynchronous
         self._recorder.note(f"{done.path} is complete: {size} written in {done.write_s:.2f} s{meanwhile}")
-        if self._best is not None and self._best.kept_step == checkpoint.step_of(done.path):
-            self._name_best(checkpoint.step_of(done.path))
+        if self._best_saved == checkpoint.step_of(done.path):
+            self._name_best(self._best_saved)
 
     def _from_main(self, what: str, make: Callable[[], Any]) -> Any:
         return self._phase.world.from_main(what, make)

@@ -44,3 +44,4 @@ class JudgedRun(Run):
     def _validate(self, stats: StepStats) -> None:
         with self.phase("validation", stats):
             stats.metrics |= self.judge()
+        self.speed.leave_out()

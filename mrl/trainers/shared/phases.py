@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mrl.config.schema import ResilienceConfig
 from mrl.core import StepStats
-from mrl.observe import Recorder, SilentRecorder, append_jsonl
+from mrl.observe import STRAGGLERS, Recorder, SilentRecorder, append_jsonl
 from mrl.resilience import preemption, sections
 from mrl.resilience.stragglers import Stragglers
 from mrl.trainers.shared.memory import MemoryOrder
@@ -67,7 +67,7 @@ class Phases:
         stats.metrics |= report.metrics()
         if self.world.is_main:
             row = {"step": stats.step, "steps": report.steps, **report.seconds}
-            file = self.run_dir / "stragglers.jsonl"
+            file = self.run_dir / STRAGGLERS
             self.recorder.write_down("the ranks' times", lambda: append_jsonl(file, row))
         note = report.note()
         if note is not None:

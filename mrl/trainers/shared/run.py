@@ -48,7 +48,7 @@ class Loop:
     def steps(self) -> Iterator[int]:
         """Numbers of the steps that are left, from 0; none after a validation that ends the run. Before each the run
         ends if a scheduler has told it to, after each it saves what is due. Collective."""
-        for step in range(self.start_step, self.cfg.run.steps):
+        for step in range(self.start_step, self.cfg.run.last_step):
             if self.saving.is_over:
                 return
             self.leave_if_warned(step)

@@ -37,8 +37,7 @@ class Speed:
         perf/tflop_per_s_per_rank: that over the seconds of the phases that the models run in
         perf/mfu: that over what the GPU can do at most; plan/...: see `Planned.metrics`; both where there is a plan
         """
-        total = sum(learner.work.total for learner in self._learners)
-        flops, self._before = total - self._before, total
+        flops = self._since()
         busy = sum(stats.seconds.get(phase, 0.0) for phase in COMPUTING)
         speed = flops / max(busy, 1e-9) / self._world_size
         found = {
@@ -50,3 +49,13 @@ class Speed:
         if self._planned is not None:
             found |= {"perf/mfu": speed / self._planned.peak_flops, **self._planned.metrics(stats, learnt)}
         return found
+
+    def leave_out(self) -> None:
+        """What has been computed since the last step, such as a validation, is no part of the next one."""
+        self._since()
+
+    def _since(self) -> int:
+        """Operations since the last call."""
+        total = sum(learner.work.total for learner in self._learners)
+        flops, self._before = total - self._before, total
+        return flops

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from mrl.core import Rollout
 from mrl.learner import Learner
-from mrl.observe import Recorder, SilentRecorder, append_jsonl
-
-FILE = "nonfinite.jsonl"
+from mrl.observe import NONFINITE, Recorder, SilentRecorder, append_jsonl
 
 
 class NonFiniteError(RuntimeError):
@@ -48,7 +46,7 @@ class Updates:
     """
 
     def __init__(self, run_dir: Path, limit: int, recorder: Recorder | SilentRecorder, *, writes: bool) -> None:
-        self.file, self._limit = run_dir / FILE, limit
+        self.file, self._limit = run_dir / NONFINITE, limit
         self._recorder, self._writes = recorder, writes
         self._made: dict[str, int] = {}  # updates of this step, by role
         self._skipped: dict[str, int] = {}  # of these
@@ -94,7 +92,7 @@ class Updates:
             self._write_down(role, metrics, step, "mini-batch", places, [None] * len(places))
 
     def end_of_step(self, step: int) -> None:
-        """`step`: from 1. Raises NonFiniteError after `limit` steps in a row with a skipped update."""
+        """`step`: from 1. Raises NonFiniteError after `limit` steps or more in a row with a skipped update."""
         made, skipped = sum(self._made.values()), sum(self._skipped.values())
         self.unlearned = [role for role, count in self._made.items() if count == self._skipped.get(role, 0)]
         self._made, self._skipped = {}, {}
@@ -103,9 +101,9 @@ class Updates:
             return
         why = "loss or gradient was not finite"
         self._recorder.note(f"step {step}: {skipped} of {made} updates skipped, the {why}; the samples: {self.file}")
-        if self.in_a_row == self._limit:
+        if self.in_a_row >= self._limit:
             raise NonFiniteError(
-                f"{self._limit} steps in a row, to step {step}, had an update whose {why} (run.max_nonfinite_steps). "
+                f"{self.in_a_row} steps in a row, to step {step}, had an update whose {why} (run.max_nonfinite_steps). "
                 f"None of these updates was applied. {self.file} names their samples and data rows"
             )
 
@@ -145,6 +143,16 @@ def _suspects(learner: Learner, rollout: Rollout, targets: Sequence[Tensor]) -> 
         if found := bad.nonzero().flatten().tolist():
             return "targets", found
     return "mini-batch", range(rollout.num_samples)
+
+
+def over_updates(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the updates that were applied (over all if none was), and how many were skipped."""
+    applied = [row for row in rows if not row["skipped"]]
+    means = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row[name] for row in applied if name in row] or [row[name] for row in rows if name in row]
+        means[name] = sum(values) / len(values)
+    return means | {"skipped": sum(row["skipped"] for row in rows)}
 
 
 def named(role: str, metrics: dict[str, float]) -> dict[str, float]:
