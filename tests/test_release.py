@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mrl.config.schema import ActorConfig, AlgorithmConfig, BatchConfig, RLConfig, RolloutConfig, ValidationConfig
+from mrl.config.schema import AlgorithmConfig, BatchConfig, RLConfig, RolloutConfig, ValidationConfig
+from mrl.config.sections.models import ActorConfig
 from mrl.observe import read_metrics
 from mrl.resilience import EXIT_PREEMPTED
 from mrl.rollout import MemoryPart

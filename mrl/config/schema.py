@@ -24,7 +24,6 @@ from mrl.config.sections.data import (
 from mrl.config.sections.held_out import ComparisonConfig, HeldOutConfig, LikelihoodConfig
 from mrl.config.sections.lora import LoRAConfig
 from mrl.config.sections.models import (
-    ActorConfig,
     CriticConfig,
     ModelConfig,
     OptimizerConfig,
