@@ -178,11 +178,12 @@ def test_signals_save_and_leave(folder: Folder, undisturbed: dict[str, bytes | l
     assert rows[0]["steps"] == 2 and rows[0]["update"][1] > rows[0]["update"][0] + 1, rows
 
 
-def test_what_does_not_fit_into_the_deadline_is_left_undone(folder: Folder) -> None:
+@pytest.mark.parametrize("launcher", ["mrl", "torchrun"])
+def test_what_does_not_fit_into_the_deadline_is_left_undone(folder: Folder, launcher: str) -> None:
     """The engine answers nothing: the step cannot end."""
     with fake_engine(folder.path, "generate_hangs") as url:
         more = [f"rollout.urls=['{url}']", "rollout.request_timeout_s=400.0", "resilience.save_deadline_s=2.0"]
-        with folder.train("late", *more) as run:
+        with folder.train(f"late_{launcher}", *more, f"run.launcher={launcher}") as run:
             run.wait_for("waiting for the engine", STARTING_S)
             time.sleep(3)
             run.signal(signal.SIGTERM)

@@ -46,6 +46,7 @@ def fake_engine(folder: Path, behaviour: str) -> Iterator[str]:
     finally:
         process.kill()
         process.wait(10)
+        port.unlink(missing_ok=True)
 
 
 def the_error(run: Train) -> str:

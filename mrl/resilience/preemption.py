@@ -6,6 +6,7 @@ each other at the end of a step. SIGINT ends a rank at once, and so do the two o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, started_by_torchelas
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
 
 _due: float | None = None  # time.monotonic() by which the rank must have left
+_going_on: Path | None = None  # the directory of the run, once it goes on
 
 
 def die_at_once() -> None:
@@ -61,6 +63,8 @@ def left_s(deadline_s: float) -> float:
 
 def begin(run_dir: Path) -> None:
     """The run goes on: what `leave` wrote down holds no longer."""
+    global _going_on
+    _going_on = run_dir
     (run_dir / MARKER).unlink(missing_ok=True)
 
 
@@ -70,10 +74,15 @@ def leave(run_dir: Path, step: int) -> NoReturn:
     Raises SystemExit. torchrun and ft_launcher take every exit code but 0 for a failure: under them it is 0.
     """
     signal.setitimer(signal.ITIMER_REAL, 0.0)
+    _note_leaving(run_dir, step)
+    raise SystemExit(_code())
+
+
+def _note_leaving(run_dir: Path, step: int | None) -> None:
+    """step: which was saved; None: none since the warning"""
     if os.environ.get("RANK", "0") == "0":
         content = json.dumps({"step": step, "unix_time": round(time.time(), 3)}) + "\n"
         write_atomically(run_dir / MARKER, content)
-    raise SystemExit(_code())
 
 
 def _code() -> int:
@@ -82,7 +91,12 @@ def _code() -> int:
 
 def _too_late(number: int, frame: FrameType | None) -> NoReturn:
     print("the step was not over, or not saved, within resilience.save_deadline_s: leaving without it", flush=True)
-    raise SystemExit(_code())
+    code = EXIT_PREEMPTED  # a launcher that finds no word of it needs one that is not 0
+    if _going_on is not None:
+        with contextlib.suppress(OSError):
+            _note_leaving(_going_on, None)
+            code = _code()
+    raise SystemExit(code)
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

@@ -62,6 +62,8 @@ class Worker:
         self.routed = RoutedShape.of(arch) if arch.experts is not None else None
         self._tap = ExpertTap(self.model) if arch.experts is not None else None
         self.eos_ids = _eos_ids(self.model.generation_config)
+        self.model.generation_config = GenerationConfig()  # what a request leaves open would be taken from the model's
+        self._tokenizer_path = model_path  # a push from disk has none
         self._tokenizer: Any = None
         self._queue: queue.Queue[_Generation | _Task] = queue.Queue()
         self._session = False
@@ -182,7 +184,7 @@ class Worker:
 
     def _tokenizer_for(self, jobs: list[Job]) -> Any:
         if self._tokenizer is None and any(job.stop for job in jobs):
-            self._tokenizer = AutoTokenizer.from_pretrained(self.model_path, **_LOCAL)
+            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_path, **_LOCAL)
         return self._tokenizer
 
     def _release(self, parts: frozenset[MemoryPart]) -> None:

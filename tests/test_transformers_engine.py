@@ -1,0 +1,58 @@
+"""The transformers engine in this process: it draws what a request says, from logits as they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mrl.rollout.transformers_engine.sampling import parse_job
+from mrl.rollout.transformers_engine.worker import Worker
+from tests.conftest import TinyModels
+
+PROMPT = [5, 6, 7, 8, 5, 6]
+ASKED = {"temperature": 1.0, "max_new_tokens": 20, "sampling_seed": 3}
+
+
+@pytest.fixture
+def model(tiny_models: TinyModels, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_models("qwen2"), tmp_path / "model"))
+
+
+def draw(worker: Worker, **asked: Any) -> tuple[list[int], list[float]]:
+    job = parse_job(PROMPT, ASKED | asked, worker.eos_ids, 128)
+    (tokens,) = worker.generate([job])
+    return tokens, job.log_probs
+
+
+@pytest.mark.parametrize("own", [{"repetition_penalty": 1.3}, {"suppress_tokens": [2, 3]}, {"num_beams": 2}])
+def test_what_a_model_says_of_generation_changes_neither_tokens_nor_log_probs(model: Path, own: dict[str, Any]) -> None:
+    plain = draw(Worker(str(model), torch.float32, "cpu", 8))
+    file = model / "generation_config.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(known | own))
+    worker = Worker(str(model), torch.float32, "cpu", 8)
+    tokens, log_probs = draw(worker)
+    assert (tokens, log_probs) == plain and len(tokens) > 1
+    logits = worker.model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1].float()
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert torch.allclose(torch.tensor(log_probs), expected, atol=1e-4)
+
+
+def test_stop_strings_are_read_after_a_push_from_a_directory_without_a_tokenizer(model: Path, tmp_path: Path) -> None:
+    worker = Worker(str(model), torch.float32, "cpu", 8)
+    before = draw(worker)[0]
+    pushed = tmp_path / "pushed"
+    pushed.mkdir()
+    state = {name: tensor.contiguous().clone() for name, tensor in worker.model.state_dict().items()}
+    if worker.model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    save_file(state, pushed / "model.safetensors")
+    worker.update_from_disk(str(pushed), "1")
+    shutil.rmtree(pushed)
+    assert draw(worker, stop=["never drawn"])[0] == before
