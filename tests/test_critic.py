@@ -54,7 +54,7 @@ def test_the_second_update_of_a_step_is_clipped_and_learning_goes_on(results: di
     assert max(map(abs, one["actor/ppo_kl"])) == max(one["actor/clipfrac"]) == 0.0  # one update a step: the ratio is 1
     assert sum(kl != 0.0 for kl in two["actor/ppo_kl"]) == len(two["actor/ppo_kl"])
     assert sum(share > 0.0 for share in two["actor/clipfrac"]) > len(two["actor/clipfrac"]) / 2
-    assert two["solved"][0] < 0.15 and two["solved"][-1] > 0.4, two["solved"]  # .49 to .8 by seed and processor
+    assert two["solved"][0] < 0.15 and two["solved"][-1] > 0.4, two["solved"]  # .493 of seed 2 without AVX-512
 
 
 @pytest.mark.parametrize("seed", SEEDS)

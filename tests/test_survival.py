@@ -178,12 +178,14 @@ def test_signals_save_and_leave(folder: Folder, undisturbed: dict[str, bytes | l
     assert rows[0]["steps"] == 2 and rows[0]["update"][1] > rows[0]["update"][0] + 1, rows
 
 
-@pytest.mark.parametrize("launcher", ["mrl", "torchrun"])
-def test_what_does_not_fit_into_the_deadline_is_left_undone(folder: Folder, launcher: str) -> None:
-    """The engine answers nothing: the step cannot end."""
+@pytest.mark.parametrize(("launcher", "ranks"), [("mrl", 2), ("torchrun", 1)])
+def test_what_does_not_fit_into_the_deadline_is_left_undone(folder: Folder, launcher: str, ranks: int) -> None:
+    """The engine answers nothing: the step cannot end. Of several ranks one may fail as the others leave, which alone
+    would tell torchrun that the run is not over."""
     with fake_engine(folder.path, "generate_hangs") as url:
         more = [f"rollout.urls=['{url}']", "rollout.request_timeout_s=400.0", "resilience.save_deadline_s=2.0"]
-        with folder.train(f"late_{launcher}", *more, f"run.launcher={launcher}") as run:
+        more += [f"run.launcher={launcher}", f"run.nproc={ranks}", f"actor.parallel.tensor={ranks}"]
+        with folder.train(f"late_{launcher}", *more) as run:
             run.wait_for("waiting for the engine", STARTING_S)
             time.sleep(3)
             run.signal(signal.SIGTERM)

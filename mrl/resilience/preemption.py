@@ -21,7 +21,7 @@ from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, started_by_torchelas
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
 
 _due: float | None = None  # time.monotonic() by which the rank must have left
-_going_on: Path | None = None  # the directory of the run, once it goes on
+_run_dir: Path | None = None  # once the run goes on in it
 
 
 def die_at_once() -> None:
@@ -63,13 +63,13 @@ def left_s(deadline_s: float) -> float:
 
 def begin(run_dir: Path) -> None:
     """The run goes on: what `leave` wrote down holds no longer."""
-    global _going_on
-    _going_on = run_dir
+    global _run_dir
+    _run_dir = run_dir
     (run_dir / MARKER).unlink(missing_ok=True)
 
 
 def leave(run_dir: Path, step: int) -> NoReturn:
-    """Ends this rank after its state has been saved. Rank 0 writes down that the run is to be continued.
+    """Ends this rank after its state has been saved; that the run is to be continued is written down.
 
     Raises SystemExit. torchrun and ft_launcher take every exit code but 0 for a failure: under them it is 0.
     """
@@ -79,7 +79,7 @@ def leave(run_dir: Path, step: int) -> NoReturn:
 
 
 def _note_leaving(run_dir: Path, step: int | None) -> None:
-    """step: which was saved; None: none since the warning"""
+    """On rank 0: the launcher finds it. step: the last that is done and saved; None: the deadline has passed"""
     if os.environ.get("RANK", "0") == "0":
         content = json.dumps({"step": step, "unix_time": round(time.time(), 3)}) + "\n"
         write_atomically(run_dir / MARKER, content)
@@ -92,9 +92,9 @@ def _code() -> int:
 def _too_late(number: int, frame: FrameType | None) -> NoReturn:
     print("the step was not over, or not saved, within resilience.save_deadline_s: leaving without it", flush=True)
     code = EXIT_PREEMPTED  # a launcher that finds no word of it needs one that is not 0
-    if _going_on is not None:
+    if _run_dir is not None:
         with contextlib.suppress(OSError):
-            _note_leaving(_going_on, None)
+            _note_leaving(_run_dir, None)
             code = _code()
     raise SystemExit(code)
 
