@@ -44,7 +44,7 @@ def test_the_critic_learns_to_expect_the_delayed_reward(results: dict[int, Resul
 def test_ppo_with_a_critic_beats_ppo_with_a_frozen_zero_one(results: dict[int, Results], seed: int) -> None:
     critic, zero = (results[seed][mode]["solved"] for mode in ("critic", "zero"))
     assert critic[0] == zero[0] < 0.15  # the same model, by chance 1 in 8
-    assert critic[-1] > 0.4 and critic[-1] > zero[-1] + 0.2, (critic[-1], zero[-1])
+    assert critic[-1] > 0.4 and critic[-1] > zero[-1] + 0.2, (critic[-1], zero[-1])  # .62 to .74 and .13 to .20
     assert set(results[seed]["zero"]["critic/explained_variance"]) == {0.0}
 
 
@@ -54,7 +54,7 @@ def test_the_second_update_of_a_step_is_clipped_and_learning_goes_on(results: di
     assert max(map(abs, one["actor/ppo_kl"])) == max(one["actor/clipfrac"]) == 0.0  # one update a step: the ratio is 1
     assert sum(kl != 0.0 for kl in two["actor/ppo_kl"]) == len(two["actor/ppo_kl"])
     assert sum(share > 0.0 for share in two["actor/clipfrac"]) > len(two["actor/clipfrac"]) / 2
-    assert two["solved"][0] < 0.15 and two["solved"][-1] > 0.4, two["solved"]  # .493 of seed 2 without AVX-512
+    assert two["solved"][0] < 0.15 and two["solved"][-1] > 0.6, two["solved"]  # .86 to .96
 
 
 @pytest.mark.parametrize("seed", SEEDS)

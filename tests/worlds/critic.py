@@ -4,7 +4,7 @@ Usage: critic.py MODEL_DIR RESULT_JSON SEED MODE [MODE ...]. A mode is `critic`,
 `minibatches` (a critic, and two updates of half the samples a step).
 RESULT_JSON gets {mode: {metric: [its value at every step]}}; "solved" is the policy's exact chance to solve the task.
 
-The task: a prompt is one of 8 keys, a response 12 tokens out of 8. Only the first token matters: each key has one right
+The task: a prompt is one of 8 keys, a response 6 tokens out of 8. Only the first token matters: each key has one right
 answer, worth 1, paid after the last token. On top of that comes a constant of the key, from -4 to 4, whatever the
 response. So nearly all of the return's spread is the prompt's and not the policy's doing, which a critic can learn.
 """
@@ -34,7 +34,7 @@ from mrl.trainers.rl.loop import experience_of, update  # noqa: E402
 from mrl.trainers.rl.run import RLRun  # noqa: E402
 from tests.bare_run import bare_run  # noqa: E402
 
-STEPS, SAMPLES, KEYS, RESPONSE = 80, 128, 8, 12
+STEPS, SAMPLES, KEYS, RESPONSE = 60, 128, 8, 6
 RIGHT = torch.tensor([3, 6, 1, 4, 7, 2, 5, 0])  # the first token that each key asks for
 LEVEL = torch.tensor([1.0, -4.0, 3.0, -2.0, 4.0, -1.0, 2.0, -3.0])  # what a key pays whatever the response
 MODES: dict[str, dict[str, Any]] = {"critic": {}, "zero": {}, "minibatches": {"samples_per_minibatch": SAMPLES // 2}}
