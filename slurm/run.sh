@@ -83,6 +83,7 @@ trap "ended=143; echo 143 >\"$STATE.code.$SLURM_NODEID\"" TERM
 "$0" -m mrl "$@" &
 echo $! >"$STATE.pid.$SLURM_NODEID"
 while wait $!; code=$?; kill -0 $! 2>/dev/null; do :; done
+((code == 128 + 10)) && code=$EXIT_PREEMPTED # of USR1, before Python could listen for it: nothing has begun
 code=${ended:-$code}
 echo "$code" >"$STATE.code.$SLURM_NODEID"
 exit $((code == EXIT_PREEMPTED ? 0 : code))'

@@ -18,7 +18,10 @@ from pathlib import Path
 import pytest
 
 from mrl import cli
+from mrl.resilience import EXIT_PREEMPTED
 from mrl.terminal import TidyLog
+from tests.conftest import TinyModels
+from tests.train_tools import write_config
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = """
@@ -315,6 +318,33 @@ def test_train_refuses_a_bad_configuration_before_it_starts_anything(tmp_path: P
     assert "override run.sed=3: run.sed: unknown key; did you mean seed?" in done.stderr
     assert "bad.yaml:1: batch: required key is missing" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_who_is_told_to_stop_before_anything_has_begun_is_to_be_started_again(
+    tmp_path: Path, tiny_models: TinyModels, number: signal.Signals
+) -> None:
+    """In the midst of the imports, which this torch does not come to the end of."""
+    torch = tmp_path / "slow" / "torch" / "__init__.py"
+    torch.parent.mkdir(parents=True)
+    torch.write_text(f"import os, time\nopen({str(tmp_path)!r} + f'/{{os.getpid()}}.pid', 'w')\ntime.sleep(600)\n")
+    config = write_config(tmp_path, tiny_models("qwen2", weights=False))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mrl", "train", str(config), "model.from_scratch=true"],
+        env={**os.environ, "PYTHONPATH": f"{torch.parents[1]}:{ROOT}"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + LIMIT_S
+    while not (tmp_path / f"{process.pid}.pid").exists():
+        assert process.poll() is None and time.monotonic() < end, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == EXIT_PREEMPTED, said
+    assert said == (
+        f"mrl: told to stop by {number.name} before the run had begun (exit code 75): the same command starts it\n"
+    )
 
 
 def test_what_torch_compiles_lies_in_no_folder_of_everybody_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

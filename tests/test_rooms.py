@@ -38,7 +38,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "learner": BELOW,
     "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", *ON_DISK),
-    "observe": ("core", "config", "files", "packages", "redaction"),
+    "observe": ("core", "config", "files", "packages", "redaction", "resilience.protocol"),
     "cards": ("observe", "weights.disk", "directories", "packages", "redaction"),
     "resilience": ("core", "config", "platform", "parallel", "failure", "files"),
     "diffusion": (
@@ -75,7 +75,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "user_functions": (),
     "launcher": (
         *("terminal", "failure", "files", "packages", "ports", "redaction"),
-        *("resilience.protocol", "resilience.rank"),
+        *("resilience.protocol", "resilience.rank", "resilience.preemption"),
     ),
 }
 LOWEST = ("errors", "agreement", "kinds", "meta")

@@ -26,6 +26,7 @@ echo "told: $*"
 [[ $3 == preflight ]] && exit 0
 [[ $ENDS == at_once && $SLURM_NODEID == 1 ]] && exit 3
 [[ $ENDS == second_time && $SLURM_RESTART_COUNT == 1 || $ENDS == well ]] && exit 0
+[[ $ENDS == deaf ]] && { ((SLURM_RESTART_COUNT)) && exit 0; kill -USR1 $$; }
 sleep 120 & helper=$!
 trap 'kill -0 $helper && { kill $helper; exit 75; }; exit 4' USR1
 echo ready
@@ -149,6 +150,12 @@ def test_who_is_told_to_stop_and_saves_goes_on_under_the_same_number(desk: Desk)
     assert "told to stop" in desk.phases(job) and "saved and left" in desk.phases(job)
     heads = re.findall(r"mrl train .* --head (\S+)", desk.log(job, "n1"))
     assert len(heads) == len(set(heads)) == 2, "an attempt met at a former one's port"
+
+
+def test_who_is_told_before_python_listens_goes_on_too(desk: Desk) -> None:
+    job = desk.submit("deaf")
+    assert desk.ended(job) == ("COMPLETED", "0:0"), desk.phases(job)
+    assert desk.slurm.field(job, "Restarts") == "1"
 
 
 def test_a_job_that_has_gone_on_often_enough_ends_with_mrl_s_code(desk: Desk) -> None:
