@@ -114,6 +114,8 @@ class ResilienceConfig(Section):
     """What a run does about hung and slow ranks, and about a scheduler's warning."""
 
     timeouts_s: SectionTimeouts = SectionTimeouts()
-    save_deadline_s: PositiveFloat = 60.0  # seconds to end the step and save, after SIGTERM or SIGUSR1
+    # seconds to end the step and save, after SIGTERM or SIGUSR1; less than the scheduler gives, and no less than a step
+    # takes (mrl plan says so)
+    save_deadline_s: PositiveFloat = 60.0
     straggler_every_steps: PositiveInt = 10  # steps between two comparisons of the ranks' times
     straggler_ratio: PositiveFloat = 2.0  # a rank that needs this many times its peers' median is named
