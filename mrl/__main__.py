@@ -17,7 +17,7 @@ def main() -> int:
 
 
 def _listen() -> None:
-    if "RANK" in os.environ:  # nothing to close yet; the launcher says what happened
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # nothing to close yet; the launcher says what happened
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         return
     from mrl.resilience import preemption

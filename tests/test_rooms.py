@@ -60,7 +60,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "preload": ("config", "platform", "checkpoint"),
     "preflight": (
         *("families", "config", "platform", "algo", "options", "data", "reward", "rollout", "observe", "launcher"),
-        *("plan", "weights.disk", "weights.errors", "directories", "packages", "ports", "redaction", "user_functions"),
+        *("plan", "weights.disk", "weights.errors", "directories", "files", "packages", "ports", "redaction"),
+        "user_functions",
     ),
     "doctor": ("platform", "reward", "rollout", "preflight", "packages"),
     "packages": (),
