@@ -1,4 +1,4 @@
-"""`mrl`, which `python -m mrl` is too: what stopping signals mean before there is anything to stop, then the command."""
+"""`mrl` and `python -m mrl`: what stopping signals mean while there is nothing to stop yet, then the command."""
 
 import os
 import signal

@@ -129,7 +129,9 @@ def _without_locks(file: IO[Any] | int, error: OSError) -> str:
     where = f"file {number}"
     with contextlib.suppress(OSError):
         where = os.path.dirname(os.readlink(f"/proc/self/fd/{number}"))
-    said = f"the file system of {where} has no locks (flock: {error.strerror}), without which two runs could write there"
+    said = (
+        f"the file system of {where} has no locks (flock: {error.strerror}), without which two runs could write there"
+    )
     return f"{said}: mount it with them (Lustre: -o localflock is enough), or choose another directory"
 
 

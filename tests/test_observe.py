@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import math
+import os
 import re
 import socket
 import subprocess

@@ -32,7 +32,9 @@ def begin_later() -> None:
 
 def not_begun(number: int, frame: FrameType | None) -> NoReturn:
     name = signal.Signals(number).name
-    text = f"mrl: told to stop by {name} before the run had begun (exit code {EXIT_PREEMPTED}): the same command starts it"
+    text = (
+        f"mrl: told to stop by {name} before the run had begun (exit code {EXIT_PREEMPTED}): the same command starts it"
+    )
     os.write(2, f"{text}\n".encode())
     os._exit(EXIT_PREEMPTED)
 

@@ -76,7 +76,8 @@ class Phases:
     def leave_if_warned(self, step: int, leave: Callable[[float], int]) -> None:
         """Before a step: if a scheduler's signal has reached any rank, saves and ends this process. Collective.
 
-        step: how many are done. leave: takes the seconds that saving may need, gives the newest step on disk, 0 if there is none
+        step: how many are done. leave: takes the seconds that saving may need, gives the newest step on disk, 0 if
+        there is none
         """
         if not self.world.any(preemption.is_warned()):
             return
