@@ -108,6 +108,26 @@ def test_the_nodes_look_at_each_other_first(desk: Desk) -> None:
     assert "something wrong on n2 1 " in desk.phases(job) and "starting" not in desk.phases(job)
 
 
+@pytest.mark.parametrize(("seen", "code"), [("192.0.2.7", "0:0"), ("127.0.1.1", "1:0")])
+def test_a_head_that_its_own_hosts_file_has_at_loopback_is_where_the_others_see_it(
+    desk: Desk, seen: str, code: str
+) -> None:
+    tools = desk.folder / f"hosts that see {seen}"
+    tools.mkdir()
+    scontrol = f"{shutil.which('scontrol')} \"$@\" | sed 's/NodeAddr=[^ ]*/NodeAddr=n1/'"
+    getent = f'[[ $2 == n1 && $SLURM_STEP_ID == [0-9]* ]] && echo "{seen} STREAM" || echo 127.0.1.1 STREAM'
+    for name, line in {"scontrol": scontrol, "getent": getent}.items():
+        (tools / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tools / name).chmod(0o755)
+    job = desk.submit("well", PATH=f"{tools}:{os.environ['PATH']}")
+    assert desk.ended(job)[1] == code, desk.phases(job)
+    if seen.startswith("127."):
+        assert "error: n1 is 127.0.1.1 on n2 too" in desk.phases(job)
+    else:
+        heads = [re.search(r"train .* --head (\S+):\d+$", desk.log(job, node), re.M) for node in ("n1", "n2")]
+        assert [head[1] for head in heads if head] == [seen, seen]
+
+
 def test_the_last_nodes_serve_engines_where_a_job_says_so(desk: Desk) -> None:
     job = desk.submit("well", "run.steps=7", ENGINE_NODES="1")
     assert desk.ended(job) == ("COMPLETED", "0:0")
