@@ -89,6 +89,15 @@ def interface_of(host: str) -> str:
     raise OSError(f"no interface of this machine has the address {host}")
 
 
+def gloo_towards(host: str) -> dict[str, str]:
+    """The environment in which gloo's groups of this machine listen where `host` sees it, unless that is said already.
+    By themselves they do at this machine's name, which Debian's /etc/hosts has at 127.0.1.1."""
+    try:
+        return {GLOO: os.environ.get(GLOO) or interface_of(address_towards(host))}
+    except OSError:
+        return {}
+
+
 @functools.cache
 def is_here(host: str) -> bool:
     """Whether it is an address, or a name, of this machine."""
