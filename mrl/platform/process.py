@@ -64,7 +64,8 @@ def init_process_group(timeout_s: float, kind: Literal["gloo", "nccl"] | None = 
     limit, kind = timedelta(seconds=timeout_s), kind or backend()
     if kind == "nccl":
         torch.cuda.set_device(device())
-    rank, size, store = 0, 1, dist.HashStore()
+    rank, size = 0, 1
+    store: dist.Store = dist.HashStore()
     if "WORLD_SIZE" in os.environ:
         if (problem := world_problem()) is not None:
             raise WorldError(problem)
