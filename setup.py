@@ -83,5 +83,5 @@ setup(
     packages=find_namespace_packages(include=["mrl", "mrl.*"]),
     install_requires=REQUIRED,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["mrl=mrl.cli:main"]},
+    entry_points={"console_scripts": ["mrl=mrl.__main__:main"]},
 )

@@ -5,6 +5,8 @@ The standard library only, and none of its slow parts: the launcher reads it bef
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -15,6 +17,11 @@ from typing import IO, Any
 
 LOCK_TIMEOUT_S = 60.0
 _POLL_S = 0.05
+_WITHOUT = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+
+
+class NoLocks(OSError):
+    """A file system without locks."""
 
 
 def make_private(directory: Path) -> None:
@@ -89,17 +96,19 @@ def sizes(directory: Path) -> dict[str, int]:
 
 
 def lock_for_reading(file: IO[Any], timeout_s: float = LOCK_TIMEOUT_S) -> None:
-    """Shared, until the file is closed. Who removes what it stands for locks it for a moment.
+    """Shared, until the file is closed. Who removes what it stands for locks it for a moment. Does nothing where the
+    file system has no locks: no run writes there, or removes anything.
 
     Raises ValueError if somebody holds it longer than `timeout_s`.
     """
-    if not lock(file, shared=True, timeout_s=timeout_s):
-        raise ValueError(f"{file.name} has been locked by another process for {timeout_s:g} s")
+    with contextlib.suppress(NoLocks):
+        if not lock(file, shared=True, timeout_s=timeout_s):
+            raise ValueError(f"{file.name} has been locked by another process for {timeout_s:g} s")
 
 
 def lock(file: IO[Any] | int, *, shared: bool = False, timeout_s: float = 0.0) -> bool:
     """Whether an open file's lock could be had within `timeout_s`: alone, or shared with others who share it. It is
-    held until the file, and what processes have inherited of it, is closed."""
+    held until the file, and what processes have inherited of it, is closed. Raises NoLocks."""
     end = time.monotonic() + timeout_s
     while True:
         try:
@@ -109,6 +118,21 @@ def lock(file: IO[Any] | int, *, shared: bool = False, timeout_s: float = 0.0) -
             if time.monotonic() >= end:
                 return False
             time.sleep(_POLL_S)
+        except OSError as error:
+            if error.errno in _WITHOUT:
+                raise NoLocks(_without_locks(file, error)) from None
+            raise
+
+
+def _without_locks(file: IO[Any] | int, error: OSError) -> str:
+    number = file if isinstance(file, int) else file.fileno()
+    where = f"file {number}"
+    with contextlib.suppress(OSError):
+        where = os.path.dirname(os.readlink(f"/proc/self/fd/{number}"))
+    said = (
+        f"the file system of {where} has no locks (flock: {error.strerror}), without which two runs could write there"
+    )
+    return f"{said}: mount it with them (Lustre: -o localflock is enough), or choose another directory"
 
 
 def file_error(error: BaseException) -> BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import socket
 import sys
@@ -20,6 +21,25 @@ LOOPBACK = dict.fromkeys((GLOO, "NCCL_SOCKET_IFNAME"), "lo" if sys.platform == "
 
 class NoFreePort(RuntimeError):
     """Nothing can be started here."""
+
+
+def is_a_rank() -> bool:
+    """Whether the environment says so, as torchrun's and `mrl train`'s does."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def world_problem() -> str | None:
+    """What is wrong with the place that the environment gives this process in a world; None if nothing is."""
+    number, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    said = f"RANK={number} and WORLD_SIZE={size} in the environment"
+    if not (number.isdecimal() and size.isdecimal() and int(number) < int(size)):
+        return f"{said} are no rank of a world: unset both, or start this by torchrun"
+    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if absent and MEETING_VARIABLE not in os.environ:
+        where = f"but not {' and '.join(absent)}, where it meets"
+        return f"{said} make this a rank of a world, {where}: unset both, or start this by torchrun"
+    port = os.environ.get("MASTER_PORT", "1")
+    return None if port.isdecimal() and int(port) < 1 << 16 else f"MASTER_PORT={port} in the environment is no port"
 
 
 def free_port(host: str = HERE, taken: Collection[int] = ()) -> int:
@@ -67,6 +87,15 @@ def interface_of(host: str) -> str:
     if host.startswith("127."):  # all of them are the loopback's
         return LOOPBACK[GLOO]
     raise OSError(f"no interface of this machine has the address {host}")
+
+
+def gloo_towards(host: str) -> dict[str, str]:
+    """The environment in which gloo's groups of this machine listen where `host` sees it, unless that is said already.
+    By themselves they do at this machine's name, which Debian's /etc/hosts has at 127.0.1.1."""
+    try:
+        return {GLOO: os.environ.get(GLOO) or interface_of(address_towards(host))}
+    except OSError:
+        return {}
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def find(spec: str, key: str) -> Any:
     """What `path/to/file.py:name` names, as `load` finds it, whatever it is. Raises FunctionError."""
     path_text, _, name = spec.rpartition(":")
     where = f"{key} {spec!r}"
-    path = Path(path_text).expanduser()
+    path = Path(path_text)
     if not path.is_file():
         meant = near(path.name, (p.name for p in path.parent.glob("*.py"))) if path.parent.is_dir() else ""
         raise FunctionError(f"{where}: there is no file {path.absolute()}{meant}")

@@ -10,7 +10,7 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --time=24:00:00            # edit
-#SBATCH --signal=B:USR1@600        # seconds before the end: a step and a checkpoint have to fit in
+#SBATCH --signal=B:USR1@900        # seconds before the end: resilience.save_deadline_s and a minute more
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x_%j.log

@@ -28,7 +28,14 @@ EXIT_PREEMPTED=75 # of mrl: saved and left after a signal
 
 head_name=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 head_node=$(scontrol show node -o "$head_name" | grep -o ' NodeAddr=[^ ]*' | cut -d= -f2)
-head=$(getent ahostsv4 "${head_node:-$head_name}" | awk 'NR == 1 { print $1 }')
+head_node=${head_node:-$head_name}
+head=$(getent ahostsv4 "$head_node" | awk 'NR == 1 { print $1 }')
+if [[ $head == 127.* && $head_node != 127.* ]] && ((SLURM_JOB_NUM_NODES > 1)); then # of its own /etc/hosts, as Debian's
+  other=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 2p)
+  asked=(srun --overlap --mem=0 --time=1 --nodes=1 --ntasks=1 --cpu-bind=none --nodelist="$other")
+  head=$("${asked[@]}" getent ahostsv4 "$head_node" | awk 'NR == 1 { print $1 }')
+  [[ $head != 127.* ]] || fail "$head_node is $head on $other too: give nodes their addresses by DNS, /etc/hosts or NodeAddr"
+fi
 [[ -n $head ]] || fail "the head node $head_name has no IPv4 address"
 port=$((20000 + (SLURM_JOB_ID * 13 + ${SLURM_RESTART_COUNT:-0}) % 10000))
 
@@ -83,6 +90,7 @@ trap "ended=143; echo 143 >\"$STATE.code.$SLURM_NODEID\"" TERM
 "$0" -m mrl "$@" &
 echo $! >"$STATE.pid.$SLURM_NODEID"
 while wait $!; code=$?; kill -0 $! 2>/dev/null; do :; done
+((code == 128 + 10)) && code=$EXIT_PREEMPTED # of USR1, before Python could listen for it: nothing has begun
 code=${ended:-$code}
 echo "$code" >"$STATE.code.$SLURM_NODEID"
 exit $((code == EXIT_PREEMPTED ? 0 : code))'

@@ -105,6 +105,13 @@ BAD = [
         ("did you mean checkpoint?",),
         "checkpoints: {}",
     ),
+    Bad(
+        "a home of nobody",
+        "  steps: 20",
+        "  steps: 20\n  root: ~no_such_user/runs",
+        "run.root",
+        ("is no home", "./~no"),
+    ),
     Bad("duplicate", LR, "    lr: 1e-6\n    lr: 1e-5\n", "actor.optimizer.lr", ("twice", "c.yaml:13"), "    lr: 1e-5"),
     Bad("word for a number", LR, "    lr: fast\n", "actor.optimizer.lr", ("must be a number", "'fast' (a string)")),
     Bad("fraction for a count", "  steps: 20", "  steps: 2.5", "run.steps", ("must be an integer", "2.5")),

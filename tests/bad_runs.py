@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import os
@@ -126,7 +127,12 @@ def none_free() -> int:
     raise ports.NoFreePort("no free port on 127.0.0.1 among 100 tried")
 
 
+def without_locks(*_: Any) -> None:
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
 SCORE = "reward.function=score.py:score"
+A_RANK = {"RANK": "0", "WORLD_SIZE": "1"}
 
 
 def scores(body: str) -> Edit:
@@ -311,6 +317,11 @@ MISTAKES = [
         edit=patched("mrl.preflight.space.tempfile", SimpleNamespace(TemporaryFile=no_room)),
     ),
     Mistake(
+        "a file system without locks",
+        ("run.root: the file system of ", "no locks (flock: Function not implemented)", "-o localflock"),
+        edit=patched("fcntl.flock", without_locks),
+    ),
+    Mistake(
         "a disk too small for checkpoints",
         ("a checkpoint is 1.844 MB", "1 MB free", "checkpoint.keep_last"),
         ("checkpoint.every_steps=1", "run.steps=3"),
@@ -390,12 +401,12 @@ MISTAKES = [
     Mistake(
         "a first node that has no name",
         ("MASTER_ADDR=node..1", "no name of a host"),
-        environment={"MASTER_ADDR": "node..1"},
+        environment=A_RANK | {"MASTER_ADDR": "node..1"},
     ),
     Mistake(
         "a first node that nobody knows",
         ("MASTER_ADDR=no.such.host.invalid",),
-        environment={"MASTER_ADDR": "no.such.host.invalid"},
+        environment=A_RANK | {"MASTER_ADDR": "no.such.host.invalid"},
     ),
     Mistake("all ports taken", ("no free port",), edit=patched("mrl.ports.free_port", none_free)),
     Mistake(

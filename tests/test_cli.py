@@ -17,8 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from mrl import cli
+from mrl import cli, platform
+from mrl.resilience import EXIT_PREEMPTED
 from mrl.terminal import TidyLog
+from tests.conftest import TinyModels
+from tests.train_tools import write_config
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = """
@@ -315,6 +318,64 @@ def test_train_refuses_a_bad_configuration_before_it_starts_anything(tmp_path: P
     assert "override run.sed=3: run.sed: unknown key; did you mean seed?" in done.stderr
     assert "bad.yaml:1: batch: required key is missing" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_who_is_told_to_stop_before_anything_has_begun_is_to_be_started_again(
+    tmp_path: Path, tiny_models: TinyModels, number: signal.Signals
+) -> None:
+    """In the midst of the imports, which this torch does not come to the end of."""
+    torch = tmp_path / "slow" / "torch" / "__init__.py"
+    torch.parent.mkdir(parents=True)
+    torch.write_text(f"import os, time\nopen({str(tmp_path)!r} + f'/{{os.getpid()}}.pid', 'w')\ntime.sleep(600)\n")
+    config = write_config(tmp_path, tiny_models("qwen2", weights=False))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mrl", "train", str(config), "model.from_scratch=true"],
+        env={**os.environ, "PYTHONPATH": f"{torch.parents[1]}:{ROOT}"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + LIMIT_S
+    while not (tmp_path / f"{process.pid}.pid").exists():
+        assert process.poll() is None and time.monotonic() < end, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == EXIT_PREEMPTED, said
+    assert said == (
+        f"mrl: told to stop by {number.name} before the run had begun (exit code 75): the same command starts it\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ({}, "make this a rank of a world, but not MASTER_ADDR and MASTER_PORT, where it meets: unset both"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "but not MASTER_PORT, where"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "MASTER_PORT=x in the environment is no port"),
+        ({"RANK": "2"}, "RANK=2 and WORLD_SIZE=2 in the environment are no rank of a world"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two in the environment are no rank of a world"),
+    ],
+)
+def test_a_rank_without_a_world_is_told_so(
+    place: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in ({"RANK": "0", "WORLD_SIZE": "2"} | place).items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", "none.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and says in said
+    with pytest.raises(platform.WorldError, match=re.escape(says)):
+        platform.init_process_group(5.0)
+
+
+def test_an_outer_world_s_number_silences_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """LOCAL_RANK alone makes no rank."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert cli.main(["train", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml" in capsys.readouterr().err
 
 
 def test_what_torch_compiles_lies_in_no_folder_of_everybody_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,21 @@ def test_inheritance_merges_sections_and_replaces_lists() -> None:
     assert cfg.rollout.sampling.stop == ("c",) and cfg.rollout.sampling.max_new_tokens == 8
 
 
+def test_home_is_where_a_shell_has_it(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(files))
+    (files / "base.yaml").write_text(PPO)
+    paths = "run: {root: ~/runs}\nmodel: {path: ~/dense}\ndata: {train: [~/train.jsonl, {path: ~/more.jsonl}]}\n"
+    more = "critic: {path: ~/dense}\nrollout: {urls: ['http://one:1'], api_key_file: ~/key}\n"
+    (files / "key").touch(0o600)
+    (files / "key").write_text("word")
+    cfg = loaded(f"base: ~/base.yaml\n{paths}{more}reward: {{function: ~/mine.py:score}}\n")
+    assert isinstance(cfg, RLConfig) and cfg.critic is not None
+    found = [cfg.run.root, cfg.model.path, cfg.critic.path, cfg.rollout.api_key_file, cfg.reward.function]
+    found += [source.path for source in cfg.data.train]
+    names = ("runs", "dense", "dense", "key", "mine.py:score", "train.jsonl", "more.jsonl")
+    assert found == [str(files / name) for name in names]
+
+
 def test_a_mistake_in_a_base_file_is_reported_there() -> None:
     Path("base.yaml").write_text(PPO.replace("lr: 1e-6", "lr: -1"))
     error = refusal("base: base.yaml\nrun:\n  stepps: 3\n")

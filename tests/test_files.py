@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -10,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from mrl import files
+from mrl.launcher.logs import owned
+from mrl.observe.lock import Lock
 from tests.full_disk import full_disk
 
 
@@ -19,6 +23,25 @@ def file(tmp_path: Path) -> Path:
     file = tmp_path / "notes.json"
     file.write_text("old")
     return file
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_where_nothing_can_be_locked_no_run_begins_and_all_can_be_read(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Lustre without -o flock, NFS without its daemon."""
+
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for begin in (lambda: Lock(tmp_path / "run" / "lock"), owned(tmp_path / "run" / "logs").__enter__):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        with pytest.raises(files.NoLocks, match=rf"^the file system of {tmp_path}\S* has no locks .*-o localflock"):
+            begin()
+    with file.open() as reader:
+        files.lock_for_reading(reader)
+        assert reader.read() == "old"
 
 
 @pytest.mark.parametrize("durable", [False, True])

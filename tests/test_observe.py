@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import re
 import socket
 import subprocess
@@ -139,6 +140,18 @@ def test_the_lock_beats_and_leaves_a_successor_alone(tmp_path: Path) -> None:
     write_atomically(file, json.dumps({"host": "elsewhere", "pid": 7, "born": "1"}))
     lock.release()
     assert json.loads(file.read_text())["host"] == "elsewhere"
+
+
+@pytest.mark.parametrize("content", [b"", bytes(120)])
+def test_what_a_crash_leaves_of_a_lock_is_nobody_s(
+    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lock"
+    file.write_bytes(content)
+    lock = Lock(file)
+    assert json.loads(file.read_text())["pid"] == os.getpid()
+    assert f"{file} is empty, as a crash may leave it" in capsys.readouterr().out
+    lock.release()
 
 
 def test_a_foreign_file_in_the_place_of_the_lock_is_not_overwritten(tmp_path: Path) -> None:

@@ -65,6 +65,16 @@ def test_what_does_not_fit_is_said_with_the_reason(capsys: pytest.CaptureFixture
     assert "It does not fit" in printed and "rank 0 needs" in printed and "actor optimizer" in printed
 
 
+def test_a_run_that_could_not_save_when_it_is_told_to_stop_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = ["plan", "yaml_configs/grpo_qwen32b_16gpu.yaml"]
+    assert main([*recipe, "resilience.save_deadline_s=500.0"]) == 0
+    said = capsys.readouterr().out
+    assert "it may need 527 s to end the step and save, and resilience.save_deadline_s is 500 s: raise it" in said
+    for enough in ("resilience.save_deadline_s=530.0", "--gpu=none"):
+        assert main([*recipe, enough]) == 0
+        assert "save_deadline_s" not in capsys.readouterr().out
+
+
 def test_a_chip_without_the_recipe_is_said_with_both_numbers() -> None:
     said = plan_of("ppo_llama70b_64gpu_fp8", gpu="a100-80g").problems
     wanted = "precision.fp8.recipe: blockwise needs compute capability 9.0 or above, a100-80g has 8.0"

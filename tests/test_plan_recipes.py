@@ -10,6 +10,10 @@ import pytest
 
 from mrl.cli import main
 from mrl.config.loader import load
+from mrl.config.sections.run import ResilienceConfig
+from mrl.config.trainers.table import trainer_of
+from mrl.config.tree import read
+from mrl.plan.chips import CHIPS, Cluster
 from mrl.plan.memory import model_held
 from mrl.plan.plan import machine_of
 from tests.conftest import TinyModels
@@ -131,6 +135,33 @@ def test_the_page_shows_the_ranks_of_the_largest_recipes() -> None:
                 assert row + (f" {own.shard} |" if model.is_trained else " - |") in page, (
                     "python -m tools.plan_table --write"
                 )
+
+
+JOBS = sorted(path.stem for path in (ROOT / "slurm").glob("*.sh") if "#SBATCH --signal" in path.read_text())
+LEAVING_S = 60.0  # for what is still there at the deadline, and for Slurm to be asked for the next turn
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_who_is_told_to_stop_has_time_to_save(name: str) -> None:
+    """In the midst of a step, and if that takes half as long again as is planned."""
+    cfg = load(ROOT / f"yaml_configs/{name}.yaml", planned=machine_of)
+    own = trainer_of(cfg).load_plan()
+    if own is None:
+        needed = plan_of(name).save_seconds
+    else:
+        plan = own(cfg, Cluster(CHIPS["h100-80g"], machine_of(cfg).world_size))
+        needed = sum(part.seconds for part in plan.parts())  # its checkpoints are small
+    assert 0 < 1.5 * needed <= cfg.resilience.save_deadline_s
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_s_notice_is_longer_than_its_run_s_deadline(job: str) -> None:
+    header = (ROOT / "slurm" / f"{job}.sh").read_text()
+    [notice], [config] = re.findall(r"--signal=B:USR1@(\d+)", header), re.findall(r"{CONFIG:-(.*)}", header)
+    tree, _ = read(ROOT / config)
+    assert tree is not None
+    said = ResilienceConfig.model_validate(tree.plain().get("resilience", {}))
+    assert said.save_deadline_s + LEAVING_S <= float(notice)
 
 
 @pytest.mark.parametrize(("name", "gpus"), RECIPES.items())

@@ -89,6 +89,12 @@ def test_of_a_good_run_everything_is_ok(
     assert "run.sed" in shown and "data.prompt_key" in shown and "versions" in shown and "2 problems" in shown
 
 
+def test_where_others_would_meet_stops_nobody(run: Callable[..., tuple[int, dict[str, Any]]]) -> None:
+    code, said = run(Mistake("unused", (), environment={"MASTER_ADDR": "no.such.host.invalid"}))
+    assert code == 0
+    assert ["warning"] == [f["verdict"] for f in said["findings"] if "no.such.host.invalid" in f["text"]]
+
+
 def test_several_things_are_wrong_at_once(run: Callable[..., tuple[int, dict[str, Any]]]) -> None:
     """Of the files and of the machine."""
     edits = (

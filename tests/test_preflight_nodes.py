@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,12 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mrl import cli
-from mrl.launcher import NodePlace
+from mrl.launcher import Elastic, NodePlace, node
 from mrl.ports import free_port
 from mrl.preflight import nodes
 from mrl.preflight.finding import Finding
@@ -131,3 +133,18 @@ def test_every_node_has_two_neighbours_and_one_at_a_time(count: int) -> None:
 def test_a_place_that_is_none_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["preflight", "config.yaml", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_gloo_listens_where_the_head_sees_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where the user says, if so. By itself it would at the machine's name: in Debian's /etc/hosts a loopback."""
+    ib0 = SimpleNamespace(family=socket.AF_INET, address="192.0.2.7")
+    monkeypatch.setattr("mrl.ports.psutil.net_if_addrs", lambda: {"ib0": [ib0]})
+    monkeypatch.setattr("mrl.ports.address_towards", lambda host: {"node17": "192.0.2.7"}[host])
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr("mrl.launcher.node.subprocess.Popen", lambda command, env, **more: started.append(env))
+    job = Elastic("torchrun", ["mrl"], 1, max_restarts=0, save_s=None, limits={}, ft_config=None)
+    for wanted in ("ib0", "eth1"):
+        node._start(job, NodePlace(1, 2, "node17:29500"), "folder", 1.0)
+        assert started[-1]["GLOO_SOCKET_IFNAME"] == wanted
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")

@@ -38,7 +38,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "learner": BELOW,
     "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", *ON_DISK),
-    "observe": ("core", "config", "files", "packages", "redaction"),
+    "observe": ("core", "config", "files", "packages", "redaction", "resilience.protocol"),
     "cards": ("observe", "weights.disk", "directories", "packages", "redaction"),
     "resilience": ("core", "config", "platform", "parallel", "failure", "files"),
     "diffusion": (
@@ -60,7 +60,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "preload": ("config", "platform", "checkpoint"),
     "preflight": (
         *("families", "config", "platform", "algo", "options", "data", "reward", "rollout", "observe", "launcher"),
-        *("plan", "weights.disk", "weights.errors", "directories", "packages", "ports", "redaction", "user_functions"),
+        *("plan", "weights.disk", "weights.errors", "directories", "files", "packages", "ports", "redaction"),
+        "user_functions",
     ),
     "doctor": ("platform", "reward", "rollout", "preflight", "packages"),
     "packages": (),
@@ -75,7 +76,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "user_functions": (),
     "launcher": (
         *("terminal", "failure", "files", "packages", "ports", "redaction"),
-        *("resilience.protocol", "resilience.rank"),
+        *("resilience.protocol", "resilience.rank", "resilience.preemption"),
     ),
 }
 LOWEST = ("errors", "agreement", "kinds", "meta")

@@ -9,12 +9,14 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from mrl.cli import main
+from mrl.commands import world
 from mrl.config import resume as resume_checks
 from mrl.config.checks.all import check
 from mrl.config.derived import Machine
@@ -29,6 +31,7 @@ from mrl.preflight.space import look_at_directory
 from mrl.redaction import redact
 from mrl.terminal import Terminal
 from mrl.trainers.shared.checkpoints import open_run_dir
+from mrl.trainers.shared.phases import Phases
 from tests.full_disk import full_disk
 from tests.train_tools import write_config
 
@@ -108,6 +111,33 @@ class TestNothingIsWrittenOver:
         start(cfg, 2)
         with pytest.raises(RunExists):  # another launch by the same parent, such as a shell
             start(cfg, 0)
+
+    def test_who_was_told_to_stop_before_the_first_checkpoint_begins_again(self, tmp_path: Path) -> None:
+        """What had been written is kept, and the next run's is refused as ever."""
+        run_dir, cfg, notes = left_by_a_run(tmp_path), sft(tmp_path, trackers=()), []
+        before = (run_dir / "metrics.jsonl").read_bytes()
+        told, on_rank_0 = SimpleNamespace(any=lambda warned: True), SimpleNamespace(note=notes.append)
+        with pytest.raises(SystemExit, match="75"):
+            Phases(told, run_dir, on_rank_0, None, 60.0).leave_if_warned(0, lambda deadline_s: 0)
+        assert notes == ["told to stop after step 0: no step is saved, leaving"]
+        assert json.loads((run_dir / "preempted").read_text())["step"] is None
+        refuse_existing(cfg)
+        with contextlib.ExitStack() as stack:
+            open_run_dir(cfg, run_dir, stack)
+        assert (run_dir / "earlier_1/metrics.jsonl").read_bytes() == before
+        (run_dir / "metrics.jsonl").write_bytes(before)
+        with pytest.raises(RunExists):
+            refuse_existing(cfg)
+
+    def test_the_launcher_writes_it_down_where_no_rank_has_come_to_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cfg = sft(tmp_path, trackers=(), nproc=1)
+        (tmp_path / "one").mkdir()
+        monkeypatch.setattr("mrl.launcher.launch", lambda *args, **more: 75)
+        assert world.start(cfg, Path("config.yaml"), [], None) == 75
+        left_by_a_run(tmp_path)
+        refuse_existing(cfg)
 
     def test_it_is_said_before_anything_starts(self, tmp_path: Path, capfd: pytest.CaptureFixture[str],
                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip

@@ -26,6 +26,7 @@ echo "told: $*"
 [[ $3 == preflight ]] && exit 0
 [[ $ENDS == at_once && $SLURM_NODEID == 1 ]] && exit 3
 [[ $ENDS == second_time && $SLURM_RESTART_COUNT == 1 || $ENDS == well ]] && exit 0
+[[ $ENDS == deaf ]] && { ((SLURM_RESTART_COUNT)) && exit 0; kill -USR1 $$; }
 sleep 120 & helper=$!
 trap 'kill -0 $helper && { kill $helper; exit 75; }; exit 4' USR1
 echo ready
@@ -107,6 +108,26 @@ def test_the_nodes_look_at_each_other_first(desk: Desk) -> None:
     assert "something wrong on n2 1 " in desk.phases(job) and "starting" not in desk.phases(job)
 
 
+@pytest.mark.parametrize(("seen", "code"), [("192.0.2.7", "0:0"), ("127.0.1.1", "1:0")])
+def test_a_head_that_its_own_hosts_file_has_at_loopback_is_where_the_others_see_it(
+    desk: Desk, seen: str, code: str
+) -> None:
+    tools = desk.folder / f"hosts that see {seen}"
+    tools.mkdir()
+    scontrol = f"{shutil.which('scontrol')} \"$@\" | sed 's/NodeAddr=[^ ]*/NodeAddr=n1/'"
+    getent = f'[[ $2 == n1 && $SLURM_STEP_ID == [0-9]* ]] && echo "{seen} STREAM" || echo 127.0.1.1 STREAM'
+    for name, line in {"scontrol": scontrol, "getent": getent}.items():
+        (tools / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tools / name).chmod(0o755)
+    job = desk.submit("well", PATH=f"{tools}:{os.environ['PATH']}")
+    assert desk.ended(job)[1] == code, desk.phases(job)
+    if seen.startswith("127."):
+        assert "error: n1 is 127.0.1.1 on n2 too" in desk.phases(job)
+    else:
+        heads = [re.search(r"train .* --head (\S+):\d+$", desk.log(job, node), re.M) for node in ("n1", "n2")]
+        assert [head[1] for head in heads if head] == [seen, seen]
+
+
 def test_the_last_nodes_serve_engines_where_a_job_says_so(desk: Desk) -> None:
     job = desk.submit("well", "run.steps=7", ENGINE_NODES="1")
     assert desk.ended(job) == ("COMPLETED", "0:0")
@@ -149,6 +170,12 @@ def test_who_is_told_to_stop_and_saves_goes_on_under_the_same_number(desk: Desk)
     assert "told to stop" in desk.phases(job) and "saved and left" in desk.phases(job)
     heads = re.findall(r"mrl train .* --head (\S+)", desk.log(job, "n1"))
     assert len(heads) == len(set(heads)) == 2, "an attempt met at a former one's port"
+
+
+def test_who_is_told_before_python_listens_goes_on_too(desk: Desk) -> None:
+    job = desk.submit("deaf")
+    assert desk.ended(job) == ("COMPLETED", "0:0"), desk.phases(job)
+    assert desk.slurm.field(job, "Restarts") == "1"
 
 
 def test_a_job_that_has_gone_on_often_enough_ends_with_mrl_s_code(desk: Desk) -> None:

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from mrl.commands import plan, shared, world
+from mrl.ports import is_a_rank, world_problem
 
 if TYPE_CHECKING:
     from mrl.config.schema import AnyConfig
@@ -47,9 +48,12 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return plan.dry_run(args.config, args.overrides, args.gpu)
     os.environ.setdefault(*COMPILED)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_a_rank():
         from mrl.resilience import preemption, rank
 
+        if problem := world_problem():
+            print(f"mrl: {problem}", file=sys.stderr)
+            return shared.CONFIG_ERROR
         preemption.die_at_once()
         rank.adopt()
         around = world.joined()
@@ -83,13 +87,14 @@ def _wrong(args: argparse.Namespace) -> str | None:
 
 
 def _load(args: argparse.Namespace, **machine: Any) -> AnyConfig | int:
-    """The configuration, or the exit code of one that cannot be used."""
+    """The configuration, or the exit code of one that cannot be used. Of a world's ranks the first of a node says why,
+    and rank 0."""
     from mrl.config.loader import ConfigError, load
 
     try:
         cfg = load(args.config, args.overrides, **machine)
     except ConfigError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if "joined" not in machine or "0" in (os.environ["RANK"], os.environ.get("LOCAL_RANK", "0")):
             print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
     return cfg

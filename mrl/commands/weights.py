@@ -176,6 +176,8 @@ def _convert(args: argparse.Namespace, meshes: Meshes) -> bool:
     to_megatron = args.direction == DIRECTIONS[0]
     if args.adapter:
         return _convert_adapter(args)
+    if args.verify and not args.skip_logits:
+        _require_memory(args, to_megatron)
     report = (hf_to_megatron if to_megatron else megatron_to_hf)(args.source, args.target, _options(args), meshes)
     if rank() == 0:
         print(_summary(report, args.target))
@@ -183,6 +185,19 @@ def _convert(args: argparse.Namespace, meshes: Meshes) -> bool:
         return True
     pair = (args.source, args.target) if to_megatron else (args.target, args.source)
     return _verify(*pair, args, meshes, as_json=False)
+
+
+def _require_memory(args: argparse.Namespace, to_megatron: bool) -> None:
+    """To compare logits at the end. A policy's head is the larger one."""
+    from mrl.families import load_arch
+    from mrl.weights.compare.logits import require_memory
+    from mrl.weights.disk.megatron_dirs import open_megatron
+
+    if to_megatron:
+        require_memory(load_arch(args.source), args.role or "policy")
+        return
+    with open_megatron(args.source, args.model, args.model_files, args.role) as model:
+        require_memory(model.arch, model.role)
 
 
 def _convert_adapter(args: argparse.Namespace) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -57,7 +58,7 @@ def start(cfg: AnyConfig, config: Path, overrides: Sequence[str], nursery: Nurse
             refuse_existing(cfg)
         if cfg.run.launcher == "mrl":
             command = [sys.executable, "-m", *arguments]
-            return launch(command, nproc, run_dir / "logs", save_s=save_s, nursery=nursery)
+            return _noted(launch(command, nproc, run_dir / "logs", save_s=save_s, nursery=nursery), run_dir)
         is_ft = cfg.run.launcher == "ft"
         job = Elastic(
             cfg.run.launcher,
@@ -68,7 +69,7 @@ def start(cfg: AnyConfig, config: Path, overrides: Sequence[str], nursery: Nurse
             limits=timeouts.model_dump() if is_ft else {},
             ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
         )
-        return launch_elastic(job, run_dir)
+        return _noted(launch_elastic(job, run_dir), run_dir)
     except (LaunchError, RunExists, OSError) as error:
         print(f"mrl: {error}", file=sys.stderr)
         return 1
@@ -95,10 +96,21 @@ def start_node(cfg: AnyConfig, args: argparse.Namespace) -> int:
             limits={},
             ft_config=ft_config.write(run_dir, timeouts) if is_ft else None,
         )
-        return launch_node(job, run_dir, place)
+        code = launch_node(job, run_dir, place)
+        return _noted(code, run_dir) if place.number == 0 else code
     except (LaunchError, RunExists, OSError) as error:
         print(f"mrl: {place.words}: {error}", file=sys.stderr)
         return 1
+
+
+def _noted(exit_code: int, run_dir: Path) -> int:
+    """The same; that a run is to be continued is written down where no rank has come to that."""
+    from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, note_leaving
+
+    if exit_code == EXIT_PREEMPTED and run_dir.is_dir() and not (run_dir / MARKER).exists():
+        with contextlib.suppress(OSError):
+            note_leaving(run_dir, None)
+    return exit_code
 
 
 def be_a_rank(cfg: AnyConfig) -> int:

@@ -5,6 +5,7 @@ A key written twice is a mistake. `<<: *name` takes over the keys of another sec
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def _on_its_base(tree: Node, path: Path, children: tuple[Path, ...], problems: l
     if not isinstance(base.value, str):
         problems.append(Problem(("base",), f"must be a file name, got {describe(base.value)}", (base.place,)))
         return None
-    below = _read_file(path.parent / base.value, (*children, path.resolve()), base.place, problems)
+    below = _read_file(path.parent / os.path.expanduser(base.value), (*children, path.resolve()), base.place, problems)
     return below and _merge(below, tree)
 
 

@@ -21,7 +21,10 @@ from mrl.terminal import Terminal
 
 TAIL_LINES = 30
 RESERVED = 1 << 16  # bytes, for a rank's error with its traceback
-LEFT = f"left before its end (exit code {EXIT_PREEMPTED}): the same command goes on from the last checkpoint"
+LEFT = (
+    f"left before its end (exit code {EXIT_PREEMPTED}): the same command goes on, from the last checkpoint if there is "
+    "one"
+)
 
 
 class LaunchError(RuntimeError):

@@ -19,7 +19,7 @@ from pathlib import Path
 from mrl.launcher import signals
 from mrl.launcher.elastic import Elastic, elastic_arguments
 from mrl.launcher.logs import LEFT
-from mrl.ports import address_towards
+from mrl.ports import address_towards, gloo_towards
 from mrl.resilience.protocol import EXIT_PREEMPTED, FOLDER_VARIABLE, MARKER, Place
 
 _POLL_S = 0.1
@@ -77,18 +77,18 @@ def launch_node(job: Elastic, run_dir: Path, place: NodePlace, grace_s: float = 
 
 def _start(job: Elastic, place: NodePlace, folder: str, grace_s: float) -> subprocess.Popen[bytes]:
     """folder: this account's alone, for the launcher's sockets."""
-    host = str(place.number == 0).lower()
+    host, head = str(place.number == 0).lower(), place.head.rpartition(":")[0]
     meet = [f"--nnodes={place.count}", f"--rdzv-endpoint={place.head}"]
     if job.kind == "torchrun":
         meet += ["--rdzv-backend=static", f"--node-rank={place.number}"]
     else:  # which knows no other, and numbers the nodes itself
         meet += ["--rdzv-backend=c10d", f"--rdzv-conf=is_host={host}", f"--rdzv-id={place.head}"]
-        meet += [f"--local-addr={address_towards(place.head.rpartition(':')[0])}"]
+        meet += [f"--local-addr={address_towards(head)}"]
     own = ["-m", "mrl.launcher.agent", job.kind, *meet, *elastic_arguments(job, grace_s)]
     return subprocess.Popen(
         [sys.executable, *own, "-m", *job.arguments],
         env={
-            **{"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ},
+            **{"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ, **gloo_towards(head)},
             **{FOLDER_VARIABLE: folder, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         },
         stdin=subprocess.DEVNULL,

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NoReturn
 
+from mrl.launcher.signals import WARNINGS
 from mrl.resilience.rank import die_with_parent
 
 IMPORTS_S = 600.0  # if they take longer, ranks are started as programs
@@ -237,6 +238,9 @@ def _speak_through(files: Sequence[int], said: BinaryIO | None) -> None:
 def live(order: Order) -> NoReturn:
     """`python -m` in a process that has begun as another one. Ends by SystemExit."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in WARNINGS:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(order.env)
     os.chdir(order.folder)

@@ -9,6 +9,8 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from mrl.resilience import preemption
+
 AT_ONCE = (signal.SIGINT, signal.SIGHUP)
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler's: ranks that can save do that first
 
@@ -36,7 +38,8 @@ def raise_swallowed() -> None:
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[int]]:
-    """Collects the stopping signals in a list instead of dying of them. Ignored ones (nohup) stay ignored."""
+    """Collects the stopping signals in a list instead of dying of them. Ignored ones (nohup) stay ignored. After that
+    the run is over, and no more one that has not begun."""
     received: list[int] = []
     wanted = [number for number in (*AT_ONCE, *WARNINGS) if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, lambda got, _: received.append(got)) for number in wanted}
@@ -44,7 +47,7 @@ def collected() -> Iterator[list[int]]:
         yield received
     finally:
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is preemption.not_begun else handler)
 
 
 def warning(received: Sequence[int], can_save: bool) -> signal.Signals | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -13,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mrl.files import write_atomically
+from mrl.files import LOCK_TIMEOUT_S, lock, write_atomically
 
 HEARTBEAT_S = 5.0
 FORGOTTEN_S = 120.0  # without a heart-beat, by this host's clock, for those who only look
@@ -42,7 +41,8 @@ class Lock:
     """Held from construction to `release()`.
 
     A lock whose process is gone is taken over. A process on this host is looked up; one on another host counts as
-    alive if its heart-beat moves within `silence_s`. Raises RunLocked if the owner lives.
+    alive if its heart-beat moves within `silence_s`. Raises RunLocked if the owner lives, NoLocks where the file system
+    has no locks, by which one process of this host at a time looks.
     """
 
     def __init__(self, file: Path, silence_s: float = SILENCE_S, heartbeat_s: float = HEARTBEAT_S) -> None:
@@ -50,6 +50,8 @@ class Lock:
         self._me = Owner.of(os.getpid())
         with _alone(file.parent):
             owner = read_owner(file)
+            if owner is None and file.exists():
+                print(f"{file} is empty, as a crash may leave it: it is nobody's", flush=True)
             if owner is not None and _alive(owner, file, silence_s):
                 raise RunLocked(
                     f"{file.parent} is in use by process {owner.pid} on {owner.host}: stop that run, or choose another "
@@ -79,16 +81,19 @@ def _alone(folder: Path) -> Iterator[None]:
     """One process of this host at a time looks at the lock and replaces it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        if not lock(handle, timeout_s=LOCK_TIMEOUT_S):
+            raise RunLocked(f"another process of this host has looked whose {folder} is for {LOCK_TIMEOUT_S:g} s")
         yield
     finally:
         os.close(handle)
 
 
 def read_owner(file: Path) -> Owner | None:
-    """Who has written the lock file; None if there is none. Raises RunLocked for a file that is no lock."""
+    """Who has written the lock file; None if there is none, or nothing in it: what a crashed machine leaves of one, as
+    it is put in its place whole. Raises RunLocked for a file that is no lock."""
     try:
-        return Owner(**json.loads(file.read_text()))
+        text = file.read_text().strip("\0")
+        return Owner(**json.loads(text)) if text else None
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:

@@ -11,10 +11,11 @@ from mrl.config.loader import dump_resolved
 from mrl.config.schema import AnyConfig
 from mrl.files import make_private, write_atomically
 from mrl.observe.lock import Lock, Owner, read_owner
+from mrl.resilience.protocol import MARKER
 
 LAUNCH = "launch"  # torchrun or ft_launcher, whose ranks have begun to write there
 # of the directory, not of what a run has made
-KEEP = ("logs", "checkpoints", "engines", "lock", "ft.yaml", "preempted", LAUNCH)
+KEEP = ("logs", "checkpoints", "engines", "lock", "ft.yaml", MARKER, LAUNCH)
 
 
 class RunExists(RuntimeError):
@@ -71,9 +72,12 @@ def is_of_this_launch(run_dir: Path) -> bool:
 
 
 def refuse_existing(cfg: AnyConfig) -> None:
-    """Raises RunExists if a run without a checkpoint has written there, and run.existing does not move that aside."""
+    """Raises RunExists if a run without a checkpoint has written there, and neither run.existing moves that aside nor
+    that run was told to stop, to be started again."""
     run_dir = Path(cfg.run.root) / cfg.run.name
-    if cfg.run.existing == "refuse" and not any(run_dir.glob("checkpoints/step_*/complete")) and written(run_dir):
+    if cfg.run.existing == "move_aside" or (run_dir / MARKER).exists():
+        return
+    if not any(run_dir.glob("checkpoints/step_*/complete")) and written(run_dir):
         raise RunExists(
             f"{run_dir} holds metrics, samples or weights of a run that left no checkpoint to go on from: choose "
             "another run.name, or say run.existing=move_aside (they go to earlier_N in it)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
@@ -33,6 +34,15 @@ def _address(url: str) -> str:
     return url
 
 
+def _at_home(path: str) -> str:
+    """With `~` and `~user` as a shell has them."""
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        user = path.partition("/")[0]
+        raise ValueError(f"{user} is no home directory here, and a folder of that name is ./{user}")
+    return found
+
+
 def _of_a_function(value: Any) -> float | str | bool:
     """As it is written: 3 stays an integer, since functions may count with it."""
     if isinstance(value, str | bool) or (isinstance(value, int | float) and math.isfinite(value)):
@@ -46,6 +56,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0), AfterValidator(_in_float32)]
 NonNegativeFloat = Annotated[float, Field(ge=0), AfterValidator(_in_float32)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+FilePath = Annotated[str, AfterValidator(_at_home)]
 Url = Annotated[str, AfterValidator(_address)]
 OptionValue = Annotated[Any, PlainValidator(_of_a_function), Field(description="number or string or true | false")]
 OwnOptions = dict[str, OptionValue]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from mrl.options.base import Fraction, Options, OwnOptions, PositiveFloat, Section
+from mrl.options.base import FilePath, Fraction, Options, OwnOptions, PositiveFloat, Section
 
 
 class EstimatorOptions(Options):
@@ -138,7 +138,7 @@ class TIRTokenBaseline(EstimatorOptions, name="tir_optimal_token_baseline"):
 class OwnAdvantage(Section):
     """An estimator of your own: see docs/extending.md."""
 
-    function: str  # path/to/file.py:name, f(AdvantageInputs, **options) -> (advantages, returns)
+    function: FilePath  # path/to/file.py:name, f(AdvantageInputs, **options) -> (advantages, returns)
     options: OwnOptions = {}  # its arguments besides the first, by their names
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from mrl.options.base import Options, OwnOptions, PositiveFloat
+from mrl.options.base import FilePath, Options, OwnOptions, PositiveFloat
 
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 TokenShare = Annotated[float, Field(gt=0, le=1)]
@@ -182,7 +182,7 @@ class OwnLoss(LossOptions, name="function"):
 
     implied_by: ClassVar[str | None] = "function"
 
-    function: str  # path/to/file.py:name, f(PolicyInputs, **options) -> TokenLoss
+    function: FilePath  # path/to/file.py:name, f(PolicyInputs, **options) -> TokenLoss
     options: OwnOptions = {}  # its arguments besides the first, by their names
 
 

@@ -156,6 +156,18 @@ class Plan:
         """On disk, of one."""
         return checkpoint_bytes(self.cfg, {name: model.arch for name, model in self.work.models.items()})
 
+    @property
+    def write_seconds(self) -> float:
+        """Of a checkpoint, by GPU nodes that all write at once."""
+        return self.checkpoint_bytes / (self.cluster.nodes * self.assumed.disk)
+
+    @property
+    def save_seconds(self) -> float:
+        """The most that a run which is told to stop needs: a whole step and a checkpoint. 0 where it saves nothing, or
+        without GPUs."""
+        saves = self.on_gpu and self.cfg.kept.every_steps is not None
+        return self.seconds + self.write_seconds if saves else 0.0
+
     def _kind(self, rank: int) -> tuple[object, ...]:
         found: list[object] = [self._engine_at(rank) is not None]
         for model in self.work.models.values():

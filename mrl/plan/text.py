@@ -42,7 +42,17 @@ def verdict(plan: Plan) -> str:
         return f"On CPUs: a node needs {needs} beside the programs themselves; how long a step takes is not planned."
     name, (rank, phase) = max(plan.worst.items(), key=lambda item: item[1][1].total)
     room = (plan.cluster.chip.memory - phase.total) / GIB
-    return f"It fits: {room:.1f} GiB are left where it is tightest ({name}, rank {rank}). {bottleneck(plan)}"
+    fits = f"It fits: {room:.1f} GiB are left where it is tightest ({name}, rank {rank})."
+    return " ".join(filter(None, (fits, bottleneck(plan), too_late(plan))))
+
+
+def too_late(plan: Plan) -> str:
+    """A word, where a run that is told to stop has less time than it needs."""
+    needed, limit = plan.save_seconds, plan.cfg.resilience.save_deadline_s
+    if needed <= limit:
+        return ""
+    said = f"Told to stop, it may need {needed:.0f} s to end the step and save, and resilience.save_deadline_s is"
+    return f"{said} {limit:g} s: raise it, and the scheduler's notice to a minute more."
 
 
 def phase_seconds(plan: Plan) -> dict[str, float]:
@@ -201,7 +211,7 @@ def beside(plan: Plan) -> Iterator[str]:
     yield f"    {_items(plan.host(0))}"
     if plan.cfg.checkpoint.every_steps is not None:
         one, kept = plan.checkpoint_bytes, plan.cfg.checkpoint.keep_last + 1
-        write = f", {one / (plan.cluster.nodes * plan.assumed.disk):.0f} s" if plan.on_gpu else ""
+        write = f", {plan.write_seconds:.0f} s" if plan.on_gpu else ""
         all_of_them = f"the last {kept - 1} and the one being written: {_gib(one * kept)} GiB"
         yield f"a checkpoint: {_gib(one)} GiB{write}; {all_of_them}"
 
@@ -247,6 +257,7 @@ def data(plan: Plan) -> dict[str, Any]:
         "host_bytes_of_node": plan.host_of_node,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "seconds": plan.seconds,
+        "save_seconds": plan.save_seconds,
         "parts": [vars(part) for part in plan.parts],
         "tensors_of_rank_0": {phase.name: phase.tensors for phase in plan.ranks[0]},
         "assumed": vars(plan.assumed),

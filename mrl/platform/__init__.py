@@ -10,6 +10,7 @@ from mrl.platform.features import Feature, features
 from mrl.platform.fp8 import fp8_problem, fp8_recipes
 from mrl.platform.fused import apex_usable, transformer_engine_problem, transformer_engine_usable, triton_usable
 from mrl.platform.gpu_health import GpuHealth, GpuTimeout, gpu_health
+from mrl.platform.host_limit import free_host_memory
 from mrl.platform.host_room import HostRoom, host_bytes
 from mrl.platform.imagined import imagined_rank
 from mrl.platform.memory import (
@@ -54,6 +55,7 @@ __all__ = [
     "features",
     "fp8_problem",
     "fp8_recipes",
+    "free_host_memory",
     "gpu_count",
     "gpu_health",
     "gpu_names",

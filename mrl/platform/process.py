@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from mrl.ports import MEETING_VARIABLE, listen
+from mrl.ports import MEETING_VARIABLE, listen, world_problem
 
 _POLL_S, _POLLED_RANKS = 0.01, 64  # as many ask that often; more of them, less often
 _EVERYBODY = "every rank"
@@ -55,7 +55,7 @@ def init_process_group(timeout_s: float, kind: Literal["gloo", "nccl"] | None = 
     environment. Does nothing if there already is a process group.
 
     kind: of the backend, by the device where None; on a GPU that becomes the process' current one first
-    Raises WorldError if a rank does not come within `timeout_s`.
+    Raises WorldError if the environment describes none, or a rank does not come within `timeout_s`.
     """
     if dist.is_initialized():
         return
@@ -64,8 +64,13 @@ def init_process_group(timeout_s: float, kind: Literal["gloo", "nccl"] | None = 
     limit, kind = timedelta(seconds=timeout_s), kind or backend()
     if kind == "nccl":
         torch.cuda.set_device(device())
-    rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    store = _meet(rank, size, limit) if "WORLD_SIZE" in os.environ else dist.HashStore()
+    rank, size = 0, 1
+    store: dist.Store = dist.HashStore()
+    if "WORLD_SIZE" in os.environ:
+        if (problem := world_problem()) is not None:
+            raise WorldError(problem)
+        rank, size = int(os.environ.get("RANK", "0")), int(os.environ["WORLD_SIZE"])
+        store = _meet(rank, size, limit)
     # without `device_id`, by which NCCL would make every group at once: most of a mesh's 25 are never used
     dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=limit)
 

@@ -16,7 +16,7 @@ from mrl.config.schema import AnyConfig, Config
 from mrl.config.trainers.table import trainer_of
 from mrl.launcher.elastic import missing
 from mrl.observe import trackers
-from mrl.preflight.finding import Finding
+from mrl.preflight.finding import Finding, Verdict
 from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import Part, ServerSpec, launcher
 
@@ -122,6 +122,7 @@ def _interfaces() -> Iterator[Finding]:
 
 
 def _meeting_place() -> Iterator[Finding]:
+    """Of ranks that somebody else starts; `mrl train` gives its own another."""
     host = os.environ.get("MASTER_ADDR")
     if host is None:
         return
@@ -130,7 +131,9 @@ def _meeting_place() -> Iterator[Finding]:
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "no name of a host"
         text = f"MASTER_ADDR={host} is no address that this machine knows ({why})"
-        yield Finding("ports", "problem", text, "give the first node's address")
+        is_used = ports.is_a_rank() and ports.MEETING_VARIABLE not in os.environ
+        verdict: Verdict = "problem" if is_used else "warning"
+        yield Finding("ports", verdict, text, "give the first node's address, or unset it")
 
 
 def _not_installed(cfg: AnyConfig, name: str) -> str | None:

@@ -135,6 +135,7 @@ def _measured(meeting: Meeting, head: str, mib: int | None) -> dict[str, Any]:
     host, _, port = head.rpartition(":")
     env = os.environ | {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": str(place.count * local)}
     env |= {"LOCAL_WORLD_SIZE": str(local), network.NAME_VARIABLE: meeting.name(place.number)}
+    env |= ports.gloo_towards(host)
     with tempfile.TemporaryDirectory(prefix="mrl-network-") as folder:
         made, ranks = Path(folder), []
         for number in range(local):

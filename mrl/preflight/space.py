@@ -12,17 +12,21 @@ from mrl.config.checks.base import Archs
 from mrl.config.schema import AnyConfig, Config
 from mrl.directories import size_text
 from mrl.families import load_arch
+from mrl.files import NoLocks, lock
 from mrl.observe import RunExists, refuse_existing
 from mrl.preflight.finding import Finding
 
 
 def look_at_directory(cfg: AnyConfig) -> Iterator[Finding]:
-    """A file is made in it, or above it where it is not there yet, and removed again."""
+    """A file is made in it, or above it where it is not there yet, locked, and removed again."""
     run_dir = Path(cfg.run.root).absolute() / cfg.run.name
     there = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
     try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
+        with tempfile.TemporaryFile(dir=there) as file:
+            lock(file)
+    except NoLocks as error:
+        yield Finding("run directory", "problem", f"run.root: {error}")
+        return
     except OSError as error:
         text = f"run.root: no file can be made in {there}: {error.strerror}"
         yield Finding("run directory", "problem", text, "choose another run.root, or free space there")

@@ -7,7 +7,6 @@ each other at the end of a step. SIGINT ends a rank at once, and so do the two o
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -15,13 +14,29 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from mrl.files import write_atomically
-from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, started_by_torchelastic
+from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, note_leaving, started_by_torchelastic
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
 
 _due: float | None = None  # time.monotonic() by which the rank must have left
 _run_dir: Path | None = None  # once the run goes on in it
+
+
+def begin_later() -> None:
+    """While `mrl train` has begun nothing: SIGTERM and SIGUSR1 end it as they end a run that goes on when it is started
+    again, in the midst of an import too. Ignored ones stay ignored."""
+    for number in WARNINGS:
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, not_begun)
+
+
+def not_begun(number: int, frame: FrameType | None) -> NoReturn:
+    name = signal.Signals(number).name
+    text = (
+        f"mrl: told to stop by {name} before the run had begun (exit code {EXIT_PREEMPTED}): the same command starts it"
+    )
+    os.write(2, f"{text}\n".encode())
+    os._exit(EXIT_PREEMPTED)
 
 
 def die_at_once() -> None:
@@ -69,20 +84,20 @@ def begin(run_dir: Path) -> None:
 
 
 def leave(run_dir: Path, step: int) -> NoReturn:
-    """Ends this rank after its state has been saved; that the run is to be continued is written down.
+    """Ends this rank after its state has been saved; that the run is to be continued is written down. step: the last
+    that is saved, 0 if none is.
 
     Raises SystemExit. torchrun and ft_launcher take every exit code but 0 for a failure: under them it is 0.
     """
     signal.setitimer(signal.ITIMER_REAL, 0.0)
-    _note_leaving(run_dir, step)
+    _note_leaving(run_dir, step or None)
     raise SystemExit(_code())
 
 
 def _note_leaving(run_dir: Path, step: int | None) -> None:
-    """On rank 0: the launcher finds it. step: the last that is done and saved; None: the deadline has passed"""
+    """On rank 0: the launcher finds it."""
     if os.environ.get("RANK", "0") == "0":
-        content = json.dumps({"step": step, "unix_time": round(time.time(), 3)}) + "\n"
-        write_atomically(run_dir / MARKER, content)
+        note_leaving(run_dir, step)
 
 
 def _code() -> int:

@@ -50,6 +50,13 @@ def read_places(log_dir: Path, ranks: int) -> list[Place]:
     return [Place(**json.loads(file.read_text())) for file in files if file.exists()]
 
 
+def note_leaving(run_dir: Path, step: int | None) -> None:
+    """The run in that directory, which is there, is to be continued. step: the last that is saved; None: not known, or
+    there is none"""
+    content = json.dumps({"step": step, "unix_time": round(time.time(), 3)}) + "\n"
+    write_atomically(run_dir / MARKER, content)
+
+
 def attempt() -> int:
     """How often torchrun or ft_launcher has started this launch's ranks anew."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

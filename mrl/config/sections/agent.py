@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mrl.config.sections.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from mrl.config.sections.base import FilePath, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from mrl.config.sections.reward import SandboxConfig
 
 
@@ -15,10 +15,10 @@ class AgentConfig(Section):
     model reads and never learns. `reward.function: environment` is the score that it gives."""
 
     # path/to/file.py:name, `async def rollout(ctx, prompt)` or a class with reset(row, rng) and step(turn)
-    rollout: str
+    rollout: FilePath
     # how calls of tools are read from a turn: hermes (Qwen), qwen3_coder, fenced (blocks of code), or
     # path/to/file.py:name of a function of the text; null: they are not
-    parser: str | None = None
+    parser: FilePath | None = None
     sandbox: SandboxConfig = SandboxConfig()  # of programs that the model wrote, which `ctx.sandbox` runs
     max_turns: PositiveInt = 8  # of the model's, each of rollout.sampling.max_new_tokens at most
     max_tokens: PositiveInt = 8192  # prompt, turns and what the environment says, at most

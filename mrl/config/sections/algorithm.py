@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import TypeAdapter
 
-from mrl.config.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from mrl.config.sections.base import FilePath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from mrl.config.sections.policy import PolicyLoss, RolloutCorrectionConfig, policy_loss
 from mrl.config.sections.variants import Variants
 from mrl.options.estimators import ESTIMATORS, EstimatorOptions
@@ -55,7 +55,7 @@ class FilterGroupsConfig(Section):
 
     enable: bool = False  # drop the groups in which every response has the same `metric`
     metric: str = "score"  # what `enable` compares: the score or a component of the reward
-    function: str | None = None  # path/to/file.py:name, f(responses of a group) -> bool: keep it?
+    function: FilePath | None = None  # path/to/file.py:name, f(responses of a group) -> bool: keep it?
     prompts_per_round: PositiveInt | None = None  # prompts sampled at once; null: batch.prompts_per_step
     max_num_gen_batches: PositiveInt = 10  # rounds a step, at most
     on_shortage: Literal["stop", "fill"] = "stop"  # when they were too few: end the run, or take dropped groups too

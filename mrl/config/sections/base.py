@@ -2,6 +2,7 @@
 
 from mrl.options.base import (
     MAX_INT,
+    FilePath,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -14,6 +15,7 @@ from mrl.options.base import (
 
 __all__ = [
     "MAX_INT",
+    "FilePath",
     "Fraction",
     "NonNegativeFloat",
     "NonNegativeInt",

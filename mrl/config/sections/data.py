@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
-from mrl.config.sections.base import PositiveFloat, PositiveInt, Section
+from mrl.config.sections.base import FilePath, PositiveFloat, PositiveInt, Section
 
 
 class SourceConfig(Section):
     """Rows in one place: FILE.jsonl, FILE.json (a list of objects), FILE.parquet, or a directory that the `datasets`
     library has saved (`save_to_disk`) or would load (data files as on the Hugging Face hub)."""
 
-    path: str  # file or directory
+    path: FilePath  # file or directory
     split: str | None = None  # of a directory; needed where it has several
     name: str | None = None  # what data_source_key holds, in rows that have none of their own
     weight: PositiveFloat | None = None  # share of the prompts, by weight; null for all: each row once an epoch

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mrl.config.sections.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from mrl.config.sections.base import FilePath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from mrl.config.sections.data import Sources
 from mrl.config.sections.models import OptimizerConfig
 from mrl.config.sections.reward import ServerConfig
@@ -17,7 +17,7 @@ class DiffusionModelConfig(Section):
     tokenizers. Nets are DiTTransformer2DModel, UNet2DModel, UNet2DConditionModel (Stable Diffusion 1 and 2),
     SD3Transformer2DModel and FluxTransformer2DModel."""
 
-    path: str  # diffusers directory
+    path: FilePath  # diffusers directory
     from_scratch: bool = False  # random weights of the net, from its config.json alone
     image_size: PositiveInt | None = None  # pixels of a side of an image; null: what the net was made for
     # what the net computes in, when sampling and when training, and what frozen weights are kept in; trained weights,
@@ -111,7 +111,7 @@ class ScorerConfig(Section):
     """The built-in `scorer`: the cosine of an image's and its prompt's embeddings by a model that transformers loads
     (CLIP, SigLIP, PickScore), on the CPU."""
 
-    path: str  # its directory: config.json, safetensors, processor and tokenizer
+    path: FilePath  # its directory: config.json, safetensors, processor and tokenizer
     threads: PositiveInt = 1  # that each of the workers computes with
 
 
@@ -125,7 +125,7 @@ class ImageRewardConfig(Section):
     sample having "image", a PNG in base64, in place of "response".
     """
 
-    function: str | None = None  # FILE.py:NAME or a built-in
+    function: FilePath | None = None  # FILE.py:NAME or a built-in
     server: ServerConfig | None = None  # in place of a function
     scorer: ScorerConfig | None = None  # for `function: scorer`
     workers: PositiveInt = 1  # processes of each rank that score while the next images are drawn

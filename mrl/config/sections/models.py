@@ -6,7 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mrl.config.sections.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from mrl.config.sections.base import (
+    FilePath,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from mrl.config.sections.lora import LoRAConfig
 from mrl.config.sections.precision import PrecisionConfig
 
@@ -81,7 +89,7 @@ class ActorConfig(TrainConfig):
 class CriticConfig(TrainConfig):
     """The model of values that gae needs, laid out and trained by itself."""
 
-    path: str | None = None  # Hugging Face directory; the actor's when null
+    path: FilePath | None = None  # Hugging Face directory; the actor's when null
     warmup_steps: NonNegativeInt = 0  # steps in which only the critic is trained
     frozen: bool = False  # never trained: a zero baseline, for comparisons
 
@@ -97,7 +105,7 @@ class RefConfig(Section):
     policy: Literal["frozen", "ema", "refreshed"] = "frozen"  # whether and how it moves, see the section
     refresh_every_steps: PositiveInt | None = None  # steps from one refresh to the next; refreshed only
     refresh_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the way to the actor; refreshed only
-    path: str | None = None  # Hugging Face directory; the actor's initial weights when null
+    path: FilePath | None = None  # Hugging Face directory; the actor's initial weights when null
     parallel: ParallelConfig | None = None  # the actor's when null
     max_tokens_per_microbatch: PositiveInt | None = None  # tokens a pass, at most; the actor's when null
     precision: PrecisionConfig | None = None  # the actor's when null
@@ -113,10 +121,10 @@ class VisionConfig(Section):
 class ModelConfig(Section):
     """The weights that the run starts from, and their tokenizer."""
 
-    path: str  # Hugging Face directory: config.json, tokenizer, safetensors
+    path: FilePath  # Hugging Face directory: config.json, tokenizer, safetensors
     from_scratch: bool = False  # random weights, from config.json alone
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the weights that are computed with; optimizers keep float32
     allow_pickle: bool = False  # accept pytorch_model.bin (tensors only) where there are no safetensors
-    chat_template: str | None = None  # a Jinja file, in place of the tokenizer's own; exports have it too
+    chat_template: FilePath | None = None  # a Jinja file, in place of the tokenizer's own; exports have it too
     eos_token: str | None = None  # in place of the tokenizer's: ends answers in sft, and samples
     vision: VisionConfig = VisionConfig()

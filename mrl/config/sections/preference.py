@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mrl.config.sections.base import PositiveInt, Section
+from mrl.config.sections.base import FilePath, PositiveInt, Section
 from mrl.options import preference as losses
 from mrl.options.preference import PreferenceOptions
 
@@ -94,4 +94,4 @@ class PreferenceRefConfig(Section):
     policy: Literal["frozen", "cached", "refreshed"] = "frozen"  # whether it is kept, and moves; see the section
     refresh_every_steps: PositiveInt | None = None  # steps from one refresh to the next; refreshed only
     refresh_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the way to the actor; refreshed only
-    path: str | None = None  # Hugging Face directory; the actor's initial weights when null
+    path: FilePath | None = None  # Hugging Face directory; the actor's initial weights when null

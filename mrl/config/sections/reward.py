@@ -6,7 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mrl.config.sections.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Url
+from mrl.config.sections.base import (
+    FilePath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Url,
+)
 from mrl.config.sections.models import ParallelConfig
 from mrl.config.sections.precision import PrecisionConfig
 
@@ -85,7 +93,7 @@ class RewardModelConfig(Section):
     deviation, or the least (arXiv 2310.02743).
     """
 
-    path: str  # Hugging Face directory
+    path: FilePath  # Hugging Face directory
     parallel: ParallelConfig | None = None  # the actor's where null
     max_tokens_per_microbatch: PositiveInt | None = None  # tokens a pass, at most; the actor's where null
     heads: Literal["mean", "min"] = "mean"  # what counts of an ensemble's scores
@@ -110,8 +118,8 @@ class RewardConfig(Section):
     """
 
     manager: Literal["naive", "dapo", "batch", "remote", "model", "recipe"] = "naive"  # who scores, see the section
-    function: str | None = None  # a built-in's name or path/to/file.py:name
-    functions: dict[str, str] = {}  # data source -> function
+    function: FilePath | None = None  # a built-in's name or path/to/file.py:name
+    functions: dict[str, FilePath] = {}  # data source -> function
     recipe: dict[str, dict[str, float]] = {}  # data source ("*": any other) -> component -> weight
     servers: dict[str, ServerConfig] = {}  # name -> scorer behind HTTP
     model: RewardModelConfig | None = None

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from mrl.config.engines import EngineName
 from mrl.config.sections.base import (
+    FilePath,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -49,7 +50,7 @@ class RolloutConfig(Section):
 
     engine: EngineName = "sglang"  # SGLang, or mrl's small server around transformers' generate
     urls: tuple[Url, ...] = ()  # running engines; mrl starts its own when empty
-    api_key_file: str | None = None  # the key that the engines at urls want: a file that its owner alone can read
+    api_key_file: FilePath | None = None  # the key that the engines at urls want: a file that its owner alone can read
     servers: PositiveInt = 1  # engines that mrl starts on each node
     tensor: PositiveInt = 1  # tensor parallelism of each; sglang only
     # GPUs of this machine, by number, tensor for each server; null: from 0 on, which ranks of the trainer have too

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mrl.config.sections.base import NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
+from mrl.config.sections.base import FilePath, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
 
 TrackerName = Literal[
     "tensorboard",
@@ -27,7 +27,7 @@ class WandbConfig(Section):
 class MlflowConfig(Section):
     """What MLflow is told. User and password are MLFLOW_TRACKING_USERNAME's and MLFLOW_TRACKING_PASSWORD's."""
 
-    uri: str | None = None  # server or local store; when null MLFLOW_TRACKING_URI, else the folder ROOT/mlruns
+    uri: FilePath | None = None  # server or local store; when null MLFLOW_TRACKING_URI, else the folder ROOT/mlruns
     experiment: str = "mrl"  # that the run is listed in, made where it is not there
     name: str | None = None  # of the run there; run.name when null
     tags: dict[str, str] = {}  # name -> value, to find it by
@@ -46,7 +46,7 @@ class RunConfig(Section):
     """The run itself: where it is written, how long it is, its processes."""
 
     name: str  # of the run directory, ROOT/NAME
-    root: str = "runs"  # directory of run directories
+    root: FilePath = "runs"  # directory of run directories
     existing: Literal["refuse", "move_aside"] = "refuse"  # what a run left there that has no checkpoint to go on from
     seed: Seed = 1  # of weights from scratch, prompts and samples
     # on GPUs: the same bits from the same run again, where a fixed order of sums can be had; slower. CPUs: always so
@@ -114,6 +114,8 @@ class ResilienceConfig(Section):
     """What a run does about hung and slow ranks, and about a scheduler's warning."""
 
     timeouts_s: SectionTimeouts = SectionTimeouts()
-    save_deadline_s: PositiveFloat = 60.0  # seconds to end the step and save, after SIGTERM or SIGUSR1
+    # seconds to end the step and save, after SIGTERM or SIGUSR1; less than the scheduler gives, and no less than a step
+    # takes (mrl plan says so)
+    save_deadline_s: PositiveFloat = 60.0
     straggler_every_steps: PositiveInt = 10  # steps between two comparisons of the ranks' times
     straggler_ratio: PositiveFloat = 2.0  # a rank that needs this many times its peers' median is named

@@ -76,10 +76,12 @@ class Phases:
     def leave_if_warned(self, step: int, leave: Callable[[float], int]) -> None:
         """Before a step: if a scheduler's signal has reached any rank, saves and ends this process. Collective.
 
-        step: how many are done. leave: takes the seconds that saving may need, gives the newest step on disk
+        step: how many are done. leave: takes the seconds that saving may need, gives the newest step on disk, 0 if
+        there is none
         """
         if not self.world.any(preemption.is_warned()):
             return
         saved = leave(preemption.left_s(self.save_deadline_s))
-        self.recorder.note(f"told to stop after step {step}: step {saved} is saved, leaving")
+        kept = f"step {saved} is saved" if saved else "no step is saved"
+        self.recorder.note(f"told to stop after step {step}: {kept}, leaving")
         preemption.leave(self.run_dir, saved)

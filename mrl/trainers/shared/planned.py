@@ -66,7 +66,7 @@ def planned(cfg: Config, run_dir: Path, recorder: Recorder | SilentRecorder) -> 
     if plan is None:
         recorder.note(f"no MFU and no prediction of the steps: {why}")
         return None
-    recorder.note(f"the plan: {text.bottleneck(plan)}")
+    recorder.note(" ".join(filter(None, ("the plan:", text.bottleneck(plan), text.too_late(plan)))))
     return Planned(plan)
 
 

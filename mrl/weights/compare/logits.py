@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mrl import platform
 from mrl.config.schema import ParallelConfig, TrainConfig
 from mrl.core import PackedBatch, Rollout
 from mrl.data.packing import pack
 from mrl.directories import size_text
 from mrl.families import ModelArch, VisionArch
-from mrl.families.table import HF_VALUE_HEAD, weight_table
+from mrl.families.table import HF_VALUE_HEAD, Role, weight_table
 from mrl.models.batch import Images, ModelBatch, on_device
 from mrl.models.build import build_model
 from mrl.parallel import Meshes
@@ -66,7 +66,7 @@ def compare_logits(hf: Path, model: MegatronModel, meshes: Meshes, cast_to: torc
 
     Raises WeightError if the memory does not suffice, or Megatron cannot load the checkpoint.
     """
-    _require_memory(model)
+    require_memory(model.arch, model.role)
     length = model.arch.max_positions
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(model.arch.vocab_size, (min(n, length),), generator=generator) for n in LENGTHS]
@@ -76,10 +76,11 @@ def compare_logits(hf: Path, model: MegatronModel, meshes: Meshes, cast_to: torc
     return Logits(float((got - want).abs().max()), float(want.abs().max()))
 
 
-def _require_memory(model: MegatronModel) -> None:
-    rows = weight_table(model.arch, model.role).values()
+def require_memory(arch: ModelArch, role: Role) -> None:
+    """Raises WeightError if there is not enough for `compare_logits`."""
+    rows = weight_table(arch, role).values()
     values = sum(torch.Size(shape).numel() for row in rows if row.copy_of is None for shape in row.shapes)
-    needed, free = 5 * values, psutil.virtual_memory().available  # four bytes each, and room to load them
+    needed, free = 5 * values, platform.free_host_memory()  # four bytes each, and room to load them
     if needed > free:
         raise WeightError(
             f"comparing logits needs {size_text(needed)} of memory, {size_text(free)} are free: use --skip-logits"
