@@ -148,6 +148,6 @@ def test_an_engine_waits_for_the_models_on_its_gpus(
         assert (main.engine is None) == waits
         if gpus != 1:
             return
-        urls, access, _ = main.ready()
-        assert main.engine is not None and main.engine.urls == urls and access.ours
-        assert main.engine.client(urls[0]).model_info().model_type == "llama"
+        engines = main.ready()
+        assert main.engine is not None and main.engine.urls == engines.urls and engines.access.ours
+        assert main.engine.client(engines.urls[0]).model_info().model_type == "llama"

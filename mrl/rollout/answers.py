@@ -11,7 +11,13 @@ from mrl.rollout.errors import BadAnswer
 
 T = TypeVar("T")
 MOST_TEXT = 2000  # characters of an engine's own words in an error
-JSON_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text", int: "a whole number"}
+JSON_NAMES: dict[type, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    int: "a whole number",
+    bool: "true or false",
+}
 
 _PICTURE = re.compile(r"(;base64,)[\w+/=\\]+")
 _SHORT = reprlib.Repr()
@@ -38,6 +44,11 @@ def field(answer: Any, name: str, kind: type[T]) -> T:
     if name not in typed(answer, "the answer", dict):
         raise BadAnswer(f"{name} is missing")
     return typed(answer[name], name, kind)
+
+
+def maybe(answer: dict[str, Any], name: str, kind: type[T]) -> T | None:
+    """`answer[name]`, of exactly this type; None where it is missing or null; else BadAnswer."""
+    return None if answer.get(name) is None else typed(answer[name], name, kind)
 
 
 def shown(value: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, NotRequired, TypedDict, TypeVar
 
 from mrl.rollout.answers import field, shown, typed
 from mrl.rollout.errors import BadAnswer
+from mrl.rollout.server_info import ServerInfo, read_server_info
 
 Body = TypeVar("Body")
 Answer = TypeVar("Answer")
@@ -55,14 +56,21 @@ class SamplingBody(TypedDict):
     """How the tokens after one prompt are drawn. A greedy draw has temperature 0."""
 
     temperature: float  # logits are divided by it
-    top_p: NotRequired[float]
-    top_k: NotRequired[int]  # -1: all
+    top_p: float
+    top_k: int  # -1: all
+    min_p: float  # 0, as all that follows until max_new_tokens: mrl draws by nothing else
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float  # 1
+    min_new_tokens: int
     max_new_tokens: int
-    stop: NotRequired[list[str]]  # texts, for engines with a tokenizer
-    stop_token_ids: NotRequired[list[int]]  # besides the model's own end tokens
-    sampling_seed: NotRequired[int]  # of the sample's own random stream
-    skip_special_tokens: NotRequired[bool]
-    no_stop_trim: NotRequired[bool]  # what ends a response stays in it
+    stop: list[str]  # texts, for engines with a tokenizer
+    stop_token_ids: list[int]  # besides the model's own end tokens
+    ignore_eos: bool  # false
+    n: int  # 1
+    sampling_seed: int  # of the sample's own random stream
+    skip_special_tokens: bool
+    no_stop_trim: bool  # what ends a response stays in it
 
 
 class GenerateBody(TypedDict):
@@ -226,26 +234,6 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class ServerInfo:
-    """An engine's settings, as it reports them.
-
-    device: "cpu" where it says nothing
-    dtype: what it computes in, such as "float32"; "": it does not say, or rounds weights or its cache to something else
-    is_deterministic: the same seed gives the same tokens, whatever else is in the batch
-    has_tokenizer: it can look for stop strings
-    releases_memory: it gives memory up when it is told to; None: it does not know what that is
-    returns_experts: it says which experts tokens went to, when it is asked
-    """
-
-    device: str
-    is_deterministic: bool
-    has_tokenizer: bool
-    releases_memory: bool | None = None
-    returns_experts: bool = False
-    dtype: str = ""
-
-
-@dataclass(frozen=True)
 class RankChecksums:
     """One engine process: its tensor-parallel rank and the hash of each of its own (fused, sharded) parameters."""
 
@@ -260,17 +248,6 @@ def read_nothing(answer: Any) -> None:
 
 def read_model_info(answer: Any) -> ModelInfo:
     return ModelInfo(*(field(answer, name, str) for name in ("model_path", "model_type", "weight_version")))
-
-
-def read_server_info(answer: Any) -> ServerInfo:
-    info = typed(answer, "the answer", dict)
-    seeded, no_text = info.get("enable_deterministic_inference"), info.get("skip_tokenizer_init")
-    releases = info.get("enable_memory_saver")
-    releases = None if releases is None else bool(releases)
-    returns = bool(info.get("enable_return_routed_experts"))
-    rounds = info.get("quantization") is not None or info.get("kv_cache_dtype", "auto") != "auto"
-    dtype = "" if rounds else str(info.get("dtype", ""))
-    return ServerInfo(str(info.get("device", "cpu")), bool(seeded), not no_text, releases, returns, dtype)
 
 
 def read_workers(answer: Any) -> tuple[str, ...]:
