@@ -17,7 +17,7 @@ from mrl.rollout import EngineClient, EngineError
 from mrl.rollout.answers import error_message, from_json
 from mrl.rollout.errors import BadAnswer
 from mrl.rollout.protocol import SamplingBody
-from mrl.rollout.samples import Expected, generate_body, read_samples
+from mrl.rollout.samples import Expected, generate_body, read_answer, read_samples
 from mrl.rollout.server_info import read_server_info
 from mrl.trainers.rl.mismatch import MismatchError, MismatchLimits
 
@@ -110,6 +110,17 @@ def test_a_bad_answer_is_refused_by_sample_and_field(name: str) -> None:
     assert name == "two" or str(caught.value).startswith("sample 5: ")
 
 
+def test_an_answer_to_another_request_is_not_taken_for_its_own() -> None:
+    """As of a server in between that mixes them up."""
+    asked = [ASKED[0], replace(ASKED[0], sample_id=6)]
+    names = generate_body(asked, SamplingParams())["rid"]
+    assert len({*names, *generate_body(asked, SamplingParams())["rid"]}) == 4
+    answers = [good() | {"meta_info": good()["meta_info"] | {"id": name}} for name in names]
+    assert len(read_samples(asked, answers, EXPECTED, names=names)) == 2
+    with pytest.raises(BadAnswer, match=f"sample 5: the answer is to another request .'{names[1]}'"):
+        read_answer(asked, json.dumps(answers[::-1]).encode(), EXPECTED, names)
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\xff", DEEP.encode(), b"<html>", b'{"a": ' + b"9" * 5000 + b"}"])
 def test_what_is_no_json_is_said_to_be_none(content: bytes) -> None:
     with pytest.raises(BadAnswer, match="the answer is no JSON"):
@@ -144,13 +155,31 @@ ENDPOINTS: dict[str, tuple[str, Any, str]] = {
 }
 
 
+def client_of(reply: httpx.Response) -> EngineClient:
+    client = EngineClient("http://far:1")
+    client._http = httpx.Client(base_url="http://far:1", transport=httpx.MockTransport(lambda request: reply))
+    return client
+
+
+@pytest.mark.parametrize("content", [b"<html>Sign in</html>", b"{}", b'{"success": "yes"}', b'{"success": null}', b"3"])
+def test_weights_have_come_where_the_engine_says_so(content: bytes) -> None:
+    kind = "text/html" if content.startswith(b"<") else "application/json"
+    client = client_of(httpx.Response(200, headers={"Content-Type": kind}, content=content))
+    for push in (
+        lambda: client.update_weights_from_tensor(["x"]),
+        lambda: client.update_weight_version("3"),
+        client.begin_weight_update,
+    ):
+        with pytest.raises(EngineError, match="HTTP 200: the answer is "):
+            push()
+
+
 @pytest.mark.parametrize("name", ENDPOINTS)
 def test_an_engine_s_word_about_itself_is_not_believed(name: str) -> None:
     method, answer, message = ENDPOINTS[name]
     content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
     reply = httpx.Response(200, headers={"Content-Type": "application/json"}, content=content)
-    client = EngineClient("http://far:1")
-    client._http = httpx.Client(base_url="http://far:1", transport=httpx.MockTransport(lambda request: reply))
+    client = client_of(reply)
     with pytest.raises(EngineError, match=message) as caught:
         getattr(client, method)()
     assert str(caught.value).startswith("engine http://far:1: ")

@@ -159,7 +159,7 @@ class Flight:
             done, _ = await asyncio.wait([post], timeout=limit)
             if not done:  # it answers, byte by byte
                 raise httpx.ReadTimeout(f"no whole answer in {limit:g} s")
-            samples = None if post.cancelled() else await self._read(requests, post.result())
+            samples = None if post.cancelled() else await self._read(requests, post.result(), body["rid"])
             return samples
         except (httpx.HTTPError, BadAnswer) as error:
             await self._judge(server, life, requests, error)
@@ -176,11 +176,11 @@ class Flight:
                 incoming.take(part)
         return incoming.whole()
 
-    async def _read(self, requests: Sequence[Request], reply: httpx.Response) -> list[Sample]:
+    async def _read(self, requests: Sequence[Request], reply: httpx.Response, names: Sequence[str]) -> list[Sample]:
         if reply.status_code != 200:
             kind = Refused if 400 <= reply.status_code < 500 else BadAnswer
             raise kind(f"HTTP {reply.status_code}: {error_message(reply.content)}")
-        return await asyncio.to_thread(read_answer, requests, reply.content, self._expected)
+        return await asyncio.to_thread(read_answer, requests, reply.content, self._expected, names)
 
     async def _least_loaded(self) -> Server:
         while (server := self._fleet.least_loaded()) is None:

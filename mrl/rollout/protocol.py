@@ -1,8 +1,9 @@
 """What mrl and an engine say to each other: the part of SGLang's native HTTP interface that mrl uses, and no more.
 
 Bodies and answers are JSON; token ids travel in both directions, text never does. Every request carries the run's key
-as `Authorization: Bearer KEY`. An engine refuses with a status of 400 to 499, or with 200 and `{"success": false}`;
-either way `message` holds its reason. An endpoint that it does not have is 404.
+as `Authorization: Bearer KEY`. What changes weights is answered `{"success": true}`. An engine refuses with a status of
+400 to 499, or with 200 and `{"success": false}`; either way `message` holds its reason. An endpoint that it does not
+have is 404.
 
 `EngineClient` asks these endpoints one by one, a flight asks GENERATE for many samples at once, and an engine of mrl's
 own answers them. Their URLs are written nowhere else.
@@ -77,6 +78,7 @@ class GenerateBody(TypedDict):
     """One prompt and its parameters, or a list of each."""
 
     input_ids: list[int] | list[list[int]]
+    rid: NotRequired[list[str]]  # a new name for each request, which its answer has as `id`
     sampling_params: SamplingBody | list[SamplingBody]
     image_data: NotRequired[list[list[str]]]  # of each prompt its pictures, one image token each: data:image/png;base64
     return_logprob: NotRequired[bool]
@@ -205,6 +207,7 @@ class MemoryBody(TypedDict):
 class MetaInfo(TypedDict):
     """About one sample."""
 
+    id: NotRequired[str]  # as the request was named
     finish_reason: Any  # {"type": "stop" | "length" | "abort", ...}
     prompt_tokens: int
     completion_tokens: int
@@ -240,6 +243,12 @@ class RankChecksums:
     tp_rank: int
     tp_size: int
     checksums: dict[str, str]
+
+
+def read_done(answer: Any) -> None:
+    """Of an answer that says that it is done: a server in between that answers 200 to everything does not."""
+    if typed(answer, "the answer", dict).get("success") is not True:
+        raise BadAnswer(f"the answer is {shown(answer)}, which does not say that it was done (success)")
 
 
 def read_nothing(answer: Any) -> None:
@@ -287,16 +296,16 @@ FLUSH_CACHE = Endpoint[None, None]("flush_cache", read_nothing)
 # nothing is drawn between the two; pausing twice and continuing unasked are harmless
 PAUSE = Endpoint[PauseBody, None]("pause_generation", read_nothing)
 CONTINUE = Endpoint[EmptyBody, None]("continue_generation", read_nothing)
-BEGIN_UPDATE = Endpoint[SessionBody, None]("begin_weight_update", read_nothing)
-END_UPDATE = Endpoint[EmptyBody, None]("end_weight_update", read_nothing)
-UPDATE_FROM_TENSOR = Endpoint[TensorsBody, None]("update_weights_from_tensor", read_nothing)
-JOIN_GROUP = Endpoint[GroupBody, None]("init_weights_update_group", read_nothing)
-UPDATE_FROM_BROADCAST = Endpoint[BroadcastBody, None]("update_weights_from_distributed", read_nothing)
-LEAVE_GROUP = Endpoint[LeaveBody, None]("destroy_weights_update_group", read_nothing)
-UPDATE_FROM_DISK = Endpoint[DiskBody, None]("update_weights_from_disk", read_nothing)
+BEGIN_UPDATE = Endpoint[SessionBody, None]("begin_weight_update", read_done)
+END_UPDATE = Endpoint[EmptyBody, None]("end_weight_update", read_done)
+UPDATE_FROM_TENSOR = Endpoint[TensorsBody, None]("update_weights_from_tensor", read_done)
+JOIN_GROUP = Endpoint[GroupBody, None]("init_weights_update_group", read_done)
+UPDATE_FROM_BROADCAST = Endpoint[BroadcastBody, None]("update_weights_from_distributed", read_done)
+LEAVE_GROUP = Endpoint[LeaveBody, None]("destroy_weights_update_group", read_done)
+UPDATE_FROM_DISK = Endpoint[DiskBody, None]("update_weights_from_disk", read_done)
 LOAD_ADAPTER = Endpoint[AdapterBody, tuple[str, ...]]("load_lora_adapter_from_tensors", read_adapters)
-UNLOAD_ADAPTER = Endpoint[AdapterNameBody, None]("unload_lora_adapter", read_nothing)
-UPDATE_VERSION = Endpoint[VersionBody, None]("update_weight_version", read_nothing)
+UNLOAD_ADAPTER = Endpoint[AdapterNameBody, None]("unload_lora_adapter", read_done)
+UPDATE_VERSION = Endpoint[VersionBody, None]("update_weight_version", read_done)
 RELEASE_MEMORY = Endpoint[MemoryBody, None]("release_memory_occupation", read_nothing)
 RESUME_MEMORY = Endpoint[MemoryBody, None]("resume_memory_occupation", read_nothing)
 CHECKSUMS = Endpoint[CheckerBody, list[RankChecksums]]("weights_checker", read_checksums)

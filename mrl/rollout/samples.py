@@ -6,6 +6,7 @@ import base64
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -54,6 +55,7 @@ def generate_body(
     body: GenerateBody = {
         "input_ids": [list(prompt.short_ids or prompt.token_ids) for prompt in prompts],
         "sampling_params": [sampling_body(sampling, request.seed) for request in requests],
+        "rid": [uuid4().hex for _ in requests],
         "return_logprob": True,
     }
     if any(prompt.pictures for prompt in prompts):  # only what mrl has encoded itself: servers open paths and URLs
@@ -96,27 +98,35 @@ def most_bytes(requests: Sequence[Request], expected: Expected) -> int:
     return CALL_BYTES + TOKEN_BYTES * drawn + (tokens * expected.routed.token_bytes if expected.routed else 0)
 
 
-def read_answer(requests: Sequence[Request], content: bytes, expected: Expected) -> list[Sample]:
+def read_answer(
+    requests: Sequence[Request], content: bytes, expected: Expected, names: Sequence[str] = ()
+) -> list[Sample]:
     """One Sample a request, from an answer as it came. Raises BadAnswer as `read_samples`, or for what is no JSON."""
     if len(content) >= MANY_BYTES and (found := columns.cut(content)) is not None:
         rest, tokens = found
         if len(tokens) == len(requests) and all(_fit(each, expected) for each in tokens):
-            return read_samples(requests, from_json(rest), expected, tokens)
-    return read_samples(requests, from_json(content), expected)
+            return read_samples(requests, from_json(rest), expected, tokens, names)
+    return read_samples(requests, from_json(content), expected, (), names)
 
 
 def read_samples(
-    requests: Sequence[Request], answer: Any, expected: Expected, tokens: Sequence[columns.Tokens] = ()
+    requests: Sequence[Request],
+    answer: Any,
+    expected: Expected,
+    tokens: Sequence[columns.Tokens] = (),
+    names: Sequence[str] = (),
 ) -> list[Sample]:
     """One Sample a request. Raises BadAnswer, which names sample and field, if anything is not as `expected`.
 
-    tokens: of each, where they have been read already
+    tokens: of each, where they have been read already; names: under which they were sent
     """
     answers = answer if isinstance(answer, list) else [answer]
     if len(answers) != len(requests):
         raise BadAnswer(f"{len(requests)} requests, {len(answers)} answers")
     known: Sequence[columns.Tokens | None] = tokens or [None] * len(answers)
     start = _experts_from(requests)
+    for request, one, name in zip(requests, answers, names):
+        _check_name(request, one, name)
     return [_read(request, one, expected, each, start) for request, one, each in zip(requests, answers, known)]
 
 
@@ -153,6 +163,12 @@ def _read(request: Request, answer: Any, expected: Expected, tokens: columns.Tok
         return Sample(request, tokens.ids, tokens.log_probs, reason, version, versions=versions, experts=every)
     except BadAnswer as error:
         raise BadAnswer(f"sample {request.sample_id}: {error}") from error
+
+
+def _check_name(request: Request, answer: Any, name: str) -> None:
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    if isinstance(meta, dict) and meta.get("id", name) != name:
+        raise BadAnswer(f"sample {request.sample_id}: the answer is to another request ({shown(meta['id'])})")
 
 
 def _check_prompt(prompt: Prompt, seen: int) -> None:

@@ -1,8 +1,8 @@
 """An engine that answers the sync protocol without a model. Usage: fake_engine.py PORT_FILE BEHAVIOUR
 
 BEHAVIOUR: ok | no_session | refuses_begin | refuses_group | error_500 | dies | hangs | busy | busy_at_first; an update
-goes wrong at the second one. It says that it has two tensor-parallel ranks. generate_500 | generate_hangs: of a rollout. It says that it serves a llama, and every
-answer to a prompt is the same few tokens.
+goes wrong at the second one. generate_500 | generate_hangs: of a rollout. It says that it serves a llama on two
+tensor-parallel ranks, and every answer to a prompt is the same few tokens.
 """
 
 from __future__ import annotations

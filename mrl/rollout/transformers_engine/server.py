@@ -87,6 +87,8 @@ class Endpoints:
         version = self._worker.weight_version
         tokens = self._worker.generate(jobs)
         answers = [_answer(job, ids, version, self._worker.routed, start) for job, ids in zip(jobs, tokens)]
+        for answer, name in zip(answers, body.get("rid") or ()):
+            answer["meta_info"]["id"] = name
         return answers if many else answers[0]
 
     def _read(self, ids: list[int], urls: list[str]) -> tuple[list[int], Inputs | None]:

@@ -156,7 +156,7 @@ def make_under_way(cfg: RLConfig, ahead: int, engine: Engine, generator: Generat
 def make_ahead(main: MainParts) -> Ahead:
     """Closed before the engine is."""
     interrupt = main.engine.interrupt if main.engine is not None else lambda: None
-    ahead = Ahead(main.setup.recorder.note, main.setup.world.together, interrupt)
+    ahead = Ahead(main.setup.recorder.note, main.setup.world.together, interrupt, longest_wait(main.cfg))
     main.setup.stack.callback(ahead.close)
     return ahead
 

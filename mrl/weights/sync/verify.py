@@ -8,8 +8,7 @@ from mrl.families import ModelArch
 from mrl.families.engine_names import DERIVED
 from mrl.families.table import HF_OUTPUT
 from mrl.rollout.client import EngineClient
-from mrl.rollout.protocol import RankChecksums
-from mrl.rollout.server_info import ServerInfo
+from mrl.rollout.protocol import RankChecksums, ServerInfo
 from mrl.weights.agreement import SyncAgreement
 from mrl.weights.errors import SyncMismatch, WeightError
 from mrl.weights.meta import TensorMeta
