@@ -328,3 +328,13 @@ def test_pictures_that_an_engine_repeats_are_not_shown(form: str) -> None:
     said = form % ("no picture: data:image/png;base64," + "iVBORw0KGgo" * 1000 + " (request 7)")
     assert "base64,... (request 7)" in error_message(said.encode())
     assert "iVBOR" not in error_message(said.replace("/", "\\/").encode())
+
+
+def test_an_engine_s_words_do_not_move_the_terminal() -> None:
+    said = "bad\x1b[2J\x07\r\x9b1A token \u00e9\n\tat line 3"
+    cleaned = "bad?[2J???1A token \u00e9\n\tat line 3"
+    assert error_message(json.dumps({"message": said}).encode()) == cleaned
+    reply = httpx.Response(200, json={"success": False, "message": said})
+    with pytest.raises(EngineError) as caught:
+        client_of(reply).update_weight_version("1")
+    assert caught.value.text == cleaned

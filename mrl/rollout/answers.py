@@ -20,6 +20,7 @@ JSON_NAMES: dict[type, str] = {
 }
 
 _PICTURE = re.compile(r"(;base64,)[\w+/=\\]+")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -57,8 +58,13 @@ def shown(value: Any) -> str:
 
 
 def error_message(content: bytes) -> str:
-    """The engine's own words, out of its JSON forms where it used one, without the pictures that it may repeat."""
-    return _PICTURE.sub(r"\1...", _words(content))[:MOST_TEXT]
+    """The engine's own words, out of its JSON forms where it used one."""
+    return told(_words(content))
+
+
+def told(words: str) -> str:
+    """As an error says them: without the pictures that they may repeat, or what a terminal would obey."""
+    return _CONTROL.sub("?", _PICTURE.sub(r"\1...", words)[:MOST_TEXT])
 
 
 def _words(content: bytes) -> str:

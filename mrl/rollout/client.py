@@ -15,7 +15,7 @@ import httpx
 
 from mrl.rollout import protocol
 from mrl.rollout.access import OPEN, Access, tls
-from mrl.rollout.answers import MOST_TEXT, error_message, from_json
+from mrl.rollout.answers import error_message, from_json, told
 from mrl.rollout.errors import BadAnswer, EngineError
 from mrl.rollout.incoming import MOST_BYTES, PLAIN, Incoming
 from mrl.rollout.protocol import Endpoint, GenerateBody, LoadFormat, MemoryPart, ModelInfo, RankChecksums
@@ -242,7 +242,7 @@ class EngineClient:
         try:
             answer = from_json(reply.content) if is_json else None
             if isinstance(answer, dict) and answer.get("success") is False:
-                text = str(answer.get("message", answer))[:MOST_TEXT]
+                text = told(str(answer.get("message", answer)))
                 raise EngineError(self.url, endpoint.name, reply.status_code, text)
             return endpoint.read(answer)
         except BadAnswer as error:

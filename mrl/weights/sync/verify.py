@@ -81,7 +81,7 @@ def ask_shape(engines: Engines) -> tuple[EngineShape, type[ParamHash]]:
         ranks = client.weights_checksum()
         if len(ranks) != engines.tensor:
             raise WeightError(
-                f"engine {client.url} runs on {len(ranks)} tensor-parallel ranks, rollout.tensor is {engines.tensor}"
+                f"engine {client.url} runs on {len(ranks)} tensor-parallel ranks, the push was for {engines.tensor}"
             )
         names = sorted(name for name in ranks[0].checksums if not name.endswith(DERIVED))
         shapes.append((EngineShape(tuple(names), len(ranks)), hash_kind(client.server_info())))
