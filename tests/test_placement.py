@@ -118,7 +118,7 @@ def the_main_parts(
     monkeypatch.setattr(main_parts, "make_generator", lambda *parts: SimpleNamespace(notes=lambda: []))
     monkeypatch.setattr(main_parts, "model_notes", lambda cfg: [])
     monkeypatch.setitem(ENGINES, "echo", EngineKind("tests.echo_engine:echo_launch"))
-    data = SimpleNamespace(prompt_key="prompt", answer_key="answer", data_source_key="data_source")
+    data = SimpleNamespace(max_prompt_tokens=8, prompt_key="prompt", answer_key="answer", data_source_key="data_source")
     cfg: Any = SimpleNamespace(
         actor=ActorConfig(),
         rollout=RolloutConfig(engine="echo", gpus=given),
