@@ -53,7 +53,7 @@ class Echo:
         return {
             "output_ids": tokens,
             "meta_info": {
-                "finish_reason": {"type": "length"},
+                "finish_reason": {"type": "stop" if tokens == prompt[::-1] else "length"},
                 "prompt_tokens": len(prompt),
                 "completion_tokens": len(tokens),
                 "weight_version": self.version,

@@ -27,7 +27,8 @@ def light_launch(spec: ServerSpec) -> Launch:
 
 def sample(prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
     tokens = prompt[::-1][: params["max_new_tokens"]]
-    meta = {"finish_reason": {"type": "length"}, "prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
+    finish = {"type": "stop" if len(tokens) < params["max_new_tokens"] else "length"}
+    meta = {"finish_reason": finish, "prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
     log_probs = [[0.0, token, None] for token in tokens]
     spans = [{"version": "0", "start": 0, "end": len(tokens)}]
     meta |= {"weight_version": "0", "weight_versions": spans, "output_token_logprobs": log_probs}

@@ -366,4 +366,5 @@ def test_a_router_that_came_late_is_refused_as_an_engine(place: Place) -> None:
     with router(late) as url:
         access = Access(KEY)
         with pytest.raises(EngineStartError, match=f"{url} is a router .* with 1 engines behind it"):
-            check_server(url, access, RolloutConfig(startup_timeout_s=5.0), str(place.model), "llama", outlives=True)
+            cfg = RolloutConfig(startup_timeout_s=5.0)
+            check_server(url, access, cfg, str(place.model), "llama", "float32", outlives=True)

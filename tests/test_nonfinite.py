@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import yaml
@@ -157,6 +158,8 @@ def test_ppo_skips_the_mini_batch_with_the_poisoned_sample(tmp_path: Path) -> No
         write_prompts(tmp_path / "train.jsonl", prompts)
         with Train(tmp_path, config, "run.steps=3", "data.shuffle=false") as run:
             assert run.wait(240) == 0, run.terminal
+        handles = httpx.get(f"{url}/calls", trust_env=False).json()["handles"]
+    assert {*handles} == {2}, "a push is made for the ranks that the engine says it has"
     found = {(line["step"], line["role"], line["update"]): line for line in lines(tmp_path / "runs/run")}
     assert found[2, "actor", 2]["by"] == found[2, "critic", 2]["by"] == "outputs"
     assert found[2, "actor", 2]["sample_ids"] == found[2, "critic", 2]["sample_ids"] == [2]

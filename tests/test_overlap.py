@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mrl.core import Rollout
-from mrl.rollout import Engine, LacksWeights
+from mrl.rollout import Engine, LacksWeights, RolloutError
 from mrl.trainers.rl.ahead import Ahead
 from mrl.trainers.rl.sampler import Drawn
 from tests.conftest import TinyModels
@@ -126,12 +126,12 @@ def nothing(*arguments: object) -> None:
 
 
 def test_what_was_drawn_ahead_is_kept_until_it_is_taken() -> None:
-    ahead = Ahead(nothing, nothing, nothing)
+    ahead = Ahead(nothing, nothing, nothing, 60.0)
     assert ahead.state_dict() == {"ahead": None}
     take = ahead.begin(lambda: drawn(3))
     assert ahead.wait() == []
     state = ahead.state_dict()
-    other = Ahead(nothing, nothing, nothing)
+    other = Ahead(nothing, nothing, nothing, 60.0)
     other.load_state_dict(state)
     again = other.begin(lambda: drawn(99))()
     assert again.metrics.pop("perf/generate_s") >= 0
@@ -144,7 +144,7 @@ def test_what_was_drawn_ahead_is_kept_until_it_is_taken() -> None:
 def test_the_thread_reports_in_the_main_thread_and_asks_no_rank_for_weights() -> None:
     heard: list[tuple[str, threading.Thread]] = []
     given_to: list[str] = []
-    ahead = Ahead(lambda line: heard.append((line, threading.current_thread())), given_to.append, nothing)
+    ahead = Ahead(lambda line: heard.append((line, threading.current_thread())), given_to.append, nothing, 60.0)
 
     def work() -> Drawn:
         ahead.say("an engine is started again")
@@ -164,6 +164,16 @@ def test_the_thread_reports_in_the_main_thread_and_asks_no_rank_for_weights() ->
         ahead.wait()
 
 
+def test_samples_that_do_not_come_are_waited_for_as_long_as_they_may_take() -> None:
+    cut = threading.Event()
+    ahead = Ahead(nothing, nothing, cut.set, 0.05)
+    take = ahead.begin(lambda: drawn(int(cut.wait(60))))
+    for waits in (ahead.wait, take):
+        with pytest.raises(RolloutError, match=r"of the next step are not there within 0.05 s"):
+            waits()
+    ahead.close()
+
+
 def test_a_run_that_ends_cuts_the_thread_off() -> None:
     cut = threading.Event()
 
@@ -171,7 +181,7 @@ def test_a_run_that_ends_cuts_the_thread_off() -> None:
         assert cut.wait(60)
         raise RuntimeError("cut off")
 
-    ahead = Ahead(nothing, nothing, cut.set)
+    ahead = Ahead(nothing, nothing, cut.set, 60.0)
     ahead.begin(work)
     ahead.close()
     assert not any(thread.name == "sampling ahead" for thread in threading.enumerate())

@@ -118,7 +118,7 @@ def the_main_parts(
     monkeypatch.setattr(main_parts, "make_generator", lambda *parts: SimpleNamespace(notes=lambda: []))
     monkeypatch.setattr(main_parts, "model_notes", lambda cfg: [])
     monkeypatch.setitem(ENGINES, "echo", EngineKind("tests.echo_engine:echo_launch"))
-    data = SimpleNamespace(prompt_key="prompt", answer_key="answer", data_source_key="data_source")
+    data = SimpleNamespace(max_prompt_tokens=8, prompt_key="prompt", answer_key="answer", data_source_key="data_source")
     cfg: Any = SimpleNamespace(
         actor=ActorConfig(),
         rollout=RolloutConfig(engine="echo", gpus=given),
@@ -148,6 +148,6 @@ def test_an_engine_waits_for_the_models_on_its_gpus(
         assert (main.engine is None) == waits
         if gpus != 1:
             return
-        urls, access, _ = main.ready()
-        assert main.engine is not None and main.engine.urls == urls and access.ours
-        assert main.engine.client(urls[0]).model_info().model_type == "llama"
+        engines = main.ready()
+        assert main.engine is not None and main.engine.urls == engines.urls and engines.access.ours
+        assert main.engine.client(engines.urls[0]).model_info().model_type == "llama"

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from mrl.config.schema import MismatchConfig
-from mrl.core import Prompt, Request, Rollout
+from mrl.core import Prompt, Request, Rollout, SamplingParams
 from mrl.rollout import EngineClient, EngineError
 from mrl.rollout.answers import error_message, from_json
 from mrl.rollout.errors import BadAnswer
-from mrl.rollout.samples import Expected, read_samples
+from mrl.rollout.protocol import SamplingBody
+from mrl.rollout.samples import Expected, generate_body, read_answer, read_samples
+from mrl.rollout.server_info import read_server_info
 from mrl.trainers.rl.mismatch import MismatchError, MismatchLimits
 
 ASKED = [Request(5, 0, Prompt(9, (1, 2), {}), 3)]
@@ -26,8 +28,8 @@ DEEP = "[" * 100_000
 
 def good() -> dict[str, Any]:
     pairs = [[-0.5, 4, None], [1e-7, 99, None]]
-    meta = {"finish_reason": {"type": "stop", "matched": 99}, "output_token_logprobs": pairs, "weight_version": "7"}
-    return {"output_ids": [4, 99], "meta_info": meta}
+    meta = {"finish_reason": {"type": "stop", "matched": 99}, "prompt_tokens": 2, "weight_version": "7"}
+    return {"output_ids": [4, 99], "meta_info": meta | {"output_token_logprobs": pairs}}
 
 
 def changed(path: str, value: Any) -> Any:
@@ -68,6 +70,18 @@ BAD: dict[str, tuple[Any, str]] = {
     "log-probs -inf": (changed(LOG_PROBS, [[-1.0, 4], [-float("inf"), 99]]), "has -inf, expected finite"),
     "log-probs huge": (changed(LOG_PROBS, [[-(10**400), 4], [-1.0, 99]]), "expected finite numbers of at most 0"),
     "log-probs above": (changed(LOG_PROBS, [[0.5, 4], [-1.0, 99]]), "has 0.5, expected finite numbers of at most 0"),
+    "log-probs of single precision": (changed(LOG_PROBS, [[-1e39, 4], [-1.0, 99]]), r"has -1e\+39, expected finite"),
+    "no token": (
+        changed("output_ids", []) | {"meta_info": good()["meta_info"] | {"output_token_logprobs": []}},
+        "output_ids is empty",
+    ),
+    "cut off early": (
+        changed("meta_info.finish_reason", {"type": "length", "length": 2}),
+        "cut off after 2 tokens, max_new_tokens is 3: the engine has no room",
+    ),
+    "no prompt": (changed("meta_info.prompt_tokens", None), "prompt_tokens is missing"),
+    "prompt a fraction": (changed("meta_info.prompt_tokens", 2.0), "prompt_tokens is 2.0, expected a whole number"),
+    "prompt cut": (changed("meta_info.prompt_tokens", 1), r"prompt_tokens is 1, 2 were sent: .*--allow-auto-truncate"),
     "no reason": (changed("meta_info.finish_reason", None), "finish_reason is missing"),
     "reason a text": (changed("meta_info.finish_reason", "stop"), "finish_reason is 'stop', expected an object"),
     "reason unknown": (changed("meta_info.finish_reason", {"type": "bored"}), "finish_reason is 'bored', expected one"),
@@ -96,6 +110,17 @@ def test_a_bad_answer_is_refused_by_sample_and_field(name: str) -> None:
     assert name == "two" or str(caught.value).startswith("sample 5: ")
 
 
+def test_an_answer_to_another_request_is_not_taken_for_its_own() -> None:
+    """As of a server in between that mixes them up."""
+    asked = [ASKED[0], replace(ASKED[0], sample_id=6)]
+    names = generate_body(asked, SamplingParams())["rid"]
+    assert len({*names, *generate_body(asked, SamplingParams())["rid"]}) == 4
+    answers = [good() | {"meta_info": good()["meta_info"] | {"id": name}} for name in names]
+    assert len(read_samples(asked, answers, EXPECTED, names=names)) == 2
+    with pytest.raises(BadAnswer, match=f"sample 5: the answer is to another request .'{names[1]}'"):
+        read_answer(asked, json.dumps(answers[::-1]).encode(), EXPECTED, names)
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\xff", DEEP.encode(), b"<html>", b'{"a": ' + b"9" * 5000 + b"}"])
 def test_what_is_no_json_is_said_to_be_none(content: bytes) -> None:
     with pytest.raises(BadAnswer, match="the answer is no JSON"):
@@ -119,8 +144,34 @@ ENDPOINTS: dict[str, tuple[str, Any, str]] = {
         {"ranks": [RANK | {"checksums": {"a": 3}}]},
         "checksums is .*expected texts",
     ),
+    "ranks a text of 2": ("server_info", {"tp_size": "2"}, "/server_info: .*tp_size is '2', expected a whole number"),
+    "seeded a text": (
+        "server_info",
+        {"enable_deterministic_inference": "no"},
+        "enable_deterministic_inference is 'no', expected true or false",
+    ),
+    "preferred a list": ("server_info", {"preferred_sampling_params": [1]}, "preferred_sampling_params is .*an object"),
     "no json": ("model_info", b"{", "/model_info: HTTP 200: the answer is no JSON"),
 }
+
+
+def client_of(reply: httpx.Response) -> EngineClient:
+    client = EngineClient("http://far:1")
+    client._http = httpx.Client(base_url="http://far:1", transport=httpx.MockTransport(lambda request: reply))
+    return client
+
+
+@pytest.mark.parametrize("content", [b"<html>Sign in</html>", b"{}", b'{"success": "yes"}', b'{"success": null}', b"3"])
+def test_weights_have_come_where_the_engine_says_so(content: bytes) -> None:
+    kind = "text/html" if content.startswith(b"<") else "application/json"
+    client = client_of(httpx.Response(200, headers={"Content-Type": kind}, content=content))
+    for push in (
+        lambda: client.update_weights_from_tensor(["x"]),
+        lambda: client.update_weight_version("3"),
+        client.begin_weight_update,
+    ):
+        with pytest.raises(EngineError, match="HTTP 200: the answer is "):
+            push()
 
 
 @pytest.mark.parametrize("name", ENDPOINTS)
@@ -128,11 +179,58 @@ def test_an_engine_s_word_about_itself_is_not_believed(name: str) -> None:
     method, answer, message = ENDPOINTS[name]
     content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
     reply = httpx.Response(200, headers={"Content-Type": "application/json"}, content=content)
-    client = EngineClient("http://far:1")
-    client._http = httpx.Client(base_url="http://far:1", transport=httpx.MockTransport(lambda request: reply))
+    client = client_of(reply)
     with pytest.raises(EngineError, match=message) as caught:
         getattr(client, method)()
     assert str(caught.value).startswith("engine http://far:1: ")
+
+
+UNFIT: dict[str, tuple[dict[str, Any], str]] = {
+    "stages": ({"pp_size": 2}, "cut into 2 stages .--pp-size.*--tp-size"),
+    "copies": ({"dp_size": 4}, "has 4 copies of the model .--dp-size.*start as many servers"),
+    "rounded": ({"quantization": "fp8"}, "rounds its weights to fp8"),
+    "rounded by torchao": ({"torchao_config": "int8wo"}, "rounds its weights to int8wo"),
+    "a watermark": (
+        {"preferred_sampling_params": {"watermark": {}, "logit_bias": {"3": 9.0}, "top_p": 0.5}},
+        "draws by its own logit_bias, watermark .--preferred-sampling-params",
+    ),
+    "of an older server": ({"preferred_sampling_params": '{"regex": "a*"}'}, "draws by its own regex"),
+    "guesses": (
+        {"speculative_algorithm": "EAGLE", "speculative_accept_threshold_single": 0.8},
+        "takes guesses .EAGLE. that the model would not draw",
+    ),
+    "other ranks": ({"tp_size": 4}, "has 4 tensor-parallel ranks and was to have rollout.tensor = 2"),
+}
+FIT = {
+    "tp_size": 2,
+    "pp_size": 1,
+    "dp_size": 1,
+    "quantization": None,
+    "torchao_config": "",
+    "preferred_sampling_params": {"top_p": 0.5, "repetition_penalty": 1.1},
+    "speculative_algorithm": "EAGLE",
+    "speculative_accept_threshold_single": 1.0,
+    "speculative_accept_threshold_acc": 1.0,
+    "max_req_input_len": 122,
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_server_that_would_not_survive_pushes_or_tells_no_true_log_probs_is_known_by_its_settings(name: str) -> None:
+    settings, message = UNFIT[name]
+    (found,) = read_server_info(FIT | settings).hindrances(2, "none", SamplingBody.__annotations__)
+    assert re.search(message, found)
+    fit = read_server_info(FIT)
+    assert not list(fit.hindrances(2, "none", SamplingBody.__annotations__)) and (fit.tensor, fit.room) == (2, 126)
+    assert not list(read_server_info({}).hindrances(2, "none", ())), "one that says nothing of itself"
+
+
+def test_every_parameter_of_sampling_is_named_in_every_request() -> None:
+    """What is left out a server may have its own values for."""
+    (params,) = generate_body(ASKED, SamplingParams())["sampling_params"]
+    assert set(params) == set(SamplingBody.__annotations__)
+    bends = {"min_p", "frequency_penalty", "presence_penalty", "min_new_tokens", "ignore_eos", "stop", "stop_token_ids"}
+    assert not any(params[name] for name in bends) and params["repetition_penalty"] == params["n"] == 1
 
 
 # ---- the engine's log-probs against the trainer's
@@ -230,3 +328,13 @@ def test_pictures_that_an_engine_repeats_are_not_shown(form: str) -> None:
     said = form % ("no picture: data:image/png;base64," + "iVBORw0KGgo" * 1000 + " (request 7)")
     assert "base64,... (request 7)" in error_message(said.encode())
     assert "iVBOR" not in error_message(said.replace("/", "\\/").encode())
+
+
+def test_an_engine_s_words_do_not_move_the_terminal() -> None:
+    said = "bad\x1b[2J\x07\r\x9b1A token \u00e9\n\tat line 3"
+    cleaned = "bad?[2J???1A token \u00e9\n\tat line 3"
+    assert error_message(json.dumps({"message": said}).encode()) == cleaned
+    reply = httpx.Response(200, json={"success": False, "message": said})
+    with pytest.raises(EngineError) as caught:
+        client_of(reply).update_weight_version("1")
+    assert caught.value.text == cleaned

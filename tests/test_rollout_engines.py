@@ -148,14 +148,14 @@ def test_length_and_stop_ids(engine: Engine, model: torch.nn.Module) -> None:
 
 
 def test_a_request_beyond_the_context_is_refused_by_name(engine: Engine) -> None:
-    asked = requests([PROMPTS[0], tuple(3 + i % 300 for i in range(490))])
+    asked = requests([PROMPTS[0], tuple(3 + i % 300 for i in range(490)), tuple(3 + i % 300 for i in range(511))])
     with pytest.raises(RolloutError, match=r"failed for sample 1 \(data row 1\): HTTP 400.*context") as caught:
-        engine.generate(asked[1:], SamplingParams(max_new_tokens=100))
+        engine.generate(asked[1:2], SamplingParams(max_new_tokens=100))
     assert "490 tokens" in str(caught.value) and "End of" not in str(caught.value)
-    # SGLang 0.5.23 keeps the last two positions free and ends a response two tokens early there, saying "length"
-    most = 512 - 490 - 2
-    exact = engine.generate(asked[1:], SamplingParams(max_new_tokens=most, temperature=0))[0]
-    assert len(exact.response_ids.tolist()) == most or exact.finish_reason == "stop"
+    # SGLang 0.5.23 by itself takes no prompt of more than 505 tokens, and ends a response at 510 of both
+    for one, most in ((asked[1], 512 - 490), (asked[2], 512 - 511)):
+        (exact,) = engine.generate([one], SamplingParams(max_new_tokens=most, stop_token_ids=()))
+        assert len(exact.response_ids.tolist()) == most or exact.finish_reason == "stop"
 
 
 def test_the_end_of_sequence_token_ends_a_response_and_is_kept(engine: Engine) -> None:

@@ -8,17 +8,21 @@ import signal
 import subprocess
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import RolloutConfig, SamplingConfig
 from mrl.core import Prompt, Request, SamplingParams
-from mrl.rollout import Engine, EngineStartError, RolloutError, start_engine
+from mrl.rollout import Engine, EngineError, EngineStartError, RolloutError, client, start_engine
 from mrl.rollout.flight import REQUESTS_A_CALL
+from mrl.rollout.samples import generate_body
 from tests.conftest import TinyModels
 from tests.test_rollout_engines import greedy, requests
 from tests.test_rollout_supervisor import running, wait_until
@@ -102,13 +106,16 @@ def test_a_bad_model_path_ends_with_the_engines_own_words(tiny_models: TinyModel
 
 
 class Stub:
-    """An HTTP server that answers like a healthy engine, except that /generate does as `reply` says."""
+    """An HTTP server that answers like a healthy engine of these settings, except that /generate does as `reply`
+    says."""
 
-    def __init__(self, model_type: str, reply: Callable[[BaseHTTPRequestHandler], None]) -> None:
+    def __init__(
+        self, model_type: str, reply: Callable[[BaseHTTPRequestHandler], None], settings: dict[str, Any] | None = None
+    ) -> None:
         self.aborted = threading.Event()
         info = {"model_path": "m", "model_type": model_type, "weight_version": "0"}
         token = {"output_ids": [1], "meta_info": {"finish_reason": {"type": "length"}}}
-        fixed = {"/model_info": info, "/server_info": {}, "/abort_request": {}}
+        fixed = {"/model_info": info, "/server_info": settings or {}, "/abort_request": {}}
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -152,9 +159,12 @@ def answer(handler: BaseHTTPRequestHandler, status: int, body: object) -> None:
 def stub_engine(tiny_models: TinyModels, tmp_path: Path) -> Iterator[Callable[..., tuple[Stub, Engine]]]:
     stubs: list[Stub] = []
 
-    def make(reply: Callable[[BaseHTTPRequestHandler], None], **settings: object) -> tuple[Stub, Engine]:
-        stubs.append(Stub("llama", reply))
-        cfg = RolloutConfig(urls=(stubs[-1].url,), **settings)  # type: ignore[arg-type]
+    def make(
+        reply: Callable[[BaseHTTPRequestHandler], None], *servers: dict[str, Any], **settings: Any
+    ) -> tuple[Stub, Engine]:
+        new = [Stub("llama", reply, server) for server in servers or ({},)]
+        stubs.extend(new)
+        cfg = RolloutConfig(urls=tuple(stub.url for stub in new), **settings)
         return stubs[-1], start_engine(cfg, str(tiny_models("llama")), "float32", tmp_path)
 
     yield make
@@ -178,6 +188,7 @@ def test_a_time_out_names_the_sample(stub_engine: Callable[..., tuple[Stub, Engi
 
 def test_an_answer_that_does_not_fit_the_request_is_refused(stub_engine: Callable[..., tuple[Stub, Engine]]) -> None:
     meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 4, None]], "weight_version": "0"}
+    meta["prompt_tokens"] = 2
     _, engine = stub_engine(lambda h: answer(h, 200, [{"output_ids": [4, 5], "meta_info": meta}]))
     with pytest.raises(
         RolloutError, match="engine http.*sample 0: 2 tokens came with output_token_logprobs of 1 tokens"
@@ -185,9 +196,69 @@ def test_an_answer_that_does_not_fit_the_request_is_refused(stub_engine: Callabl
         engine.generate(requests([(1, 2)]), LONG)
 
 
+BOMB = zlib.compress(b"[" + b" " * (64 << 20), 9, wbits=31)
+
+
+def bomb(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Type", "application/json")
+    handler.send_header("Content-Encoding", "gzip")
+    handler.send_header("Content-Length", str(len(BOMB)))
+    handler.end_headers()
+    handler.wfile.write(BOMB)
+
+
+def flood(handler: BaseHTTPRequestHandler) -> None:
+    """Without an end."""
+    handler.send_response(200)
+    handler.send_header("Content-Type", "application/json")
+    handler.end_headers()
+    with suppress(OSError):
+        while True:
+            handler.wfile.write(b" " * (1 << 16))
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"), [(bomb, "comes as 'gzip', and was asked for as it is"), (flood, "more than [0-9]+ bytes")]
+)
+def test_an_answer_that_no_memory_would_hold_is_not_read(
+    reply: Callable[[BaseHTTPRequestHandler], None],
+    message: str,
+    stub_engine: Callable[..., tuple[Stub, Engine]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stub, engine = stub_engine(reply)
+    with pytest.raises(RolloutError, match=message):
+        engine.generate(requests([(1, 2)]), LONG)
+    monkeypatch.setattr(client, "MOST_BYTES", 1 << 20)
+    with closing(engine.client(stub.url)) as asking, pytest.raises(EngineError, match=f"HTTP 200: .*{message}"):
+        asking.generate(generate_body(requests([(1, 2)]), LONG))
+
+
+def test_servers_of_others_are_asked_how_a_push_must_be_made(stub_engine: Callable[..., tuple[Stub, Engine]]) -> None:
+    two = {"tp_size": 2, "max_req_input_len": 122}
+    _, engine = stub_engine(lambda h: None, two, two)
+    engine.wait_ready()
+    assert engine.tensor == 2
+    engine.check_room(126)
+    with pytest.raises(EngineStartError, match=r"engine http.* has room for 126 tokens .* the run may ask for 127"):
+        engine.check_room(127)
+    _, mixed = stub_engine(lambda h: None, two, {"tp_size": 1})
+    with pytest.raises(EngineStartError, match="has 1 tensor-parallel ranks .--tp-size., another one 2"):
+        mixed.wait_ready()
+    _, unfit = stub_engine(lambda h: None, {"pp_size": 2, "quantization": "fp8"})
+    with pytest.raises(EngineStartError, match=r"engine http.* cannot serve this run: .*--pp-size.*; .*to fp8"):
+        unfit.wait_ready()
+    _, other = stub_engine(lambda h: None, {"dtype": "bfloat16", "speculative_algorithm": "EAGLE"}, deterministic=False)
+    other.wait_ready()
+    dtype, drafts = other.notes
+    assert "computes in bfloat16, and gets weights of a model in float32" in dtype and "EAGLE" in drafts
+
+
 def test_in_flight_requests_are_bounded(stub_engine: Callable[..., tuple[Stub, Engine]]) -> None:
     now, most, lock = [0], [0], threading.Lock()
-    meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 4, None]], "weight_version": "0"}
+    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 4, None]], "weight_version": "0"}
+    meta["prompt_tokens"] = 2
 
     def reply(handler: BaseHTTPRequestHandler) -> None:
         with lock:

@@ -80,7 +80,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
 }
 LOWEST = ("errors", "agreement", "kinds", "meta")
-TALK = ("errors", "answers", "protocol", "access", "client")
+TALK = ("errors", "answers", "server_info", "protocol", "access", "incoming", "client")
 # room with rooms inside -> inner room or module, "*" for any other -> what it may import of the whole, besides itself
 INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "rollout": {
@@ -90,9 +90,11 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
         "supervisor": (),
         "serving": (),
         "answers": ("errors",),
-        "protocol": ("errors", "answers"),
+        "incoming": ("errors",),
+        "server_info": ("answers",),
+        "protocol": ("errors", "answers", "server_info"),
         "access": ("errors", "listener"),
-        "client": ("errors", "answers", "protocol", "access"),
+        "client": ("errors", "answers", "server_info", "protocol", "access", "incoming"),
         "columns": (),
         "routed": ("errors", "answers"),
         "samples": ("errors", "answers", "protocol", "columns", "routed"),
@@ -113,7 +115,7 @@ INSIDE: dict[str, dict[str, tuple[str, ...]]] = {
         "group": ("errors", "access", "elsewhere", "process", "registry", "spread"),
         "members": ("errors", "access", "registry", "group"),
         "open_fleet": ("errors", "server", "fleet", "group", "members"),
-        "check": (*TALK, "fleet"),
+        "check": (*TALK, "samples", "fleet"),
         "router": ("errors", "access", "client"),
         "flight": (*TALK, "samples", "server", "fleet"),
         "engine": (*TALK, "routed", "samples", "restarts", "load", "feed", "fleet", "flight"),

@@ -47,7 +47,8 @@ def response(tokens: int, seed: int) -> dict[str, Any]:
     ids = [draw.randrange(VOCAB) for _ in range(tokens)]
     values = torch.tensor([-3 * draw.random() ** 4 for _ in ids]).tolist() + [0.0, -1e-30]
     pairs = [[value, token, None] for value, token in zip(values, ids)]
-    meta = {"finish_reason": {"type": "stop"}, "weight_version": "7", "output_token_logprobs": pairs}
+    meta = {"finish_reason": {"type": "stop"}, "prompt_tokens": 2, "weight_version": "7"}
+    meta["output_token_logprobs"] = pairs
     return {"text": '"output_ids":[1]', "output_ids": ids, "meta_info": meta}
 
 

@@ -182,17 +182,3 @@ def test_ages_are_of_tokens() -> None:
     assert {name for name in metrics if name.startswith("mismatch")} == {
         f"mismatch/age_{int(a)}" for a in ages.unique()
     }
-
-
-def test_a_segment_that_the_engine_cut_is_the_response_s_last() -> None:
-    """As at the end of an engine's context: to ask for more would be refused there."""
-    room = 5  # of prompt and response
-
-    class Narrow(Engine):
-        def _draw(self, request: Request, tokens: int) -> Sample:
-            left = room - len(request.prompt.token_ids)
-            assert left > 0, "asked beyond the context"
-            return super()._draw(request, min(tokens, left))
-
-    groups, _ = segments(tokens=4).draw(0, Narrow())
-    assert {len(s.response_ids) for s in in_order(groups) if s.finish_reason == "length"} == {room - 2}

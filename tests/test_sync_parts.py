@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mrl.families import load_arch
+from mrl.rollout.protocol import RankChecksums
 from mrl.rollout.transformers_engine.weights import tensor_checksum
 from mrl.weights.errors import WeightError
 from mrl.weights.meta import TensorMeta
@@ -236,6 +237,19 @@ def test_verifier_refuses_tensors_that_the_engine_does_not_have(tiny_models) -> 
     shape = EngineShape(("model.norm.weight", "model.layers.0.self_attn.qkv_proj.weight", "model.extra"), 1)
     with pytest.raises(WeightError, match=r"only the engine has \['model.extra'\].*only the trainer has .*lm_head"):
         Verifier(shape, Sha256Hash, exporter.metas(), exporter.arch)
+
+
+def test_an_engine_that_does_not_speak_of_a_parameter_has_not_proved_it(tiny_models) -> None:
+    exporter = FileExporter(tiny_models("llama"))
+    names = ("model.norm.weight", "model.embed_tokens.weight")
+    metas = [each for each in exporter.metas() if each.name in names]
+    verifier = Verifier(EngineShape(names, 1), Sha256Hash, metas, exporter.arch)
+    expected = {(0, name): "aa" for name in names}
+    whole = RankChecksums(0, 1, dict.fromkeys(names, "aa"))
+    assert verifier.mismatches("http://a:1", expected, [whole]) == []
+    for held in ([], [RankChecksums(0, 1, {names[0]: "aa"})], [RankChecksums(1, 2, dict.fromkeys(names, "aa"))]):
+        found = verifier.mismatches("http://a:1", expected, held)
+        assert any(each.param == names[1] and each.held == "none" and each.rank == 0 for each in found), held
 
 
 def test_files_that_a_folder_keeps_for_a_while_do_not_end_a_push(

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from mrl.core import SamplingParams
+from mrl.rollout.samples import sampling_body
+from mrl.rollout.serving import BadRequest
 from mrl.rollout.transformers_engine.sampling import parse_job
+from mrl.rollout.transformers_engine.server import Endpoints
 from mrl.rollout.transformers_engine.worker import Worker
 from tests.conftest import TinyModels
 
@@ -42,6 +47,21 @@ def test_what_a_model_says_of_generation_changes_neither_tokens_nor_log_probs(mo
     logits = worker.model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1].float()
     expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
     assert torch.allclose(torch.tensor(log_probs), expected, atol=1e-4)
+
+
+def test_parameters_that_it_does_not_know_are_refused_unless_they_change_nothing() -> None:
+    parse_job(PROMPT, {**sampling_body(SamplingParams(), 3)}, (), 512)
+    wrong = {**sampling_body(SamplingParams(), 3), "min_p": 0.1, "n": 2, "repetition_penalty": 1.0, "beam_width": 3}
+    with pytest.raises(ValueError, match="unsupported sampling_params: beam_width, min_p, n$"):
+        parse_job(PROMPT, wrong, (), 512)
+
+
+@pytest.mark.parametrize("start", [-1, 4, 1.0, "2", True])
+def test_a_beginning_that_not_every_prompt_has_is_the_caller_s_mistake(start: Any) -> None:
+    worker: Any = SimpleNamespace(routed=object())
+    body = {"input_ids": [[1, 2, 3], [1, 2, 3, 4]], "return_routed_experts": True, "routed_experts_start_len": start}
+    with pytest.raises(BadRequest, match=f"routed_experts_start_len: {start!r} is not a number of tokens that every"):
+        Endpoints(worker, 128).generate(body)
 
 
 def test_stop_strings_are_read_after_a_push_from_a_directory_without_a_tokenizer(model: Path, tmp_path: Path) -> None:

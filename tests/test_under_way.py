@@ -23,9 +23,10 @@ from mrl.config.engines import ENGINES, EngineKind
 from mrl.config.schema import RolloutConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.rollout import Engine, Feed, RolloutError, ServerLost, sample_seed, start_engine
+from mrl.rollout import samples as reading
 from mrl.rollout.check import check_server
 from mrl.rollout.errors import EngineError
-from mrl.rollout.samples import Expected, read_samples
+from mrl.rollout.samples import Expected, read_answer
 from mrl.trainers.rl.groups import Group
 from mrl.trainers.rl.under_way import UnderWay
 from tests.conftest import TinyModels
@@ -193,7 +194,10 @@ def test_a_rest_waits_for_what_is_admitted_and_begins_nothing() -> None:
     assert len(engines.begun) == 3 * WANTED * MEMBERS
 
 
-def test_spans_of_an_answer_are_looked_at() -> None:
+@pytest.mark.parametrize("is_long", [False, True])
+def test_spans_of_an_answer_are_looked_at(is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MANY_BYTES", 0 if is_long else 1 << 20)
+
     def answer(*spans: tuple[str, int, int]) -> dict[str, Any]:
         named = [dict(zip(("version", "start", "end"), span)) for span in spans]
         meta = {"finish_reason": {"type": "stop"}, "prompt_tokens": 2, "completion_tokens": 3}
@@ -202,13 +206,15 @@ def test_spans_of_an_answer_are_looked_at() -> None:
         return {"output_ids": [5, 6, 7], "meta_info": meta}
 
     def read(*spans: tuple[str, int, int]) -> list[int]:
-        [sample] = read_samples([request(0, 0)], answer(*spans), Expected(9, 3, versions={"3", "4"}))
+        content = json.dumps([answer(*spans)]).encode()
+        [sample] = read_answer([request(0, 0)], content, Expected(9, 3, versions={"3", "4"}))
         assert sample.versions is not None
         return sample.versions.tolist()
 
     assert read(("3", 0, 2), ("4", 2, 3)) == [3, 3, 4]
     for spans, message in [
         ([("3", 0, 2)], "of 2 tokens, output_ids has 3"),
+        ([("3", 0, 2), ("4", 2, 10**15)], "of 1000000000000000 tokens, output_ids has 3"),
         ([("3", 0, 1), ("4", 2, 3)], "spans without a gap"),
         ([("3", 0, 2), ("9", 2, 3)], "'9', which the run gave to no engine"),
     ]:
@@ -272,7 +278,7 @@ def test_an_engine_that_a_killed_trainer_left_paused_goes_on(tiny_models: TinyMo
     with closing(sglang_engine.client(url)) as client:
         client.pause()
     cfg = RolloutConfig(startup_timeout_s=WAIT_S)
-    check_server(url, sglang_engine.access, cfg, str(tiny_models("llama")), "llama", outlives=True)  # draws a token
+    check_server(url, sglang_engine.access, cfg, str(tiny_models("llama")), "llama", "float32", outlives=True)
 
 
 def config(folder: Path, model: Path, **rollout: Any) -> Path:

@@ -178,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self._path != CHAT:
             raise BadChat(f"there is no {self.path}: only {CHAT} and {MODELS}", status=404)
         asked = chat.read(body)
-        with session.turn:
+        with session.turn:  # each who has it waits at most `timeout_s`
             if self._is_gone():  # a client that has given up, and has asked again
                 self.close_connection = True
                 return

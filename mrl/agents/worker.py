@@ -102,7 +102,7 @@ class _Trajectories:
         async def ask(question: dict[str, Any]) -> dict[str, Any]:
             self._waiting[number] = asyncio.get_running_loop().create_future()
             self._say({"id": number, **question, "reward": ctx.take_reward()})
-            return await self._waiting[number]
+            return await self._waiting[number]  # as long as rank 0 may take, at whose end this process ends
 
         def ask_chat(question: dict[str, Any]) -> None:
             self._say({"id": number, **question, "reward": ctx.take_reward(), "arrived": session.arrived})

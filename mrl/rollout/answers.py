@@ -11,9 +11,16 @@ from mrl.rollout.errors import BadAnswer
 
 T = TypeVar("T")
 MOST_TEXT = 2000  # characters of an engine's own words in an error
-JSON_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text", int: "a whole number"}
+JSON_NAMES: dict[type, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    int: "a whole number",
+    bool: "true or false",
+}
 
 _PICTURE = re.compile(r"(;base64,)[\w+/=\\]+")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -40,14 +47,24 @@ def field(answer: Any, name: str, kind: type[T]) -> T:
     return typed(answer[name], name, kind)
 
 
+def maybe(answer: dict[str, Any], name: str, kind: type[T]) -> T | None:
+    """`answer[name]`, of exactly this type; None where it is missing or null; else BadAnswer."""
+    return None if answer.get(name) is None else typed(answer[name], name, kind)
+
+
 def shown(value: Any) -> str:
     """In a few words, however large it is."""
     return _SHORT.repr(value)
 
 
 def error_message(content: bytes) -> str:
-    """The engine's own words, out of its JSON forms where it used one, without the pictures that it may repeat."""
-    return _PICTURE.sub(r"\1...", _words(content))[:MOST_TEXT]
+    """The engine's own words, out of its JSON forms where it used one."""
+    return told(_words(content))
+
+
+def told(words: str) -> str:
+    """As an error says them: without the pictures that they may repeat, or what a terminal would obey."""
+    return _CONTROL.sub("?", _PICTURE.sub(r"\1...", words)[:MOST_TEXT])
 
 
 def _words(content: bytes) -> str:

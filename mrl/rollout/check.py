@@ -1,4 +1,5 @@
-"""What a server must show before it is used: that it is shut for strangers, and serves the run's model."""
+"""What a server must show before it is used: that it is shut for strangers, and serves the run's model in a way that
+weights can be pushed to and samples believed of."""
 
 from __future__ import annotations
 
@@ -8,21 +9,24 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from mrl.config.schema import RolloutConfig
+from mrl.core import SamplingParams
 from mrl.rollout.access import Access
 from mrl.rollout.client import CONNECT_TIMEOUT_S, DENIED, EngineClient
 from mrl.rollout.errors import EngineError, EngineStartError
 from mrl.rollout.fleet import Checked
-from mrl.rollout.protocol import MODEL_INFO, ModelInfo, ServerInfo
+from mrl.rollout.protocol import MODEL_INFO, ModelInfo, SamplingBody
+from mrl.rollout.samples import sampling_body
+from mrl.rollout.server_info import ServerInfo
 
 
 def check_server(
-    url: str, access: Access, cfg: RolloutConfig, model_path: str, model_type: str, *, outlives: bool
+    url: str, access: Access, cfg: RolloutConfig, model_path: str, model_type: str, dtype: str, *, outlives: bool
 ) -> Checked:
     """What there is to know of a server that may be used. Draws one token to warm it up.
 
-    outlives: it may have served a run before, which may have been killed
-    Raises EngineStartError or EngineError if it lets strangers in, does not answer, refuses the key or serves a model
-    of another type."""
+    dtype: in which the run has the model; outlives: it may have served a run before, which may have been killed
+    Raises EngineStartError or EngineError if it lets strangers in, does not answer, refuses the key, serves a model of
+    another type, or has been started in a way that pushes or samples would not survive."""
     if access.ours:
         _check_refusal(url)
     end = time.monotonic() + cfg.startup_timeout_s
@@ -42,7 +46,19 @@ def check_server(
             limit = f"rollout.startup_timeout_s = {cfg.startup_timeout_s:g} s"
             text = f"engine {url} did not answer within {limit}: {error.endpoint}: {error.text}"
             raise EngineStartError(text) from error
-    return Checked(tuple(_notes(url, info, cfg)), info.has_tokenizer)
+    own = cfg.tensor if access.ours else None
+    if found := list(info.hindrances(own, cfg.quantization, SamplingBody.__annotations__)):
+        raise EngineStartError(f"engine {url} cannot serve this run: {'; '.join(found)}")
+    notes = (*_notes(url, info, cfg), *_differences(url, info, dtype))
+    return Checked(notes, info.has_tokenizer, info.tensor or cfg.tensor)
+
+
+def _differences(url: str, info: ServerInfo, dtype: str) -> Iterator[str]:
+    """From the trainer, which mismatch/* measures."""
+    if info.dtype not in ("", "auto", dtype):
+        yield f"engine {url} computes in {info.dtype}, and gets weights of a model in {dtype} (model.dtype)"
+    if info.drafts:
+        yield f"engine {url} guesses tokens ahead ({info.drafts}), by weights that no push changes: ever more slowly"
 
 
 def _notes(url: str, info: ServerInfo, cfg: RolloutConfig) -> Iterator[str]:
@@ -86,7 +102,7 @@ def _get_to_know(client: EngineClient, end: float, model_path: str, model_type: 
         return client
 
     _check_model(client.url, in_time().model_info(), model_path, model_type)
-    in_time().generate({"input_ids": [1], "sampling_params": {"max_new_tokens": 2, "temperature": 1.0}})
+    in_time().generate({"input_ids": [1], "sampling_params": sampling_body(SamplingParams(max_new_tokens=2), seed=0)})
     return in_time().server_info()
 
 

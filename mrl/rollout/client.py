@@ -15,9 +15,11 @@ import httpx
 
 from mrl.rollout import protocol
 from mrl.rollout.access import OPEN, Access, tls
-from mrl.rollout.answers import MOST_TEXT, error_message, from_json
+from mrl.rollout.answers import error_message, from_json, told
 from mrl.rollout.errors import BadAnswer, EngineError
-from mrl.rollout.protocol import Endpoint, GenerateBody, LoadFormat, MemoryPart, ModelInfo, RankChecksums, ServerInfo
+from mrl.rollout.incoming import MOST_BYTES, PLAIN, Incoming
+from mrl.rollout.protocol import Endpoint, GenerateBody, LoadFormat, MemoryPart, ModelInfo, RankChecksums
+from mrl.rollout.server_info import ServerInfo
 
 CONNECT_TIMEOUT_S = 10.0
 FLUSH_AGAIN_S = 0.05
@@ -41,7 +43,7 @@ class EngineClient:
         self._http = httpx.Client(
             base_url=self.url,
             timeout=self._timeout(timeout_s),
-            headers=access.headers,
+            headers=access.headers | PLAIN,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,
             verify=tls(),
@@ -240,7 +242,7 @@ class EngineClient:
         try:
             answer = from_json(reply.content) if is_json else None
             if isinstance(answer, dict) and answer.get("success") is False:
-                text = str(answer.get("message", answer))[:MOST_TEXT]
+                text = told(str(answer.get("message", answer)))
                 raise EngineError(self.url, endpoint.name, reply.status_code, text)
             return endpoint.read(answer)
         except BadAnswer as error:
@@ -259,17 +261,18 @@ class EngineClient:
         try:
             reply = self._http.send(request, stream=True)
             with contextlib.closing(reply):
-                parts = []
+                incoming = Incoming(reply, MOST_BYTES)
                 for part in reply.iter_bytes():
-                    parts.append(part)
+                    incoming.take(part)
                     if time.monotonic() > end:
                         raise httpx.ReadTimeout("it answers byte by byte")
         except httpx.TimeoutException as error:
             raise EngineError(self.url, endpoint.name, None, f"{type(error).__name__} after {limit:g} s") from error
         except httpx.HTTPError as error:
             raise EngineError(self.url, endpoint.name, None, f"{type(error).__name__}: {error}") from error
-        kind = {"Content-Type": reply.headers.get("content-type", "")}
-        return httpx.Response(reply.status_code, headers=kind, content=b"".join(parts))
+        except BadAnswer as error:
+            raise EngineError(self.url, endpoint.name, reply.status_code, str(error)) from error
+        return incoming.whole()
 
     @staticmethod
     def _timeout(limit: float) -> httpx.Timeout:

@@ -16,10 +16,11 @@ from mrl.rollout.feed import Feed
 from mrl.rollout.fleet import Fleet
 from mrl.rollout.flight import Flight, OnSamples
 from mrl.rollout.load import Load
-from mrl.rollout.protocol import BEGIN_UPDATE, MemoryPart, ServerInfo
+from mrl.rollout.protocol import BEGIN_UPDATE, MemoryPart
 from mrl.rollout.restarts import Restarts
 from mrl.rollout.routed import ASK, RoutedShape
 from mrl.rollout.samples import Expected
+from mrl.rollout.server_info import ServerInfo
 
 T = TypeVar("T")
 
@@ -97,6 +98,23 @@ class Engine:
                     f"engine {url} does not say which experts tokens went to (actor.routing_replay: engine): "
                     f"start it with {ASK}"
                 )
+
+    def check_room(self, tokens: int) -> None:
+        """Raises EngineStartError for a server that has no room for so many tokens of prompt and response: it would cut
+        responses short, or refuse them in the middle of the run."""
+        for url, info in self._infos().items():
+            if info.room is not None and info.room < tokens:
+                raise EngineStartError(
+                    f"engine {url} has room for {info.room} tokens of prompt and response together (its context length "
+                    f"or its KV cache), and the run may ask for {tokens}: start it with more, or lower "
+                    "data.max_prompt_tokens, rollout.sampling.max_new_tokens or agent.max_tokens"
+                )
+
+    @property
+    def tensor(self) -> int:
+        """Tensor-parallel ranks of each server, of which `wait_ready` has found the same."""
+        assert self.fleet.tensor is not None, "wait_ready comes first"
+        return self.fleet.tensor
 
     @property
     def computes_in(self) -> set[tuple[str, str]]:

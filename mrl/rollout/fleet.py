@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mrl.rollout.access import Access
 from mrl.rollout.client import EngineClient
 from mrl.rollout.elsewhere import OtherNode
-from mrl.rollout.errors import EngineError, PortTaken, RolloutError, ServerLost
+from mrl.rollout.errors import EngineError, EngineStartError, PortTaken, RolloutError, ServerLost
 from mrl.rollout.load import Meter
 from mrl.rollout.process import EngineProcess, Started, wait_ready
 from mrl.rollout.restarts import Restarts
@@ -31,10 +31,12 @@ class Checked:
 
     notes: what the user should know about it before the run starts, one sentence each
     accepts_stop_strings: it knows text
+    tensor: its tensor-parallel ranks
     """
 
     notes: tuple[str, ...]
     accepts_stop_strings: bool
+    tensor: int = 1
 
 
 class Fleet:
@@ -44,6 +46,7 @@ class Fleet:
     check: raises if the server at a URL must not be used
     notes: of all that were checked
     accepts_stop_strings: whether all do that were checked
+    tensor: tensor-parallel ranks of each that was checked; None: none was
     waiting: requests that have not been given to a server yet
     restarts: who may start a lost server again; nobody, until `restarts.allow` is called
     silence_s: until a server that has left is known to have
@@ -68,6 +71,7 @@ class Fleet:
         self.access = access
         self.notes: list[str] = []
         self.accepts_stop_strings = True
+        self.tensor: int | None = None
         self.restarts = Restarts(max_restarts)
         self.waiting = Meter()
         self._nodes = nodes
@@ -96,8 +100,8 @@ class Fleet:
         for process in self._started:
             wait_ready(process, self._startup_timeout_s)
         with ThreadPoolExecutor(CHECKS_AT_ONCE) as pool:
-            for found in pool.map(lambda server: self._check(server.url), self.servers):
-                self._take_in(found)
+            for server, found in zip(self.servers, pool.map(lambda one: self._check(one.url), self.servers)):
+                self._take_in(server.url, found)
         self._ready = True
 
     def close(self) -> None:
@@ -223,7 +227,7 @@ class Fleet:
         server.released = frozenset()
         while not process.is_ready(self._startup_timeout_s):
             await asyncio.sleep(RESTART_POLL_S)
-        self._take_in(self._check(server.url))
+        self._take_in(server.url, self._check(server.url))
 
     # ---- memory
 
@@ -266,7 +270,13 @@ class Fleet:
 
     # ---- checks
 
-    def _take_in(self, found: Checked) -> None:
+    def _take_in(self, url: str, found: Checked) -> None:
+        if self.tensor not in (None, found.tensor):
+            raise EngineStartError(
+                f"engine {url} has {found.tensor} tensor-parallel ranks (--tp-size), another one {self.tensor}: a push "
+                "is made for engines that are alike"
+            )
+        self.tensor = found.tensor
         self.accepts_stop_strings &= found.accepts_stop_strings
         for note in found.notes:
             if note not in self.notes:

@@ -20,8 +20,9 @@ from mrl.rollout.answers import error_message
 from mrl.rollout.client import CONNECT_TIMEOUT_S
 from mrl.rollout.errors import BadAnswer, EngineError, Refused, RolloutError, ServerLost
 from mrl.rollout.fleet import Fleet
-from mrl.rollout.protocol import GENERATE
-from mrl.rollout.samples import Expected, generate_body, read_answer
+from mrl.rollout.incoming import PLAIN, Incoming
+from mrl.rollout.protocol import GENERATE, GenerateBody
+from mrl.rollout.samples import Expected, generate_body, most_bytes, read_answer
 from mrl.rollout.server import Server
 
 REQUESTS_A_CALL = 32  # several requests share an HTTP call: on small models a call costs far more than a token
@@ -90,7 +91,7 @@ class Flight:
                 httpx.AsyncClient(
                     timeout=limit,
                     limits=limits,
-                    headers=self._fleet.access.headers,
+                    headers=self._fleet.access.headers | PLAIN,
                     trust_env=False,
                     verify=tls(),
                 ) as self._http,
@@ -148,7 +149,7 @@ class Flight:
         asks = self._expected.routed is not None
         body = generate_body(requests, self._sampling, self._adapter, experts=asks)
         self._fleet.access.check(server.url, GENERATE.name)
-        post = asyncio.ensure_future(self._http.post(f"{server.url}{GENERATE.path}", json=body))
+        post = asyncio.ensure_future(self._post(server.url, body, most_bytes(requests, self._expected)))
         post.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more
         self._posts[server].add(post)
         server.meter.begin(len(requests))
@@ -158,7 +159,7 @@ class Flight:
             done, _ = await asyncio.wait([post], timeout=limit)
             if not done:  # it answers, byte by byte
                 raise httpx.ReadTimeout(f"no whole answer in {limit:g} s")
-            samples = None if post.cancelled() else await self._read(requests, post.result())
+            samples = None if post.cancelled() else await self._read(requests, post.result(), body["rid"])
             return samples
         except (httpx.HTTPError, BadAnswer) as error:
             await self._judge(server, life, requests, error)
@@ -168,11 +169,18 @@ class Flight:
             self._posts[server].discard(post)
             server.meter.end(len(requests), samples or ())
 
-    async def _read(self, requests: Sequence[Request], reply: httpx.Response) -> list[Sample]:
+    async def _post(self, url: str, body: GenerateBody, most: int) -> httpx.Response:
+        async with self._http.stream(GENERATE.method, f"{url}{GENERATE.path}", json=body) as reply:
+            incoming = Incoming(reply, most)
+            async for part in reply.aiter_bytes():
+                incoming.take(part)
+        return incoming.whole()
+
+    async def _read(self, requests: Sequence[Request], reply: httpx.Response, names: Sequence[str]) -> list[Sample]:
         if reply.status_code != 200:
             kind = Refused if 400 <= reply.status_code < 500 else BadAnswer
             raise kind(f"HTTP {reply.status_code}: {error_message(reply.content)}")
-        return await asyncio.to_thread(read_answer, requests, reply.content, self._expected)
+        return await asyncio.to_thread(read_answer, requests, reply.content, self._expected, names)
 
     async def _least_loaded(self) -> Server:
         while (server := self._fleet.least_loaded()) is None:

@@ -56,7 +56,7 @@ class OpenFleet(Fleet):
             servers = tuple(Server(engine.url, engine, up=False, has_weights=False) for engine in group.engines)
             try:
                 for server in servers:
-                    self._take_in(self._check(server.url))
+                    self._take_in(server.url, self._check(server.url))
             except (EngineError, RolloutError, EngineStartError) as error:
                 self._members.drop(group, refused=f"refused: {error}")
                 self.restarts.say(f"{group.where} is not used: {error}")

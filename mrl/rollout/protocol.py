@@ -1,8 +1,9 @@
 """What mrl and an engine say to each other: the part of SGLang's native HTTP interface that mrl uses, and no more.
 
 Bodies and answers are JSON; token ids travel in both directions, text never does. Every request carries the run's key
-as `Authorization: Bearer KEY`. An engine refuses with a status of 400 to 499, or with 200 and `{"success": false}`;
-either way `message` holds its reason. An endpoint that it does not have is 404.
+as `Authorization: Bearer KEY`. What changes weights is answered `{"success": true}`. An engine refuses with a status of
+400 to 499, or with 200 and `{"success": false}`; either way `message` holds its reason. An endpoint that it does not
+have is 404.
 
 `EngineClient` asks these endpoints one by one, a flight asks GENERATE for many samples at once, and an engine of mrl's
 own answers them. Their URLs are written nowhere else.
@@ -16,6 +17,7 @@ from typing import Any, Generic, Literal, NotRequired, TypedDict, TypeVar
 
 from mrl.rollout.answers import field, shown, typed
 from mrl.rollout.errors import BadAnswer
+from mrl.rollout.server_info import ServerInfo, read_server_info
 
 Body = TypeVar("Body")
 Answer = TypeVar("Answer")
@@ -55,20 +57,28 @@ class SamplingBody(TypedDict):
     """How the tokens after one prompt are drawn. A greedy draw has temperature 0."""
 
     temperature: float  # logits are divided by it
-    top_p: NotRequired[float]
-    top_k: NotRequired[int]  # -1: all
+    top_p: float
+    top_k: int  # -1: all
+    min_p: float  # 0, as all that follows until max_new_tokens: mrl draws by nothing else
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float  # 1
+    min_new_tokens: int
     max_new_tokens: int
-    stop: NotRequired[list[str]]  # texts, for engines with a tokenizer
-    stop_token_ids: NotRequired[list[int]]  # besides the model's own end tokens
-    sampling_seed: NotRequired[int]  # of the sample's own random stream
-    skip_special_tokens: NotRequired[bool]
-    no_stop_trim: NotRequired[bool]  # what ends a response stays in it
+    stop: list[str]  # texts, for engines with a tokenizer
+    stop_token_ids: list[int]  # besides the model's own end tokens
+    ignore_eos: bool  # false
+    n: int  # 1
+    sampling_seed: int  # of the sample's own random stream
+    skip_special_tokens: bool
+    no_stop_trim: bool  # what ends a response stays in it
 
 
 class GenerateBody(TypedDict):
     """One prompt and its parameters, or a list of each."""
 
     input_ids: list[int] | list[list[int]]
+    rid: NotRequired[list[str]]  # a new name for each request, which its answer has as `id`
     sampling_params: SamplingBody | list[SamplingBody]
     image_data: NotRequired[list[list[str]]]  # of each prompt its pictures, one image token each: data:image/png;base64
     return_logprob: NotRequired[bool]
@@ -197,6 +207,7 @@ class MemoryBody(TypedDict):
 class MetaInfo(TypedDict):
     """About one sample."""
 
+    id: NotRequired[str]  # as the request was named
     finish_reason: Any  # {"type": "stop" | "length" | "abort", ...}
     prompt_tokens: int
     completion_tokens: int
@@ -226,26 +237,6 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class ServerInfo:
-    """An engine's settings, as it reports them.
-
-    device: "cpu" where it says nothing
-    dtype: what it computes in, such as "float32"; "": it does not say, or rounds weights or its cache to something else
-    is_deterministic: the same seed gives the same tokens, whatever else is in the batch
-    has_tokenizer: it can look for stop strings
-    releases_memory: it gives memory up when it is told to; None: it does not know what that is
-    returns_experts: it says which experts tokens went to, when it is asked
-    """
-
-    device: str
-    is_deterministic: bool
-    has_tokenizer: bool
-    releases_memory: bool | None = None
-    returns_experts: bool = False
-    dtype: str = ""
-
-
-@dataclass(frozen=True)
 class RankChecksums:
     """One engine process: its tensor-parallel rank and the hash of each of its own (fused, sharded) parameters."""
 
@@ -254,23 +245,18 @@ class RankChecksums:
     checksums: dict[str, str]
 
 
+def read_done(answer: Any) -> None:
+    """Of an answer that says that it is done: a server in between that answers 200 to everything does not."""
+    if typed(answer, "the answer", dict).get("success") is not True:
+        raise BadAnswer(f"the answer is {shown(answer)}, which does not say that it was done (success)")
+
+
 def read_nothing(answer: Any) -> None:
     """Of an answer that says no more than its status."""
 
 
 def read_model_info(answer: Any) -> ModelInfo:
     return ModelInfo(*(field(answer, name, str) for name in ("model_path", "model_type", "weight_version")))
-
-
-def read_server_info(answer: Any) -> ServerInfo:
-    info = typed(answer, "the answer", dict)
-    seeded, no_text = info.get("enable_deterministic_inference"), info.get("skip_tokenizer_init")
-    releases = info.get("enable_memory_saver")
-    releases = None if releases is None else bool(releases)
-    returns = bool(info.get("enable_return_routed_experts"))
-    rounds = info.get("quantization") is not None or info.get("kv_cache_dtype", "auto") != "auto"
-    dtype = "" if rounds else str(info.get("dtype", ""))
-    return ServerInfo(str(info.get("device", "cpu")), bool(seeded), not no_text, releases, returns, dtype)
 
 
 def read_workers(answer: Any) -> tuple[str, ...]:
@@ -310,16 +296,16 @@ FLUSH_CACHE = Endpoint[None, None]("flush_cache", read_nothing)
 # nothing is drawn between the two; pausing twice and continuing unasked are harmless
 PAUSE = Endpoint[PauseBody, None]("pause_generation", read_nothing)
 CONTINUE = Endpoint[EmptyBody, None]("continue_generation", read_nothing)
-BEGIN_UPDATE = Endpoint[SessionBody, None]("begin_weight_update", read_nothing)
-END_UPDATE = Endpoint[EmptyBody, None]("end_weight_update", read_nothing)
-UPDATE_FROM_TENSOR = Endpoint[TensorsBody, None]("update_weights_from_tensor", read_nothing)
-JOIN_GROUP = Endpoint[GroupBody, None]("init_weights_update_group", read_nothing)
-UPDATE_FROM_BROADCAST = Endpoint[BroadcastBody, None]("update_weights_from_distributed", read_nothing)
-LEAVE_GROUP = Endpoint[LeaveBody, None]("destroy_weights_update_group", read_nothing)
-UPDATE_FROM_DISK = Endpoint[DiskBody, None]("update_weights_from_disk", read_nothing)
+BEGIN_UPDATE = Endpoint[SessionBody, None]("begin_weight_update", read_done)
+END_UPDATE = Endpoint[EmptyBody, None]("end_weight_update", read_done)
+UPDATE_FROM_TENSOR = Endpoint[TensorsBody, None]("update_weights_from_tensor", read_done)
+JOIN_GROUP = Endpoint[GroupBody, None]("init_weights_update_group", read_done)
+UPDATE_FROM_BROADCAST = Endpoint[BroadcastBody, None]("update_weights_from_distributed", read_done)
+LEAVE_GROUP = Endpoint[LeaveBody, None]("destroy_weights_update_group", read_done)
+UPDATE_FROM_DISK = Endpoint[DiskBody, None]("update_weights_from_disk", read_done)
 LOAD_ADAPTER = Endpoint[AdapterBody, tuple[str, ...]]("load_lora_adapter_from_tensors", read_adapters)
-UNLOAD_ADAPTER = Endpoint[AdapterNameBody, None]("unload_lora_adapter", read_nothing)
-UPDATE_VERSION = Endpoint[VersionBody, None]("update_weight_version", read_nothing)
+UNLOAD_ADAPTER = Endpoint[AdapterNameBody, None]("unload_lora_adapter", read_done)
+UPDATE_VERSION = Endpoint[VersionBody, None]("update_weight_version", read_done)
 RELEASE_MEMORY = Endpoint[MemoryBody, None]("release_memory_occupation", read_nothing)
 RESUME_MEMORY = Endpoint[MemoryBody, None]("resume_memory_occupation", read_nothing)
 CHECKSUMS = Endpoint[CheckerBody, list[RankChecksums]]("weights_checker", read_checksums)

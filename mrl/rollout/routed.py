@@ -33,6 +33,11 @@ class RoutedShape:
         return cls(layers, arch.num_layers, arch.experts.per_token, arch.experts.count)
 
     @property
+    def token_bytes(self) -> int:
+        """Of an answer, for each token: base64 of int32."""
+        return -(-self.num_layers * self.per_token * 16 // 3)
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """Of an expert's number."""
         return np.dtype(Experts(self.count, self.per_token).number)

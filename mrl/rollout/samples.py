@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import base64
-import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
-from mrl.core import Request, Sample, SamplingParams
+from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.rollout import columns
 from mrl.rollout.answers import field, from_json, shown
 from mrl.rollout.errors import BadAnswer
@@ -18,9 +18,32 @@ from mrl.rollout.protocol import GenerateBody, SamplingBody
 from mrl.rollout.routed import RoutedShape
 
 ABOVE_ZERO = 1e-3  # what rounding may make of a log-prob of 0
-LARGEST = sys.float_info.max
+LARGEST = float(np.finfo(np.float32).max)  # as which samples keep them
 FINISH_REASONS = ("stop", "length")
 MANY_BYTES = 1 << 20  # of an answer that is worth reading by columns
+CALL_BYTES, TOKEN_BYTES = 1 << 20, 512  # of an answer at most; of a token: id, log-prob, text
+
+
+def sampling_body(sampling: SamplingParams, seed: int) -> SamplingBody:
+    """Every parameter, also what has no effect: a server may have defaults of its own for what is left out."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "max_new_tokens": sampling.max_new_tokens,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": False,
+        "n": 1,
+        "sampling_seed": seed,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
 
 
 def generate_body(
@@ -28,22 +51,11 @@ def generate_body(
 ) -> GenerateBody:
     """One call for several requests: lists of token ids and of sampling parameters, in order. adapter: the name of the
     one to draw with; experts: ask which ones each token went to."""
-    shared: SamplingBody = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_new_tokens": sampling.max_new_tokens,
-        "skip_special_tokens": False,
-        "no_stop_trim": True,
-    }
-    if sampling.stop:
-        shared["stop"] = list(sampling.stop)
-    if sampling.stop_token_ids:
-        shared["stop_token_ids"] = list(sampling.stop_token_ids)
     prompts = [request.prompt for request in requests]
     body: GenerateBody = {
         "input_ids": [list(prompt.short_ids or prompt.token_ids) for prompt in prompts],
-        "sampling_params": [{**shared, "sampling_seed": request.seed} for request in requests],
+        "sampling_params": [sampling_body(sampling, request.seed) for request in requests],
+        "rid": [uuid4().hex for _ in requests],
         "return_logprob": True,
     }
     if any(prompt.pictures for prompt in prompts):  # only what mrl has encoded itself: servers open paths and URLs
@@ -79,27 +91,42 @@ class Expected:
     routed: RoutedShape | None = None
 
 
-def read_answer(requests: Sequence[Request], content: bytes, expected: Expected) -> list[Sample]:
+def most_bytes(requests: Sequence[Request], expected: Expected) -> int:
+    """Of an answer to these."""
+    drawn = len(requests) * expected.max_new_tokens
+    tokens = drawn + sum(len(request.prompt.token_ids) for request in requests)
+    return CALL_BYTES + TOKEN_BYTES * drawn + (tokens * expected.routed.token_bytes if expected.routed else 0)
+
+
+def read_answer(
+    requests: Sequence[Request], content: bytes, expected: Expected, names: Sequence[str] = ()
+) -> list[Sample]:
     """One Sample a request, from an answer as it came. Raises BadAnswer as `read_samples`, or for what is no JSON."""
     if len(content) >= MANY_BYTES and (found := columns.cut(content)) is not None:
         rest, tokens = found
         if len(tokens) == len(requests) and all(_fit(each, expected) for each in tokens):
-            return read_samples(requests, from_json(rest), expected, tokens)
-    return read_samples(requests, from_json(content), expected)
+            return read_samples(requests, from_json(rest), expected, tokens, names)
+    return read_samples(requests, from_json(content), expected, (), names)
 
 
 def read_samples(
-    requests: Sequence[Request], answer: Any, expected: Expected, tokens: Sequence[columns.Tokens] = ()
+    requests: Sequence[Request],
+    answer: Any,
+    expected: Expected,
+    tokens: Sequence[columns.Tokens] = (),
+    names: Sequence[str] = (),
 ) -> list[Sample]:
     """One Sample a request. Raises BadAnswer, which names sample and field, if anything is not as `expected`.
 
-    tokens: of each, where they have been read already
+    tokens: of each, where they have been read already; names: under which they were sent
     """
     answers = answer if isinstance(answer, list) else [answer]
     if len(answers) != len(requests):
         raise BadAnswer(f"{len(requests)} requests, {len(answers)} answers")
     known: Sequence[columns.Tokens | None] = tokens or [None] * len(answers)
     start = _experts_from(requests)
+    for request, one, name in zip(requests, answers, names):
+        _check_name(request, one, name)
     return [_read(request, one, expected, each, start) for request, one, each in zip(requests, answers, known)]
 
 
@@ -117,13 +144,7 @@ def _read(request: Request, answer: Any, expected: Expected, tokens: columns.Tok
     try:
         meta = field(answer, "meta_info", dict)
         reason = _finish_reason(meta)
-        ids = field(answer, "output_ids", list)
-        _check_ids(ids, expected)
-        if request.prompt.pictures and field(meta, "prompt_tokens", int) != len(request.prompt.token_ids):
-            raise BadAnswer(
-                f"the engine made {meta['prompt_tokens']} tokens of the prompt and its pictures, mrl "
-                f"{len(request.prompt.token_ids)}: they do not see the same"
-            )
+        _check_prompt(request.prompt, field(meta, "prompt_tokens", int))
         version = field(meta, "weight_version", str)
         if expected.weight_version not in (None, version):
             raise BadAnswer(
@@ -131,15 +152,47 @@ def _read(request: Request, answer: Any, expected: Expected, tokens: columns.Tok
                 "somebody else changes its weights"
             )
         if tokens is None:
-            tokens = columns.Tokens(np.array(ids, dtype=np.int64), np.array(_log_probs(meta, ids), dtype=np.float64))
-        versions = None if expected.versions is None else _versions(meta, len(ids), expected.versions)
+            tokens = _tokens(meta, field(answer, "output_ids", list), expected)
+        count = len(tokens.ids)
+        _check_count(count, reason, expected)
+        versions = None if expected.versions is None else _versions(meta, count, expected.versions)
         every = None
         if expected.routed is not None:
-            every = expected.routed.read(meta, len(request.prompt.token_ids) + len(ids), start)
+            every = expected.routed.read(meta, len(request.prompt.token_ids) + count, start)
             every = every[request.experts_from - start :]
         return Sample(request, tokens.ids, tokens.log_probs, reason, version, versions=versions, experts=every)
     except BadAnswer as error:
         raise BadAnswer(f"sample {request.sample_id}: {error}") from error
+
+
+def _check_name(request: Request, answer: Any, name: str) -> None:
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    if isinstance(meta, dict) and meta.get("id", name) != name:
+        raise BadAnswer(f"sample {request.sample_id}: the answer is to another request ({shown(meta['id'])})")
+
+
+def _check_prompt(prompt: Prompt, seen: int) -> None:
+    if seen == len(prompt.token_ids):
+        return
+    if prompt.pictures:
+        raise BadAnswer(
+            f"the engine made {seen} tokens of the prompt and its pictures, mrl {len(prompt.token_ids)}: they do not "
+            "see the same"
+        )
+    raise BadAnswer(
+        f"prompt_tokens is {seen}, {len(prompt.token_ids)} were sent: the engine did not read the prompt as it is; "
+        "does it cut what is too long (--allow-auto-truncate)?"
+    )
+
+
+def _check_count(count: int, reason: str, expected: Expected) -> None:
+    if not count:
+        raise BadAnswer("output_ids is empty, not even the token that ended it is there")
+    if reason == "length" and count < expected.max_new_tokens:
+        raise BadAnswer(
+            f"cut off after {count} tokens, max_new_tokens is {expected.max_new_tokens}: the engine has no room for "
+            "more (its context length or its KV cache), or a limit of its own"
+        )
 
 
 def _versions(meta: dict[str, Any], tokens: int, known: Collection[str]) -> np.ndarray:
@@ -149,6 +202,8 @@ def _versions(meta: dict[str, Any], tokens: int, known: Collection[str]) -> np.n
         version, start, end = field(span, "version", str), field(span, "start", int), field(span, "end", int)
         if start != len(found) or end < start:
             raise BadAnswer(f"weight_versions is {shown(meta['weight_versions'])}, expected spans without a gap")
+        if end > tokens:
+            raise BadAnswer(f"weight_versions is of {shown(end)} tokens, output_ids has {tokens}")
         if version not in known:
             raise BadAnswer(
                 f"weight_versions names {shown(version)}, which the run gave to no engine: somebody else changes them"
@@ -167,6 +222,11 @@ def _finish_reason(meta: dict[str, Any]) -> str:
     if kind not in FINISH_REASONS:
         raise BadAnswer(f"finish_reason is {shown(kind)}, expected one of {', '.join(FINISH_REASONS)}")
     return kind
+
+
+def _tokens(meta: dict[str, Any], ids: list[Any], expected: Expected) -> columns.Tokens:
+    _check_ids(ids, expected)
+    return columns.Tokens(np.array(ids, dtype=np.int64), np.array(_log_probs(meta, ids), dtype=np.float64))
 
 
 def _check_ids(ids: list[Any], expected: Expected) -> None:

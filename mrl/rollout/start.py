@@ -83,7 +83,7 @@ def start_engine(
     fleet = Fleet(
         servers,
         access,
-        lambda url: check_server(url, access, cfg, model_path, arch.family, outlives=bool(cfg.urls)),
+        lambda url: check_server(url, access, cfg, model_path, arch.family, dtype, outlives=bool(cfg.urls)),
         startup_timeout_s=cfg.startup_timeout_s,
         max_restarts=cfg.max_restarts,
         nodes=nodes,
@@ -100,7 +100,7 @@ def join_engines(cfg: RLConfig, run_dir: Path) -> Engine:
     fleet = OpenFleet(
         Members(run_dir, cfg.placement, served(cfg), access),
         access,
-        lambda url: check_server(url, access, rollout, model.path, arch.family, outlives=True),
+        lambda url: check_server(url, access, rollout, model.path, arch.family, model.dtype, outlives=True),
         startup_timeout_s=rollout.startup_timeout_s,
         max_restarts=rollout.max_restarts,
         memory_timeout_s=rollout.request_timeout_s,

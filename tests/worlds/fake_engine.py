@@ -1,8 +1,8 @@
 """An engine that answers the sync protocol without a model. Usage: fake_engine.py PORT_FILE BEHAVIOUR
 
 BEHAVIOUR: ok | no_session | refuses_begin | refuses_group | error_500 | dies | hangs | busy | busy_at_first; an update
-goes wrong at the second one. generate_500 | generate_hangs: of a rollout. It says that it serves a llama, and every
-answer to a prompt is the same few tokens.
+goes wrong at the second one. generate_500 | generate_hangs: of a rollout. It says that it serves a llama on two
+tensor-parallel ranks, and every answer to a prompt is the same few tokens.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ handles: list[int] = []  # in each update from tensors: one a process
 version = ["0"]  # as the trainer has named it last
 
 
-def sample() -> dict[str, Any]:
+def sample(prompt: list[int]) -> dict[str, Any]:
     tokens = [70, 71, 72, 73]
-    meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, token, None] for token in tokens]}
-    return {"output_ids": tokens, "meta_info": meta | {"weight_version": version[0]}}
+    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, token, None] for token in tokens]}
+    return {"output_ids": tokens, "meta_info": meta | {"weight_version": version[0], "prompt_tokens": len(prompt)}}
 
 
 def generate(body: dict[str, Any]) -> tuple[int, Any]:
     prompts = body["input_ids"]
     if not isinstance(prompts[0], list):
-        return 200, sample()
+        return 200, sample(prompts)
     if BEHAVIOUR == "generate_500":
         return 500, {"error": {"message": "internal: the cache is on fire"}}
     if BEHAVIOUR == "generate_hangs":
         time.sleep(600)
-    return 200, [sample() for _ in prompts]
+    return 200, [sample(prompt) for prompt in prompts]
 
 
 def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -45,7 +45,7 @@ def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
     if path == "model_info":
         return 200, {"model_path": "fake", "model_type": "llama", "weight_version": "0"}
     if path == "server_info":
-        return 200, {"enable_deterministic_inference": True, "skip_tokenizer_init": True}
+        return 200, {"enable_deterministic_inference": True, "skip_tokenizer_init": True, "tp_size": 2}
     calls.append(path)
     update = path in ("update_weights_from_tensor", "update_weights_from_distributed")
     if path == "update_weights_from_tensor":

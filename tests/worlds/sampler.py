@@ -65,7 +65,7 @@ def a_step(world: World, begin: Callable[[Work], Work], number: int) -> bool:
 
 def main() -> None:
     world = World(30.0, 60.0, seed=1)
-    ahead = Ahead(print, world.together, lambda: None)
+    ahead = Ahead(print, world.together, lambda: None, 60.0)
     for number, (begin, is_early) in enumerate([(when_asked, False), (ahead.begin, True)] * 2):
         assert a_step(world, begin, number) == (is_early and world.is_main)
     for begin in (when_asked, ahead.begin):

@@ -272,7 +272,8 @@ def engines(servers: int) -> Row:
     with far_engine(2) as port:
         urls = [f"http://127.0.{i // 250}.{i % 250 + 1}:{port}" for i in range(servers)]
         fleet = Fleet(
-            [Server(url) for url in urls], OPEN, lambda url: check_server(url, OPEN, cfg, "far", "llama"),
+            [Server(url) for url in urls], OPEN,
+            lambda url: check_server(url, OPEN, cfg, "far", "llama", "float32", outlives=True),
             startup_timeout_s=60, max_restarts=0, memory_timeout_s=60,
         )  # fmt: skip
         with clock.of("checks"):

@@ -17,6 +17,15 @@ from transformers import LogitsProcessor, StoppingCriteria
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.draws import draw
 from mrl.rollout.transformers_engine.pictures import Inputs
 
+INERT = {  # values of parameters that this engine does not know
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "n": 1,
+}
+
 
 @dataclass
 class Job:
@@ -54,10 +63,9 @@ def parse_job(
     """Raises ValueError for parameters that this engine does not know (nothing is ignored in silence), and where
     prompt and max_new_tokens exceed `context` (as SGLang does)."""
     known = {"temperature", "top_p", "top_k", "max_new_tokens", "stop", "stop_token_ids", "sampling_seed", "ignore_eos"}
-    fixed = {"skip_special_tokens", "no_stop_trim", "n"}
-    unknown = set(params) - known - fixed
-    if unknown or params.get("n", 1) != 1:
-        raise ValueError(f"unsupported sampling_params: {sorted(unknown) or 'n > 1'}")
+    known |= {"skip_special_tokens", "no_stop_trim"}
+    if unknown := sorted(name for name, value in params.items() if name not in known and value != INERT.get(name)):
+        raise ValueError(f"unsupported sampling_params: {', '.join(unknown)}")
     if not input_ids:
         raise ValueError("input_ids is empty")
     new = int(params.get("max_new_tokens") or 128)

@@ -71,11 +71,11 @@ class Endpoints:
         urls = body.get("image_data") or [[]] * len(prompts)
         if len(urls) != len(prompts):
             raise BadRequest(f"{len(prompts)} input_ids, image_data of {len(urls)}")
-        asks, start = bool(body.get("return_routed_experts")), int(body.get("routed_experts_start_len") or 0)
+        asks, start = bool(body.get("return_routed_experts")), body.get("routed_experts_start_len") or 0
         if asks and self._worker.routed is None:
             raise BadRequest("return_routed_experts: the model has no experts")
-        if not 0 <= start <= min(map(len, prompts), default=0):
-            raise BadRequest(f"routed_experts_start_len: {start} tokens are not a part of every prompt")
+        if type(start) is not int or not 0 <= start <= min(map(len, prompts), default=0):
+            raise BadRequest(f"routed_experts_start_len: {start!r} is not a number of tokens that every prompt has")
         try:
             read = [self._read(ids, own) for ids, own in zip(prompts, urls)]
             jobs = [
@@ -87,6 +87,8 @@ class Endpoints:
         version = self._worker.weight_version
         tokens = self._worker.generate(jobs)
         answers = [_answer(job, ids, version, self._worker.routed, start) for job, ids in zip(jobs, tokens)]
+        for answer, name in zip(answers, body.get("rid") or ()):
+            answer["meta_info"]["id"] = name
         return answers if many else answers[0]
 
     def _read(self, ids: list[int], urls: list[str]) -> tuple[list[int], Inputs | None]:

@@ -48,7 +48,8 @@ class _Task:
 
 
 class Worker:
-    """A model, a queue and a thread. Methods may be called from any thread and block until the work is done."""
+    """A model, a queue and a thread. Methods may be called from any thread and block until the work is done, however
+    long that is: who asks over HTTP has a time-out."""
 
     def __init__(self, model_path: str, dtype: torch.dtype, device: str, max_batch: int) -> None:
         self.model_path = model_path

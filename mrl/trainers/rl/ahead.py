@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
 
@@ -27,12 +27,18 @@ class Ahead:
     note: takes one line for the user, in the main thread
     give_weights: brings an engine that was started again to the weights of the others, in the main thread
     interrupt: ends the requests that the thread waits for
+    timeout_s: until the samples are there
     """
 
     def __init__(
-        self, note: Callable[[str], None], give_weights: Callable[[str], None], interrupt: Callable[[], None]
+        self,
+        note: Callable[[str], None],
+        give_weights: Callable[[str], None],
+        interrupt: Callable[[], None],
+        timeout_s: float,
     ) -> None:
         self._note, self._give_weights, self._interrupt = note, give_weights, interrupt
+        self._timeout_s = timeout_s
         self._thread: threading.Thread | None = None
         self._made: Future[Drawn] | None = None
         self._restored: Drawn | None = None
@@ -51,6 +57,7 @@ class Ahead:
         return lambda: self._take(made)
 
     def _take(self, made: Future[Drawn]) -> Drawn:
+        self._wait_for(made)
         drawn = made.result()
         if self._made is made:  # what has been taken is no longer ahead
             self._made = None
@@ -58,8 +65,10 @@ class Ahead:
 
     def wait(self) -> list[str]:
         """Until the samples are there: the addresses of engines that were lost over them, and wait for weights. The
-        samples are lost too, if there are any. Raises what the thread raised."""
+        samples are lost too, if there are any. Raises what the thread raised, RolloutError if they take longer than all
+        that they wait for may."""
         assert self._made is not None
+        self._wait_for(self._made)
         error, lost = self._made.exception(), self._lost
         notes, self._notes = self._notes, []
         for note in notes:
@@ -68,6 +77,13 @@ class Ahead:
         if error is not None and not (lost and isinstance(error, RolloutError)):
             raise error
         return lost if error is not None else []
+
+    def _wait_for(self, made: Future[Drawn]) -> None:
+        if not wait([made], self._timeout_s).done:
+            raise RolloutError(
+                f"the samples of the next step are not there within {self._timeout_s:g} s, which is more than their "
+                "requests and rewards may take together"
+            )
 
     def say(self, line: str) -> None:
         """To the user, once the main thread waits."""

@@ -12,7 +12,7 @@ from mrl.agents.play import Agents
 from mrl.config import placement
 from mrl.config.derived import Machine
 from mrl.config.schema import AgentConfig, RLConfig
-from mrl.config.trainers.rl import counts_turns
+from mrl.config.trainers.rl import counts_turns, most_tokens
 from mrl.data import PromptDataset, Tokenizer, load_eyes, load_tokenizer, messages_of
 from mrl.observe import Recorder, SilentRecorder
 from mrl.reward import RewardManager
@@ -27,6 +27,17 @@ from mrl.trainers.rl.nodes import NodeEngines, start_engines_elsewhere
 from mrl.trainers.rl.segments import Segments
 from mrl.trainers.rl.under_way import UnderWay
 from mrl.trainers.shared.run import Start
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Engines that are ready: their addresses, what opens them, the tensor-parallel ranks of each, and whether they
+    compute as exactly as the trainer."""
+
+    urls: tuple[str, ...]
+    access: Access
+    tensor: int
+    is_exact: bool
 
 
 @dataclass
@@ -73,9 +84,8 @@ class MainParts:
     def _others(self) -> Others | None:
         return self.nodes.others if self.nodes is not None else None
 
-    def ready(self) -> tuple[tuple[str, ...], Access, bool]:
-        """Waits for the engine, which it starts first where that has waited for the models; its addresses, what opens
-        them, and whether it computes as exactly as the trainer."""
+    def ready(self) -> Ready:
+        """Waits for the engine, which it starts first where that has waited for the models."""
         assert self.rewards is not None
         recorder = self.setup.recorder
         engine, own = self.engine or self._start_engine(), self.cfg.placement
@@ -85,6 +95,7 @@ class MainParts:
         many = f"{own.nodes} engine nodes (mrl serve)" if own.is_apart else f"{len(engine.urls)} engines"
         recorder.note(f"waiting for {'the engine' if len(engine.urls) == 1 else many}")
         engine.wait_ready()
+        engine.check_room(most_tokens(self.cfg))
         if self.cfg.actor.routing_replay == "engine":
             engine.check_experts()
         self.generator = make_generator(self.cfg, self.setup.run_dir, engine, self.rewards, recorder)
@@ -100,7 +111,8 @@ class MainParts:
             self.setup.stack.callback(engine.interrupt)
         for note in (*engine.notes, *self.generator.notes(), *model_notes(self.cfg)):
             recorder.note(note)
-        return engine.urls, engine.access, is_exact(self.cfg) and engine.computes_in == {("cpu", "float32")}
+        is_as_exact = is_exact(self.cfg) and engine.computes_in == {("cpu", "float32")}
+        return Ready(engine.urls, engine.access, engine.tensor, is_as_exact)
 
 
 def is_exact(cfg: RLConfig) -> bool:
@@ -144,7 +156,7 @@ def make_under_way(cfg: RLConfig, ahead: int, engine: Engine, generator: Generat
 def make_ahead(main: MainParts) -> Ahead:
     """Closed before the engine is."""
     interrupt = main.engine.interrupt if main.engine is not None else lambda: None
-    ahead = Ahead(main.setup.recorder.note, main.setup.world.together, interrupt)
+    ahead = Ahead(main.setup.recorder.note, main.setup.world.together, interrupt, longest_wait(main.cfg))
     main.setup.stack.callback(ahead.close)
     return ahead
 

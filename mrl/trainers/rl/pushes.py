@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mrl.config.engines import ENGINES
-from mrl.rollout import Access
-from mrl.trainers.rl.main_parts import MainParts
+from mrl.trainers.rl.main_parts import MainParts, Ready
 from mrl.trainers.rl.models import Models
 from mrl.weights.model.export import Exporter
 from mrl.weights.sync.adapter import AdapterSync
@@ -13,19 +12,20 @@ from mrl.weights.sync.push import WeightSync
 from mrl.weights.sync.quantized import QuantizedSource
 
 
-def make_sync(main: MainParts, models: Models, urls: tuple[str, ...], access: Access) -> EngineSync:
+def make_sync(main: MainParts, models: Models, engines: Ready) -> EngineSync:
     rollout, sync, actor = main.cfg.rollout, main.cfg.sync, models.actor
+    urls, access = engines.urls, engines.access
     guard = main.engine.check_push if main.engine is not None else None
     if sync.lora == "adapter":
         assert actor.adapters is not None
         model, spec = (actor.bare, actor.arch, actor.mesh), actor.adapters.spec
         adapters, base = Exporter(*model, lora=spec), Exporter(*model)
-        return AdapterSync(adapters, base, spec, urls, sync, rollout.tensor, access=access, guard=guard)
+        return AdapterSync(adapters, base, spec, urls, sync, engines.tensor, access=access, guard=guard)
     return WeightSync(
         QuantizedSource(actor.exporter) if rollout.quantization == "fp8" else actor.exporter,
         urls,
         sync,
-        rollout.tensor,
+        engines.tensor,
         access=access,
         plain=ENGINES[rollout.engine].is_plain,
         guard=guard,

@@ -250,9 +250,9 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         world.any(False)  # all ranks are here: what is free on their GPUs now is what an engine there counts with
         if waits:
             main.start_elsewhere()
-        urls, access, exact = world.from_main("starting the engine", main.ready)
-        sync = make_sync(main, models, urls, access)
-        mismatch = MismatchLimits(cfg.rollout.mismatch, note, exact)
+        engines = world.from_main("starting the engine", main.ready)
+        sync = make_sync(main, models, engines)
+        mismatch = MismatchLimits(cfg.rollout.mismatch, note, engines.is_exact)
         run = build_run(main, models, demonstrations, sync, mismatch)
         setup.stack.callback(sync.close)
         if main.engine is not None:
@@ -267,7 +267,7 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         outlive = cfg.run.launcher == "ft" or cfg.placement.is_apart  # the ranks, with older weights
         pushed = run.push_weights(run.start_step, verify=outlive)
         if pushed.verified:
-            have = "the engine has" if len(urls) == 1 else f"{len(urls)} engines have"
+            have = "the engine has" if len(engines.urls) == 1 else f"{len(engines.urls)} engines have"
             note(f"{have} the weights of step {run.start_step}, all {pushed.verified} tensors")
         for line in demonstrations.notes if demonstrations is not None else []:
             note(line)

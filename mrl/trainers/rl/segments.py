@@ -37,12 +37,11 @@ class Part:
     def empty(cls) -> Part:
         return cls(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 
-    def longer(self, drawn: Sample, asked: int, most: int) -> Part:
-        """With what was drawn after it, of `asked` tokens at most. An engine that gave fewer has no room for another.
-        most: tokens of a response"""
+    def longer(self, drawn: Sample, most: int) -> Part:
+        """With what was drawn after it. most: tokens of a response"""
         ids = np.concatenate([self.ids, drawn.response_ids])
         versions = np.full(len(drawn.response_ids), int(drawn.weight_version), np.int32)
-        has_ended = drawn.finish_reason == "stop" or len(ids) >= most or len(drawn.response_ids) < asked
+        has_ended = drawn.finish_reason == "stop" or len(ids) >= most
         return Part(
             ids,
             np.concatenate([self.log_probs, drawn.log_probs]),
@@ -107,7 +106,7 @@ class Segments:
         drawn = generate(requests, self._tokens)
         parts = {group.number: list(group.parts) for group in groups}
         for (group, member), sample in zip(running, drawn, strict=True):
-            parts[group.number][member] = group.parts[member].longer(sample, self._tokens, self._most)
+            parts[group.number][member] = group.parts[member].longer(sample, self._most)
         return [replace(group, parts=tuple(parts[group.number])) for group in groups]
 
     def _going_on(self, place: int, group: _Group, member: int) -> Request:

@@ -60,16 +60,16 @@ class Verifier:
         return {key: digest for part in parts for key, digest in part.items()}
 
     def mismatches(self, url: str, expected: Mapping[Key, str], held: Sequence[RankChecksums]) -> list[Mismatch]:
-        """The parameters of the engine at `url` whose digest is not the expected one; one that it alone has is among
-        them."""
+        """The parameters of the engine at `url` whose digest is not the expected one; one that it alone has, or does
+        not speak of, is among them."""
+        has = {(rank.tp_rank, name): digest for rank in held for name, digest in rank.checksums.items()}
+        has = {key: digest for key, digest in has.items() if key in expected or not key[1].endswith(DERIVED)}
         found = []
-        for rank in held:
-            for name, digest in rank.checksums.items():
-                wanted = expected.get((rank.tp_rank, name), "none")
-                if wanted != digest and not name.endswith(DERIVED):
-                    param = self._params.get((rank.tp_rank, name))
-                    sources = param.sources if param else (name,)
-                    found.append(Mismatch(url, rank.tp_rank, name, sources, wanted, digest))
+        for key in (*has, *(key for key in expected if key not in has)):
+            digest, wanted = has.get(key, "none"), expected.get(key, "none")
+            if digest != wanted:
+                param = self._params.get(key)
+                found.append(Mismatch(url, *key, param.sources if param else (key[1],), wanted, digest))
         return found
 
 
@@ -81,7 +81,7 @@ def ask_shape(engines: Engines) -> tuple[EngineShape, type[ParamHash]]:
         ranks = client.weights_checksum()
         if len(ranks) != engines.tensor:
             raise WeightError(
-                f"engine {client.url} runs on {len(ranks)} tensor-parallel ranks, rollout.tensor is {engines.tensor}"
+                f"engine {client.url} runs on {len(ranks)} tensor-parallel ranks, the push was for {engines.tensor}"
             )
         names = sorted(name for name in ranks[0].checksums if not name.endswith(DERIVED))
         shapes.append((EngineShape(tuple(names), len(ranks)), hash_kind(client.server_info())))
