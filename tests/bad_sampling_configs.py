@@ -111,6 +111,14 @@ BAD_SAMPLING = [
         base=GRPO,
     ),
     Bad(
+        "scaled, and drawn by scores of which only the shares count",
+        ESTIMATOR,
+        ESTIMATOR + "  pf_ppo: {reweight_method: pow}\n  use_score_scaling: true\n",
+        "algorithm.use_score_scaling",
+        ("no effect", "each group's own standard deviation"),
+        base=GRPO,
+    ),
+    Bad(
         "a metric that nobody looks at",
         ESTIMATOR,
         GROUPS + "{metric: acc}\n",

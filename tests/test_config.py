@@ -307,6 +307,19 @@ def test_settings_that_are_unusual_and_right_are_accepted(setting: str) -> None:
     assert loaded(PPO, setting)
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "gdpo\n  gdpo_reward_keys: [score]"])
+@pytest.mark.parametrize("method", ["pow", "max_min"])
+def test_centred_scores_have_an_effect_where_samples_are_drawn_by_their_size(estimator: str, method: str) -> None:
+    text = PPO.replace("critic:\n  warmup_steps: 2\n", "").replace(GAE, f"  adv_estimator: {estimator}\n")
+    settings = (f"algorithm.pf_ppo.reweight_method={method}", "batch.samples_per_prompt=2")
+    scaled = ("algorithm.use_score_scaling=true", "algorithm.use_score_norm=true")
+    if method == "pow":
+        assert loaded(text, *settings, *scaled)
+    else:
+        assert "has no effect" in str(refusal(text, *settings, *scaled))
+    assert loaded(text, *settings, *scaled, "algorithm.score_clip=1.0")
+
+
 def test_a_column_that_a_form_does_not_read_may_hold_anything(files: Path) -> None:
     row = {"text": "abc", "prompt": [{"role": "user", "content": "21="}]}
     (files / "texts.jsonl").write_text(json.dumps(row) + "\n")
