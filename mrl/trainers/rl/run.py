@@ -252,7 +252,7 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
             main.start_elsewhere()
         urls, access, exact = world.from_main("starting the engine", main.ready)
         sync = make_sync(main, models, urls, access)
-        mismatch = MismatchLimits(cfg.rollout.mismatch, note, exact)
+        mismatch = MismatchLimits(cfg.rollout.mismatch, note, exact, cfg.critic.warmup_steps if cfg.critic else 0)
         run = build_run(main, models, demonstrations, sync, mismatch)
         setup.stack.callback(sync.close)
         if main.engine is not None:
