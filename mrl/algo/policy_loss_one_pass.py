@@ -18,7 +18,9 @@ def vanilla(
     vectors = (t.log_probs, t.old_log_probs, t.advantages, weights, metric_weights)
     if ceiling <= 1 or not fits(*vectors):
         return None
-    return clipped_loss(*(x.reshape(-1) for x in vectors), Clip(low, high, ceiling, LOG_RATIO_BOUND))
+    log_probs, old, advantages, weights, metric_weights = (x.reshape(-1) for x in vectors)
+    clip = Clip(low, high, ceiling, LOG_RATIO_BOUND)
+    return clipped_loss(log_probs, old, advantages, weights, metric_weights, clip)
 
 
 ONE_PASS["vanilla"] = vanilla

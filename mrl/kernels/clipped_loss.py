@@ -68,9 +68,10 @@ class _ClippedLoss(torch.autograd.Function):
         sums = [gradient.new_zeros(1 + METRICS)]
         vectors = (log_probs, old_log_probs, advantages, weights, metric_weights, gradient)
         for start in range(0, gradient.numel(), BLOCK):
-            new, old, *others, out = (x[start : start + BLOCK] for x in vectors)
+            new, old, advantage, weight, metric_weight, out = (x[start : start + BLOCK] for x in vectors)
             log_ratio, *scratch = room[:, : out.numel()].unbind()
-            sums.append(_block(torch.sub(new, old, out=log_ratio), *others, clip, scratch, out))
+            torch.sub(new, old, out=log_ratio)
+            sums.append(_block(log_ratio, advantage, weight, metric_weight, clip, scratch, out))
         ctx.save_for_backward(gradient)
         made = torch.stack(sums).double().sum(0).to(log_probs.dtype)
         loss, metrics = made[0].clone(), made[1:]
