@@ -386,6 +386,16 @@ MISTAKES = [
     ),
     # machine and network
     Mistake(
+        "kernels that nobody knows",
+        ("MRL_KERNELS is 'trition'; known: triton", "or unset it"),
+        environment={"MRL_KERNELS": "trition"},
+    ),
+    Mistake(
+        "a repair that nobody knows",
+        ("MRL_PLATFORM_OFF names nonsense; known: all, ", "or unset it"),
+        environment={"MRL_PLATFORM_OFF": "nonsense"},
+    ),
+    Mistake(
         "an interface that is not there", ("GLOO_SOCKET_IFNAME=eth9", "lo"), environment={"GLOO_SOCKET_IFNAME": "eth9"}
     ),
     Mistake(

@@ -9,8 +9,10 @@ GRPO = (
     .replace("  prompts_per_step: 16", "  prompts_per_step: 8\n  samples_per_prompt: 2")
     .replace(GAE, "  adv_estimator: grpo\n")
 )
+SORTED = GRPO.replace("function: exact_match", "function: sorted_digits")
 GROUPS, ESTIMATOR = "  adv_estimator: grpo\n  filter_groups: ", "  adv_estimator: grpo\n"
-GDPO = "  adv_estimator: gdpo\n  gdpo_reward_keys: [score, length]\n"
+GDPO = "  adv_estimator: gdpo\n  gdpo_reward_keys: [score, exact_match]\n"
+DAPO = SORTED.replace("reward:\n", "reward:\n  manager: dapo\n  overlong: {buffer_tokens: 4}\n")
 
 BAD_SAMPLING = [
     Bad(
@@ -28,7 +30,7 @@ BAD_SAMPLING = [
         GDPO + "  gdpo_reward_weights: [1.0]\n",
         "algorithm.gdpo_reward_weights",
         ("1 weights for 2 components", "algorithm.gdpo_reward_keys"),
-        base=GRPO,
+        base=SORTED,
     ),
     Bad(
         "gdpo weighs nothing",
@@ -36,7 +38,7 @@ BAD_SAMPLING = [
         GDPO + "  gdpo_reward_weights: [0.0, 0.0]\n",
         "algorithm.gdpo_reward_weights",
         ("all are 0",),
-        base=GRPO,
+        base=SORTED,
     ),
     Bad(
         "a component twice",
@@ -76,7 +78,7 @@ BAD_SAMPLING = [
         GDPO + "  kl: {coef: 0.1, use_in_reward: true}\n",
         "algorithm.kl.use_in_reward",
         ("no effect", "components alone", "algorithm.adv_estimator"),
-        base=GRPO,
+        base=SORTED,
     ),
     Bad(
         "a clipped score that gdpo does not read",
@@ -84,7 +86,7 @@ BAD_SAMPLING = [
         GDPO + "  score_clip: 1.0\n",
         "algorithm.score_clip",
         ("no effect", "not the score", "algorithm.adv_estimator"),
-        base=GRPO,
+        base=SORTED,
     ),
     Bad(
         "whitening where nothing is whitened",
@@ -111,12 +113,85 @@ BAD_SAMPLING = [
         base=GRPO,
     ),
     Bad(
+        "scaled, and drawn by scores of which only the shares count",
+        ESTIMATOR,
+        ESTIMATOR + "  pf_ppo: {reweight_method: pow}\n  use_score_scaling: true\n",
+        "algorithm.use_score_scaling",
+        ("no effect", "each group's own standard deviation"),
+        base=GRPO,
+    ),
+    Bad(
         "a metric that nobody looks at",
         ESTIMATOR,
         GROUPS + "{metric: acc}\n",
         "algorithm.filter_groups.metric",
         ("no effect", "algorithm.filter_groups.enable (default)"),
         base=GRPO,
+    ),
+    Bad(
+        "a component of nothing",
+        ESTIMATOR,
+        GROUPS + "{enable: true, metric: acc}\n",
+        "algorithm.filter_groups.metric",
+        ("the reward has no component 'acc', only score, exact_match, right_positions", "reward.manager (default)"),
+        base=SORTED,
+    ),
+    Bad(
+        "the name of the only component",
+        ESTIMATOR,
+        GROUPS + "{enable: true, metric: sorted_digits}\n",
+        "algorithm.filter_groups.metric",
+        ("no component 'sorted_digits', only score,",),
+        base=SORTED,
+    ),
+    Bad(
+        "a part of one of several components, without its name",
+        ESTIMATOR,
+        GROUPS + "{enable: true, metric: exact_match}\n",
+        "algorithm.filter_groups.metric",
+        ("only score, sorted_digits, overlong, sorted_digits/exact_match, sorted_digits/right_positions",),
+        base=DAPO,
+    ),
+    Bad(
+        "a component that some rows do not have",
+        ESTIMATOR,
+        GROUPS + "{enable: true, metric: math}\n",
+        "algorithm.filter_groups.metric",
+        ("rows of the data source 'words' have no component 'math', only score, multiple_choice, format",),
+        base=SORTED.replace(
+            "  function: sorted_digits\n",
+            "  manager: recipe\n  recipe: {sums: {math: 1}, words: {multiple_choice: 1, format: 1}}\n",
+        ),
+    ),
+    Bad(
+        "a component of gdpo's that nothing gives",
+        "gdpo_reward_keys: [score, exact_match]",
+        "gdpo_reward_keys: [score, exact]",
+        "algorithm.gdpo_reward_keys",
+        ("no component 'exact', only score",),
+        base=SORTED.replace(ESTIMATOR, GDPO),
+    ),
+    Bad(
+        "groups that differ in length alone",
+        ESTIMATOR,
+        GROUPS + "{enable: true}\n",
+        "algorithm.filter_groups.metric",
+        ("the score has overlong in it", "Compare sorted_digits, or say score", "reward.manager"),
+        "  filter_groups:",
+        base=DAPO,
+    ),
+    Bad(
+        "groups of a recipe that differ in length alone",
+        ESTIMATOR,
+        GROUPS + "{enable: true}\n",
+        "algorithm.filter_groups.metric",
+        ("the score has length in it", "Compare exact_match or math, or say score"),
+        "  filter_groups:",
+        base=SORTED.replace(
+            "  function: sorted_digits\n",
+            "  manager: recipe\n  recipe: {'*': {exact_match: 1, math: 1, length: 0.1}}\n"
+            "  length: {full_tokens: 2, zero_tokens: 8}\n",
+        ),
     ),
     Bad(
         "rounds of no dynamic sampling",

@@ -322,6 +322,39 @@ def test_settings_that_are_unusual_and_right_are_accepted(setting: str) -> None:
     assert loaded(PPO, setting)
 
 
+@pytest.mark.parametrize(
+    ("reward", "metrics"),
+    [
+        ("function: exact_match", ["null", "score"]),
+        ("function: rewards.py:mine", ["null", "anything"]),  # which only it knows
+        ("function: sorted_digits", ["right_positions"]),
+        ("manager: remote\n  servers: {judge: {url: 'http://judge:1'}}", ["judged"]),
+        ("manager: dapo\n  overlong: {buffer_tokens: 4}\n  function: math", ["math", "overlong", "score"]),
+        ("manager: dapo\n  overlong: {buffer_tokens: 4}\n  function: rewards.py:mine", ["mine", "mine/right"]),
+        ("function: length\n  length: {full_tokens: 2, zero_tokens: 8}", ["null"]),  # the length is what it is about
+    ],
+)
+def test_groups_may_be_compared_by_what_the_reward_has(files: Path, reward: str, metrics: list[str]) -> None:
+    (files / "rewards.py").write_text("def mine(prompt, response, row): return 0.0\n")
+    text = PPO.replace("critic:\n  warmup_steps: 2\n", "").replace("function: exact_match", reward)
+    settings = ("algorithm.adv_estimator=grpo", "batch.samples_per_prompt=2", "algorithm.filter_groups.enable=true")
+    for metric in metrics:
+        assert loaded(text, *settings, *([] if metric == "null" else [f"algorithm.filter_groups.metric={metric}"]))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gdpo\n  gdpo_reward_keys: [score]"])
+@pytest.mark.parametrize("method", ["pow", "max_min"])
+def test_centred_scores_have_an_effect_where_samples_are_drawn_by_their_size(estimator: str, method: str) -> None:
+    text = PPO.replace("critic:\n  warmup_steps: 2\n", "").replace(GAE, f"  adv_estimator: {estimator}\n")
+    settings = (f"algorithm.pf_ppo.reweight_method={method}", "batch.samples_per_prompt=2")
+    scaled = ("algorithm.use_score_scaling=true", "algorithm.use_score_norm=true")
+    if method == "pow":
+        assert loaded(text, *settings, *scaled)
+    else:
+        assert "has no effect" in str(refusal(text, *settings, *scaled))
+    assert loaded(text, *settings, *scaled, "algorithm.score_clip=1.0")
+
+
 def test_a_column_that_a_form_does_not_read_may_hold_anything(files: Path) -> None:
     row = {"text": "abc", "prompt": [{"role": "user", "content": "21="}]}
     (files / "texts.jsonl").write_text(json.dumps(row) + "\n")

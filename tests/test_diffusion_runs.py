@@ -144,6 +144,9 @@ def test_adapters_do_not_go_on_beside_other_weights(tmp_path: Path) -> None:
     stored[min(stored)] += 1
     save_file(stored, weights)
     done = train(path, "run.steps=2")
+    changed = f'model.path: "{tmp_path / "model"}" -> "edited: transformer/diffusion_pytorch_model.safetensors"'
+    assert done.returncode != 0 and changed in done.stderr
+    done = train(path, "run.steps=2", "checkpoint.accept_changes=[model.path]")
     assert done.returncode != 0 and "adapters belong to other weights than model.path has now" in done.stderr
 
 

@@ -16,7 +16,7 @@ platform.install()
 from mrl.algo import kl  # noqa: E402
 from mrl.config.schema import RLConfig  # noqa: E402
 from mrl.core import Rollout  # noqa: E402
-from mrl.trainers.rl.experience import forward_passes, make_experience  # noqa: E402
+from mrl.trainers.rl.experience import Passes, forward_passes, make_experience  # noqa: E402
 from mrl.trainers.rl.loop import adapt_kl  # noqa: E402
 from mrl.trainers.rl.replay import Reused  # noqa: E402
 from tests.bare_run import bare_run  # noqa: E402
@@ -41,6 +41,7 @@ SETTINGS = {
         },
     },
 }
+IN_LOSS = {"adv_estimator": "gae", "kl": {"use_in_loss": True, "coef": COEF}}
 
 
 class Model:
@@ -118,3 +119,11 @@ def test_samples_of_earlier_steps_are_not_counted() -> None:
     reused = Reused(old, tokens, torch.zeros(tokens.numel()))
     metrics = a_step(run, rollout, torch.tensor([0.02, 5.0, 0.06, 5.0]), reused)
     assert metrics["kl/ref"] == pytest.approx(0.04, rel=1e-5)
+
+
+def test_a_step_of_the_critic_alone_claims_no_distance_that_nothing_has_measured() -> None:
+    run = replace(a_run(), cfg=RLConfig.model_validate(SETTINGS | {"algorithm": IN_LOSS}))
+    rollout = samples(0, [5, 2, 8, 3])
+    of_it = make_experience(run.cfg.algorithm, rollout, Passes(values=torch.zeros(18)), COEF)
+    assert adapt_kl(run, of_it, {"critic/loss": 1.0}) == {"kl/coef": COEF}
+    assert adapt_kl(run, of_it, {"actor/ref_kl": 0.25}) == {"kl/coef": COEF, "kl/ref": 0.25}

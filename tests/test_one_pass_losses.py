@@ -57,7 +57,29 @@ def test_the_clipped_loss_is_that_of_its_composed_form(n: int, ceiling: float) -
         assert one_pass[2] > 0 and one_pass[4] > 0, "the clip and the ceiling are at work"
 
 
-def test_ratios_far_from_1_and_what_is_no_number_keep_to_their_block() -> None:
+def test_a_token_is_clipped_alike_whatever_its_neighbours_are() -> None:
+    """The head forms gradients of a chunk of tokens, and the whole's must be the same at the very bound."""
+    ends = torch.tensor([0.8, 1.28, 3.0], dtype=torch.float64).log().float()
+    steps = torch.arange(-40, 40)[:, None] * torch.finfo(torch.float32).eps / 4
+    log_ratios = torch.cat([(ends + steps).flatten(), torch.tensor([9.0, -9.0, 21.0])])  # in the last block
+    n = log_ratios.numel()
+    advantages = torch.where(torch.arange(n) % 2 == 0, 1.0, -1.0)
+
+    def gradient(rows: slice) -> Tensor:
+        leaf, ones = log_ratios[rows].clone().requires_grad_(), torch.ones_like(log_ratios[rows])
+        inputs = {"old_log_probs": 0 * ones, "advantages": advantages[rows], "weights": ones}
+        loss, _ = policy_loss.compute("vanilla", log_probs=leaf, **inputs, **CLIP, clip_ratio_c=3.0)
+        (found,) = torch.autograd.grad(loss, leaf)
+        return found
+
+    whole = gradient(slice(0, n))
+    assert 0 < int((whole == 0).sum()) < n
+    for size in (1, 7, 60, 65):
+        parts = [gradient(slice(start, start + size)) for start in range(0, n, size)]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_ratios_far_from_1_and_what_is_no_number_keep_to_their_token() -> None:
     inputs = tokens(300)
     inputs["log_probs"][:3] = inputs["old_log_probs"][:3] + torch.tensor([-30.0, 30.0, -9.0])
     one_pass, composed = both(inputs, 3.0)

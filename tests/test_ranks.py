@@ -21,6 +21,7 @@ from mrl import platform
 from mrl.launcher import signals
 from mrl.platform.process import _meet
 from mrl.ports import free_port
+from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER
 from tests import zygote
 from tests.conftest import TinyModels
 from tests.test_trainer_faults import fake_engine
@@ -166,3 +167,41 @@ def test_ctrl_c_while_it_starts(library: str, processes: int, tiny_models: TinyM
         assert run.left_running() == {}
     assert "Traceback" not in run.terminal and run.terminal.count("mrl: stopped by") <= 1, run.terminal
     assert len([line for line in run.terminal.splitlines() if "stopped" not in line and "  " not in line]) <= 1
+
+
+LATE = """
+import signal, sys, time
+from pathlib import Path
+from mrl.resilience import preemption
+preemption.save_first(0.05)
+if len(sys.argv) > 1:
+    preemption.begin(Path(sys.argv[1]))
+signal.raise_signal(signal.SIGTERM)
+time.sleep(60)
+"""
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
+
+
+@pytest.mark.parametrize(
+    ("where", "environment", "code"),
+    [
+        ("run", {}, EXIT_PREEMPTED),
+        ("run", TORCHRUN, 0),  # of what is not 0 torchrun makes a failure; the marker tells
+        ("gone", TORCHRUN, EXIT_PREEMPTED),  # nothing else tells its launcher
+        (None, TORCHRUN, EXIT_PREEMPTED),
+        (None, TORCHRUN | {"RANK": "1"}, EXIT_PREEMPTED),
+        (None, {}, EXIT_PREEMPTED),
+    ],
+)
+@pytest.mark.parametrize("stdout", [os.devnull, "/dev/full"])
+def test_a_rank_that_misses_the_deadline_tells_its_launcher(
+    tmp_path: Path, where: str | None, environment: dict[str, str], code: int, stdout: str
+) -> None:
+    """Before the run goes on in a directory, too, and where the disk of its log or of the marker is full."""
+    (tmp_path / "run").mkdir()
+    run_dir = [] if where is None else [str(tmp_path / where)]
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **environment}
+    with open(stdout, "w") as log:
+        done = subprocess.run([sys.executable, "-c", LATE, *run_dir], env=env, stdout=log, timeout=60)
+    assert done.returncode == code
+    assert [file.name for file in (tmp_path / "run").iterdir()] == [MARKER] * (where == "run")

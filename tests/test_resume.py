@@ -19,8 +19,12 @@ import yaml
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM
 
-from mrl.config.resume import ConfigChanged, check_resume, may_change, snapshot, unknown
+from mrl.config.outline import differing, outline
+from mrl.config.resume import ConfigChanged, check_resume, is_key, may_change, snapshot, unknown
 from mrl.config.schema import RLConfig
+from mrl.config.tokenizer_files import TOKENIZER_FILES
+from mrl.config.trainers.diffusion import DDPOConfig
+from mrl.config.trainers.dpo import DPOConfig
 from mrl.observe import rewind
 from mrl.rollout import Engine
 from tests import zygote
@@ -333,8 +337,9 @@ def test_data_edited_without_a_change_of_its_size_is_noticed(tmp_path: Path) -> 
     assert str(change).startswith("data.train: ")
     older = {"config": one["config"], "data_bytes": {"data.train": len(rows)}}
     assert check_resume(older, made(), tmp_path) == []
-    [note] = unknown(older, made())
-    assert "older than digests of data" in note and unknown(one, made()) == []
+    of_data, of_files = unknown(older, made())
+    assert "older than digests of data" in of_data and unknown(one, made()) == []
+    assert "older than digests of files: whether model.path, reward.function has other contents" in of_files
 
     data.write_bytes(rows)
     (tmp_path / "table/.lock").write_text("")
@@ -342,6 +347,127 @@ def test_data_edited_without_a_change_of_its_size_is_noticed(tmp_path: Path) -> 
     (tmp_path / "table/part.parquet").write_text("cows")
     with pytest.raises(ConfigChanged, match=r"table of 4 bytes, digest \w+. -> .edited: 4 bytes"):
         check_resume(stored, made(data=both), tmp_path)
+
+
+def test_functions_that_were_edited_are_noticed(tmp_path: Path) -> None:
+    """With what they import of their folder, and nothing else of it."""
+
+    def made(*accepted: str) -> RLConfig:
+        text = yaml.safe_load(file.read_text()) | {"checkpoint": {"accept_changes": accepted}}
+        return RLConfig.model_validate_json(json.dumps(text))
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    file, own = write_config(tmp_path, tmp_path), tmp_path / "reward.py"
+    write("reward.py", f"import json, mrl.core\nimport words\n{own.read_text()}")
+    write("words.py", "from tables.short import LIST\n")
+    write("tables/__init__.py", "")
+    write("tables/short.py", "LIST = 1\n")
+    stored = snapshot(made())
+    for name in ("other.py", "mrl/core.py", "json_notes.txt"):
+        write(name, "")
+    os.utime(own, (1, 1))
+    assert check_resume(stored, made(), tmp_path) == []
+    write("tables/short.py", "LIST = 2\n")
+    with pytest.raises(ConfigChanged, match=rf"reward.function: .{own}. -> .edited: tables/short.py") as refused:
+        check_resume(stored, made(), tmp_path)
+    assert "'checkpoint.accept_changes=[reward.function]'" in str(refused.value)
+    [change] = check_resume(stored, made("reward.function"), tmp_path)
+    assert "tables/short.py" in str(change)
+    write("tables/short.py", "LIST = 1\n")
+    own.write_text(own.read_text() + "\n")
+    (tmp_path / "words.py").unlink()
+    with pytest.raises(ConfigChanged, match="edited: reward.py, tables/__init__.py, tables/short.py and 1 more"):
+        check_resume(stored, made(), tmp_path)
+
+
+@pytest.mark.parametrize("key", ["model.path", "ref.path", "critic.path", "reward.model.path"])
+def test_other_weights_of_a_model_that_no_checkpoint_has_are_noticed(tmp_path: Path, key: str) -> None:
+    """Of equal shapes, under the same path."""
+    file, frozen = write_config(tmp_path, tmp_path / "actor"), str(tmp_path / "frozen")
+    for name in ("actor", "frozen"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(1000))
+    text, kl = yaml.safe_load(file.read_text()), {"kl": {"use_in_loss": True, "coef": 0.1}}
+    more: dict[str, Any] = {
+        "model.path": {"algorithm": text["algorithm"] | kl},  # the actor's first weights are the reference
+        "ref.path": {"algorithm": text["algorithm"] | kl, "ref": {"path": frozen}},
+        "critic.path": {"critic": {"path": frozen, "frozen": True}},
+        "reward.model.path": {"reward": {"manager": "model", "model": {"path": frozen}}},
+    }
+    without, cfg = (RLConfig.model_validate_json(json.dumps(text | each)) for each in ({}, more[key]))
+    before, before_without = snapshot(cfg), snapshot(without)
+    folder = tmp_path / ("actor" if key == "model.path" else "frozen")
+    (folder / "README.md").write_text("mine")
+    assert check_resume(before, cfg, tmp_path) == []
+    (folder / "model.safetensors").write_bytes(bytes(999) + b"\1")
+    with pytest.raises(ConfigChanged, match=rf"{key}: .{folder}. -> .edited: model.safetensors"):
+        check_resume(before, cfg, tmp_path)
+    assert check_resume(before_without, without, tmp_path) == [], "the checkpoint has the actor"
+    assert check_resume({"config": before["config"]}, cfg, tmp_path) == [], "an older one does not say"
+    (tmp_path / "actor/tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigChanged, match="edited: .*tokenizer.json"):
+        check_resume(before_without, without, tmp_path)
+
+
+def test_every_file_that_a_run_is_made_of_anew_is_named() -> None:
+    model = {"path": "m", "chat_template": "chat.jinja"}
+    rl = RLConfig.model_validate(
+        {
+            "trainer": "rl",
+            "run": {"name": "all"},
+            "model": model,
+            "data": {"train": "-"},
+            "batch": {"prompts_per_step": 1},
+            "agent": {"rollout": "a.py:Env", "parser": "hermes"},
+            "reward": {
+                "manager": "recipe",
+                "function": "b.py:all",
+                "functions": {"sums": "c.py:one", "words": "exact_match"},
+                "recipe": {"*": {"d.py:two": 1.0, "math": 1.0, "batch": 1.0}},
+            },
+            "algorithm": {
+                "advantage": {"function": "e.py:mine"},
+                "policy_loss": {"function": "f.py:mine"},
+                "filter_groups": {"function": "g.py:keep"},
+            },
+        }
+    )
+    tokenizer = {f"m/{name}" for name in TOKENIZER_FILES}
+    of_rl = {path for _, path in rl.read_anew()}
+    assert of_rl == {*(f"{name}.py" for name in "abcdefg"), "chat.jinja", *tokenizer}
+    assert all(is_key(RLConfig, key) for key, _ in rl.read_anew()), "accept_changes takes them"
+    rows = {"run": {"name": "all"}, "model": model, "data": {"train": "-"}, "batch": {"rows_per_step": 1}}
+    for policy, of_reference in (("frozen", {"m"}), ("cached", {"m"}), ("refreshed", tokenizer)):
+        dpo = DPOConfig.model_validate({"trainer": "dpo", "ref": {"policy": policy}, **rows})
+        assert {path for _, path in dpo.read_anew()} == {"chat.jinja", *of_reference}
+    ddpo = DDPOConfig.model_validate(
+        {
+            **{"trainer": "ddpo", "run": {"name": "all"}, "model": {"path": "m"}, "data": {"train": "-"}},
+            "batch": {"prompts_per_step": 1},
+            "reward": {"function": "a.py:score", "scorer": {"path": "clip"}},
+        }
+    )
+    assert {*ddpo.read_anew()} == {("model.path", "m"), ("reward.function", "a.py"), ("reward.scorer.path", "clip")}
+
+
+def test_a_long_file_is_looked_at_in_a_few_places(tmp_path: Path) -> None:
+    """To read 140 GiB of zeros would take minutes. In the other file one of fifty layers was trained."""
+
+    def made(name: str, size: int, trained: range = range(0)) -> dict[str, str]:
+        (tmp_path / name).mkdir()
+        with (tmp_path / name / "model.safetensors").open("wb") as writer:
+            writer.truncate(size)
+            writer.seek(trained.start)
+            writer.write(b"\1" * len(trained))
+        return outline(tmp_path / name)
+
+    size = 100 << 20
+    assert differing(made("long", 140 << 30), made("longer", (140 << 30) + 1)) == ["model.safetensors"]
+    base, same, trained = made("base", size), made("same", size), made("trained", size, range(60 << 20, 62 << 20))
+    assert not differing(base, same) and differing(base, trained) == ["model.safetensors"]
 
 
 def test_what_was_written_down_after_the_checkpoint_is_dropped(tmp_path: Path) -> None:

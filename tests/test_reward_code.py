@@ -10,6 +10,7 @@ import pytest
 from test_reward_pool import sample
 from test_reward_sandbox import needs_bubblewrap
 
+from mrl.config.builtin_rewards import PARTS
 from mrl.config.schema import DataConfig, RewardConfig
 from mrl.reward import RewardError, RewardManager
 from mrl.reward.assertions import split
@@ -76,7 +77,7 @@ def test_an_answer_without_tests_is_refused(answer: object, message: str) -> Non
 
 
 def test_assertions() -> None:
-    assert UNISOLATED(DOUBLE, ASSERTIONS) == {"score": 1, "tests_passed": 1}
+    assert UNISOLATED(DOUBLE, ASSERTIONS) == {"score": 1, **dict.fromkeys(PARTS["code"], 1)}
     assert UNISOLATED(DOUBLE, [*ASSERTIONS, "assert double(1) == 3"]) == {
         "score": 0,
         "tests_passed": pytest.approx(2 / 3),

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mrl.config.builtin_rewards import PARTS
 from mrl.config.schema import FormatConfig
 from mrl.reward import RewardError, shaping
 from mrl.reward.calls import Call, Outcome
@@ -22,6 +23,13 @@ from mrl.reward.math_answer import math
 def test_exact_match() -> None:
     assert exact_match(" 42\n", "42") == 1.0
     assert exact_match("42.", "42") == 0.0
+
+
+def test_what_built_ins_give_beside_a_score_is_known_by_name() -> None:
+    """By these names a configuration is checked that asks for a component."""
+    assert sorted_digits("1", "1").keys() == {"score", *PARTS["sorted_digits"]}
+    assert all(isinstance(function("1", "1"), float) for function in (arithmetic, exact_match))
+    assert isinstance(multiple_choice("A", "A"), float)
 
 
 @pytest.mark.parametrize(

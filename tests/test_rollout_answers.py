@@ -291,6 +291,24 @@ def check_exact(gaps: list[list[float]], born: list[int], **limits: float | None
     judge.check(made, trainers, where, version=version)
 
 
+def test_the_weights_of_a_warm_up_are_one_version() -> None:
+    """The critic's alone: four steps without a push of new weights, whatever they were called after a restart."""
+    made, trainers = rollout([[0.01, 0.01, 0.01], [0.02, 0.02, 0.02]])
+    made = replace(made, weight_versions=torch.tensor([0, 5]), born=torch.tensor([0, 0, 3, 5, 5, 6]))
+    everywhere = torch.ones_like(trainers, dtype=torch.bool)
+
+    def ages(version: int) -> dict[str, float]:
+        found = MismatchLimits(MismatchConfig(), print, first_version=4).check(
+            made, trainers, everywhere, version=version
+        )
+        return {name: value for name, value in found.items() if "age_" in name or "staleness" in name}
+
+    assert ages(6).keys() == {"staleness/mean", "staleness/max", *(f"mismatch/age_{age}" for age in (0, 1, 2))}
+    assert ages(6)["staleness/max"] == 2 and ages(6)["staleness/mean"] == pytest.approx(8 / 6)
+    made = replace(made, born=torch.tensor([0, 0, 2, 2, 3, 3]))
+    assert ages(3)["staleness/max"] == 0
+
+
 def test_in_float32_less_is_too_far_of_tokens_of_the_weights_of_now() -> None:
     """What bf16 might have too. Tokens of other weights may be further, and those of a policy that has been updated."""
     noise, off = [[2e-5, 4e-5, 1e-4]] * 3, [2e-5, 0.02, 0.01]

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from mrl.config.schema import MismatchConfig
 from mrl.core import Prompt, Request, Sample
 from mrl.data import collate
 from mrl.rollout import sample_seed
 from mrl.trainers.rl.groups import Group, in_order
-from mrl.trainers.rl.mismatch import by_age
+from mrl.trainers.rl.mismatch import MismatchLimits
 from mrl.trainers.rl.segments import Segments
 
 WANTED, MEMBERS, MOST = 3, 2, 24
@@ -175,10 +176,11 @@ def test_ages_are_of_tokens() -> None:
     found: list[Any] = [sample for groups in run(segments(), range(9))[-1:] for sample in in_order(groups)]
     rollout = collate(8, found)
     assert rollout.born is not None and rollout.born.tolist() == np.concatenate([s.versions for s in found]).tolist()
+    limits = MismatchLimits(MismatchConfig(), print)
     where = torch.ones(rollout.num_response_tokens, dtype=torch.bool)
-    metrics = by_age(rollout, torch.full_like(rollout.rollout_log_probs, 0.25), where, version=8)
+    metrics = limits.check(rollout, rollout.rollout_log_probs + 0.25, where, version=8)
     ages = (8 - rollout.born).float()
     assert metrics["staleness/mean"] == pytest.approx(float(ages.mean())) and metrics["staleness/max"] == ages.max()
-    assert {name for name in metrics if name.startswith("mismatch")} == {
+    assert {name for name in metrics if name.startswith("mismatch/age")} == {
         f"mismatch/age_{int(a)}" for a in ages.unique()
     }

@@ -151,10 +151,10 @@ def compute(
         made = ONE_PASS[name](loss, inputs, weights, metric_weights)
         if made is not None:
             return made[0], dict(zip(EVERY_LOSS, made[1].unbind()))
-    return composed(loss, inputs, weights, metric_weights)
+    return _composed(loss, inputs, weights, metric_weights)
 
 
-def composed(
+def _composed(
     loss: partial[TokenLoss], inputs: PolicyInputs, weights: Tensor, metric_weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(loss, metrics) as `compute` gives them, of any loss, operation by operation."""

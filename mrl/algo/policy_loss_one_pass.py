@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from mrl.algo.policy_loss import EVERY_LOSS, ONE_PASS, PolicyInputs, TokenLoss, composed
+from mrl.algo.policy_loss import LOG_RATIO_BOUND, ONE_PASS, PolicyInputs, TokenLoss
 from mrl.kernels.clipped_loss import Clip, clipped_loss, fits
 
 
@@ -20,13 +19,8 @@ def vanilla(
     if ceiling <= 1 or not fits(*vectors):
         return None
     log_probs, old, advantages, weights, metric_weights = (x.reshape(-1) for x in vectors)
-
-    def of_block(block: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        inputs = PolicyInputs(block, old[rows], advantages[rows], None, None)
-        value, metrics = composed(loss, inputs, weights[rows], metric_weights[rows])
-        return value, torch.stack([metrics[name] for name in EVERY_LOSS])
-
-    return clipped_loss(log_probs, old, advantages, weights, metric_weights, Clip(low, high, ceiling), of_block)
+    clip = Clip(low, high, ceiling, LOG_RATIO_BOUND)
+    return clipped_loss(log_probs, old, advantages, weights, metric_weights, clip)
 
 
 ONE_PASS["vanilla"] = vanilla

@@ -10,6 +10,8 @@ COMPARISONS = {  # f(response, answer), the answer being the row's
     "multiple_choice": "mrl.reward.functions",
 }
 SHAPES = dict.fromkeys(("format", "length", "overlong"), "mrl.reward.shaping")  # f(response, tokens, **its section)
+OF_LENGTH = ("length", "overlong")  # what a response says does not matter to them
+PARTS = {"sorted_digits": ("exact_match", "right_positions"), "code": ("tests_passed",)}  # beside the score
 OF_AGENTS = ("environment",)  # what an agent's environment has said
 WITH_SECTION = ("code", *SHAPES)  # `reward` has a section of settings for each
 BUILTIN_REWARDS = (*COMPARISONS, *WITH_SECTION, *OF_AGENTS)

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from mrl.config.outline import differing, outline
 from mrl.config.sections.variants import Variants
 from mrl.config.trainers.base import AnyConfig
 from mrl.options.base import Options
@@ -55,6 +56,7 @@ MUST_NOT_CHANGE = ("run.seed", *SAMPLES, *BEHIND)
 QUIET = ("run.name", "run.root", "checkpoint.accept_changes")  # changes that need no word
 
 READERS = 4  # files at once
+NAMED = 3  # of those that were edited
 
 Tree = dict[str, Any]
 
@@ -74,12 +76,15 @@ class Change:
 
 
 def snapshot(cfg: AnyConfig) -> Tree:
-    """What a checkpoint keeps of the configuration, for JSON and without passwords. Reads the training data: about a
-    second a GB."""
+    """What a checkpoint keeps of the configuration, for JSON and without passwords. Reads the training data, about a
+    second a GB, and pieces of models."""
     found = {
         key: {source.path: contents(Path(source.path)) for source in sources} for key, sources in cfg.sources().items()
     }
-    return {"config": redact_tree(cfg.model_dump(mode="json")), "data_contents": found}
+    outlines: Tree = {}
+    for key, path in cfg.read_anew():
+        outlines.setdefault(key, {})[path] = outline(Path(path))
+    return {"config": redact_tree(cfg.model_dump(mode="json")), "data_contents": found, "read_anew": outlines}
 
 
 def contents(path: Path) -> Tree:
@@ -131,16 +136,22 @@ def compare(stored: Tree, cfg: AnyConfig) -> list[Change]:
     for key, sources in present["data_contents"].items():
         if not any(_covers((change.key,), key) for change in changes):
             changes += _edited(key, sources, stored)
+    for key, paths in present["read_anew"].items():
+        if not any(_covers((change.key,), key) for change in changes):
+            changes += _rewritten(key, paths, stored.get("read_anew", {}).get(key, {}))
     return changes
 
 
 def unknown(stored: Tree, cfg: AnyConfig) -> list[str]:
     """What an older checkpoint does not say, one sentence each."""
-    return [
+    keys = ", ".join(dict.fromkeys(key for key, _ in cfg.read_anew()))
+    of_files = f"the checkpoint is older than digests of files: whether {keys} has other contents is not known"
+    of_data = [
         f"the checkpoint is older than digests of data: whether {key} holds other rows of the same size is not known"
         for key in cfg.sources()
         if key in stored.get("data_bytes", {})
     ]
+    return of_data + ([of_files] if keys and "read_anew" not in stored else [])
 
 
 def _edited(key: str, sources: Tree, stored: Tree) -> Iterator[Change]:
@@ -153,6 +164,14 @@ def _edited(key: str, sources: Tree, stored: Tree) -> Iterator[Change]:
         size = sum(source["bytes"] for source in sources.values())
         if size != sizes[key]:
             yield Change(key, f"{sizes[key]} bytes of data", f"{size} bytes")
+
+
+def _rewritten(key: str, paths: Tree, before: Tree) -> Iterator[Change]:
+    """Files and models with other contents than those that the checkpoint's run was made with."""
+    for path, now in paths.items():
+        if path in before and (names := differing(before[path], now)):
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            yield Change(key, path, f"edited: {', '.join(names[:NAMED])}{more}")
 
 
 def _size(source: Tree) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from mrl.foreign import read_json
 
 TOKENIZER, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+TOKENIZER_FILES = (TOKENIZER, SETTINGS, SPECIAL, "chat_template.jinja")
 
 
 def problems(path: str | Path, vocab_size: int | None, eos_token: str | None = None) -> Iterator[tuple[str, str]]:

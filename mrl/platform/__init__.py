@@ -3,7 +3,7 @@
 Call `install()` before the first `import megatron.core`, in training processes only.
 """
 
-from mrl.platform.adaptations import applied, install
+from mrl.platform.adaptations import applied, check_switches, install
 from mrl.platform.copies import to_device, to_host
 from mrl.platform.determinism import be_deterministic, is_deterministic
 from mrl.platform.features import Feature, features
@@ -49,6 +49,7 @@ __all__ = [
     "backend",
     "be_deterministic",
     "busy_seconds",
+    "check_switches",
     "collect_shared",
     "device",
     "device_uuid",

@@ -37,6 +37,12 @@ def switched_off() -> frozenset[str]:
     return frozenset(REGISTRY) if "all" in names else names
 
 
+def check_switches() -> None:
+    """Raises ValueError for a word in MRL_PLATFORM_OFF or MRL_KERNELS that means nothing."""
+    switched_off()
+    check_kernels()
+
+
 def applied() -> tuple[str, ...]:
     """Adaptations in force in this process, in the order in which they were applied."""
     return tuple(_applied)
@@ -47,8 +53,8 @@ def install() -> None:
     global _installed
     if _installed:
         return
+    check_switches()
     off = switched_off()
-    check_kernels()
     _run(Stage.BEFORE_IMPORT, off)
     _import_megatron_quietly()
     _run(Stage.AFTER_IMPORT, off)

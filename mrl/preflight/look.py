@@ -37,6 +37,7 @@ OF_ANY: tuple[Callable[[AnyConfig], Iterator[Finding]], ...] = (  # whatever is 
 )
 OF_MACHINE: tuple[Callable[[], Iterator[Finding]], ...] = (  # whatever runs there
     machine.look_at_temporary_files,
+    machine.look_at_switches,
     tested.look_at_versions,
     machine.look_at_ports,
     machine.look_at_gpus,

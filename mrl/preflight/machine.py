@@ -34,6 +34,14 @@ def look_at_temporary_files() -> Iterator[Finding]:
     yield Finding("temporary files", "problem", text, "name a directory that is there and writable")
 
 
+def look_at_switches() -> Iterator[Finding]:
+    """What the environment tells the platform."""
+    try:
+        platform.check_switches()
+    except ValueError as error:
+        yield Finding("switches", "problem", str(error), "name one of these, or unset it")
+
+
 def look_at_layers(cfg: AnyConfig) -> Iterator[Finding]:
     """Where transformer-engine's are asked for by name."""
     asked = asks_for_transformer_engine(cfg)

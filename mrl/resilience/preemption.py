@@ -105,7 +105,8 @@ def _code() -> int:
 
 
 def _too_late(number: int, frame: FrameType | None) -> NoReturn:
-    print("the step was not over, or not saved, within resilience.save_deadline_s: leaving without it", flush=True)
+    with contextlib.suppress(OSError):  # of a full disk; and no print, in whose midst this may be
+        os.write(1, b"the step was not over, or not saved, within resilience.save_deadline_s: leaving without it\n")
     code = EXIT_PREEMPTED  # a launcher that finds no word of it needs one that is not 0
     if _run_dir is not None:
         with contextlib.suppress(OSError):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mrl.config.checks.base import changed, inert
 from mrl.config.checks.reward import OF_A_GROUP, check_function
 from mrl.config.problems import Problem
-from mrl.config.schema import RefConfig, RLConfig, ValueLossConfig
+from mrl.config.schema import AlgorithmConfig, RefConfig, RLConfig, ValueLossConfig
 from mrl.config.trainers.rl import needs_ref, prompts_per_round
 from mrl.options.estimators import GDPO, OwnEstimator, Whitening
 
@@ -102,8 +102,9 @@ def _gdpo(cfg: RLConfig) -> Iterator[Problem]:
     if algorithm.kl.use_in_reward:
         message = "has no effect: gdpo reads the reward's components alone; use_in_loss works"
         yield Problem(("algorithm.kl.use_in_reward", ESTIMATOR), message)
-    names = ["use_score_scaling", "use_score_norm", "score_clip"]
-    yield from inert(algorithm, "algorithm", names, "gdpo reads the reward's components, not the score", ESTIMATOR)
+    if algorithm.pf_ppo is None or (algorithm.score_clip is None and not _is_drawn_by_centred_scores(algorithm)):
+        names = ["use_score_scaling", "use_score_norm", "score_clip"]
+        yield from inert(algorithm, "algorithm", names, "gdpo reads the reward's components, not the score", ESTIMATOR)
 
 
 def _scores(cfg: RLConfig) -> Iterator[Problem]:
@@ -111,9 +112,16 @@ def _scores(cfg: RLConfig) -> Iterator[Problem]:
     if not algorithm.use_score_scaling:
         yield from inert(algorithm, "algorithm", ["use_score_norm"], "scores are not scaled", scaling)
         return
-    if algorithm.is_scale_free and algorithm.score_clip is None and not algorithm.kl.use_in_reward:
+    reads_scale = algorithm.score_clip is not None or algorithm.kl.use_in_reward
+    if algorithm.is_scale_free and not reads_scale and not _is_drawn_by_centred_scores(algorithm):
         message = f"has no effect: {algorithm.adv_estimator} divides by each group's own standard deviation"
         yield Problem((scaling, "algorithm.norm_adv_by_std_in_grpo"), message)
+
+
+def _is_drawn_by_centred_scores(algorithm: AlgorithmConfig) -> bool:
+    """Whether pf_ppo's weights, |score| ** weight_pow, are of scores without their mean; their scale changes none."""
+    resampling = algorithm.pf_ppo
+    return resampling is not None and resampling.reweight_method == "pow" and algorithm.use_score_norm
 
 
 def _resampling(cfg: RLConfig) -> Iterator[Problem]:

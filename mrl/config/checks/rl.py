@@ -8,6 +8,7 @@ from mrl.config.checks import (
     agent,
     algorithm,
     batch,
+    components,
     models,
     overlap,
     placement,
@@ -45,5 +46,6 @@ def check(cfg: RLConfig, archs: Archs, machine: Machine) -> Iterator[Problem]:
     yield from agent.check(cfg)
     yield from algorithm.check(cfg)
     yield from reward.check(cfg)
+    yield from components.check(cfg)
     yield from reuse.check(cfg, machine)
     yield from routing.check(cfg, archs["actor"])

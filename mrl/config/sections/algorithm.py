@@ -54,7 +54,8 @@ class FilterGroupsConfig(Section):
     """Dynamic sampling (DAPO, arXiv 2503.14476): groups that teach nothing are dropped, and others sampled for them."""
 
     enable: bool = False  # drop the groups in which every response has the same `metric`
-    metric: str = "score"  # what `enable` compares: the score or a component of the reward
+    # what `enable` compares: the score or a component of the reward; must be given where length is a part of the score
+    metric: str = "score"
     function: FilePath | None = None  # path/to/file.py:name, f(responses of a group) -> bool: keep it?
     prompts_per_round: PositiveInt | None = None  # prompts sampled at once; null: batch.prompts_per_step
     max_num_gen_batches: PositiveInt = 10  # rounds a step, at most

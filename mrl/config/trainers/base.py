@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,7 @@ from mrl.config.sections.placement import PlacementConfig
 from mrl.config.sections.reward import RewardConfig, ServerConfig
 from mrl.config.sections.rollout import RolloutConfig, SyncConfig
 from mrl.config.sections.run import CheckpointConfig, ResilienceConfig, RunConfig
+from mrl.config.tokenizer_files import TOKENIZER_FILES
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,11 @@ class AnyConfig(Section):
         """Every key that says what is learnt from."""
         return {f"{key}.train": use.cfg.train for key, use in self.data_uses().items()}
 
+    def read_anew(self) -> Iterator[tuple[str, str]]:
+        """(key, path) of all files and directories beside the data that the run is made of whenever it starts, as no
+        checkpoint has what they hold."""
+        return iter(())
+
     def rewards(self) -> RewardConfig | None:
         """What scores the samples; None: nothing does."""
         return None
@@ -233,3 +239,19 @@ class Config(AnyConfig):
 
     def built(self) -> dict[str, Built]:
         return {"actor": Built(None, self.actor, is_trained=True)}
+
+    def frozen(self) -> dict[str, str | None]:
+        """Every language model that is never trained, by its section -> its directory; None: that of the run's
+        model."""
+        models = {name: model.path for name, model in self.built().items() if not model.is_trained}
+        return {"reward.model" if name == "reward" else name: path for name, path in models.items()}
+
+    def read_anew(self) -> Iterator[tuple[str, str]]:
+        frozen = self.frozen()
+        yield from ((f"{section}.path", path) for section, path in frozen.items() if path is not None)
+        if None in frozen.values() and not self.model.from_scratch:
+            yield "model.path", self.model.path
+        else:
+            yield from (("model.path", f"{self.model.path}/{name}") for name in TOKENIZER_FILES)
+        if self.model.chat_template is not None:
+            yield "model.chat_template", self.model.chat_template

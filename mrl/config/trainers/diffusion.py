@@ -25,6 +25,7 @@ from mrl.config.checks.diffusion import (
 from mrl.config.checks.models import check_optimizer
 from mrl.config.checks.reward import check_server
 from mrl.config.derived import Machine
+from mrl.config.outline import file_of
 from mrl.config.problems import Problem
 from mrl.config.sections.data import SourceConfig
 from mrl.config.sections.diffusion import (
@@ -60,6 +61,9 @@ class DiffusionConfig(AnyConfig):
     def sources(self) -> dict[str, tuple[SourceConfig, ...]]:
         return {"data.train": self.data.train}
 
+    def read_anew(self) -> Iterator[tuple[str, str]]:
+        yield "model.path", self.model.path
+
 
 class DDPOConfig(DiffusionConfig):
     """`trainer: ddpo`: a reward of images, by policy gradients over denoising steps (DDPO, Flow-GRPO)."""
@@ -86,6 +90,13 @@ class DDPOConfig(DiffusionConfig):
 
     def reward_servers(self) -> dict[str, ServerConfig]:
         return {"reward.server": self.reward.server} if self.reward.server is not None else {}
+
+    def read_anew(self) -> Iterator[tuple[str, str]]:
+        yield from super().read_anew()
+        if file := file_of(self.reward.function):
+            yield "reward.function", file
+        if self.reward.scorer is not None:
+            yield "reward.scorer.path", self.reward.scorer.path
 
     def given_urls(self) -> tuple[str, ...]:
         return tuple(server.url for server in self.reward_servers().values())

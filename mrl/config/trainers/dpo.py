@@ -41,6 +41,9 @@ class DPOConfig(PreferencesConfig):
         stays = self.has_own_reference and self.ref.policy != "cached"
         return super().built() | ({"ref": Built(self.ref.path, self.actor)} if stays else {})
 
+    def frozen(self) -> dict[str, str | None]:
+        return {"ref": self.ref.path} if self.has_own_reference else {}
+
     def copies(self) -> dict[str, bool]:
         moves = self.preference.needs_reference and self.ref.policy == "refreshed"
         return {"reference": True} if moves else {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
+from mrl.config.outline import file_of
 from mrl.config.sections.agent import AgentConfig
 from mrl.config.sections.algorithm import Algorithm, AlgorithmConfig
 from mrl.config.sections.data import BatchConfig
@@ -14,6 +16,8 @@ from mrl.config.sections.reuse import EMAConfig, PTXConfig, ReplayConfig
 from mrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mrl.config.sections.rollout import RolloutConfig, SyncConfig, ValidationConfig
 from mrl.config.trainers.base import Built, Config, DataUse, ModelUse, StepSize
+from mrl.options.estimators import OwnEstimator
+from mrl.options.losses import OwnLoss
 
 
 class RLConfig(Config):
@@ -109,6 +113,20 @@ class RLConfig(Config):
         if self.ptx is not None:
             found["ptx.data"] = DataUse(self.ptx.data, most_updates_per_step(self) * self.ptx.samples_per_update)
         return found
+
+    def read_anew(self) -> Iterator[tuple[str, str]]:
+        yield from super().read_anew()
+        algorithm, agent, reward = self.algorithm, self.agent, self.reward
+        called = [("reward.function", reward.function), *(("reward.functions", f) for f in reward.functions.values())]
+        called += (("reward.recipe", name) for mix in reward.recipe.values() for name in mix)
+        called.append(("algorithm.filter_groups.function", algorithm.filter_groups.function))
+        if isinstance(algorithm.policy_loss, OwnLoss):
+            called.append(("algorithm.policy_loss.function", algorithm.policy_loss.function))
+        if isinstance(algorithm, OwnEstimator):
+            called.append(("algorithm.advantage.function", algorithm.advantage.function))
+        if agent is not None:
+            called += [("agent.rollout", agent.rollout), ("agent.parser", agent.parser)]
+        yield from ((key, file) for key, spec in called if (file := file_of(spec)))
 
     def rewards(self) -> RewardConfig:
         return self.reward

@@ -177,8 +177,10 @@ def update_critic(run: RLRun, exp: Experience, sample_ids: range) -> dict[str, f
 def adapt_kl(run: RLRun, exp: Experience, metrics: dict[str, float]) -> dict[str, float]:
     if run.ref is None:
         return {}
-    mean_kl = exp.mean_ref_kl if exp.mean_ref_kl is not None else metrics.get("actor/ref_kl", 0.0)
+    mean_kl = exp.mean_ref_kl if exp.mean_ref_kl is not None else metrics.get("actor/ref_kl")
     used = run.kl_controller.value
+    if mean_kl is None:  # the actor's loss would have told, and it was not trained
+        return {"kl/coef": used}
     if math.isfinite(mean_kl):
         run.kl_controller.update(mean_kl, exp.num_new_samples)
     return {"kl/ref": mean_kl, "kl/coef": used}

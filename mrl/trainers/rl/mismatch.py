@@ -28,13 +28,16 @@ class MismatchLimits:
 
     note: takes one line for the user
     exact: engines and trainer compute alike, so that under the same weights the order of sums is all that differs
+    first_version: up to it the weights are those that the run began with
     """
 
-    def __init__(self, cfg: MismatchConfig, note: Callable[[str], None], exact: bool = False) -> None:
+    def __init__(
+        self, cfg: MismatchConfig, note: Callable[[str], None], exact: bool = False, first_version: int = 0
+    ) -> None:
         self._stop = _Limit("stop", cfg.stop, cfg.stop_sample)
         self._warn = _Limit("warn", cfg.warn, cfg.warn_sample)
         self._exact = _Limit("exact", *((cfg.exact, cfg.exact_sample) if exact else (None, None)))
-        self._note = note
+        self._note, self._first_version = note, first_version
 
     def check(
         self,
@@ -54,8 +57,9 @@ class MismatchLimits:
         """
         gap = (log_probs - rollout.rollout_log_probs).abs().masked_fill(~where, 0)
         gaps = _Gaps(rollout, gap, where, first)
+        ages = None if version is None else self._ages(rollout, version)
         if same:
-            self._check_exact(gaps, where if version is None else where & (born(rollout) == version))
+            self._check_exact(gaps, where if ages is None else where & (ages == 0))
         which = f"step {rollout.step + 1}: engine and trainer disagree on the log-probs of the samples"
         if found := self._stop.beyond(gaps):
             raise MismatchError(
@@ -68,8 +72,12 @@ class MismatchLimits:
             self._note(f"{which}: {found}")
         metrics = rollout_correction.mismatch(log_probs, rollout.rollout_log_probs, where)
         metrics["max_sample"] = float(gaps.by_sample.max())
-        ages = {} if version is None else by_age(rollout, gap, where, version)
-        return {f"mismatch/{name}": value for name, value in metrics.items()} | ages
+        by_ages = {} if ages is None else by_age(ages[where], gap[where])
+        return {f"mismatch/{name}": value for name, value in metrics.items()} | by_ages
+
+    def _ages(self, rollout: Rollout, version: int) -> Tensor:
+        """[R]: how many pushes of new weights are between the weights that drew a token and those of `version`."""
+        return max(version, self._first_version) - born(rollout).clamp(min=self._first_version)
 
     def _check_exact(self, all_gaps: _Gaps, where: Tensor) -> None:
         """where [R] bool: tokens that the weights have drawn of which the trainer's log-probs are."""
@@ -121,13 +129,12 @@ def born(rollout: Rollout) -> Tensor:
     return own if rollout.born is None else rollout.born
 
 
-def by_age(rollout: Rollout, gap: Tensor, where: Tensor, version: int) -> dict[str, float]:
-    """staleness/mean, staleness/max: how many versions of the weights the tokens `where` [R] bool are old;
-    mismatch/age_K: mean |gap| [R] of those that are K old. Age 0 is what numerics make of it."""
-    ages = version - born(rollout)[where]
+def by_age(ages: Tensor, gaps: Tensor) -> dict[str, float]:
+    """Of the ages of n tokens, in pushes of weights, and their gaps. staleness/mean, staleness/max: of the ages;
+    mismatch/age_K: the mean gap of those that are K old. Age 0 is what numerics make of it."""
     if not ages.numel():
         return {}
-    means = {f"mismatch/age_{int(age)}": float(gap[where][ages == age].mean()) for age in ages.unique()}
+    means = {f"mismatch/age_{int(age)}": float(gaps[ages == age].mean()) for age in ages.unique()}
     return {"staleness/mean": float(ages.float().mean()), "staleness/max": float(ages.max())} | means
 
 

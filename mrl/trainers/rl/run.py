@@ -252,7 +252,8 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
             main.start_elsewhere()
         engines = world.from_main("starting the engine", main.ready)
         sync = make_sync(main, models, engines)
-        mismatch = MismatchLimits(cfg.rollout.mismatch, note, engines.is_exact)
+        warmup_steps = cfg.critic.warmup_steps if cfg.critic else 0
+        mismatch = MismatchLimits(cfg.rollout.mismatch, note, engines.is_exact, warmup_steps)
         run = build_run(main, models, demonstrations, sync, mismatch)
         setup.stack.callback(sync.close)
         if main.engine is not None:

@@ -122,7 +122,7 @@ class Saving:
         self._parts, self._updates, self._kept, self._best = parts, updates, kept, best
         self._states = {**states, **({"best": best} if best is not None else {})}
         self._saver = Saver(self._run_dir, cfg.checkpoint, self._note_written)
-        self._config = self._from_main("reading data.train", lambda: resume.snapshot(cfg))
+        self._config = self._from_main("reading what the run is made of", lambda: resume.snapshot(cfg))
         self._exports = exports or self._of_actor()
         self._since_row = StepStats(0)
         self._step = 0  # steps that the learners have made
