@@ -23,7 +23,7 @@ from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import CPU, Launch, ServerSpec
 from mrl.rollout.seeds import _splitmix64
 from mrl.rollout.sglang.command import SHIM, sglang_launch
-from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import batched_attention, pictures
+from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import batched_attention, layers, pictures
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.draws import draw
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.kernels import assign_req_to_token_pool_cpu, murmur_hash32_cpu
 from mrl.rollout.transformers_engine.sampling import keep_top, parse_job
@@ -164,6 +164,49 @@ def test_batched_attention_equals_one_request_at_a_time(
     torch.testing.assert_close(out, torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 
+class StockRotary:
+    """As sglang's RotaryEmbedding rotates, a head's first `rotary` channels."""
+
+    def __init__(self, rotary: int, is_neox_style: bool = True) -> None:
+        self.head_size, self.is_neox_style = 8, is_neox_style
+        angles = torch.arange(64)[:, None] / 100.0 ** (torch.arange(rotary // 2) * 2 / rotary)
+        self.cos_sin_cache = torch.cat([angles.cos(), angles.sin()], -1)
+
+    def forward_native(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Any:
+        return self.turned(positions, query), self.turned(positions, key)
+
+    def turned(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(len(positions), -1, self.head_size).clone()
+        cos, sin = self.cos_sin_cache[positions][:, None].to(x.dtype).chunk(2, -1)
+        rotary = 2 * cos.size(-1)
+        one, other = (slice(0, rotary // 2), slice(rotary // 2, rotary))
+        if not self.is_neox_style:
+            one, other = slice(0, rotary, 2), slice(1, rotary, 2)
+        a, b = heads[..., one].clone(), heads[..., other].clone()
+        heads[..., one], heads[..., other] = a * cos - b * sin, b * cos + a * sin
+        return heads.view(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("rotary, neox", [(8, True), (4, True), (4, False)], ids=["whole", "part", "interleaved"])
+def test_rotations_in_whole_rows_are_the_stock_ones(rotary: int, neox: bool, dtype: torch.dtype) -> None:
+    """For new positions where the old ones were in memory, too, and for positions of another number."""
+    module = SimpleNamespace(RotaryEmbedding=type("Rotary", (StockRotary,), {}))
+    layers.rotations_in_whole_rows(module)
+    layer = module.RotaryEmbedding(rotary, neox)
+    positions = torch.tensor([3, 0, 41, 7])
+    for tokens in (4, 4, 2):
+        qkv = torch.randn(tokens, 5 * 8, dtype=dtype)
+        before, (query, key, _) = qkv.clone(), qkv.split([3 * 8, 8, 8], -1)
+        rotated = layer.forward_native(positions[:tokens], query, key)
+        assert all(x.is_contiguous() for x in rotated) or not neox
+        bound = 1e-6 if dtype == torch.float32 else 0.02
+        expected = StockRotary(rotary, neox).forward_native(positions[:tokens], query.float(), key.float())
+        torch.testing.assert_close([x.float() for x in rotated], list(expected), atol=bound, rtol=bound)
+        assert torch.equal(qkv, before), "the projection's output is the caller's"
+        positions += 1
+
+
 def encode(value: Any) -> str:
     return base64.b64encode(pickle.dumps(value)).decode()
 
@@ -214,6 +257,7 @@ def test_the_command_line_of_a_server(tiny_models: TinyModels, tmp_path: Path, m
     assert "sesame" not in str(cpu) and cpu.command[-4:-2] == ["--config", str(tmp_path / "key.yaml")]
     assert (tmp_path / "key.yaml").read_text() == 'api-key: "sesame"\n'
     assert (tmp_path / "key.yaml").stat().st_mode & 0o777 == 0o600
+    assert cpu.env["SGLANG_ENABLE_TORCH_INFERENCE_MODE"] == cpu.env["SGLANG_EAGER_INPUT_NO_COPY"] == "true"
     assert "--skip-tokenizer-init" in cpu.command and "--enable-deterministic-inference" in cpu.command
     assert cpu.env["PYTHONPATH"].split(os.pathsep)[0] == str(SHIM)
     assert "RANK" not in cpu.env and "MASTER_PORT" not in cpu.env

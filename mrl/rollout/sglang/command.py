@@ -169,6 +169,8 @@ def _cpu_env(tensor: int) -> dict[str, str]:
     env = {
         "PYTHONPATH": os.pathsep.join(paths),
         "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_ENABLE_TORCH_INFERENCE_MODE": "true",  # else every call of torch minds gradients
+        "SGLANG_EAGER_INPUT_NO_COPY": "true",  # into the places where a CUDA graph would look for a batch
         "OMP_NUM_THREADS": "1",  # more threads are slower on small models, and harmful on shared cores
         "TORCHDYNAMO_DISABLE": "1",
     }

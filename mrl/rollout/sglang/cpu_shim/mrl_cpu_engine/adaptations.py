@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from . import batched_attention, draws, pictures
+from . import batched_attention, draws, layers, pictures
 
 
 def _allow_deterministic_torch_native(module: ModuleType) -> None:
@@ -112,6 +112,7 @@ ADAPTATIONS: dict[str, Callable[[Any], None]] = {
     "sglang.srt.batch_invariant_ops": _no_batch_invariant_kernels,
     "sglang.srt.entrypoints.engine": _fork_instead_of_spawn,
     "sglang.srt.layers.attention.torch_native_backend": batched_attention.install,
+    "sglang.srt.layers.rotary_embedding.base": layers.rotations_in_whole_rows,
     "sglang.srt.layers.rotary_embedding.factory": _any_rope,
     "sglang.srt.layers.sampler": _draw_in_one_pass,
     "sglang.srt.lora.backend.torch_backend": _no_pinned_memory,
