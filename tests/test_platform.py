@@ -119,6 +119,24 @@ print(min(pages() for _ in range(9)))  # a small block may have come to lie in t
     assert int(done.stdout) < 1000, (done.stdout, done.stderr)  # 64 MiB are 16,384
 
 
+@pytest.mark.skipif(not kept_memory.gives_back(), reason="as above")
+def test_large_tensors_are_asked_for_in_huge_pages() -> None:
+    """Whether there are any is the system's to say; 'hg' is that this process would like them."""
+    done = run_python("""
+import torch
+from mrl import platform
+platform.install()
+place = torch.ones(64 << 20, dtype=torch.uint8).data_ptr()
+for line in open("/proc/self/smaps"):
+    first, _, rest = line.partition("-")
+    if rest and " " not in first and ":" not in first:
+        here = int(first, 16) <= place < int(rest.split()[0], 16)
+    elif here and line.startswith("VmFlags:"):
+        print("hg" in line.split())
+""")
+    assert done.stdout.split() == ["True"], (done.stdout, done.stderr)
+
+
 def test_every_adaptation_says_why() -> None:
     platform.install()
     assert all(len(a.why) > 20 for a in platform.REGISTRY.values())
