@@ -150,7 +150,7 @@ def test_the_engine_is_started_in_the_form_of_what_is_pushed() -> None:
     def words(quantization: str) -> list[str]:
         cfg = RolloutConfig(quantization=quantization)  # type: ignore[arg-type]
         place = {"seed": 0, "index": 0, "model_path": "wide", "host": "h", "port": 1, "dtype": "bfloat16"}
-        spec = SimpleNamespace(cfg=cfg, arch=SimpleNamespace(family="qwen2", vision=None), **place)
+        spec = SimpleNamespace(cfg=cfg, arch=SimpleNamespace(family="qwen2", vision=None, max_positions=512), **place)
         return _common(spec)  # type: ignore[arg-type]
 
     plain, fp8 = words("none"), words("fp8")
