@@ -17,7 +17,8 @@ def main() -> int:
 
 
 def _listen() -> None:
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # nothing to close yet; the launcher says what happened
+    # ports.is_a_rank, without what ports imports. Nothing to close yet; the launcher says what happened
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         return
     from mrl.resilience import preemption
