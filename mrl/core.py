@@ -324,6 +324,8 @@ class PackedBatch:
     images [k, 5] int64: the micro-batch's different pictures, as `mrl.data.image_places` names them
     image_at [m] int64: local positions that take a feature of a picture; image_row [m] int64: which one of all of
         `images`
+    spread [T] int64: of each token of the sequences, one after the other, which local token it is, where several
+        sequences begin with the same ones (no context parallelism); None: they share none
     """
 
     tokens: Tensor
@@ -339,6 +341,7 @@ class PackedBatch:
     images: Tensor = field(default_factory=lambda: torch.empty(0, 5, dtype=torch.int64))
     image_at: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     image_row: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    spread: Tensor | None = None
 
 
 @dataclass

@@ -69,7 +69,7 @@ def reported(work: tuple[Path, Reported]) -> Reported:
 def test_gradients_and_what_updates_make_of_them_are_one_process_own(reported: Reported, case: str) -> None:
     found = reported[case]
     assert max(found[name] for name in ("out", "loss", "norm", "gradients")) < 1e-5
-    assert found["after"] < 5e-5, "after three updates of Adam"
+    assert found["after"] < 1e-4, "after three updates of Adam"
     assert found["smallest"] > 1e-3, "an adapter has no gradient"
 
 

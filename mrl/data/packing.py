@@ -12,6 +12,7 @@ from torch import Tensor
 from mrl.core import PackedBatch, Rollout
 from mrl.data.errors import DataError
 from mrl.data.image_places import image_places
+from mrl.data.prefixes import common_prefixes
 from mrl.families import VisionArch
 
 
@@ -44,6 +45,8 @@ def pack(
     cp_rank: int,
     align_total: int,
     vision: VisionArch | None = None,
+    *,
+    shares: bool = False,
 ) -> PackedBatch:
     """The part of one micro-batch that context-parallel rank `cp_rank` holds.
 
@@ -53,6 +56,7 @@ def pack(
     attention costs the same on all ranks (Megatron-Core's convention for packed `thd` input). Padding is token 0.
 
     vision: of a model that sees pictures
+    shares: whether what sequences begin with in common is there once (not with a cut), where that is worth it
 
     Raises ValueError for a rank out of range or a sample without a prompt (nothing predicts its first token).
     """
@@ -67,11 +71,17 @@ def pack(
     align = sequence_align(cp)
     padded = (seq_lens + align - 1) // align * align
     unit = math.lcm(align, align_total)
-    dummy = -int(padded.sum()) % unit if ids.numel() else unit
+    common = common_prefixes(rollout, sample_ids) if shares else torch.zeros_like(seq_lens)
+    dummy = -int((padded - common).sum()) % unit if ids.numel() else unit
     if dummy:
-        padded = torch.cat([padded, padded.new_tensor([dummy])])
+        padded, common = (torch.cat([x, x.new_tensor([v])]) for x, v in ((padded, dummy), (common, 0)))
 
     sequence, offset = _local_positions(padded, cp, cp_rank)
+    spread = None
+    if bool(common.any()):
+        own = offset >= common[sequence]
+        spread = _owners(own, padded[sequence - 1])
+        sequence, offset = sequence[own], offset[own]
     start = _starts(rollout.seq_lens)[ids]
     response_start = _starts(rollout.response_lens)[ids]
     if dummy:  # no tokens, and a prompt that no offset reaches
@@ -106,6 +116,7 @@ def pack(
         source=source.where(real, -1),
         samples=ids,
         seq_lens=seq_lens,
+        spread=spread,
     )
     return plain if vision is None else _with_images(plain, rollout.pick(ids[ids >= 0]), vision, sequence, offset)
 
@@ -121,6 +132,15 @@ def _with_images(
     position_ids[:, real], feature[real] = places.position_ids[:, source], places.feature[source]
     at = (feature >= 0).nonzero()[:, 0]
     return replace(plain, position_ids=position_ids, images=places.images, image_at=at, image_row=feature[at])
+
+
+def _owners(own: Tensor, back: Tensor) -> Tensor:
+    """[all] int64: which of the tokens that are there each token is. own [all]: whether it is there itself; back [all]:
+    else it is what lies so far before it"""
+    found = torch.arange(own.numel()) - torch.where(own, 0, back)
+    while not bool(own[found].all()):
+        found = found[found]
+    return (own.cumsum(0) - 1)[found]
 
 
 def _starts(lens: Tensor) -> Tensor:

@@ -82,7 +82,8 @@ class Learner:
         replays: bool = False,
     ) -> None:
         self.role, self.arch, self.train, self.mesh, self.trainable = role, arch, train, mesh, trainable
-        self.split = Split(mesh, train, arch, role)
+        # a token's place in a cut, its pictures, and the experts that its sample was sent to, are not its prefix' alone
+        self.split = Split(mesh, train, arch, role, shares=mesh.cp == 1 and arch.vision is None and not replays)
         self.pixels: PixelsOf | None = None
         with mesh.active():
             self.bare: list[MegatronModule] = build_model(
@@ -186,7 +187,7 @@ class Learner:
         batches = [
             MicroBatch(packed, term.temperature, term.entropy_grad, number, term.loss.extras, term.loss)
             for number, term in enumerate(terms)
-            for packed in self.split.micro_batches(term.rollout, term.sample_ids, term.loss.together)
+            for packed in self.split.micro_batches(term.rollout, term.sample_ids, term.loss.together, term.loss.extras)
         ]
         passes = 1 + (BACKWARD if self.adapters is None else BACKWARD_OF_FROZEN)
         for term in terms:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.config.fp8_shapes import token_unit
 from mrl.config.schema import TrainConfig
 from mrl.core import PackedBatch, Rollout
-from mrl.data.balance import costs_of, plan_micro_batches
+from mrl.data.balance import Bins, costs_of, plan_micro_batches
 from mrl.data.packing import pack, require_ids, sequence_align
+from mrl.data.prefixes import ahead_of_outputs, common_prefixes, ways_to_cut
 from mrl.families import ModelArch
 from mrl.families.flops import ForwardFlops
 from mrl.families.table import Role
 from mrl.kernels.linear_logprob import Slopes
 from mrl.learner.terms import Loss, Together
-from mrl.models.batch import Extras
+from mrl.models.batch import NOTHING, Extras
 from mrl.parallel import Mesh
 
 
@@ -32,7 +34,7 @@ class MicroBatch:
     temperature: float
     entropy_grad: bool = False
     term: int = 0
-    extras: Extras = Extras()
+    extras: Extras = NOTHING
     loss: Loss | None = None
 
     @property
@@ -54,42 +56,84 @@ class MicroBatch:
 
 @dataclass
 class Split:
-    """Of a model under a layout. role: what its outputs cost"""
+    """Of a model under a layout. role: what its outputs cost; shares: whether it can compute once what sequences of a
+    micro-batch begin with in common"""
 
     mesh: Mesh
     train: TrainConfig
     arch: ModelArch
     role: Role
+    shares: bool = False
 
-    def micro_batches(self, rollout: Rollout, sample_ids: Sequence[int], together: Together = 1) -> list[PackedBatch]:
-        """This rank's micro-batches; their number is the same on every rank. together: as in `Loss`."""
+    def micro_batches(
+        self, rollout: Rollout, sample_ids: Sequence[int], together: Together = 1, extras: Extras = NOTHING
+    ) -> list[PackedBatch]:
+        """This rank's micro-batches; their number is the same on every rank. together, extras: as in `Loss`."""
         require_ids(rollout, self.arch.vocab_size)
         mesh = self.mesh
         rollout, ids = _shown(rollout, sample_ids, together)
-        unit = token_unit(mesh.cfg, self.train.precision.fp8.recipe)
-        groups, forward = _groups(ids, together), ForwardFlops.of(self.arch, self.role)
-        plan = plan_micro_batches(
-            self._tokens_together(rollout.seq_lens[ids], together),
-            mesh.dp,
-            self.train.max_tokens_per_microbatch,
-            multiple_of=mesh.pp if mesh.vpp else 1,
-            costs=_sums(costs_of(forward, rollout.seq_lens[ids], rollout.response_lens[ids]), together),
-        )
+        unit, shares = token_unit(mesh.cfg, self.train.precision.fp8.recipe), self.shares and not extras.by_sample
+        groups, plan = self._plan(rollout, ids, _sizes(len(ids), together), shares=shares)
         return [
             pack(
-                rollout, [sample for i in items for sample in groups[i]], mesh.cp, mesh.cp_rank, unit, self.arch.vision
+                rollout,
+                [sample for i in items for sample in groups[i]],
+                mesh.cp,
+                mesh.cp_rank,
+                unit,
+                self.arch.vision,
+                shares=shares,
             )
             for items in plan[mesh.dp_rank]
         ]
 
+    def _plan(self, rollout: Rollout, ids: list[int], sizes: Tensor, *, shares: bool) -> tuple[Bins, list[Bins]]:
+        """(groups of samples, and which of these each rank's micro-batches have). Samples that begin alike are in one
+        group as far as it leaves the busiest rank the least to do."""
+        mesh, forward, lens = self.mesh, ForwardFlops.of(self.arch, self.role), rollout.seq_lens[ids]
+        tokens, costs = self._padded(lens), costs_of(forward, lens, rollout.response_lens[ids])
+        common = common_prefixes(rollout, ids) if shares else torch.zeros_like(lens)
+        saved, best = costs_of(forward, common, torch.zeros_like(common)), None
+        for way in self._ways(sizes, tokens, common, ahead_of_outputs(rollout)[ids]):
+            own = costs - saved
+            own[_starts(way)] = costs[_starts(way)]
+            prices = _sums(own, way)
+            plan = plan_micro_batches(
+                _sums(tokens, way),
+                mesh.dp,
+                self.train.max_tokens_per_microbatch,
+                multiple_of=mesh.pp if mesh.vpp else 1,
+                costs=prices,
+            )
+            busiest = max(int(prices[list(itertools.chain(*rank))].sum()) for rank in plan)
+            if best is None or busiest < best[0]:
+                best = busiest, way, plan
+        assert best is not None
+        return _groups(ids, best[1]), best[2]
+
+    def _ways(self, sizes: Tensor, tokens: Tensor, common: Tensor, ahead: Tensor) -> Iterator[Tensor]:
+        """Sizes of groups: `sizes`, but before these, where samples may go where they like, larger ones of samples that
+        begin alike and fit into a micro-batch.
+
+        tokens, common, ahead: of each sample its tokens, `common_prefixes` and `ahead_of_outputs`
+        """
+        if len(sizes) == len(common) and bool(common.any()):
+            begins = F.pad(((common == 0) | (2 * common < ahead))[1:], (1, 0), value=True).nonzero()[:, 0]
+            families = begins.diff(append=begins.new_tensor([len(common)]))
+            of = torch.repeat_interleave(torch.arange(len(families)), families)
+            longest = torch.zeros_like(families).scatter_reduce(0, of, tokens, "amax")
+            fitting = self.train.max_tokens_per_microbatch // longest
+            yield from ways_to_cut(families, fitting.clamp(min=1))
+        yield sizes
+
     def fits(self, rollout: Rollout, together: Together) -> bool:
         """Whether so many samples, one after the other, are never more tokens than a micro-batch may have."""
-        return int(self._tokens_together(rollout.seq_lens, together).max()) <= self.train.max_tokens_per_microbatch
+        tokens = _sums(self._padded(rollout.seq_lens), _sizes(rollout.num_samples, together))
+        return int(tokens.max()) <= self.train.max_tokens_per_microbatch
 
-    def _tokens_together(self, seq_lens: Tensor, together: Together) -> Tensor:
-        """[groups] tokens, padding included, of so many samples each, one after the other."""
+    def _padded(self, seq_lens: Tensor) -> Tensor:
         align = sequence_align(self.mesh.cp)
-        return _sums((seq_lens + align - 1) // align * align, together)
+        return (seq_lens + align - 1) // align * align
 
 
 def _shown(rollout: Rollout, sample_ids: Sequence[int], together: Together) -> tuple[Rollout, list[int]]:
@@ -100,15 +144,21 @@ def _shown(rollout: Rollout, sample_ids: Sequence[int], together: Together) -> t
     return shown, list(places)
 
 
-def _sums(of_samples: Tensor, together: Together) -> Tensor:
+def _sizes(samples: int, together: Together) -> Tensor:
+    """[groups] int64: how many samples each has."""
+    return torch.tensor([together] * (samples // together) if isinstance(together, int) else together).long()
+
+
+def _starts(sizes: Tensor) -> Tensor:
+    return sizes.cumsum(0) - sizes
+
+
+def _sums(of_samples: Tensor, sizes: Tensor) -> Tensor:
     """[groups], of so many samples each, one after the other."""
-    if isinstance(together, int):
-        return of_samples.view(-1, together).sum(1)
-    of_group = torch.repeat_interleave(torch.arange(len(together)), torch.tensor(together))
-    return of_samples.new_zeros(len(together)).index_add(0, of_group, of_samples)
+    of_group = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    return of_samples.new_zeros(len(sizes)).index_add(0, of_group, of_samples)
 
 
-def _groups(ids: list[int], together: Together) -> list[list[int]]:
-    sizes = [together] * (len(ids) // together) if isinstance(together, int) else list(together)
-    ends = list(itertools.accumulate(sizes, initial=0))
+def _groups(ids: list[int], sizes: Tensor) -> Bins:
+    ends = list(itertools.accumulate(sizes.tolist(), initial=0))
     return [ids[start:end] for start, end in itertools.pairwise(ends)]

@@ -36,21 +36,27 @@ from mrl.models.mcore import (
 
 class _Spread(torch.autograd.Function):
     """x[index], where padding slots get no gradient: the backward pass is a gather by `slot`, not a scatter-add. Then a
-    copy into zeros, if `where` says which of x these slots are of; None: of all."""
+    copy into zeros, if `where` says which of x these slots are of; None: of all. Where x has several slots each, a sum
+    of those of one from `begin` to the next one's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, slot: Tensor, where: Tensor | None = None) -> Tensor:
-        ctx.save_for_backward(slot, where)
+    def forward(
+        ctx: Any, x: Tensor, index: Tensor, slot: Tensor, where: Tensor | None = None, begin: Tensor | None = None
+    ) -> Tensor:
+        ctx.save_for_backward(slot, where, begin)
         ctx.size = x.size(0)
-        return x.index_select(0, index)
+        return x.contiguous().index_select(0, index)  # rows that are not in one piece take three times as long
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        slot, where = ctx.saved_tensors
-        own = grad.index_select(0, slot)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        slot, where, begin = ctx.saved_tensors
+        if begin is None:
+            own = grad.index_select(0, slot)
+        else:
+            own = F.embedding_bag(slot, grad.flatten(1), begin, mode="sum").unflatten(1, grad.shape[1:])
         if where is not None:
             own = grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, where, own)
-        return own, None, None, None
+        return own, None, None, None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -85,7 +91,7 @@ def packed_attention(
     if plan.in_place:
         k, v = key, value
     elif plan.key_slot is not None:
-        k, v = (_Spread.apply(x, plan.key_index, plan.key_slot) for x in (key, value))
+        k, v = (_Spread.apply(x, plan.key_index, plan.key_slot, None, plan.key_begin) for x in (key, value))
     else:
         k, v = key.index_select(0, plan.key_index), value.index_select(0, plan.key_index)
     buckets: Sequence[Bucket] = plan.within(window, sink=sinks is not None)
@@ -219,12 +225,16 @@ def transformer_engine_attention() -> type:
             attention_bias: None = None,
             packed_seq_params: Any = None,
         ) -> Tensor:
+            inputs, shared = [x.squeeze(1) for x in (query, key, value)], packed_seq_params.shared
+            if shared is not None:
+                slots = (shared.first, None), (shared.slot, shared.begin), (shared.slot, shared.begin)
+                pairs = zip(inputs, slots, strict=True)
+                inputs = [_Spread.apply(x, shared.index, slot, None, begin) for x, (slot, begin) in pairs]
             out = super().forward(
-                *(x.squeeze(1) for x in (query, key, value)),
-                attention_mask,
-                attn_mask_type=attn_mask_type,
-                packed_seq_params=packed_seq_params.thd,
+                *inputs, attention_mask, attn_mask_type=attn_mask_type, packed_seq_params=packed_seq_params.thd
             )
+            if shared is not None:
+                out = _Collect.apply(out, shared.first)
             return out.reshape(query.size(0), 1, -1)
 
     return PackedTEAttention

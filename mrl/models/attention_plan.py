@@ -44,7 +44,8 @@ class AttentionPlan:
     query_slot [q]: the padded slot of each token that asks; asking [q]: which these are, None: all [t]
     result_slot [n]: the padded slot of each result that is given; None: all, as they lie
     key_index [K]: the token behind each padded key slot, among the tokens of all context-parallel ranks
-    key_slot [t]: the inverse, where every token is a key once (no context parallelism), else None
+    key_slot [t]: the inverse, where every token is a key once (no context parallelism); where sequences share tokens
+        [K], the slots of each token one after the other, from key_begin [t] on; else None
     in_place: the packed tokens are the padded ones already (longest first, no padding): nothing has to be gathered
         but for tokens that do not ask, and results that are not given
     """
@@ -56,6 +57,7 @@ class AttentionPlan:
     result_slot: Tensor | None
     key_index: Tensor
     key_slot: Tensor | None
+    key_begin: Tensor | None
     in_place: bool
     _within: dict[tuple[int | None, bool], tuple[Bucket, ...]] = field(default_factory=dict)
 
@@ -81,24 +83,30 @@ class AttentionPlan:
         return replace(self, result_slot=self.query_slot.index_select(0, rows), _within={})
 
     @staticmethod
-    def make(cu_seqlens: Tensor, cp: int, cp_rank: int, device: torch.device) -> AttentionPlan:
-        """cu_seqlens [S + 1]: starts of the padded sequences before the context-parallel cut."""
+    def make(
+        cu_seqlens: Tensor, cp: int, cp_rank: int, device: torch.device, spread: Tensor | None = None
+    ) -> AttentionPlan:
+        """cu_seqlens [S + 1]: starts of the padded sequences before the context-parallel cut. spread: as in
+        `mrl.core.PackedBatch`."""
         cu = cu_seqlens.to("cpu", torch.int64)
         cu = cu[torch.cat([cu.diff() > 0, torch.ones(1, dtype=torch.bool)])]
-        builder = _PlanBuilder(cu, cp, cp_rank)
-        if cp == 1:
-            builder.add(start=cu[:-1], length=cu.diff(), before=torch.zeros_like(cu[:-1]))
+        builder, start, length = _PlanBuilder(cu, cp, spread), cu[:-1], cu.diff()
+        if spread is not None:
+            builder.add_sharing(start, length)
+        elif cp == 1:
+            builder.add(start=start, length=length, before=torch.zeros_like(length))
         else:
-            chunk = cu.diff() // (2 * cp)
-            local = cu[:-1] // cp
+            chunk, local = length // (2 * cp), start // cp
             builder.add(start=local, length=chunk, before=cp_rank * chunk)
             builder.add(start=local + chunk, length=chunk, before=(2 * cp - 1 - cp_rank) * chunk)
         return builder.plan(device)
 
 
 class _PlanBuilder:
-    def __init__(self, cu: Tensor, cp: int, cp_rank: int) -> None:
-        self.cu, self.cp, self.tokens = cu, cp, int(cu[-1]) // cp
+    """Numbers tokens as if every sequence had all of its own, until the plan is made."""
+
+    def __init__(self, cu: Tensor, cp: int, spread: Tensor | None) -> None:
+        self.cu, self.cp, self.spread, self.tokens = cu, cp, spread, int(cu[-1]) // cp
         self.buckets: list[Bucket] = []
         self.query_index: list[Tensor] = []
         self.key_index: list[Tensor] = []
@@ -106,10 +114,24 @@ class _PlanBuilder:
         self.query_slot = torch.empty(self.tokens, dtype=torch.int64)
         self.slots = 0
 
-    def add(self, *, start: Tensor, length: Tensor, before: Tensor) -> None:
-        """One segment of queries a sequence: local tokens start .. start + length, `before` tokens after its start."""
-        for members in same_length_groups(before + length):
-            self._bucket(members, start[members], length[members], before[members])
+    def add(self, *, start: Tensor, length: Tensor, before: Tensor, of: Tensor | None = None) -> None:
+        """A segment of queries each, of all sequences or those of the numbers `of`: local tokens start .. start +
+        length, `before` tokens after the sequence's start."""
+        of = torch.arange(len(start)) if of is None else of
+        for group in same_length_groups((before + length)[of]):
+            for similar in same_length_groups(length[of[group]]):
+                members = of[group[similar]]
+                self._bucket(members, start[members], length[members], before[members])
+
+    def add_sharing(self, start: Tensor, length: Tensor) -> None:
+        """Sequences, some of whose first tokens are others' too, which ask for them. These ask as well where that makes
+        fewer scores: kernels leave out half of a causal square, and nothing of a mask."""
+        assert self.spread is not None
+        others = F.pad((~is_first(self.spread)).cumsum(0), (1, 0))[self.cu].diff()
+        few = 2 * (length - others) < length
+        before = others * few
+        for members in (~few, few):
+            self.add(start=start + before, length=length - before, before=before, of=members.nonzero()[:, 0])
 
     def _bucket(self, sequence: Tensor, start: Tensor, length: Tensor, before: Tensor) -> None:
         offset = torch.arange(int(length.max()))
@@ -124,8 +146,7 @@ class _PlanBuilder:
         self.key_index.append(self._tokens_of(sequence, position * key_real).flatten())
         size, keys = (len(sequence), offset.numel()), (len(sequence), position.numel())
         self.buckets.append(Bucket(size, keys, None, before))
-        if self.cp > 1:
-            self.last_key.append(before[:, None] + offset * real)
+        self.last_key.append(before[:, None] + offset * real)
 
     def _tokens_of(self, sequence: Tensor, position: Tensor) -> Tensor:
         """Where position [s, lk] of each sequence lies among the tokens of all context-parallel ranks."""
@@ -139,21 +160,27 @@ class _PlanBuilder:
         return owner * self.tokens + start // self.cp + second * chunk + position % chunk
 
     def plan(self, device: torch.device) -> AttentionPlan:
-        indices = [torch.cat(self.query_index), self.query_slot, torch.cat(self.key_index)]
-        query, slot, key, *last_key = platform.to_device([*indices, *self.last_key], device)
-        buckets = self.buckets
-        if self.cp > 1:
-            pairs = zip(buckets, last_key, strict=True)
-            buckets = [replace(bucket, mask=_up_to(last, bucket.keys[1])) for bucket, last in pairs]
-        in_place = self.cp == 1 and self.slots == self.tokens and bool((self.query_slot.diff() == 1).all())
+        query, slot, key = torch.cat(self.query_index), self.query_slot, torch.cat(self.key_index)
+        back = [slot] if self.cp == 1 else []
+        in_place = self.cp == 1 and self.slots == self.tokens and bool((slot.diff() == 1).all())
+        if self.spread is not None:
+            query, slot, key = self.spread[query], slot[is_first(self.spread)], self.spread[key]
+            back, in_place = [*_slots(key)], False
+        masked = [i for i, bucket in enumerate(self.buckets) if bucket.before.any()]
+        needed = [query, slot, key, *(self.last_key[i] for i in masked), *back]
+        query, slot, key, *rest = platform.to_device(needed, device)
+        for i, last in zip(masked, rest, strict=False):
+            self.buckets[i] = replace(self.buckets[i], mask=_up_to(last, self.buckets[i].keys[1]))
+        key_slot, key_begin, *_ = *rest[len(masked) :], None, None
         return AttentionPlan(
-            buckets=tuple(buckets),
+            buckets=tuple(self.buckets),
             query_index=query,
             query_slot=slot,
             asking=None,
             result_slot=None if in_place else slot,
             key_index=key,
-            key_slot=slot if self.cp == 1 else None,
+            key_slot=key_slot,
+            key_begin=key_begin,
             in_place=in_place,
         )
 
@@ -204,6 +231,37 @@ class _FewQueries:
             result_slot=self.slot,
             _within={},
         )
+
+
+@dataclass(frozen=True)
+class SharedTokens:
+    """Whole sequences [T] of tokens [t], some of which begin alike.
+
+    index [T]: the token at each place; first [t]: each token's first place
+    slot [T]: all places of each token, one token after the other; begin [t]: where a token's begin in these
+    """
+
+    index: Tensor
+    first: Tensor
+    slot: Tensor
+    begin: Tensor
+
+    @classmethod
+    def make(cls, spread: Tensor, device: torch.device) -> SharedTokens:
+        """spread: as in `mrl.core.PackedBatch`."""
+        return cls(*platform.to_device([spread, is_first(spread).nonzero()[:, 0], *_slots(spread)], device))
+
+
+def _slots(index: Tensor) -> tuple[Tensor, Tensor]:
+    """(slots of the tokens that `index` names, one token after the other, and where each one's begin)."""
+    counts = index.bincount()
+    return index.argsort(stable=True), counts.cumsum(0) - counts
+
+
+def is_first(spread: Tensor) -> Tensor:
+    """[T] bool: whether a token has here the first of its places. spread: as in `mrl.core.PackedBatch`."""
+    before = F.pad(spread.cummax(0).values[:-1], (1, 0), value=-1)
+    return spread > before
 
 
 def _up_to(last_key: Tensor, keys: int) -> Tensor:

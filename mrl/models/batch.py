@@ -13,7 +13,7 @@ from torch import Tensor
 from mrl import platform
 from mrl.core import PackedBatch
 from mrl.kernels.linear_logprob import Slopes
-from mrl.models.attention_plan import AttentionPlan
+from mrl.models.attention_plan import AttentionPlan, SharedTokens
 from mrl.models.mcore import PackedSeqParams
 from mrl.models.routing import Routing
 from mrl.parallel import Mesh
@@ -36,6 +36,14 @@ class Extras:
     noise: float = 0.0
     drops: bool = False
     seed: int = 0
+
+    @property
+    def by_sample(self) -> bool:
+        """Whether what it does to a token depends on the sample which that is of."""
+        return self.drops or self.noise > 0
+
+
+NOTHING = Extras()
 
 
 def on_device(batch: PackedBatch) -> PackedBatch:
@@ -95,6 +103,7 @@ class ModelBatch(PackedSeqParams):
     cos_sin: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     starts: Tensor = field(default_factory=_none)  # [S + 1]: of the padded sequences, before the context-parallel cut
     longest: int = 0  # tokens of such a sequence
+    spread: Tensor | None = None  # as in `mrl.core.PackedBatch`
     cp: tuple[int, int] = (1, 0)  # context-parallel size and rank
     extras: Extras = Extras()
     samples: Tensor = field(default_factory=_none)  # [S] of the packed sequences, their places in the rollout
@@ -127,6 +136,7 @@ class ModelBatch(PackedSeqParams):
             slopes=slopes,
             starts=batch.cu_seqlens,
             longest=batch.max_seqlen,
+            spread=batch.spread,
             cp=(mesh.cp, mesh.cp_rank),
             extras=extras or Extras(),
             samples=batch.samples,
@@ -138,7 +148,7 @@ class ModelBatch(PackedSeqParams):
     @cached_property
     def plan(self) -> AttentionPlan:
         """For our own attention; made once for all layers."""
-        return AttentionPlan.make(self.starts, *self.cp, platform.device())
+        return AttentionPlan.make(self.starts, *self.cp, platform.device(), self.spread)
 
     @property
     def leaves(self) -> bool:
@@ -150,6 +160,11 @@ class ModelBatch(PackedSeqParams):
     def leaving(self) -> AttentionPlan:
         """Of the last layer's attention, which only the tokens in `rows` come out of, if the others can leave."""
         return self.plan.giving(self.rows) if self.leaves else self.plan
+
+    @cached_property
+    def shared(self) -> SharedTokens | None:
+        """For transformer-engine's attention, which is told of whole sequences; made once for all layers."""
+        return None if self.spread is None else SharedTokens.make(self.spread, platform.device())
 
     @cached_property
     def thd(self) -> PackedSeqParams:

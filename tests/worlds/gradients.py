@@ -50,7 +50,7 @@ TIMEOUT_S = 600  # of a collective: a busy machine starts eight processes minute
 Result = tuple[float, dict[str, torch.Tensor]]
 KEYS = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert", "vpp": "virtual_pipeline",
         "etp": "expert_tensor", "first": "first_stage_layers", "last": "last_stage_layers"}  # fmt: skip
-SEQ = [(3, 9), (5, 2), (7, 30), (4, 1), (6, 17), (2, 5), (11, 12), (3, 3), (8, 21), (5, 7)]  # prompt, response tokens
+SEQ = [(9, 9), (9, 2), (7, 30), (7, 1), (6, 17), (2, 5), (15, 6), (15, 3), (8, 12), (8, 7)]  # prompt, response tokens
 
 
 POLICY_CASES = (
@@ -85,12 +85,17 @@ def parse(layout: str) -> ParallelConfig:
 
 
 def make_rollout(vocab: int, seed: int = 0) -> Rollout:
+    """Groups of two, whose prompts are the same if they are of one length."""
     g = torch.Generator().manual_seed(seed)
     prompts, responses = (torch.tensor(x) for x in zip(*SEQ, strict=True))
-    total = int((prompts + responses).sum())
+    tokens = torch.randint(0, vocab, (int((prompts + responses).sum()),), generator=g)
+    samples = tokens.split((prompts + responses).tolist())
+    for one, other, of_one, of_other in zip(samples[::2], samples[1::2], prompts[::2], prompts[1::2], strict=True):
+        if of_one == of_other:
+            other[:of_one] = one[:of_one]
     return Rollout(
         step=0,
-        tokens=torch.randint(0, vocab, (total,), generator=g),
+        tokens=tokens,
         seq_lens=prompts + responses,
         prompt_lens=prompts,
         group=torch.arange(len(SEQ)) // 2,
@@ -248,6 +253,11 @@ def main() -> None:
 def all_gradients(model_dir: str, arch: ModelArch, mesh: Mesh, train: TrainConfig) -> dict[str, Result]:
     actor, critic = (build(role, model_dir, mesh, train) for role in ("policy", "critic"))
     rollout = make_rollout(arch.vocab_size)
+    if torch.distributed.get_world_size() == 1:  # the reference computes each sample's prompt for itself
+        actor.split.shares = critic.split.shares = False
+    elif mesh.dp == mesh.cp == 1:
+        batches = actor.split.micro_batches(rollout, range(rollout.num_samples))
+        assert sum(int((batch.source >= 0).sum()) for batch in batches) < rollout.tokens.numel() - 20
     found = {
         case: gradients(actor if role == "policy" else critic, rollout, loss, entropy_grad)
         for case, (role, loss, entropy_grad) in cases(rollout, actor).items()

@@ -90,6 +90,7 @@ def by_itself(model: str, meshes: Meshes, found: dict[str, Any], rollout: Rollou
     learner, plain = learner_of(model, meshes, "one"), learner_of(model, meshes, "one", replays=False)
     assert learner.replay is not None and learner.arch.experts is not None
     own = found["own"]
+    plain.split.shares = False  # as where routing is replayed
     out: dict[str, Any] = {"off": float((plain.log_probs(rollout, 0.7)[0] - found["free"]).abs().max())}
     again, _ = learner.log_probs(replace(rollout, experts=own), 0.7)
     out["own experts"] = float((again - found["free"]).abs().max())

@@ -142,9 +142,13 @@ def a_rollout(samples: int, tokens: int) -> Any:
     lens = torch.randint(tokens // 2, tokens * 3 // 2, (samples,), generator=generator)
     lens[-1] += samples * tokens - int(lens.sum()) if samples * tokens - int(lens.sum()) > -tokens // 2 else 0
     total = int(lens.sum())
+    tokens = torch.randint(VOCAB, (total + samples * PROMPT,), generator=generator)
+    starts = (lens + PROMPT).cumsum(0) - lens - PROMPT
+    for first, own in zip(starts[torch.arange(samples) // 8 * 8].tolist(), starts.tolist(), strict=True):
+        tokens[own : own + PROMPT] = tokens[first : first + PROMPT]
     return Rollout(
         step=0,
-        tokens=torch.randint(VOCAB, (total + samples * PROMPT,), generator=generator),
+        tokens=tokens,
         seq_lens=lens + PROMPT,
         prompt_lens=torch.full((samples,), PROMPT),
         group=torch.arange(samples) // 8,
@@ -163,6 +167,8 @@ def host_learner(role: str, ranks: int) -> Any:
     from mrl.learner import Learner
     from mrl.learner.micro_batches import Split
 
+    arch = an_arch()
+
     class HostLearner(Learner):
         def __init__(self) -> None:
             self.role, self.trainable = role, True  # type: ignore[assignment]
@@ -179,11 +185,14 @@ def host_learner(role: str, ranks: int) -> Any:
                 cfg=ParallelConfig(tensor=8, pipeline=2),
             )
             self.train: Any = SimpleNamespace(max_tokens_per_microbatch=32768, precision=PrecisionConfig())
-            self.split = Split(self.mesh, self.train, VOCAB)
+            self.split = Split(self.mesh, self.train, arch, self.role, shares=True)
+            self.work: Any = SimpleNamespace(add=lambda *args, **more: None)
+            self.last: Any = SimpleNamespace(begin=lambda: None, add=lambda *args: None)
+            self.adapters = self.replay = None
+            self.bare = []
             self.memory: Any = SimpleNamespace(require=lambda *args: None)
-            self.chunks, self.flops, self._outputs = [], 0, []
+            self.chunks = []
             self.optimizer: Any = SimpleNamespace(zero_grad=lambda: None)
-            self._flops: Any = SimpleNamespace(total=lambda *args: 0)
 
         def _schedule(self, batches: Any, output: Any, on_output: Any, **megatron: Any) -> None:
             for batch in batches:
