@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mrl.core import Rollout
-from mrl.models.batch import Extras
+from mrl.models.batch import NOTHING, Extras
 
 Together = int | tuple[int, ...]
 
@@ -34,7 +34,7 @@ class Loss:
     compute: Callable[[Tensor, Tensor], LossParts]
     sums: tuple[str, ...]
     together: Together = 1
-    extras: Extras = Extras()
+    extras: Extras = NOTHING
     local: bool = False
 
 

@@ -105,7 +105,7 @@ class ModelBatch(PackedSeqParams):
     longest: int = 0  # tokens of such a sequence
     spread: Tensor | None = None  # as in `mrl.core.PackedBatch`
     cp: tuple[int, int] = (1, 0)  # context-parallel size and rank
-    extras: Extras = Extras()
+    extras: Extras = NOTHING
     samples: Tensor = field(default_factory=_none)  # [S] of the packed sequences, their places in the rollout
     seq_lens: Tensor = field(default_factory=_none)  # [S], without padding
     images: Images | None = None  # on the first stage, where there are any
@@ -138,7 +138,7 @@ class ModelBatch(PackedSeqParams):
             longest=batch.max_seqlen,
             spread=batch.spread,
             cp=(mesh.cp, mesh.cp_rank),
-            extras=extras or Extras(),
+            extras=extras or NOTHING,
             samples=batch.samples,
             seq_lens=batch.seq_lens,
             images=images,

@@ -150,8 +150,9 @@ def controls(world: World) -> dict[str, Metrics]:
     far = replace(exp, old_log_probs=exp.old_log_probs - 3.0)
     near = replace(exp, old_log_probs=exp.old_log_probs - 2.0)
     found = {"ratio 20": update_actor(run, far, EVERY, 1), "ratio 7": update_actor(run, near, EVERY, 1)}
-    for name, target in (("stops", 1e-5), ("goes on", 1e3)):
-        run, exp = world.experience(world.build(0.05), rollout, batch={"epochs_per_step": 3}, target_kl=target)
+    bad = replace(rollout, scores=-rollout.scores.abs())  # so that all log-probs fall
+    for name, target in (("stops", 1e-3), ("goes on", 1e3)):
+        run, exp = world.experience(world.build(0.05), bad, batch={"epochs_per_step": 3}, target_kl=target)
         found[name] = update(run, exp, trains_actor=True)
     return found
 

@@ -159,6 +159,17 @@ def a_rollout(samples: int, tokens: int) -> Any:
     )
 
 
+def an_arch() -> Any:
+    """A model of 7B parameters, whose costs are balanced."""
+    from mrl.families import Layer, ModelArch
+
+    return ModelArch(
+        family="qwen2", vocab_size=VOCAB, hidden_size=3584, layers=(Layer(18944),) * 28, num_heads=28, num_kv_heads=4,
+        head_dim=128, norm_eps=1e-6, tied_embeddings=False, qkv_bias=True, qk_norm=False, max_positions=1 << 17,
+        initializer_range=0.02, eos_token_ids=(),
+    )  # fmt: skip
+
+
 def host_learner(role: str, ranks: int) -> Any:
     """A Learner of rank 0 of TP8 x PP2, whose model answers -1 to everything."""
     import torch
@@ -171,7 +182,7 @@ def host_learner(role: str, ranks: int) -> Any:
 
     class HostLearner(Learner):
         def __init__(self) -> None:
-            self.role, self.trainable = role, True  # type: ignore[assignment]
+            self.role, self.arch, self.trainable = role, arch, True  # type: ignore[assignment]
             self.mesh: Any = SimpleNamespace(
                 dp=ranks // 16,
                 dp_rank=0,
@@ -194,7 +205,7 @@ def host_learner(role: str, ranks: int) -> Any:
             self.chunks = []
             self.optimizer: Any = SimpleNamespace(zero_grad=lambda: None)
 
-        def _schedule(self, batches: Any, output: Any, on_output: Any, **megatron: Any) -> None:
+        def _schedule(self, batches: Any, rollouts: Any, output: Any, on_output: Any, **megatron: Any) -> None:
             for batch in batches:
                 on_output(torch.full((2 if output == "log_probs" else 1, batch.packed.dest.numel()), -1.0), batch)
 
@@ -238,7 +249,7 @@ def host(samples: int, tokens: int, ranks: int, minibatch: int, critic: bool = F
 
     losses.PolicyTargets.to = counted  # type: ignore[method-assign]
     with imagined_rank(0, ranks, device="cpu"):
-        actor, values = host_learner("policy", ranks), host_learner("value", ranks) if critic else None
+        actor, values = host_learner("policy", ranks), host_learner("critic", ranks) if critic else None
         run, base = bare_run(cfg, actor, values), peak_mib()
         for learner in filter(None, (actor, values)):
             clock.watch(learner.split, "micro_batches", "micro_batches")
