@@ -63,48 +63,29 @@ def pack(
     if not 0 <= cp_rank < cp:
         raise ValueError(f"context-parallel rank {cp_rank} is not in 0..{cp - 1}")
     ids = torch.as_tensor(sample_ids, dtype=torch.int64)
-    prompt_lens, seq_lens = rollout.prompt_lens[ids], rollout.seq_lens[ids]
-    if bool((prompt_lens < 1).any()):
-        raise ValueError(
-            f"samples {ids[prompt_lens < 1].tolist()} have an empty prompt; add a BOS token to the prompts"
-        )
+    seq_lens, start = rollout.seq_lens[ids], _starts(rollout.seq_lens)[ids]
+    if bool((empty := rollout.prompt_lens[ids] < 1).any()):
+        raise ValueError(f"samples {ids[empty].tolist()} have an empty prompt; add a BOS token to the prompts")
     align = sequence_align(cp)
     padded = (seq_lens + align - 1) // align * align
     unit = math.lcm(align, align_total)
     common = common_prefixes(rollout, sample_ids) if shares else torch.zeros_like(seq_lens)
     dummy = -int((padded - common).sum()) % unit if ids.numel() else unit
     if dummy:
-        padded, common = (torch.cat([x, x.new_tensor([v])]) for x, v in ((padded, dummy), (common, 0)))
-
+        added = (padded, dummy), (common, 0), (seq_lens, 0), (start, 0), (ids, -1)
+        padded, common, seq_lens, start, ids = (torch.cat([x, x.new_tensor([value])]) for x, value in added)
     sequence, offset = _local_positions(padded, cp, cp_rank)
     spread = None
     if bool(common.any()):
         own = offset >= common[sequence]
         spread = _owners(own, padded[sequence - 1])
         sequence, offset = sequence[own], offset[own]
-    start = _starts(rollout.seq_lens)[ids]
-    response_start = _starts(rollout.response_lens)[ids]
-    if dummy:  # no tokens, and a prompt that no offset reaches
-        seq_lens, prompt_lens, start, response_start, ids = (
-            torch.cat([x, x.new_tensor([v])])
-            for x, v in ((seq_lens, 0), (prompt_lens, 1), (start, 0), (response_start, 0), (ids, -1))
-        )
     source = start[sequence] + offset
     real = offset < seq_lens[sequence]
     tokens = rollout.tokens.new_zeros(offset.numel())
     tokens[real] = rollout.tokens[source[real]]
-    predicts = (offset + 1 >= prompt_lens[sequence]) & (offset + 1 < seq_lens[sequence])
-    if rollout.drawn is not None:
-        predicts[predicts.clone()] = rollout.drawn[source[predicts] + 1]
-    rows = predicts.nonzero()[:, 0]
-    if rollout.drawn is not None:
-        dest = rollout.drawn.cumsum(0)[source[rows]]
-    else:
-        seq_of_row = sequence[rows]
-        dest = response_start[seq_of_row] + offset[rows] + 1 - prompt_lens[seq_of_row]
-    if rollout.counts is not None:
-        counted = rollout.counts[dest] > 0
-        rows, dest = rows[counted], dest[counted]
+    inner = (offset + 1 < seq_lens[sequence]).nonzero()[:, 0]
+    rows, dest = _rows(rollout, inner, ids[sequence[inner]], offset[inner])
     plain = PackedBatch(
         tokens=tokens[None],
         position_ids=offset[None],
@@ -119,6 +100,26 @@ def pack(
         spread=spread,
     )
     return plain if vision is None else _with_images(plain, rollout.pick(ids[ids >= 0]), vision, sequence, offset)
+
+
+def _rows(rollout: Rollout, local: Tensor, sample: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of the local positions whose next token is a response token that counts, and its place among these.
+
+    local, sample, offset [m]: positions whose next token is the same sample's, which one that is, their places in it
+    """
+    if rollout.drawn is None:
+        number = offset + 1 - rollout.prompt_lens[sample]
+        predicts = number >= 0
+        dest = (_starts(rollout.response_lens)[sample] + number)[predicts]
+    else:
+        source = _starts(rollout.seq_lens)[sample] + offset
+        predicts = rollout.drawn[source + 1]
+        dest = rollout.drawn.cumsum(0)[source[predicts]]
+    rows = local[predicts]
+    if rollout.counts is None:
+        return rows, dest
+    counted = rollout.counts[dest] > 0
+    return rows[counted], dest[counted]
 
 
 def _with_images(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl import platform
+from mrl.models.shared_tokens import is_first, slots_of
 
 SAME_BUCKET_RATIO = 0.7  # a bucket's shortest sequence over its longest: at most half of the scores are padding
 SHORT_TOKENS = 64  # up to this length padding is cheaper than another call
@@ -165,7 +166,7 @@ class _PlanBuilder:
         in_place = self.cp == 1 and self.slots == self.tokens and bool((slot.diff() == 1).all())
         if self.spread is not None:
             query, slot, key = self.spread[query], slot[is_first(self.spread)], self.spread[key]
-            back, in_place = [*_slots(key)], False
+            back, in_place = [*slots_of(key)], False
         masked = [i for i, bucket in enumerate(self.buckets) if bucket.before.any()]
         needed = [query, slot, key, *(self.last_key[i] for i in masked), *back]
         query, slot, key, *rest = platform.to_device(needed, device)
@@ -231,37 +232,6 @@ class _FewQueries:
             result_slot=self.slot,
             _within={},
         )
-
-
-@dataclass(frozen=True)
-class SharedTokens:
-    """Whole sequences [T] of tokens [t], some of which begin alike.
-
-    index [T]: the token at each place; first [t]: each token's first place
-    slot [T]: all places of each token, one token after the other; begin [t]: where a token's begin in these
-    """
-
-    index: Tensor
-    first: Tensor
-    slot: Tensor
-    begin: Tensor
-
-    @classmethod
-    def make(cls, spread: Tensor, device: torch.device) -> SharedTokens:
-        """spread: as in `mrl.core.PackedBatch`."""
-        return cls(*platform.to_device([spread, is_first(spread).nonzero()[:, 0], *_slots(spread)], device))
-
-
-def _slots(index: Tensor) -> tuple[Tensor, Tensor]:
-    """(slots of the tokens that `index` names, one token after the other, and where each one's begin)."""
-    counts = index.bincount()
-    return index.argsort(stable=True), counts.cumsum(0) - counts
-
-
-def is_first(spread: Tensor) -> Tensor:
-    """[T] bool: whether a token has here the first of its places. spread: as in `mrl.core.PackedBatch`."""
-    before = F.pad(spread.cummax(0).values[:-1], (1, 0), value=-1)
-    return spread > before
 
 
 def _up_to(last_key: Tensor, keys: int) -> Tensor:

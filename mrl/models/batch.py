@@ -13,9 +13,10 @@ from torch import Tensor
 from mrl import platform
 from mrl.core import PackedBatch
 from mrl.kernels.linear_logprob import Slopes
-from mrl.models.attention_plan import AttentionPlan, SharedTokens
+from mrl.models.attention_plan import AttentionPlan
 from mrl.models.mcore import PackedSeqParams
 from mrl.models.routing import Routing
+from mrl.models.shared_tokens import SharedTokens
 from mrl.parallel import Mesh
 
 Output = Literal["log_probs", "distribution", "head_error", "logits", "values"]
