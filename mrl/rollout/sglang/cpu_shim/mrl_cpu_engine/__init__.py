@@ -12,6 +12,7 @@ Written against sglang 0.5.23.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 
@@ -26,6 +27,7 @@ def install() -> None:
     if present:
         print(f"mrl cpu engine shim: not active, because {' and '.join(present)} is installed", file=sys.stderr)
         return
+    gc.disable()  # of what is imported nothing becomes garbage; until the server forks, see adaptations
     from . import adaptations, import_stubs
 
     import_stubs.install()

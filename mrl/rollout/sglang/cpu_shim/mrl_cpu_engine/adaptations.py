@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import multiprocessing
 import sys
@@ -34,9 +35,16 @@ def _no_garbage_collection_at_flush(module: ModuleType) -> None:
 
 def _fork_instead_of_spawn(module: ModuleType) -> None:
     """A spawned scheduler or detokenizer imports all of sglang again, two thirds of the server's start. Without CUDA
-    they can be forked from the process that has it imported, which serves nothing yet."""
-    set_start_method = multiprocessing.set_start_method
-    multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force)
+    they can be forked from the process that has it imported, which serves nothing yet: with garbage collected again,
+    which never goes over what was imported."""
+    stock = multiprocessing.set_start_method
+
+    def set_start_method(method: str, force: bool = False) -> None:
+        stock("fork", force)
+        gc.freeze()
+        gc.enable()
+
+    multiprocessing.set_start_method = set_start_method
 
 
 def _draw_in_one_pass(module: ModuleType) -> None:
