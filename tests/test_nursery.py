@@ -41,13 +41,21 @@ RANK = """
 import gc, heavy, json, os, signal, sys, time
 print(json.dumps({"argv": sys.argv[1:], "rank": os.environ["RANK"], "greeting": os.environ["GREETING"],
     "set": os.environ["SET"],
-    "imported by": heavy.pid, "collected": [heavy.collected, gc.isenabled()], "frozen": gc.get_freeze_count(), "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0),
+    "imported by": heavy.pid,
+    "collected": [heavy.collected, gc.isenabled()], "frozen": gc.get_freeze_count(),
+    "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0),
     "stdin": sys.stdin.read(), "name": __name__, "interrupt": signal.getsignal(signal.SIGINT).__name__}))
 if "stay" in os.environ:
     print("ready"); time.sleep(600)
 sys.exit(3 + int(os.environ["RANK"]))
 """
-HEAVY = "import gc, os\ncollected = gc.isenabled()\npid = os.getpid()\nos.environ['SET'] = 'by an import'\nprint('heavy has been imported')\n"
+HEAVY = """
+import gc, os
+collected = gc.isenabled()
+pid = os.getpid()
+os.environ['SET'] = 'by an import'
+print('heavy has been imported')
+"""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 
