@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -326,6 +327,15 @@ def test_the_server_forks_with_garbage_collected_again(monkeypatch: pytest.Monke
     finally:
         gc.unfreeze()
         gc.enable()
+
+
+def test_the_server_ends_when_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    handler = type("SignalHandler", (), {"sigterm_handler": lambda *_: None})
+    adaptations.ADAPTATIONS["sglang.srt.managers.tokenizer_manager"](SimpleNamespace(SignalHandler=handler))
+    handler().sigterm_handler(signal.SIGTERM, None)  # type: ignore[attr-defined]
+    assert codes == [0]
 
 
 def test_tensors_that_the_engine_s_processes_send_each_other_arrive_as_they_are() -> None:

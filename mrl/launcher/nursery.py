@@ -1,8 +1,9 @@
 """A process that has imported what ranks need, and is copied for each: they start at once, and share its memory.
 
-It is a copy of this process, made while this one is young. A rank is a copy of it, becomes this process's child, and
-does what `python -m MODULE ...` would do in the environment and with the files that it is given, in a session of its
-own. Where that cannot be (no Linux, an import that fails, starts threads or opens a GPU) ranks are started as programs.
+It is a copy of this process, made when this one has imported what it needs itself, and opened nothing. A rank is a copy
+of it, becomes this process's child, and does what `python -m MODULE ...` would do in the environment and with the files
+that it is given, in a session of its own. Where that cannot be (no Linux, an import that fails, starts threads or opens
+a GPU) ranks are started as programs.
 """
 
 from __future__ import annotations

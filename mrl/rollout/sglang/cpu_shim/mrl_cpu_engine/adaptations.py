@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -45,6 +46,12 @@ def _fork_instead_of_spawn(module: ModuleType) -> None:
         gc.enable()
 
     multiprocessing.set_start_method = set_start_method
+
+
+def _end_when_told(module: ModuleType) -> None:
+    """A server that is told to end looks for that every 5 seconds, then lets its processes give GPUs' memory back.
+    Here they hold none, and mrl's supervisor ends them."""
+    module.SignalHandler.sigterm_handler = lambda *_: os._exit(0)
 
 
 def _draw_in_one_pass(module: ModuleType) -> None:
@@ -126,6 +133,7 @@ ADAPTATIONS: dict[str, Callable[[Any], None]] = {
     "sglang.srt.lora.backend.torch_backend": _no_pinned_memory,
     "sglang.srt.lora.layers": _no_pinned_memory,
     "sglang.srt.managers.io_struct": pictures.send_arrays,
+    "sglang.srt.managers.tokenizer_manager": _end_when_told,
     "sglang.srt.mem_cache.pool_host.common": _no_host_registration,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _absorbed_latent_attention,
     "sglang.srt.multimodal.processors.qwen_vl": pictures.keep_templates,
