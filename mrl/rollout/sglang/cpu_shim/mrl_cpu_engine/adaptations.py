@@ -40,7 +40,7 @@ def _fork_instead_of_spawn(module: ModuleType) -> None:
     which never goes over what was imported."""
     stock = multiprocessing.set_start_method
 
-    def set_start_method(method: str, force: bool = False) -> None:
+    def set_start_method(method: str | None, force: bool = False) -> None:
         stock("fork", force)
         gc.freeze()
         gc.enable()
