@@ -59,13 +59,13 @@ def versions(*packages: str) -> dict[str, str]:
     return {name: metadata.version(name) for name in packages if _is_installed(name)}
 
 
-def commit() -> str | None:
-    """Of the checkout that mrl runs from, with a + where files differ from it; None if it is not a checkout."""
-    if not (CHECKOUT / ".git").exists():
+def commit(checkout: Path = CHECKOUT) -> str | None:
+    """Of the checkout that mrl runs from, or another, with a + where files differ from it; None if it is not one."""
+    if not (checkout / ".git").exists():
         return None
     command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
     try:
-        done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None

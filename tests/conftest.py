@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from mrl.config.schema import RolloutConfig
+from mrl.imports import importing
 from mrl.rollout import Engine, process, start_engine
 from tests import engine_copies
 from tests.tiny import make_tiny
@@ -33,6 +34,13 @@ def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and what they start inherits that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     vars(process)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": engine_copies.start})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """In every worker: all test modules."""
+    with importing():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -36,10 +36,11 @@ _AT_FIRST = dict(os.environ)
 def start(command: Sequence[str], env: Mapping[str, str], **more: Any) -> subprocess.Popen[Any]:
     """`subprocess.Popen` of an engine under its supervisor."""
     at = command.index(str(SUPERVISOR)) + 1 if str(SUPERVISOR) in command else len(command)
-    python, _, module = [*command[at + 3 : at + 6], "", "", ""][:3]
+    python, _, *modules = [*command[at + 3 : at + 7], "", ""]
+    module = next(filter(IMPORTS.__contains__, modules), None)
     changed = {name for name, value in env.items() if _AT_FIRST.get(name) != value} - {*_READ_AT_START}
     is_usual = all(name.startswith(_SAID_TO_ENGINES) for name in changed)
-    if sys.platform != "linux" or python != sys.executable or module not in IMPORTS or not is_usual:
+    if sys.platform != "linux" or python != sys.executable or module is None or not is_usual:
         return subprocess.Popen(command, env=env, **more)
     kept = frozenset((name, value) for name, value in env.items() if name not in _READ_AT_START)
     copy = [sys.executable, "-m", "tests.engine_copies", *command[at:]]

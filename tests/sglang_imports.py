@@ -1,4 +1,6 @@
-"""What SGLang's processes import, some of it late."""
+"""What SGLang's processes import, some of it late; and all models, as copies serve different ones."""
 
 import sglang.srt.entrypoints.http_server  # noqa: F401
-import sglang.srt.models.registry  # noqa: F401
+from sglang.srt.models.registry import ModelRegistry
+
+ModelRegistry.get_supported_archs()

@@ -18,8 +18,10 @@ from tests.test_cli import gone
 ROOT = Path(__file__).parent.parent
 # What it makes of the program "rank": its answers, as what it prints; or "none"
 STARTS = """
-import json, os, signal, sys, time
+import json, os, signal, sys, threading, time
 from mrl.launcher import Nursery
+if "thread" in os.environ:
+    threading.Thread(target=time.sleep, args=[600], daemon=True).start()
 number, module, *more = sys.argv[1:]
 with Nursery(module) as nursery:
     command = [sys.executable, *more, "-m", "rank", "one", "two words"]
@@ -36,16 +38,24 @@ if "kill" in os.environ:
 print([child.wait(60) for child in children], [child.poll() for child in children])
 """
 RANK = """
-import heavy, json, os, signal, sys, time
+import gc, heavy, json, os, signal, sys, time
 print(json.dumps({"argv": sys.argv[1:], "rank": os.environ["RANK"], "greeting": os.environ["GREETING"],
     "set": os.environ["SET"],
-    "imported by": heavy.pid, "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0),
+    "imported by": heavy.pid,
+    "collected": [heavy.collected, gc.isenabled()], "frozen": gc.get_freeze_count(),
+    "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0),
     "stdin": sys.stdin.read(), "name": __name__, "interrupt": signal.getsignal(signal.SIGINT).__name__}))
 if "stay" in os.environ:
     print("ready"); time.sleep(600)
 sys.exit(3 + int(os.environ["RANK"]))
 """
-HEAVY = "import os\npid = os.getpid()\nos.environ['SET'] = 'by an import'\nprint('heavy has been imported')\n"
+HEAVY = """
+import gc, os
+collected = gc.isenabled()
+pid = os.getpid()
+os.environ['SET'] = 'by an import'
+print('heavy has been imported')
+"""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 
@@ -89,6 +99,7 @@ def test_a_copy_is_the_program_in_its_place(folder: Path, more: list[str]) -> No
         assert (answer["rank"], answer["greeting"]) == (str(rank), "h\udcffi")
         assert answer["set"] == "by an import"
         assert answer["interrupt"] == "default_int_handler"
+        assert answer["collected"] == [False, True] and answer["frozen"] > 1000  # not while it imported; now again
     assert (folder / "out").read_text().count("heavy has been imported") == 1  # by rank 0, for all
     assert "imported" not in out + err
 
@@ -122,6 +133,12 @@ def test_copies_die_with_their_launcher(folder: Path) -> None:
 def test_what_cannot_be_copied_is_left_to_programs(folder: Path, heavy: str) -> None:
     (folder / "heavy.py").write_text(heavy)
     out, err = start(folder, "2", "heavy").communicate(timeout=60)
+    assert (out, err) == ("", "none\n")
+
+
+def test_a_process_with_threads_is_not_copied(folder: Path) -> None:
+    """Copies would lack them, and could wait for what they hold."""
+    out, err = start(folder, "1", "heavy", thread="1").communicate(timeout=60)
     assert (out, err) == ("", "none\n")
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import base64
+import gc
+import json
+import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -23,9 +27,10 @@ from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import CPU, Launch, ServerSpec
 from mrl.rollout.seeds import _splitmix64
 from mrl.rollout.sglang.command import SHIM, sglang_launch
-from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import batched_attention, layers, pictures
+from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import adaptations, batched_attention, layers, pictures
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.draws import draw
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.kernels import assign_req_to_token_pool_cpu, murmur_hash32_cpu
+from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.model import served
 from mrl.rollout.transformers_engine.sampling import keep_top, parse_job
 from mrl.rollout.transformers_engine.weights import read_payload
 from tests.conftest import TinyModels
@@ -293,6 +298,44 @@ def test_the_shim_stays_out_of_the_way_of_the_real_packages(tmp_path: Path, tiny
             launch(RolloutConfig(), str(tiny_models("llama")), "float32", 8000, 0, 0, CPU, folder=tmp_path)
     finally:
         sys.path.remove(str(tmp_path))
+
+
+def test_only_the_model_that_is_served_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = tmp_path / "made_up_models"
+    models.mkdir()
+    (models / "wanted.py").write_text("class A(object): ...\nclass ALarge(A): ...\nEntryClass = [ALarge, A]\n")
+    (models / "other.py").write_text("class B(object): ...\nraise SystemExit('imported')\n")
+    (models / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(served, "MODELS", "made_up_models")
+
+    def found(*names: str) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": names}))
+        return [one.__name__ for one in served.served(["launch", "--model-path", str(tmp_path), "--port", "1"])]
+
+    assert found("A") == ["A"] and found("Unknown") == [] == served.served(["launch"])
+
+
+def test_the_server_forks_with_garbage_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing, "set_start_method", lambda method, force: methods.append(method))
+    methods: list[str] = []
+    gc.disable()
+    try:
+        adaptations._fork_instead_of_spawn(adaptations)
+        multiprocessing.set_start_method("spawn", force=True)
+        assert methods == ["fork"] and gc.isenabled() and gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
+def test_the_server_ends_when_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    handler = type("SignalHandler", (), {"sigterm_handler": lambda *_: None})
+    adaptations.ADAPTATIONS["sglang.srt.managers.tokenizer_manager"](SimpleNamespace(SignalHandler=handler))
+    handler().sigterm_handler(signal.SIGTERM, None)  # type: ignore[attr-defined]
+    assert codes == [0]
 
 
 def test_tensors_that_the_engine_s_processes_send_each_other_arrive_as_they_are() -> None:

@@ -71,11 +71,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "files": (),
     "float32": (),
     "foreign": (),
+    "imports": (),
     "ports": (),
     "redaction": (),
     "user_functions": (),
     "launcher": (
-        *("terminal", "failure", "files", "packages", "ports", "redaction"),
+        *("terminal", "failure", "files", "imports", "packages", "ports", "redaction"),
         *("resilience.protocol", "resilience.rank", "resilience.preemption"),
     ),
 }

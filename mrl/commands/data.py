@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.commands import shared
+from mrl.imports import importing
 
 
 def add(commands: Any) -> None:
@@ -28,11 +29,13 @@ def run(args: argparse.Namespace) -> int:
     from mrl.config.problems import ConfigError
     from mrl.config.schema import Config
     from mrl.config.trainers.table import trainer_of
-    from mrl.data import DataError, TokenizerError
-    from mrl.data.preview import preview
     from mrl.preflight.finding import problems
-    from mrl.preflight.inputs import check_of_sampled
-    from mrl.preflight.look import OF_INPUTS, look
+
+    with importing():
+        from mrl.data import DataError, TokenizerError
+        from mrl.data.preview import preview
+        from mrl.preflight.inputs import check_of_sampled
+        from mrl.preflight.look import OF_INPUTS, look
 
     try:
         cfg = shared.load_to_read(args.config, args.overrides)

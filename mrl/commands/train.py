@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from mrl.commands import plan, shared, world
+from mrl.imports import importing
 from mrl.ports import is_a_rank, world_problem
 
 if TYPE_CHECKING:
@@ -72,9 +73,11 @@ def run(args: argparse.Namespace) -> int:
         return cfg
     if cfg.run.launcher != "mrl" or args.nodes > 1 or not args.is_program:
         return _lead(args, None)
-    from mrl.launcher import Nursery
+    from mrl.launcher import FOR_COPIES, Nursery
 
-    with Nursery() as nursery:  # imports while the rest is checked
+    os.environ |= FOR_COPIES | os.environ
+    _import_checks()
+    with Nursery() as nursery:  # with what has been imported here; goes on with the rest while this one looks
         return _lead(args, nursery)
 
 
@@ -98,6 +101,11 @@ def _load(args: argparse.Namespace, **machine: Any) -> AnyConfig | int:
             print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
     return cfg
+
+
+def _import_checks() -> None:
+    with importing():
+        import mrl.preflight.look  # noqa: F401
 
 
 def _lead(args: argparse.Namespace, nursery: Nursery | None) -> int:

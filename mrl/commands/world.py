@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl import failure
+from mrl.imports import importing
 
 if TYPE_CHECKING:
     from mrl.config.derived import Machine
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 def gpus() -> int:
     """GPUs that this process sees."""
-    from mrl.platform import gpu_count
+    with importing():
+        from mrl.platform import gpu_count
 
     return gpu_count()
 
@@ -126,7 +128,8 @@ def be_a_rank(cfg: AnyConfig) -> int:
         for name, value in summary(cfg, int(os.environ["WORLD_SIZE"])):
             print(f"{name:>8}  {value}")
     try:
-        train = trainer_of(cfg).load_main()
+        with importing():
+            train = trainer_of(cfg).load_main()
         preemption.close_first()
         train(cfg)
     except Exception as error:

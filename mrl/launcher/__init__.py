@@ -2,9 +2,10 @@
 lets none of them outlive it."""
 
 from mrl.launcher.elastic import Elastic, launch_elastic
+from mrl.launcher.environment import FOR_COPIES
 from mrl.launcher.logs import LaunchError
 from mrl.launcher.node import NodePlace, launch_node
 from mrl.launcher.nursery import Nursery
 from mrl.launcher.world import launch
 
-__all__ = ["Elastic", "LaunchError", "NodePlace", "Nursery", "launch", "launch_elastic", "launch_node"]
+__all__ = ["FOR_COPIES", "Elastic", "LaunchError", "NodePlace", "Nursery", "launch", "launch_elastic", "launch_node"]

@@ -1,14 +1,14 @@
 """A process that has imported what ranks need, and is copied for each: they start at once, and share its memory.
 
-It is a copy of this process, made while this one is young. A rank is a copy of it, becomes this process's child, and
-does what `python -m MODULE ...` would do in the environment and with the files that it is given, in a session of its
-own. Where that cannot be (no Linux, an import that fails, starts threads or opens a GPU) ranks are started as programs.
+It is a copy of this process, made when this one has imported what it needs itself, and opened nothing. A rank is a copy
+of it, becomes this process's child, and does what `python -m MODULE ...` would do in the environment and with the files
+that it is given, in a session of its own. Where that cannot be (no Linux, an import that fails, starts threads or opens
+a GPU) ranks are started as programs.
 """
 
 from __future__ import annotations
 
 import ctypes
-import gc
 import importlib
 import json
 import os
@@ -26,6 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NoReturn
 
+from mrl.imports import importing
+from mrl.launcher.environment import FOR_COPIES
 from mrl.launcher.signals import WARNINGS
 from mrl.resilience.rank import die_with_parent
 
@@ -82,7 +84,7 @@ class Nursery:
         """module: imported there, while this process goes on."""
         self._line: socket.socket | None = None
         self._is_ready = False
-        if sys.platform != "linux":
+        if sys.platform != "linux" or _cannot_be_copied():
             return
         ours, theirs = socket.socketpair()
         sys.stdout.flush()
@@ -161,12 +163,11 @@ def serve(line: socket.socket, module: str) -> Order:
         said = tempfile.TemporaryFile()
         for stream in (1, 2):
             os.dup2(said.fileno(), stream)
-        os.environ |= {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ}
+        os.environ |= FOR_COPIES | os.environ
         before = dict(os.environ)
-        importlib.import_module(module)
+        with importing():  # and else each copy would write to all the pages at its first collection
+            importlib.import_module(module)
         made = {name: value for name, value in os.environ.items() if before.get(name) != value}
-        gc.collect()
-        gc.freeze()  # else each copy would write to all the pages at its first collection
         if _cannot_be_copied():
             os._exit(1)
         line.sendall(_READY)

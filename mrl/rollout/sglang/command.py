@@ -24,6 +24,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 # as quantised checkpoints of the hub say it; mrl.weights.sync.quantized pushes weights of this form
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [ENGINE_BLOCK, ENGINE_BLOCK]}
 CONTEXT_KEPT = 6
+MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -169,6 +170,7 @@ def _cpu_env(tensor: int) -> dict[str, str]:
     env = {
         "PYTHONPATH": os.pathsep.join(paths),
         "SGLANG_USE_CPU_ENGINE": "1",
+        MODELS: os.environ.get(MODELS, "mrl_cpu_engine.model"),  # else all are imported, a sixth of the start
         "SGLANG_ENABLE_TORCH_INFERENCE_MODE": "true",  # else every call of torch minds gradients
         "SGLANG_EAGER_INPUT_NO_COPY": "true",  # into the places where a CUDA graph would look for a batch
         "OMP_NUM_THREADS": "1",  # more threads are slower on small models, and harmful on shared cores

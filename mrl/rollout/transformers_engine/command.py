@@ -17,8 +17,10 @@ def transformers_launch(spec: ServerSpec) -> Launch:
             f"rollout.tensor = {cfg.tensor}: the transformers engine runs on one device; set it to 1"
         )
     context = cfg.max_context_tokens or spec.arch.max_positions
-    command = [sys.executable, "-m", "mrl.rollout.transformers_engine.server", "--model-path", spec.model_path]
+    command = [sys.executable, "-m", "mrl.imports", "mrl.rollout.transformers_engine.server"]
     command += [
+        "--model-path",
+        spec.model_path,
         "--dtype",
         spec.dtype,
         "--host",

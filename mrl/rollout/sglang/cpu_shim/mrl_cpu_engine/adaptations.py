@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -34,9 +36,22 @@ def _no_garbage_collection_at_flush(module: ModuleType) -> None:
 
 def _fork_instead_of_spawn(module: ModuleType) -> None:
     """A spawned scheduler or detokenizer imports all of sglang again, two thirds of the server's start. Without CUDA
-    they can be forked from the process that has it imported, which serves nothing yet."""
-    set_start_method = multiprocessing.set_start_method
-    multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force)
+    they can be forked from the process that has it imported, which serves nothing yet: with garbage collected again,
+    which never goes over what was imported."""
+    stock = multiprocessing.set_start_method
+
+    def set_start_method(method: str | None, force: bool = False) -> None:
+        stock("fork", force)
+        gc.freeze()
+        gc.enable()
+
+    multiprocessing.set_start_method = set_start_method
+
+
+def _end_when_told(module: ModuleType) -> None:
+    """A server that is told to end looks for that every 5 seconds, then lets its processes give GPUs' memory back.
+    Here they hold none, and mrl's supervisor ends them."""
+    module.SignalHandler.sigterm_handler = lambda *_: os._exit(0)
 
 
 def _draw_in_one_pass(module: ModuleType) -> None:
@@ -118,6 +133,7 @@ ADAPTATIONS: dict[str, Callable[[Any], None]] = {
     "sglang.srt.lora.backend.torch_backend": _no_pinned_memory,
     "sglang.srt.lora.layers": _no_pinned_memory,
     "sglang.srt.managers.io_struct": pictures.send_arrays,
+    "sglang.srt.managers.tokenizer_manager": _end_when_told,
     "sglang.srt.mem_cache.pool_host.common": _no_host_registration,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _absorbed_latent_attention,
     "sglang.srt.multimodal.processors.qwen_vl": pictures.keep_templates,

@@ -1,0 +1,1 @@
+"""What sglang finds models in before it imports all that it has."""

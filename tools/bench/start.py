@@ -1,0 +1,115 @@
+"""How long `mrl train` takes from the command to the end of its first step, by the clock and in processor time.
+
+    python tools/bench/start.py [CONFIG] [--against TREE] [--rounds 5] [--engines sglang transformers]
+                                [--results tools/bench/results/start.json]
+
+A tiny policy, one rank and an engine that the run starts, unless CONFIG says otherwise; files are warm, since a first
+run is not counted. TREE: another checkout, measured in turn with this one, in this environment; what it lacks to run in
+that can lie in a folder that --against-path puts before it on PYTHONPATH. Processor time is that of all processes until
+the command has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from mrl.packages import commit  # noqa: E402
+from tests.tiny import make_tiny  # noqa: E402
+from tests.train_tools import write_config  # noqa: E402
+from tools.bench import record  # noqa: E402
+
+ENGINES = ("sglang", "transformers")
+RUN_TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Start:
+    """One: seconds to the end of step 1, and of processors until the command had ended."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", nargs="?", type=Path)
+    parser.add_argument("--against", type=Path, metavar="TREE")
+    parser.add_argument("--against-path", type=Path, metavar="FOLDER")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--results", type=Path, default=record.RESULTS / "start.json")
+    args = parser.parse_args()
+    paths = {"this": [ROOT]}
+    if args.against is not None:
+        paths["against"] = [*filter(None, [args.against_path]), args.against]
+    results: dict[str, object] = {"rounds": args.rounds, "load_before": os.getloadavg()}
+    if args.against is not None:
+        results["against"] = commit(args.against)
+    with tempfile.TemporaryDirectory() as name:
+        config = (args.config or _tiny(Path(name))).absolute()
+        for engine in args.engines:
+            found: dict[str, list[Start]] = {tree: [] for tree in paths}
+            for number in range(args.rounds + 1):
+                for tree, path in paths.items():
+                    one = start(config, Path(name), engine, path)
+                    found[tree] += [one] if number else []
+                    print(engine, tree, "warming up" if not number else number, one, flush=True)
+            results[engine] = {tree: summary(starts) for tree, starts in found.items()}
+    print(json.dumps(results, indent=1))
+    record.write(args.results, results)
+
+
+def start(config: Path, folder: Path, engine: str, path: list[Path]) -> Start:
+    """path: PYTHONPATH, with the tree that is measured."""
+    root = Path(tempfile.mkdtemp(dir=folder))
+    command = [sys.executable, "-m", "mrl", "train", str(config), "run.name=run", f"run.root={root}", "run.steps=1"]
+    paths = os.pathsep.join(str(one.absolute()) for one in path)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    began = time.time()
+    with (root / "terminal").open("wb") as out:
+        process = subprocess.Popen(
+            ["timeout", str(RUN_TIMEOUT_S), *command, f"rollout.engine={engine}"],
+            cwd=root,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+        _, status, used = os.wait4(process.pid, 0)
+    if status:
+        sys.exit(f"{' '.join(command)} failed:\n{(root / 'terminal').read_text()[-4000:]}")
+    row = json.loads((root / "run/metrics.jsonl").read_text().splitlines()[0])
+    return Start(round(row["unix_time"] - began, 2), round(used.ru_utime + used.ru_stime, 2))
+
+
+def summary(starts: list[Start]) -> dict[str, dict[str, float]]:
+    """wall_s, cpu_s -> min, median"""
+    columns = {"wall_s": [one.wall_s for one in starts], "cpu_s": [one.cpu_s for one in starts]}
+    return {
+        name: {"min": min(values), "median": round(statistics.median(values), 2)} for name, values in columns.items()
+    }
+
+
+def _tiny(folder: Path) -> Path:
+    file = write_config(folder, make_tiny(folder / "model", "llama"))
+    config = yaml.safe_load(file.read_text())
+    del config["run"]["trackers"]  # which older trees do not know
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+if __name__ == "__main__":
+    main()
