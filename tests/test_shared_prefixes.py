@@ -145,6 +145,22 @@ def test_attention_of_shared_tokens_is_that_of_all(rollout: Rollout, window: int
         torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("prompt", [5, 60])
+def test_what_is_not_finite_in_one_sequence_is_not_seen_in_others(prompt: int) -> None:
+    rollout = groups_of((prompt, [9, 7, 8]), (prompt, [4, 6]))
+    once = pack(rollout, range(5), 1, 0, 1, shares=True)
+    assert once.spread is not None
+    q, k, v = (
+        torch.randn(once.tokens.numel(), heads, 16, generator=torch.Generator().manual_seed(1)) for heads in (4, 2, 2)
+    )
+    v[once.spread[prompt : prompt + 9]] = torch.nan  # the first one's response
+    out = packed_attention(q, k, v, AttentionPlan.make(once.cu_seqlens, 1, 0, CPU, once.spread), 0.25)
+    of_first = torch.zeros(len(out), dtype=torch.bool)
+    of_first[once.spread[prompt - 1 : prompt + 9]] = True
+    assert torch.equal(of_first | out.isfinite().flatten(1).all(1), torch.ones(len(out), dtype=torch.bool))
+    assert not out[once.spread[prompt]].isfinite().all()
+
+
 class WholeSequences(torch.nn.Module):
     """Of transformer-engine's attention what is asked here: `thd` inputs, one sequence after the other."""
 

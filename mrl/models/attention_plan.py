@@ -125,14 +125,26 @@ class _PlanBuilder:
                 self._bucket(members, start[members], length[members], before[members])
 
     def add_sharing(self, start: Tensor, length: Tensor) -> None:
-        """Sequences, some of whose first tokens are others' too, which ask for them. These ask as well where that makes
-        fewer scores: kernels leave out half of a causal square, and nothing of a mask."""
+        """Sequences, some of whose first tokens are others' too. These tokens ask without what follows them in any one:
+        were that not finite, kernels would give them weights of 0 times it. In each sequence they ask again, for
+        nothing, where that makes fewer scores: kernels leave out half of a causal square, and nothing of a mask."""
         assert self.spread is not None
-        others = F.pad((~is_first(self.spread)).cumsum(0), (1, 0))[self.cu].diff()
+        shown = self._shown_to_others(start, length)
+        others = F.pad((~is_first(self.spread)).cumsum(0), (1, 0))[self.cu].diff().maximum(shown)
         few = 2 * (length - others) < length
         before = others * few
         for members in (~few, few):
             self.add(start=start + before, length=length - before, before=before, of=members.nonzero()[:, 0])
+        self.add(start=start, length=shown, before=torch.zeros_like(shown), of=shown.nonzero()[:, 0])
+
+    def _shown_to_others(self, start: Tensor, length: Tensor) -> Tensor:
+        """[S]: how many of each sequence's first tokens others have too that come after it; 0 if all of those are in a
+        sequence before it."""
+        assert self.spread is not None
+        sequence = torch.arange(len(start)).repeat_interleave(length)
+        shown = is_first(self.spread) & (self.spread.bincount()[self.spread] > 1)
+        count = torch.arange(len(sequence)) - start[sequence] + 1
+        return torch.zeros_like(length).scatter_reduce(0, sequence[shown], count[shown], "amax")
 
     def _bucket(self, sequence: Tensor, start: Tensor, length: Tensor, before: Tensor) -> None:
         offset = torch.arange(int(length.max()))
