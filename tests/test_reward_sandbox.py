@@ -229,7 +229,7 @@ def test_two_at_once_do_not_share_a_limit() -> None:
     """As root each caller's processes have a user of their own: here two callers are two processes."""
     code = (
         "from mrl.reward.sandbox import *; "
-        "print(run_python('import os, time; os.fork(); time.sleep(1); print(os.getuid())',"
+        "print(run_python('import os, time; child = os.fork(); time.sleep(1); print(os.getuid()); child and os.wait()',"
         " limits=Limits(processes=2)).stdout.split())"
     )
     both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
