@@ -36,9 +36,8 @@ class Unit:
         if self.lengths is None:
             return samples
         each = self._each(of)
-        starts, count = (each.cumsum(0) - each)[samples], each[samples]
-        before = count.cumsum(0) - count
-        return torch.arange(int(count.sum())) + (starts - before).repeat_interleave(count)
+        count = each[samples]
+        return torch.arange(int(count.sum())) + (starts(each)[samples] - starts(count)).repeat_interleave(count)
 
     def span(self, of: Any, samples: range) -> slice:
         """`places` of samples that follow each other."""
@@ -68,6 +67,11 @@ PerToken = Annotated[Tensor, TOKEN]
 PerResponseToken = Annotated[Tensor, RESPONSE_TOKEN]
 PerImage = Annotated[Tensor, IMAGE]
 PerSequence = Annotated[Tensor, SEQUENCE]
+
+
+def starts(counts: Tensor) -> Tensor:
+    """Where the items of each begin, that has so many of them, one after the other."""
+    return counts.cumsum(0) - counts
 
 
 def check(batch: object, of: object = None) -> None:

@@ -114,10 +114,6 @@ def test_what_saves_little_is_not_worth_it_and_what_is_cut_shares_nothing() -> N
     assert pack(few, [], 1, 0, 4, shares=True).tokens.tolist() == [[0, 0, 0, 0]]
 
 
-def attended(plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
-    return packed_attention(q, k, v, plan, 0.25, **more)
-
-
 @pytest.mark.parametrize("some_ask", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("rollout", SOME, ids=["groups", "system prompt", "two words", "turns", "turns of nothing"])

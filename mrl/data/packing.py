@@ -14,6 +14,7 @@ from mrl.data.errors import DataError
 from mrl.data.image_places import image_places
 from mrl.data.prefixes import common_prefixes
 from mrl.families import VisionArch
+from mrl.units import starts
 
 
 def sequence_align(cp: int) -> int:
@@ -63,7 +64,7 @@ def pack(
     if not 0 <= cp_rank < cp:
         raise ValueError(f"context-parallel rank {cp_rank} is not in 0..{cp - 1}")
     ids = torch.as_tensor(sample_ids, dtype=torch.int64)
-    seq_lens, start = rollout.seq_lens[ids], _starts(rollout.seq_lens)[ids]
+    seq_lens, start = rollout.seq_lens[ids], starts(rollout.seq_lens)[ids]
     if bool((empty := rollout.prompt_lens[ids] < 1).any()):
         raise ValueError(f"samples {ids[empty].tolist()} have an empty prompt; add a BOS token to the prompts")
     align = sequence_align(cp)
@@ -75,11 +76,9 @@ def pack(
         added = (padded, dummy), (common, 0), (seq_lens, 0), (start, 0), (ids, -1)
         padded, common, seq_lens, start, ids = (torch.cat([x, x.new_tensor([value])]) for x, value in added)
     sequence, offset = _local_positions(padded, cp, cp_rank)
-    spread = None
-    if bool(common.any()):
-        own = offset >= common[sequence]
-        spread = _owners(own, padded[sequence - 1])
-        sequence, offset = sequence[own], offset[own]
+    own = offset >= common[sequence]
+    spread = _owners(own, padded[sequence - 1]) if bool(common.any()) else None
+    sequence, offset = sequence[own], offset[own]
     source = start[sequence] + offset
     real = offset < seq_lens[sequence]
     tokens = rollout.tokens.new_zeros(offset.numel())
@@ -110,9 +109,9 @@ def _rows(rollout: Rollout, local: Tensor, sample: Tensor, offset: Tensor) -> tu
     if rollout.drawn is None:
         number = offset + 1 - rollout.prompt_lens[sample]
         predicts = number >= 0
-        dest = (_starts(rollout.response_lens)[sample] + number)[predicts]
+        dest = (starts(rollout.response_lens)[sample] + number)[predicts]
     else:
-        source = _starts(rollout.seq_lens)[sample] + offset
+        source = starts(rollout.seq_lens)[sample] + offset
         predicts = rollout.drawn[source + 1]
         dest = rollout.drawn.cumsum(0)[source[predicts]]
     rows = local[predicts]
@@ -128,7 +127,7 @@ def _with_images(
     """part: the samples of the batch. sequence, offset: as `_local_positions` gives them."""
     places = image_places(part, vision)
     real = offset < plain.seq_lens[sequence]
-    source = (_starts(plain.seq_lens)[sequence] + offset)[real]
+    source = (starts(plain.seq_lens)[sequence] + offset)[real]
     position_ids, feature = offset.new_zeros(3, offset.numel()), torch.full_like(offset, -1)
     position_ids[:, real], feature[real] = places.position_ids[:, source], places.feature[source]
     at = (feature >= 0).nonzero()[:, 0]
@@ -144,15 +143,11 @@ def _owners(own: Tensor, back: Tensor) -> Tensor:
     return (own.cumsum(0) - 1)[found]
 
 
-def _starts(lens: Tensor) -> Tensor:
-    return lens.cumsum(0) - lens
-
-
 def _local_positions(padded: Tensor, cp: int, cp_rank: int) -> tuple[Tensor, Tensor]:
     """(sequence [t], offset in the uncut padded sequence [t]) of every token this rank holds."""
     local = padded // cp
     sequence = torch.repeat_interleave(torch.arange(padded.numel()), local)
-    offset = torch.arange(int(local.sum())) - _starts(local)[sequence]
+    offset = torch.arange(int(local.sum())) - starts(local)[sequence]
     if cp == 1:
         return sequence, offset
     half = (local // 2)[sequence]

@@ -23,6 +23,7 @@ from mrl.kernels.linear_logprob import Slopes
 from mrl.learner.terms import Loss, Together
 from mrl.models.batch import NOTHING, Extras
 from mrl.parallel import Mesh
+from mrl.units import starts
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,10 @@ class Split:
         tokens, costs = self._padded(lens), costs_of(forward, lens, rollout.response_lens[ids])
         common = common_prefixes(rollout, ids) if shares else torch.zeros_like(lens)
         saved, best = costs_of(forward, common, torch.zeros_like(common)), None
-        for way in self._ways(sizes, tokens, common, ahead_of_outputs(rollout)[ids]):
+        for way in self._ways(rollout, ids, sizes, tokens, common):
             own = costs - saved
-            own[_starts(way)] = costs[_starts(way)]
+            first = starts(way)
+            own[first] = costs[first]
             prices = _sums(own, way)
             plan = plan_micro_batches(
                 _sums(tokens, way),
@@ -111,13 +113,16 @@ class Split:
         assert best is not None
         return _groups(ids, best[1]), best[2]
 
-    def _ways(self, sizes: Tensor, tokens: Tensor, common: Tensor, ahead: Tensor) -> Iterator[Tensor]:
+    def _ways(
+        self, rollout: Rollout, ids: list[int], sizes: Tensor, tokens: Tensor, common: Tensor
+    ) -> Iterator[Tensor]:
         """Sizes of groups: `sizes`, but before these, where samples may go where they like, larger ones of samples that
         begin alike and fit into a micro-batch.
 
-        tokens, common, ahead: of each sample its tokens, `common_prefixes` and `ahead_of_outputs`
+        tokens, common: of each sample its tokens and `common_prefixes`
         """
         if len(sizes) == len(common) and bool(common.any()):
+            ahead = ahead_of_outputs(rollout, torch.tensor(ids))
             begins = F.pad(((common == 0) | (2 * common < ahead))[1:], (1, 0), value=True).nonzero()[:, 0]
             families = begins.diff(append=begins.new_tensor([len(common)]))
             of = torch.repeat_interleave(torch.arange(len(families)), families)
@@ -147,10 +152,6 @@ def _shown(rollout: Rollout, sample_ids: Sequence[int], together: Together) -> t
 def _sizes(samples: int, together: Together) -> Tensor:
     """[groups] int64: how many samples each has."""
     return torch.tensor([together] * (samples // together) if isinstance(together, int) else together).long()
-
-
-def _starts(sizes: Tensor) -> Tensor:
-    return sizes.cumsum(0) - sizes
 
 
 def _sums(of_samples: Tensor, sizes: Tensor) -> Tensor:

@@ -91,23 +91,23 @@ class AttentionPlan:
         `mrl.core.PackedBatch`."""
         cu = cu_seqlens.to("cpu", torch.int64)
         cu = cu[torch.cat([cu.diff() > 0, torch.ones(1, dtype=torch.bool)])]
-        builder, start, length = _PlanBuilder(cu, cp, spread), cu[:-1], cu.diff()
+        builder, start, length = _PlanBuilder(cu, cp), cu[:-1], cu.diff()
         if spread is not None:
-            builder.add_sharing(start, length)
+            builder.add_sharing(start, length, spread)
         elif cp == 1:
             builder.add(start=start, length=length, before=torch.zeros_like(length))
         else:
             chunk, local = length // (2 * cp), start // cp
             builder.add(start=local, length=chunk, before=cp_rank * chunk)
             builder.add(start=local + chunk, length=chunk, before=(2 * cp - 1 - cp_rank) * chunk)
-        return builder.plan(device)
+        return builder.plan(device, spread)
 
 
 class _PlanBuilder:
     """Numbers tokens as if every sequence had all of its own, until the plan is made."""
 
-    def __init__(self, cu: Tensor, cp: int, spread: Tensor | None) -> None:
-        self.cu, self.cp, self.spread, self.tokens = cu, cp, spread, int(cu[-1]) // cp
+    def __init__(self, cu: Tensor, cp: int) -> None:
+        self.cu, self.cp, self.tokens = cu, cp, int(cu[-1]) // cp
         self.buckets: list[Bucket] = []
         self.query_index: list[Tensor] = []
         self.key_index: list[Tensor] = []
@@ -124,27 +124,20 @@ class _PlanBuilder:
                 members = of[group[similar]]
                 self._bucket(members, start[members], length[members], before[members])
 
-    def add_sharing(self, start: Tensor, length: Tensor) -> None:
+    def add_sharing(self, start: Tensor, length: Tensor, spread: Tensor) -> None:
         """Sequences, some of whose first tokens are others' too. These tokens ask without what follows them in any one:
         were that not finite, kernels would give them weights of 0 times it. In each sequence they ask again, for
         nothing, where that makes fewer scores: kernels leave out half of a causal square, and nothing of a mask."""
-        assert self.spread is not None
-        shown = self._shown_to_others(start, length)
-        others = F.pad((~is_first(self.spread)).cumsum(0), (1, 0))[self.cu].diff().maximum(shown)
-        few = 2 * (length - others) < length
-        before = others * few
+        sequence, first = torch.arange(len(start)).repeat_interleave(length), is_first(spread)
+        to_others = first & (spread.bincount()[spread] > 1)
+        count = torch.arange(len(sequence)) - start[sequence] + 1
+        shown = torch.zeros_like(length).scatter_reduce(0, sequence[to_others], count[to_others], "amax")
+        common = F.pad((~first).cumsum(0), (1, 0))[self.cu].diff().maximum(shown)
+        few = 2 * (length - common) < length
+        before = common * few
         for members in (~few, few):
             self.add(start=start + before, length=length - before, before=before, of=members.nonzero()[:, 0])
         self.add(start=start, length=shown, before=torch.zeros_like(shown), of=shown.nonzero()[:, 0])
-
-    def _shown_to_others(self, start: Tensor, length: Tensor) -> Tensor:
-        """[S]: how many of each sequence's first tokens others have too that come after it; 0 if all of those are in a
-        sequence before it."""
-        assert self.spread is not None
-        sequence = torch.arange(len(start)).repeat_interleave(length)
-        shown = is_first(self.spread) & (self.spread.bincount()[self.spread] > 1)
-        count = torch.arange(len(sequence)) - start[sequence] + 1
-        return torch.zeros_like(length).scatter_reduce(0, sequence[shown], count[shown], "amax")
 
     def _bucket(self, sequence: Tensor, start: Tensor, length: Tensor, before: Tensor) -> None:
         offset = torch.arange(int(length.max()))
@@ -172,19 +165,20 @@ class _PlanBuilder:
         owner = torch.where(second, 2 * self.cp - 1 - part, part)
         return owner * self.tokens + start // self.cp + second * chunk + position % chunk
 
-    def plan(self, device: torch.device) -> AttentionPlan:
+    def plan(self, device: torch.device, spread: Tensor | None) -> AttentionPlan:
         query, slot, key = torch.cat(self.query_index), self.query_slot, torch.cat(self.key_index)
-        back = [slot] if self.cp == 1 else []
         in_place = self.cp == 1 and self.slots == self.tokens and bool((slot.diff() == 1).all())
-        if self.spread is not None:
-            query, slot, key = self.spread[query], slot[is_first(self.spread)], self.spread[key]
-            back, in_place = [*slots_of(key)], False
+        back: tuple[Tensor, ...] = ()
+        if spread is not None:
+            query, slot, key, in_place = spread[query], slot[is_first(spread)], spread[key], False
+            back = slots_of(key)
         masked = [i for i, bucket in enumerate(self.buckets) if bucket.before.any()]
-        needed = [query, slot, key, *(self.last_key[i] for i in masked), *back]
+        needed = [query, slot, key, *back, *(self.last_key[i] for i in masked)]
         query, slot, key, *rest = platform.to_device(needed, device)
-        for i, last in zip(masked, rest, strict=False):
+        back, last_key = tuple(rest[: len(back)]), rest[len(back) :]
+        for i, last in zip(masked, last_key, strict=True):
             self.buckets[i] = replace(self.buckets[i], mask=_up_to(last, self.buckets[i].keys[1]))
-        key_slot, key_begin, *_ = *rest[len(masked) :], None, None
+        key_slot, key_begin = back or (slot if self.cp == 1 else None, None)
         return AttentionPlan(
             buckets=tuple(self.buckets),
             query_index=query,

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl import platform
+from mrl.units import starts
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,7 @@ class SharedTokens:
 
 def slots_of(index: Tensor) -> tuple[Tensor, Tensor]:
     """(slots of the tokens that `index` names, one token after the other, and where each one's begin)."""
-    counts = index.bincount()
-    return index.argsort(stable=True), counts.cumsum(0) - counts
+    return index.argsort(stable=True), starts(index.bincount())
 
 
 def is_first(spread: Tensor) -> Tensor:
