@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mrl.config.schema import RolloutConfig
 from mrl.imports import importing
-from mrl.rollout import Engine, process, start_engine
-from tests import engine_copies
+from mrl.rollout import Engine, start_engine
+from tests import engine_nurseries
 from tests.tiny import make_tiny
 
 TinyModels = Callable[..., Path]
@@ -33,7 +31,7 @@ LONG = (  # these files first, so that of several workers none ends alone with o
 def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and what they start inherits that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    vars(process)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": engine_copies.start})
+    engine_nurseries.start()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -73,6 +73,7 @@ class Train:
 
     def __init__(self, folder: Path, *arguments: str | Path, copied: bool = True, **environment: str) -> None:
         mark = uuid.uuid4().hex
+        self._folder = folder.absolute()
         self._mark = f"{zygote.MARK}={mark}"
         self._file = folder / f"terminal_{uuid.uuid4().hex[:6]}"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), zygote.MARK: mark, **environment}
@@ -123,12 +124,17 @@ class Train:
         """Command lines of the run's processes that are there now: its children, theirs, and whoever has its mark."""
         table = _process_table()
         found = {self._process.pid} | {pid for pid in table if self._mark in _read(pid, "environ")}
+        found |= {pid for pid in table if self._is_engine(_output(pid))}
         grown = True
         while grown:
             more = {pid for pid, parent in table.items() if parent in found} - found
             found, grown = found | more, bool(more)
         self._seen |= found
         return {pid: _read(pid, "cmdline").replace("\0", " ") for pid in found}
+
+    def _is_engine(self, output: Path) -> bool:
+        """An engine may be another process's child. Those that tests start write elsewhere."""
+        return output.parent.name == "logs" and self._folder in output.parents
 
     def pid_of(self, *parts: str) -> int:
         """The one process whose command line has all of `parts` (and is not the engine's supervisor)."""
@@ -164,6 +170,14 @@ def _process_table() -> dict[int, int]:
             if state not in ("Z", "X"):
                 table[int(folder.name)] = int(parent)
     return table
+
+
+def _output(pid: int) -> Path:
+    """Where its stdout goes."""
+    try:
+        return Path(f"/proc/{pid}/fd/1").readlink()
+    except OSError:  # it has ended, or is another user's
+        return Path("/")
 
 
 def _read(pid: int, name: str) -> str:

@@ -17,7 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mrl.launcher.nursery import Nursery, Order, live, serve
+from mrl.copies import Order, live
+from mrl.launcher.nursery import Nursery, serve
 
 ROOT = Path(__file__).parent.parent
 MARK = "MRL_TEST_RUN"  # in the environment of a program and of all that it starts: 32 characters

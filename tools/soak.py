@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import random
@@ -117,22 +118,24 @@ def disturb(args: argparse.Namespace, config: Path) -> collections.Counter[str]:
     return done
 
 
+def is_engine(process: psutil.Process, logs: Path) -> bool:
+    """Of the run, by the log that it writes to; its supervisor is none."""
+    with contextlib.suppress(psutil.Error, OSError):
+        output = Path(f"/proc/{process.pid}/fd/1").readlink()
+        return output == (logs / "engine_0.log").absolute() and "supervisor.py" not in " ".join(process.cmdline())
+    return False
+
+
 def hit(logs: Path, name: str, draw: random.Random) -> bool:
     """Whether there was somebody to hit."""
     places = read_places(logs, RANKS)
     try:
         if name == "engine killed":
-            engines = [
-                child
-                for place in places
-                for child in psutil.Process(place.pid).children(recursive=True)
-                if "mrl.rollout.transformers_engine.server" in child.cmdline() and "-I" not in child.cmdline()
-            ]
-            engines[0].kill()
+            next(filter(lambda one: is_engine(one, logs), psutil.process_iter())).kill()
         else:
             victim = draw.choice(places).pid
             os.kill(victim, signal.SIGKILL if name == "rank killed" else signal.SIGSTOP)
-    except (IndexError, ProcessLookupError, psutil.NoSuchProcess):
+    except (IndexError, StopIteration, ProcessLookupError, psutil.NoSuchProcess):
         return False
     return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -71,14 +72,18 @@ def run(args: argparse.Namespace) -> int:
     cfg = _load(args, planned=world.of_nodes(args.nodes))
     if isinstance(cfg, int):
         return cfg
-    if cfg.run.launcher != "mrl" or args.nodes > 1 or not args.is_program:
+    if not args.is_program:
         return _lead(args, None)
     from mrl.launcher import FOR_COPIES, Nursery
 
-    os.environ |= FOR_COPIES | os.environ
+    for name, value in FOR_COPIES.items():
+        os.environ.setdefault(name, value)
     _import_checks()
-    with Nursery() as nursery:  # with what has been imported here; goes on with the rest while this one looks
-        return _lead(args, nursery)
+    with _engine_nursery(cfg):  # with what has been imported here; both go on with the rest while this one looks
+        if cfg.run.launcher != "mrl" or args.nodes > 1:
+            return _lead(args, None)
+        with Nursery() as nursery:
+            return _lead(args, nursery)
 
 
 def _wrong(args: argparse.Namespace) -> str | None:
@@ -106,6 +111,22 @@ def _load(args: argparse.Namespace, **machine: Any) -> AnyConfig | int:
 def _import_checks() -> None:
     with importing():
         import mrl.preflight.look  # noqa: F401
+
+
+def _engine_nursery(cfg: AnyConfig) -> contextlib.AbstractContextManager[object]:
+    """Where this machine starts engines, on a CPU."""
+    from mrl.config.engines import ENGINES
+    from mrl.config.schema import RLConfig
+
+    if not isinstance(cfg, RLConfig) or cfg.rollout.urls or cfg.placement.is_apart:
+        return contextlib.nullcontext()
+    from mrl.platform import is_built_for_gpus
+    from mrl.rollout import nursery
+
+    kind = ENGINES[cfg.rollout.engine]
+    if kind.cpu_imports is None or is_built_for_gpus() or nursery.is_there(cfg.rollout.engine):
+        return contextlib.nullcontext()
+    return nursery.EngineNursery(cfg.rollout.engine, kind.cpu_imports)
 
 
 def _lead(args: argparse.Namespace, nursery: Nursery | None) -> int:

@@ -18,6 +18,7 @@ class EngineKind:
     is_plain: its weights reach it as CPU tensors or files, neither in GPU memory nor by a process group
     pauses: it can stop in the middle of its requests, and go on with them by other weights
     returns_experts: it can say which experts each token went to
+    cpu_imports: the module that has its imports, where it can be a copy of a process on a CPU (mrl.rollout.nursery)
     """
 
     launch: str
@@ -25,14 +26,22 @@ class EngineKind:
     is_plain: bool = True
     pauses: bool = False
     returns_experts: bool = False
+    cpu_imports: str | None = None
 
 
 ENGINES = {
-    "sglang": EngineKind("mrl.rollout.sglang.command:sglang_launch", is_plain=False, pauses=True, returns_experts=True),
+    "sglang": EngineKind(
+        "mrl.rollout.sglang.command:sglang_launch",
+        is_plain=False,
+        pauses=True,
+        returns_experts=True,
+        cpu_imports="mrl.rollout.sglang.cpu_imports",
+    ),
     "transformers": EngineKind(
         "mrl.rollout.transformers_engine.command:transformers_launch",
         ignores=("tensor", "memory_fraction", "quantization", "server_args"),
         returns_experts=True,
+        cpu_imports="mrl.rollout.transformers_engine.cpu_imports",
     ),
 }
 

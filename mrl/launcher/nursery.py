@@ -10,71 +10,47 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import json
 import os
-import runpy
 import select
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from types import TracebackType
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
+from mrl.copies import (
+    BIRTH_S,
+    Order,
+    Process,
+    cannot_be_copied,
+    die_with_parent,
+    live,
+    packed,
+    read_number,
+    speak_through,
+)
 from mrl.imports import importing
 from mrl.launcher.environment import FOR_COPIES
-from mrl.launcher.signals import WARNINGS
-from mrl.resilience.rank import die_with_parent
 
 IMPORTS_S = 600.0  # if they take longer, ranks are started as programs
 
 _ADOPT_ORPHANS = 36  # of prctl
-_OPENED_BY_CUDA = ("/dev/nvidia-uvm", "/dev/dxg")
-_NUMBER = 8  # bytes
-BIRTH_S = 60.0  # for a copy: a moment, on a machine that is not out of memory
 _READY = b"!"
 
 
-class Child:
-    """A process that a nursery has made, as far as `subprocess.Popen` is asked for one."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
+class Child(Process):
+    """A process that a nursery has made."""
 
     def poll(self) -> int | None:
-        """Its exit code, or minus the signal that killed it; None while it runs."""
-        return self._reap(os.WNOHANG)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """As `poll`, once it has ended. Raises subprocess.TimeoutExpired after `timeout` seconds."""
-        end = None if timeout is None else time.monotonic() + timeout
-        while (code := self._reap(0 if end is None else os.WNOHANG)) is None:
-            if timeout is not None and end is not None and time.monotonic() >= end:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-            time.sleep(0.01)
-        return code
-
-    def _reap(self, options: int) -> int | None:
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, options)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
-
-
-@dataclass(frozen=True)
-class Order:
-    """A process that is wanted. arguments: what follows `python -m`. folder: where it works."""
-
-    arguments: Sequence[str]
-    env: Mapping[str, str]
-    folder: str
 
 
 class Nursery:
@@ -84,7 +60,7 @@ class Nursery:
         """module: imported there, while this process goes on."""
         self._line: socket.socket | None = None
         self._is_ready = False
-        if sys.platform != "linux" or _cannot_be_copied():
+        if sys.platform != "linux" or cannot_be_copied():
             return
         ours, theirs = socket.socketpair()
         sys.stdout.flush()
@@ -134,24 +110,22 @@ class Nursery:
             self.close()
         if self._line is None:
             return None
-        text = json.dumps(asdict(order)).encode()
         _adopt_orphans(True)
         self._line.settimeout(BIRTH_S)
         try:
-            socket.send_fds(self._line, [len(text).to_bytes(_NUMBER, "big")], files)
-            self._line.sendall(text)
-            answer = _read(self._line, _NUMBER)
+            order.send(self._line, files)
+            pid = read_number(self._line)
         except TimeoutError:  # not to be started otherwise: it may still come
             self.close()
             raise TimeoutError(f"the process that ranks are copied from made none within {BIRTH_S:g} s") from None
         except OSError:
-            answer = b""
+            pid = None
         finally:
             _adopt_orphans(False)
-        if not answer:
+        if pid is None:
             self.close()
             return None
-        return Child(int.from_bytes(answer, "big"))
+        return Child(pid)
 
 
 def serve(line: socket.socket, module: str) -> Order:
@@ -168,33 +142,23 @@ def serve(line: socket.socket, module: str) -> Order:
         with importing():  # and else each copy would write to all the pages at its first collection
             importlib.import_module(module)
         made = {name: value for name, value in os.environ.items() if before.get(name) != value}
-        if _cannot_be_copied():
+        if cannot_be_copied():
             os._exit(1)
         line.sendall(_READY)
-        while received := _receive(line):
+        while received := Order.receive(line):
             order, files = received
             if (pid := _bear(parent)) == 0:
                 line.close()
-                _speak_through(files, said if order.env.get("RANK") == "0" else None)
+                speak_through(files)
+                if order.env.get("RANK") == "0":
+                    _pass_on(said)
                 return replace(order, env={**order.env, **made})  # as the imports would have set it there
             for file in files:
                 os.close(file)
-            line.sendall(pid.to_bytes(_NUMBER, "big"))
+            line.sendall(packed(pid))
     except BaseException:  # ranks meet the same when they are started as programs, and say it
         os._exit(1)
     os._exit(0)
-
-
-def _cannot_be_copied() -> bool:
-    """There are threads, which a copy would lack, or CUDA, which does not work in a copy."""
-    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return len(os.listdir("/proc/self/task")) > 1 or any(link.startswith(_OPENED_BY_CUDA) for link in links)
-
-
-def _receive(line: socket.socket) -> tuple[Order, list[int]] | None:
-    """None at the end."""
-    size, files, _, _ = socket.recv_fds(line, _NUMBER, 3)
-    return (Order(**json.loads(_read(line, int.from_bytes(size, "big")))), files) if size else None
 
 
 def _bear(parent: int) -> int:
@@ -206,7 +170,7 @@ def _bear(parent: int) -> int:
         if os.fork():
             os._exit(0)
         os.setsid()
-        os.write(writing, os.getpid().to_bytes(_NUMBER, "big"))
+        os.write(writing, packed(os.getpid()))
         os.close(reading)
         os.close(writing)
         while os.getppid() == between:
@@ -216,7 +180,7 @@ def _bear(parent: int) -> int:
             os._exit(1)
         return 0
     os.close(writing)
-    pid = os.read(reading, _NUMBER)
+    pid = os.read(reading, len(packed(0)))
     os.close(reading)
     os.waitpid(between, 0)
     if not pid:
@@ -224,44 +188,10 @@ def _bear(parent: int) -> int:
     return int.from_bytes(pid, "big")
 
 
-def _speak_through(files: Sequence[int], said: BinaryIO | None) -> None:
-    """said: what the imports had to say is passed on."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-        os.close(file)
-    if said is not None:
-        said.seek(0)
-        os.write(2, said.read())
-
-
-def live(order: Order) -> NoReturn:
-    """`python -m` in a process that has begun as another one. Ends by SystemExit."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in WARNINGS:
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    os.environ.clear()
-    os.environ.update(order.env)
-    os.chdir(order.folder)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    module, *arguments = order.arguments
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    sys.exit(0)
-
-
-def _read(line: socket.socket, size: int) -> bytes:
-    """Empty if the other side has ended before."""
-    read = b""
-    while len(read) < size:
-        piece = line.recv(size - len(read))
-        if not piece:
-            return b""
-        read += piece
-    return read
+def _pass_on(said: BinaryIO) -> None:
+    """What the imports had to say."""
+    said.seek(0)
+    os.write(2, said.read())
 
 
 def _adopt_orphans(wanted: bool) -> None:

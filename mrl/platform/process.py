@@ -162,6 +162,11 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def is_built_for_gpus() -> bool:
+    """Could this torch use a GPU, if there were one? Looks at none."""
+    return torch.backends.cuda.is_built()
+
+
 def gpu_names() -> list[str]:
     """Of each GPU that this process may use, by index."""
     return [torch.cuda.get_device_name(index) for index in range(gpu_count())]

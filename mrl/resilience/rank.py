@@ -4,16 +4,12 @@ launcher's ranks does: its log, its failure file, and its end with whoever start
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
-import sys
 from pathlib import Path
 
 from mrl import failure
+from mrl.copies import die_with_parent
 from mrl.resilience.protocol import FOLDER_VARIABLE, LOG_DIR_VARIABLE, Place, started_by_torchelastic
-
-SET_DEATH_SIGNAL = 1
 
 
 def log_dir() -> Path | None:
@@ -50,9 +46,3 @@ def adopt() -> None:
     failure_file.unlink(missing_ok=True)
     os.environ[failure.FILE_VARIABLE] = str(failure_file)
     Place.mine("setup").write(directory)
-
-
-def die_with_parent() -> None:
-    """The kernel is to kill this process when its parent dies, however that dies (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)

@@ -116,10 +116,12 @@ class ServerSpec:
 
 @dataclass(frozen=True)
 class Launch:
-    """How an engine is started. env: all of its environment, which may hold its key."""
+    """How an engine is started. env: all of its environment, which may hold its key. kind: of the nursery that it may
+    be a copy from."""
 
     command: list[str]
     env: dict[str, str] = field(repr=False)
+    kind: str | None = None
 
 
 def launcher(engine: str) -> Callable[[ServerSpec], Launch]:

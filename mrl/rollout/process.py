@@ -17,6 +17,7 @@ from typing import BinaryIO, Protocol
 
 from mrl.files import lock
 from mrl.ports import HERE
+from mrl.rollout import nursery
 from mrl.rollout.access import OPEN, Access
 from mrl.rollout.client import EngineClient
 from mrl.rollout.errors import EngineStartError, PortTaken
@@ -59,7 +60,7 @@ class EngineProcess:
     """One engine server on this machine, in a process group of its own. Constructing it starts it and returns at once.
 
     Its whole tree ends with `close`, with this process's normal exit, and within a second of this process's death by
-    any signal (see supervisor.py).
+    any signal (see supervisor.py). It is a copy of a nursery, where there is one.
 
     launch: asked at every start, with a new folder that is this account's alone: the engine's temporary files go there,
     and it ends with the engine
@@ -86,23 +87,29 @@ class EngineProcess:
         with self.log.open("ab") as out:
             self._hold(out)
             self._folder = Path(tempfile.mkdtemp(prefix="mrl-engine-"))
-            supervisor = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(GRACE_S)]
             try:
-                launch = self._launch(self._folder)
-                self._process = subprocess.Popen(
-                    [*supervisor, str(self._folder), *launch.command],
-                    env=launch.env | {"TMPDIR": str(self._folder)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+                self._process = self._supervised(self._launch(self._folder), out.fileno())
             except BaseException:
                 shutil.rmtree(self._folder)
                 raise
         self._started = time.monotonic()
         self._lines_when_ready: int | None = None
         atexit.register(self.close)
+
+    def _supervised(self, launch: Launch, out: int) -> subprocess.Popen[bytes] | nursery.Copy:
+        env = launch.env | {"TMPDIR": str(self._folder)}
+        made = nursery.copy(launch.kind, launch.command, env, GRACE_S, self._folder, out)
+        if made is not None:
+            return made
+        own = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(GRACE_S), str(self._folder)]
+        return subprocess.Popen(
+            [*own, *launch.command],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def _hold(self, log: BinaryIO) -> None:
         """Locks the log, through the handle that the engine's whole tree inherits: none of a former engine's processes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -174,7 +174,8 @@ def _start(spec: partial[ServerSpec], port: int, name: str, log: Path, access: A
 
     def launch(folder: Path) -> Launch:
         made = spec(folder=folder, api_key=access.api_key)
-        return launcher(made.cfg.engine)(made)
+        found = launcher(made.cfg.engine)(made)
+        return found if made.gpu else replace(found, kind=made.cfg.engine)
 
     part: Part | None = spec.keywords["part"]
     kind = EnginePart if part is not None and part.number else EngineProcess

@@ -1,4 +1,5 @@
-"""Runs one engine and makes sure that nothing of it is left. Started by path as a process of its own; stdlib only.
+"""Runs one engine and makes sure that nothing of it is left. Started by path as a process of its own, or in a copy of
+one that has imported what the engine does (nursery.py); stdlib only.
 
     python supervisor.py PARENT_PID GRACE_S FOLDER COMMAND...
 
@@ -19,6 +20,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from typing import Protocol
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -31,7 +34,15 @@ TRACKER_S = 1.0  # Python's tracker of semaphores, which removes them when all o
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _in_child() -> None:
+class Started(Protocol):
+    """An engine's main process."""
+
+    @property
+    def pid(self) -> int: ...
+
+
+def in_child() -> None:
+    """What that does before it is the engine."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should the supervisor itself be killed
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
 
@@ -85,7 +96,9 @@ def _kill_all(main_pid: int) -> None:
         _reap(main_pid)
 
 
-def _wait(main_pid: int, parent: int, deadline: float | None, shared: set[str]) -> tuple[int | None, bool]:
+def _wait(
+    main_pid: int, is_left: Callable[[], bool], deadline: float | None, shared: set[str]
+) -> tuple[int | None, bool]:
     """(exit code of the engine or None, whether we were told or have reason to stop it). Fills in `shared`."""
     look = time.monotonic() + SHARED_S
     while deadline is None or time.monotonic() < deadline:
@@ -97,25 +110,35 @@ def _wait(main_pid: int, parent: int, deadline: float | None, shared: set[str]) 
         if code is not None:
             return code, False
         told = caught is not None and caught.si_signo in (signal.SIGTERM, signal.SIGINT)
-        if deadline is None and (told or os.getppid() != parent):
+        if deadline is None and (told or is_left()):
             return None, True
     return None, True
 
 
 def main(argv: list[str]) -> int:
     parent, grace_s, folder, command = int(argv[1]), float(argv[2]), argv[3], argv[4:]
+    return supervise(
+        lambda: subprocess.Popen(command, start_new_session=True, preexec_fn=in_child),
+        lambda: os.getppid() != parent,
+        grace_s,
+        folder,
+    )
+
+
+def supervise(start: Callable[[], Started], is_left: Callable[[], bool], grace_s: float, folder: str) -> int:
+    """Exit code of the engine that `start` starts, unless nobody wants it: is_left tells whether its owner is gone."""
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-    if os.getppid() != parent:
+    if is_left():
         return 1
-    engine = subprocess.Popen(command, start_new_session=True, preexec_fn=_in_child)
+    engine = start()
     shared: set[str] = set()
-    code, stop = _wait(engine.pid, parent, None, shared)
+    code, stop = _wait(engine.pid, is_left, None, shared)
     shared.update(_shared_files())
     if stop:
         with contextlib.suppress(ProcessLookupError):
             os.kill(engine.pid, signal.SIGTERM)
-        code, _ = _wait(engine.pid, parent, time.monotonic() + grace_s, shared)
+        code, _ = _wait(engine.pid, is_left, time.monotonic() + grace_s, shared)
     _kill_all(engine.pid)
     for file in shared:
         with contextlib.suppress(OSError):

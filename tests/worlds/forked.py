@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import mrl.preload  # noqa: F401
+from mrl.copies import die_with_parent
 from mrl.ports import free_port
-from mrl.resilience.rank import die_with_parent
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ def sglang_launch(spec: ServerSpec) -> Launch:
         raise EngineUnavailable(problem)
     arguments = _common(spec) + (_gpu(spec) if spec.gpu else _cpu(spec))
     env = _without_crash_dumps(spec.environment())
-    env = _gpu_env(spec, env) if spec.gpu else env | _cpu_env(spec.cfg.tensor)
+    env = _gpu_env(spec, env) if spec.gpu else env | cpu_environment(spec.cfg.tensor)
     if spec.arch.vision is not None:  # else a picture's features outlive the weights that made them, and /flush_cache
         env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     if spec.part is None:
@@ -165,7 +165,8 @@ def _cpu_cache_tokens(spec: ServerSpec, running: int) -> int:
     return int(max(context, min(running * context, CPU_KV_CACHE_BYTES // bytes_a_token)))
 
 
-def _cpu_env(tensor: int) -> dict[str, str]:
+def cpu_environment(tensor: int) -> dict[str, str]:
+    """What its CPU form finds beside the environment of `ServerSpec`."""
     paths = [str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {
         "PYTHONPATH": os.pathsep.join(paths),

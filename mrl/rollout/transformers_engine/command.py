@@ -8,6 +8,8 @@ from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import Launch, ServerSpec
 from mrl.rollout.serving import KEY_VARIABLE
 
+ON_A_CPU = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+
 
 def transformers_launch(spec: ServerSpec) -> Launch:
     """The key is in its environment, which its own account alone can read."""
@@ -33,7 +35,7 @@ def transformers_launch(spec: ServerSpec) -> Launch:
     command += ["--max-running-requests", str(cfg.max_running_requests or 256)]
     command += ["--context-length", str(context)]
     env = spec.environment()
-    env["OMP_NUM_THREADS"] = "1" if not spec.gpu else env.get("OMP_NUM_THREADS", "4")
+    env = {"OMP_NUM_THREADS": "4"} | env if spec.gpu else env | ON_A_CPU
     if spec.api_key is not None:
         env[KEY_VARIABLE] = spec.api_key
     return Launch([*command, *cfg.server_args], env)
