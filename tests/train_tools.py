@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -124,17 +125,20 @@ class Train:
         """Command lines of the run's processes that are there now: its children, theirs, and whoever has its mark."""
         table = _process_table()
         found = {self._process.pid} | {pid for pid in table if self._mark in _read(pid, "environ")}
-        found |= {pid for pid in table if self._is_engine(_output(pid))}
+        owners = {pid: _owner(pid) for pid in table if self._is_supervisor(pid)}
+        found |= {pid for pid, owner in owners.items() if owner not in table}
         grown = True
         while grown:
-            more = {pid for pid, parent in table.items() if parent in found} - found
+            more = {pid for pid, parent in table.items() if parent in found or owners.get(pid) in found} - found
             found, grown = found | more, bool(more)
         self._seen |= found
         return {pid: _read(pid, "cmdline").replace("\0", " ") for pid in found}
 
-    def _is_engine(self, output: Path) -> bool:
-        """An engine may be another process's child. Those that tests start write elsewhere."""
-        return output.parent.name == "logs" and self._folder in output.parents
+    def _is_supervisor(self, pid: int) -> bool:
+        """Of an engine, which may be another process's child than its owner's. Those of tests write elsewhere."""
+        output = _output(pid)
+        is_in_a_run = output.parent.name == "logs" and self._folder in output.parents
+        return is_in_a_run and "supervisor.py" in _read(pid, "cmdline")
 
     def pid_of(self, *parts: str) -> int:
         """The one process whose command line has all of `parts` (and is not the engine's supervisor)."""
@@ -178,6 +182,18 @@ def _output(pid: int) -> Path:
         return Path(f"/proc/{pid}/fd/1").readlink()
     except OSError:  # it has ended, or is another user's
         return Path("/")
+
+
+def _owner(pid: int) -> int:
+    """The process whose end a supervisor waits for; -1 if that has come, or there is none but its parent."""
+    files = Path(f"/proc/{pid}/fdinfo")
+    with contextlib.suppress(OSError):
+        for file in files.iterdir():
+            told = dict(line.split(":", 1) for line in file.read_text().splitlines() if ":" in line)
+            if "Pid" in told:
+                return int(told["Pid"])
+        return _process_table().get(pid, -1)
+    return -1
 
 
 def _read(pid: int, name: str) -> str:

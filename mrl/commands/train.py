@@ -116,17 +116,18 @@ def _import_checks() -> None:
 def _engine_nursery(cfg: AnyConfig) -> contextlib.AbstractContextManager[object]:
     """Where this machine starts engines, on a CPU."""
     from mrl.config.engines import ENGINES
-    from mrl.config.schema import RLConfig
 
-    if not isinstance(cfg, RLConfig) or cfg.rollout.urls or cfg.placement.is_apart:
+    engines = cfg.engines()
+    if engines is None or engines[0].urls or cfg.engine_nodes() is not None:
         return contextlib.nullcontext()
     from mrl.platform import is_built_for_gpus
     from mrl.rollout import nursery
 
-    kind = ENGINES[cfg.rollout.engine]
-    if kind.cpu_imports is None or is_built_for_gpus() or nursery.is_there(cfg.rollout.engine):
+    name = engines[0].engine
+    imports = ENGINES[name].cpu_imports
+    if imports is None or is_built_for_gpus() or nursery.is_there(name):
         return contextlib.nullcontext()
-    return nursery.EngineNursery(cfg.rollout.engine, kind.cpu_imports)
+    return nursery.EngineNursery(name, imports)
 
 
 def _lead(args: argparse.Namespace, nursery: Nursery | None) -> int:

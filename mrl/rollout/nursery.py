@@ -19,6 +19,7 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -101,18 +102,19 @@ class Copy(Process):
 
     def __init__(self, pid: int, line: socket.socket) -> None:
         super().__init__(pid)
-        self._line = line
+        self._line, self._looking = line, threading.Lock()
         self._handle = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        if self.returncode is None and _is_readable(self._line.fileno()):
-            try:
-                code = read_number(self._line)
-            except OSError:
-                code = None
-            self.returncode = -signal.SIGKILL if code is None else code
-            self._line.close()
-            os.close(self._handle)
+        with self._looking:  # threads may ask, too
+            if self.returncode is None and _is_readable(self._line.fileno()):
+                try:
+                    code = read_number(self._line)
+                except OSError:
+                    code = None
+                self.returncode = -signal.SIGKILL if code is None else code
+                self._line.close()
+                os.close(self._handle)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -190,7 +192,7 @@ def _become_a_supervisor(line: socket.socket) -> NoReturn:
     engine = Order(arguments, order.env, order.folder)
     _show(str(supervisor.__file__), *arguments)
     code = supervisor.supervise(
-        lambda: _Engine(engine, (line.fileno(), owner)),
+        lambda: _Engine(engine, line, owner),
         lambda: _is_readable(owner),
         float(grace_s),
         folder,
@@ -201,15 +203,15 @@ def _become_a_supervisor(line: socket.socket) -> NoReturn:
 
 
 class _Engine:
-    """A copy of this process, which has not got the files `closed`."""
+    """A copy of this process, without the supervisor's line and owner."""
 
-    def __init__(self, order: Order, closed: Sequence[int]) -> None:
+    def __init__(self, order: Order, line: socket.socket, owner: int) -> None:
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
             supervisor.in_child()
-            for file in closed:
-                os.close(file)
+            line.close()
+            os.close(owner)
             _show("-m", *order.arguments)
             live(order)
 
