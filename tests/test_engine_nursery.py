@@ -27,9 +27,9 @@ from mrl.rollout.launch import Launch
 from mrl.rollout.nursery import EngineNursery, VARIABLE
 from mrl.rollout.process import EngineProcess
 with EngineNursery("stub", sys.argv[1]) as nursery:
-    launch = Launch([sys.executable, "-m", "stub"], {**os.environ, **json.loads(sys.argv[2])}, "stub")
+    launch = Launch([sys.executable, "-m", "stub", *sys.argv[3:]], {**os.environ, **json.loads(sys.argv[2])}, "stub")
     process = EngineProcess("engine 0", lambda folder: launch, 1, Path("engine.log"))
-    print(json.dumps([os.getpid(), nursery._pid, process.pid, os.environ[VARIABLE]]), flush=True)
+    print(json.dumps([os.getpid(), vars(nursery).get("_pid"), process.pid, os.environ.get(VARIABLE)]), flush=True)
     for line in sys.stdin:
         getattr(process, line.strip())()
         print(json.dumps(process.exit_code()), flush=True)
@@ -47,6 +47,8 @@ pathlib.Path("pids.tmp").write_text(f"{os.getpid()} {child.pid}")
 os.rename("pids.tmp", "pids")
 while not os.path.exists("end"):
     time.sleep(0.02)
+if "fails" in sys.argv[1:]:
+    raise ValueError("no such weights")
 sys.exit(7)
 """
 HEAVY = "import os, tempfile; pid = os.getpid(); tempfile.gettempdir(); os.environ['HF_SET'] = 'by an import'"
@@ -58,24 +60,25 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl and pidfd
 class Owner:
     """A program with a nursery and an engine, the files of both in `folder`."""
 
-    def __init__(self, folder: Path, imports: str = "heavy", **environment: str) -> None:
+    def __init__(
+        self, folder: Path, imports: str = "heavy", *arguments: str, temporary: str = "/tmp", **environment: str
+    ) -> None:
         more = {"broken": "raise ImportError", "threads": THREADS}
         for name, text in {"owner": OWNER, "stub": STUB, "heavy": HEAVY, **more}.items():
             (folder / f"{name}.py").write_text(text)
         here = {name: value for name, value in os.environ.items() if name != nursery.VARIABLE}
-        self.folder, self.process = (
-            folder,
-            subprocess.Popen(
-                [sys.executable, "owner.py", imports, json.dumps({"HF_SET": "by an import", **environment})],
-                cwd=folder,
-                env={**here, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder}"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            ),
+        own = json.dumps({"HF_SET": "by an import", **environment})
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "owner.py", imports, own, *arguments],
+            cwd=folder,
+            env={**here, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder}", "TMPDIR": temporary},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.pid, self.nursery, self.supervisor, place = json.loads(self._line())
-        self.place = Path(place)
+        self.place = Path(place or "/")
 
     def ask(self, method: str) -> Any:
         assert self.process.stdin is not None
@@ -115,7 +118,8 @@ def test_an_engine_is_a_copy_with_an_environment_and_files_of_its_own(own: Calla
     owner = own(MRL_ENGINE_KEY="secret")
     says = owner.says
     assert says["imported by"] == owner.nursery != says["pid"] == owner.pids[0]
-    assert says["leads"] and says["secret"] == "secret" and says["stdin"] == "" and says["interrupt"]
+    assert says["leads"] and says["secret"] == "secret" and says["stdin"] == ""
+    assert says["interrupt"] == "default_int_handler"
     assert Path(says["temporary"]).name.startswith("mrl-engine-")
     assert Path(f"/proc/{owner.supervisor}/fd/1").readlink() == owner.folder / "engine.log"
     assert stat.S_IMODE(owner.place.stat().st_mode) == 0o700, "nobody else may order processes"
@@ -141,6 +145,15 @@ def test_its_own_end_is_known_with_its_exit_code(own: Callable[..., Owner]) -> N
     (owner.folder / "end").touch()
     assert wait_until(lambda: owner.ask("exit_code") == 7, 30)
     assert not any(map(running, pids))
+
+
+def test_its_own_error_is_in_its_log_and_in_nobody_else_s_hands(own: Callable[..., Owner]) -> None:
+    owner = own("heavy", "fails")
+    assert owner.pids
+    (owner.folder / "end").touch()
+    assert wait_until(lambda: owner.ask("exit_code") == 1, 30)
+    log = (owner.folder / "engine.log").read_text()
+    assert "ValueError: no such weights" in log and "owner.py" not in log
 
 
 @pytest.mark.parametrize("victim", ["owner", "supervisor"])
@@ -170,9 +183,13 @@ def test_it_outlives_its_nursery_and_comes_again_as_a_program(own: Callable[...,
     assert last["imported by"] == last["pid"]
 
 
-@pytest.mark.parametrize("why", ["its environment", "broken", "threads"])
-def test_where_there_can_be_no_copy_it_is_a_program(own: Callable[..., Owner], why: str) -> None:
-    owner = own(OMP_NUM_THREADS="3") if why == "its environment" else own(why)
+@pytest.mark.parametrize("why", ["its environment", "broken", "threads", "a long path"])
+def test_where_there_can_be_no_copy_it_is_a_program(own: Callable[..., Owner], tmp_path: Path, why: str) -> None:
+    (long := tmp_path / ("long" * 30)).mkdir()  # no socket can be there
+    if why == "a long path":
+        owner = own(temporary=str(long))
+    else:
+        owner = own(OMP_NUM_THREADS="3") if why == "its environment" else own(why)
     says = owner.says
     assert says["imported by"] == says["pid"] == owner.pids[0]
     owner.ask("close")

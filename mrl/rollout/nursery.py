@@ -20,6 +20,7 @@ import struct
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -102,7 +103,7 @@ class Copy(Process):
 
     def __init__(self, pid: int, line: socket.socket) -> None:
         super().__init__(pid)
-        self._line, self._looking = line, threading.Lock()
+        self._line, self._looking = line, threading.RLock()
         self._handle = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
@@ -118,8 +119,8 @@ class Copy(Process):
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
+        with self._looking, contextlib.suppress(ProcessLookupError):
+            if self.poll() is None:
                 signal.pidfd_send_signal(self._handle, number)
 
     def kill(self) -> None:
@@ -142,7 +143,6 @@ def copy(
         with open(os.devnull, "rb") as nothing:
             order.send(line, (nothing.fileno(), out, out))
         if (pid := read_number(line)) is not None:
-            line.setblocking(True)
             return Copy(pid, line)
     except OSError:  # what is too late finds the line closed, and ends
         pass
@@ -158,7 +158,7 @@ def serve(listener: socket.socket, imports: str) -> NoReturn:
         nothing = os.open(os.devnull, os.O_RDWR)
         speak_through([os.dup(nothing), os.dup(nothing), nothing])  # an engine that is a program meets the same
         for name, value in KEPT_MEMORY.items():  # which glibc looks for when a program starts
-            ctypes.CDLL(None).mallopt(_MALLOPT[name], int(value))
+            ctypes.CDLL(None).mallopt(_MALLOPT[name], int(os.environ.get(name, value)))
         with importing():
             importlib.import_module(imports)
         if cannot_be_copied():
@@ -178,6 +178,7 @@ def serve(listener: socket.socket, imports: str) -> NoReturn:
 def _become_a_supervisor(line: socket.socket) -> NoReturn:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    line.settimeout(BIRTH_S)
     try:
         received = Order.receive(line)
         if received is None or not _is_like_here(received[0].env):
@@ -186,19 +187,18 @@ def _become_a_supervisor(line: socket.socket) -> NoReturn:
         speak_through(files)
         owner = os.pidfd_open(_peer(line))
         line.sendall(packed(os.getpid()))
-    except OSError:
+    except Exception:  # nobody waits any more, or not for a copy
         os._exit(1)
     grace_s, folder, *arguments = order.arguments
     engine = Order(arguments, order.env, order.folder)
     _show(str(supervisor.__file__), *arguments)
-    code = supervisor.supervise(
-        lambda: _Engine(engine, line, owner),
-        lambda: _is_readable(owner),
-        float(grace_s),
-        folder,
-    )
-    with contextlib.suppress(OSError):
+    try:
+        code = supervisor.supervise(
+            lambda: _Engine(engine, line, owner), lambda: _is_readable(owner), float(grace_s), folder
+        )
         line.sendall(packed(code))
+    except OSError:
+        os._exit(1)
     os._exit(code)
 
 
@@ -213,7 +213,13 @@ class _Engine:
             line.close()
             os.close(owner)
             _show("-m", *order.arguments)
-            live(order)
+            try:
+                live(order)
+            except SystemExit:
+                raise
+            except BaseException:  # not to be met by what this process was before
+                traceback.print_exc()
+                sys.exit(1)
 
 
 def _is_like_here(env: Mapping[str, str]) -> bool:

@@ -34,7 +34,7 @@ TRACKER_S = 1.0  # Python's tracker of semaphores, which removes them when all o
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Started(Protocol):
+class Main(Protocol):
     """An engine's main process."""
 
     @property
@@ -125,7 +125,7 @@ def main(argv: list[str]) -> int:
     )
 
 
-def supervise(start: Callable[[], Started], is_left: Callable[[], bool], grace_s: float, folder: str) -> int:
+def supervise(start: Callable[[], Main], is_left: Callable[[], bool], grace_s: float, folder: str) -> int:
     """Exit code of the engine that `start` starts, unless nobody wants it: is_left tells whether its owner is gone."""
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
