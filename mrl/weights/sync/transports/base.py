@@ -20,6 +20,7 @@ from mrl.rollout.protocol import LoadFormat
 from mrl.weights.sync.payload import Bucket
 
 MIB = 1 << 20
+RELAY_GRACE_S = 10.0  # ranks wait longer for each other than for engines: whose engine is silent says so first
 T = TypeVar("T")
 
 

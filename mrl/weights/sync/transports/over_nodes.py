@@ -22,7 +22,7 @@ from mrl import platform
 from mrl.parallel import Nodes
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import Bucket
-from mrl.weights.sync.transports.base import Deadline, Engines, Hops, Place, Transport, largest
+from mrl.weights.sync.transports.base import RELAY_GRACE_S, Deadline, Engines, Hops, Place, Transport, largest
 
 GO, STOP = 1, 0
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class OverNodes(Transport):
         super().__init__(engines, place)
         self.name = f"{kind.name} over nodes"  # type: ignore[misc]
         self._kind, self._spread = kind, spread
-        timeout_s = engines.deadline.seconds
+        timeout_s = engines.deadline.seconds + RELAY_GRACE_S
         self._routes = [Route(spread, sender, i, timeout_s) for i, sender in enumerate(sorted(spread.buckets))]
         self._mine = next((route for route in self._routes if route.sender == place.rank), None)
         self._here = self._local()
@@ -127,9 +127,12 @@ class OverNodes(Transport):
         try:
             if self._here.engines.clients:
                 self._here.deliver(bucket, flat)
-        finally:
-            under_way.wait()
-            platform.synchronize()
+        except Exception:
+            with contextlib.suppress(RuntimeError):  # what failed here comes first
+                under_way.wait()
+            raise
+        under_way.wait()
+        platform.synchronize()
         self.hops.network_s += time.monotonic() - began
         self.hops.network_bytes += bucket.nbytes * len(route.relays)
 
@@ -183,9 +186,9 @@ class Relay:
 
     def join(self, deadline: Deadline) -> None:
         """Until the last bucket is through."""
-        self._thread.join(deadline.left())
+        self._thread.join(deadline.left() + RELAY_GRACE_S)
         if self._thread.is_alive():
-            limit = f"sync.timeout_s = {deadline.seconds:g} s"
+            limit = f"sync.timeout_s = {deadline.seconds:g} s and {RELAY_GRACE_S:g} s"
             self._problem = WeightError(f"buckets of rank {self._route.sender} were not there within {limit}")
 
     def result(self) -> None:
