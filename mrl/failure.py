@@ -24,6 +24,10 @@ FILE_VARIABLE = "MRL_FAILURE_FILE"  # set by the launcher, for each rank its own
 _LOST_CONTACT = re.compile(r"connection (closed|reset|refused)|gloo|nccl|tcpstore|broken pipe|monitoredbarrier", re.I)
 
 
+class LostContact(RuntimeError):
+    """A process that this rank needs does not answer: a consequence, as torch's own errors of a lost peer."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """`lost_contact`: a consequence of another rank's end, as far as one can tell from the error."""
@@ -87,6 +91,8 @@ def _is_ours(error: BaseException) -> bool:
 
 def _is_lost_contact(error: BaseException) -> bool:
     """Torch raises RuntimeErrors when a peer is gone, and says in words what happened."""
-    while error.__cause__ is not None:
+    while error.__cause__ is not None and not isinstance(error, LostContact):
         error = error.__cause__
+    if isinstance(error, LostContact):
+        return True
     return isinstance(error, RuntimeError) and not _is_ours(error) and bool(_LOST_CONTACT.search(str(error)))

@@ -28,6 +28,7 @@ RUN_S = 400.0
 STEPS = 6
 MATRIX: list[dict[str, Any]] = [
     {"kind": "kill", "section": "setup", "rank": 1, "nth": 1},  # while the reference's sums are computed
+    {"kind": "kill", "section": "setup", "rank": 1, "nth": 1, "early": True},  # as soon as its monitor knows of it
     {"kind": "kill", "section": "update", "rank": 1, "nth": 2},
     {"kind": "exception", "section": "update", "rank": 0, "nth": 1},
     {"kind": "hang", "section": "update", "rank": 1, "nth": 1},
@@ -67,7 +68,7 @@ def test_every_fault_is_answered_and_nothing_is_lost(folder: Path) -> None:
         assert run.wait(RUN_S) == 0, run.terminal[-6000:]
         assert run.left_running() == {}
     rows = [json.loads(line) for line in (folder / "runs/disturbed/logs/restarts.jsonl").read_text().splitlines()]
-    assert [(row["kind"], row["section"]) for row in rows] == [(KINDS[f["kind"]], f["section"]) for f in MATRIX]
+    assert [(row["kind"], row["section"]) for row in rows] == [(KINDS[f["kind"]], f["section"]) for f in MATRIX], rows
     assert_undisturbed(folder, "disturbed")
     assert not list((folder / "runs/disturbed/checkpoints").glob("*.tmp"))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig, RankMoni
 
 from mrl import failure
 from mrl.config.schema import SectionTimeouts
+from mrl.launcher.logs import cause
 from mrl.resilience import ft_config, sections
 from mrl.resilience.stragglers import DEVICE, TIMED, Report
 from mrl.rollout import process
@@ -116,3 +119,21 @@ def test_a_barrier_that_another_rank_has_left_is_a_consequence(tmp_path: Path, m
     failure.note(RuntimeError("[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 84000 ms"))
     found = failure.read(tmp_path / "rank_0.failure")
     assert found is not None and found.lost_contact
+
+
+def test_a_monitor_that_has_hung_up_is_a_consequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ft_launcher has the monitors of all ranks hang up when one rank has died: that one is the cause."""
+    monkeypatch.setenv(failure.FILE_VARIABLE, str(tmp_path / "rank_0.failure"))
+    monkeypatch.setenv(sections.MONITOR_VARIABLE, str(tmp_path / "monitor"))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with socket.socket(socket.AF_UNIX) as monitor:
+        monitor.bind(str(tmp_path / "monitor"))
+        monitor.listen()
+        threading.Thread(target=lambda: monitor.accept()[0].close(), daemon=True).start()
+        with pytest.raises(failure.LostContact, match="monitor of this rank does not answer"), failure.noted():
+            with sections.watched(SectionTimeouts(), tmp_path):
+                pass
+    found = failure.read(tmp_path / "rank_0.failure")
+    assert found is not None and found.lost_contact
+    assert cause({0: found}, killed=True) is None and cause({0: found}, killed=False) == (0, found)

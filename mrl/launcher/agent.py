@@ -30,6 +30,7 @@ _STARTERS = {  # the modules where they start ranks
     "ft": "nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.multiprocessing.subprocess_handler"
     ".subprocess_handler",
 }
+_MONITOR_STATES = "nvidia_resiliency_ext.fault_tolerance.rank_monitor_state_machine"
 
 
 def main() -> None:
@@ -38,6 +39,7 @@ def main() -> None:
     tempfile.tempdir = os.environ.get(FOLDER_VARIABLE) or os.environ[MEETING_VARIABLE]
     if name == "ft":
         os.register_at_fork(after_in_child=_become_a_monitor)
+        _let_restarts_restart()
     handler = importlib.import_module(_STARTERS[name]).SubprocessHandler
     handler._popen = functools.partialmethod(_start, nursery, handler._popen)
     importlib.import_module(_PROGRAMS[name]).main()
@@ -49,6 +51,19 @@ def _start(
 ) -> Child | subprocess.Popen[bytes]:
     """A rank, for torchrun or ft_launcher; they never send its output elsewhere than theirs."""
     return nursery.start(command, env, (0, 1, 2)) or otherwise(handler, command, env)
+
+
+def _let_restarts_restart() -> None:
+    """Left alone, the monitor of a rank that ends before its first section, when it has been started again, answers no
+    later one: every further restart would fail."""
+    machine: Any = importlib.import_module(_MONITOR_STATES).RankMonitorStateMachine
+    lost = machine.handle_ipc_connection_lost
+
+    def still_restarting(self: Any) -> None:
+        if not self.is_restarting():
+            lost(self)
+
+    machine.handle_ipc_connection_lost = still_restarting
 
 
 def _become_a_monitor() -> None:

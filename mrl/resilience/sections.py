@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mrl.config.schema import SectionTimeouts
+from mrl.failure import LostContact
 from mrl.resilience import ft_config
 from mrl.resilience.protocol import Place
 from mrl.resilience.rank import log_dir
@@ -40,14 +41,14 @@ class _Watched:
 
     def enter(self, name: str) -> None:
         if self._client is not None:
-            self._client.start_section(name)
+            _answered(lambda: self._client.start_section(name))
         self._open.append(name)
         self._tell()
 
     def leave(self, name: str) -> None:
         self._open.remove(name)
         if self._client is not None:
-            self._client.end_section(name)
+            _answered(lambda: self._client.end_section(name))
         self._tell()
 
     def fail(self, name: str) -> None:
@@ -119,11 +120,19 @@ def section(name: str) -> Iterator[None]:
     watched.leave(name)
 
 
+def _answered(say: Callable[[], None]) -> None:
+    """ft_launcher has the monitors close their ranks' connections before it stops the ranks, when one has failed."""
+    try:
+        say()
+    except Exception as error:
+        raise LostContact(f"ft_launcher's monitor of this rank does not answer: {error}") from error
+
+
 def _client(timeouts: SectionTimeouts, run_dir: Path) -> Any:
     from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
 
     client = RankMonitorClient()
-    client.init_workload_monitoring()
+    _answered(client.init_workload_monitoring)
     wanted, there = (
         timeouts.model_dump(),
         {**client.section_timeouts.section, "out_of_section": client.section_timeouts.out_of_section},

@@ -1,11 +1,11 @@
 """Python runs this first wherever this folder is on PYTHONPATH: faults on request in the ranks of `mrl train`.
 
 MRL_TEST_FAULTS: a file with a JSON list over the attempts of a run, each null or {kind: kill | exception | hang,
-section, rank, nth}: what `rank` does when it enters `section` for the nth time (from 1). The Unix time of each fault is
-appended to the file FILE.fired. MRL_TEST_SLOW: "RANK SECONDS", a rank that computes as much longer in each update.
-MRL_TEST_HELD: a file with a JSON list of {call, nth}: the nth call of this method of `EngineClient` makes the file
-FILE.NUMBER, its place in the list, and goes on when there is FILE.NUMBER.go. MRL_TEST_OLD: a tensor that every push has
-as the first one had it.
+section, rank, nth, early}: what `rank` does when it enters `section` for the nth time (from 1), with `early` before
+its monitor hears of it. The Unix time of each fault is appended to the file FILE.fired. MRL_TEST_SLOW: "RANK
+SECONDS", a rank that computes as much longer in each update. MRL_TEST_HELD: a file with a JSON list of {call, nth}:
+the nth call of this method of `EngineClient` makes the file FILE.NUMBER, its place in the list, and goes on when
+there is FILE.NUMBER.go. MRL_TEST_OLD: a tensor that every push has as the first one had it.
 """
 
 from __future__ import annotations
@@ -61,9 +61,12 @@ def patch(module: Any) -> None:
 
     def faulty(self: Any, name: str) -> None:
         rank, fault, slow_rank, slow_s = wanted()
-        enter(self, name)
         entered[name] = entered.get(name, 0) + 1
-        if fault and (rank, name, entered[name]) == (fault["rank"], fault["section"], fault["nth"]):
+        is_due = fault and (rank, name, entered[name]) == (fault["rank"], fault["section"], fault["nth"])
+        if fault and is_due and fault.get("early"):
+            do(fault["kind"])
+        enter(self, name)
+        if fault and is_due:
             do(fault["kind"])
         if name == "update" and rank == slow_rank:
             compute(slow_s)
