@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import psutil
 
-PORTS = range(20000, 32000)  # below the range from which outgoing connections are numbered
+PORTS = range(26000, 32000)  # of slurm/run.sh are those from 20000; from 32768 outgoing connections are numbered
 HERE = "127.0.0.1"
 MEETING_VARIABLE = "MRL_MEETING"  # of the ranks that `mrl train` starts: the folder where they meet, in a file
 GLOO = "GLOO_SOCKET_IFNAME"

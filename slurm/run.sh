@@ -37,7 +37,7 @@ if [[ $head == 127.* && $head_node != 127.* ]] && ((SLURM_JOB_NUM_NODES > 1)); t
   [[ $head != 127.* ]] || fail "$head_node is $head on $other too: give nodes their addresses by DNS, /etc/hosts or NodeAddr"
 fi
 [[ -n $head ]] || fail "the head node $head_name has no IPv4 address"
-port=$((20000 + (SLURM_JOB_ID * 13 + ${SLURM_RESTART_COUNT:-0}) % 10000))
+port=$((20000 + (SLURM_JOB_ID * 13 + ${SLURM_RESTART_COUNT:-0}) % 6000)) # mrl takes its own above these
 
 # ---- environment of the ranks and engines
 
