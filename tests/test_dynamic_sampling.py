@@ -13,7 +13,7 @@ import torch
 from mrl.config.schema import FilterGroupsConfig, RLConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.observe.files import read_jsonl
-from mrl.reward import RewardError
+from mrl.reward.errors import RewardError
 from mrl.rollout.load import Load, Meter
 from mrl.trainers.rl.generate import Generator
 from mrl.trainers.rl.groups import GroupFilter, SamplingError, in_order, sample_groups

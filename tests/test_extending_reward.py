@@ -8,7 +8,7 @@ from pathlib import Path
 from test_reward_pool import sample
 
 from mrl.config.schema import RewardConfig
-from mrl.reward import RewardManager
+from mrl.reward.manager import RewardManager
 from tests.recipe import Recipe, section
 
 CODE = """
@@ -17,7 +17,7 @@ sys.path.insert(0, sys.argv[1])
 from test_reward_pool import sample
 from mrl.config.checks.reward import check_functions
 from mrl.config.schema import DataConfig, RewardConfig
-from mrl.reward import RewardManager
+from mrl.reward.manager import RewardManager
 from mrl.reward.check import row_check
 
 cfg = RewardConfig(function="brevity", workers=1)

@@ -12,10 +12,11 @@ from test_reward_sandbox import needs_bubblewrap
 
 from mrl.config.builtin_rewards import PARTS
 from mrl.config.schema import DataConfig, RewardConfig
-from mrl.reward import RewardError, RewardManager
 from mrl.reward.assertions import split
 from mrl.reward.check import check_hidden, row_check
 from mrl.reward.code_tests import CodeReward, extract_program, read_tests
+from mrl.reward.errors import RewardError
+from mrl.reward.manager import RewardManager
 from mrl.reward.sandbox import Limits, isolate
 
 LIMITS = Limits(wall_s=10.0, memory_mib=256)

@@ -10,7 +10,8 @@ from test_reward_pool import sample
 
 from mrl.config.schema import RewardConfig
 from mrl.core import Sample
-from mrl.reward import RewardError, RewardManager, longest_wait_s
+from mrl.reward.errors import RewardError
+from mrl.reward.manager import RewardManager, longest_wait_s
 
 USER_FILE = """
 import os, time

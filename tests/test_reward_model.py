@@ -19,7 +19,7 @@ from mrl.config.schema import RewardConfig, RewardModelConfig, RolloutConfig
 from mrl.core import Prompt, Request, Sample
 from mrl.families import FAMILIES, VALUE_HEAD_SUFFIX, load_arch
 from mrl.ports import free_port
-from mrl.reward import RewardManager
+from mrl.reward.manager import RewardManager
 from mrl.reward.server_api import BIASED_IN_SGLANG
 from mrl.rollout.launch import CPU, Launch, ServerSpec
 from mrl.rollout.process import EngineProcess

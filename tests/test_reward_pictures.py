@@ -15,7 +15,7 @@ from mrl.config.loader import load
 from mrl.config.problems import ConfigError
 from mrl.config.schema import RewardConfig
 from mrl.core import Sample
-from mrl.reward import RewardManager
+from mrl.reward.manager import RewardManager
 from tests.test_reward_pool import sample
 from tests.test_reward_server import FakeServer, fake, open_manager  # noqa: F401 - a fixture
 

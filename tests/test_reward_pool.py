@@ -15,7 +15,8 @@ import pytest
 
 from mrl.config.schema import RewardConfig
 from mrl.core import Prompt, Request, Sample
-from mrl.reward import RewardError, RewardManager
+from mrl.reward.errors import RewardError
+from mrl.reward.manager import RewardManager
 
 USER_FILE = """
 import ctypes, os, re, subprocess, sys, time

@@ -18,8 +18,9 @@ import pytest
 from test_reward_pool import sample
 
 from mrl.config.schema import DataConfig, RewardConfig
-from mrl.reward import RewardError, RewardManager
 from mrl.reward.check import row_check
+from mrl.reward.errors import RewardError
+from mrl.reward.manager import RewardManager
 from mrl.reward.server_api import doubt
 
 SHORT_S, LONG_S = 3.0, 60.0  # of servers that are silent, and of the others

@@ -68,7 +68,7 @@ def _found(args: argparse.Namespace, cfg: Config, weights: str, run_dir: Path) -
     from mrl.config.schema import RewardModelTrainerConfig
     from mrl.data import DataError, TokenizerError
     from mrl.evaluation import agreed, answered, held_out, unanswerable
-    from mrl.reward import RewardError
+    from mrl.reward.errors import RewardError
     from mrl.rollout import EngineError, EngineStartError, RolloutError
     from mrl.rollout.errors import EngineUnavailable
     from mrl.weights.errors import WeightError

@@ -14,8 +14,8 @@ from mrl.config.sections.diffusion import ImageRewardConfig
 from mrl.diffusion.conditions import PromptRow
 from mrl.parallel import Agreement
 from mrl.parallel.agreement import by_reason
-from mrl.reward import RewardError
 from mrl.reward.calls import Call, Outcome
+from mrl.reward.errors import RewardError
 from mrl.reward.plan import Component, component_name
 from mrl.reward.pool import FunctionPool, PoolSetup
 from mrl.reward.server import ServerClient

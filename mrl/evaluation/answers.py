@@ -15,8 +15,8 @@ from mrl.core import Request, Sample, SamplingParams
 from mrl.data import PromptDataset, load_eyes, load_tokenizer
 from mrl.evaluation.estimates import Estimate, majority_at, pass_at
 from mrl.platform import gpu_count
-from mrl.reward import RewardManager
 from mrl.reward.check import row_check
+from mrl.reward.manager import RewardManager
 from mrl.rollout import sample_seed, start_engine
 
 STREAM = 1 << 42  # of seeds, apart from a run's own

@@ -22,8 +22,8 @@ from mrl.data.turns import Turns
 from mrl.options.estimators import OwnEstimator
 from mrl.options.losses import OwnLoss
 from mrl.preflight.finding import Finding
-from mrl.reward import RewardError
 from mrl.reward.check import Trial, check_functions, check_hidden, row_check
+from mrl.reward.errors import RewardError
 from mrl.user_functions import FunctionError
 
 TRIED_ROWS, TRIED_BYTES = 200, 1 << 20  # of each source, to find one for every function

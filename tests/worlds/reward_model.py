@@ -20,7 +20,7 @@ from mrl.config.schema import ParallelConfig, RewardConfig, TrainConfig  # noqa:
 from mrl.core import Prompt, Request, Sample  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner  # noqa: E402
-from mrl.reward import RewardManager  # noqa: E402
+from mrl.reward.manager import RewardManager  # noqa: E402
 from mrl.trainers.rl.reward_scores import score, to_score  # noqa: E402
 from mrl.trainers.shared.world import World  # noqa: E402
 from mrl.weights.model.export import save_hf  # noqa: E402

@@ -93,7 +93,7 @@ def sampling(samples: int, tokens: int, servers: int = 8) -> Row:
     platform.install()
     from mrl.config.schema import RLConfig
     from mrl.core import Prompt
-    from mrl.reward import RewardManager
+    from mrl.reward.manager import RewardManager
     from mrl.rollout.access import OPEN
     from mrl.rollout.engine import Engine
     from mrl.rollout.fleet import Checked, Fleet

@@ -18,7 +18,7 @@ from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data import PromptDataset, Tokenizer, collate, data_notes
 from mrl.observe import ENGINES, append_jsonl, sample_row, save_pictures, save_samples, write_down
 from mrl.resilience.sections import section
-from mrl.reward import RewardManager
+from mrl.reward.manager import RewardManager
 from mrl.rollout import Engine, Feed, sample_seed
 from mrl.trainers.rl.groups import Group, GroupFilter, SamplingError, in_order, sample_groups, value_of
 from mrl.trainers.rl.sample_metrics import load_metrics, sample_metrics

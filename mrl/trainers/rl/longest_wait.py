@@ -6,7 +6,7 @@ import math
 
 from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import most_samples_per_step
-from mrl.reward import longest_wait_s
+from mrl.reward.manager import longest_wait_s
 
 
 def longest_wait(cfg: RLConfig) -> float:

@@ -15,8 +15,8 @@ from mrl.config.schema import AgentConfig, RLConfig
 from mrl.config.trainers.rl import counts_turns, most_tokens
 from mrl.data import PromptDataset, Tokenizer, load_eyes, load_tokenizer, messages_of
 from mrl.observe import Recorder, SilentRecorder
-from mrl.reward import RewardManager
 from mrl.reward.check import row_check
+from mrl.reward.manager import RewardManager
 from mrl.rollout import Access, Engine, Others, join_engines, start_engine
 from mrl.rollout.adapters import started_with
 from mrl.trainers.rl.ahead import Ahead
@@ -56,8 +56,10 @@ class MainParts:
         self.nodes = start_engines_elsewhere(self.cfg, self.setup, this_machine())
 
     def start(self) -> None:
-        """Starts what takes its time: the reward workers, and the engine where its GPUs are not the trainer's."""
+        """Starts what takes its time: the engine where its GPUs are not the trainer's, and the reward workers."""
         cfg = self.cfg
+        if not placement.gpus_with_engines(cfg, this_machine()):
+            self._start_engine()
         rewards = RewardManager(
             cfg.reward,
             prompt_key=cfg.data.prompt_key,
@@ -66,8 +68,6 @@ class MainParts:
             max_response_tokens=cfg.rollout.sampling.max_new_tokens,
         )
         self.rewards = self.setup.stack.enter_context(contextlib.closing(rewards))
-        if not placement.gpus_with_engines(cfg, this_machine()):
-            self._start_engine()
 
     def _start_engine(self) -> Engine:
         cfg, logs = self.cfg, self.setup.run_dir / "logs"

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from mrl import platform
 from mrl.weights.errors import WeightError
+from mrl.weights.sync.payload import SharedBuffer
 from mrl.weights.sync.transports.base import Deadline, Engines, Hops, Place, Transport
 from mrl.weights.sync.transports.cuda_ipc import CudaIpc
 from mrl.weights.sync.transports.disk import Disk, make_directory
@@ -30,6 +31,7 @@ __all__ = [
     "Spanning",
     "Spread",
     "Transport",
+    "begin_early",
     "is_local",
     "make_directory",
     "resolve",
@@ -63,6 +65,13 @@ def resolve(transport: str, colocated: bool, directory: Path | None, plain: bool
             f"sync.transport {transport} needs the engines and all senders on one machine: use distributed or http"
         )
     return transport
+
+
+def begin_early(transport: str) -> None:
+    """What `resolve` will probably need, while engines start: torch's process that clears shared memory up takes .2 s,
+    where weights are on a CPU and may stay on the machine."""
+    if transport == SharedMemory.name or (transport == "auto" and platform.device().type == "cpu"):
+        SharedBuffer(1)
 
 
 def is_local(urls: Sequence[str]) -> bool:
