@@ -27,6 +27,7 @@ from mrl.trainers.rl.nodes import NodeEngines, start_engines_elsewhere
 from mrl.trainers.rl.segments import Segments
 from mrl.trainers.rl.under_way import UnderWay
 from mrl.trainers.shared.run import Start
+from mrl.weights.sync.transports import begin_early
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class MainParts:
             recorder.note(note)
         many = f"{own.nodes} engine nodes (mrl serve)" if own.is_apart else f"{len(engine.urls)} engines"
         recorder.note(f"waiting for {'the engine' if len(engine.urls) == 1 else many}")
+        begin_early(self.cfg.sync.transport)
         engine.wait_ready()
         engine.check_room(most_tokens(self.cfg))
         if self.cfg.actor.routing_replay == "engine":

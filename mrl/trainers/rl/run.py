@@ -39,7 +39,6 @@ from mrl.trainers.shared.run import Run, started
 from mrl.trainers.shared.world import RankZeroError
 from mrl.weights.errors import SyncError
 from mrl.weights.sync.engine_sync import EngineSync, SyncReport
-from mrl.weights.sync.transports import begin_early
 
 
 @dataclass
@@ -247,7 +246,6 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         world.from_main("starting the run", main.start)
         models = build_models(cfg, world)
         demonstrations = Demonstrations(cfg) if cfg.ptx is not None else None
-        begin_early(cfg.sync.transport)
         platform.release_cached_memory()
         world.any(False)  # all ranks are here: what is free on their GPUs now is what an engine there counts with
         if waits:

@@ -68,8 +68,8 @@ def resolve(transport: str, colocated: bool, directory: Path | None, plain: bool
 
 
 def begin_early(transport: str) -> None:
-    """What `resolve` will probably need, while engines start: torch's process that clears shared memory up takes .2 s,
-    where weights are on a CPU and may stay on the machine."""
+    """On rank 0, which sends in any case: what `resolve` will probably need, while engines start. Torch's process that
+    clears shared memory up takes .2 s; it keeps this one's connections open for 2 s after its end."""
     if transport == SharedMemory.name or (transport == "auto" and platform.device().type == "cpu"):
         SharedBuffer(1)
 
