@@ -268,3 +268,28 @@ def test_auto_goes_through_memory_on_one_machine_and_a_group_between_machines() 
         with pytest.raises(WeightError, match=f"{transport} needs the engines and all senders on one machine"):
             resolve(transport, False, None)
     assert resolve("disk", False, Path("/shared")) == "disk"
+
+
+SENDER = """
+import os, socket, psutil
+from mrl.weights.sync.payload import SharedBuffer
+def open_files(process):
+    folder = f"/proc/{process}/fd"
+    return {os.readlink(f"{folder}/{name}") for name in os.listdir(folder) if os.path.islink(f"{folder}/{name}")}
+before = open_files("self")
+pair = socket.socketpair()
+for end in pair:
+    end.set_inheritable(True)  # as gloo's are
+mine = open_files("self") - before
+SharedBuffer(8)
+(manager,) = psutil.Process().children(recursive=True)
+print("shm_manager" in manager.exe(), len(mine) >= 2, mine & open_files(manager.pid))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_dead_sender_leaves_no_connection_open() -> None:
+    """In torch's process for shared memory, which outlives it by seconds: other ranks would wait for it as long."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", SENDER], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True True set()\n", done.stderr

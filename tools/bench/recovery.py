@@ -1,8 +1,8 @@
 """How long a fault in one rank goes unnoticed under ft_launcher, and how long all ranks need to be at work again.
 
-    python tools/bench/recovery.py [--rounds 5] [--results tools/bench/results/recovery.json]
+    python tools/bench/recovery.py [--rounds 5] [--rank 1] [--results tools/bench/results/recovery.json]
 
-A tiny policy, TP2 by gloo, checkpoints after every step. Rank 1 is killed, raises an error or hangs in an update, each
+A tiny policy, TP2 by gloo, checkpoints after every step. A rank is killed, raises an error or hangs in an update, each
 kind as often as --rounds says, in turn. Once with an engine that outlives the ranks (rollout.urls), once with one that
 rank 0 starts. Detection: from the fault until `mrl train` knows. Recovery: from there until every rank has loaded the
 last checkpoint and the engine has its weights, verified. A hang is detected after its section's time-out.
@@ -39,24 +39,27 @@ RUN_TIMEOUT_S = 1800
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rank", type=int, choices=(0, 1), default=1)
     parser.add_argument("--results", type=Path, default=record.RESULTS / "recovery.json")
     args = parser.parse_args()
-    results = {"rounds": args.rounds, "hang_limit_s": HANG_LIMIT_S}
+    results = {"rounds": args.rounds, "rank": args.rank, "hang_limit_s": HANG_LIMIT_S}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_tiny(folder / "model", "llama")
         with start_engine(RolloutConfig(engine="transformers"), str(model), "float32", folder) as engine:
             engine.wait_ready()
             kept = [f"rollout.{key}={value}" for key, value in given(engine, folder).items()]
-            results["engine_kept"] = measure(folder, model, args.rounds, kept)
-        results["engine_of_rank_0"] = measure(folder, model, args.rounds, ["rollout.engine=transformers"])
+            results["engine_kept"] = measure(folder, model, args, kept)
+        results["engine_of_rank_0"] = measure(folder, model, args, ["rollout.engine=transformers"])
     print(json.dumps(results, indent=1))
     record.write(args.results, results)
 
 
-def measure(folder: Path, model: Path, rounds: int, overrides: list[str]) -> dict[str, dict[str, dict[str, float]]]:
+def measure(
+    folder: Path, model: Path, args: argparse.Namespace, overrides: list[str]
+) -> dict[str, dict[str, dict[str, float]]]:
     """kind -> detection_s, recovery_s -> min, median, max"""
-    faults = [{"kind": kind, "section": SECTION, "rank": 1, "nth": 2} for kind in KINDS] * rounds
+    faults = [{"kind": kind, "section": SECTION, "rank": args.rank, "nth": 2} for kind in KINDS] * args.rounds
     file = folder / f"faults_{len(list(folder.iterdir()))}.json"
     file.write_text(json.dumps(faults))
     config = write_config(

@@ -7,7 +7,10 @@ by value and shared memory use a list of (HF name, tensor); the flat form uses p
 from __future__ import annotations
 
 import base64
+import contextlib
+import functools
 import io
+import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,10 +104,24 @@ def _runs(metas: Sequence[TensorMeta], at_once: Mapping[str, str]) -> Iterator[l
             run = []
 
 
+@functools.cache
+def start_manager() -> None:
+    """Torch's process that clears up what this one leaves in /dev/shm, which takes .2 s; once a process.
+
+    It lives 2 s longer than this process, and would hold its connections open as long: its peers would wait for it.
+    """
+    for number in map(int, os.listdir("/dev/fd")):
+        if number > 2:
+            with contextlib.suppress(OSError):  # the folder's own
+                os.set_inheritable(number, False)
+    torch.UntypedStorage._new_using_filename_cpu(1)
+
+
 class SharedBuffer:
     """A flat uint8 buffer in /dev/shm that another process can map by name. Freed with the last user of it."""
 
     def __init__(self, size: int) -> None:
+        start_manager()
         self._storage = torch.UntypedStorage._new_using_filename_cpu(size)
         self.flat: Tensor = torch.empty(0, dtype=torch.uint8).set_(self._storage)
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from mrl import platform
 from mrl.weights.errors import WeightError
-from mrl.weights.sync.payload import SharedBuffer
+from mrl.weights.sync.payload import start_manager
 from mrl.weights.sync.transports.base import Deadline, Engines, Hops, Place, Transport
 from mrl.weights.sync.transports.cuda_ipc import CudaIpc
 from mrl.weights.sync.transports.disk import Disk, make_directory
@@ -68,10 +68,9 @@ def resolve(transport: str, colocated: bool, directory: Path | None, plain: bool
 
 
 def begin_early(transport: str) -> None:
-    """On rank 0, which sends in any case: what `resolve` will probably need, while engines start. Torch's process that
-    clears shared memory up takes .2 s; it keeps this one's connections open for 2 s after its end."""
+    """On a sender, while engines start: what `resolve` will probably need."""
     if transport == SharedMemory.name or (transport == "auto" and platform.device().type == "cpu"):
-        SharedBuffer(1)
+        start_manager()
 
 
 def is_local(urls: Sequence[str]) -> bool:
