@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from collections.abc import Sequence
@@ -70,7 +71,8 @@ def resolve(transport: str, colocated: bool, directory: Path | None, plain: bool
 def begin_early(transport: str) -> None:
     """On a sender, while engines start: what `resolve` will probably need."""
     if transport == SharedMemory.name or (transport == "auto" and platform.device().type == "cpu"):
-        start_manager()
+        with contextlib.suppress(RuntimeError):  # it may not be needed, and says the same again where it is
+            start_manager()
 
 
 def is_local(urls: Sequence[str]) -> bool:
