@@ -93,6 +93,5 @@ def _is_lost_contact(error: BaseException) -> bool:
     """Torch raises RuntimeErrors when a peer is gone, and says in words what happened."""
     while error.__cause__ is not None and not isinstance(error, LostContact):
         error = error.__cause__
-    if isinstance(error, LostContact):
-        return True
-    return isinstance(error, RuntimeError) and not _is_ours(error) and bool(_LOST_CONTACT.search(str(error)))
+    is_foreign = isinstance(error, RuntimeError) and not _is_ours(error)
+    return isinstance(error, LostContact) or (is_foreign and bool(_LOST_CONTACT.search(str(error))))

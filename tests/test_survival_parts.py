@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +84,29 @@ class TestSections:
                 pass
         assert "update: 78.0" in monitor.read_text()
 
+    @pytest.mark.parametrize("gone", ["before", "in setup", "in a section"])
+    def test_a_monitor_that_has_gone_is_a_consequence(
+        self, gone: str, monitor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """When one rank has died ft_launcher has the monitors of all ranks hang up: that one is the cause."""
+        monkeypatch.setenv(failure.FILE_VARIABLE, str(tmp_path / "rank_0.failure"))
+        (server,) = multiprocessing.active_children()
+
+        def go(when: str) -> None:
+            if when == gone:
+                server.kill()
+                server.join(20)
+
+        go("before")
+        with pytest.raises(failure.LostContact, match="monitor of this rank does not answer"), failure.noted():
+            with sections.watched(SectionTimeouts(update=77.0), monitor.parent):
+                go("in setup")
+                with sections.section("update"):
+                    go("in a section")
+        found = failure.read(tmp_path / "rank_0.failure")
+        assert found is not None and found.lost_contact
+        assert cause({0: found}, killed=True) is None and cause({0: found}, killed=False) == (0, found)
+
     def test_without_a_monitor_a_section_does_nothing(self, tmp_path: Path) -> None:
         with sections.watched(SectionTimeouts(), tmp_path) as is_set_up, sections.section("update"):
             is_set_up()
@@ -119,21 +141,3 @@ def test_a_barrier_that_another_rank_has_left_is_a_consequence(tmp_path: Path, m
     failure.note(RuntimeError("[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 84000 ms"))
     found = failure.read(tmp_path / "rank_0.failure")
     assert found is not None and found.lost_contact
-
-
-def test_a_monitor_that_has_hung_up_is_a_consequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ft_launcher has the monitors of all ranks hang up when one rank has died: that one is the cause."""
-    monkeypatch.setenv(failure.FILE_VARIABLE, str(tmp_path / "rank_0.failure"))
-    monkeypatch.setenv(sections.MONITOR_VARIABLE, str(tmp_path / "monitor"))
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with socket.socket(socket.AF_UNIX) as monitor:
-        monitor.bind(str(tmp_path / "monitor"))
-        monitor.listen()
-        threading.Thread(target=lambda: monitor.accept()[0].close(), daemon=True).start()
-        with pytest.raises(failure.LostContact, match="monitor of this rank does not answer"), failure.noted():
-            with sections.watched(SectionTimeouts(), tmp_path):
-                pass
-    found = failure.read(tmp_path / "rank_0.failure")
-    assert found is not None and found.lost_contact
-    assert cause({0: found}, killed=True) is None and cause({0: found}, killed=False) == (0, found)

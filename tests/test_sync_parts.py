@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from mrl.rollout.protocol import RankChecksums
 from mrl.rollout.transformers_engine.weights import tensor_checksum
 from mrl.weights.errors import WeightError
 from mrl.weights.meta import TensorMeta
+from mrl.weights.sync import transports
 from mrl.weights.sync.checksum import ParamHash, Sha256Hash, StreamHasher, TileHash
 from mrl.weights.sync.engine_params import EngineParam, EngineShape, Part, engine_params
 from mrl.weights.sync.filler import Filler
@@ -25,6 +27,7 @@ from mrl.weights.sync.payload import Bucket, SharedBuffer, pickle_by_value, plan
 from mrl.weights.sync.transports import Deadline, Engines, Place, resolve
 from mrl.weights.sync.transports.disk import Disk
 from mrl.weights.sync.transports.http import Http
+from mrl.weights.sync.transports.over_nodes import OverNodes
 from mrl.weights.sync.verify import Verifier
 from tests.sync_tools import FileExporter
 
@@ -268,6 +271,37 @@ def test_auto_goes_through_memory_on_one_machine_and_a_group_between_machines() 
         with pytest.raises(WeightError, match=f"{transport} needs the engines and all senders on one machine"):
             resolve(transport, False, None)
     assert resolve("disk", False, Path("/shared")) == "disk"
+
+
+def test_what_failed_in_a_sender_comes_before_what_came_of_it() -> None:
+    def lost(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    def hangs(*_: object) -> None:
+        raise WeightError("the engine hangs")
+
+    sender = OverNodes.__new__(OverNodes)
+    route = SimpleNamespace(relays={1: 1}, tell=lambda word: None, start=lambda part: SimpleNamespace(wait=lost))
+    here = SimpleNamespace(engines=SimpleNamespace(clients=["one"]), deliver=hangs)
+    sender._mine, sender._here, sender._untold = route, here, 1  # type: ignore[assignment]
+    (bucket,) = plan_buckets([meta("a", 4)], limit=1 << 20)
+    with pytest.raises(WeightError, match="the engine hangs"):
+        sender.send(bucket, torch.empty(16, dtype=torch.uint8))
+
+
+def test_what_may_not_be_needed_is_begun_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def cannot() -> None:
+        asked.append(1)
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(transports, "start_manager", cannot)
+    transports.begin_early("auto")
+    transports.begin_early("shared_memory")
+    assert len(asked) == 2
+    transports.begin_early("http")
+    assert len(asked) == 2
 
 
 SENDER = """

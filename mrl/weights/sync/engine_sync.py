@@ -17,11 +17,11 @@ from mrl.rollout.errors import EngineError
 from mrl.weights.agreement import SyncAgreement
 from mrl.weights.sync.checksum import Key, StreamHasher
 from mrl.weights.sync.payload import WeightSource
-from mrl.weights.sync.transports import Deadline, Engines, Hops
+from mrl.weights.sync.transports import RELAY_GRACE_S, Deadline, Engines, Hops
 from mrl.weights.sync.verify import Verifier, ask_shape, check
 
 CLEANUP_TIMEOUT_S = 5.0
-GRACE_S = 20.0  # a rank whose own wait has just timed out still has to say so to the others
+GRACE_S = 2 * RELAY_GRACE_S  # a rank whose own wait has just timed out still has to say so to the others
 T = TypeVar("T")
 Guard = Callable[[str], None]  # of an engine's URL: raises EngineError if that engine must not get weights now
 
@@ -80,7 +80,8 @@ class EngineSync(ABC):
 
         Prefix caches are flushed. With sync.verify, or with `verify` for this push alone, every parameter of every
         engine is compared with what was sent.
-        Raises SyncError, or SyncMismatch from the comparison, the same on every rank, within sync.timeout_s.
+        Raises SyncError, or SyncMismatch from the comparison, the same on every rank, within sync.timeout_s, and within
+        GRACE_S more where ranks wait for each other.
         """
         self._version = version
         return self._timed(verify=verify or self._cfg.verify == "checksum", again=False)

@@ -110,7 +110,7 @@ def start_manager() -> None:
 
     It lives 2 s longer than this process, and would hold its connections open as long: its peers would wait for it.
     """
-    for number in map(int, os.listdir("/dev/fd")):
+    for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2:
             with contextlib.suppress(OSError):  # the folder's own
                 os.set_inheritable(number, False)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from mrl import platform
 from mrl.weights.errors import WeightError
 from mrl.weights.sync.payload import start_manager
-from mrl.weights.sync.transports.base import Deadline, Engines, Hops, Place, Transport
+from mrl.weights.sync.transports.base import RELAY_GRACE_S, Deadline, Engines, Hops, Place, Transport
 from mrl.weights.sync.transports.cuda_ipc import CudaIpc
 from mrl.weights.sync.transports.disk import Disk, make_directory
 from mrl.weights.sync.transports.distributed import Distributed, own_address
@@ -22,6 +22,7 @@ from mrl.weights.sync.transports.shared_memory import SharedMemory
 from mrl.weights.sync.transports.spanning import Spanning
 
 __all__ = [
+    "RELAY_GRACE_S",
     "TRANSPORTS",
     "Deadline",
     "Engines",
@@ -69,8 +70,9 @@ def resolve(transport: str, colocated: bool, directory: Path | None, plain: bool
 
 
 def begin_early(transport: str) -> None:
-    """On a sender, while engines start: what `resolve` will probably need."""
-    if transport == SharedMemory.name or (transport == "auto" and platform.device().type == "cpu"):
+    """On a sender, while engines start: what takes its time of the transport that is used if they are on this machine,
+    which can be asked once they answer."""
+    if resolve(transport, True, None) == SharedMemory.name:
         with contextlib.suppress(RuntimeError):  # it may not be needed, and says the same again where it is
             start_manager()
 

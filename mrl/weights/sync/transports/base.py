@@ -109,7 +109,8 @@ class Transport(ABC):
 
     `prepare` on every sender, `buffer` and, in a thread, `deliver` for each of a sender's buckets, `commit` on rank 0
     when all senders are done, `release` on every rank whatever happened. A bucket is filled while the one before it is
-    delivered. Every failure is an exception; none of them may wait longer than `engines.deadline`.
+    delivered. Every failure is an exception; none of them may wait longer than `engines.deadline`, but for other ranks
+    RELAY_GRACE_S more.
     """
 
     name: ClassVar[str]

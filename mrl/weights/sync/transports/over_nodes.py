@@ -130,6 +130,7 @@ class OverNodes(Transport):
         except Exception:
             with contextlib.suppress(RuntimeError):  # what failed here comes first
                 under_way.wait()
+                platform.synchronize()
             raise
         under_way.wait()
         platform.synchronize()
