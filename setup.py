@@ -81,6 +81,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["mrl", "mrl.*"]),
+    package_data={"mrl.kernels.native": ["*.c", "*.h"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["mrl=mrl.__main__:main"]},

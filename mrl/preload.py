@@ -10,6 +10,10 @@ import transformers.models.auto.tokenization_auto  # noqa: E402, F401
 
 import mrl.checkpoint  # noqa: E402, F401
 from mrl.config.trainers.table import TRAINERS  # noqa: E402
+from mrl.kernels import native  # noqa: E402
+
+if not platform.is_built_for_gpus():
+    native.problem()  # finds the library, or makes it
 
 for trainer in TRAINERS.values():
     if not trainer.packages:  # else it may not be installed, and would cost all others its imports

@@ -387,7 +387,7 @@ MISTAKES = [
     # machine and network
     Mistake(
         "kernels that nobody knows",
-        ("MRL_KERNELS is 'trition'; known: triton", "or unset it"),
+        ("MRL_KERNELS is 'trition'; known: torch, triton", "or unset it"),
         environment={"MRL_KERNELS": "trition"},
     ),
     Mistake(

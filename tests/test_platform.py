@@ -76,7 +76,7 @@ def test_unknown_name_in_off_switch_is_an_error(monkeypatch: pytest.MonkeyPatch)
 def test_unknown_kernels_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptations, "_installed", False)
     monkeypatch.setenv("MRL_KERNELS", "trition")
-    with pytest.raises(ValueError, match="MRL_KERNELS is 'trition'; known: triton"):
+    with pytest.raises(ValueError, match="MRL_KERNELS is 'trition'; known: torch, triton"):
         platform.install()
 
 

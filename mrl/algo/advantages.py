@@ -19,6 +19,7 @@ from mrl.algo.registry import Registry, arguments
 from mrl.algo.scan import SuffixSums, discounted_suffix_sum
 from mrl.algo.stats import check_same_shape, whiten, whiten_
 from mrl.kernels.masked import bits, has_holes, keep, row_groups
+from mrl.kernels.native import algo as native
 from mrl.options.estimators import ESTIMATORS as OPTIONS
 
 
@@ -134,15 +135,23 @@ def gae(
     """
     if inputs.values is None:
         raise ValueError("advantage estimator 'gae' needs values: configure a critic, or use a group estimator")
-    advantages, returns = _advantages(inputs.token_rewards, inputs.values, inputs.mask, gamma, lam)
-    return whiten_(advantages, inputs.mask, whiten_shift_mean) if whiten_advantages else advantages, returns
+    advantages, returns, moments = _advantages(inputs.token_rewards, inputs.values, inputs.mask, gamma, lam)
+    if whiten_advantages:
+        whiten_(advantages, inputs.mask, whiten_shift_mean, moments)
+    return advantages, returns
 
 
-def _advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """(advantages, not whitened, and advantages + values), 0 outside the mask."""
-    if has_holes(mask):
-        return _gae_of_mask_with_holes(rewards, values, mask, gamma, lam)
-    return _gae_of_left_aligned(rewards, values, mask, gamma, lam)
+def _advantages(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(advantages, not whitened, and advantages + values, 0 outside the mask; `moments` of the first for `whiten_`,
+    where they are known)."""
+    if native.takes(rewards, values) and mask.is_contiguous():
+        if (made := native.gae(rewards, values, mask, gamma, gamma * lam)) is not None:
+            return made
+    elif not has_holes(mask):
+        return *_gae_of_left_aligned(rewards, values, mask, gamma, lam), None
+    return *_gae_of_mask_with_holes(rewards, values, mask, gamma, lam), None
 
 
 def _gae_of_left_aligned(
@@ -183,7 +192,7 @@ def reinforce_plus_plus(
     them. returns are those from before the whitening.
     """
     values = torch.zeros_like(inputs.token_rewards)
-    returns, _ = _advantages(inputs.token_rewards, values, inputs.mask, gamma, lam=1.0)
+    returns, _, _ = _advantages(inputs.token_rewards, values, inputs.mask, gamma, lam=1.0)
     return whitened(returns, inputs, whiten_advantages, whiten_shift_mean), returns
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mrl.kernels.masked import bits, count, keep, row_groups
+from mrl.kernels.native import algo as native
 
 EPS = 1e-8
 
@@ -50,24 +51,32 @@ def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     return whiten_(out, mask, shift_mean).view_as(values)
 
 
-def whiten_(inside: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """`whiten` of values [B, T] that are 0 outside the mask, in place."""
-    found = count(mask).double()
-    total, square = torch.zeros(2, dtype=torch.float64, device=inside.device)
-    for rows in row_groups(inside):
-        flat = inside[rows].view(-1)
-        total += flat.sum()
-        square += flat.dot(flat)
+def whiten_(inside: Tensor, mask: Tensor, shift_mean: bool = True, moments: Tensor | None = None) -> Tensor:
+    """`whiten` of values [B, T] that are 0 outside the mask, in place. moments [3] float64: how many are inside, their
+    sum and that of their squares, where these are known."""
+    found, total, square = _moments(inside, mask) if moments is None else moments
     mean = (total / (found + EPS)).to(inside.dtype)
     around = square - 2 * mean.double() * total + found * mean.double().square()
     if inside.is_cuda or float(around) < square / 2:  # the difference would have lost digits; a GPU is not waited for
         around = _around(mean, inside, mask)
     var = torch.where(found > 1, around / (found + EPS) * found / (found - 1).clamp(min=1), 0)
     scale = torch.rsqrt(var + EPS).to(inside.dtype)
+    if native.takes(inside) and mask.is_contiguous():
+        native.whiten_(inside, mask, float(mean), float(scale), 0.0 if shift_mean else float(mean))
+        return inside
     for rows in row_groups(inside):
         block = inside[rows].sub_(mean).mul_(scale)
         keep(block if shift_mean else block.add_(mean), bits(mask[rows], inside.dtype), out=block)
     return inside
+
+
+def _moments(inside: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    total, square = torch.zeros(2, dtype=torch.float64, device=inside.device)
+    for rows in row_groups(inside):
+        flat = inside[rows].view(-1)
+        total += flat.sum()
+        square += flat.dot(flat)
+    return count(mask).double(), total, square
 
 
 def _around(mean: Tensor, inside: Tensor, mask: Tensor) -> Tensor:

@@ -3,17 +3,20 @@
 Each block of tokens stays in a core's cache while a few operations go over it, and the gradient is written down in
 closed form while its parts are at hand. What is said of a token never depends on the others of its block: a chunk of
 tokens is clipped as the whole is. (`torch.exp2` would be faster than `exp`, but rounds the last tokens otherwise.)
+In float32 `mrl.kernels.native` does it, where it is there.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from mrl.kernels.native import algo as native
 
 BLOCK = 1 << 17  # tokens: half a MiB a float32 vector, a handful of which stay in the cache that cores share
 METRICS = 5  # clipfrac, ppo_kl, clipfrac_lower, approxkl, ratio
@@ -63,17 +66,13 @@ class _ClippedLoss(torch.autograd.Function):
         metric_weights: Tensor,
         clip: Clip,
     ) -> tuple[Tensor, Tensor]:
-        gradient = torch.empty_like(log_probs)
-        room = gradient.new_empty(4, min(gradient.numel(), BLOCK))
-        sums = [gradient.new_zeros(1 + METRICS)]
-        vectors = (log_probs, old_log_probs, advantages, weights, metric_weights, gradient)
-        for start in range(0, gradient.numel(), BLOCK):
-            new, old, advantage, weight, metric_weight, out = (x[start : start + BLOCK] for x in vectors)
-            log_ratio, *scratch = room[:, : out.numel()].unbind()
-            torch.sub(new, old, out=log_ratio)
-            sums.append(_block(log_ratio, advantage, weight, metric_weight, clip, scratch, out))
+        vectors = (log_probs, old_log_probs, advantages, weights, metric_weights)
+        if native.takes(*vectors) and clip.furthest <= native.FURTHEST:
+            sums, gradient = native.clipped_loss(vectors, astuple(clip))
+        else:
+            sums, gradient = _in_blocks(vectors, clip)
         ctx.save_for_backward(gradient)
-        made = torch.stack(sums).double().sum(0).to(log_probs.dtype)
+        made = sums.to(log_probs.dtype)
         loss, metrics = made[0].clone(), made[1:]
         ctx.mark_non_differentiable(metrics)
         return loss, metrics
@@ -83,6 +82,19 @@ class _ClippedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return (gradient if grad == 1 else gradient * grad, *[None] * 5)
+
+
+def _in_blocks(vectors: tuple[Tensor, ...], clip: Clip) -> tuple[Tensor, Tensor]:
+    """(loss and metrics [6] float64, the gradient)."""
+    gradient = torch.empty_like(vectors[0])
+    room = gradient.new_empty(4, min(gradient.numel(), BLOCK))
+    sums = [gradient.new_zeros(1 + METRICS)]
+    for start in range(0, gradient.numel(), BLOCK):
+        new, old, advantage, weight, metric_weight, out = (x[start : start + BLOCK] for x in (*vectors, gradient))
+        log_ratio, *scratch = room[:, : out.numel()].unbind()
+        torch.sub(new, old, out=log_ratio)
+        sums.append(_block(log_ratio, advantage, weight, metric_weight, clip, scratch, out))
+    return torch.stack(sums).double().sum(0), gradient
 
 
 def _block(

@@ -1,4 +1,4 @@
-"""Elementwise parts of a transformer layer with hand-written gradients, in plain torch.
+"""Elementwise parts of a transformer layer with hand-written gradients: in plain torch, and some in C for CPUs.
 
 Each does what the composed form does with fewer passes over memory: no halves are concatenated, nothing is kept for the
 backward pass that is cheap to compute again.
@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.kernels.native import layers as native
+
 SHARPNESS, LIMIT = 1.702, 7.0  # of the clamped activation
 
 
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) * up of x [..., 2 * n] = (gate, up) -> [..., n]."""
-    out: Tensor = _SwiGLU.apply(x)
+    form = native.SwiGLU if native.takes(x, width=x.size(-1) // 2) else _SwiGLU
+    out: Tensor = form.apply(x)
     return out
 
 
@@ -61,7 +64,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     x [..., d], weight [d]; the result has the shape and dtype of x.
     """
-    out: Tensor = _RMSNorm.apply(x, weight, eps)
+    form = native.RMSNorm if native.takes(x, weight, width=x.size(-1)) else _RMSNorm
+    out: Tensor = form.apply(x, weight, eps)
     return out
 
 
@@ -124,6 +128,8 @@ class _Rotate(torch.autograd.Function):
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """In passes over whole rows: several times as fast on a CPU as four over halves of a head."""
     width = cos.size(-1)
+    if native.takes(x, cos, sin, width=width):
+        return native.rotated(x, cos, sin, sign)
     part = x[..., :width]
     exchanged = torch.cat([part[..., width // 2 :], part[..., : width // 2]], -1)
     out = (part * cos).addcmul_(exchanged, sin, value=sign)

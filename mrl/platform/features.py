@@ -9,6 +9,7 @@ from importlib import metadata
 import torch
 
 from mrl.fp8_chips import RECIPES
+from mrl.kernels import native
 from mrl.platform.fp8 import fp8_problem, fp8_recipes
 from mrl.platform.fused import (
     APEX_KERNEL,
@@ -82,8 +83,14 @@ def features() -> list[Feature]:
     cuda = torch.version.cuda if torch.cuda.is_available() else None
     rows = [Feature("CUDA", cuda, "GPUs, nccl", "CPU and gloo: the same code, for small models")]
     rows += [_feature(part) for part in _PARTS]
-    rows.append(_fp8())
+    rows += [_native(), _fp8()]
     return [*rows, _gpu_tests({row.part: row.usable for row in rows})]
+
+
+def _native() -> Feature:
+    """Compiled now, where they never were."""
+    used_for = "kernels in C for layers, losses, advantages and engines on CPUs"
+    return Feature("C compiler", native.compiler(), used_for, "the torch form of each kernel", native.problem())
 
 
 def _fp8() -> Feature:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import shutil
 import warnings
 from functools import cache
 
 import torch
 
+from mrl.kernels.native import build
+
 TRANSFORMER_ENGINE = "transformer_engine.pytorch"  # its top package is a shell, which hides what is wrong below it
+KERNELS = ("torch", "triton")  # that MRL_KERNELS may name
 APEX_KERNEL = "fused_weight_gradient_mlp_cuda"  # what is wanted of apex; a build without CUDA has none
 
 
@@ -62,17 +64,18 @@ def apex_usable() -> bool:
 
 def compiler_problem() -> str | None:
     """Why triton cannot compile here; None if it can, where it is."""
-    named = os.environ.get("CC")
-    if any(shutil.which(name) for name in ([named] if named else ["cc", "gcc", "clang"])):
-        return None
-    return f"there is no C compiler ({named or 'cc, gcc or clang'}), which it calls at run time"
+    try:
+        build.compiler()
+    except build.CannotBuild as error:
+        return f"{error}, which it calls at run time"
+    return None
 
 
 def check_kernels() -> None:
     """Raises ValueError for a word in MRL_KERNELS that chooses no kernels."""
     word = os.environ.get("MRL_KERNELS", "")
-    if word not in ("", "triton"):
-        raise ValueError(f"MRL_KERNELS is {word!r}; known: triton")
+    if word not in ("", *KERNELS):
+        raise ValueError(f"MRL_KERNELS is {word!r}; known: {', '.join(KERNELS)}")
 
 
 @cache

@@ -127,6 +127,8 @@ ADAPTATIONS: dict[str, Callable[[Any], None]] = {
     "sglang.srt.batch_invariant_ops": _no_batch_invariant_kernels,
     "sglang.srt.entrypoints.engine": _fork_instead_of_spawn,
     "sglang.srt.layers.attention.torch_native_backend": batched_attention.install,
+    "sglang.srt.layers.activation": layers.gates_in_one_call,
+    "sglang.srt.layers.layernorm": layers.norms_in_one_call,
     "sglang.srt.layers.rotary_embedding.base": layers.rotations_in_whole_rows,
     "sglang.srt.layers.rotary_embedding.factory": _any_rope,
     "sglang.srt.layers.sampler": _draw_in_one_pass,

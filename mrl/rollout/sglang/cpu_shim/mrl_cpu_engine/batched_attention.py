@@ -3,7 +3,8 @@
 The stock backend calls it once a request and layer, which costs more than the model itself when the model is small.
 Here keys and values of all requests are gathered into [batch, longest, heads, dim] with a mask; the gather plan
 depends only on the batch, so it is made once a forward and reused by all layers. Very large batches are cut into
-groups of requests so that the score matrix stays below MAX_SCORES.
+groups of requests so that the score matrix stays below MAX_SCORES. Where `mrl.kernels.native` is there it decodes, and
+gathers nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from mrl.kernels.native import engine as native
 
 MAX_SCORES = 1 << 26  # elements of batch x heads x queries x keys in one call
 Plan = Callable[[dict[str, Any]], "list[Group]"]  # of the stock method's arguments by name
@@ -65,6 +68,8 @@ def _batched(stock: Callable[..., Tensor], make_plan: Plan, attend: Callable[...
         is_extend = make_plan is _plan_extend
         if given["encoder_lens"] is not None or given["is_cross_attn"] or (is_extend and not given["causal"]):
             return stock(self, *args, **kw)
+        if not is_extend and native.decodes(given["query"], given["k_cache"], given["v_cache"]):
+            return _decode(given)
         plans = self.__dict__.setdefault("batched_plans", {})
         key = (make_plan, given["sliding_window_size"])
         if key not in plans:
@@ -74,6 +79,22 @@ def _batched(stock: Callable[..., Tensor], make_plan: Plan, attend: Callable[...
         return given["output"]
 
     return run
+
+
+def _decode(given: dict[str, Any]) -> Tensor:
+    output, scaling = given["output"], given["scaling"]
+    native.decode_attention(
+        given["query"],
+        given["k_cache"],
+        given["v_cache"],
+        given["req_to_token"],
+        given["req_pool_indices"],
+        given["seq_lens"],
+        output,
+        window=given["sliding_window_size"],
+        scale=given["query"].size(-1) ** -0.5 if scaling is None else scaling,
+    )
+    return output
 
 
 def _plan_decode(given: dict[str, Any]) -> list[Group]:

@@ -3,7 +3,7 @@
 With u = hash / (2^32 - 1) a token has the score log p - log(-log u), which sglang computes of every token, in float64.
 Here each gets a bound: -log u >= 1 - u, so that its score is at most log(p / (1 - u)). Only tokens whose bound reaches
 the score of the token with the highest bound can win, a few of a row; their scores are computed, as sglang does it. The
-draws are the same, to the bit.
+draws are the same, to the bit. `mrl.kernels.native` does that in one pass, where it is there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from mrl.kernels.native import engine as native
 
 from .kernels import Words, hash_rows, scrambled
 
@@ -24,6 +26,8 @@ _UINT32_MAX = (1 << 32) - 1
 def draw(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """The tokens drawn, [n] int64. log_probs [n, vocab] float32, -inf for what is not to be drawn; seeds, positions
     [n]."""
+    if native.draws(log_probs):
+        return native.draw(log_probs, seeds, positions)
     n, vocab = log_probs.shape
     drawn = torch.empty(n, dtype=torch.int64)
     columns = _columns(-(-vocab // _TILE) * _TILE)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.kernels.native import layers as native
+
 
 def rotations_in_whole_rows(module: Any) -> None:
     """A rotary embedding exchanges the halves of whole rows at once, and all layers of a forward pass share its
@@ -20,6 +22,35 @@ def rotations_in_whole_rows(module: Any) -> None:
             return stock(self, positions, query, key, *args, **settings)
         cos, sin = _angles(self, positions.flatten(), query.dtype)
         return _rotated(query, cos, sin, self.head_size), _rotated(key, cos, sin, self.head_size)
+
+    layer.forward_native = forward_native
+
+
+def norms_in_one_call(module: Any) -> None:
+    """RMSNorm, and what it is added to before. What asks for more keeps the stock form."""
+    layer = module.RMSNorm
+    stock = layer.forward_native
+
+    def forward_native(self: Any, x: Tensor, residual: Tensor | None = None, *args: Any, **settings: Any) -> Any:
+        more = (*args, *settings.values(), self.variance_size_override, self.override_orig_dtype)
+        asks_more = any(given is not None for given in more)
+        others = [self.weight] if residual is None else [self.weight, residual]
+        if asks_more or x.size(-1) != self.hidden_size or not native.takes(x, *others, width=x.size(-1)):
+            return stock(self, x, residual, *args, **settings)
+        x = x.contiguous() if residual is None else x + residual
+        out, _ = native.normed(x, self.weight, self.variance_epsilon)
+        return out if residual is None else (out, x)
+
+    layer.forward_native = forward_native
+
+
+def gates_in_one_call(module: Any) -> None:
+    layer = module.SiluAndMul
+    stock = layer.forward_native
+
+    def forward_native(self: Any, x: Tensor) -> Tensor:
+        is_taken = native.takes(x, width=x.size(-1) // 2)
+        return native.gated(x.contiguous()) if is_taken else stock(self, x)
 
     layer.forward_native = forward_native
 
@@ -38,6 +69,8 @@ def _angles(layer: Any, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, head_size: int) -> Tensor:
     """x, [tokens, heads * head_size] or as many heads as a dimension: a new tensor of its shape."""
     heads, width = x.view(len(cos), -1, head_size), cos.size(-1)
+    if native.takes(heads, cos, sin, width=width):
+        return native.rotated(heads, cos, sin, 1).view(x.shape)
     part = heads[..., :width]
     out = (part * cos).addcmul_(part.roll(width // 2, -1), sin)
     return (out if width == head_size else torch.cat([out, heads[..., width:]], -1)).reshape(x.shape)

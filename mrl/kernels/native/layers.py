@@ -1,0 +1,79 @@
+"""Parts of a transformer layer by `layers.c`: the same results and gradients as the classes of mrl.kernels.layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mrl.kernels import native
+
+CHANNELS = 16  # a row has a multiple of these
+
+
+def takes(x: Tensor, *others: Tensor, width: int) -> bool:
+    """width: channels of a row, or of each half of it."""
+    return native.take(x, *others) and width % CHANNELS == 0
+
+
+class SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        return gated(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        made = torch.empty_like(x)
+        native.call("swiglu_gradient", x, grad.contiguous(), made, *_rows(grad))
+        return made
+
+
+class RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        out, scale = normed(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        made, of_weight, room = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+        native.call("rms_norm_gradient", x, weight, scale, grad.contiguous(), made, of_weight, room, *_rows(x))
+        return made, of_weight, None
+
+
+def gated(x: Tensor) -> Tensor:
+    """silu(gate) * up of x [..., 2 * n], contiguous."""
+    out = x.new_empty(*x.shape[:-1], x.size(-1) // 2)
+    native.call("swiglu", x, out, *_rows(out))
+    return out
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x * scale * weight, scale [...]: 1 / sqrt(mean(x^2) + eps)) of x [..., d], contiguous as weight is."""
+    out, scale = torch.empty_like(x), x.new_empty(x.shape[:-1])
+    native.call("rms_norm", x, weight, float(eps), out, scale, *_rows(x))
+    return out, scale
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """x [t, heads, d], whose heads are in one piece each; cos, sin [t, 1, r]; sign: -1 turns back."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = x.new_empty(x.shape)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    native.call("rotate", x, *x.stride()[:2], cos, sin, float(sign), out, *x.shape, cos.size(-1))
+    return out
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    """(rows, channels of each)."""
+    return x.numel() // max(1, x.size(-1)), x.size(-1)

@@ -1,0 +1,88 @@
+// Vectors of 16 floats, which the compiler cuts to the processor's own, and what the kernels do with them.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+#define WIDTH 16
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
+typedef uint8_t Bytes __attribute__((vector_size(WIDTH), aligned(1), may_alias));
+typedef int32_t Integers __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
+static const Integers LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+INLINE Floats load(const float *from) { return *(const Floats *)from; }
+INLINE void store(float *to, Floats x) { *(Floats *)to = x; }
+// The same of the first `count`, where there are fewer than 16; zeros behind them
+INLINE Floats load_some(const float *from, int64_t count) {
+    if (count >= WIDTH) return load(from);
+    Floats found = {0};
+    memcpy(&found, from, count * sizeof(float));
+    return found;
+}
+INLINE void store_some(float *to, Floats x, int64_t count) {
+    if (count >= WIDTH)
+        store(to, x);
+    else
+        memcpy(to, &x, count * sizeof(float));
+}
+
+INLINE int64_t whole(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
+
+INLINE Floats all(float x) { return (Floats){0} + x; }
+INLINE Floats choose(Integers where, Floats yes, Floats no) {
+    return (Floats)(((Integers)yes & where) | ((Integers)no & ~where));
+}
+INLINE Floats larger(Floats a, Floats b) { return choose(a > b, a, b); }
+
+#ifdef __clang__
+#define LANES_OF(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
+#else
+#define LANES_OF(x, ...) __builtin_shuffle(x, (Integers){__VA_ARGS__})
+#endif
+#define FAR_8(x) LANES_OF(x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
+#define FAR_4(x) LANES_OF(x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
+#define FAR_2(x) LANES_OF(x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)
+#define FAR_1(x) LANES_OF(x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)
+
+INLINE float sum_of(Floats x) {
+    x += FAR_8(x), x += FAR_4(x), x += FAR_2(x), x += FAR_1(x);
+    return x[0];
+}
+
+INLINE float largest_of(Floats x) {
+    x = larger(x, FAR_8(x)), x = larger(x, FAR_4(x)), x = larger(x, FAR_2(x)), x = larger(x, FAR_1(x));
+    return x[0];
+}
+
+// All ones where a byte of the mask is not 0; zeros behind the first `count`
+INLINE Integers shown(const uint8_t *mask, int64_t count) {
+    Bytes bytes = {0};
+    if (count >= WIDTH)
+        bytes = *(const Bytes *)mask;
+    else
+        memcpy(&bytes, mask, count);
+    return __builtin_convertvector(bytes, Integers) != 0;
+}
+INLINE Floats only(Integers where, Floats x) { return (Floats)((Integers)x & where); }
+
+// e^x to 2 units in the last place; 0 below -87, at most e^88, NaN of NaN
+INLINE Floats exponential(Floats x) {
+    const float shift = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
+    Floats bounded = choose(x > 88.0f, all(88.0f), choose(x < -87.0f, all(-87.0f), x));
+    Floats shifted = bounded * 1.44269504088896341f + shift, power = shifted - shift;
+    Floats rest = bounded - power * 0.693359375f + power * 2.12194440e-4f;
+    Floats sum = 1.9875691500e-4f * rest + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    Integers exponent = (Integers)shifted - (Integers)all(shift) + 127;
+    return choose(x < -87.0f, all(0.0f), sum * (Floats)(exponent << 23));
+}

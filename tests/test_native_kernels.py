@@ -1,0 +1,251 @@
+"""Kernels in C for CPUs: what they compute, against float64 and torch's forms, and where there are none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mrl.algo import advantages, stats
+from mrl.kernels import attention, clipped_loss, layers, native
+from mrl.kernels.native import algo, build, engine
+from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import batched_attention, draws
+
+ROOT = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C compiler")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], object]:
+    """Calls a function with torch's forms."""
+
+    def call(function: Callable[[], object]) -> object:
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "take", lambda *tensors: False)
+            return function()
+
+    return call
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def results(function: Callable[..., Tensor], *inputs: Tensor, grad: Tensor) -> list[Tensor]:
+    """Its value and gradients."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    made = function(*leaves)
+    return [made, *torch.autograd.grad(made, leaves, grad.to(made.dtype))]
+
+
+def test_they_are_there() -> None:
+    assert native.problem() is None and native.take(torch.zeros(1), torch.nn.Parameter(torch.zeros(1)))
+
+
+@pytest.mark.parametrize(
+    "x", [torch.zeros(1).double(), torch.zeros(1).bfloat16(), torch.zeros(1, device="meta"), torch.arange(2)]
+)
+def test_others_are_left_to_torch(x: Tensor) -> None:
+    assert not native.take(torch.zeros(1), x)
+
+
+def test_more_threads_are_left_to_torch() -> None:
+    torch.set_num_threads(2)
+    assert not native.take(torch.zeros(1))
+
+
+ANGLES = draw(5, 1, 16, seed=9)
+COS, SIN = ANGLES.cos().repeat(1, 1, 2), torch.cat([-ANGLES.sin(), ANGLES.sin()], -1)
+PARTS: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+    "swiglu": (layers.swiglu, [3 * draw(5, 1, 96)]),
+    "swiglu, far": (layers.swiglu, [torch.tensor([-1e4, -95, -87.5, 0, 40, 1e4]).repeat(16).view(3, 32)]),
+    "rms_norm": (lambda x, w: layers.rms_norm(x, w, 1e-5), [draw(200, 1, 48), draw(48, seed=1)]),
+    "rotate": (lambda x: layers.rotate(x, COS.to(x.dtype), SIN.to(x.dtype)), [draw(5, 3, 32)]),
+    "rotate, a part": (lambda x: layers.rotate(x, COS.to(x.dtype), SIN.to(x.dtype)), [draw(5, 3, 40)]),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_layers(name: str, plain: Callable[..., list[Tensor]]) -> None:
+    function, inputs = PARTS[name]
+    grad = draw(*function(*inputs).shape, seed=7)
+    made = results(function, *inputs, grad=grad)
+    assert made[0].grad_fn is not None
+    want = results(function, *[x.double() for x in inputs], grad=grad)
+    for mine, exact in zip(made, want, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.double(), exact, rtol=2e-6, atol=2e-6)
+    for mine, theirs in zip(made, plain(lambda: results(function, *inputs, grad=grad)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=2e-6)
+
+
+def test_heads_that_lie_beside_others_are_rotated_where_they_are() -> None:
+    both = draw(5, 3, 64)
+    for part in (both[..., :32], both[..., 32:]):
+        assert torch.equal(layers.rotate(part, COS, SIN), layers.rotate(part.contiguous(), COS, SIN))
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=0.3, enable_gqa=True)
+
+
+@pytest.mark.parametrize("form", ["causal", "masked", "one mask for all"])
+@pytest.mark.parametrize(("queries", "channels"), [(1, 16), (6, 32), (29, 48), (130, 16)])
+def test_attention(form: str, queries: int, channels: int) -> None:
+    """Queries that share keys, tokens whose heads lie beside one another, and lengths that fill no vector."""
+    keys = queries if form == "causal" else queries + 11
+    shapes = ((3, queries, 4, channels), (3, keys, 2, channels), (3, keys, 2, channels))
+    inputs = [draw(*shape, seed=seed).transpose(1, 2) for seed, shape in enumerate(shapes)]
+    mask = None
+    if form != "causal":
+        mask = draw(3 if form == "masked" else 1, 1, queries, keys, seed=5) < 0.4
+        mask[..., 0] = True
+    grad = draw(3, queries, 4, channels, seed=6).transpose(1, 2)
+    made = results(lambda *x: attention.attention(*x, mask, 0.3), *inputs, grad=grad)
+    assert type(made[0].grad_fn).__name__ == "NativeAttentionBackward"
+    want = results(lambda *x: attended(*x, mask), *[x.double() for x in inputs], grad=grad)
+    for mine, exact in zip(made, want, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_what_attention_gives_of_a_token_depends_on_nothing_behind_it_or_beside_it() -> None:
+    inputs = [draw(3, 4, 40, 32, seed=seed) for seed in range(3)]
+    whole = attention.attention(*inputs, None, 0.3)
+    some = attention.attention(*[x[1:2, :, :23] for x in inputs], None, 0.3)
+    assert torch.equal(whole[1:2, :, :23], some)
+
+
+def test_attention_hands_nan_on() -> None:
+    inputs = [draw(1, 1, 8, 16, seed=seed) for seed in range(3)]
+    inputs[0][0, 0, 5, 3] = torch.nan
+    made = attention.attention(*inputs, None, 0.3)
+    assert made[0, 0, 5].isnan().all() and not made[0, 0, :5].isnan().any()
+
+
+@pytest.mark.parametrize("length", [1, 16, 37, 3000])
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_advantages(length: int, shift_mean: bool, plain: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    rewards, values = draw(4, length), draw(4, length, seed=1)
+    mask = torch.arange(length) < torch.tensor([length, length // 2, 0, max(1, length - 5)])[:, None]
+    rewards[~mask] = values[~mask] = torch.nan
+    inputs = advantages.AdvantageInputs(rewards, mask, torch.arange(4), values)
+    made = advantages.gae(inputs, 0.99, 0.95, True, shift_mean)
+    assert algo.gae(rewards, values, mask, 0.99, 0.95 * 0.99) is not None
+    for mine, theirs in zip(made, plain(lambda: advantages.gae(inputs, 0.99, 0.95, True, shift_mean)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("hole", [0, 7, 15, 16, 40])
+def test_a_mask_with_a_hole_is_seen(hole: int, plain: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    rewards, values, mask = draw(3, 50), draw(3, 50, seed=1), torch.ones(3, 50, dtype=torch.bool)
+    mask[1, hole] = False
+    assert algo.gae(rewards, values, mask, 0.99, 0.9) is None
+    inputs = advantages.AdvantageInputs(rewards, mask, torch.arange(3), values)
+    made = advantages.gae(inputs, 0.99, 0.95, False, True)
+    for mine, theirs in zip(made, plain(lambda: advantages.gae(inputs, 0.99, 0.95, False, True)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_whitening_of_what_is_far_from_zero() -> None:
+    x, mask = draw(3, 70) + 1e4, draw(3, 70, seed=2) < 1
+    want = stats.whiten(x.double(), mask)
+    torch.testing.assert_close(stats.whiten(x, mask).double(), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("n", [1, 16, 5000])
+def test_the_clipped_loss(n: int, plain: Callable[..., list[Tensor]]) -> None:
+    """Some log-ratios beyond the furthest, or not finite."""
+    old, advantage, noise, weight, of_metrics = draw(5, n)
+    new = old + torch.where(torch.arange(n) % 11 == 0, 25.0, 0.3) * noise
+    clip = clipped_loss.Clip(0.2, 0.28, 3.0, 20.0)
+
+    def run() -> list[Tensor]:
+        leaf = new.clone().requires_grad_()
+        loss, metrics = clipped_loss.clipped_loss(leaf, old, advantage, weight.abs() / n, of_metrics.abs() / n, clip)
+        return [loss, *torch.autograd.grad(loss, leaf), metrics]
+
+    for mine, theirs in zip(run(), plain(run), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    new[0] = torch.nan
+    loss, gradient, _ = run()
+    assert loss.isnan() and gradient[0] == 0
+
+
+@pytest.mark.parametrize("vocab", [3, 16, 500, 5003])
+def test_draws_are_torch_s(vocab: int, plain: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+    """The same tokens, whatever is masked, sure, or not finite."""
+    log_probs = (4 * draw(400, vocab)).log_softmax(-1)
+    log_probs[:100, 1:-1] = -torch.inf
+    log_probs[100:120] = -torch.inf
+    log_probs[100:120, 2] = 0
+    log_probs[120] = torch.nan
+    log_probs[121, 1] = torch.nan
+    seeds = torch.randint(-(2**62), 2**62, (400,), generator=torch.Generator().manual_seed(2))
+    positions = torch.arange(400)
+    made = draws.draw(log_probs, seeds, positions)
+    assert torch.equal(made, plain(lambda: draws.draw(log_probs, seeds, positions)))
+    assert torch.equal(made[100:120], torch.full((20,), 2))
+    assert torch.equal(made[50:60], draws.draw(log_probs[50:60], seeds[50:60], positions[50:60]))
+
+
+@pytest.mark.parametrize("window", [None, -1, 5])
+@pytest.mark.parametrize(("heads", "groups", "wide"), [(4, 2, 32), (3, 3, 16)])
+def test_an_engine_decodes_where_its_cache_lies(window: int | None, heads: int, groups: int, wide: int) -> None:
+    query, key, value = draw(4, heads, 32), draw(90, groups, 32, seed=1), draw(90, groups, wide, seed=2)
+    slots = torch.randperm(90, generator=torch.Generator().manual_seed(3)).view(9, 10).int()
+    rows, lengths = torch.tensor([7, 0, 3, 4], dtype=torch.int32), torch.tensor([1, 10, 6, 3], dtype=torch.int32)
+    assert engine.decodes(query, key, value)
+    made = torch.empty(4, heads, wide)
+    engine.decode_attention(query, key, value, slots, rows, lengths, made, window=window, scale=0.2)
+    want = torch.empty_like(made)
+    for group in batched_attention.plan_decode(slots[rows.long()], lengths, window, heads):
+        batched_attention._attend_decode(group, query, want, key, value, 0.2)
+    torch.testing.assert_close(made, want, rtol=1e-5, atol=1e-6)
+
+
+def problem(home: Path, **environment: str) -> str:
+    """What a new process says, whose cache is in `home`."""
+    code = "from mrl.kernels import native; print(native.problem())"
+    env = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_where_they_cannot_be_had_torch_s_forms_serve(tmp_path: Path) -> None:
+    cache = Path(str(tmp_path) + build.CACHE.removeprefix("~"))
+    assert problem(tmp_path, MRL_KERNELS="torch") == "MRL_KERNELS=torch" and not cache.exists()
+    assert problem(tmp_path, CC="no-such-compiler") == "there is no C compiler (no-such-compiler)"
+    assert problem(tmp_path, CC="false").startswith(f"{build.shutil.which('false')} failed:")
+    assert list(cache.iterdir()) == [], "nothing is left of it"
+    cache.chmod(0o777)
+    assert problem(tmp_path) == f"{cache} belongs to another account, or another may write there"
+    cache.rmdir()
+    cache.touch()
+    assert problem(tmp_path) == f"{cache} cannot be used: File exists"
+
+
+def test_they_are_compiled_once_for_all_processes(tmp_path: Path) -> None:
+    cache = Path(str(tmp_path) + build.CACHE.removeprefix("~"))
+    assert problem(tmp_path) == "None"
+    (file,) = cache.iterdir()
+    before = file.stat().st_mtime_ns
+    assert problem(tmp_path) == "None" and file.stat().st_mtime_ns == before
+    file.write_bytes(b"not a library")
+    assert problem(tmp_path).startswith(f"{file} cannot be loaded (")
