@@ -13,6 +13,7 @@ import pytest
 
 from mrl.config.schema import RolloutConfig
 from mrl.imports import importing
+from mrl.kernels import native
 from mrl.rollout import Engine, start_engine
 from tests import engine_nurseries
 from tests.tiny import make_tiny
@@ -54,6 +55,15 @@ def no_world_is_left() -> Iterator[None]:
     if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("a test of this file has left its process in a process group")
+
+
+@pytest.fixture(params=["C", "torch"])
+def each_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which of a kernel's two forms serves: its name."""
+    form: str = request.param
+    if form == "torch":
+        monkeypatch.setattr(native, "serves", lambda *tensors: False)
+    return form
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,8 @@ from mrl.algo import log_probs
 from mrl.kernels import head_products
 from mrl.kernels.linear_logprob import Slopes, linear_distribution, linear_log_prob
 
+pytestmark = pytest.mark.usefixtures("each_form")
+
 
 def at_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The kernel with these very logits: the identity for hidden states, in chunks that do not divide them."""

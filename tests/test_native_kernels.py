@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.algo import advantages, stats
-from mrl.kernels import attention, clipped_loss, layers, native
+from mrl.kernels import attention, clipped_loss, head_rows, layers, native
 from mrl.kernels.native import algo, build, engine
+from mrl.kernels.native import head as native_head
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import batched_attention, draws
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +38,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], o
 
     def call(function: Callable[[], object]) -> object:
         with monkeypatch.context() as patch:
-            patch.setattr(native, "take", lambda *tensors: False)
+            patch.setattr(native, "serves", lambda *tensors: False)
             return function()
 
     return call
@@ -185,6 +186,39 @@ def test_the_clipped_loss(n: int, plain: Callable[..., list[Tensor]]) -> None:
     new[0] = torch.nan
     loss, gradient, _ = run()
     assert loss.isnan() and gradient[0] == 0
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("words", [5, 48, 5003])
+def test_the_loss_head_s_rows(
+    words: int, dtype: torch.dtype, with_entropy: bool, plain: Callable[..., list[Tensor]]
+) -> None:
+    """Blocks with a new maximum each, and rows that lie apart."""
+    x = (3 * draw(6, words + 3) + torch.linspace(0, 30, words + 3)).to(dtype)[:, :words]
+    labels = head_rows.Labels.of(torch.tensor([0, 1, 2, 3, 4, 99_999]), 0, words)
+    slopes = draw(6, seed=1), draw(6, seed=2) if with_entropy else None
+
+    def run() -> list[Tensor]:
+        found = head_rows.statistics(x.clone(), labels, 0.7, None, squares=True)
+        made = head_rows.d_logits(x.clone(), found, labels, 0.7, slopes, torch.empty_like(x, dtype=dtype))
+        return [*vars(found).values(), made]
+
+    assert native_head.takes(x)
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2.0**-7, "atol": 1e-5}
+    for mine, theirs in zip(run(), plain(run), strict=True):
+        torch.testing.assert_close(mine, theirs, **close)
+
+
+def test_a_gradient_in_bfloat16_is_rounded_as_torch_rounds() -> None:
+    rows = head_rows.Rows(*torch.zeros(6, 1))
+    labels = head_rows.Labels.of(torch.zeros(1, dtype=torch.int64), 0, 4000)
+    x = torch.linspace(-9, 0, 4000)[None]
+    made = [
+        head_rows.d_logits(x, rows, labels, 1.0, (torch.ones(1), None), torch.empty_like(x, dtype=dtype))
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    assert torch.equal(made[0], made[1].bfloat16())
 
 
 @pytest.mark.parametrize("vocab", [3, 16, 500, 5003])

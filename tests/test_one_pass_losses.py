@@ -10,6 +10,8 @@ from mrl.algo import policy_loss
 from mrl.algo.policy_loss import LOSSES
 from mrl.kernels import clipped_loss
 
+pytestmark = pytest.mark.usefixtures("each_form")
+
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 
 

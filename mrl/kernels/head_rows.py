@@ -12,18 +12,29 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mrl.kernels.head_chunks import BLOCK, BLOCK_GPU
+from mrl.kernels.native import head as native
 
 
 def by_triton(x: Tensor) -> bool:
-    """Whether logits x are gone over by `mrl.kernels.head_rows_triton`, which leaves them as they are: on a GPU, where
-    the environment says MRL_KERNELS=triton."""
+    """Whether logits x are gone over by `mrl.kernels.head_rows_triton`: on a GPU, where the environment says
+    MRL_KERNELS=triton."""
     return x.is_cuda and os.environ.get("MRL_KERNELS") == "triton"
+
+
+def _compiled(x: Tensor) -> Any:
+    """The module whose kernels go over logits x, and leave them as they are; None: torch does."""
+    if by_triton(x):
+        from mrl.kernels import head_rows_triton
+
+        return head_rows_triton
+    return native if native.takes(x) else None
 
 
 @dataclass(frozen=True)
@@ -72,13 +83,11 @@ def statistics(
     exponential: bool = False,
     squares: bool = False,
 ) -> Rows:
-    """x [k, V]: logits, overwritten by e^z where `exponential` (not `by_triton`). group: None if x is all of the
+    """x [k, V]: logits, overwritten by e^z where `exponential`, but by compiled kernels. group: None if x is all of the
     vocabulary."""
     picked = x.gather(1, labels.column[:, None])[:, 0].double() / temperature
-    if by_triton(x):
-        from mrl.kernels import head_rows_triton
-
-        top, (total, weighted, square) = head_rows_triton.sums(x, temperature)
+    if (compiled := _compiled(x)) is not None:
+        top, (total, weighted, square) = compiled.sums(x, temperature)
         own = torch.where(labels.mine, picked, 0)
         return _together(torch.stack([top.double() / temperature, total, own, weighted, square]), top, group)
     top = x.new_empty(x.size(0), dtype=_wide(x))
@@ -143,12 +152,10 @@ def d_logits(
     d_log_probs, d_entropy = (None if slope is None else slope / temperature for slope in slopes)
     assert d_log_probs is not None
     own, share = torch.where(labels.mine, d_log_probs, 0.0), -d_log_probs * rows.shift.exp()
-    if by_triton(x):
-        from mrl.kernels import head_rows_triton
-
-        return head_rows_triton.gradient(
-            x, rows.top, rows.shift, rows.entropy, temperature, d_log_probs, d_entropy, labels.column, own, out
-        )
+    if (compiled := _compiled(x)) is not None:
+        vectors = rows.top, rows.shift, rows.entropy
+        made: Tensor = compiled.gradient(x, *vectors, temperature, d_log_probs, d_entropy, labels.column, own, out)
+        return made
     for block, y, room, at in _blocks(x):
         made = out[at] if out.dtype == y.dtype else y
         if d_entropy is None:

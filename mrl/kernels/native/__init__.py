@@ -41,8 +41,13 @@ def compiler() -> str | None:
 
 
 def take(*tensors: Tensor) -> bool:
-    """Whether these are float32 tensors on a CPU, of a process with one thread for them."""
-    usual = all(type(x) in _PLAIN and x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
+    """Whether these are float32 tensors that `serves`."""
+    return all(x.dtype == torch.float32 for x in tensors) and serves(*tensors)
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether these are on a CPU, of a process with one thread for them."""
+    usual = all(type(x) in _PLAIN and x.device.type == "cpu" for x in tensors)
     return usual and torch.get_num_threads() == 1 and problem() is None
 
 

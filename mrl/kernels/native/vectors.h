@@ -35,8 +35,9 @@ INLINE void store_some(float *to, Floats x, int64_t count) {
 INLINE int64_t whole(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 
 INLINE Floats all(float x) { return (Floats){0} + x; }
+INLINE Integers choose_integers(Integers where, Integers yes, Integers no) { return (yes & where) | (no & ~where); }
 INLINE Floats choose(Integers where, Floats yes, Floats no) {
-    return (Floats)(((Integers)yes & where) | ((Integers)no & ~where));
+    return (Floats)choose_integers(where, (Integers)yes, (Integers)no);
 }
 INLINE Floats larger(Floats a, Floats b) { return choose(a > b, a, b); }
 
