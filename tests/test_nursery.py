@@ -39,12 +39,12 @@ print([child.wait(60) for child in children], [child.poll() for child in childre
 """
 RANK = """
 import gc, heavy, json, os, signal, sys, time
-print(json.dumps({"argv": sys.argv[1:], "rank": os.environ["RANK"], "greeting": os.environ["GREETING"],
+sys.stdout.write(json.dumps({"argv": sys.argv[1:], "rank": os.environ["RANK"], "greeting": os.environ["GREETING"],
     "set": os.environ["SET"],
     "imported by": heavy.pid,
     "collected": [heavy.collected, gc.isenabled()], "frozen": gc.get_freeze_count(),
     "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0),
-    "stdin": sys.stdin.read(), "name": __name__, "interrupt": signal.getsignal(signal.SIGINT).__name__}))
+    "stdin": sys.stdin.read(), "name": __name__, "interrupt": signal.getsignal(signal.SIGINT).__name__}) + "\\n")
 if "stay" in os.environ:
     print("ready"); time.sleep(600)
 sys.exit(3 + int(os.environ["RANK"]))

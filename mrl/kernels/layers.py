@@ -73,17 +73,16 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
-        active = torch.nn.functional.silu(gate)
-        ctx.save_for_backward(x, active)
-        return active * up
+        ctx.save_for_backward(x)
+        return torch.nn.functional.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        x, active = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, -1)
         out = torch.empty_like(x)
         d_gate, d_up = out.chunk(2, -1)
-        torch.mul(active, grad, out=d_up)
+        torch.mul(torch.nn.functional.silu(gate), grad, out=d_up)
         torch.mul(grad, up, out=d_gate)
         torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
         return out

@@ -171,16 +171,15 @@ def _feed_forward(s: Shapes, layer: Layer, again: bool) -> float:
     routed = s.share * chosen * cut  # by this rank's experts, if all have equally many
     width = layer.ffn_size / cut
     router = s.share * (chosen * (2 * INT64 + FLOAT32) + s.arch.experts.count * (FLOAT32 + 1))
-    widths = 4 if s.kind == "local" else 3 - again
-    if FAMILIES[s.arch.family].gate == "clamped":  # computed again from gate and up
-        widths -= 1
+    widths = 3 if s.kind == "local" else 3 - again
     own = routed * ((s.arch.hidden_size + width) * s.input + widths * width * s.dtype + FLOAT32)
     return router + own + _gated(s, s.arch.experts.shared_width)
 
 
 def _gated(s: Shapes, ffn: int) -> float:
     """What lies between the products of an MLP of that width that every token goes through."""
-    between = 3 if s.kind == "local" else 2  # gate, up; local: silu(gate) too
+    is_composed = s.kind == "local" and FAMILIES[s.arch.family].activation != "silu"
+    between = 3 if is_composed else 2  # gate, up; composed: the activation of gate too
     return s.local * ffn / s.layout.tensor * (s.dtype * between + s.input)
 
 

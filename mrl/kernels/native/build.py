@@ -9,7 +9,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from functools import cache
 from pathlib import Path
 
 CACHE = "~/.cache/mrl/kernels"
@@ -41,7 +40,6 @@ def library() -> Path:
     return file
 
 
-@cache
 def compiler() -> str:
     """Its path. Raises CannotBuild where there is none."""
     named = os.environ.get("CC")

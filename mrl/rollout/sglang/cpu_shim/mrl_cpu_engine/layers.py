@@ -37,7 +37,7 @@ def norms_in_one_call(module: Any) -> None:
         others = [self.weight] if residual is None else [self.weight, residual]
         if asks_more or x.size(-1) != self.hidden_size or not native.takes(x, *others, width=x.size(-1)):
             return stock(self, x, residual, *args, **settings)
-        x = x.contiguous() if residual is None else x + residual
+        x = (x if residual is None else x + residual).contiguous()
         out, _ = native.normed(x, self.weight, self.variance_epsilon)
         return out if residual is None else (out, x)
 
