@@ -16,6 +16,7 @@ from torch import Tensor
 from mrl.platform.registry import Stage, adaptation
 
 WORTHWHILE = 1 << 20  # multiply-adds; below it MKL's smaller overhead wins
+LONG = 4  # times as many rows are summed as the result has, at most, rows or columns
 _libraries: list[torch.library.Library] = []
 
 
@@ -47,10 +48,12 @@ def redirect_mm() -> None:
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """a [m, k] @ b [k, n]. Products that are small, not float32 or oddly strided go the usual way."""
+    """a [m, k] @ b [k, n]. Products that are small, not float32 or oddly strided go the usual way, as does a weight's
+    gradient, for which oneDNN would first copy both operands the other way round."""
     m, k = a.shape
     n = b.shape[1]
-    if m * k * n < WORTHWHILE or not (_plain(a) and _plain(b)):
+    is_gradient = a.stride(1) != 1 and k >= LONG * max(m, n)
+    if m * k * n < WORTHWHILE or is_gradient or not (_plain(a) and _plain(b)):
         return torch.mm(a, b, out=a.new_empty(m, n))  # the `out` form is a kernel of its own, still torch's
     if a.stride(1) != 1 and n < m:  # oneDNN is slow when the tall operand is the transposed one: give it the other
         return _linear(b.t(), a).t()
