@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,9 @@ from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import batched_attention, draws
 
 ROOT = Path(__file__).parent.parent
 
-WITHOUT = native.problem() or ""  # a home that cannot be written, or no compiler, is no fault of theirs
-pytestmark = pytest.mark.skipif(native.compiler() is None or "cannot be used" in WITHOUT, reason=WITHOUT)
+WITHOUT = native.problem() or ""
+NO_FAULT = ("there is no C compiler", "cannot be used", "MRL_KERNELS=")  # of theirs, but this machine's or user's
+pytestmark = pytest.mark.skipif(any(words in WITHOUT for words in NO_FAULT), reason=WITHOUT)
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +47,20 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], o
     return call
 
 
+@pytest.fixture
+def c_serves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails a test that has called nothing in C."""
+    stock, called = native.call, []
+
+    def call(name: str, *arguments: Any) -> int:
+        called.append(name)
+        return stock(name, *arguments)
+
+    monkeypatch.setattr(native, "call", call)
+    yield
+    assert called
+
+
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -57,19 +73,19 @@ def results(function: Callable[..., Tensor], *inputs: Tensor, grad: Tensor) -> l
 
 
 def test_they_are_there() -> None:
-    assert native.problem() is None and native.take(torch.zeros(1), torch.nn.Parameter(torch.zeros(1)))
+    assert native.problem() is None and native.serves_float32(torch.zeros(1), torch.nn.Parameter(torch.zeros(1)))
 
 
 @pytest.mark.parametrize(
     "x", [torch.zeros(1).double(), torch.zeros(1).bfloat16(), torch.zeros(1, device="meta"), torch.arange(2)]
 )
 def test_others_are_left_to_torch(x: Tensor) -> None:
-    assert not native.take(torch.zeros(1), x)
+    assert not native.serves_float32(torch.zeros(1), x)
 
 
 def test_more_threads_are_left_to_torch() -> None:
     torch.set_num_threads(2)
-    assert not native.take(torch.zeros(1))
+    assert not native.serves_float32(torch.zeros(1))
 
 
 ANGLES = draw(5, 1, 16, seed=9)
@@ -83,12 +99,12 @@ PARTS: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
 }
 
 
+@pytest.mark.usefixtures("c_serves")
 @pytest.mark.parametrize("name", PARTS)
 def test_layers(name: str, plain: Callable[..., list[Tensor]]) -> None:
     function, inputs = PARTS[name]
     grad = draw(*function(*inputs).shape, seed=7)
     made = results(function, *inputs, grad=grad)
-    assert made[0].grad_fn is not None
     want = results(function, *[x.double() for x in inputs], grad=grad)
     for mine, exact in zip(made, want, strict=True):
         assert mine.dtype == torch.float32
@@ -97,6 +113,7 @@ def test_layers(name: str, plain: Callable[..., list[Tensor]]) -> None:
         torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.usefixtures("c_serves")
 def test_heads_that_lie_beside_others_are_rotated_where_they_are() -> None:
     both = draw(5, 3, 64)
     for part in (both[..., :32], both[..., 32:]):
@@ -107,6 +124,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> 
     return F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=0.3, enable_gqa=True)
 
 
+@pytest.mark.usefixtures("c_serves")
 @pytest.mark.parametrize("form", ["causal", "masked", "one mask for all"])
 @pytest.mark.parametrize(("queries", "channels"), [(1, 16), (6, 32), (29, 48), (130, 16)])
 def test_attention(form: str, queries: int, channels: int) -> None:
@@ -131,6 +149,20 @@ def test_what_attention_gives_of_a_token_depends_on_nothing_behind_it_or_beside_
     whole = attention.attention(*inputs, None, 0.3)
     some = attention.attention(*[x[1:2, :, :23] for x in inputs], None, 0.3)
     assert torch.equal(whole[1:2, :, :23], some)
+
+
+def test_a_query_that_sees_no_key_gets_nothing_and_gives_nothing(plain: Callable[..., list[Tensor]]) -> None:
+    inputs = [draw(1, 2, 8, 16, seed=seed) for seed in range(3)]
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    mask[0, 0, 5] = False
+
+    def run() -> list[Tensor]:
+        return results(lambda *x: attention.attention(*x, mask, 0.3), *inputs, grad=draw(1, 2, 8, 16, seed=4))
+
+    made = run()
+    assert made[0][:, :, 5].eq(0).all() and made[1][:, :, 5].eq(0).all()
+    for mine, theirs in zip(made, plain(run), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_attention_hands_nan_on() -> None:
@@ -164,12 +196,14 @@ def test_a_mask_with_a_hole_is_seen(hole: int, plain: Callable[..., tuple[Tensor
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("c_serves")
 def test_whitening_of_what_is_far_from_zero() -> None:
     x, mask = draw(3, 70) + 1e4, draw(3, 70, seed=2) < 1
     want = stats.whiten(x.double(), mask)
     torch.testing.assert_close(stats.whiten(x, mask).double(), want, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.usefixtures("c_serves")
 @pytest.mark.parametrize("n", [1, 16, 5000])
 def test_the_clipped_loss(n: int, plain: Callable[..., list[Tensor]]) -> None:
     """Some log-ratios beyond the furthest, or not finite."""
@@ -189,6 +223,7 @@ def test_the_clipped_loss(n: int, plain: Callable[..., list[Tensor]]) -> None:
     assert loss.isnan() and gradient[0] == 0
 
 
+@pytest.mark.usefixtures("c_serves")
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("words", [5, 48, 5003])
@@ -211,6 +246,7 @@ def test_the_loss_head_s_rows(
         torch.testing.assert_close(mine, theirs, **close)
 
 
+@pytest.mark.usefixtures("c_serves")
 def test_a_gradient_in_bfloat16_is_rounded_as_torch_rounds() -> None:
     rows = head_rows.Rows(*torch.zeros(6, 1))
     labels = head_rows.Labels.of(torch.zeros(1, dtype=torch.int64), 0, 4000)
@@ -222,6 +258,7 @@ def test_a_gradient_in_bfloat16_is_rounded_as_torch_rounds() -> None:
     assert torch.equal(made[0], made[1].bfloat16())
 
 
+@pytest.mark.usefixtures("c_serves")
 @pytest.mark.parametrize("vocab", [3, 16, 500, 5003])
 def test_draws_are_torch_s(vocab: int, plain: Callable[[Callable[[], Tensor]], Tensor]) -> None:
     """The same tokens, whatever is masked, sure, or not finite."""
@@ -245,7 +282,8 @@ def test_an_engine_decodes_where_its_cache_lies(window: int | None, heads: int, 
     query, key, value = draw(4, heads, 32), draw(90, groups, 32, seed=1), draw(90, groups, wide, seed=2)
     slots = torch.randperm(90, generator=torch.Generator().manual_seed(3)).view(9, 10).int()
     rows, lengths = torch.tensor([7, 0, 3, 4], dtype=torch.int32), torch.tensor([1, 10, 6, 3], dtype=torch.int32)
-    assert engine.decodes(query, key, value)
+    assert engine.decodes(query, key, value, slots)
+    assert not engine.decodes(query, key, value, slots.long()), "as another version may have them"
     made = torch.empty(4, heads, wide)
     engine.decode_attention(query, key, value, slots, rows, lengths, made, window=window, scale=0.2)
     want = torch.empty_like(made)
@@ -258,7 +296,8 @@ def problem(home: Path, **environment: str) -> str:
     """What a new process says, whose cache is in `home`."""
     code = "from mrl.kernels import native; print(native.problem())"
     env = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True)
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

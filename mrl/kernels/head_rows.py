@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,34 @@ def by_triton(x: Tensor) -> bool:
     return x.is_cuda and os.environ.get("MRL_KERNELS") == "triton"
 
 
-def _compiled(x: Tensor) -> Any:
-    """The module whose kernels go over logits x, and leave them as they are; None: torch does."""
+class RowKernels(Protocol):
+    """What a module of compiled kernels has. x: logits [k, V]; all vectors [k]"""
+
+    def sums(self, x: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """(top [k] float32: each row's maximum; float64 [3, k]: the sums of e^z, z e^z and e^2z with z = (x - top) /
+        temperature). x is left as it is."""
+
+    def gradient(
+        self,
+        x: Tensor,
+        top: Tensor,
+        shift: Tensor,
+        entropy: Tensor,
+        temperature: float,
+        d_log_probs: Tensor,
+        d_entropy: Tensor | None,
+        column: Tensor,
+        own: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        """`out` [k, V], which may be x: -p * (d_log_probs + d_entropy * (log p + entropy)), and `own` more at `column`.
+
+        log p = (x - top) / temperature + shift
+        """
+
+
+def _compiled(x: Tensor) -> RowKernels | None:
+    """Whose kernels go over logits x; None: torch does."""
     if by_triton(x):
         from mrl.kernels import head_rows_triton
 
@@ -154,8 +180,7 @@ def d_logits(
     own, share = torch.where(labels.mine, d_log_probs, 0.0), -d_log_probs * rows.shift.exp()
     if (compiled := _compiled(x)) is not None:
         vectors = rows.top, rows.shift, rows.entropy
-        made: Tensor = compiled.gradient(x, *vectors, temperature, d_log_probs, d_entropy, labels.column, own, out)
-        return made
+        return compiled.gradient(x, *vectors, temperature, d_log_probs, d_entropy, labels.column, own, out)
     for block, y, room, at in _blocks(x):
         made = out[at] if out.dtype == y.dtype else y
         if d_entropy is None:

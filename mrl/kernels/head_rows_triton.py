@@ -18,8 +18,7 @@ _COLUMNS = 4096  # of a row that a program holds at once
 
 
 def sums(x: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(top [k] float32: each row's maximum; float64 [3, k]: the sums of e^z, z e^z and e^2z with z = (x - top) /
-    temperature). x [k, V] with columns next to each other, V > 0; left as it is."""
+    """As `RowKernels` of mrl.kernels.head_rows; x has columns next to each other, and V > 0."""
     k, words = x.shape
     top = torch.empty(k, dtype=torch.float32, device=x.device)
     made = torch.empty(3, k, dtype=torch.float64, device=x.device)
@@ -41,10 +40,7 @@ def gradient(
     own: Tensor,
     out: Tensor,
 ) -> Tensor:
-    """`out` [k, V], which may be x: -p * (d_log_probs + d_entropy * (log p + entropy)), and `own` more at `column`.
-
-    log p = (x - top) / temperature + shift; all vectors [k]
-    """
+    """As `RowKernels` of mrl.kernels.head_rows."""
     k, words = x.shape
     if k:
         _gradient[(k, triton.cdiv(words, _COLUMNS))](

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mrl.kernels.native import build
 
+WIDTH = 16  # of the kernels' vectors: rows have a multiple of it
 _PLAIN = (Tensor, nn.Parameter)  # any other may have no memory of its own
 
 
@@ -40,8 +41,8 @@ def compiler() -> str | None:
         return None
 
 
-def take(*tensors: Tensor) -> bool:
-    """Whether these are float32 tensors that `serves`."""
+def serves_float32(*tensors: Tensor) -> bool:
+    """`serves`, and all are float32."""
     return all(x.dtype == torch.float32 for x in tensors) and serves(*tensors)
 
 
@@ -61,6 +62,11 @@ def run(name: str, *arguments: Tensor | int | float | ctypes.Structure) -> None:
     """`call`, of a function that says whether it has found memory. Raises MemoryError."""
     if not call(name, *arguments):
         raise MemoryError(f"no memory for {name}")
+
+
+def with_whole_rows(x: Tensor) -> Tensor:
+    """x, or a copy of it: the last dimension is in one piece."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _argument(given: Tensor | int | float | ctypes.Structure) -> Any:

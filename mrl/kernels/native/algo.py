@@ -20,7 +20,7 @@ class _Clip(ctypes.Structure):
 
 def takes(*tensors: Tensor) -> bool:
     """Whether the functions below take these, beside masks."""
-    return native.take(*tensors) and all(x.is_contiguous() for x in tensors)
+    return native.serves_float32(*tensors) and all(x.is_contiguous() for x in tensors)
 
 
 def gae(

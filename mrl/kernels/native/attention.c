@@ -13,7 +13,7 @@ typedef struct {
     int64_t sequence, head, token;  // strides; channels are in one piece
 } Tensor;
 
-// Of query i: its keys are those below `ends`, but where `mask` [queries, keys] says no; mask may be NULL
+// mask [queries, keys]: where it says no a query does not see a key; NULL: queries see those up to their own place
 typedef struct {
     int64_t sequences, heads, groups, queries, keys, channels;
     float scale;
@@ -108,22 +108,11 @@ EXPORT int attention(const Problem *p, const Tensor *q, const Tensor *k, const T
                         continue;
                     }
                     const uint8_t *mask = mask_of(p, s, i + r);
-                    Floats most = all(-INFINITY), sum = {0};
-                    for (int64_t j = 0; j < keys; j += WIDTH) {
-                        Floats seen = visible(p, mask, i + r, j, load(score + j));
-                        most = larger(most, seen);
-                        store(score + j, seen);
-                    }
-                    float top = largest_of(most) * p->scale;
-                    for (int64_t j = 0; j < keys; j += WIDTH) {
-                        Floats weight = exponential(load(score + j) * p->scale - top);
-                        sum += weight;
-                        store(score + j, weight);
-                    }
-                    float inverse = 1.0f / sum_of(sum);
-                    for (int64_t j = 0; j < keys; j += WIDTH) store(score + j, load(score + j) * inverse);
                     int64_t place = (s * p->heads + h) * p->queries + i + r;
-                    tops[place] = top, inverses[place] = inverse;
+                    for (int64_t j = 0; j < keys; j += WIDTH)
+                        store(score + j, visible(p, mask, i + r, j, load(score + j)));
+                    float inverse = inverses[place] = weigh(score, keys, p->scale, tops + place);
+                    for (int64_t j = 0; j < keys; j += WIDTH) store(score + j, load(score + j) * inverse);
                 }
                 mix(scores, *v, s, h / share, d, keys, room, to);
             }
@@ -189,8 +178,8 @@ EXPORT int attention_gradient(const Problem *p, const Tensor *q, const Tensor *k
                     for (int64_t c = 0; c < d; c += WIDTH) along += load(grads[r] + c) * load(result + c);
                     float own = sum_of(along);
                     for (int64_t j = 0; j < keys; j += WIDTH) {
-                        Floats seen = visible(p, mask, i + r, j, load(weight + j));
-                        Floats part = exponential(seen * p->scale - top) * inverse;
+                        Floats score = visible(p, mask, i + r, j, load(weight + j));
+                        Floats part = exponential(score * p->scale - top) * inverse;
                         store(weight + j, part);
                         store(slope + j, part * (load(slope + j) - own) * p->scale);
                     }

@@ -11,8 +11,6 @@ from torch.autograd.function import once_differentiable
 
 from mrl.kernels import native
 
-CHANNELS = 16  # a multiple of these
-
 
 class _Tensor(ctypes.Structure):
     _fields_ = [("at", ctypes.c_void_p)] + [(name, ctypes.c_int64) for name in ("sequence", "head", "token")]
@@ -43,16 +41,18 @@ class _Problem(ctypes.Structure):
 
 def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """`attention` of mrl.kernels.attention, which says what these are."""
-    if not native.take(query, key, value) or query.size(-1) % CHANNELS or query.numel() == 0:
+    if not native.serves_float32(query, key, value) or query.size(-1) % native.WIDTH or query.numel() == 0:
         return False
-    return key.size(2) == query.size(2) if mask is None else mask.shape[1::2] == (1, key.size(2))
+    if mask is None:
+        return key.size(2) == query.size(2)
+    return mask.dtype == torch.bool and mask.shape[1::2] == (1, key.size(2))
 
 
 class NativeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        query, key, value = (_with_whole_channels(x) for x in (query, key, value))
-        mask = None if mask is None else _with_whole_channels(mask)
+        query, key, value = (native.with_whole_rows(x) for x in (query, key, value))
+        mask = None if mask is None else native.with_whole_rows(mask)
         sequences, heads, queries, channels = query.shape
         out = query.new_empty(sequences, queries, heads, channels).transpose(1, 2)
         sums = query.new_empty(2, sequences, heads, queries)
@@ -65,13 +65,9 @@ class NativeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, out, sums, mask = ctx.saved_tensors
-        grad = _with_whole_channels(grad)
+        grad = native.with_whole_rows(grad)
         made = [x.new_empty(x.transpose(1, 2).shape) for x in (query, key, value)]
         given = map(_Tensor.of, (query, key, value, out, grad))
         native.run("attention_gradient", _Problem.of(query, key, mask, ctx.scale), *given, *sums, *made)
         d_query, d_key, d_value = (x.transpose(1, 2) for x in made)
         return d_query, d_key, d_value, None, None
-
-
-def _with_whole_channels(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -16,7 +16,7 @@ EXPORT int decode_attention(const Decode *p, const float *restrict q, const floa
                             const int64_t *restrict lengths, float *restrict out) {
     int64_t share = p->heads / p->groups, d = p->channels, wide = p->value_channels, longest = 0;
     for (int64_t r = 0; r < p->requests; r++) longest = lengths[r] > longest ? lengths[r] : longest;
-    float *scores = malloc(whole(longest) * sizeof(float));
+    float *scores = malloc(whole(longest + 1) * sizeof(float));
     if (!scores) return 0;
     for (int64_t r = 0; r < p->requests; r++) {
         const int32_t *of = slots + rows[r] * slots_stride;
@@ -32,15 +32,7 @@ EXPORT int decode_attention(const Decode *p, const float *restrict q, const floa
                 scores[j] = sum_of(sum);
             }
             for (int64_t j = keys; j < whole(keys); j++) scores[j] = -INFINITY;
-            Floats most = all(-INFINITY), total = {0};
-            for (int64_t j = 0; j < keys; j += WIDTH) most = larger(most, load(scores + j));
-            float top = largest_of(most) * p->scale;
-            for (int64_t j = 0; j < keys; j += WIDTH) {
-                Floats weight = exponential(load(scores + j) * p->scale - top);
-                total += weight;
-                store(scores + j, weight);
-            }
-            float inverse = 1.0f / sum_of(total);
+            float top, inverse = weigh(scores, keys, p->scale, &top);
             for (int64_t c = 0; c < wide; c += WIDTH) {
                 Floats sum = {0};
                 for (int64_t j = 0; j < keys; j++) sum += scores[j] * load(value + of[j] * p->groups * wide + c);

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from mrl.kernels import native
 
-CHANNELS = 16  # a multiple of these
-
 
 class _Decode(ctypes.Structure):
     _fields_ = [
@@ -19,10 +17,13 @@ class _Decode(ctypes.Structure):
     ]
 
 
-def decodes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def decodes(query: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> bool:
     """Whether `decode_attention` takes these."""
-    usual = native.take(query, key, value) and key.is_contiguous() and value.is_contiguous()
-    return usual and not (key.size(-1) % CHANNELS or value.size(-1) % CHANNELS)
+    usual = native.serves_float32(query, key, value) and key.is_contiguous() and value.is_contiguous()
+    if not usual or slots.dtype != torch.int32 or slots.stride(-1) != 1:
+        return False
+    fits = query.size(-1) == key.size(-1) and query.size(1) % key.size(1) == 0
+    return fits and not (key.size(-1) % native.WIDTH or value.size(-1) % native.WIDTH)
 
 
 def decode_attention(
@@ -52,7 +53,7 @@ def decode_attention(
 
 def draws(log_probs: Tensor) -> bool:
     """Whether `draw` takes these."""
-    return native.take(log_probs) and log_probs.stride(-1) == 1
+    return native.serves_float32(log_probs) and log_probs.stride(-1) == 1
 
 
 def draw(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

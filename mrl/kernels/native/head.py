@@ -17,8 +17,7 @@ def takes(x: Tensor) -> bool:
 
 
 def sums(x: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(top [k] float32: each row's maximum; float64 [3, k]: the sums of e^z, z e^z and e^2z with z = (x - top) /
-    temperature). x [k, V], left as it is."""
+    """As `RowKernels` of mrl.kernels.head_rows."""
     top, made = x.new_empty(x.size(0), dtype=torch.float32), x.new_empty(3, x.size(0), dtype=torch.float64)
     native.call("head_sums", x, _is_narrow(x), _stride(x), 1 / temperature, top, made, *x.shape)
     return top, made
@@ -36,10 +35,7 @@ def gradient(
     own: Tensor,
     out: Tensor,
 ) -> Tensor:
-    """`out` [k, V], which may be x: -p * (d_log_probs + d_entropy * (log p + entropy)), and `own` more at `column`.
-
-    log p = (x - top) / temperature + shift; all vectors [k]
-    """
+    """As `RowKernels` of mrl.kernels.head_rows."""
     vectors = [vector.float().contiguous() for vector in (top, shift, entropy, d_log_probs)]
     steep = 0 if d_entropy is None else d_entropy.float().contiguous()
     kinds = _is_narrow(x), _is_narrow(out), _stride(x), _stride(out), 1 / temperature

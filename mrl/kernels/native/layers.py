@@ -10,12 +10,10 @@ from torch.autograd.function import once_differentiable
 
 from mrl.kernels import native
 
-CHANNELS = 16  # a row has a multiple of these
-
 
 def takes(x: Tensor, *others: Tensor, width: int) -> bool:
     """width: channels of a row, or of each half of it."""
-    return native.take(x, *others) and width % CHANNELS == 0
+    return native.serves_float32(x, *others) and width % native.WIDTH == 0
 
 
 class SwiGLU(torch.autograd.Function):
@@ -67,7 +65,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """x [t, heads, d], whose heads are in one piece each; cos, sin [t, 1, r]; sign: -1 turns back."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = native.with_whole_rows(x)
     out = x.new_empty(x.shape)
     cos, sin = cos.contiguous(), sin.contiguous()
     native.call("rotate", x, *x.stride()[:2], cos, sin, float(sign), out, *x.shape, cos.size(-1))

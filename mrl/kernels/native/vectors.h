@@ -10,7 +10,6 @@
 #define WIDTH 16
 
 typedef float Floats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-
 typedef uint8_t Bytes __attribute__((vector_size(WIDTH), aligned(1), may_alias));
 typedef int32_t Integers __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
@@ -86,4 +85,20 @@ INLINE Floats exponential(Floats x) {
     sum = sum * rest * rest + rest + 1.0f;
     Integers exponent = (Integers)shifted - (Integers)all(shift) + 127;
     return choose(x < -87.0f, all(0.0f), sum * (Floats)(exponent << 23));
+}
+
+// Scores of `keys` keys, -infinity up to a whole vector, become e^(score * scale - top), with their largest as `top`.
+// The inverse of their sum; 0 where no key is seen
+INLINE float weigh(float *scores, int64_t keys, float scale, float *top) {
+    Floats most = all(-INFINITY), sum = {0};
+    for (int64_t j = 0; j < keys; j += WIDTH) most = larger(most, load(scores + j));
+    float largest = largest_of(most) * scale;
+    *top = largest == -INFINITY ? 0.0f : largest;
+    for (int64_t j = 0; j < keys; j += WIDTH) {
+        Floats weight = exponential(load(scores + j) * scale - *top);
+        sum += weight;
+        store(scores + j, weight);
+    }
+    float total = sum_of(sum);
+    return total == 0.0f ? 0.0f : 1.0f / total;
 }

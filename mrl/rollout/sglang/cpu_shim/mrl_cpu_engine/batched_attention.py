@@ -68,7 +68,8 @@ def _batched(stock: Callable[..., Tensor], make_plan: Plan, attend: Callable[...
         is_extend = make_plan is _plan_extend
         if given["encoder_lens"] is not None or given["is_cross_attn"] or (is_extend and not given["causal"]):
             return stock(self, *args, **kw)
-        if not is_extend and native.decodes(given["query"], given["k_cache"], given["v_cache"]):
+        where = (given["query"], given["k_cache"], given["v_cache"], given["req_to_token"])
+        if not is_extend and native.decodes(*where):
             return _decode(given)
         plans = self.__dict__.setdefault("batched_plans", {})
         key = (make_plan, given["sliding_window_size"])

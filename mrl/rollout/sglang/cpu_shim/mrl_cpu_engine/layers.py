@@ -45,6 +45,7 @@ def norms_in_one_call(module: Any) -> None:
 
 
 def gates_in_one_call(module: Any) -> None:
+    """silu(gate) * up."""
     layer = module.SiluAndMul
     stock = layer.forward_native
 
