@@ -18,6 +18,8 @@ GLOO = "GLOO_SOCKET_IFNAME"
 # The environment of ranks that talk to nobody but this machine: where their groups listen.
 LOOPBACK = dict.fromkeys((GLOO, "NCCL_SOCKET_IFNAME"), "lo" if sys.platform == "linux" else "lo0")
 
+_claims: list[socket.socket] = []  # on the ports that `free_port` has given
+
 
 class NoFreePort(RuntimeError):
     """Nothing can be started here."""
@@ -44,14 +46,19 @@ def world_problem() -> str | None:
 
 def free_port(host: str = HERE, taken: Collection[int] = ()) -> int:
     """At that address of this machine, and none of `taken`, where somebody will listen. Not one from which outgoing
-    connections are made: an engine that is started again must find its port free. Raises NoFreePort after 100 tries."""
+    connections are made: an engine that is started again must find its port free. Nobody else who asks here gets it
+    while this process lives: its UDP namesake is held. Raises NoFreePort after 100 tries."""
     for port in random.SystemRandom().sample([port for port in PORTS if port not in taken], 100):
-        with socket.socket() as probe:
-            try:
+        claim = socket.socket(type=socket.SOCK_DGRAM)
+        try:
+            claim.bind((host, port))
+            with socket.socket() as probe:
                 probe.bind((host, port))
-            except OSError:
-                continue
-            return port
+        except OSError:
+            claim.close()
+            continue
+        _claims.append(claim)
+        return port
     raise NoFreePort(f"no free port on {host} among 100 tried between {PORTS.start} and {PORTS.stop}")
 
 

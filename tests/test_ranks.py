@@ -19,6 +19,7 @@ import torch
 
 from mrl import platform
 from mrl.launcher import signals
+from mrl.platform.gloo import _wait_for_all
 from mrl.platform.process import _meet
 from mrl.ports import free_port
 from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER
@@ -139,6 +140,23 @@ def test_ctrl_c_that_an_import_swallows_is_not_lost() -> None:
             signals.raise_swallowed()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_rank_that_makes_a_group_hears_ctrl_c() -> None:
+    """And does not wait for ever for the others."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _wait_for_all(torch.distributed.HashStore(), 0, 2, timedelta(seconds=60))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(platform.WorldError, match="did not form within 0.1 s: rank 1 of 2 did not come"):
+        _wait_for_all(torch.distributed.HashStore(), 0, 2, timedelta(seconds=0.1))
 
 
 def have_loaded(library: str, run: Train) -> int:

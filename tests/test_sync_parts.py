@@ -304,6 +304,23 @@ def test_what_may_not_be_needed_is_begun_where_it_can_be(monkeypatch: pytest.Mon
     assert len(asked) == 2
 
 
+INTERRUPTED = """
+import signal
+from mrl.weights.sync.payload import start_manager
+signal.signal(signal.SIGALRM, lambda number, frame: print("heard", flush=True))
+signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)  # it takes .2 s
+start_manager()
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+"""
+
+
+def test_signals_while_torchs_process_starts_are_heard_after_it() -> None:
+    """Torch, left to itself, would go on reading for ever."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("heard")
+
+
 SENDER = """
 import os, socket, psutil
 from mrl.weights.sync.payload import SharedBuffer

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
 
+from mrl.platform.process import WorldError
 from mrl.platform.registry import Stage, adaptation
+
+_POLL_S = 0.001
 
 _devices: dict[tuple[int, str | None], Any] = {}  # by the process and the interface that they listen on
 
@@ -27,9 +31,25 @@ def one_gloo_loop() -> None:
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
             options = plain._Options()  # type: ignore[attr-defined]
             options._devices, options._timeout = [_device(plain)], timeout
+            _wait_for_all(store, rank, size, timeout)
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[misc]
+
+
+def _wait_for_all(store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    """Until all ranks of the group make it. While gloo itself waits for them, Ctrl-C is not heard.
+
+    Raises WorldError if one does not come in time.
+    """
+    names = {number: f"rank {number} of {size}" for number in range(size)}
+    store.set(names[rank], "here")
+    end = time.monotonic() + timeout.total_seconds()
+    while not store.check(list(names.values())):
+        if time.monotonic() > end:
+            missing = ", ".join(name for name in names.values() if not store.check([name]))
+            raise WorldError(f"a group did not form within {timeout.total_seconds():g} s: {missing} did not come")
+        time.sleep(_POLL_S)
 
 
 def _device(group: Any) -> Any:

@@ -16,6 +16,7 @@ from tools.gpu.stage import ROOT
 PAGE = ROOT / "docs" / "support.md"
 COLUMN = "GPU tested"
 NOT_YET = "not yet"
+FOR_CPUS = {"[kernels in C](house.md) for CPUs, float32": "not for GPUs"}
 # row of the table -> stage, and how the names of its checks begin; other rows have no check on one GPU
 PROOFS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Llama, Mistral, Qwen2/2.5, Qwen3, Mixtral, Qwen3-MoE": ("cuda", ("float32 is the CPU's",)),
@@ -48,7 +49,7 @@ def read(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
 def cell(row: str, found: Mapping[str, Mapping[str, Any]]) -> str:
     stage, beginnings = PROOFS.get(row, ("", ()))
     if stage not in found:
-        return NOT_YET
+        return FOR_CPUS.get(row, NOT_YET)
     verdicts = verdicts_of(found[stage]["checks"], beginnings)
     if verdicts == {"passed"}:
         return f"{found[stage]['card']}, {found[stage]['date']}, {found[stage]['commit'][:9]}"
@@ -71,7 +72,7 @@ def filled(text: str, found: Mapping[str, Mapping[str, Any]]) -> str:
             cells[place] = cell(cells[0], found)
             line = f"| {' | '.join(cells)} |"
         lines.append(line)
-    if missing := PROOFS.keys() - rows:
+    if missing := {*PROOFS, *FOR_CPUS} - rows:
         raise ValueError(f"{PAGE}: no row of the table is {', '.join(sorted(missing))}")
     return "\n".join(lines) + "\n"
 

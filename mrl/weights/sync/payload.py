@@ -12,6 +12,7 @@ import functools
 import io
 import os
 import pickle
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -109,12 +110,17 @@ def start_manager() -> None:
     """Torch's process that clears up what this one leaves in /dev/shm, which takes .2 s; once a process.
 
     It lives 2 s longer than this process, and would hold its connections open as long: its peers would wait for it.
+    No signal comes meanwhile: torch, interrupted where it reads what that process says, would never go on.
     """
     for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2:
             with contextlib.suppress(OSError):  # the folder's own
                 os.set_inheritable(number, False)
-    torch.UntypedStorage._new_using_filename_cpu(1)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        torch.UntypedStorage._new_using_filename_cpu(1)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 class SharedBuffer:
