@@ -214,6 +214,16 @@ while True:
     assert all(gone(pid) for pid in pids)
 
 
+def test_ranks_that_do_not_hear_ctrl_c_end_soon_after_rank_0(start: type[Launched]) -> None:
+    launched = start(
+        "signal.signal(signal.SIGINT, signal.SIG_IGN if rank else signal.SIG_DFL)\nready()\ntime.sleep(600)\n", 2, 600
+    )
+    pids = launched.pids("ready_0", "ready_1")
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.wait() == 130
+    assert all(gone(pid) for pid in pids)
+
+
 def test_a_second_ctrl_c_does_not_wait(start: type[Launched]) -> None:
     launched = start("signal.signal(signal.SIGINT, signal.SIG_IGN)\nready()\ntime.sleep(600)\n", 2, grace_s=600)
     pids = launched.pids("ready_0", "ready_1")

@@ -155,7 +155,7 @@ def test_a_rank_that_makes_a_group_hears_ctrl_c() -> None:
             _wait_for_all(torch.distributed.HashStore(), 0, 2, timedelta(seconds=60))
     finally:
         signal.signal(signal.SIGALRM, before)
-    with pytest.raises(platform.WorldError, match="did not form within 0.1 s: rank 1 of 2 did not come"):
+    with pytest.raises(platform.WorldError, match="a group of 2 ranks did not form within 0.1 s: number 1 did"):
         _wait_for_all(torch.distributed.HashStore(), 0, 2, timedelta(seconds=0.1))
 
 

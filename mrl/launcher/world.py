@@ -78,9 +78,10 @@ def launch(
     `nursery` starts them, if it can, and is closed.
 
     After a failure the others get `settle_s` seconds to report the same error and end by themselves, then SIGINT, then
-    after `grace_s` SIGKILL with all their children. SIGINT and SIGHUP here end the ranks in the same way (a second
-    SIGINT at once) and give 128 + the signal's number. So do SIGTERM and SIGUSR1, unless the ranks can save: then they
-    get that signal, `save_s` seconds on top, and the exit code is EXIT_PREEMPTED.
+    after `grace_s` SIGKILL with all their children; `settle_s` after rank 0, which has the most to close, has ended:
+    a rank that waits in gloo for one that has ended hears nothing. SIGINT and SIGHUP here end the ranks in the same way
+    (a second SIGINT at once) and give 128 + the signal's number. So do SIGTERM and SIGUSR1, unless the ranks can save:
+    then they get that signal, `save_s` seconds on top, and the exit code is EXIT_PREEMPTED.
 
     Logs: log_dir/rank_N.log, appended to. Raises LaunchError if another launcher writes there.
     """
@@ -154,6 +155,8 @@ class _World:
             self.kill_at = now + self.grace_s + ((self.save_s or 0.0) if warning else 0.0)
             for rank in self.ranks:
                 rank.signal(wanted)
+        if self.sent == signal.SIGINT and self.ranks[0].code is not None:
+            self.kill_at = min(self.kill_at, now + self.settle_s)
         if now >= self.kill_at or received.count(signal.SIGINT) > 1:
             self.kill()
 

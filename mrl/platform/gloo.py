@@ -38,18 +38,23 @@ def one_gloo_loop() -> None:
 
 
 def _wait_for_all(store: Any, rank: int, size: int, timeout: timedelta) -> None:
-    """Until all ranks of the group make it. While gloo itself waits for them, Ctrl-C is not heard.
+    """Until all ranks of the group make it: while gloo itself waits for them, Ctrl-C is not heard. Rank 0 goes on last,
+    so that it alone never waits there for one that has been stopped; the launcher ends the others after it.
 
     Raises WorldError if one does not come in time.
     """
-    names = {number: f"rank {number} of {size}" for number in range(size)}
-    store.set(names[rank], "here")
-    end = time.monotonic() + timeout.total_seconds()
-    while not store.check(list(names.values())):
+    here = {f"rank {number} of {size}": number for number in range(size)}
+    going_on = {f"{name} goes on": number for name, number in here.items() if number}
+    store.set(f"rank {rank} of {size}", "here")
+    wanted, end = here if rank else going_on, time.monotonic() + timeout.total_seconds()
+    while wanted and not store.check(list(wanted)):
         if time.monotonic() > end:
-            missing = ", ".join(name for name in names.values() if not store.check([name]))
-            raise WorldError(f"a group did not form within {timeout.total_seconds():g} s: {missing} did not come")
+            missing = ", ".join(str(number) for name, number in wanted.items() if not store.check([name]))
+            within = f"within {timeout.total_seconds():g} s"
+            raise WorldError(f"a group of {size} ranks did not form {within}: number {missing} did not come")
         time.sleep(_POLL_S)
+    if rank:
+        store.set(f"rank {rank} of {size} goes on", "")
 
 
 def _device(group: Any) -> Any:
