@@ -185,11 +185,14 @@ def test_who_listens_is_seen(address: str, reached: bool, tables: bool, monkeypa
 def test_no_port_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run's engine needs seconds until it listens."""
     monkeypatch.setattr(ports, "PORTS", range(32000, 32100))
-    monkeypatch.setattr(ports, "_claims", [])
+    claims: list[socket.socket] = []
+    monkeypatch.setattr(ports, "_claims", claims)
     given: list[int] = []
     with pytest.raises(ports.NoFreePort):
-        while True:
+        for _ in range(101):
             given.append(free_port())
+    for claim in claims:
+        claim.close()
     assert len(given) == len(set(given)) > 0
 
 
