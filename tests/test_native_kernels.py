@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrl.algo import advantages, stats
+from mrl.algo import advantages, group_advantages, stats
 from mrl.kernels import attention, clipped_loss, head_rows, layers, native
 from mrl.kernels.native import algo, build, engine
 from mrl.kernels.native import head as native_head
@@ -194,6 +194,16 @@ def test_a_mask_with_a_hole_is_seen(hole: int, plain: Callable[..., tuple[Tensor
     made = advantages.gae(inputs, 0.99, 0.95, False, True)
     for mine, theirs in zip(made, plain(lambda: advantages.gae(inputs, 0.99, 0.95, False, True)), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("c_serves")
+@pytest.mark.parametrize("length", [1, 16, 37])
+def test_advantages_of_whole_responses(length: int, plain: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    rewards, mask = draw(6, length), draw(6, length, seed=1) < 0.5
+    inputs = advantages.AdvantageInputs(rewards, mask, torch.arange(6) // 3)
+    made = group_advantages.grpo(inputs, True)
+    for mine, theirs in zip(made, plain(lambda: group_advantages.grpo(inputs, True)), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.usefixtures("c_serves")

@@ -2,7 +2,7 @@
 
 All read R, the sum of a response's token rewards, and statistics of its whole group in float64, so that equal scores
 differ by exactly 0. A group of one has mean 0, so that its responses keep their raw score (as in verl), where nothing
-else is said. None of them is discounted; returns = advantages.
+else is said. None of them is discounted; returns and advantages are one tensor.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mrl.algo.advantages import ESTIMATORS, AdvantageInputs, whitened
 from mrl.kernels.masked import bits, keep, row_groups
+from mrl.kernels.native import algo as native
 
 GROUP_STD_EPS = 1e-6
 
@@ -52,7 +53,7 @@ def gdpo(
     each = [_Groups(inputs, part).normalised(norm_adv_by_std_in_grpo) for part in parts.unbind(1)]
     total = parts.new_tensor(weights, dtype=torch.float64) @ torch.stack(each)
     advantages = whitened(_on_tokens(total, inputs)[0], inputs, whiten_advantages, whiten_shift_mean)
-    return advantages, advantages.clone()
+    return advantages, advantages
 
 
 @ESTIMATORS.register("grpo_passk")
@@ -100,7 +101,7 @@ def reinforce_plus_plus_baseline(
     group = _Groups(inputs)
     advantages, _ = _on_tokens(group.scores - group.mean, inputs)
     advantages = whitened(advantages, inputs, whiten_advantages, whiten_shift_mean)
-    return advantages, advantages.clone()
+    return advantages, advantages
 
 
 @ESTIMATORS.register("gpg")
@@ -146,9 +147,12 @@ class _Groups:
 
 
 def _on_tokens(advantage: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """[B] -> (advantages, returns), the same on every valid token of a response."""
-    column, dense = advantage.to(inputs.token_rewards.dtype)[:, None], torch.empty_like(inputs.token_rewards)
-    returns = torch.empty_like(dense)
+    """[B] -> (advantages, returns): one tensor, the same on every valid token of a response."""
+    column, mask = advantage.to(inputs.token_rewards.dtype), inputs.mask
+    if native.takes(column) and mask.is_contiguous():
+        dense = native.on_tokens(column, mask)
+        return dense, dense
+    dense = torch.empty_like(inputs.token_rewards)
     for rows in row_groups(dense):
-        returns[rows] = keep(column[rows], bits(inputs.mask[rows], dense.dtype), out=dense[rows])
-    return dense, returns
+        keep(column[rows, None], bits(mask[rows], dense.dtype), out=dense[rows])
+    return dense, dense

@@ -45,8 +45,9 @@ class Watched(MemoryOrder):
 
     def begin(self, phase: str) -> None:
         super().begin(phase)
-        self.seen.setdefault(phase, {name: sum(parts(each).values()) for name, each in self._learners.items()})
-        self.everything.setdefault(phase, everything())
+        if phase not in self.seen:
+            self.seen[phase] = {name: sum(parts(each).values()) for name, each in self._learners.items()}
+            self.everything[phase] = everything()
 
     def __init__(self, learners: dict[str, Learner]) -> None:
         super().__init__(ORDER, learners)

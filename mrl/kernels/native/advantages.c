@@ -1,4 +1,4 @@
-// Generalised advantage estimation and whitening, as mrl/algo describes them. float32, [rows, length]; masks are bytes.
+// Advantages and whitening, as mrl/algo describes them. float32, [rows, length]; masks are bytes.
 #include "vectors.h"
 
 #define PART 1024  // tokens whose sums are float32 before they are added up in float64
@@ -69,4 +69,12 @@ EXPORT void whiten(float *restrict x, const uint8_t *restrict mask, float mean, 
         Integers is_shown = shown(mask + i, n - i);
         store_some(x + i, only(is_shown, (load_some(x + i, n - i) - mean) * scale + shift), n - i);
     }
+}
+
+// out [rows, length]: a row's one of column [rows], 0 outside the mask
+EXPORT void on_tokens(const float *restrict column, const uint8_t *restrict mask, float *restrict out, int64_t rows,
+                      int64_t length) {
+    for (int64_t row = 0; row < rows; row++, mask += length, out += length)
+        for (int64_t t = 0; t < length; t += WIDTH)
+            store_some(out + t, only(shown(mask + t, length - t), all(column[row])), length - t);
 }

@@ -40,6 +40,13 @@ def whiten_(x: Tensor, mask: Tensor, mean: float, scale: float, shift: float) ->
     native.call("whiten", x, mask, float(mean), float(scale), float(shift), x.numel())
 
 
+def on_tokens(column: Tensor, mask: Tensor) -> Tensor:
+    """[B, T]: each row's one of column [B] where the mask [B, T] is, 0 elsewhere. The mask is bool and contiguous."""
+    out = torch.empty(mask.shape)
+    native.call("on_tokens", column, mask, out, *mask.shape)
+    return out
+
+
 def clipped_loss(vectors: Sequence[Tensor], clip: tuple[float, float, float, float]) -> tuple[Tensor, Tensor]:
     """([6] float64, gradient [n]): what `mrl.kernels.clipped_loss` makes of its five vectors and a Clip's fields."""
     gradient, sums = torch.empty_like(vectors[0]), torch.empty(SUMS, dtype=torch.float64)

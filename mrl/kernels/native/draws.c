@@ -50,14 +50,14 @@ static int64_t drawn_slowly(const float *log_p, uint32_t state, int64_t vocab) {
 // At least exp(-score) of 16 tokens
 INLINE Floats inverses(Floats log_p, uint32_t state, int64_t token) {
     Integers half = (Integers)(~hashes(state, (Words)(LANES + (int32_t)token)) >> 1);
-    Floats rest = __builtin_convertvector(half, Floats);
-    return choose(rest < 0.5f, all(0.5f), rest) * (2.0f / 4294967295.0f) / exponential(log_p);
+    Floats rest = larger(all(0.5f), __builtin_convertvector(half, Floats)) * (2.0f / 4294967295.0f);
+    return choose(log_p < -87.0f, all(INFINITY), rest * exponential(-log_p));
 }
 
 static int64_t drawn(const float *restrict log_p, uint32_t state, int64_t vocab, float *restrict bounds) {
     float tail[WIDTH];
-    Floats least = all(INFINITY), strange = {0};
-    Integers at = {0};
+    Floats least = all(INFINITY);
+    Integers at = {0}, strange = {0};
     for (int64_t token = 0; token < vocab; token += WIDTH) {
         Floats x;
         if (token + WIDTH > vocab) {
@@ -68,19 +68,18 @@ static int64_t drawn(const float *restrict log_p, uint32_t state, int64_t vocab,
         }
         Floats bound = inverses(x, state, token);
         store(bounds + token, bound);
-        Integers is_less = bound < least;
-        at = (at & ~is_less) | ((LANES + (int32_t)token) & is_less);
-        least = choose(is_less, bound, least);
-        strange = choose(bound != bound, all(1.0f), strange);
+        at = choose_integers(bound < least, LANES + (int32_t)token, at);
+        least = smaller(bound, least);
+        strange |= bound != bound;
     }
     int likely = 0;
     for (int i = 1; i < WIDTH; i++) likely = least[i] < least[likely] ? i : likely;
-    if (sum_of(strange) != 0 || !(least[likely] < INFINITY)) return drawn_slowly(log_p, state, vocab);
+    if (any(strange) || !(least[likely] < INFINITY)) return drawn_slowly(log_p, state, vocab);
     float limit = (float)exp(-score(log_p[at[likely]], state, at[likely])) * SLACK;
     int64_t best = -1;
     double most = -INFINITY;
     for (int64_t token = 0; token < vocab; token += WIDTH) {
-        if (sum_of(choose(load(bounds + token) <= limit, all(1.0f), all(0.0f))) == 0) continue;
+        if (!any(load(bounds + token) <= limit)) continue;
         for (int64_t i = token; i < token + WIDTH && i < vocab; i++) {
             double own = bounds[i] <= limit ? score(log_p[i], state, i) : -INFINITY;
             if (own > most) most = own, best = i;

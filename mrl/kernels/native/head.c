@@ -71,7 +71,7 @@ INLINE void sums(const char *x, int is_narrow, int64_t stride, float scale, floa
             for (int64_t i = start; i < end; i += WIDTH) {
                 Floats z = (bounded(x, is_narrow, i, words) - top) * scale, e = exponential(z);
                 Doubles wide = __builtin_convertvector(e, Doubles);
-                Floats part = choose(z < -87.0f, all(0.0f), z * e);
+                Floats part = only(~(z < -87.0f), z * e);
                 sum += wide, sum_squares += wide * wide;
                 sum_weighted += __builtin_convertvector(part, Doubles);
             }

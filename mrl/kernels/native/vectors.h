@@ -4,6 +4,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
@@ -38,7 +41,13 @@ INLINE Integers choose_integers(Integers where, Integers yes, Integers no) { ret
 INLINE Floats choose(Integers where, Floats yes, Floats no) {
     return (Floats)choose_integers(where, (Integers)yes, (Integers)no);
 }
+#ifdef __AVX512F__  // in one instruction each, to the same bits
+INLINE Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE Floats smaller(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
 INLINE Floats larger(Floats a, Floats b) { return choose(a > b, a, b); }
+INLINE Floats smaller(Floats a, Floats b) { return choose(a < b, a, b); }
+#endif
 
 #ifdef __clang__
 #define LANES_OF(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
@@ -70,21 +79,25 @@ INLINE Integers shown(const uint8_t *mask, int64_t count) {
     return __builtin_convertvector(bytes, Integers) != 0;
 }
 INLINE Floats only(Integers where, Floats x) { return (Floats)((Integers)x & where); }
+INLINE int any(Integers where) { return sum_of(only(where, all(1.0f))) != 0; }
 
-// e^x to 2 units in the last place; 0 below -87, at most e^88, NaN of NaN
-INLINE Floats exponential(Floats x) {
-    const float shift = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
-    Floats bounded = choose(x > 88.0f, all(88.0f), choose(x < -87.0f, all(-87.0f), x));
-    Floats shifted = bounded * 1.44269504088896341f + shift, power = shifted - shift;
-    Floats rest = bounded - power * 0.693359375f + power * 2.12194440e-4f;
+// e^x to 2 units in the last place, for x from -87 to 88, and NaN of NaN
+INLINE Floats exponential_near(Floats x) {
+    const float shift = 12583039.0f;  // 1.5 * 2^23 + 127: what is added to it is rounded to a whole number, as an exponent
+    Floats shifted = x * 1.44269504088896341f + shift, power = shifted - shift;
+    Floats rest = x - power * 0.693359375f + power * 2.12194440e-4f;
     Floats sum = 1.9875691500e-4f * rest + 1.3981999507e-3f;
     sum = sum * rest + 8.3334519073e-3f;
     sum = sum * rest + 4.1665795894e-2f;
     sum = sum * rest + 1.6666665459e-1f;
     sum = sum * rest + 5.0000001201e-1f;
     sum = sum * rest * rest + rest + 1.0f;
-    Integers exponent = (Integers)shifted - (Integers)all(shift) + 127;
-    return choose(x < -87.0f, all(0.0f), sum * (Floats)(exponent << 23));
+    return sum * (Floats)((Integers)shifted << 23);
+}
+
+// The same for any x: 0 below -87, at most e^88
+INLINE Floats exponential(Floats x) {
+    return only(~(x < -87.0f), exponential_near(smaller(all(88.0f), larger(all(-87.0f), x))));
 }
 
 // Scores of `keys` keys, -infinity up to a whole vector, become e^(score * scale - top), with their largest as `top`.
