@@ -25,10 +25,21 @@ INLINE const float *row(Tensor x, int64_t sequence, int64_t head, int64_t token)
     return x.at + sequence * x.sequence + head * x.head + token * x.token;
 }
 
-// Keys that one of the queries i .. i + ROWS - 1 may see
-INLINE int64_t seen(const Problem *p, int64_t i) {
-    int64_t causal = i + ROWS < p->keys ? i + ROWS : p->keys;
-    return p->mask ? p->keys : causal;
+INLINE const uint8_t *mask_of(const Problem *p, int64_t sequence, int64_t i) {
+    return p->mask ? p->mask + sequence * p->mask_sequence + i * p->mask_query : NULL;
+}
+
+// Behind the last key that one of the queries i .. i + ROWS - 1 sees
+INLINE int64_t seen(const Problem *p, int64_t sequence, int64_t i) {
+    int64_t end = i + ROWS < p->queries ? i + ROWS : p->queries, most = 0;
+    if (!p->mask) return end;
+    for (; i < end; i++) {
+        const uint8_t *mask = mask_of(p, sequence, i);
+        int64_t own = p->keys;
+        while (own > most && !mask[own - 1]) own--;
+        most = own;
+    }
+    return most;
 }
 
 // out [channels, room], zeros behind the keys
@@ -74,10 +85,6 @@ INLINE Floats visible(const Problem *p, const uint8_t *mask, int64_t i, int64_t 
     return i + 1 - j >= WIDTH ? scores : choose(LANES < (int32_t)(i + 1 - j), scores, all(-INFINITY));
 }
 
-INLINE const uint8_t *mask_of(const Problem *p, int64_t sequence, int64_t i) {
-    return p->mask ? p->mask + sequence * p->mask_sequence + i * p->mask_query : NULL;
-}
-
 // tops, inverses [sequences, heads, queries]: weights are exp(score - top) * inverse;
 // out [sequences, queries, heads, channels]. 0: there is no memory
 EXPORT int attention(const Problem *p, const Tensor *q, const Tensor *k, const Tensor *v, float *restrict out,
@@ -91,7 +98,7 @@ EXPORT int attention(const Problem *p, const Tensor *q, const Tensor *k, const T
         for (int64_t h = 0; h < p->heads; h++) {
             if (h % share == 0) turn(*k, p, s, h / share, room, turned);
             for (int64_t i = 0; i < p->queries; i += ROWS) {
-                int64_t keys = seen(p, i);
+                int64_t keys = seen(p, s, i);
                 const float *rows[ROWS];
                 float *to[ROWS];
                 for (int r = 0; r < ROWS; r++) {
@@ -153,7 +160,7 @@ EXPORT int attention_gradient(const Problem *p, const Tensor *q, const Tensor *k
             int64_t g = h / share, base = s * p->keys * stride + g * d;
             if (h % share == 0) turn(*k, p, s, g, room, turned), turn(*v, p, s, g, room, turned_v);
             for (int64_t i = 0; i < p->queries; i += ROWS) {
-                int64_t keys = seen(p, i);
+                int64_t keys = seen(p, s, i);
                 const float *queries[ROWS], *grads[ROWS];
                 float *to[ROWS];
                 for (int r = 0; r < ROWS; r++) {
