@@ -42,7 +42,7 @@ def whiten_(x: Tensor, mask: Tensor, mean: float, scale: float, shift: float) ->
 
 def on_tokens(column: Tensor, mask: Tensor) -> Tensor:
     """[B, T]: each row's one of column [B] where the mask [B, T] is, 0 elsewhere. The mask is bool and contiguous."""
-    out = torch.empty(mask.shape)
+    out = column.new_empty(mask.shape)
     native.call("on_tokens", column, mask, out, *mask.shape)
     return out
 
