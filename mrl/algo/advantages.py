@@ -83,7 +83,8 @@ def compute(
     importance_weights: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages [B, T], returns [B, T]) by the estimator called `name`, or by a function as `mrl.algo.own` loads it.
+    """(advantages [B, T], returns [B, T]) by the estimator called `name`, or by a function as `mrl.algo.own` loads it;
+    both may be one tensor.
 
     The tensors are those of `AdvantageInputs`; response_mask [B, T] bool or 0/1. options: the estimator's own, whose
     defaults are in mrl.options.estimators; those of other estimators are not read. No gradient flows into the results.

@@ -83,7 +83,7 @@ INLINE int any(Integers where) { return sum_of(only(where, all(1.0f))) != 0; }
 
 // e^x to 2 units in the last place, for x from -87 to 88, and NaN of NaN
 INLINE Floats exponential_near(Floats x) {
-    const float shift = 12583039.0f;  // 1.5 * 2^23 + 127: what is added to it is rounded to a whole number, as an exponent
+    const float shift = 12583039.0f;  // 1.5 * 2^23 + 127: the last bits of what is added to it are its rounded exponent
     Floats shifted = x * 1.44269504088896341f + shift, power = shifted - shift;
     Floats rest = x - power * 0.693359375f + power * 2.12194440e-4f;
     Floats sum = 1.9875691500e-4f * rest + 1.3981999507e-3f;
