@@ -320,13 +320,14 @@ def test_a_bound_of_nothing_is_the_synchronous_loop_to_the_bit(
 def test_other_ways_of_pushing_and_learning(
     tiny_models: TinyModels, sglang_engine: Engine, tmp_path: Path, ways: tuple[str, ...], numerics: float | None
 ) -> None:
-    """numerics: of engine and trainer under the same weights, in nats a token; None: as far as the first step has it"""
+    """numerics: of engine and trainer under the same weights, in nats a token. None: no more than a single token of the
+    first step has, for a step may have one token that is so new"""
     behind = {"overlap": "bounded", "max_staleness": 1}
     file = config(tmp_path, tiny_models("llama"), **behind, **given(sglang_engine, tmp_path))
     train(tmp_path, file, "run.steps=4", *ways)
     rows = results(tmp_path / "runs/run")
     assert len(rows) >= 4 and all(row["staleness/max"] <= 1 for step, row in rows.items() if step)
-    limit = numerics or 1.5 * rows[1]["mismatch/age_0"]
+    limit = numerics or rows[1]["mismatch/max_abs"]
     assert max(row.get("mismatch/age_0", 0.0) for row in rows.values()) < limit, "a token is of other weights"
     assert numerics is None or rows[4]["mismatch/age_1"] > limit, "nothing was learnt, or nothing was pushed"
 
