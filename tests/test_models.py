@@ -95,6 +95,7 @@ def tokens_of_rank(lengths: list[int], cp: int, rank: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
+@pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_packed_attention_equals_one_sequence_at_a_time(cp: int) -> None:
     lengths = [8, 136, 64, 16, 200, 8, 144]
@@ -119,6 +120,7 @@ def test_packed_attention_equals_one_sequence_at_a_time(cp: int) -> None:
         assert torch.allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize(
@@ -150,6 +152,7 @@ def test_results_of_some_tokens_are_those_that_all_give(
             torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
+@pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("cp", [1, 2])
 def test_a_sink_is_a_score_more_that_stands_for_no_token(cp: int, window: int | None) -> None:

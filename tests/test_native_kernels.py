@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -11,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.algo import advantages, group_advantages, stats
-from mrl.kernels import attention, clipped_loss, head_rows, layers, native
+from mrl.kernels import clipped_loss, head_rows, layers, native
 from mrl.kernels.native import algo, build, engine
+from mrl.kernels.native import attention as native_attention
 from mrl.kernels.native import head as native_head
+from mrl.kernels.native.attention import NativeAttention, Segments
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import batched_attention, draws
 
 ROOT = Path(__file__).parent.parent
@@ -120,56 +122,102 @@ def test_heads_that_lie_beside_others_are_rotated_where_they_are() -> None:
         assert torch.equal(layers.rotate(part, COS, SIN), layers.rotate(part.contiguous(), COS, SIN))
 
 
-def attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=0.3, enable_gqa=True)
+def segments_of(*parts: tuple[list[int], range], results: list[int]) -> Segments:
+    """parts: a segment's keys, and which of these are its queries."""
+    queries, asked = [len(asking) for _, asking in parts], [keys[i] for keys, asking in parts for i in asking]
+    return Segments(
+        query_starts=torch.tensor([0, *queries]).cumsum(0),
+        queries=torch.tensor(asked),
+        results=torch.tensor(results),
+        last=torch.tensor([i for _, asking in parts for i in asking]),
+        key_starts=torch.tensor([0, *(len(keys) for keys, _ in parts)]).cumsum(0),
+        keys=torch.tensor([key for keys, _ in parts for key in keys]),
+        longest=max(len(keys) for keys, _ in parts),
+    )
+
+
+def slow_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, of: Segments, window: int | None
+) -> Tensor:
+    """One query after the other."""
+    out, share = query.new_zeros(len(of.results), *query.shape[1:]), query.size(1) // key.size(1)
+    for s, (begin, end) in enumerate(itertools.pairwise(of.query_starts.tolist())):
+        tokens = of.keys[of.key_starts[s] : of.key_starts[s + 1]]
+        for i in range(begin, end):
+            last = int(of.last[i])
+            seen = tokens[max(0, last + 1 - (window or last + 1)) : last + 1]
+            k, v = (x[seen].repeat_interleave(share, 1) for x in (key, value))
+            scores = torch.einsum("hd,khd->hk", query[of.queries[i]], k) * 0.3
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[:, None]], 1)
+            out = out.index_put((of.results[i],), torch.einsum("hk,khd->hd", scores.softmax(1)[:, : len(seen)], v))
+    return out
+
+
+# Tokens that several segments share, in no order; queries of a part of them; segments that ask nothing; single ones.
+SHARED = [*range(70, 20, -1)]
+PARTS_OF_ATTENTION = (
+    (SHARED, range(50)),
+    ([*SHARED, *range(20)], range(50, 70)),
+    ([71], range(1)),
+    ([*SHARED[:31], *range(72, 90)], range(40, 49, 3)),
+    ([*range(90, 200)], range(110)),
+    ([*range(72, 78)], range(0)),
+)
 
 
 @pytest.mark.usefixtures("c_serves")
-@pytest.mark.parametrize("form", ["causal", "masked", "one mask for all"])
-@pytest.mark.parametrize(("queries", "channels"), [(1, 16), (6, 32), (29, 48), (130, 16)])
-def test_attention(form: str, queries: int, channels: int) -> None:
-    """Queries that share keys, tokens whose heads lie beside one another, and lengths that fill no vector."""
-    keys = queries if form == "causal" else queries + 11
-    shapes = ((3, queries, 4, channels), (3, keys, 2, channels), (3, keys, 2, channels))
-    inputs = [draw(*shape, seed=seed).transpose(1, 2) for seed, shape in enumerate(shapes)]
-    mask = None
-    if form != "causal":
-        mask = draw(3 if form == "masked" else 1, 1, queries, keys, seed=5) < 0.4
-        mask[..., 0] = True
-    grad = draw(3, queries, 4, channels, seed=6).transpose(1, 2)
-    made = results(lambda *x: attention.attention(*x, mask, 0.3), *inputs, grad=grad)
-    assert type(made[0].grad_fn).__name__ == "NativeAttentionBackward"
-    want = results(lambda *x: attended(*x, mask), *[x.double() for x in inputs], grad=grad)
+@pytest.mark.parametrize("window", [None, 1, 21])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(("heads", "groups", "channels"), [(4, 2, 16), (1, 1, 80), (2, 2, 64), (6, 2, 32)])
+def test_attention(window: int | None, with_sinks: bool, heads: int, groups: int, channels: int) -> None:
+    """Queries that share keys, tokens whose heads lie beside others, and numbers that fill no vector."""
+    count = sum(len(asking) for _, asking in PARTS_OF_ATTENTION)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(4))
+    of = segments_of(*PARTS_OF_ATTENTION, results=order.tolist())
+    wide = [draw(200, heads + i, channels + 8, seed=i) for i in range(3)]
+    inputs = [x[:, :number, 3 : 3 + channels] for x, number in zip(wide, (heads, groups, groups), strict=True)]
+    inputs += [draw(heads, seed=3)] * with_sinks
+    grad = draw(count, heads, channels, seed=6)
+
+    def packed(*x: Tensor) -> Tensor:
+        assert native_attention.takes(x[0], x[1], x[2], x[3] if with_sinks else None)
+        made: Tensor = NativeAttention.apply(*x, *[None] * (not with_sinks), of, 0.3, window)
+        return made
+
+    made = results(packed, *inputs, grad=grad)
+    want = results(
+        lambda *x: slow_attention(*x, *[None] * (not with_sinks), of, window),  # type: ignore[call-arg]
+        *[x.double() for x in inputs],
+        grad=grad,
+    )
     for mine, exact in zip(made, want, strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("c_serves")
 def test_what_attention_gives_of_a_token_depends_on_nothing_behind_it_or_beside_it() -> None:
-    inputs = [draw(3, 4, 40, 32, seed=seed) for seed in range(3)]
-    whole = attention.attention(*inputs, None, 0.3)
-    some = attention.attention(*[x[1:2, :, :23] for x in inputs], None, 0.3)
-    assert torch.equal(whole[1:2, :, :23], some)
-
-
-def test_a_query_that_sees_no_key_gets_nothing_and_gives_nothing(plain: Callable[..., list[Tensor]]) -> None:
-    inputs = [draw(1, 2, 8, 16, seed=seed) for seed in range(3)]
-    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
-    mask[0, 0, 5] = False
-
-    def run() -> list[Tensor]:
-        return results(lambda *x: attention.attention(*x, mask, 0.3), *inputs, grad=draw(1, 2, 8, 16, seed=4))
-
-    made = run()
-    assert made[0][:, :, 5].eq(0).all() and made[1][:, :, 5].eq(0).all()
-    for mine, theirs in zip(made, plain(run), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    inputs = [draw(160, 4, 32, seed=seed) for seed in range(3)]
+    beside = segments_of(([*range(40)], range(40)), ([*range(40, 160)], range(120)), results=[*range(160)])
+    alone = segments_of(([*range(40, 130)], range(7, 90)), results=[*range(83)])
+    whole, some = (NativeAttention.apply(*inputs, None, of, 0.3, None) for of in (beside, alone))
+    assert torch.equal(whole[47:130], some)
 
 
 def test_attention_hands_nan_on() -> None:
-    inputs = [draw(1, 1, 8, 16, seed=seed) for seed in range(3)]
-    inputs[0][0, 0, 5, 3] = torch.nan
-    made = attention.attention(*inputs, None, 0.3)
-    assert made[0, 0, 5].isnan().all() and not made[0, 0, :5].isnan().any()
+    inputs = [draw(8, 1, 16, seed=seed) for seed in range(3)]
+    inputs[0][5, 0, 3] = torch.nan
+    made = NativeAttention.apply(*inputs, None, segments_of(([*range(8)], range(8)), results=[*range(8)]), 0.3, None)
+    assert made[5].isnan().all() and not made[[0, 1, 2, 3, 4, 6, 7]].isnan().any()
+
+
+@pytest.mark.parametrize("wrong", ["of 20 channels", "values narrower", "sinks in bfloat16"])
+def test_attention_of_others_is_left_to_torch(wrong: str) -> None:
+    channels = 20 if wrong == "of 20 channels" else 32
+    query, key, value = (draw(8, heads, channels) for heads in (4, 2, 2))
+    value = value[..., :16] if wrong == "values narrower" else value
+    sinks = draw(4).bfloat16() if wrong == "sinks in bfloat16" else None
+    assert not native_attention.takes(query, key, value, sinks)
 
 
 @pytest.mark.parametrize("length", [1, 16, 37, 3000])

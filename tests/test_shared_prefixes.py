@@ -114,6 +114,7 @@ def test_what_saves_little_is_not_worth_it_and_what_is_cut_shares_nothing() -> N
     assert pack(few, [], 1, 0, 4, shares=True).tokens.tolist() == [[0, 0, 0, 0]]
 
 
+@pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("some_ask", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("rollout", SOME, ids=["groups", "system prompt", "two words", "turns", "turns of nothing"])
@@ -141,6 +142,7 @@ def test_attention_of_shared_tokens_is_that_of_all(rollout: Rollout, window: int
         torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
+@pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("prompt", [5, 60])
 def test_what_is_not_finite_in_one_sequence_is_not_seen_in_others(prompt: int) -> None:
     rollout = groups_of((prompt, [9, 7, 8]), (prompt, [4, 6]))

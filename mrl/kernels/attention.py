@@ -1,5 +1,5 @@
-"""Attention of padded sequences. Short ones on CPUs have their own forms: in float32 one in C; in bfloat16 a gradient
-that is computed in float32, as torch's bfloat16 kernel takes four times as long there, at 128 keys of 32 channels."""
+"""Attention of padded sequences. Short ones in bfloat16 on CPUs have their own gradient, which is computed in float32:
+torch's bfloat16 kernel takes four times as long there, at 128 keys of 32 channels."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrl.kernels.native import attention as native
-
-SHORT = 1 << 14  # keys times channels of a head: up to here these forms are the faster ones
+SHORT = 1 << 14  # keys times channels of a head: up to here it is the faster one
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """[s, h, lq, d] of query [s, h, lq, d] and key, value [s, groups, lk, d]; mask: bool, true where a query sees a
     key, broadcast to [s, h, lq, lk]; None: those up to its own place."""
     is_short = key.size(-2) * key.size(-1) <= SHORT
-    if is_short and native.takes(query, key, value, mask):
-        made: Tensor = native.NativeAttention.apply(query, key, value, mask, scale)
-        return made
     if query.device.type == "cpu" and query.dtype == torch.bfloat16 and is_short:
         out: Tensor = _WideGradient.apply(query, key, value, mask, scale)
         return out

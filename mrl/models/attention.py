@@ -1,7 +1,7 @@
-"""Causal attention over packed sequences in plain torch: grouped queries, context parallelism, no loop over sequences.
+"""Causal attention over packed sequences: grouped queries, context parallelism, no loop over sequences.
 
-Sequences of similar length share a bucket: they are gathered into one padded batch, and each bucket is one call of
-scaled dot product attention (see `AttentionPlan`).
+In plain torch sequences of similar length share a bucket: they are gathered into one padded batch, and each bucket is
+one call of scaled dot product attention (see `AttentionPlan`). In float32 on a CPU a kernel takes them where they lie.
 
 Context parallelism: rank r holds chunks r and 2 * cp - 1 - r of every sequence. Keys and values are all-gathered
 (their gradients reduce-scattered); each chunk of queries attends to the keys up to its own end, so no rank computes
@@ -22,6 +22,7 @@ from mrl import platform
 from mrl.families.table import SINK_CHANNELS
 from mrl.kernels.attention import attention
 from mrl.kernels.layers import rotate
+from mrl.kernels.native import attention as native
 from mrl.models.attention_plan import AttentionPlan, Bucket
 from mrl.models.mcore import (
     MegatronModule,
@@ -86,6 +87,9 @@ def packed_attention(
 ) -> Tensor:
     """query [t, h, d]; key, value [all ranks' tokens, groups, d] -> [n, h, d], those that the plan gives. sinks [h]:
     the score by a head's queries of a key more, whose value is 0."""
+    if native.takes(query, key, value, sinks) and plan.segments.longest * query.size(-1) <= native.LONG:
+        out: Tensor = native.NativeAttention.apply(query, key, value, sinks, plan.segments, scale, window)
+        return out
     all_in_place = plan.in_place and plan.asking is None
     q = query if all_in_place else _Spread.apply(query, plan.query_index, plan.query_slot, plan.asking)
     if plan.in_place:

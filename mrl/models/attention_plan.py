@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mrl import platform
+from mrl.kernels.native.attention import Segments
 from mrl.models.shared_tokens import is_first, slots_of
+from mrl.units import starts
 
 SAME_BUCKET_RATIO = 0.7  # a bucket's shortest sequence over its longest: at most half of the scores are padding
 SHORT_TOKENS = 64  # up to this length padding is cheaper than another call
@@ -23,18 +26,37 @@ SHORT_TOKENS = 64  # up to this length padding is cheaper than another call
 
 @dataclass(frozen=True)
 class Bucket:
-    """s segments of queries, padded to lq queries and lk keys. mask [s, 1, lq, lk], None where causal order is all;
-    before [s], on the CPU: a segment's keys ahead of its first token."""
+    """s segments of queries, padded to lq queries and lk keys.
+
+    last_key [s, lq]: the last key that each query sees; is_causal: it is the one in its own place
+    window: how many keys up to that one a query sees; None: all
+    sink: there is a key more, the first, which all see
+    """
 
     size: tuple[int, int]  # s, lq
     keys: tuple[int, int]  # s, lk
-    mask: Tensor | None
-    before: Tensor
+    last_key: Tensor
+    is_causal: bool
+    window: int | None = None
+    sink: bool = False
 
     @property
     def scores(self) -> int:
         """That are computed, as kernels leave out half of a causal square."""
-        return math.prod(self.size) * self.keys[1] // (2 if self.mask is None else 1)
+        return math.prod(self.size) * self.keys[1] // (2 if self.is_causal else 1)
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """[s, 1, lq, lk (1 more with a sink)]: which keys each query sees; None where causal order is all. Made where
+        it is used: it is much larger than what it follows from."""
+        window = None if self.window is None or self.keys[1] <= self.window else self.window
+        if self.is_causal and window is None and not self.sink:
+            return None
+        key, last = torch.arange(self.keys[1], device=self.last_key.device), self.last_key[:, None, :, None]
+        seen = key <= last
+        if window is not None:
+            seen &= key > last - window
+        return F.pad(seen, (1, 0), value=True) if self.sink else seen
 
 
 @dataclass(frozen=True)
@@ -63,16 +85,34 @@ class AttentionPlan:
     _within: dict[tuple[int | None, bool], tuple[Bucket, ...]] = field(default_factory=dict)
 
     def within(self, window: int | None, *, sink: bool = False) -> tuple[Bucket, ...]:
-        """The buckets, whose queries see the last `window` keys only of those that they would see; made once for all
-        layers with that window. sink: their masks are of a key more, the first, which all see."""
-        if window is None and not sink:
-            return self.buckets
+        """The buckets with these; made once for all layers that have them."""
         if (window, sink) not in self._within:
-            device, buckets = self.query_index.device, self.buckets
-            if window is not None:
-                buckets = tuple(_cut(bucket, window, device) for bucket in buckets)
-            self._within[window, sink] = tuple(_with_sink(b, device) for b in buckets) if sink else buckets
+            self._within[window, sink] = tuple(replace(b, window=window, sink=sink) for b in self.buckets)
         return self._within[window, sink]
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The same of tokens where they lie, without padding; on the CPU."""
+        slot = torch.arange(len(self.query_index)) if self.result_slot is None else self.result_slot
+        slot, order = slot.sort()
+        queries, keys = (
+            torch.cat([torch.full((size[0],), size[1]) for size in sizes])
+            for sizes in ([b.size for b in self.buckets], [b.keys for b in self.buckets])
+        )
+        numbers = torch.arange(len(keys))
+        segment = numbers.repeat_interleave(queries)[slot]
+        last = torch.cat([bucket.last_key.flatten() for bucket in self.buckets])[slot]
+        seen = torch.zeros_like(keys).scatter_reduce(0, segment, last + 1, "amax")
+        place = torch.arange(len(self.key_index)) - starts(keys).repeat_interleave(keys)
+        return Segments(
+            query_starts=F.pad(segment.bincount(minlength=len(keys)).cumsum(0), (1, 0)),
+            queries=self.query_index[slot],
+            results=order,
+            last=last,
+            key_starts=F.pad(seen.cumsum(0), (1, 0)),
+            keys=self.key_index[place < seen.repeat_interleave(keys)],
+            longest=int(seen.max()),
+        )
 
     def giving(self, rows: Tensor) -> AttentionPlan:
         """A plan that gives the results of these local tokens [n] alone. Where that makes fewer scores no others ask;
@@ -111,7 +151,6 @@ class _PlanBuilder:
         self.buckets: list[Bucket] = []
         self.query_index: list[Tensor] = []
         self.key_index: list[Tensor] = []
-        self.last_key: list[Tensor] = []  # a bucket: [s, lq], each query's place in its sequence
         self.query_slot = torch.empty(self.tokens, dtype=torch.int64)
         self.slots = 0
 
@@ -151,8 +190,7 @@ class _PlanBuilder:
         key_real = position < (before + length)[:, None]
         self.key_index.append(self._tokens_of(sequence, position * key_real).flatten())
         size, keys = (len(sequence), offset.numel()), (len(sequence), position.numel())
-        self.buckets.append(Bucket(size, keys, None, before))
-        self.last_key.append(before[:, None] + offset * real)
+        self.buckets.append(Bucket(size, keys, before[:, None] + offset * real, not before.any()))
 
     def _tokens_of(self, sequence: Tensor, position: Tensor) -> Tensor:
         """Where position [s, lk] of each sequence lies among the tokens of all context-parallel ranks."""
@@ -172,15 +210,12 @@ class _PlanBuilder:
         if spread is not None:
             query, slot, key, in_place = spread[query], slot[is_first(spread)], spread[key], False
             back = slots_of(key)
-        masked = [i for i, bucket in enumerate(self.buckets) if bucket.before.any()]
-        needed = [query, slot, key, *back, *(self.last_key[i] for i in masked)]
+        needed = [query, slot, key, *back, *(bucket.last_key for bucket in self.buckets)]
         query, slot, key, *rest = platform.to_device(needed, device)
         back, last_key = tuple(rest[: len(back)]), rest[len(back) :]
-        for i, last in zip(masked, last_key, strict=True):
-            self.buckets[i] = replace(self.buckets[i], mask=_up_to(last, self.buckets[i].keys[1]))
         key_slot, key_begin = back or (slot if self.cp == 1 else None, None)
         return AttentionPlan(
-            buckets=tuple(self.buckets),
+            buckets=tuple(replace(b, last_key=last) for b, last in zip(self.buckets, last_key, strict=True)),
             query_index=query,
             query_slot=slot,
             asking=None,
@@ -198,7 +233,7 @@ class _FewQueries:
     def __init__(self, whole: AttentionPlan, rows: Tensor) -> None:
         self.whole, self.rows = whole, rows
         self.index: list[Tensor] = []  # a bucket: [s, lq]
-        self.last_key: list[Tensor] = []  # as the builder's
+        self.last_key: list[Tensor] = []  # the same
         self.slot, self.slots = torch.empty_like(rows), 0
         slots, begin = whole.query_slot[rows], 0
         for bucket in whole.buckets:
@@ -214,7 +249,7 @@ class _FewQueries:
         turn, order = torch.empty_like(segment), segment.argsort(stable=True)
         turn[order] = torch.arange(len(order)) - (counts.cumsum(0) - counts)[segment[order]]
         most = max(1, int(counts.max()))  # a segment that asks nothing still shows its keys where their gradients go
-        index, last_key = first.repeat(1, most), bucket.before[:, None].repeat(1, most)
+        index, last_key = first.repeat(1, most), bucket.last_key[:, :1].repeat(1, most)
         index[segment, turn] = self.rows[here]
         last_key[segment, turn] += place
         self.slot[here] = self.slots + segment * most + turn
@@ -231,38 +266,13 @@ class _FewQueries:
         pairs = zip(self.whole.buckets, self.last_key, strict=True)
         return replace(
             self.whole,
-            buckets=tuple(replace(b, size=(*last.shape,), mask=_up_to(last, b.keys[1])) for b, last in pairs),
+            buckets=tuple(replace(b, size=(*last.shape,), last_key=last, is_causal=False) for b, last in pairs),
             query_index=torch.cat([index.flatten() for index in self.index]),
             query_slot=self.slot,
             asking=self.rows,
             result_slot=self.slot,
             _within={},
         )
-
-
-def _up_to(last_key: Tensor, keys: int) -> Tensor:
-    """[s, lq] -> bool [s, 1, lq, keys], made where it is used: it is much larger than what it follows from."""
-    position = torch.arange(keys, device=last_key.device)
-    return (position <= last_key[:, :, None])[:, None]
-
-
-def _cut(bucket: Bucket, window: int, device: torch.device) -> Bucket:
-    """A query's place in its sequence is the number of keys that it sees, less one."""
-    keys = bucket.keys[1]
-    if keys <= window:
-        return bucket
-    position, mask = torch.arange(keys, device=device), _mask(bucket, device)
-    return replace(bucket, mask=mask & (position > mask.sum(-1, keepdim=True) - 1 - window))
-
-
-def _with_sink(bucket: Bucket, device: torch.device) -> Bucket:
-    return replace(bucket, mask=F.pad(_mask(bucket, device), (1, 0), value=True))
-
-
-def _mask(bucket: Bucket, device: torch.device) -> Tensor:
-    """A bucket's, also where causal order is all."""
-    keys = bucket.keys[1]
-    return _up_to(torch.arange(keys, device=device)[None], keys) if bucket.mask is None else bucket.mask
 
 
 def same_length_groups(lengths: Tensor) -> list[Tensor]:

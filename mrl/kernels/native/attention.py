@@ -1,8 +1,9 @@
-"""Attention of short sequences by `attention.c`."""
+"""Attention of packed tokens by `attention.c`."""
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,63 +12,92 @@ from torch.autograd.function import once_differentiable
 
 from mrl.kernels import native
 
+LONG = 1 << 18  # keys of a sequence times channels of a head: up to here it is half as fast again as torch's form
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Which queries see which keys, int64 on the CPU: those of a segment see its keys up to their own last one.
+
+    query_starts [S + 1]: where each segment's queries begin in these
+    queries [n]: tokens, each at most once; results [n]: the rows of the result that they give, each once
+    last [n]: the number, in the segment, of the last key that a query sees
+    key_starts [S + 1], keys [m]: tokens, each at most once in a segment
+    longest: the most keys of a segment
+    """
+
+    query_starts: Tensor
+    queries: Tensor
+    results: Tensor
+    last: Tensor
+    key_starts: Tensor
+    keys: Tensor
+    longest: int
+
 
 class _Tensor(ctypes.Structure):
-    _fields_ = [("at", ctypes.c_void_p)] + [(name, ctypes.c_int64) for name in ("sequence", "head", "token")]
+    _fields_ = [("at", ctypes.c_void_p), ("token", ctypes.c_int64), ("head", ctypes.c_int64)]
 
     @classmethod
     def of(cls, x: Tensor) -> _Tensor:
-        """x [sequences, heads, tokens, channels], whose channels are in one piece."""
-        return cls(x.data_ptr(), *x.stride()[:3])
+        """x [tokens, heads, channels], whose channels are in one piece."""
+        return cls(x.data_ptr(), *x.stride()[:2])
 
 
 class _Problem(ctypes.Structure):
+    _OF_SEGMENTS = ("query_starts", "queries", "results", "last", "key_starts", "keys")
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("sequences", "heads", "groups", "queries", "keys", "channels")),
+        *((name, ctypes.c_int64) for name in ("segments", "heads", "groups", "channels", "longest", "window")),
         ("scale", ctypes.c_float),
-        ("mask", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("mask_sequence", "mask_query")),
+        *((name, ctypes.c_void_p) for name in ("sinks", *_OF_SEGMENTS)),
     ]
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> _Problem:
-        sequences, heads, queries, channels = query.shape
-        sizes = sequences, heads, key.size(1), queries, key.size(2), channels
-        if mask is None:
-            return cls(*sizes, scale, None, 0, 0)
-        mask = mask.expand(sequences, 1, queries, -1)
-        return cls(*sizes, scale, mask.data_ptr(), mask.stride(0), mask.stride(2))
+    def of(
+        cls, query: Tensor, key: Tensor, sinks: Tensor | None, of: Segments, scale: float, window: int | None
+    ) -> _Problem:
+        sizes = len(of.key_starts) - 1, query.size(1), key.size(1), query.size(2), of.longest, window or 0
+        at = None if sinks is None else sinks.data_ptr()
+        return cls(*sizes, scale, at, *(getattr(of, name).data_ptr() for name in cls._OF_SEGMENTS))
 
 
-def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """`attention` of mrl.kernels.attention, which says what these are."""
-    if not native.serves_float32(query, key, value) or query.size(-1) % native.WIDTH or query.numel() == 0:
-        return False
-    if mask is None:
-        return key.size(2) == query.size(2)
-    return mask.dtype == torch.bool and mask.shape[1::2] == (1, key.size(2))
+def takes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> bool:
+    """`NativeAttention`."""
+    given = (query, key, value) if sinks is None else (query, key, value, sinks)
+    return native.serves_float32(*given) and query.size(-1) == value.size(-1) and not query.size(-1) % native.WIDTH
 
 
 class NativeAttention(torch.autograd.Function):
+    """[n, h, d] of query [t, h, d], key and value [tokens, groups, d], sinks [h]: of `mrl.kernels.attention`."""
+
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        of: Segments,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
         query, key, value = (native.with_whole_rows(x) for x in (query, key, value))
-        mask = None if mask is None else native.with_whole_rows(mask)
-        sequences, heads, queries, channels = query.shape
-        out = query.new_empty(sequences, queries, heads, channels).transpose(1, 2)
-        sums = query.new_empty(2, sequences, heads, queries)
-        native.run("attention", _Problem.of(query, key, mask, scale), *map(_Tensor.of, (query, key, value)), out, *sums)
-        ctx.save_for_backward(query, key, value, out, sums, mask)
-        ctx.scale = scale
+        out = query.new_empty(len(of.results), *query.shape[1:])
+        sums = query.new_empty(2, len(of.queries), query.size(1))
+        problem = _Problem.of(query, key, sinks, of, scale, window)
+        native.run("attention", problem, *map(_Tensor.of, (query, key, value)), out, *sums)
+        ctx.save_for_backward(query, key, value, sinks, out, sums)
+        ctx.settings = of, scale, window
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, out, sums, mask = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, sums = ctx.saved_tensors
         grad = native.with_whole_rows(grad)
-        made = [x.new_empty(x.transpose(1, 2).shape) for x in (query, key, value)]
+        made = [x.new_zeros(x.shape) for x in (query, key, value)]
+        d_sinks = query.new_zeros(query.size(1))
+        problem = _Problem.of(query, key, sinks, *ctx.settings)
         given = map(_Tensor.of, (query, key, value, out, grad))
-        native.run("attention_gradient", _Problem.of(query, key, mask, ctx.scale), *given, *sums, *made)
-        d_query, d_key, d_value = (x.transpose(1, 2) for x in made)
-        return d_query, d_key, d_value, None, None
+        native.run("attention_gradient", problem, *given, *sums, *made, d_sinks)
+        return *made, None if sinks is None else d_sinks, None, None, None

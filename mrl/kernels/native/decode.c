@@ -32,7 +32,7 @@ EXPORT int decode_attention(const Decode *p, const float *restrict q, const floa
                 scores[j] = sum_of(sum);
             }
             for (int64_t j = keys; j < whole(keys); j++) scores[j] = -INFINITY;
-            float top, inverse = weigh(scores, keys, p->scale, &top);
+            float top, inverse = weigh(scores, keys, p->scale, -INFINITY, &top);
             for (int64_t c = 0; c < wide; c += WIDTH) {
                 Floats sum = {0};
                 for (int64_t j = 0; j < keys; j++) sum += scores[j] * load(value + of[j] * p->groups * wide + c);

@@ -1,4 +1,5 @@
-// Vectors of 16 floats, which the compiler cuts to the processor's own, and what the kernels do with them.
+// Vectors of as many floats as the processor's have (of wider ones compilers keep some in memory), and what the kernels
+// do with them.
 #pragma once
 
 #include <math.h>
@@ -10,17 +11,29 @@
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
+#if defined(__AVX512F__)
 #define WIDTH 16
+#elif defined(__AVX__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
 
 typedef float Floats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef uint8_t Bytes __attribute__((vector_size(WIDTH), aligned(1), may_alias));
 typedef int32_t Integers __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
+#if WIDTH == 16
 static const Integers LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif WIDTH == 8
+static const Integers LANES = {0, 1, 2, 3, 4, 5, 6, 7};
+#else
+static const Integers LANES = {0, 1, 2, 3};
+#endif
 
 INLINE Floats load(const float *from) { return *(const Floats *)from; }
 INLINE void store(float *to, Floats x) { *(Floats *)to = x; }
-// The same of the first `count`, where there are fewer than 16; zeros behind them
+// The same of the first `count`, where there are fewer than WIDTH; zeros behind them
 INLINE Floats load_some(const float *from, int64_t count) {
     if (count >= WIDTH) return load(from);
     Floats found = {0};
@@ -54,18 +67,35 @@ INLINE Floats smaller(Floats a, Floats b) { return choose(a < b, a, b); }
 #else
 #define LANES_OF(x, ...) __builtin_shuffle(x, (Integers){__VA_ARGS__})
 #endif
+// Each lane's value in the lane so many places away, up or down: by one bit of its number
+#if WIDTH == 16
 #define FAR_8(x) LANES_OF(x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
 #define FAR_4(x) LANES_OF(x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
 #define FAR_2(x) LANES_OF(x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)
 #define FAR_1(x) LANES_OF(x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)
+#define FOR_BITS(what) what(8) what(4) what(2) what(1)
+#elif WIDTH == 8
+#define FAR_4(x) LANES_OF(x, 4, 5, 6, 7, 0, 1, 2, 3)
+#define FAR_2(x) LANES_OF(x, 2, 3, 0, 1, 6, 7, 4, 5)
+#define FAR_1(x) LANES_OF(x, 1, 0, 3, 2, 5, 4, 7, 6)
+#define FOR_BITS(what) what(4) what(2) what(1)
+#else
+#define FAR_2(x) LANES_OF(x, 2, 3, 0, 1)
+#define FAR_1(x) LANES_OF(x, 1, 0, 3, 2)
+#define FOR_BITS(what) what(2) what(1)
+#endif
 
 INLINE float sum_of(Floats x) {
-    x += FAR_8(x), x += FAR_4(x), x += FAR_2(x), x += FAR_1(x);
+#define ADD(bit) x += FAR_##bit(x);
+    FOR_BITS(ADD)
+#undef ADD
     return x[0];
 }
 
 INLINE float largest_of(Floats x) {
-    x = larger(x, FAR_8(x)), x = larger(x, FAR_4(x)), x = larger(x, FAR_2(x)), x = larger(x, FAR_1(x));
+#define TAKE(bit) x = larger(x, FAR_##bit(x));
+    FOR_BITS(TAKE)
+#undef TAKE
     return x[0];
 }
 
@@ -100,18 +130,18 @@ INLINE Floats exponential(Floats x) {
     return only(~(x < -87.0f), exponential_near(smaller(all(88.0f), larger(all(-87.0f), x))));
 }
 
-// Scores of `keys` keys, -infinity up to a whole vector, become e^(score * scale - top), with their largest as `top`.
-// The inverse of their sum; 0 where no key is seen
-INLINE float weigh(float *scores, int64_t keys, float scale, float *top) {
+// Scores of `keys` keys, -infinity up to a whole vector, become e^(score * scale - top), with the largest of them and of
+// `sink` as `top`. The inverse of their sum, the sink's own with them; 0 where nothing is seen
+INLINE float weigh(float *scores, int64_t keys, float scale, float sink, float *top) {
     Floats most = all(-INFINITY), sum = {0};
     for (int64_t j = 0; j < keys; j += WIDTH) most = larger(most, load(scores + j));
-    float largest = largest_of(most) * scale;
+    float largest = fmaxf(largest_of(most) * scale, sink);
     *top = largest == -INFINITY ? 0.0f : largest;
     for (int64_t j = 0; j < keys; j += WIDTH) {
         Floats weight = exponential(load(scores + j) * scale - *top);
         sum += weight;
         store(scores + j, weight);
     }
-    float total = sum_of(sum);
+    float total = sum_of(sum) + expf(sink - *top);
     return total == 0.0f ? 0.0f : 1.0f / total;
 }
