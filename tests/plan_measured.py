@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from mrl import platform
@@ -21,6 +22,7 @@ from mrl.data.packing import pack  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
 from mrl.families.table import VOCAB_ALIGN_GPU, Role  # noqa: E402
 from mrl.learner.optimizer import build_optimizer, wrap_ddp  # noqa: E402
+from mrl.kernels import native  # noqa: E402
 from mrl.models import gpt  # noqa: E402
 from mrl.models.batch import ModelBatch  # noqa: E402
 from mrl.models.build import build_model  # noqa: E402
@@ -148,8 +150,10 @@ def saved_activations(
     role: Role,
     tiny_models: TinyModels,
     precision: PrecisionConfig | None = None,
+    in_c: bool = False,
 ) -> tuple[int, float]:
-    """(measured, planned) bytes of the last rank's stage, after a forward pass."""
+    """(measured, planned) bytes of the last rank's stage, after a forward pass, by torch's forms of kernels as on GPUs or
+    by those in C."""
     path = directory(case, tiny_models)
     parallel = ParallelConfig(**case.layout)
     arch, train = (
@@ -157,7 +161,10 @@ def saved_activations(
         TrainConfig(parallel=parallel, recompute=recompute, precision=precision or PrecisionConfig()),
     )
     grid, rank = Grid(train.parallel, case.world), case.world - 1
-    saved, tokens = measured(str(path), role, train, rank, case.world, dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        if not in_c:
+            patch.setattr(native, "serves", lambda *tensors: False)
+        saved, tokens = measured(str(path), role, train, rank, case.world, dtype)
     layers = chunk_layers(train.parallel, arch.num_layers, grid.seat(rank).pp)[0]
     return saved, saved_bytes(arch, role, train, layers, dtype.itemsize, "local", tokens)
 

@@ -85,3 +85,11 @@ def test_every_distinct_rank_of_a_large_model(model: str, layout: dict[str, int]
 def test_saved_activations(case: Case, recompute: Any, dtype: torch.dtype, role: Role, tiny_models: TinyModels) -> None:
     saved, planned = saved_activations(case, recompute, dtype, role, tiny_models)
     assert planned == pytest.approx(saved, rel=0.1)
+
+
+@pytest.mark.parametrize("layout", [{"context": 2}, {"tensor": 2}], ids=str)
+def test_kernels_in_c_keep_no_more(layout: dict[str, int], tiny_models: TinyModels) -> None:
+    """Keys of context parallelism are not gathered for them."""
+    case = Case("qwen3", 2, layout)
+    saved, planned = saved_activations(case, "none", torch.float32, "policy", tiny_models, in_c=True)
+    assert 0.7 * planned < saved < 1.05 * planned

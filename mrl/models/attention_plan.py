@@ -47,12 +47,13 @@ class Bucket:
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """[s, 1, lq, lk (1 more with a sink)]: which keys each query sees; None where causal order is all. Made where
-        it is used: it is much larger than what it follows from."""
+        """[s or 1, 1, lq, lk (1 more with a sink)]: which keys each query sees; None where causal order is all. Made
+        where it is used: it is much larger than what it follows from."""
         window = None if self.window is None or self.keys[1] <= self.window else self.window
         if self.is_causal and window is None and not self.sink:
             return None
-        key, last = torch.arange(self.keys[1], device=self.last_key.device), self.last_key[:, None, :, None]
+        key = torch.arange(self.keys[1], device=self.last_key.device)
+        last = (key[None] if self.is_causal else self.last_key)[:, None, :, None]
         seen = key <= last
         if window is not None:
             seen &= key > last - window

@@ -1,6 +1,6 @@
 """Times groups of kernels beside their peers and the limit of this machine, and writes what it finds.
 
-    python -m tools.bench head advantages loss balance sync [--rounds 5] [--check] [--peers DIR]
+    python -m tools.bench head advantages loss attention balance sync [--rounds 5] [--check] [--peers DIR]
 
 A group's forms run one after the other, round by round, in one process on one thread; processor time counts, the
 minimum and the median over the rounds. Each row has the ratio to the group's limit, which is measured in the same

@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.algo import FlatBatch, advantages, policy_loss
 from mrl.data.balance import balance
 from mrl.kernels.head_products import has_bfloat16
 from mrl.kernels.linear_logprob import Slopes, linear_log_prob
+from mrl.models.attention import packed_attention
+from mrl.models.attention_plan import AttentionPlan
 from mrl.platform.kept_memory import keep_memory
 from tools.bench.sync_group import pushing
 
@@ -173,6 +176,31 @@ def loss() -> Forms:
     return forms
 
 
+def attention() -> Forms:
+    """Attention, forward and backward, of 16 sequences of 16 to 1,024 tokens, 8 heads of 64 channels, 2 of keys."""
+    lengths = np.random.default_rng(0).lognormal(5.0, 0.9, 16).clip(16, 1024).astype(int).tolist()
+    q, k, v = (torch.randn(sum(lengths), heads, 64).requires_grad_() for heads in (8, 2, 2))
+    grad, starts = torch.randn(sum(lengths), 8, 64), torch.tensor([0, *lengths]).cumsum(0)
+
+    def mrl() -> None:
+        plan = AttentionPlan.make(starts, 1, 0, torch.device("cpu"))
+        torch.autograd.grad(packed_attention(q, k, v, plan, 0.125), (q, k, v), grad)
+
+    def one_at_a_time() -> None:
+        parts = zip(*(x.transpose(0, 1).split(lengths, 1) for x in (q, k, v)), strict=True)
+        out = [F.scaled_dot_product_attention(*part, is_causal=True, scale=0.125, enable_gqa=True) for part in parts]
+        torch.autograd.grad(torch.cat(out, 1).transpose(0, 1), (q, k, v), grad)
+
+    def limit() -> None:
+        for length in lengths:  # half of the queries' products with all keys, two forward and three backward
+            queries, keys, scores = q[: length // 2, 0], k[:length, 0], torch.empty(length // 2, length)
+            for _ in range(8):
+                torch.mm(queries, keys.T, out=scores), torch.mm(queries, keys.T, out=scores)
+                scores @ keys, scores @ keys, scores.T @ queries
+
+    return {"limit: five products": torch.no_grad()(limit), "mrl": mrl, "torch, one sequence at a time": one_at_a_time}
+
+
 def balancing() -> Forms:
     """8,192 sequences of lognormal length over 64 ranks."""
     sizes = np.random.default_rng(0).lognormal(6.5, 0.8, 8192).clip(16, 8192).astype(int)
@@ -203,6 +231,7 @@ GROUPS: Mapping[str, Callable[[], Forms]] = {
     "advantages": gae,
     "grpo": grpo,
     "loss": loss,
+    "attention": attention,
     "balance": balancing,
     "sync": pushing,
 }

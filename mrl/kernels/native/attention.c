@@ -63,12 +63,12 @@ INLINE Floats load_and_fetch(const float *from, int64_t c, int64_t channels) {
 
 // x[r] becomes what the rows have in place r
 INLINE void transpose(Floats x[WIDTH]) {
-#define EXCHANGE(bit)                                    \
-    for (int r = 0; r < WIDTH; r++)                      \
-        if (!(r & bit)) {                                \
-            Integers is_set = (LANES & bit) != 0;        \
-            Floats low = x[r], high = x[r + bit];        \
-            x[r] = choose(is_set, FAR_##bit(high), low); \
+#define EXCHANGE(bit)                                          \
+    for (int r = 0; r < WIDTH; r++)                            \
+        if (!(r & bit)) {                                      \
+            Integers is_set = (LANES & bit) != 0;              \
+            Floats low = x[r], high = x[r + bit];              \
+            x[r] = choose(is_set, FAR_##bit(high), low);       \
             x[r + bit] = choose(is_set, high, FAR_##bit(low)); \
         }
     FOR_BITS(EXCHANGE)

@@ -5,7 +5,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __SSE__
 #include <immintrin.h>
 #endif
 
@@ -54,9 +54,16 @@ INLINE Integers choose_integers(Integers where, Integers yes, Integers no) { ret
 INLINE Floats choose(Integers where, Floats yes, Floats no) {
     return (Floats)choose_integers(where, (Integers)yes, (Integers)no);
 }
-#ifdef __AVX512F__  // in one instruction each, to the same bits
-INLINE Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
-INLINE Floats smaller(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
+#if defined(__AVX512F__)
+#define IN_ONE(what, a, b) ((Floats)_mm512_##what##_ps((__m512)(a), (__m512)(b)))
+#elif defined(__AVX__)
+#define IN_ONE(what, a, b) ((Floats)_mm256_##what##_ps((__m256)(a), (__m256)(b)))
+#elif defined(__SSE__)
+#define IN_ONE(what, a, b) ((Floats)_mm_##what##_ps((__m128)(a), (__m128)(b)))
+#endif
+#ifdef IN_ONE  // an instruction each, to the same bits
+INLINE Floats larger(Floats a, Floats b) { return IN_ONE(max, a, b); }
+INLINE Floats smaller(Floats a, Floats b) { return IN_ONE(min, a, b); }
 #else
 INLINE Floats larger(Floats a, Floats b) { return choose(a > b, a, b); }
 INLINE Floats smaller(Floats a, Floats b) { return choose(a < b, a, b); }
