@@ -21,8 +21,8 @@ from mrl.core import Rollout  # noqa: E402
 from mrl.data.packing import pack  # noqa: E402
 from mrl.families import load_arch  # noqa: E402
 from mrl.families.table import VOCAB_ALIGN_GPU, Role  # noqa: E402
-from mrl.learner.optimizer import build_optimizer, wrap_ddp  # noqa: E402
 from mrl.kernels import native  # noqa: E402
+from mrl.learner.optimizer import build_optimizer, wrap_ddp  # noqa: E402
 from mrl.models import gpt  # noqa: E402
 from mrl.models.batch import ModelBatch  # noqa: E402
 from mrl.models.build import build_model  # noqa: E402
@@ -152,8 +152,8 @@ def saved_activations(
     precision: PrecisionConfig | None = None,
     in_c: bool = False,
 ) -> tuple[int, float]:
-    """(measured, planned) bytes of the last rank's stage, after a forward pass, by torch's forms of kernels as on GPUs or
-    by those in C."""
+    """(measured, planned) bytes of the last rank's stage, after a forward pass: by torch's forms of kernels, as on GPUs,
+    or by those in C."""
     path = directory(case, tiny_models)
     parallel = ParallelConfig(**case.layout)
     arch, train = (
