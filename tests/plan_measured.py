@@ -152,8 +152,8 @@ def saved_activations(
     precision: PrecisionConfig | None = None,
     in_c: bool = False,
 ) -> tuple[int, float]:
-    """(measured, planned) bytes of the last rank's stage, after a forward pass: by torch's forms of kernels, as on GPUs,
-    or by those in C."""
+    """(measured, planned) bytes of the last rank's stage, after a forward pass: by torch's forms of kernels, as on
+    GPUs, or by those in C."""
     path = directory(case, tiny_models)
     parallel = ParallelConfig(**case.layout)
     arch, train = (
