@@ -62,13 +62,14 @@ class _Problem(ctypes.Structure):
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> bool:
-    """`NativeAttention`."""
+    """Whether `NativeAttention` takes these."""
     given = (query, key, value) if sinks is None else (query, key, value, sinks)
     return native.serves_float32(*given) and query.size(-1) == value.size(-1) and not query.size(-1) % native.WIDTH
 
 
 class NativeAttention(torch.autograd.Function):
-    """[n, h, d] of query [t, h, d], key and value [tokens, groups, d], sinks [h]: of `mrl.kernels.attention`."""
+    """[n, h, d] of query [t, h, d], key and value [tokens, groups, d], sinks [h] or None. window: how many keys a query
+    sees, its last one included; None: all up to that."""
 
     @staticmethod
     def forward(
@@ -82,6 +83,7 @@ class NativeAttention(torch.autograd.Function):
         window: int | None,
     ) -> Tensor:
         query, key, value = (native.with_whole_rows(x) for x in (query, key, value))
+        sinks = None if sinks is None else native.with_whole_rows(sinks)
         out = query.new_empty(len(of.results), *query.shape[1:])
         sums = query.new_empty(2, len(of.queries), query.size(1))
         problem = _Problem.of(query, key, sinks, of, scale, window)
