@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from mrl.families import UnsupportedModel, load_arch
 from mrl.families.gpt_oss import GATE
 from mrl.families.table import padded_vocab_size
+from mrl.kernels import native
 from mrl.kernels.layers import LIMIT, SHARPNESS, clamped_swiglu
+from mrl.kernels.native import attention as native_attention
 from mrl.models.attention import packed_attention
 from mrl.models.attention_plan import AttentionPlan, same_length_groups
 from mrl.models.initialise import _fill
@@ -118,6 +120,18 @@ def test_packed_attention_equals_one_sequence_at_a_time(cp: int) -> None:
     grads = torch.autograd.grad((out * weights).sum(), (q, k, v))
     for got, want in zip(grads, wanted_grads, strict=True):
         assert torch.allclose(got, want, atol=1e-5)
+
+
+def test_a_sequence_that_is_too_long_for_the_kernel_in_c_goes_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(40, heads, 16, generator=torch.Generator().manual_seed(0)) for heads in (4, 2, 2))
+    if not native.serves_float32(q):
+        pytest.skip(native.problem() or "more than one thread")
+    plan, made = AttentionPlan.make(torch.tensor([0, 30, 40]), 1, 0, CPU), []
+    for longest in (30, 29):
+        monkeypatch.setattr(native_attention, "LONG", longest * 16)
+        made.append(packed_attention(q.requires_grad_(), k, v, plan, 0.25))
+    assert ["NativeAttention" in type(out.grad_fn).__name__ for out in made] == [True, False]
+    torch.testing.assert_close(*made, atol=1e-6, rtol=0)
 
 
 @pytest.mark.usefixtures("each_form")

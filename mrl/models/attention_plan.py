@@ -87,6 +87,8 @@ class AttentionPlan:
 
     def within(self, window: int | None, *, sink: bool = False) -> tuple[Bucket, ...]:
         """The buckets with these; made once for all layers that have them."""
+        if window is None and not sink:
+            return self.buckets
         if (window, sink) not in self._within:
             self._within[window, sink] = tuple(replace(b, window=window, sink=sink) for b in self.buckets)
         return self._within[window, sink]
