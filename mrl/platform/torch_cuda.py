@@ -45,6 +45,7 @@ def no_compile() -> None:
 )
 def current_device() -> None:
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
+    torch.cuda.is_available = lambda: False  # asked by NVML it would go by the next line
     torch.cuda.device_count = lambda: 1
     torch.cuda.set_device = lambda device: None
 

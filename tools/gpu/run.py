@@ -28,7 +28,7 @@ from tools.gpu.stage import ROOT, STAGES
 from tools.gpu.trained import environment
 
 RESULTS = Path(__file__).parent / "results"
-LIMITS_S = {"cuda": 210.0, "engine": 160.0, "transformer_engine": 80.0, "fp8": 79.0, "speed": 70.0}
+LIMITS_S = {"cuda": 210.0, "engine": 160.0, "transformer_engine": 80.0, "fp8": 79.0, "trainers": 100.0, "speed": 70.0}
 NO_GPU = 2
 
 

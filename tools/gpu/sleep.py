@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,10 +76,12 @@ def greedy(engine: Engine) -> list[list[int]]:
 
 
 def with_weights(sizes: Path, out: Path) -> Path:
+    """out: the model directory `sizes`, with random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not out.is_dir():
+        shutil.copytree(sizes, out)
         torch.manual_seed(0)
         config = AutoConfig.from_pretrained(sizes)
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(out)

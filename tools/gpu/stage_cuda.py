@@ -74,7 +74,7 @@ def same_losses(some: Sequence[Row], others: Sequence[Row], bound: float) -> Num
 
 
 CHECKS = {
-    "processes of the next checks": processes([CPU, GPU, LOCAL]),
+    "processes of the next checks": processes(FAMILIES, [CPU, GPU, LOCAL]),
     **{f"float32 is the CPU's: {family}": parity(family, GPU) for family in FAMILIES},
     **{f"bfloat16 is near, local layers: {family}": parity(family, LOCAL) for family in FAMILIES},
     "the same bits again with run.deterministic": same_bits,

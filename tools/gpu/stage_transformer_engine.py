@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.gpu.parity import CPU, FAMILIES, FUSED, LOCAL, judged, parity, processes, results
+from tools.gpu.parity import CPU, FUSABLE, FUSED, LOCAL, judged, parity, processes, results
 from tools.gpu.stage import Check, Numbers, Setting, Skipped
 from tools.gpu.stage_cuda import of_sft, same_losses
 from tools.gpu.trained import Row, task, train
@@ -53,8 +53,8 @@ def across(first: str, second: str) -> Check:
 CHECKS: dict[str, Check] = {
     name: here(check)
     for name, check in {
-        "processes of the next checks": processes([CPU, LOCAL, FUSED]),
-        **{f"bfloat16 is near: {family}": parity(family, FUSED) for family in FAMILIES},
+        "processes of the next checks": processes(FUSABLE, [CPU, LOCAL, FUSED]),
+        **{f"bfloat16 is near: {family}": parity(family, FUSED) for family in FUSABLE},
         "against local layers": against_local,
         "a checkpoint of local layers goes on": across("local", "transformer_engine"),
         "a checkpoint of transformer-engine's goes on in local layers": across("transformer_engine", "local"),
