@@ -387,8 +387,8 @@ MISTAKES = [
     # machine and network
     Mistake(
         "kernels that nobody knows",
-        ("MRL_KERNELS is 'trition'; known: torch, triton", "or unset it"),
-        environment={"MRL_KERNELS": "trition"},
+        ("MRL_KERNELS is 'troch'; known: torch", "or unset it"),
+        environment={"MRL_KERNELS": "troch"},
     ),
     Mistake(
         "a repair that nobody knows",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +22,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  #
 from mrl.config.schema import TrainConfig  # noqa: E402
 from mrl.families.arch import Experts, Layer  # noqa: E402
 from mrl.families.table import padded_vocab_size  # noqa: E402
-from mrl.kernels import head_products, linear_logprob  # noqa: E402
+from mrl.kernels import head_products, linear_logprob, triton_here  # noqa: E402
 from mrl.kernels.head_chunks import chunk_rows  # noqa: E402
 from mrl.learner.optimizer import sums_overlap  # noqa: E402
 from mrl.models import attention, transformer_config  # noqa: E402
@@ -144,13 +147,19 @@ def test_selective_recomputation_is_of_what_the_layers_keep(
 
 
 @pytest.mark.parametrize(("compiler", "usable"), [("/bin/true", True), ("/nowhere", False)])
-def test_triton_s_kernels_need_its_compiler(compiler: str, usable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_s_kernels_need_its_compiler(
+    compiler: str, usable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(fused, "import_problem", lambda module: None)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    (tmp_path / "Python.h").touch()
     monkeypatch.setenv("CC", compiler)
-    fused.triton_usable.cache_clear()
+    for cached in (fused.triton_usable, triton_here.problem):
+        cached.cache_clear()
     assert platform.triton_usable() == usable
-    fused.triton_usable.cache_clear()
+    for cached in (fused.triton_usable, triton_here.problem):
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize(

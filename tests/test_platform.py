@@ -43,12 +43,12 @@ IMPORT_SPECS = "from mrl import platform; platform.install(); import megatron.co
 def test_shell_transformer_engine_does_not_stop_megatron(shell_package: Path) -> None:
     done = run_python(f"{IMPORT_SPECS}; print(platform.applied())", path=shell_package)
     assert done.returncode == 0, done.stderr
-    assert "broken_te" in done.stdout
+    assert "unusable_te" in done.stdout
     assert "Warning" not in done.stderr
 
 
 def test_adaptation_can_be_switched_off_to_see_what_it_prevents(shell_package: Path) -> None:
-    done = run_python(IMPORT_SPECS, path=shell_package, MRL_PLATFORM_OFF="broken_te")
+    done = run_python(IMPORT_SPECS, path=shell_package, MRL_PLATFORM_OFF="unusable_te")
     assert done.returncode != 0
     assert "no pytorch part found" in done.stderr
 
@@ -75,8 +75,8 @@ def test_unknown_name_in_off_switch_is_an_error(monkeypatch: pytest.MonkeyPatch)
 
 def test_unknown_kernels_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptations, "_installed", False)
-    monkeypatch.setenv("MRL_KERNELS", "trition")
-    with pytest.raises(ValueError, match="MRL_KERNELS is 'trition'; known: torch, triton"):
+    monkeypatch.setenv("MRL_KERNELS", "troch")
+    with pytest.raises(ValueError, match="MRL_KERNELS is 'troch'; known: torch"):
         platform.install()
 
 

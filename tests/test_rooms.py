@@ -23,7 +23,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "families": ("float32", "foreign"),
     "config": ("core", "options", "families", "directories", "float32", "foreign", "redaction"),
     "fp8_chips": (),
-    "platform": ("ports", "fp8_chips", "kernels.native"),
+    "platform": ("ports", "fp8_chips", "kernels.native", "kernels.triton_here"),
     "parallel": ("config", "platform"),
     "kernels": (),
     "models": ("core", "units", "families", "config", "platform", "parallel", "kernels"),

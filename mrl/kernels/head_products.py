@@ -69,8 +69,7 @@ class Plain:
         if is_wide or dx.size(0) == self._hidden.size(0):
             return dx.T @ hidden
         if dx.is_cuda:
-            made = wide_product(dx.T, hidden)
-            return made if total is None else total.add_(made)
+            return wide_product(dx.T, hidden) if total is None else add_wide_product(total, dx.T, hidden)
         is_first = total is None
         total = self._weight.new_empty(self._weight.shape, dtype=torch.float32) if total is None else total
         for tile in _tiles(self._weight):
@@ -170,6 +169,13 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and hasattr(torch.ops.aten.mm, "dtype"):
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).float()
+
+
+def add_wide_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """float32 `total` with `wide_product` of a and b added, in place; where torch can, by the product itself."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and hasattr(torch.ops.aten.addmm, "dtype_out"):
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    return total.add_(wide_product(a, b))
 
 
 @cache

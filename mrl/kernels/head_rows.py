@@ -9,7 +9,6 @@ logits nor a log-prob near 0 cost any, and no log-prob is above 0.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.kernels import triton_here
 from mrl.kernels.head_chunks import BLOCK, BLOCK_GPU
 from mrl.kernels.native import head as native
 
 
 def by_triton(x: Tensor) -> bool:
-    """Whether logits x are gone over by `mrl.kernels.head_rows_triton`: on a GPU, where the environment says
-    MRL_KERNELS=triton."""
-    return x.is_cuda and os.environ.get("MRL_KERNELS") == "triton"
+    """Whether logits x are gone over by `mrl.kernels.head_rows_triton`."""
+    return x.is_cuda and x.size(1) > 0 and triton_here.is_chosen()
 
 
 class RowKernels(Protocol):

@@ -1,13 +1,12 @@
 """`mrl.kernels.head_rows` on a GPU: one kernel reads a row of logits once for all its sums, one writes its gradient.
 
-The torch form goes over the logits five times for the one and four times for the other. Run by triton's interpreter
-(tests/test_triton_head.py), and on no GPU yet: MRL_KERNELS=triton chooses it.
+The torch form goes over the logits five times for the one and four times for the other. Parameters of kernels have no
+types but `constexpr`: triton looks their names up as values.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -52,7 +51,7 @@ def gradient(
 
 
 @triton.jit
-def _sums(x: Any, stride: Any, words: Any, scale: Any, tops: Any, made: Any, rows: Any, columns: tl.constexpr) -> None:
+def _sums(x, stride, words, scale, tops, made, rows, columns: tl.constexpr):  # type: ignore[no-untyped-def]
     """A program a row. The sums are float64: beside the maximum's own 1 the rest keeps its digits."""
     row = tl.program_id(0)
     x += row.to(tl.int64) * stride
@@ -80,23 +79,23 @@ def _sums(x: Any, stride: Any, words: Any, scale: Any, tops: Any, made: Any, row
 
 
 @triton.jit
-def _gradient(
-    x: Any,
-    stride: Any,
-    words: Any,
-    per_temperature: Any,
-    tops: Any,
-    shifts: Any,
-    entropies: Any,
-    d_log_probs: Any,
-    d_entropies: Any,
-    labels: Any,
-    owns: Any,
-    out: Any,
-    out_stride: Any,
+def _gradient(  # type: ignore[no-untyped-def]
+    x,
+    stride,
+    words,
+    per_temperature,
+    tops,
+    shifts,
+    entropies,
+    d_log_probs,
+    d_entropies,
+    labels,
+    owns,
+    out,
+    out_stride,
     has_entropy: tl.constexpr,
     columns: tl.constexpr,
-) -> None:
+):
     """A program a piece of a row."""
     row = tl.program_id(0)
     at = tl.program_id(1) * columns + tl.arange(0, columns)

@@ -13,7 +13,6 @@ from mrl.kernels import native
 from mrl.platform.fp8 import fp8_problem, fp8_recipes
 from mrl.platform.fused import (
     APEX_KERNEL,
-    compiler_problem,
     import_problem,
     transformer_engine_fault,
     transformer_engine_problem,
@@ -66,9 +65,8 @@ _PARTS = (
     ),
     _Part(
         "triton",
-        "kernels that torch compiles on GPUs; with MRL_KERNELS=triton the loss head's",
+        "the loss head's kernels on GPUs, and those that torch compiles there",
         "the torch form of each kernel",
-        compiler_problem,
     ),
     _Part(
         "nvidia-resiliency-ext",

@@ -10,10 +10,10 @@ from functools import cache
 
 import torch
 
-from mrl.kernels.native import build
+from mrl.kernels import triton_here
 
 TRANSFORMER_ENGINE = "transformer_engine.pytorch"  # its top package is a shell, which hides what is wrong below it
-KERNELS = ("torch", "triton")  # that MRL_KERNELS may name
+KERNELS = ("torch",)  # that MRL_KERNELS may name
 APEX_KERNEL = "fused_weight_gradient_mlp_cuda"  # what is wanted of apex; a build without CUDA has none
 
 
@@ -62,15 +62,6 @@ def apex_usable() -> bool:
     return torch.cuda.is_available() and import_problem(APEX_KERNEL) is None
 
 
-def compiler_problem() -> str | None:
-    """Why triton cannot compile here; None if it can, where it is."""
-    try:
-        build.compiler()
-    except build.CannotBuild as error:
-        return f"{error}, which it calls at run time"
-    return None
-
-
 def check_kernels() -> None:
     """Raises ValueError for a word in MRL_KERNELS that chooses no kernels."""
     word = os.environ.get("MRL_KERNELS", "")
@@ -81,4 +72,4 @@ def check_kernels() -> None:
 @cache
 def triton_usable() -> bool:
     """CUDA is there, and triton with what it needs to compile a kernel."""
-    return torch.cuda.is_available() and import_problem("triton") is None and compiler_problem() is None
+    return torch.cuda.is_available() and triton_here.problem() is None

@@ -6,6 +6,7 @@ Each `needed` check looks for the fault itself, so a repair retires when a relea
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +17,25 @@ from mrl.platform.fused import transformer_engine_fault
 from mrl.platform.registry import Stage, adaptation
 
 
+def _unusable() -> list[str]:
+    """Of transformer-engine and apex what is installed and cannot be used here."""
+    if not torch.cuda.is_available():
+        return [name for name in ("transformer_engine", "apex") if importlib.util.find_spec(name) is not None]
+    return [] if transformer_engine_fault() is None else ["transformer_engine"]
+
+
 @adaptation(
-    "broken_te",
-    why="of a transformer-engine whose import fails megatron expects ImportError from every part, or it believes in it",
+    "unusable_te",
+    why="of a transformer-engine whose import fails megatron expects ImportError from every part, or it believes in it;"
+    " of one that can be imported, and of apex, it takes kernels for GPUs where there is none",
     stage=Stage.BEFORE_IMPORT,
-    needed=lambda: transformer_engine_fault() is not None,
+    needed=lambda: bool(_unusable()),
 )
-def broken_te() -> None:
-    for name in [n for n in sys.modules if n.split(".")[0] == "transformer_engine"]:
-        del sys.modules[name]
-    sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # now an ImportError
+def unusable_te() -> None:
+    for package in _unusable():
+        for name in [n for n in sys.modules if n.split(".")[0] == package]:
+            del sys.modules[name]
+        sys.modules[package] = None  # type: ignore[assignment]  # now an ImportError
 
 
 def _moe_utils() -> Any:

@@ -23,7 +23,7 @@ from mrl.weights.sync.payload import Bucket, plan_buckets  # noqa: E402
 from mrl.weights.sync.push import Filler  # noqa: E402
 from mrl.weights.sync.transports import Deadline, Engines, Place, Transport  # noqa: E402
 from mrl.weights.sync.transports.base import by_turns, largest  # noqa: E402
-from tools.gpu.kernel_checks import head, head_by_triton, token_kernels  # noqa: E402
+from tools.gpu.kernel_checks import head, head_by_torch, token_kernels  # noqa: E402
 from tools.gpu.stage import ROOT, Check, Numbers, Setting  # noqa: E402
 from tools.gpu.timing import DTYPE, ROUNDS, copied_bytes, product_flops, rounds_of, seconds  # noqa: E402
 
@@ -142,7 +142,7 @@ def sync(setting: Setting) -> Numbers:
 CHECKS: dict[str, Check] = {
     "limits": limits,
     "head, forward and backward": head,
-    "head by triton": head_by_triton,
+    "head in the torch form": head_by_torch,
     "advantages and loss of 8M tokens": token_kernels,
     "update of a 0.6B model, local layers": update("local"),
     "trainer's side of a push": sync,

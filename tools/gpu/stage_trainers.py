@@ -15,6 +15,7 @@ from tools.gpu.trained import Row, environment, task, train
 
 RUN_S = 110.0
 MAKE_S = 90.0
+AT_ONCE = 4
 TINY, DENSE, EXPERTS = SIZES = (None, "sort-20m", "sort-glm4-moe")
 ALONE = ("run.nproc=1", "run.trackers=[]", "run.timeout_s=120")
 UNCUT = ("actor.parallel={tensor: 1, pipeline: 1}",)
@@ -147,7 +148,7 @@ def begun(setting: Setting) -> dict[str, Future[Numbers]]:
     for sizes in SIZES:
         task(setting, sizes)
     filled(setting)
-    pool = ThreadPoolExecutor(len(RUNS))
+    pool = ThreadPoolExecutor(AT_ONCE)
     return {name: pool.submit(run, setting) for name, run in RUNS.items()}
 
 
