@@ -22,12 +22,25 @@ def import_problem(module: str) -> str | None:
     """Why the module cannot be imported, in one line; None if it can. Its import may raise anything: of
     transformer-engine RuntimeError (the shell alone), OSError (built against other libraries), AssertionError (parts
     of different versions)."""
+    if module == TRANSFORMER_ENGINE:
+        _name_cudnn()
     try:
         importlib.import_module(module)
     except Exception as error:
         text = str(error).strip() or module
         return f"{type(error).__name__}: {text.splitlines()[0]}"
     return None
+
+
+def _name_cudnn() -> None:
+    """It looks for cudnn in the CUDA toolkit before it takes torch's; of two in one process, attention fails with
+    CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED."""
+    try:
+        found = importlib.util.find_spec("nvidia.cudnn")
+    except ModuleNotFoundError:
+        return
+    if found is not None and "CUDNN_PATH" not in os.environ:
+        os.environ.setdefault("CUDNN_HOME", next(iter(found.submodule_search_locations or [])))
 
 
 @cache

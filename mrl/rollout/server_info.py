@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mrl.rollout.answers import from_json, maybe, typed
 
@@ -17,6 +17,7 @@ class ServerInfo:
     """An engine's settings, as it reports them.
 
     device: "cpu" where it says nothing
+    checksum: how it hashes its weights: "sha256" of their bytes, or by "tiles", as SGLang does on a GPU
     dtype: what it computes in, such as "float32"; "": it does not say, or rounds weights or its cache to something else
     is_deterministic: the same seed gives the same tokens, whatever else is in the batch
     has_tokenizer: it can look for stop strings
@@ -34,6 +35,7 @@ class ServerInfo:
     device: str
     is_deterministic: bool
     has_tokenizer: bool
+    checksum: Literal["sha256", "tiles"] = "sha256"
     releases_memory: bool | None = None
     returns_experts: bool = False
     dtype: str = ""
@@ -79,8 +81,10 @@ def read_server_info(answer: Any) -> ServerInfo:
     longest = maybe(info, "max_req_input_len", int)
     thresholds = [info.get(f"speculative_accept_threshold_{kind}") for kind in ("single", "acc")]
     drafts = maybe(info, "speculative_algorithm", str) or ""
+    device, has_own = maybe(info, "device", str) or "cpu", maybe(info, "weights_checksum", str) == "sha256"
     return ServerInfo(
-        device=maybe(info, "device", str) or "cpu",
+        device=device,
+        checksum="tiles" if device.startswith("cuda") and not has_own else "sha256",
         is_deterministic=maybe(info, "enable_deterministic_inference", bool) or False,
         has_tokenizer=not maybe(info, "skip_tokenizer_init", bool),
         releases_memory=maybe(info, "enable_memory_saver", bool),

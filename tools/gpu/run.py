@@ -1,5 +1,7 @@
 """Whether mrl works on this machine's GPU: `make test-gpu`, or python -m tools.gpu.run [--stages cuda,engine]
 
+--again: those of their checks that have not passed.
+
 Runs stages one after the other, each in a process of its own with a time-out, all within 10 minutes: cuda (without
 transformer-engine), engine (SGLang, or mrl's own, on the same GPU), transformer_engine, fp8, speed. Every check prints
 its verdict; what a stage lacks, or dies of, hides nothing of another. A file a stage goes to tools/gpu/results, to be
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from tools.gpu.trained import environment
 
 RESULTS = Path(__file__).parent / "results"
 LIMITS_S = {"cuda": 210.0, "engine": 160.0, "transformer_engine": 80.0, "fp8": 79.0, "trainers": 100.0, "speed": 70.0}
+OF_A_CHECK = ("commit", "date", "card")
 NO_GPU = 2
 
 
@@ -76,10 +79,20 @@ def outcome(stage: str, lines: Path, end: str, seconds: float) -> Outcome:
     return Outcome(stage, round(seconds, 1), head["gpu"], checks)
 
 
-def written(found: Outcome, results: Path, commit: str | None) -> None:
+def written(found: Outcome, results: Path, commit: str | None, kept: Sequence[dict[str, Any]] = ()) -> None:
+    """kept: checks of an earlier run that were not made again"""
     figures = {"commit": commit} if commit else {}
+    found = replace(found, checks=[*kept, *found.checks])
     figures |= {"stage": found.stage, "verdict": found.verdict, "seconds": found.seconds, **found.gpu}
     record.write(results / f"{found.stage}.json", {**figures, "checks": found.checks})
+
+
+def passed(stage: str, results: Path) -> list[dict[str, Any]]:
+    """The stage's checks that have passed there, each with what it passed on: commit, date and card."""
+    file = results / f"{stage}.json"
+    last = json.loads(file.read_text()) if file.exists() else {"checks": []}
+    own = {key: last[key] for key in OF_A_CHECK if key in last}
+    return [{"of": own, **check} for check in last["checks"] if check["verdict"] == "passed"]
 
 
 def shown(found: Outcome) -> str:
@@ -104,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the files go")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "test_gpu", help="where the runs are, and stay")
     parser.add_argument("--commit", help="of a copy that is no git checkout")
+    parser.add_argument("--again", action="store_true", help="only what has not passed, says the file, which keeps it")
     args = parser.parse_args(argv)
     from mrl import platform
 
@@ -118,9 +132,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stage in args.stages:
         print(f"== {stage}, at most {LIMITS_S[stage]:g} s", flush=True)
         lines = work / f"{stage}.jsonl"
-        command = [sys.executable, "-m", "tools.gpu.stage", str(lines), str(work), stage]
+        kept = passed(stage, args.results) if args.again else []
+        left = [word for check in kept for word in ("--leave", check["check"])]
+        command = [sys.executable, "-m", "tools.gpu.stage", *left, str(lines), str(work), stage]
         found.append(run_stage(stage, command, lines, LIMITS_S[stage]))
-        written(found[-1], args.results, args.commit)
+        written(found[-1], args.results, args.commit, kept)
     print("\n" + "\n".join(map(shown, found)))
     return int(any(one.verdict in ("failed", "not run") for one in found))
 

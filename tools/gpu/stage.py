@@ -1,4 +1,4 @@
-"""One stage of `make test-gpu`, or several: python -m tools.gpu.stage LINES_FILE WORK_DIR [--rehearse] STAGE...
+"""A stage of `make test-gpu`, or several: python -m tools.gpu.stage LINES WORK_DIR [--rehearse] [--leave CHECK] STAGE...
 
 A stage is a module tools/gpu/stage_NAME.py with CHECKS, {name: function}. A check is given a Setting and returns its
 numbers; it raises Skipped or Failed with the reason, and whatever else it raises is a failure too. A line of JSON goes
@@ -15,7 +15,7 @@ import json
 import re
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,9 +94,9 @@ def gpu() -> dict[str, Any]:
     }
 
 
-def run(stage: str, setting: Setting, note: Callable[[dict[str, Any]], None]) -> None:
-    """note: takes each line"""
-    checks = checks_of(stage)
+def run(stage: str, setting: Setting, note: Callable[[dict[str, Any]], None], leave: Sequence[str] = ()) -> None:
+    """note: takes each line; leave: checks that are not made"""
+    checks = {name: check for name, check in checks_of(stage).items() if name not in leave}
     note({"stage": stage, "checks": list(checks), "gpu": gpu()})
     for name, check in checks.items():
         note({"check": name, "verdict": "begun"})
@@ -122,13 +122,14 @@ def main() -> None:
     parser.add_argument("lines", type=Path)
     parser.add_argument("work", type=Path)
     parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--leave", action="append", default=[], metavar="CHECK")
     parser.add_argument("stages", nargs="+", choices=STAGES, metavar="STAGE")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     setting = Setting(args.work.resolve(), args.rehearse)
     with args.lines.open("a", buffering=1) as file:
         for stage in args.stages:
-            run(stage, setting, lambda line: print(json.dumps(line), file=file))
+            run(stage, setting, lambda line: print(json.dumps(line), file=file), args.leave)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ def engine(sglang: bool) -> list[str]:
 
 def server_args() -> tuple[str, ...]:
     plain = ("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none")
+    plain += ("--disable-cuda-graph",)
     return () if importlib.util.find_spec("flashinfer") is not None else plain
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from tools.gpu.stage_cuda import of_sft, same_losses
 from tools.gpu.stage_engine import NOTHING_GIVEN_UP, engine, has_sglang, of_grpo
 from tools.gpu.stage_speed import MODELS, learner_of, step
 from tools.gpu.timing import random, rounds_of, seconds
-from tools.gpu.trained import sampled, task, train
+from tools.gpu.trained import Row, sampled, task, train
 
 RECIPES = ("current", "delayed", "blockwise", "mxfp8")
 RUN_S = 60.0
@@ -78,24 +78,29 @@ def head(recipe: str) -> Check:
     return check
 
 
-def linear(setting: Setting) -> Numbers:
+def linear(recipe: Any) -> Check:
     """Forward and backward of transformer-engine's linear layer, casts included, against bfloat16."""
-    if setting.rehearsal:
-        raise Skipped("a rehearsal has one kind of layer")
-    import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import Float8CurrentScaling
 
-    layer, x = te.Linear(8192, 8192, bias=False, params_dtype=torch.bfloat16), random(8192, 8192)
-    x.requires_grad_()
+    def check(setting: Setting) -> Numbers:
+        if setting.rehearsal:
+            raise Skipped("a rehearsal has one kind of layer")
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
 
-    def both(enabled: bool) -> None:
-        with te.fp8_autocast(enabled=enabled, fp8_recipe=Float8CurrentScaling()):
-            y = layer(x)
-        y.backward(y)
+        layer, x = te.Linear(8192, 8192, bias=False, params_dtype=torch.bfloat16), random(8192, 8192)
+        x.requires_grad_()
+        own = {"current": Float8CurrentScaling, "blockwise": Float8BlockScaling}[recipe]()
 
-    rounds = rounds_of(setting)
-    plain, fp8 = seconds(lambda: both(False), rounds), seconds(lambda: both(True), rounds)
-    return require({"bf16 ms": plain * 1e3, "fp8 ms": fp8 * 1e3, "ratio": fp8 / plain}, ratio=LINEAR_SPEED)
+        def both(enabled: bool) -> None:
+            with te.fp8_autocast(enabled=enabled, fp8_recipe=own):
+                y = layer(x)
+            y.backward(y)
+
+        rounds = rounds_of(setting)
+        plain, fp8 = seconds(lambda: both(False), rounds), seconds(lambda: both(True), rounds)
+        return require({"bf16 ms": plain * 1e3, "fp8 ms": fp8 * 1e3, "ratio": fp8 / plain}, ratio=LINEAR_SPEED)
+
+    return check
 
 
 def step_of(recipe: Any) -> Check:
@@ -124,14 +129,22 @@ def trained(recipe: str, emulate: bool) -> Check:
     """Six steps of SFT of the 20M model, against the same in bfloat16."""
 
     def check(setting: Setting) -> Numbers:
-        words = [*of_sft(task(setting, "sort-20m")), "run.steps=6", "checkpoint.export_hf=false"]
         kind = "emulated" if emulate else "by transformer-engine"
-        own = [f"actor.precision.fp8={{recipe: {recipe}, emulate: {str(emulate).lower()}, head: true}}"]
-        rows = train(setting, f"{recipe} {kind}", "quickstart_gpu_sft", [*words, *own], RUN_S)
-        plain = train(setting, f"bfloat16 for {recipe} {kind}", "quickstart_gpu_sft", words, RUN_S)
-        return same_losses(plain, rows, NEAR)
+        own = f"actor.precision.fp8={{recipe: {recipe}, emulate: {str(emulate).lower()}, head: true}}"
+        plain = _in_bfloat16(setting)
+        return same_losses(plain, _six_steps(setting, f"{recipe} {kind}", own), NEAR)
 
     return check
+
+
+@cache
+def _in_bfloat16(setting: Setting) -> list[Row]:
+    return _six_steps(setting, "bfloat16")
+
+
+def _six_steps(setting: Setting, name: str, *words: str) -> list[Row]:
+    given = [*of_sft(task(setting, "sort-20m")), "run.steps=6", "checkpoint.export_hf=false", *words]
+    return train(setting, name, "quickstart_gpu_sft", given, RUN_S)
 
 
 def held(setting: Setting) -> Numbers:
@@ -180,7 +193,8 @@ def _head(products: Products) -> tuple[Tensor, ...]:
 CHECKS: dict[str, Check] = {
     **{f"casts are the emulation's: {name}": here(name, casts(name)) for name in RECIPES},
     **{f"the loss head is the emulation's: {name}": here(name, head(name)) for name in RECIPES},
-    "te.Linear, current, against bfloat16": here("current", linear),
+    "te.Linear, current, against bfloat16": here("current", linear("current")),
+    "te.Linear, blockwise, against bfloat16": here("blockwise", linear("blockwise")),
     "an update, current, against bfloat16": here("current", step_of("current")),
     "an update, blockwise, against bfloat16": here("blockwise", step_of("blockwise")),
     "SFT in current is near bfloat16": here("current", trained("current", emulate=False)),

@@ -6,7 +6,7 @@ A row is tested when every check behind it has passed in the committed results; 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +50,12 @@ def cell(row: str, found: Mapping[str, Mapping[str, Any]]) -> str:
     stage, beginnings = PROOFS.get(row, ("", ()))
     if stage not in found:
         return FOR_CPUS.get(row, NOT_YET)
-    verdicts = verdicts_of(found[stage]["checks"], beginnings)
-    if verdicts == {"passed"}:
-        return f"{found[stage]['card']}, {found[stage]['date']}, {found[stage]['commit'][:9]}"
+    checks = [check for check in found[stage]["checks"] if check["check"].startswith(beginnings)]
+    verdicts = {check["verdict"] for check in checks}
+    if verdicts in ({"passed"}, {"passed", "skipped"}):
+        oldest = min((check.get("of", found[stage]) for check in checks), key=lambda of: str(of["date"]))
+        return f"{oldest['card']}, {oldest['date']}, {oldest['commit'][:9]}"
     return f"failed ({found[stage]['date']})" if "failed" in verdicts else NOT_YET
-
-
-def verdicts_of(checks: Sequence[Mapping[str, Any]], beginnings: tuple[str, ...]) -> set[str]:
-    return {check["verdict"] for check in checks if check["check"].startswith(beginnings)}
 
 
 def filled(text: str, found: Mapping[str, Mapping[str, Any]]) -> str:

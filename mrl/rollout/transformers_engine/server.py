@@ -58,7 +58,8 @@ class Endpoints:
 
     def server_info(self, body: dict[str, Any]) -> Any:
         info: dict[str, Any] = dict.fromkeys(("enable_deterministic_inference", "enable_memory_saver"), True)
-        info |= {"device": self._worker.device, "dtype": str(self._worker.model.dtype).removeprefix("torch.")}
+        info |= {"device": self._worker.device, "weights_checksum": "sha256"}  # on any device
+        info |= {"dtype": str(self._worker.model.dtype).removeprefix("torch.")}
         return info | {"skip_tokenizer_init": False, "enable_return_routed_experts": self._worker.routed is not None}
 
     def generate(self, body: dict[str, Any]) -> Any:

@@ -91,7 +91,7 @@ def ask_shape(engines: Engines) -> tuple[EngineShape, type[ParamHash]]:
 
 
 def hash_kind(server: ServerInfo) -> type[ParamHash]:
-    return TileHash if server.device.startswith("cuda") else Sha256Hash
+    return TileHash if server.checksum == "tiles" else Sha256Hash
 
 
 def check(verifier: Verifier, engines: Engines, expected: Mapping[Key, str]) -> None:
