@@ -39,11 +39,12 @@ test-gpu:  ## on a machine with a GPU, within 10 minutes: STAGES=cuda,engine for
 	@$(GPU_PYTHON) -m tools.gpu.run $(if $(STAGES),--stages $(STAGES))
 
 # In an environment of its own, which sees the packages of .venv: there SGLang would take triton for a GPU's.
-test-triton: .venv/.mrl-dev  ## the kernels for GPUs, by triton's interpreter
+test-triton: .venv/.mrl-dev  ## the kernels for GPUs, by triton's interpreter and compiler
 	@test -x .venv-triton/bin/python || $(BIN)/python -m venv .venv-triton
 	@.venv-triton/bin/python -m pip install -q --no-deps triton==3.9.0
 	@realpath .venv/lib/python3*/site-packages > $$(ls -d .venv-triton/lib/python3*/site-packages)/trainer.pth
-	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest -q tests/test_triton_head.py
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest -q tests/test_triton_head.py tests/test_triton_algo.py
+	@OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest -q tests/test_triton_compiles.py
 
 lint: .venv/.mrl-dev
 	@$(BIN)/ruff check .

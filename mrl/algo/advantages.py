@@ -18,6 +18,7 @@ from torch import Tensor
 from mrl.algo.registry import Registry, arguments
 from mrl.algo.scan import SuffixSums, discounted_suffix_sum
 from mrl.algo.stats import check_same_shape, whiten, whiten_
+from mrl.kernels import triton_here
 from mrl.kernels.masked import bits, has_holes, keep, row_groups
 from mrl.kernels.native import algo as native
 from mrl.options.estimators import ESTIMATORS as OPTIONS
@@ -147,7 +148,11 @@ def _advantages(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(advantages, not whitened, and advantages + values, 0 outside the mask; `moments` of the first for `whiten_`,
     where they are known)."""
-    if native.takes(rewards, values) and mask.is_contiguous():
+    if mask.is_contiguous() and triton_here.takes(rewards, values):
+        from mrl.kernels import algo_triton
+
+        return algo_triton.gae(rewards, values, mask, gamma, gamma * lam)
+    if mask.is_contiguous() and native.takes(rewards, values):
         if (made := native.gae(rewards, values, mask, gamma, gamma * lam)) is not None:
             return made
     elif not has_holes(mask):

@@ -3,7 +3,7 @@
 Each block of tokens stays in a core's cache while a few operations go over it, and the gradient is written down in
 closed form while its parts are at hand. What is said of a token never depends on the others of its block: a chunk of
 tokens is clipped as the whole is. (`torch.exp2` would be faster than `exp`, but rounds the last tokens otherwise.)
-In float32 `mrl.kernels.native` does it, where it is there.
+In float32 `mrl.kernels.native` does it, where it is there, and on a GPU `mrl.kernels.algo_triton`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mrl.kernels import triton_here
 from mrl.kernels.native import algo as native
 
 BLOCK = 1 << 17  # tokens: half a MiB a float32 vector, a handful of which stay in the cache that cores share
@@ -35,8 +36,10 @@ class Clip:
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether `clipped_loss` takes them: on a CPU, all float32 or all float64."""
+    """Whether `clipped_loss` takes them: on a CPU, all float32 or all float64; on a GPU float32, with triton."""
     first = tensors[0]
+    if triton_here.takes(*tensors):
+        return True
     usual = first.dtype in (torch.float32, torch.float64) and first.device.type == "cpu"
     return usual and all(x.dtype == first.dtype and x.device == first.device for x in tensors)
 
@@ -67,7 +70,11 @@ class _ClippedLoss(torch.autograd.Function):
         clip: Clip,
     ) -> tuple[Tensor, Tensor]:
         vectors = (log_probs, old_log_probs, advantages, weights, metric_weights)
-        if native.takes(*vectors) and clip.furthest <= native.FURTHEST:
+        if triton_here.takes(*vectors):
+            from mrl.kernels import algo_triton
+
+            sums, gradient = algo_triton.clipped_loss(vectors, astuple(clip))
+        elif native.takes(*vectors) and clip.furthest <= native.FURTHEST:
             sums, gradient = native.clipped_loss(vectors, astuple(clip))
         else:
             sums, gradient = _in_blocks(vectors, clip)
@@ -81,7 +88,8 @@ class _ClippedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return (gradient if grad == 1 else gradient * grad, *[None] * 5)
+        is_one = not grad.is_cuda and grad == 1  # there it costs more to look
+        return (gradient if is_one else gradient * grad, *[None] * 5)
 
 
 def _in_blocks(vectors: tuple[Tensor, ...], clip: Clip) -> tuple[Tensor, Tensor]:

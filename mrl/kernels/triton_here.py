@@ -8,12 +8,21 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from mrl.kernels.native import build
 
 
 def is_chosen() -> bool:
     """For tensors on a GPU: everywhere where it can compile, but with MRL_KERNELS=torch."""
     return os.environ.get("MRL_KERNELS") != "torch" and problem() is None
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether the kernels of `mrl.kernels.algo_triton` take these, beside masks."""
+    fits = all(x.is_cuda and x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
+    return fits and is_chosen()
 
 
 @cache

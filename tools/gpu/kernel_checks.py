@@ -12,10 +12,11 @@ from torch import Tensor
 from mrl import platform
 from mrl.algo import FlatBatch, advantages, policy_loss
 from mrl.kernels.linear_logprob import linear_log_prob
-from tools.gpu.stage import Failed, Numbers, Setting
+from tools.gpu.stage import Failed, Numbers, Setting, require
 from tools.gpu.timing import copied_bytes, random, rounds_of, seconds
 
 APART = 2e-5  # of log-probs and entropies from the torch form's, relative; of gradients in bfloat16 2^-7
+TOKENS_APART = 1e-5  # of advantages, a loss and its gradient, from the torch form's
 
 
 def head(setting: Setting) -> Numbers:
@@ -57,7 +58,7 @@ def head_by_torch(setting: Setting) -> Numbers:
 
     got = made()
     with by_torch():
-        pairs = [(float((a - b).norm() / b.norm()), b.dtype) for a, b in zip(got, made())]
+        pairs = [(float((a - b).detach().norm() / b.detach().norm()), b.dtype) for a, b in zip(got, made())]
         if wrong := [apart for apart, dtype in pairs if apart > (APART if dtype == torch.float32 else 2.0**-7)]:
             raise Failed(f"this machine's head is apart from the torch form by {wrong}")
         return head(setting) | {"apart": max(apart for apart, _ in pairs)}
@@ -75,23 +76,29 @@ def by_torch() -> Iterator[None]:
 
 
 def token_kernels(setting: Setting) -> Numbers:
-    """GAE with whitening, and PPO's loss with metrics, forward and backward; the limit is that of what both read and
-    write once."""
+    """GAE with whitening, and PPO's loss with metrics, forward and backward, held to the torch forms; the limit is that
+    of what both read and write once."""
     rows, length = (8, 64) if setting.rehearsal else (1024, 8192)
     rewards, values, old = torch.randn(3, rows, length, device=platform.device())
     mask, group = torch.ones_like(rewards, dtype=torch.bool), torch.arange(rows, device=rewards.device)
-    batch = FlatBatch.of_mask(mask, "token-mean")
+    mask[1::2, length // 2 :] = False
+    batch = FlatBatch.of_mask(torch.ones_like(mask), "token-mean")
     flat, new = batch.flat(old_log_probs=old, advantages=rewards), (old + 0.1 * values).flatten().requires_grad_()
 
-    def gae() -> None:
-        advantages.compute(
-            "gae", token_rewards=rewards, response_mask=mask, group=group, values=values, gamma=0.99, lam=0.95
-        )
+    def gae() -> list[Tensor]:
+        given = {"token_rewards": rewards, "values": values, "response_mask": mask, "group": group}
+        return list(advantages.compute("gae", **given, gamma=0.99, lam=0.95))
 
-    def loss() -> None:
+    def loss() -> list[Tensor]:
         made, _ = policy_loss.compute("vanilla", log_probs=new, **flat, **batch.inputs)
-        torch.autograd.grad(made, new)
+        return [made.detach(), *torch.autograd.grad(made, new)]
 
+    found = {"GAE": gae(), "loss": loss()}
+    with by_torch():
+        plain = {"GAE": gae(), "loss": loss()}
+    pairs = [(a, b) for name, mine in found.items() for a, b in zip(mine, plain[name], strict=True)]
+    apart = max(float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs)
     rounds, copy = rounds_of(setting), rewards.nbytes / copied_bytes(setting)
     times = {"GAE us": seconds(gae, rounds) * 1e6, "loss us": seconds(loss, rounds) * 1e6}
-    return times | {"two copies us": 2e6 * copy, "three copies us": 3e6 * copy}
+    limits = {"two copies us": 2e6 * copy, "three copies us": 3e6 * copy}
+    return require(times | limits | {"apart": apart}, apart=TOKENS_APART)
