@@ -95,6 +95,36 @@ def test_all_that_is_asked_for_runs_and_each_leaves_a_file(
     assert run.main(["--stages", "speed", "--results", str(results), "--work", str(tmp_path / "again")]) == 0
 
 
+def test_again_makes_what_has_not_passed_and_keeps_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice: a check that was kept says still what it passed on."""
+    monkeypatch.setattr(platform, "gpu_count", lambda: 1)
+    commands: list[list[str]] = []
+    failed = {"check": "two", "verdict": "failed", "reason": "wrong"}
+    made = [[PASSED, failed], [failed], [{**failed, "verdict": "passed"}]]
+
+    def started(name: str, command: list[str], lines: Path, limit_s: float) -> run.Outcome:
+        commands.append(command)
+        return run.Outcome(name, 1.0, {"card": f"Card {len(commands)}"}, made[len(commands) - 1])
+
+    monkeypatch.setattr(run, "run_stage", started)
+    where = ["--stages", "cuda", "--results", str(tmp_path), "--work"]
+    each = (["--commit", "1"], ["--again", "--commit", "2"], ["--again"])
+    codes = [run.main([*where, str(tmp_path / f"work {i}"), *more]) for i, more in enumerate(each)]
+    assert codes == [1, 1, 0]
+    assert "--leave" not in commands[0] and commands[2][commands[2].index("--leave") + 1] == "one"
+    last = json.loads((tmp_path / "cuda.json").read_text())
+    assert [(check["check"], check["verdict"]) for check in last["checks"]] == [("one", "passed"), ("two", "passed")]
+    assert last["checks"][0]["of"]["commit"] == "1" and last["checks"][0]["of"]["card"] == "Card 1"
+    assert "of" not in last["checks"][1] and last["card"] == "Card 3"
+
+
+def test_a_check_that_is_left_out_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[dict[str, object]] = []
+    monkeypatch.setattr(stage, "checks_of", lambda name: {"one": lambda setting: {}, "two": lambda setting: {}})
+    stage.run("cuda", Setting(tmp_path), lines.append, leave=["one"])
+    assert lines[0]["checks"] == ["two"] and {line.get("check") for line in lines[1:]} == {"two"}
+
+
 def test_without_a_gpu_nothing_is_written(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.gpu.run", "--results", str(tmp_path / "results")]
     hidden = environment() | {"CUDA_VISIBLE_DEVICES": ""}
@@ -104,7 +134,7 @@ def test_without_a_gpu_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_all_stages_end_within_ten_minutes() -> None:
-    assert set(run.LIMITS_S) == set(stage.STAGES) and sum(run.LIMITS_S.values()) < 600
+    assert set(run.LIMITS_S) == set(stage.STAGES) and sum(run.LIMITS_S[name] for name in run.USUAL) < 600
 
 
 def test_make_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,25 @@ def test_the_table_names_tests_that_there_are() -> None:
     assert named and {name for name in named if not (ROOT / "tests" / f"{name}.py").is_file()} == set()
 
 
+def test_a_row_that_names_families_is_tested_when_theirs_have_passed() -> None:
+    """And says what the oldest of its checks passed on."""
+    of = {"card": "Old", "date": "2030-01-01", "commit": "a" * 40}
+    names = [f"{kind}: {family}" for kind in ("float32 is the CPU's", "bfloat16 is near, local layers")
+             for family in ("olmo2", "olmo3")]  # fmt: skip
+    checks = [{"check": name, "verdict": "passed"} for name in names]
+    checks[1]["of"] = of  # type: ignore[assignment]
+    found = {"cuda": {"card": "New", "date": "2030-01-02", "commit": "b" * 40, "checks": checks}}
+    assert support.cell("OLMo (`olmo2`, `olmo3`): norms", found) == "Old, 2030-01-01, aaaaaaaaa"
+    checks[3]["verdict"] = "failed"
+    assert support.cell("OLMo (`olmo2`, `olmo3`): norms", found) == "failed (2030-01-02)"
+
+
+def test_tables_without_that_column_are_left_alone() -> None:
+    page = support.PAGE.read_text()
+    other = "\n\n| a | b | c |\n|---|---|---|\n| one | two | three |\n"
+    assert support.filled(page + other, support.read()).endswith(other)
+
+
 def test_a_row_is_tested_when_all_its_checks_have_passed() -> None:
     def cell(*verdicts: str) -> str:
         checks = [{"check": f"float32 is the CPU's: {i}", "verdict": verdict} for i, verdict in enumerate(verdicts)]
@@ -108,6 +127,8 @@ def test_a_row_is_tested_when_all_its_checks_have_passed() -> None:
     assert cell("passed", "failed") == "failed (2030-01-02)"
     assert cell("passed", "skipped") == cell("passed", "not run") == cell() == support.NOT_YET
     assert support.cell("several machines", {}) == support.NOT_YET
+    cut = {"check": "resume", "verdict": "failed", "reason": "the stage's 9 s were over"}
+    assert support.cell("checkpoints, resume", {"cuda": {"date": "2030-01-02", "checks": [cut]}}) == support.NOT_YET
     page = support.PAGE.read_text()
     for row in support.PROOFS:
         with pytest.raises(ValueError, match="no row of the table"):

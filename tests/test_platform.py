@@ -47,6 +47,49 @@ def test_shell_transformer_engine_does_not_stop_megatron(shell_package: Path) ->
     assert "Warning" not in done.stderr
 
 
+@pytest.fixture
+def whole_package(tmp_path: Path) -> Path:
+    """transformer-engine and apex, both of which can be imported, and torch's cudnn."""
+    for name in ("transformer_engine/pytorch", "apex", "nvidia/cudnn"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("transformer_engine", "transformer_engine/pytorch", "apex"):
+        (tmp_path / name / "__init__.py").write_text("")
+    return tmp_path
+
+
+def test_without_a_gpu_megatron_takes_no_kernels_for_gpus(whole_package: Path) -> None:
+    """Wherever they can be imported it would, and end with "no CUDA-capable device is detected"."""
+    code = (
+        "from mrl import platform; platform.install(); import megatron.core.optimizer, sys; "
+        "print(platform.applied(), [sys.modules[name] for name in ('transformer_engine', 'apex')])"
+    )
+    done = run_python(code, path=whole_package)
+    assert done.returncode == 0, done.stderr
+    assert "unusable_te" in done.stdout and "[None, None]" in done.stdout
+
+
+@pytest.mark.parametrize(("given", "wanted"), [({}, "nvidia/cudnn"), ({"CUDNN_HOME": "/own"}, "/own")])
+def test_transformer_engine_is_told_of_torch_s_cudnn(whole_package: Path, given: dict[str, str], wanted: str) -> None:
+    """It would take the CUDA toolkit's; of two in one process its attention fails."""
+    code = (
+        "from mrl.platform import fused; fused.transformer_engine_fault(); import os; print(os.environ['CUDNN_HOME'])"
+    )
+    done = run_python(code, path=whole_package, **given)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith(wanted)
+
+
+def test_a_torch_for_cuda_sees_no_gpu_in_its_own_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks ask NVML, and torch then counts devices: megatron is told of one."""
+    code = (
+        "import torch; from mrl import platform; platform.install(); torch.cuda._is_compiled = lambda: True; "
+        "torch.cuda._device_count_nvml = lambda: 0; print(platform.backend(), platform.device())"
+    )
+    done = run_python(code, PYTORCH_NVML_BASED_CUDA_CHECK="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "gloo cpu"
+
+
 def test_adaptation_can_be_switched_off_to_see_what_it_prevents(shell_package: Path) -> None:
     done = run_python(IMPORT_SPECS, path=shell_package, MRL_PLATFORM_OFF="unusable_te")
     assert done.returncode != 0

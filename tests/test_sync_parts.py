@@ -9,6 +9,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from mrl.families import load_arch
 from mrl.rollout.protocol import RankChecksums
+from mrl.rollout.server_info import read_server_info
+from mrl.rollout.transformers_engine.server import Endpoints
 from mrl.rollout.transformers_engine.weights import tensor_checksum
 from mrl.weights.errors import WeightError
 from mrl.weights.meta import TensorMeta
@@ -28,7 +31,7 @@ from mrl.weights.sync.transports import Deadline, Engines, Place, resolve
 from mrl.weights.sync.transports.disk import Disk
 from mrl.weights.sync.transports.http import Http
 from mrl.weights.sync.transports.over_nodes import OverNodes
-from mrl.weights.sync.verify import Verifier
+from mrl.weights.sync.verify import Verifier, hash_kind
 from tests.sync_tools import FileExporter
 
 
@@ -174,6 +177,19 @@ PIECES = [torch.randn(30, 500), torch.randn(20, 500), torch.randn(7, 500)]
 WHOLE = torch.cat([*PIECES, torch.zeros(3, 500)])
 PARAM = EngineParam("fused", tuple(Part(f"p{i}", p.nbytes) for i, p in enumerate(PIECES)), padding=3 * 500 * 4)
 EXPECTED = {Sha256Hash: tensor_checksum(WHOLE), TileHash: slow_gpu_hash(WHOLE.numpy().tobytes())}
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"), [({"device": "cuda"}, TileHash), ({"device": "cpu"}, Sha256Hash), ({}, Sha256Hash)]
+)
+def test_an_engine_hashes_as_its_device_does(answer: dict[str, str], kind: type[ParamHash]) -> None:
+    assert hash_kind(read_server_info(answer)) is kind
+
+
+def test_the_transformers_engine_hashes_bytes_on_a_gpu_too() -> None:
+    worker: Any = SimpleNamespace(device="cuda", model=SimpleNamespace(dtype=torch.float32), routed=None)
+    info = read_server_info(Endpoints.server_info(SimpleNamespace(_worker=worker), {}))  # type: ignore[arg-type]
+    assert info.device == "cuda" and hash_kind(info) is Sha256Hash
 
 
 @pytest.mark.parametrize("kind", [Sha256Hash, TileHash])

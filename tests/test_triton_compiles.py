@@ -1,4 +1,4 @@
-"""Triton's kernels are compiled for a GPU, without one: `make test-triton`. Its interpreter takes more than its compiler."""
+"""Triton's kernels are compiled for a GPU, without one, as `make test-triton` asks: its interpreter takes more."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The loss head's products by transformer-engine's fp8 matrix multiplication. Written from its sources of 2.9 to 2.11,
-and run on no GPU yet."""
+"""The loss head's products by transformer-engine's fp8 matrix multiplication. Written from its sources of 2.9 to 2.11;
+on an H100 its casts were those of `mrl.kernels.fp8` to the bit."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _fp8() -> Feature:
 def _gpu_tests(usable: Mapping[str, bool]) -> Feature:
     """The stages that find here what they need. usable: by part"""
     needed = {"cuda": "CUDA", "engine": "transformers", "transformer_engine": "transformer-engine"}
-    needed |= {"fp8": "fp8", "speed": "CUDA"}
+    needed |= {"fp8": "fp8", "trainers": "CUDA", "speed": "CUDA"}
     stages = [stage for stage, part in needed.items() if usable["CUDA"] and usable[part]]
     without = "no GPU: it tests nothing here"
     if stages:

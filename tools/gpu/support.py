@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.gpu.run import RESULTS
+from tools.gpu.parity import FAMILIES
+from tools.gpu.run import OVER, RESULTS
 from tools.gpu.stage import ROOT
 
 PAGE = ROOT / "docs" / "support.md"
@@ -37,6 +38,7 @@ PROOFS: dict[str, tuple[str, tuple[str, ...]]] = {
     "SGLang 0.5.23": ("engine", ("GRPO, bfloat16, SGLang",)),
     "weight sync by CUDA IPC, with checksum": ("engine", ("GRPO, bfloat16, SGLang",)),
     "memory given up between the parts of a step": ("engine", ("memory given up", "SGLang gives memory up")),
+    "quickstarts of DPO, reward models, adapters, experts, pictures, agents and diffusion": ("trainers", ("",)),
     "a model of 0.6B, trained and sampled on one GPU": ("engine", ("GRPO of a 0.6B model",)),
 }
 
@@ -46,16 +48,30 @@ def read(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
     return {file.stem: json.loads(file.read_text()) for file in sorted(results.glob("*.json"))}
 
 
+def proof(row: str) -> tuple[str, tuple[str, ...]]:
+    """The stage, and how the names of its checks begin; of a row that names families, theirs."""
+    if row in PROOFS:
+        return PROOFS[row]
+    families = [family for family in FAMILIES if f"`{family}`" in row]
+    kinds = ("float32 is the CPU's", "bfloat16 is near, local layers")
+    return "cuda" if families else "", tuple(f"{kind}: {family}" for kind in kinds for family in families)
+
+
 def cell(row: str, found: Mapping[str, Mapping[str, Any]]) -> str:
-    stage, beginnings = PROOFS.get(row, ("", ()))
+    stage, beginnings = proof(row)
     if stage not in found:
         return FOR_CPUS.get(row, NOT_YET)
     checks = [check for check in found[stage]["checks"] if check["check"].startswith(beginnings)]
-    verdicts = {check["verdict"] for check in checks}
-    if verdicts in ({"passed"}, {"passed", "skipped"}):
+    if checks and all(check["verdict"] == "passed" for check in checks):
         oldest = min((check.get("of", found[stage]) for check in checks), key=lambda of: str(of["date"]))
         return f"{oldest['card']}, {oldest['date']}, {oldest['commit'][:9]}"
-    return f"failed ({found[stage]['date']})" if "failed" in verdicts else NOT_YET
+    failed = [check for check in checks if check["verdict"] == "failed" and not is_cut(check)]
+    return f"failed ({found[stage]['date']})" if failed else NOT_YET
+
+
+def is_cut(check: Mapping[str, Any]) -> bool:
+    """Whether its stage's time was over while it ran: it may hang, or have been slow."""
+    return str(check.get("reason")).endswith(OVER)
 
 
 def filled(text: str, found: Mapping[str, Mapping[str, Any]]) -> str:
@@ -65,6 +81,8 @@ def filled(text: str, found: Mapping[str, Mapping[str, Any]]) -> str:
         cells = [part.strip() for part in line.strip("|").split(" | ")] if line.startswith("| ") else []
         if COLUMN in cells:
             place = cells.index(COLUMN)
+        elif not line:
+            place = None
         elif cells and place is not None:
             rows.add(cells[0])
             cells[place] = cell(cells[0], found)
