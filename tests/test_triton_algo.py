@@ -13,7 +13,7 @@ from torch import Tensor
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs triton and TRITON_INTERPRET=1: make test-triton", allow_module_level=True)
 
-from mrl.algo import advantages  # noqa: E402
+from mrl.algo import advantages, stats  # noqa: E402
 from mrl.kernels import algo_triton, clipped_loss, triton_here  # noqa: E402
 
 COLUMNS = 16
@@ -54,6 +54,19 @@ def test_advantages(length: int, holes: bool, shift_mean: bool, monkeypatch: pyt
     for mine, theirs in zip(got, want):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=2e-6)
         assert not mine[~mask].any()
+
+
+@pytest.mark.parametrize("apart", [0.0, 1.0])
+def test_whitening_of_what_is_far_from_zero(apart: float) -> None:
+    """All alike, or by about a hundredth of what they are in float32."""
+    values = torch.full((4, 100), 30000.0) + apart * torch.randn(4, 100, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(values, dtype=torch.bool)
+    wide = values.double()
+    moments = torch.stack([mask.sum().double(), wide.sum(), wide.square().sum()])
+    x = values.clone()
+    algo_triton.whiten_(x, mask, moments, 1e-8, True)
+    want = stats.whiten(wide, mask) if apart else torch.zeros_like(wide)
+    torch.testing.assert_close(x.double(), want, rtol=2e-3, atol=1e-2)
 
 
 def test_a_value_that_is_not_a_number_spoils_what_is_before_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:

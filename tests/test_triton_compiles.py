@@ -26,7 +26,7 @@ KERNELS = {
         {"has_entropy": True, "columns": 4096},
     ),
     "gae": (algo_triton._gae, [F, F, BITS, "fp32", "fp32", F, F, D, INT], {"columns": 1024}),
-    "whiten": (algo_triton._whiten, [F, BITS, F, F, INT], {"shifts": False, "columns": 1024}),
+    "whiten": (algo_triton._whiten, [F, BITS, D, "fp32", INT], {"shifts": False, "columns": 1024}),
     "clipped loss": (algo_triton._clipped_loss, [*[F] * 6, D, INT, INT, *["fp32"] * 4], {"columns": 1024}),
 }
 

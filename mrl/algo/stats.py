@@ -55,19 +55,18 @@ def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 def whiten_(inside: Tensor, mask: Tensor, shift_mean: bool = True, moments: Tensor | None = None) -> Tensor:
     """`whiten` of values [B, T] that are 0 outside the mask, in place. moments [3] float64: how many are inside, their
     sum and that of their squares, where these are known."""
+    if moments is not None and mask.is_contiguous() and triton_here.takes(inside):
+        from mrl.kernels import algo_triton
+
+        algo_triton.whiten_(inside, mask, moments, EPS, shift_mean)
+        return inside
     found, total, square = _moments(inside, mask) if moments is None else moments
     mean = (total / (found + EPS)).to(inside.dtype)
     around = square - 2 * mean.double() * total + found * mean.double().square()
-    # the difference of sums may have lost digits; a GPU is not waited for, its kernel gives sums of float64
-    if moments is None if inside.is_cuda else float(around) < square / 2:
+    if inside.is_cuda or float(around) < square / 2:  # the difference would have lost digits; a GPU is not waited for
         around = _around(mean, inside, mask)
     var = torch.where(found > 1, around / (found + EPS) * found / (found - 1).clamp(min=1), 0)
     scale = torch.rsqrt(var + EPS).to(inside.dtype)
-    if mask.is_contiguous() and triton_here.takes(inside):
-        from mrl.kernels import algo_triton
-
-        algo_triton.whiten_(inside, mask, mean, scale, shift_mean)
-        return inside
     if native.takes(inside) and mask.is_contiguous():
         native.whiten_(inside, mask, float(mean), float(scale), 0.0 if shift_mean else float(mean))
         return inside

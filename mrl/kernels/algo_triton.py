@@ -28,11 +28,11 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, decay: floa
     return advantages, returns, found.sum(0)
 
 
-def whiten_(x: Tensor, mask: Tensor, mean: Tensor, scale: Tensor, shift_mean: bool) -> None:
-    """x becomes (x - mean) * scale, and mean more unless `shift_mean`; 0 outside the mask. mean, scale: 0-d float32"""
+def whiten_(x: Tensor, mask: Tensor, moments: Tensor, eps: float, shift_mean: bool) -> None:
+    """As `mrl.algo.stats.whiten_`, with the `moments` that `gae` has found."""
     if x.numel():
         grid = (triton.cdiv(x.numel(), _COLUMNS),)
-        _whiten[grid](x, mask.view(torch.int8), mean, scale, x.numel(), shifts=shift_mean, columns=_COLUMNS)
+        _whiten[grid](x, mask.view(torch.int8), moments, eps, x.numel(), shifts=shift_mean, columns=_COLUMNS)
 
 
 def clipped_loss(vectors: Sequence[Tensor], clip: tuple[float, float, float, float]) -> tuple[Tensor, Tensor]:
@@ -94,13 +94,18 @@ def _gae(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _whiten(x, mask, mean, scale, length, shifts: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+def _whiten(x, mask, moments, eps, length, shifts: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Every program makes mean and scale of the three sums: sooner done than a launch for each step of it."""
     at = tl.program_id(0).to(tl.int64) * columns + tl.arange(0, columns)
     here = tl.load(mask + at, mask=at < length, other=0) != 0
-    centre = tl.load(mean)
-    made = (tl.load(x + at, mask=here, other=0.0) - centre) * tl.load(scale)
+    count, total, square = tl.load(moments), tl.load(moments + 1), tl.load(moments + 2)
+    mean = (total / (count + eps)).to(tl.float32)
+    centre = mean.to(tl.float64)
+    around = tl.maximum(square - 2 * centre * total + count * centre * centre, 0.0)  # rounded, where all are alike
+    variance = tl.where(count > 1, around / (count + eps) * count / tl.maximum(count - 1, 1.0), 0.0)
+    made = (tl.load(x + at, mask=here, other=0.0) - mean) * (1 / tl.sqrt(variance + eps)).to(tl.float32)
     if not shifts:
-        made += centre
+        made += mean
     tl.store(x + at, tl.where(here, made, 0.0), mask=at < length)
 
 

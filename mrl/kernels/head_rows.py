@@ -24,7 +24,7 @@ from mrl.kernels.native import head as native
 
 def by_triton(x: Tensor) -> bool:
     """Whether logits x are gone over by `mrl.kernels.head_rows_triton`."""
-    return x.is_cuda and x.size(1) > 0 and triton_here.is_chosen()
+    return x.is_cuda and x.size(1) > 0 and x.dtype != torch.float64 and triton_here.is_chosen()
 
 
 class RowKernels(Protocol):

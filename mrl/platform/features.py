@@ -9,7 +9,7 @@ from importlib import metadata
 import torch
 
 from mrl.fp8_chips import RECIPES
-from mrl.kernels import native
+from mrl.kernels import native, triton_here
 from mrl.platform.fp8 import fp8_problem, fp8_recipes
 from mrl.platform.fused import (
     APEX_KERNEL,
@@ -65,8 +65,9 @@ _PARTS = (
     ),
     _Part(
         "triton",
-        "the loss head's kernels on GPUs, and those that torch compiles there",
+        "kernels of the loss head, GAE and PPO's loss on GPUs, and those that torch compiles there",
         "the torch form of each kernel",
+        triton_here.compiler_problem,
     ),
     _Part(
         "nvidia-resiliency-ext",
