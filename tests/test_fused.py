@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 
 from mrl import platform
+from mrl.kernels import triton_here
 from mrl.platform import fused
 from mrl.platform.features import _gpu_tests
 from tests import fake_te
 from tests.test_platform import run_python
 
-# with CUDA imitated after `install`, which is about this machine
+# with CUDA imitated after `install`, which is about this machine, and would hide what is for GPUs
+WHERE = {"MRL_PLATFORM_OFF": "te_without_gpu"}
 ASK = """
 from mrl import platform; platform.install()
 import torch; torch.cuda.is_available = lambda: True
@@ -26,14 +29,14 @@ print({feature.part: feature.problem for feature in platform.features()}["transf
 
 
 def test_a_whole_package_is_usable(tmp_path: Path) -> None:
-    done = run_python(ASK, path=fake_te.make(tmp_path))
+    done = run_python(ASK, path=fake_te.make(tmp_path), **WHERE)
     assert done.stdout.splitlines() == ["True None", "True True", "None"], done.stderr
 
 
 @pytest.mark.parametrize("name", fake_te.BROKEN)
 def test_a_broken_package_is_not_usable_and_megatron_does_not_believe_in_it(name: str, tmp_path: Path) -> None:
     source, says = fake_te.BROKEN[name]
-    done = run_python(ASK, path=fake_te.make(tmp_path, source))
+    done = run_python(ASK, path=fake_te.make(tmp_path, source), **WHERE)
     assert done.stdout.splitlines() == [f"False {says}", "False False", says], done.stderr
 
 
@@ -74,11 +77,16 @@ def test_a_package_that_megatron_does_not_know_is_not_usable(with_cuda: None, mo
         assert platform.transformer_engine_problem() == problem
 
 
-def test_doctor_misses_the_compiler_that_triton_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_misses_the_compiler_that_triton_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "no C compiler (cc, gcc or clang)" in (fused.compiler_problem() or "")
+    rows = {feature.part: feature.problem for feature in platform.features()}
+    assert "no C compiler (cc, gcc or clang)" in (triton_here.compiler_problem() or "")
+    assert rows["triton"] in (None, triton_here.compiler_problem())  # None: it is not installed
     monkeypatch.setenv("CC", "/bin/true")
-    assert fused.compiler_problem() is None
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert "Python.h is not there" in (triton_here.compiler_problem() or "")
+    (tmp_path / "Python.h").touch()
+    assert triton_here.compiler_problem() is None
 
 
 @pytest.mark.parametrize(
@@ -89,10 +97,10 @@ def test_doctor_misses_the_compiler_that_triton_calls(monkeypatch: pytest.Monkey
             True,
             False,
             False,
-            "cuda, engine, speed",
+            "cuda, engine, trainers, speed",
             "left out here: transformer_engine, fp8, engine's checks of SGLang",
         ),
-        (True, True, True, "cuda, engine, transformer_engine, fp8, speed", "left out here: nothing"),
+        (True, True, True, "cuda, engine, transformer_engine, fp8, trainers, speed", "left out here: nothing"),
     ],
 )
 def test_doctor_says_which_stages_can_run(

@@ -43,7 +43,7 @@ IMPORT_SPECS = "from mrl import platform; platform.install(); import megatron.co
 def test_shell_transformer_engine_does_not_stop_megatron(shell_package: Path) -> None:
     done = run_python(f"{IMPORT_SPECS}; print(platform.applied())", path=shell_package)
     assert done.returncode == 0, done.stderr
-    assert "unusable_te" in done.stdout
+    assert "te_without_gpu" in done.stdout
     assert "Warning" not in done.stderr
 
 
@@ -65,7 +65,7 @@ def test_without_a_gpu_megatron_takes_no_kernels_for_gpus(whole_package: Path) -
     )
     done = run_python(code, path=whole_package)
     assert done.returncode == 0, done.stderr
-    assert "unusable_te" in done.stdout and "[None, None]" in done.stdout
+    assert "te_without_gpu" in done.stdout and "[None, None]" in done.stdout
 
 
 @pytest.mark.parametrize(("given", "wanted"), [({}, "nvidia/cudnn"), ({"CUDNN_HOME": "/own"}, "/own")])
@@ -91,7 +91,7 @@ def test_a_torch_for_cuda_sees_no_gpu_in_its_own_stand_in(monkeypatch: pytest.Mo
 
 
 def test_adaptation_can_be_switched_off_to_see_what_it_prevents(shell_package: Path) -> None:
-    done = run_python(IMPORT_SPECS, path=shell_package, MRL_PLATFORM_OFF="unusable_te")
+    done = run_python(IMPORT_SPECS, path=shell_package, MRL_PLATFORM_OFF="te_without_gpu,broken_te")
     assert done.returncode != 0
     assert "no pytorch part found" in done.stderr
 

@@ -17,25 +17,35 @@ from mrl.platform.fused import transformer_engine_fault
 from mrl.platform.registry import Stage, adaptation
 
 
-def _unusable() -> list[str]:
-    """Of transformer-engine and apex what is installed and cannot be used here."""
-    if not torch.cuda.is_available():
-        return [name for name in ("transformer_engine", "apex") if importlib.util.find_spec(name) is not None]
-    return [] if transformer_engine_fault() is None else ["transformer_engine"]
+def _for_gpus() -> list[str]:
+    return [name for name in ("transformer_engine", "apex") if importlib.util.find_spec(name) is not None]
+
+
+def _hide(package: str) -> None:
+    for name in [n for n in sys.modules if n.split(".")[0] == package]:
+        del sys.modules[name]
+    sys.modules[package] = None  # type: ignore[assignment]  # now an ImportError
 
 
 @adaptation(
-    "unusable_te",
-    why="of a transformer-engine whose import fails megatron expects ImportError from every part, or it believes in it;"
-    " of one that can be imported, and of apex, it takes kernels for GPUs where there is none",
+    "te_without_gpu",
+    why="megatron takes kernels of transformer-engine and apex wherever they can be imported, and they are for GPUs",
     stage=Stage.BEFORE_IMPORT,
-    needed=lambda: bool(_unusable()),
+    needed=lambda: not torch.cuda.is_available() and bool(_for_gpus()),
 )
-def unusable_te() -> None:
-    for package in _unusable():
-        for name in [n for n in sys.modules if n.split(".")[0] == package]:
-            del sys.modules[name]
-        sys.modules[package] = None  # type: ignore[assignment]  # now an ImportError
+def te_without_gpu() -> None:
+    for package in _for_gpus():
+        _hide(package)
+
+
+@adaptation(
+    "broken_te",
+    why="of a transformer-engine whose import fails megatron expects ImportError from every part, or it believes in it",
+    stage=Stage.BEFORE_IMPORT,
+    needed=lambda: transformer_engine_fault() is not None,
+)
+def broken_te() -> None:
+    _hide("transformer_engine")
 
 
 def _moe_utils() -> Any:
