@@ -79,9 +79,9 @@ def test_a_package_that_megatron_does_not_know_is_not_usable(with_cuda: None, mo
 
 def test_doctor_misses_the_compiler_that_triton_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "1.0")  # as if it were installed
     rows = {feature.part: feature.problem for feature in platform.features()}
-    assert "no C compiler (cc, gcc or clang)" in (triton_here.compiler_problem() or "")
-    assert rows["triton"] in (None, triton_here.compiler_problem())  # None: it is not installed
+    assert "no C compiler (cc, gcc or clang)" in (rows["triton"] or "")
     monkeypatch.setenv("CC", "/bin/true")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     assert "Python.h is not there" in (triton_here.compiler_problem() or "")

@@ -79,11 +79,11 @@ def test_transformer_engine_is_told_of_torch_s_cudnn(whole_package: Path, given:
     assert done.stdout.strip().endswith(wanted)
 
 
-def test_a_torch_for_cuda_sees_no_gpu_in_its_own_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_for_cuda_sees_no_gpu_in_its_own_stand_in() -> None:
     """Ranks ask NVML, and torch then counts devices: megatron is told of one."""
     code = (
         "import torch; from mrl import platform; platform.install(); torch.cuda._is_compiled = lambda: True; "
-        "torch.cuda._device_count_nvml = lambda: 0; print(platform.backend(), platform.device())"
+        "print(platform.backend(), platform.device())"
     )
     done = run_python(code, PYTORCH_NVML_BASED_CUDA_CHECK="1")
     assert done.returncode == 0, done.stderr

@@ -39,8 +39,9 @@ def _name_cudnn() -> None:
         found = importlib.util.find_spec("nvidia.cudnn")
     except ModuleNotFoundError:
         return
-    if found is not None and "CUDNN_PATH" not in os.environ:
-        os.environ.setdefault("CUDNN_HOME", next(iter(found.submodule_search_locations or [])))
+    places = list(found.submodule_search_locations or []) if found is not None else []
+    if places and "CUDNN_PATH" not in os.environ:
+        os.environ.setdefault("CUDNN_HOME", places[0])
 
 
 @cache

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.gpu.stage import Failed, Numbers, Setting, require
+from tools.gpu.trained import with_weights
 
 if TYPE_CHECKING:
     from mrl.rollout import Engine
@@ -73,16 +73,3 @@ def greedy(engine: Engine) -> list[list[int]]:
     requests = [Request(i, i, Prompt(i, prompt, {}), i) for i, prompt in enumerate(PROMPTS)]
     samples = engine.generate(requests, SamplingParams(temperature=0, max_new_tokens=16))
     return [sample.response_ids.tolist() for sample in samples]
-
-
-def with_weights(sizes: Path, out: Path) -> Path:
-    """out: the model directory `sizes`, with random weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if not out.is_dir():
-        shutil.copytree(sizes, out)
-        torch.manual_seed(0)
-        config = AutoConfig.from_pretrained(sizes)
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(out)
-    return out

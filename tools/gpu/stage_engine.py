@@ -13,7 +13,7 @@ from tools.gpu.stage_cuda import of_sft
 from tools.gpu.trained import ONE_RANK, learnt, of_data, sampled, task, train
 
 ROUNDED_NATS = 0.05  # a token's log-prob in the mean, both sides in bfloat16; about 0.01 is usual
-RUN_S = 200.0
+RUN_S = 110.0
 LAYERS = "actor.layers=local"  # what transformer-engine may do is its own stage's business
 NOTHING_GIVEN_UP = ("actor.offload=none", "rollout.release=none")
 SMALL, LARGE = "sort-20m", "Qwen3-0.6B"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from tools import make_sort_task
 from tools.gpu.stage import ROOT, Failed, Numbers, Setting, Skipped
 
 Row = dict[str, Any]
-ONE_RANK = ("run.nproc=1", "run.trackers=[]", "run.timeout_s=120", "validation.at_start=false")
+ALONE = ("run.nproc=1", "run.trackers=[]", "run.timeout_s=120")
+ONE_RANK = (*ALONE, "validation.at_start=false")
 
 
 def task(setting: Setting, sizes: str | None = None) -> Path:
@@ -25,6 +27,19 @@ def task(setting: Setting, sizes: str | None = None) -> Path:
         digits, rows, held_out = (2, 60, 20) if setting.rehearsal else (5, 20000, 512)
         make_sort_task.write_model(out / "model_init", config)
         make_sort_task.write_data(out / "data", digits, rows, held_out, seed=0)
+    return out
+
+
+def with_weights(sizes: Path, out: Path) -> Path:
+    """out: the model directory `sizes`, with random weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not out.is_dir():
+        shutil.copytree(sizes, out)
+        torch.manual_seed(0)
+        config = AutoConfig.from_pretrained(sizes)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(out)
     return out
 
 
@@ -91,8 +106,9 @@ def learnt(rows: Sequence[Row]) -> Numbers:
         "steps": len(rows),
         "first loss": rows[0]["actor/loss"],
         "last loss": rows[-1]["actor/loss"],
-        "tokens/s": max(row["perf/tokens_per_s"] for row in rows),
     }
+    if "perf/tokens_per_s" in rows[-1]:  # not of pictures that are drawn
+        numbers["tokens/s"] = max(row["perf/tokens_per_s"] for row in rows)
     if skipped := sum(row["actor/skipped"] for row in rows):
         raise Failed(f"{skipped:g} updates were skipped: a loss or gradient was not finite", numbers)
     return numbers
