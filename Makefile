@@ -22,7 +22,7 @@ quickstart-ddpo: .venv/.mrl-run  ## train a tiny diffusion model by DDPO with tw
 # a race that a real daemon lost there stays in what is printed, and a test that fails again fails it. 5 is pytest's word for nothing
 # left to run: a test whose worker died was run once more by another one.
 test: .venv/.mrl-dev
-	@$(MAKE) --no-print-directory --jobs 3 lint slurm compiled
+	@$(MAKE) --no-print-directory --jobs 4 lint slurm compiled test-triton
 	@export OMP_NUM_THREADS=1; $(BIN)/python -m pytest -q -n 6 --dist loadfile --no-loadscope-reorder || { test $$? = 1 && \
 	echo "FAILED ABOVE, AND NOW ONCE MORE, ALONE:" && \
 	{ $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none --maxfail 3 || test $$? = 5; }; }
@@ -38,13 +38,16 @@ slurm:
 test-gpu:  ## on a machine with a GPU, within 10 minutes: STAGES=cuda,engine for some of the stages; writes tools/gpu/results
 	@$(GPU_PYTHON) -m tools.gpu.run $(if $(STAGES),--stages $(STAGES))
 
-# In an environment of its own, which sees the packages of .venv: there SGLang would take triton for a GPU's.
+# In an environment of its own, which sees the packages of .venv: there SGLang would take triton for a GPU's. Where a process ends,
+# triton writes a page of what its bindings leak.
+TRITON := .venv-triton/bin/python
 test-triton: .venv/.mrl-dev  ## the kernels for GPUs, by triton's interpreter and compiler
-	@test -x .venv-triton/bin/python || $(BIN)/python -m venv .venv-triton
-	@.venv-triton/bin/python -m pip install -q --no-deps triton==3.9.0
+	@test -x $(TRITON) || $(BIN)/python -m venv .venv-triton
 	@realpath .venv/lib/python3*/site-packages > $$(ls -d .venv-triton/lib/python3*/site-packages)/trainer.pth
-	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest -q tests/test_triton_head.py tests/test_triton_algo.py
-	@OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest -q tests/test_triton_compiles.py
+	@if ! $(TRITON) -m pip --disable-pip-version-check install -q --no-deps triton==3.9.0; then \
+	echo "triton 3.9.0 cannot be installed here: its kernels are not tested"; else export OMP_NUM_THREADS=1; \
+	(TRITON_INTERPRET=1 $(TRITON) -m pytest -q tests/test_triton_head.py tests/test_triton_algo.py && \
+	$(TRITON) -m pytest -q tests/test_triton_compiles.py) 2>.venv-triton/stderr || { cat .venv-triton/stderr; exit 1; }; fi
 
 lint: .venv/.mrl-dev
 	@$(BIN)/ruff check .
@@ -76,4 +79,4 @@ gpu-env:  ## not tried yet: an environment for GPUs, .venv-gpu, with SGLang and 
 	$(GPU)/mrl doctor
 
 clean:  ## the environment and what tools leave behind; never runs/
-	rm -rf .venv .venv-gpu build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-gpu .venv-triton build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mrl.config.problems import shortened
 from mrl.families import FAMILIES, ModelArch, UnsupportedModel
+from mrl.models.hub_config import hub_config
 
 
 def inverse_frequencies(hf_path: str, arch: ModelArch) -> dict[str, tuple[Tensor, float]]:
@@ -18,10 +19,8 @@ def inverse_frequencies(hf_path: str, arch: ModelArch) -> dict[str, tuple[Tensor
     Raises UnsupportedModel for a config.json that transformers cannot read and for a type that scales attention;
     `load_arch` has refused those that change with the sequence length (yarn, longrope, dynamic, ...).
     """
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True).get_text_config()
+        config = hub_config(hf_path).get_text_config()
     except Exception as error:  # a library reads a foreign file, and raises whatever comes of it
         reason = shortened(" ".join(str(error).split()), most=300)
         raise UnsupportedModel(f"{hf_path}/config.json: transformers cannot read it: {reason}") from error

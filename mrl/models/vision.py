@@ -15,6 +15,7 @@ from mrl.config.derived import first_chunk_layers
 from mrl.config.sections.models import ParallelConfig
 from mrl.families import ModelArch, UnsupportedModel
 from mrl.models.batch import Images, ModelBatch
+from mrl.models.hub_config import hub_config
 
 
 class Inject(torch.autograd.Function):
@@ -92,11 +93,10 @@ def _add_deep(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output:
 
 
 def _tower(hf_path: str) -> Any:
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoModel
 
-    config = AutoConfig.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True).vision_config
     with torch.device(platform.device()):
-        tower = AutoModel.from_config(config)
+        tower = AutoModel.from_config(hub_config(hf_path).vision_config)
     tower.patch_embed.forward = MethodType(_embed_patches, tower.patch_embed)
     return tower
 

@@ -17,7 +17,6 @@ from mrl import platform
 platform.install()
 
 from gradients import make_rollout, parse  # noqa: E402
-from megatron.core import dist_checkpointing  # noqa: E402
 
 from mrl import checkpoint  # noqa: E402
 from mrl.checkpoint import Part, Saver, torch_dist  # noqa: E402
@@ -25,6 +24,7 @@ from mrl.config.schema import CheckpointConfig, OptimizerConfig, TrainConfig, Va
 from mrl.families import load_arch  # noqa: E402
 from mrl.learner import Learner, losses  # noqa: E402
 from mrl.parallel import Meshes, rank, world_size  # noqa: E402
+from tests.stored import differences  # noqa: E402
 
 OPTIMIZER = OptimizerConfig(lr=2e-2, warmup_steps=6, weight_decay=0.1)  # still warming up when saved
 Weights = dict[str, torch.Tensor]
@@ -98,18 +98,11 @@ def error(got: Weights, want: Weights) -> float:
 
 
 def stored_difference(a: Path, b: Path, vocab: int) -> dict[str, float]:
-    """Largest absolute difference between two checkpoints by kind of tensor, padded vocabulary rows left out."""
+    """Largest absolute difference between two checkpoints by kind of tensor: rank 0's, nothing on the others."""
     worst: dict[str, float] = {}
-    for name in json.loads((a / "complete").read_text())["learners"]:
-        x, y = (dist_checkpointing.load_plain_tensors(str(path / name)) for path in (a, b))
-        assert x.keys() == y.keys(), sorted(x.keys() ^ y.keys())
-        for key in x:
-            kind, one, two = "counters", torch.as_tensor(x[key]), torch.as_tensor(y[key])
-            if isinstance(x[key], torch.Tensor):
-                kind = key.split(".")[2] if key.startswith("optimizer.state.") else "weights"
-                padded = "word_embeddings" in key or "output_layer" in key
-                one, two = (t[:vocab] if padded else t for t in (x[key], y[key]))
-            worst[kind] = max(worst.get(kind, 0.0), float((one - two).abs().max()))
+    found = differences(a, b, vocab, lambda x, y: float((x - y).abs().max())) if rank() == 0 else {}
+    for (_, kind), difference in found.items():
+        worst[kind] = max(worst.get(kind, 0.0), difference)
     return worst
 
 

@@ -16,11 +16,7 @@ from mrl import platform
 
 platform.install()
 
-from megatron.core import dist_checkpointing  # noqa: E402
-
-
-def kind_of(key: str) -> str:
-    return key.split(".")[2] if key.startswith("optimizer.state.") else "weights"
+from tests.stored import differences  # noqa: E402
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -30,23 +26,8 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def main() -> None:
-    first, second, vocab = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    platform.init_process_group(120)
-    worst: dict[str, float] = {}
-    for part in json.loads((first / "complete").read_text())["learners"]:
-        x, y = (dist_checkpointing.load_plain_tensors(str(path / part)) for path in (first, second))
-        assert x.keys() == y.keys(), sorted(x.keys() ^ y.keys())
-        for key, a in x.items():
-            name, difference = f"{part}.counters", abs(a - y[key]) if not isinstance(a, torch.Tensor) else 0.0
-            if isinstance(a, torch.Tensor):
-                padded = "word_embeddings" in key or "output_layer" in key
-                name, difference = (
-                    f"{part}.{kind_of(key)}",
-                    relative(*(t[:vocab] if padded else t for t in (a, y[key]))),
-                )
-            worst[name] = max(worst.get(name, 0.0), float(difference))
-    print(json.dumps(worst))
-    torch.distributed.destroy_process_group()
+    worst = differences(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), relative)
+    print(json.dumps({f"{part}.{kind}": difference for (part, kind), difference in worst.items()}))
 
 
 main()
