@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ def differences(
                 difference = measure(one, two)
             else:
                 kind, difference = "counters", float(abs(one - two))
-            worst[learner, kind] = max(worst.get((learner, kind), 0.0), difference)
+            of_numbers = math.inf if math.isnan(difference) else difference
+            worst[learner, kind] = max(worst.get((learner, kind), 0.0), of_numbers)
     return worst
 
 
