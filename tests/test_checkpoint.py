@@ -19,6 +19,7 @@ from mrl.checkpoint import directory, latest
 from mrl.checkpoint.optimizer_shards import boxes
 from mrl.checkpoint.turns import in_order
 from mrl.files import lock_for_reading
+from tests import stored
 from tests.world import run_world
 
 PAIR = ("tp2.pp2", "dp4", "pp4", "tp4", "pp2.vpp2")  # the first is the layout that was saved
@@ -331,3 +332,14 @@ def test_every_range_of_a_tensor_is_cut_into_few_boxes(shape: tuple[int, ...]) -
             at, count = at + math.prod(size), count + 1
         inside = (numbers >= start) & (numbers < end)
         assert torch.equal(covered.view(-1), numbers.where(inside, -1)) and count <= 2 * len(shape) - 1
+
+
+@pytest.mark.parametrize(("other", "difference"), [(1.0, 0.0), (1.5, 0.5), (math.nan, math.inf)])
+def test_what_compares_checkpoints_sees_a_difference_and_what_is_no_number(
+    other: float, difference: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "complete").write_text('{"learners": ["actor"]}')
+    found = [{"norm.weight": torch.tensor([value]), "iteration": 3} for value in (1.0, other)]
+    monkeypatch.setattr(stored, "stored", lambda folder: found.pop())
+    worst = stored.differences(tmp_path, tmp_path, 9, lambda x, y: float((x - y).abs().max()))
+    assert worst == {("actor", "weights"): difference, ("actor", "counters"): 0.0}
