@@ -23,7 +23,7 @@ from mrl.config.schema import TrainConfig  # noqa: E402
 from mrl.families.arch import Experts, Layer  # noqa: E402
 from mrl.families.table import padded_vocab_size  # noqa: E402
 from mrl.kernels import head_products, linear_logprob, triton_here  # noqa: E402
-from mrl.kernels.head_chunks import chunk_rows  # noqa: E402
+from mrl.kernels.head_chunks import chunk_rows, waiting_rows  # noqa: E402
 from mrl.learner.optimizer import sums_overlap  # noqa: E402
 from mrl.models import attention, transformer_config  # noqa: E402
 from mrl.models.gpt import vocab_align  # noqa: E402
@@ -125,6 +125,21 @@ def test_chunks_are_larger_where_kernels_are_launched() -> None:
     assert [chunk_rows(columns, itemsize, on_gpu=False) for itemsize in (4, 2)] == [256, 512]
     assert chunk_rows(columns, 4, on_gpu=True) == 7040  # whole blocks of fp8
     assert chunk_rows(151_936, 4, on_gpu=True) == 1024
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "at_once"),
+    [
+        (500, 4096, 500),  # less than a chunk
+        (8192, 4096, 8192),  # all, in the memory of a sum in float32
+        (8193, 4096, 3072),  # a GiB, in whole chunks
+        (3500, 1024, 3500),  # a GiB holds all
+        (8192, 1024, 3072),
+    ],
+)
+def test_rows_are_multiplied_together_as_far_as_memory_goes(rows: int, hidden: int, at_once: int) -> None:
+    assert waiting_rows(rows, 151_936, hidden, 2, 1024) == at_once
+    assert waiting_rows(2, 1 << 30, 1, 2, 1024) == 2  # a vocabulary of which no row fits
 
 
 @pytest.mark.parametrize(("where", "rows"), [("cpu", [8, 16]), ("cuda", [128, 256])])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mrl.algo import log_probs
-from mrl.kernels import head_products
+from mrl.kernels import head_products, linear_logprob
 from mrl.kernels.linear_logprob import Slopes, linear_distribution, linear_log_prob
 
 pytestmark = pytest.mark.usefixtures("each_form")
@@ -120,6 +120,45 @@ def test_bfloat16_costs_its_own_rounding_only(entropy: bool, chunk: int, monkeyp
             for mine, want in zip(gradients(torch.bfloat16, entropy, chunk, **how), wanted, strict=True):
                 assert mine.dtype == torch.bfloat16
                 assert (mine.double() - want).norm() < bound * want.norm(), is_wide
+
+
+class AsOnGpu(head_products.Plain):
+    """Operands of bfloat16 whose logits are float32, and whose gradients' products can wait."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
+        super().__init__(hidden, weight)
+        self.logits_dtype, self.waits = torch.float32, True
+        self.multiplied: list[int] = []
+        MADE.append(self)
+
+    def add_d_weight(self, total: Tensor | None, dx: Tensor, rows: slice) -> Tensor:
+        assert rows.stop - rows.start == len(dx)
+        self.multiplied.append(len(dx))
+        return super().add_d_weight(total, dx, rows)
+
+
+MADE: list[AsOnGpu] = []
+
+
+@pytest.mark.parametrize(("at_once", "products"), [(2, [2, 2, 2, 1]), (4, [4, 3]), (6, [6, 1]), (7, [7])])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_products_of_gradients_wait_for_several_chunks(
+    at_once: int, products: list[int], entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_logprob, "waiting_rows", lambda *_: at_once)
+    wanted = gradients(torch.float64, entropy)
+    for how in ({}, {"slopes": slopes_of(clipped, entropy)}):
+        made = gradients(torch.bfloat16, entropy, products=AsOnGpu, **how)
+        assert MADE[-1].multiplied == products
+        for mine, want in zip(made, wanted, strict=True):
+            assert mine.dtype == torch.bfloat16 and (mine.double() - want).norm() < 2.0**-5 * want.norm()
+
+
+def test_nothing_waits_for_a_frozen_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_logprob, "waiting_rows", lambda *_: pytest.fail("waits"))
+    h, w, labels = numbers(torch.bfloat16)
+    log_p, *_ = linear_log_prob(h, w.detach(), labels, 0.7, 0, 30, chunk=2, products=AsOnGpu)
+    assert torch.autograd.grad(log_p.sum(), h)[0].isfinite().all()
 
 
 def test_gradcheck() -> None:

@@ -20,6 +20,7 @@ class Fused:
     """The matrix is cast once for all chunks of a pass, hidden states and the gradient of the logits chunk by chunk."""
 
     logits_dtype = torch.float32
+    waits = False
 
     def __init__(self, hidden: Tensor, weight: Tensor, recipe: Recipe) -> None:
         self._hidden, self._weight, self._recipe = hidden, weight, recipe

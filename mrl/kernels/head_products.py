@@ -1,6 +1,7 @@
 """The three products of the loss head: logits, and the gradients of hidden states and of the vocabulary's matrix.
 
-hidden [n, h], weight [V, h]; `rows` is a chunk of the n, dx [chunk, V] the gradient of its logits, in hidden's dtype.
+hidden [n, h], weight [V, h]; `rows` is a chunk of the n or several, dx [rows, V] the gradient of their logits, in
+hidden's dtype.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ _TILE = 1024  # rows of the matrix
 
 
 class Operands(Protocol):
-    """logits_dtype: float32, or that of the operands where the product is rounded to it in any case"""
+    """logits_dtype: float32, or that of the operands where the product is rounded to it in any case; waits: whether the
+    gradient's products are of several chunks at once, where they are narrower than logits"""
 
     logits_dtype: torch.dtype
     gradient_dtype: torch.dtype
+    waits: bool
 
     def logits(self, rows: slice) -> Tensor:
         """[chunk, V], which the caller may overwrite; the same memory at each call."""
@@ -50,6 +53,7 @@ class Plain:
         self._hidden, self._weight = hidden, weight
         self.logits_dtype = torch.float32 if hidden.is_cuda else hidden.dtype
         self.gradient_dtype = hidden.dtype
+        self.waits = hidden.is_cuda
         self._block = _Block(weight, self.logits_dtype)
 
     def logits(self, rows: slice) -> Tensor:
@@ -82,6 +86,7 @@ class Widened:
     """bfloat16 in, float32 products: a tile of the matrix is converted at a time."""
 
     logits_dtype = gradient_dtype = torch.float32
+    waits = False
 
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
         self._hidden, self._weight = hidden, weight
@@ -129,6 +134,7 @@ class Rounded:
     for all chunks, the gradient of the logits chunk by chunk: with one scale a tensor it has one a chunk."""
 
     logits_dtype = torch.float32
+    waits = False
 
     def __init__(self, hidden: Tensor, weight: Tensor, recipe: Recipe) -> None:
         self._hidden, self._weight, self._recipe = hidden, weight, recipe

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.kernels.head_chunks import chunk_rows
+from mrl.kernels.head_chunks import chunk_rows, waiting_rows
 from mrl.kernels.head_products import Operands, Products, plain
 from mrl.kernels.head_rows import Labels, Rows, d_logits, statistics
 
@@ -112,9 +112,10 @@ class _Pass:
         width, on_gpu = self._operands.logits_dtype.itemsize, weight.device.type != "cpu"
         self._chunk = place.chunk or chunk_rows(weight.size(0), width, on_gpu=on_gpu)
         self._hidden, self._weight, self._of_weight = hidden, weight, of_weight
-        self._narrow: Tensor | None = None
         self._d_weight: Tensor | None = None
         self._d_hidden = torch.empty_like(hidden, dtype=self._operands.gradient_dtype)
+        self._waiting: Tensor | None = None  # gradients of logits
+        self._multiplied = 0  # rows whose gradients are formed
 
     def chunks(self) -> list[slice]:
         return [slice(start, start + self._chunk) for start in range(0, self._n, self._chunk)]
@@ -137,22 +138,33 @@ class _Pass:
     def add_gradients(
         self, rows: slice, x: Tensor, found: Rows, slopes: tuple[Tensor, Tensor | None], **how: bool
     ) -> None:
-        """x, how: as `d_logits` takes them."""
-        dx = d_logits(x, found, self._labels.at(rows), self._temperature, slopes, self._out(x), **how)
-        self._d_hidden[rows] = self._operands.d_hidden(dx)
+        """x, how: as `d_logits` takes them. Chunks come in their order, and wait for others that are multiplied with
+        them."""
+        room, first = self._room(x), self._multiplied
+        start, stop = rows.start - first, rows.start - first + x.size(0)
+        d_logits(x, found, self._labels.at(rows), self._temperature, slopes, room[start:stop], **how)
+        if stop < room.size(0) and first + stop < self._n:
+            return
+        done, self._multiplied = slice(first, first + stop), first + stop
+        self._d_hidden[done] = self._operands.d_hidden(room[:stop])
         if self._of_weight:
-            self._d_weight = self._operands.add_d_weight(self._d_weight, dx, rows)
+            self._d_weight = self._operands.add_d_weight(self._d_weight, room[:stop], done)
 
-    def _out(self, x: Tensor) -> Tensor:
-        if x.dtype == self._operands.gradient_dtype:
+    def _room(self, x: Tensor) -> Tensor:
+        """For the gradients of the rows from `_multiplied` on: x itself, or what is narrower."""
+        dtype = self._operands.gradient_dtype
+        if x.dtype == dtype:
             return x
-        if self._narrow is None:
-            self._narrow = torch.empty_like(x, dtype=self._operands.gradient_dtype)
-        return self._narrow[: x.size(0)]
+        if self._waiting is None:
+            rows = x.size(0)
+            if self._operands.waits and self._of_weight:
+                rows = waiting_rows(self._n, x.size(1), self._hidden.size(1), dtype.itemsize, self._chunk)
+            self._waiting = x.new_empty(rows, x.size(1), dtype=dtype)
+        return self._waiting
 
     def close(self) -> None:
         """Gives up what only chunks need."""
-        del self._operands, self._narrow
+        del self._operands, self._waiting
 
     def gradients(self, factor: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Of hidden and weight, in their dtypes; multiplied by the factor, once."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 from typing import Literal
 
 from mrl.families import ModelArch
 from mrl.families.table import VOCAB_ALIGN_GPU, padded_vocab_size, weight_table
-from mrl.kernels.head_chunks import BLOCK_GPU, chunk_rows
+from mrl.kernels.head_chunks import BLOCK_GPU, chunk_rows, waiting_rows
 from mrl.plan import activations, fp8, replayed, tower
 from mrl.plan.activations import FLOAT32, Shapes, Tokens
 from mrl.plan.chips import Assumptions
@@ -117,11 +117,11 @@ def update_peak(model: Model, seat: Seat, tokens: Tokens, micro_batches: int) ->
     if _has_head(model, seat) and model.role == "policy" and model.adapters is not None:
         yield Item(model.name, "head", _head_rows(model, tokens) + _logits(model, tokens, model.dtype))
     elif _has_head(model, seat) and model.role == "policy":
-        is_whole = tokens.response / model.layout.context <= _chunk(model)
-        copies = FLOAT32 + (model.dtype if is_whole else FLOAT32)  # of the gradient: narrowed, or a chunk's part more
+        waiting = _waiting(model, tokens)
+        copies = _gradient_bytes(model, is_whole=tokens.response / model.layout.context <= waiting)
         beside: float = _columns(model) * model.arch.hidden_size * copies
         beside += fp8.head_bytes(model, tokens, trained=True)
-        head = _head_rows(model, tokens) + _logits(model, tokens, model.dtype)
+        head = _head_rows(model, tokens) + _logits(model, tokens, model.dtype, waiting)
         yield Item(model.name, "head", head + beside)
 
 
@@ -160,13 +160,31 @@ def _chunk(model: Model) -> int:
     return chunk_rows(_columns(model), FLOAT32, on_gpu=True)
 
 
-def _logits(model: Model, tokens: Tokens, gradient: int = 0) -> float:
-    """A chunk of them in float32, its gradient where that is narrower, of so many bytes an element, and the room in
-    which blocks of it are worked on."""
+def _waiting(model: Model, tokens: Tokens) -> int:
+    """Rows whose gradients are multiplied at once."""
+    chunk, rows = _chunk(model), math.ceil(tokens.response / model.layout.context)
+    if model.dtype == FLOAT32 or model.train.precision.fp8.head:
+        return chunk
+    return waiting_rows(rows, _columns(model), model.arch.hidden_size, model.dtype, chunk)
+
+
+def _gradient_bytes(model: Model, *, is_whole: bool) -> int:
+    """An element of the vocabulary's matrix: of one product alone as wide as the model but in fp8, else the sum and a
+    part more, which older torch adds to it, or that sum narrowed."""
+    if is_whole:
+        return model.dtype + FLOAT32 * model.train.precision.fp8.head
+    return 2 * FLOAT32
+
+
+def _logits(model: Model, tokens: Tokens, gradient: int = 0, waiting: int = 0) -> float:
+    """A chunk of them in float32, the gradients of as many rows or of those that wait, where these are narrower, of so
+    many bytes an element, and the room in which blocks are worked on."""
     if model.role == "critic":
         return 0.0
-    rows = min(_chunk(model), tokens.response / model.layout.context)
-    return rows * _columns(model) * (FLOAT32 + (gradient if gradient < FLOAT32 else 0)) + 2 * BLOCK_GPU * FLOAT32
+    rows = tokens.response / model.layout.context
+    chunk = min(_chunk(model), rows)
+    narrow = min(max(waiting, chunk), rows) * gradient if gradient < FLOAT32 else 0
+    return _columns(model) * (chunk * FLOAT32 + narrow) + 2 * BLOCK_GPU * FLOAT32
 
 
 def sync_peak(model: Model, seat: Seat, bucket: int) -> Iterator[Item]:
@@ -180,7 +198,7 @@ def sync_peak(model: Model, seat: Seat, bucket: int) -> Iterator[Item]:
 @lru_cache(maxsize=64)
 def _largest_tensor(arch: ModelArch) -> int:
     """Elements of the largest parameter, uncut."""
-    return max(sum(prod(shape) for shape in row.shapes) for row in weight_table(arch).values())
+    return max(sum(math.prod(shape) for shape in row.shapes) for row in weight_table(arch).values())
 
 
 def phases(work: Work, rank: int, engine: EnginePlan | None, assumed: Assumptions) -> list[Phase]:

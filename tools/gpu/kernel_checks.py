@@ -11,16 +11,17 @@ from torch import Tensor
 
 from mrl import platform
 from mrl.algo import FlatBatch, advantages, policy_loss
-from mrl.kernels.linear_logprob import linear_log_prob
+from mrl.kernels.linear_logprob import Slopes, linear_log_prob
 from tools.gpu.stage import Failed, Numbers, Setting, require
-from tools.gpu.timing import copied_bytes, random, rounds_of, seconds
+from tools.gpu.timing import copied_bytes, device_seconds, random, rounds_of, seconds
 
 APART = 2e-5  # of log-probs and entropies from the torch form's, relative; of gradients in bfloat16 2^-7
 TOKENS_APART = 1e-5  # of advantages, a loss and its gradient, from the torch form's
 
 
 def head(setting: Setting) -> Numbers:
-    """Hidden states -> log-probs and entropies and back, against the three products that no form can do without."""
+    """Hidden states -> log-probs and entropies and back, for a loss that is of each token alone and for one that is of
+    whole responses, against the three products that no form can do without."""
     tokens, hidden, vocabulary = (64, 32, 512) if setting.rehearsal else (8192, 4096, 151936)
     x, weight = random(tokens, hidden), random(vocabulary, hidden, scale=0.02)
     labels = torch.randint(vocabulary, (tokens,), device=x.device)
@@ -33,17 +34,23 @@ def head(setting: Setting) -> Numbers:
     def forward() -> Tensor:
         return linear_log_prob(x, weight, labels, 1.0, 0, vocabulary)[0]
 
-    def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(forward().sum(), (x, weight))
+    def both(slopes: Slopes | None = None) -> tuple[Tensor, ...]:
+        log_probs = linear_log_prob(x, weight, labels, 1.0, 0, vocabulary, slopes=slopes)[0]
+        return torch.autograd.grad(log_probs.sum(), (x, weight))
+
+    def of_tokens() -> tuple[Tensor, ...]:
+        return both(Slopes(lambda log_probs, entropies, rows: (torch.ones_like(log_probs), None)))
 
     once = seconds(forward, rounds)
     x.requires_grad_(), weight.requires_grad_()
     least = seconds(floor, rounds)
     platform.reset_peak_memory()
-    spent = seconds(both, rounds)
-    shape = {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary}
-    return shape | {"forward ms": once * 1e3, "ms": spent * 1e3, "three GEMMs ms": least * 1e3, "ratio": spent / least,
-                    "peak GB": platform.peak_memory_bytes() / 1e9, "dW GB": weight.nbytes / 1e9}  # fmt: skip
+    of_responses, spent = seconds(both, rounds), seconds(of_tokens, rounds)
+    return {
+        "tokens": tokens, "hidden": hidden, "vocabulary": vocabulary, "forward ms": once * 1e3, "ms": spent * 1e3,
+        "three GEMMs ms": least * 1e3, "ratio": spent / least, "of whole responses ms": of_responses * 1e3,
+        "peak GB": platform.peak_memory_bytes() / 1e9, "dW GB": weight.nbytes / 1e9,
+    }  # fmt: skip
 
 
 def head_by_torch(setting: Setting) -> Numbers:
@@ -100,5 +107,6 @@ def token_kernels(setting: Setting) -> Numbers:
     apart = max(float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs)
     rounds, copy = rounds_of(setting), rewards.nbytes / copied_bytes(setting)
     times = {"GAE us": seconds(gae, rounds) * 1e6, "loss us": seconds(loss, rounds) * 1e6}
+    times |= {"GAE's kernels us": device_seconds(gae) * 1e6, "loss's kernels us": device_seconds(loss) * 1e6}
     limits = {"two copies us": 2e6 * copy, "three copies us": 3e6 * copy}
     return require(times | limits | {"apart": apart}, apart=TOKENS_APART)
