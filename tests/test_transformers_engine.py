@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +18,11 @@ from safetensors.torch import save_file
 from mrl.core import SamplingParams
 from mrl.rollout.samples import sampling_body
 from mrl.rollout.serving import BadRequest
-from mrl.rollout.transformers_engine.sampling import parse_job
+from mrl.rollout.transformers_engine.sampling import Job, parse_job
 from mrl.rollout.transformers_engine.server import Endpoints
-from mrl.rollout.transformers_engine.worker import Worker
+from mrl.rollout.transformers_engine.worker import Worker, _Generation
 from tests.conftest import TinyModels
+from tests.tiny import FAMILIES
 
 PROMPT = [5, 6, 7, 8, 5, 6]
 ASKED = {"temperature": 1.0, "max_new_tokens": 20, "sampling_seed": 3}
@@ -76,3 +80,48 @@ def test_stop_strings_are_read_after_a_push_from_a_directory_without_a_tokenizer
     worker.update_from_disk(str(pushed), "1")
     shutil.rmtree(pushed)
     assert draw(worker, stop=["never drawn"])[0] == before
+
+
+ENDS = [3, 30, 2, 1, 21, 5, 20, 4]  # after so many tokens
+
+
+def of_many_lengths(worker: Worker) -> list[Job]:
+    drawn = random.Random(0)
+    prompts = [drawn.choices(range(3, 300), k=5 + 3 * number) for number in range(len(ENDS))]
+    asked = {"temperature": 1.0, "ignore_eos": True}
+    return [
+        parse_job(prompt, asked | {"max_new_tokens": end, "sampling_seed": number}, worker.eos_ids, 128)
+        for number, (prompt, end) in enumerate(zip(prompts, ENDS))
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_have_ended_leave_the_others(family: str, tiny_models: TinyModels) -> None:
+    """Which draw what they draw alone, from a cache of the rows that are left: windows, latent vectors, experts too."""
+    worker = Worker(str(tiny_models(family)), torch.float32, "cpu", 8)
+    alone, together = of_many_lengths(worker), of_many_lengths(worker)
+    wanted = [worker.generate([job])[0] for job in alone]
+    rows: list[int] = []
+    worker.model.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    found = list(worker._responses(together))
+    assert [ENDS[place] for place, _ in found[:3]] == [3, 2, 1] and found[-1][0] == ENDS.index(30)
+    assert [tokens for _, tokens in sorted(found)] == wanted and [len(tokens) for tokens in wanted] == ENDS
+    for job, other in zip(together, alone, strict=True):
+        assert job.log_probs == pytest.approx(other.log_probs, abs=1e-4) and job.finish == other.finish
+    assert rows == [8] * 3 + [5] * 2 + [3] * 15 + [2] + [1] * 9
+
+
+def test_an_error_is_of_those_that_were_not_done(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(str(model), torch.float32, "cpu", 8)
+    waiting = [_Generation(job, Future()) for job in of_many_lengths(worker)[:3]]
+
+    def responses(jobs: list[Job]) -> Iterator[tuple[int, list[int]]]:
+        yield 1, [7]
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(worker, "_responses", responses)
+    worker._run(waiting)
+    assert waiting[1].done.result() == [7]
+    assert all(str(waiting[place].done.exception()) == "out of memory" for place in (0, 2))

@@ -107,12 +107,12 @@ class SeededSampler(LogitsProcessor):
     """Turns generate's greedy choice into a seeded draw, and notes each choice's log-prob.
 
     The noted log-probs are log_softmax(logits / temperature), not renormalised for top_k and top_p; of the raw logits
-    for a greedy row.
+    for a greedy row. drawn: how many tokens the jobs have already.
     """
 
-    def __init__(self, jobs: list[Job]) -> None:
+    def __init__(self, jobs: list[Job], drawn: int = 0) -> None:
         self.jobs = jobs
-        self._step = 0
+        self._step = drawn
         temperature = torch.tensor([job.temperature for job in jobs])
         self._greedy = temperature == 0
         self._any_greedy = bool(self._greedy.any())
@@ -150,19 +150,22 @@ class SeededSampler(LogitsProcessor):
 
 
 class PerRowStop(StoppingCriteria):
-    """Ends each row at its own stop token, stop string or length, and notes why in SGLang's words."""
+    """Ends each row at its own stop token, stop string or length, and notes why in SGLang's words; ends generate where
+    fewer than this share of the rows go on. width: tokens before the responses."""
 
-    def __init__(self, jobs: list[Job], tokenizer: Any | None) -> None:
+    def __init__(self, jobs: list[Job], width: int, tokenizer: Any | None, share: float) -> None:
         self.jobs = jobs
         self._tokenizer = tokenizer
-        self._width = max(len(job.prompt) for job in jobs)
+        self._width, self._least = width, share * len(jobs)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         new = input_ids[:, self._width :].tolist()
         for job, tokens in zip(self.jobs, new):
             if job.live:
                 job.finish = self._finish(job, tokens)
-        return torch.tensor([not job.live for job in self.jobs], device=input_ids.device)
+        ended = [not job.live for job in self.jobs]
+        enough = len(ended) - sum(ended) >= self._least
+        return torch.tensor(ended if enough else [True] * len(ended), device=input_ids.device)
 
     def _finish(self, job: Job, tokens: list[int]) -> dict[str, Any] | None:
         if tokens[-1] in job.stop_ids:

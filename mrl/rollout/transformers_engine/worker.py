@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +24,10 @@ from transformers import (
 from mrl.families import load_arch
 from mrl.rollout.protocol import MEMORY_PARTS, MemoryPart
 from mrl.rollout.routed import RoutedShape
+from mrl.rollout.transformers_engine.batch import padded, responses
 from mrl.rollout.transformers_engine.experts import ExpertTap
 from mrl.rollout.transformers_engine.pictures import Sight
-from mrl.rollout.transformers_engine.sampling import Job, PerRowStop, SeededSampler
+from mrl.rollout.transformers_engine.sampling import Job
 from mrl.rollout.transformers_engine.weights import ModelWeights, read_payload
 
 log = logging.getLogger(__name__)
@@ -131,57 +131,24 @@ class Worker:
         return batch, None
 
     def _run(self, batch: list[_Generation]) -> None:
+        waiting = dict(enumerate(batch))
         try:
-            results = self._generate([generation.job for generation in batch])
+            for place, tokens in self._responses([generation.job for generation in batch]):
+                waiting.pop(place).done.set_result(tokens)
         except Exception as error:  # handed to every caller, who answers 500 with it
             log.exception("generation failed")
-            for generation in batch:
+            for generation in waiting.values():
                 generation.done.set_exception(error)
-            return
-        for generation, tokens in zip(batch, results):
-            generation.done.set_result(tokens)
 
-    @torch.inference_mode()
-    def _generate(self, jobs: list[Job]) -> list[list[int]]:
-        """One left-padded batch; returns each job's new tokens, the stop token included."""
+    def _responses(self, jobs: list[Job]) -> Iterator[tuple[int, list[int]]]:
+        """As `batch.responses` gives them."""
         self._check_held(*MEMORY_PARTS)
-        width = max(len(job.prompt) for job in jobs)
-        ids = torch.zeros(len(jobs), width, dtype=torch.int64)
-        mask = torch.zeros(len(jobs), width, dtype=torch.int64)
-        for row, job in enumerate(jobs):
-            ids[row, width - len(job.prompt) :] = torch.tensor(job.prompt)
-            mask[row, width - len(job.prompt) :] = 1
-        tokenizer = self._tokenizer_for(jobs)
-        settings = GenerationConfig(
-            max_new_tokens=max(job.max_new_tokens for job in jobs), do_sample=False, pad_token_id=0, eos_token_id=None
-        )
-        seen = self.sight.model_inputs(ids, mask, [job.inputs for job in jobs]) if self.sight is not None else {}
+        seen = None
+        if self.sight is not None:
+            inputs = self.sight.model_inputs(*padded(jobs), [job.inputs for job in jobs])
+            seen = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         tap = self._tap if any(job.asks for job in jobs) else None
-        with tap if tap is not None else contextlib.nullcontext():
-            out = self._drawn(ids, mask, seen, settings, jobs, tokenizer)
-        new = out[:, width:].tolist()
-        tokens = [drawn[: len(job.log_probs)] for job, drawn in zip(jobs, new)]
-        if tap is not None:
-            tap.give(jobs, width)
-        return tokens
-
-    def _drawn(
-        self,
-        ids: torch.Tensor,
-        mask: torch.Tensor,
-        seen: dict[str, torch.Tensor],
-        settings: GenerationConfig,
-        jobs: list[Job],
-        tokenizer: Any,
-    ) -> torch.Tensor:
-        return self.model.generate(
-            input_ids=ids.to(self.device),
-            attention_mask=mask.to(self.device),
-            **{name: tensor.to(self.device) for name, tensor in seen.items()},
-            generation_config=settings,
-            logits_processor=[SeededSampler(jobs)],
-            stopping_criteria=[PerRowStop(jobs, tokenizer)],
-        )
+        return responses(self.model, jobs, self._tokenizer_for(jobs), seen, tap)
 
     def _tokenizer_for(self, jobs: list[Job]) -> Any:
         if self._tokenizer is None and any(job.stop for job in jobs):
