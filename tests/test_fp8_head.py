@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,20 +95,29 @@ def test_weight_gradients_may_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("wgrad", [True, False])
 def test_transformer_engine_s_products_follow_the_recipe(monkeypatch: pytest.MonkeyPatch, wgrad: bool) -> None:
-    """Its casts and products are torch's here: which of them are made is looked at."""
+    """Its casts and products are torch's here: which of them are made is looked at. Those of later chunks are added to
+    the first's, in place."""
     layouts = {"TN": lambda a, b: b @ a.T, "NN": lambda a, b: b @ a, "NT": lambda a, b: b.T @ a}
     seen: list[str] = []
 
-    def multiply(a: Tensor, b: Tensor, layout: str, dtype: torch.dtype) -> Tensor:
-        seen.append(layout)
-        return layouts[layout](a, b).to(dtype)
+    def general_gemm(
+        a: Tensor, b: Tensor, *, out_dtype: torch.dtype, layout: str, use_split_accumulator: bool,
+        out: Tensor | None = None, accumulate: bool = False,
+    ) -> list[Tensor]:  # fmt: skip
+        assert accumulate == (out is not None)
+        seen.append(layout + "+" * accumulate)
+        result = layouts[layout](a, b).to(out_dtype)
+        return [result if out is None else out.add_(result)]
 
+    name = "transformer_engine.pytorch.cpp_extensions"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(general_gemm=general_gemm))
+    for parent in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, parent, SimpleNamespace())
     monkeypatch.setattr(head_fused, "_cast", lambda x, role, recipe: x)
-    monkeypatch.setattr(head_fused, "_multiply", multiply)
-    got = made(partial(Fused, recipe=Recipe("delayed", hybrid=True, wgrad=wgrad)))
+    got = made(partial(Fused, recipe=Recipe("delayed", hybrid=True, wgrad=wgrad)), chunk=128)
     for mine, want in zip(got, made(Plain), strict=True):
         torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-5)
-    assert ("NT" in seen) == wgrad
+    assert [each for each in seen if "NT" in each] == ["NT", "NT+", "NT+"] * wgrad
 
 
 def test_a_run_reports_the_error_of_its_head_with_every_step(tmp_path: Path) -> None:

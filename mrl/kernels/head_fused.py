@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mrl.kernels.fp8 import E5M2, Recipe, Role
-from mrl.kernels.head_products import wide_product
+from mrl.kernels.head_products import add_wide_product, wide_product
 
 _ALIGN = 128  # of rows: tiles of every recipe
 
@@ -36,12 +36,11 @@ class Fused:
         return made[: dx.size(0)]
 
     def add_d_weight(self, total: Tensor | None, dx: Tensor, rows: slice) -> Tensor:
+        hidden = self._hidden[rows]
         if self._recipe.wgrad:
-            hidden = _cast(_padded(self._hidden[rows]), "input", self._recipe)
-            made = _multiply(hidden, _cast(_padded(dx), "gradient", self._recipe), "NT", torch.float32)
-        else:
-            made = wide_product(dx.T, self._hidden[rows])
-        return made if total is None else total.add_(made)
+            operands = _cast(_padded(hidden), "input", self._recipe), _cast(_padded(dx), "gradient", self._recipe)
+            return _multiply(*operands, "NT", torch.float32, total)
+        return wide_product(dx.T, hidden) if total is None else add_wide_product(total, dx.T, hidden)
 
     @cached_property
     def _cast_weight(self) -> Any:
@@ -71,14 +70,15 @@ def _cast(x: Tensor, role: Role, recipe: Recipe) -> Any:
     return Float8CurrentScalingQuantizer(fp8_dtype=dtype, device=x.device)(x)
 
 
-def _multiply(a: Any, b: Any, layout: str, dtype: torch.dtype) -> Tensor:
-    """As cuBLAS names it, by columns: TN b @ a.T, NN b @ a, NT b.T @ a. Older versions want room to work in."""
+def _multiply(a: Any, b: Any, layout: str, dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
+    """As cuBLAS names it, by columns: TN b @ a.T, NN b @ a, NT b.T @ a; added to `total`, in place, if there is one.
+    Older versions want room to work in."""
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
-    room = {}
+    room: dict[str, Any] = {} if total is None else {"out": total, "accumulate": True}
     if "workspace" in inspect.signature(general_gemm).parameters:
         from transformer_engine.pytorch.module.base import get_workspace
 
-        room = {"workspace": get_workspace()}
+        room["workspace"] = get_workspace()
     made: Tensor = general_gemm(a, b, out_dtype=dtype, layout=layout, use_split_accumulator=True, **room)[0]
     return made
