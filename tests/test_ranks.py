@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,11 +18,11 @@ import psutil
 import pytest
 import torch
 
-from mrl import platform
+from mrl import gloo_loop, platform
 from mrl.launcher import signals
 from mrl.platform.gloo import _wait_for_all
 from mrl.platform.process import _meet
-from mrl.ports import free_port
+from mrl.ports import GLOO, free_port
 from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER
 from tests import zygote
 from tests.conftest import TinyModels
@@ -51,6 +52,36 @@ def listeners(folder: Path) -> list[str]:
 
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+def of_interfaces() -> dict[str, str]:
+    """The IPv4 address of each that is up: lo, and on most machines another."""
+    up = psutil.net_if_stats()
+    return {
+        name: address.address
+        for name, every in psutil.net_if_addrs().items()
+        for address in every
+        if address.family == socket.AF_INET and up[name].isup
+    }
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_gloo_listens_on_the_interfaces_that_the_environment_names(
+    every: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the host's name resolves to."""
+
+    def listening() -> set[tuple[str, int]]:
+        own = psutil.Process().net_connections("tcp4")
+        return {tuple(one.laddr) for one in own if one.status == psutil.CONN_LISTEN}
+
+    monkeypatch.setattr(gloo_loop, "_devices", {})
+    known = of_interfaces()
+    for names in [[*known]] if every else [[name] for name in known]:
+        monkeypatch.setenv(GLOO, ",".join(names))
+        before = listening()
+        assert gloo_loop.devices(torch.distributed.ProcessGroupGloo) is gloo_loop.devices(None)
+        assert {address for address, _ in listening() - before} == {known[name] for name in names}
 
 
 def test_a_stopped_rank_is_noticed_and_named(tmp_path: Path) -> None:

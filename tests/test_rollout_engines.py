@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -223,6 +226,22 @@ def test_a_url_that_serves_another_model_is_refused(engine: Engine, tiny_models:
     with start_engine(cfg, str(tiny_models("llama")), "float32", tmp_path) as right:
         assert len(right.generate(requests(PROMPTS), SamplingParams(max_new_tokens=3))) == len(PROMPTS)
     assert engine.client(engine.urls[0]).model_info().model_type == "llama", "closing must leave given URLs alone"
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_idle_server_has_one_thread_that_waits_for_gloo(sglang_engine: Engine) -> None:
+    """Each wakes a hundred times a second."""
+    port = urlsplit(sglang_engine.urls[0]).port
+    (server,) = {
+        c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port
+    }
+    threads = [
+        (Path("/proc", str(process.pid), "task", str(thread.id), "comm")).read_text().strip()
+        for process in psutil.Process(server).children(recursive=True)
+        for thread in process.threads()
+    ]
+    assert threads.count("gloo_tcp_loop") == 1
 
 
 @pytest.mark.engine

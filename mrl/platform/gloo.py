@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d
 
+from mrl import gloo_loop
 from mrl.platform.process import WorldError
 from mrl.platform.registry import Stage, adaptation
 
 _POLL_S = 0.001
-
-_devices: dict[tuple[int, str | None], Any] = {}  # by the process and the interface that they listen on
 
 
 @adaptation(
@@ -25,16 +22,7 @@ _devices: dict[tuple[int, str | None], Any] = {}  # by the process and the inter
     needed=lambda: torch.distributed.is_gloo_available() and not torch.cuda.is_available(),
 )
 def one_gloo_loop() -> None:
-    plain = distributed_c10d.ProcessGroupGloo
-
-    class ProcessGroupGloo(plain):  # type: ignore[misc, valid-type]
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-            options = plain._Options()  # type: ignore[attr-defined]
-            options._devices, options._timeout = [_device(plain)], timeout
-            _wait_for_all(store, rank, size, timeout)
-            super().__init__(store, rank, size, options)
-
-    distributed_c10d.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[misc]
+    gloo_loop.share(_wait_for_all)
 
 
 def _wait_for_all(store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -55,11 +43,3 @@ def _wait_for_all(store: Any, rank: int, size: int, timeout: timedelta) -> None:
         time.sleep(_POLL_S)
     if rank:
         store.set(f"rank {rank} of {size} goes on", "")
-
-
-def _device(group: Any) -> Any:
-    """Made at the first use; a copy of this process has no thread for the one that it inherits."""
-    key = os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME")
-    if key not in _devices:
-        _devices[key] = group.create_default_device()
-    return _devices[key]

@@ -12,6 +12,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from mrl import gloo_loop
+
 from . import batched_attention, draws, layers, pictures
 
 
@@ -26,6 +28,11 @@ def _allow_deterministic_torch_native(module: ModuleType) -> None:
 def _no_batch_invariant_kernels(module: ModuleType) -> None:
     """The batch-invariant kernels that the same flag installs are triton's."""
     module.enable_batch_invariant_mode = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+
+
+def _one_gloo_loop(module: ModuleType) -> None:
+    """A scheduler has nine of gloo's groups, each with a thread: idle, they take a hundredth of a core together."""
+    gloo_loop.share()
 
 
 def _no_garbage_collection_at_flush(module: ModuleType) -> None:
@@ -125,6 +132,7 @@ ADAPTATIONS: dict[str, Callable[[Any], None]] = {
     "sglang.kernels.ops.elementwise.elementwise": _gate_in_torch,
     "sglang.srt.arg_groups.choices": _allow_deterministic_torch_native,
     "sglang.srt.batch_invariant_ops": _no_batch_invariant_kernels,
+    "sglang.srt.distributed.parallel_state": _one_gloo_loop,
     "sglang.srt.entrypoints.engine": _fork_instead_of_spawn,
     "sglang.srt.layers.attention.torch_native_backend": batched_attention.install,
     "sglang.srt.layers.activation": layers.gates_in_one_call,
