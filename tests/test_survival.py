@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from mrl.observe import read_metrics
 from mrl.resilience import EXIT_PREEMPTED
 from mrl.rollout import start_engine
 from tests.conftest import TinyModels
-from tests.test_trainer_faults import fake_engine
+from tests.test_trainer_faults import fake_engine, wait_until_it_hangs
 from tests.train_tools import ROOT, Train, given, write_config
 
 STARTING_S = 240.0
@@ -186,8 +185,7 @@ def test_what_does_not_fit_into_the_deadline_is_left_undone(folder: Folder, laun
         more = [f"rollout.urls=['{url}']", "rollout.request_timeout_s=400.0", "resilience.save_deadline_s=2.0"]
         more += [f"run.launcher={launcher}", f"run.nproc={ranks}", f"actor.parallel.tensor={ranks}"]
         with folder.train(f"late_{launcher}", *more) as run:
-            run.wait_for("waiting for the engine", STARTING_S)
-            time.sleep(3)
+            wait_until_it_hangs(run, url)
             run.signal(signal.SIGTERM)
             assert run.wait(60) == EXIT_PREEMPTED, run.terminal
             assert run.left_running() == {}

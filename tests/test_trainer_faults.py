@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +48,18 @@ def fake_engine(folder: Path, behaviour: str) -> Iterator[str]:
         process.kill()
         process.wait(10)
         port.unlink(missing_ok=True)
+
+
+def wait_until_it_hangs(run: Train, url: str) -> None:
+    """Until the run waits for samples of a fake engine that gives none."""
+    run.wait_for("waiting for the engine", STARTING_S)
+    end = time.monotonic() + STARTING_S
+    while True:
+        with urllib.request.urlopen(f"{url}/calls", timeout=30) as answer:
+            if "generate_hangs" in json.load(answer)["calls"]:
+                return
+        assert time.monotonic() < end, f"no rollout came\n{run.terminal[-4000:]}"
+        time.sleep(0.05)
 
 
 def the_error(run: Train) -> str:
@@ -146,8 +159,7 @@ def test_a_rank_killed(rank: int, tiny_models: TinyModels, tmp_path: Path) -> No
         rollout = {"urls": [url], "request_timeout_s": 400.0, "sampling": {"max_new_tokens": 4}}
         config = write_config(tmp_path, tiny_models("llama"), actor=TWO_RANKS, rollout=rollout)
         with Train(tmp_path, config) as run:
-            run.wait_for("waiting for the engine", STARTING_S)
-            time.sleep(3)
+            wait_until_it_hangs(run, url)
             os.kill(run.pid_of_rank(rank), signal.SIGKILL)
             assert run.wait(ENDING_S) == 137
             assert run.left_running() == {}

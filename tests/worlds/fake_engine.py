@@ -35,6 +35,7 @@ def generate(body: dict[str, Any]) -> tuple[int, Any]:
     if BEHAVIOUR == "generate_500":
         return 500, {"error": {"message": "internal: the cache is on fire"}}
     if BEHAVIOUR == "generate_hangs":
+        calls.append(BEHAVIOUR)
         time.sleep(600)
     return 200, [sample(prompt) for prompt in prompts]
 
