@@ -4,7 +4,7 @@ tests/test_models.py."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -125,19 +125,18 @@ def test_bfloat16_costs_its_own_rounding_only(entropy: bool, chunk: int, monkeyp
 class AsOnGpu(head_products.Plain):
     """Operands of bfloat16 whose logits are float32, and whose gradients' products can wait."""
 
+    last: ClassVar[AsOnGpu]
+
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
         super().__init__(hidden, weight)
         self.logits_dtype, self.waits = torch.float32, True
         self.multiplied: list[int] = []
-        MADE.append(self)
+        AsOnGpu.last = self
 
     def add_d_weight(self, total: Tensor | None, dx: Tensor, rows: slice) -> Tensor:
         assert rows.stop - rows.start == len(dx)
         self.multiplied.append(len(dx))
         return super().add_d_weight(total, dx, rows)
-
-
-MADE: list[AsOnGpu] = []
 
 
 @pytest.mark.parametrize(("at_once", "products"), [(2, [2, 2, 2, 1]), (4, [4, 3]), (6, [6, 1]), (7, [7])])
@@ -149,7 +148,7 @@ def test_products_of_gradients_wait_for_several_chunks(
     wanted = gradients(torch.float64, entropy)
     for how in ({}, {"slopes": slopes_of(clipped, entropy)}):
         made = gradients(torch.bfloat16, entropy, products=AsOnGpu, **how)
-        assert MADE[-1].multiplied == products
+        assert AsOnGpu.last.multiplied == products
         for mine, want in zip(made, wanted, strict=True):
             assert mine.dtype == torch.bfloat16 and (mine.double() - want).norm() < 2.0**-5 * want.norm()
 

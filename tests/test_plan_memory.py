@@ -12,9 +12,12 @@ import torch
 from mrl.config.schema import ParallelConfig, TrainConfig
 from mrl.families import load_arch
 from mrl.families.table import Role
+from mrl.plan.activations import Tokens
 from mrl.plan.grid import Grid
+from mrl.plan.memory import update_peak
 from mrl.plan.parameters import chunks, held
 from mrl.plan.proof import build
+from mrl.plan.workload import Model
 from tests.plan_measured import (
     HEADED,
     LAYOUTS,
@@ -93,3 +96,20 @@ def test_kernels_in_c_keep_no_more(layout: dict[str, int], tiny_models: TinyMode
     case = Case("qwen3", 2, layout)
     saved, planned = saved_activations(case, "none", torch.float32, "policy", tiny_models, in_c=True)
     assert 0.7 * planned < saved < 1.05 * planned
+
+
+@pytest.mark.parametrize(
+    ("response", "waiting", "gradient"),
+    [(8192, 3072, 8), (3500, 3500, 2), (1024, 1024, 2)],  # a GiB of them; all in one product, which needs no sum
+)
+def test_what_the_head_s_gradients_wait_in(response: int, waiting: int, gradient: int) -> None:
+    """Of Qwen3-0.6B in bfloat16, 16,384 tokens packed: rows and their gradients, a chunk of logits in float32, the
+    gradients that wait, the room of two blocks, and the gradient of the matrix."""
+    path = str(MODELS / "Qwen3-0.6B")
+    arch, grid = load_arch(path), Grid(ParallelConfig(), 1)
+    model = Model("actor", path, arch, "policy", TrainConfig(), True, grid, 2, "local", True)
+    (seat,) = grid.seats
+    (head,) = (i for i in update_peak(model, seat, Tokens(16384, response, 1024), 1) if i.what == "head")
+    chunk, words, hidden = 1024, 151_936, 1024
+    rows, logits = (2 * response + 16384) * hidden * 2, words * (min(chunk, response) * 4 + waiting * 2)
+    assert head.nbytes == rows + logits + 2 * (1 << 23) * 4 + words * hidden * gradient

@@ -13,7 +13,7 @@ from mrl import platform
 from mrl.algo import FlatBatch, advantages, policy_loss
 from mrl.kernels.linear_logprob import Slopes, linear_log_prob
 from tools.gpu.stage import Failed, Numbers, Setting, require
-from tools.gpu.timing import copied_bytes, device_seconds, random, rounds_of, seconds
+from tools.gpu.timing import copied_bytes, device_us, random, rounds_of, seconds
 
 APART = 2e-5  # of log-probs and entropies from the torch form's, relative; of gradients in bfloat16 2^-7
 TOKENS_APART = 1e-5  # of advantages, a loss and its gradient, from the torch form's
@@ -107,6 +107,6 @@ def token_kernels(setting: Setting) -> Numbers:
     apart = max(float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs)
     rounds, copy = rounds_of(setting), rewards.nbytes / copied_bytes(setting)
     times = {"GAE us": seconds(gae, rounds) * 1e6, "loss us": seconds(loss, rounds) * 1e6}
-    times |= {"GAE's kernels us": device_seconds(gae) * 1e6, "loss's kernels us": device_seconds(loss) * 1e6}
+    times |= {"GAE's kernels us": device_us(gae), "loss's kernels us": device_us(loss)}
     limits = {"two copies us": 2e6 * copy, "three copies us": 3e6 * copy}
     return require(times | limits | {"apart": apart}, apart=TOKENS_APART)

@@ -31,9 +31,9 @@ def seconds(work: Callable[[], Any], rounds: int) -> float:
     return best
 
 
-def device_seconds(work: Callable[[], Any]) -> float:
-    """Of the kernels and copies of one call, as the device's own profiler has them: what is left of `seconds` where
-    the host is ahead, as it is in a step. On a CPU the time in torch's operations."""
+def device_us(work: Callable[[], Any]) -> float | str:
+    """Microseconds of the kernels and copies of one call, as torch's profiler has them: what is left of `seconds` where
+    the host is ahead, as it is in a step. A word where the profiler has none. On a CPU the time in operations."""
     on_gpu = platform.device().type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     work()
@@ -42,7 +42,8 @@ def device_seconds(work: Callable[[], Any]) -> float:
         work()
         platform.synchronize()
     found = profiler.key_averages()
-    return sum(event.self_device_time_total if on_gpu else event.self_cpu_time_total for event in found) / 1e6
+    spent = sum(event.self_device_time_total if on_gpu else event.self_cpu_time_total for event in found)
+    return spent or "the profiler saw none"
 
 
 def rounds_of(setting: Setting) -> int:

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from mrl.rollout.transformers_engine.experts import ExpertTap
 from mrl.rollout.transformers_engine.sampling import Job, PerRowStop, SeededSampler
 
-LEAVE = 0.75  # of the rows: with fewer that go on, the ended ones leave; it costs about what two tokens do
+LEAVE = 0.75  # of the rows: with fewer that go on, the ended ones leave, and what the others have cached is copied
 
 
 @torch.inference_mode()
@@ -27,7 +27,7 @@ def responses(
     width, places, cache = ids.size(1), [*range(len(jobs))], None
     stays = seen is not None or tap is not None
     ids, mask = ids.to(model.device), mask.to(model.device)
-    while places:
+    while True:
         rows = [jobs[place] for place in places]
         with tap if tap is not None else contextlib.nullcontext():
             made = model.generate(
@@ -45,11 +45,12 @@ def responses(
             if not job.live:
                 yield place, drawn[: len(job.log_probs)]
         on = [row for row, job in enumerate(rows) if job.live]
+        if not on:
+            return
         places, index = [places[row] for row in on], torch.tensor(on, dtype=torch.int64, device=ids.device)
         ids, cache = made.sequences[index], made.past_key_values
         mask = torch.nn.functional.pad(mask[index], (0, ids.size(1) - mask.size(1)), value=1)
-        if on:
-            cache.batch_select_indices(index)
+        cache.batch_select_indices(index)
 
 
 def padded(jobs: list[Job]) -> tuple[Tensor, Tensor]:
