@@ -36,7 +36,9 @@ tr:last-child td { border-bottom: 0; }
 th.number, td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.text { font-family: ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 .turn { display: block; } .told { color: #9a5fa8; padding-left: 14px; }
-.score { font-size: 12px; border-radius: 6px; padding: 1px 7px; margin-left: 8px; background: #fbe6e3; color: #a13c2c; }
+.answers { table-layout: fixed; min-width: 720px; } .answers th:nth-child(2) { width: 12%; }
+.score { display: block; width: fit-content; margin-bottom: 4px; font-size: 12px; border-radius: 6px; padding: 1px 7px;
+         background: #fbe6e3; color: #a13c2c; }
 .score.some { background: #faf0d7; color: #8a6413; } .score.full { background: #e2f2e8; color: #2f7a4b; }
 td.text img { display: block; max-width: 160px; max-height: 160px; image-rendering: pixelated; margin-bottom: 6px; }
 pre { margin: 0; font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace; overflow-x: auto; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from typing import Protocol
@@ -31,9 +32,11 @@ HEADLINES: list[tuple[str, tuple[str, ...], str]] = [
     ("margin", ("rewards/margins",), ".3f"),
     ("kl", ("kl/ref", "actor/ppo_kl"), ".2e"),
     ("clipped", ("actor/clipfrac",), ".1%"),
+    ("grad norm", ("actor/grad_norm",), ".3g"),
     ("entropy", ("actor/entropy",), ".3f"),
     ("explained variance", ("critic/explained_variance",), ".2f"),
     ("response tokens", ("response/mean_tokens",), ".1f"),
+    ("truncated", ("response/truncated",), ".0%"),
     ("mismatch max", ("mismatch/max_abs",), ".1e"),
     ("tokens/s", ("perf/tokens_per_s",), ",.0f"),
     ("tokens/s a rank", ("perf/tokens_per_s_per_rank",), ",.0f"),
@@ -44,11 +47,12 @@ HEADLINES: list[tuple[str, tuple[str, ...], str]] = [
 
 
 def headlines(metrics: dict[str, float]) -> list[tuple[str, str]]:
-    """(label, value as text) of the headline metrics that are there."""
+    """Returns (label, value as text) of the headline metrics that are there. The loss of a policy gradient is left out:
+    it is about 0 by construction, and says nothing of the progress."""
     shown = []
     for label, names, form in HEADLINES:
         name = next((n for n in names if n in metrics), None)
-        if name is not None:
+        if name is not None and not (label == "loss" and "actor/pg_loss" in metrics):
             shown.append((label, number(metrics[name], form)))
     return shown
 
@@ -123,12 +127,18 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """One line a step; in long phases a line every half minute."""
+    """One line a step; in long phases a line every half minute, by a thread of its own."""
 
     def __init__(self, progress: Progress, console: Console | None = None) -> None:
         self._progress = progress
         self._console = console or Console(soft_wrap=True, highlight=False, markup=False)
         self._last_sign = time.monotonic()
+        self._lock, self._closed = threading.RLock(), threading.Event()
+        threading.Thread(target=self._tick_until_closed, name="progress", daemon=True).start()
+
+    def _tick_until_closed(self) -> None:
+        while not self._closed.wait(PLAIN_TICK_S / 6):
+            self.tick()
 
     def step_done(self) -> None:
         p = self._progress
@@ -143,19 +153,21 @@ class PlainDisplay:
 
     def tick(self) -> None:
         p = self._progress
-        if time.monotonic() - self._last_sign >= PLAIN_TICK_S:
-            self._say(f"{p.phase}: {p.finished}/{p.expected} after {clock(time.monotonic() - p.phase_began)}")
+        with self._lock:
+            if p.expected and time.monotonic() - self._last_sign >= PLAIN_TICK_S:
+                self._say(f"{p.phase}: {p.finished}/{p.expected} after {clock(time.monotonic() - p.phase_began)}")
 
     def note(self, text: str) -> None:
         self._say(text)
 
     def close(self) -> None:
-        """Nothing to put away."""
+        self._closed.set()
 
     def _say(self, line: str) -> None:
-        self._console.print(line)
-        self._console.file.flush()
-        self._last_sign = time.monotonic()
+        with self._lock:
+            self._console.print(line)
+            self._console.file.flush()
+            self._last_sign = time.monotonic()
 
 
 class LiveDisplay:

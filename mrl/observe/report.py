@@ -123,6 +123,7 @@ def _tiles(run: Run) -> str:
         ("held-out loss", ("validation/loss",), ".4f"),
         ("held-out perplexity", ("validation/perplexity",), ".3g"),
         ("response tokens", ("response/mean_tokens",), ".1f"),
+        ("responses cut at the limit", ("response/truncated",), ".0%"),
         ("explained variance", ("critic/explained_variance",), ".2f"),
     ):
         values = next((v for name in names if (v := [row[name] for row in rows if name in row])), [])
@@ -215,7 +216,7 @@ def _answers(found: BeforeAfter | None) -> str:
     mean = f"mean score {found.mean_before:.3f} → {found.mean_after:.3f}"
     return (
         f'<h2>The same validation prompts before and after</h2><p class="sub">{mean}</p>'
-        f'<div class="card wide"><table>{head}{body}</table></div>'
+        f'<div class="card wide"><table class="answers">{head}{body}</table></div>'
     )
 
 
@@ -230,7 +231,7 @@ def _response(text: str, score: float, turns: tuple[Said, ...] = ()) -> str:
     if turns:
         classes = {True: "turn", False: "turn told"}
         shown = "".join(f'<span class="{classes[is_model]}">{escape(words)}</span>' for is_model, words in turns)
-    return f'<td class="text">{shown}<span class="score {kind}">{score:.2f}</span></td>'
+    return f'<td class="text"><span class="score {kind}">{score:.2f}</span>{shown}</td>'
 
 
 def _config(text: str) -> str:

@@ -89,12 +89,13 @@ def before_after(run_dir: Path, limit: int = SHOWN) -> BeforeAfter | None:
         return None
     (first_step, first), (last_step, last) = files[0], files[-1]
     before, after = _samples(first), _samples(last)
-    answer_key = _answer_key(run_dir)
+    keys = _data_keys(run_dir)
     later = {(row["index"], row["prompt"]): row for row in after}
     pairs = [(row, later[key]) for row in before if (key := (row["index"], row["prompt"])) in later]
     rows = [
         Comparison(
-            *(a["prompt"], str(a["row"].get(answer_key, "")), a["response"], b["response"], a["score"], b["score"]),
+            *(_question(a, keys), str(a["row"].get(keys.get("answer_key", "answer"), ""))),
+            *(a["response"], b["response"], a["score"], b["score"]),
             *(_turns(a), _turns(b)),
             pictures=_pictures(run_dir, a["index"]),
         )
@@ -124,9 +125,17 @@ def _samples(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _answer_key(run_dir: Path) -> str:
-    key: str = read_config(run_dir)[1].get("data", {}).get("answer_key", "answer")
-    return key
+def _data_keys(run_dir: Path) -> dict[str, Any]:
+    data: dict[str, Any] = read_config(run_dir)[1].get("data", {})
+    return data
+
+
+def _question(sample: dict[str, Any], keys: dict[str, Any]) -> str:
+    """What the user asks, without the chat template: the row's text, or its last message; else the whole prompt."""
+    asked = sample["row"].get(keys.get("prompt_key", "prompt"))
+    if isinstance(asked, list) and asked and isinstance(asked[-1], dict):
+        asked = asked[-1].get("content")
+    return asked if isinstance(asked, str) and asked.strip() and asked.strip() in sample["prompt"] else sample["prompt"]
 
 
 def validation_files(run_dir: Path) -> list[tuple[int, Path]]:

@@ -1,5 +1,4 @@
-"""What engines have to be told at their start: to take the actor's adapters (`sync.lora: adapter`), to say which
-experts tokens went to (`actor.routing_replay: engine`)."""
+"""Settings that the engines of a run are started with, beyond the section `rollout`."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ AT_ONCE = 2  # adapters in memory: the one that is drawn with, and that there is
 
 
 def started_with(cfg: RLConfig) -> RolloutConfig:
-    """`cfg.rollout`, with the words of SGLang's command line for adapters and experts where the run needs them."""
-    words: list[str] = []
+    """Returns the run's rollout settings with SGLang's arguments for adapters and routed experts where it needs them."""
+    rollout, words = cfg.engines()[0], list[str]()
     if cfg.actor.routing_replay == "engine" and "server_args" not in ENGINES[cfg.rollout.engine].ignores:
         words.append(ASK)
     if cfg.sync.lora == "adapter":
@@ -23,4 +22,4 @@ def started_with(cfg: RLConfig) -> RolloutConfig:
         parts = adapted_parts(engine_arch(cfg.model.path), lora.spec)
         words += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--max-loras-per-batch", str(AT_ONCE)]
         words += ["--lora-target-modules", *parts]
-    return cfg.rollout.model_copy(update={"server_args": (*words, *cfg.rollout.server_args)}) if words else cfg.rollout
+    return rollout.model_copy(update={"server_args": (*words, *rollout.server_args)})

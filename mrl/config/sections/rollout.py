@@ -73,7 +73,9 @@ class RolloutConfig(Section):
     concurrent_requests: PositiveInt = 256  # responses in flight at once, over all engines
     # same (seed, step, sample) -> same tokens, whatever else is in the batch; on GPUs it costs speed
     deterministic: bool = True
-    max_context_tokens: PositiveInt | None = None  # prompt and response together; from the model's config when null
+    # prompt and response together; null: the longest that the run can ask for (data.max_prompt_tokens and
+    # rollout.sampling.max_new_tokens, or agent.max_tokens)
+    max_context_tokens: PositiveInt | None = None
     # requests in the engine's own batch, at most; by the machine when null
     max_running_requests: PositiveInt | None = None
     # of the GPU memory that is free when the engine starts, for its weights and KV cache; sglang only

@@ -82,7 +82,8 @@ class RLConfig(Config):
         return found | ({"reference": True} if needs_ref(self) and self.ref.policy == "refreshed" else {})
 
     def engines(self) -> tuple[RolloutConfig, SyncConfig]:
-        return self.rollout, self.sync
+        context = self.rollout.max_context_tokens or most_tokens(self)
+        return self.rollout.model_copy(update={"max_context_tokens": context}), self.sync
 
     def nodes_per_engine(self) -> int:
         return self.placement.nodes_per_engine

@@ -18,7 +18,7 @@ from mrl.rollout.launch import Launch, ServerSpec
 SHIM = Path(__file__).with_name("cpu_shim")
 CPU_RUNNING_REQUESTS = 512
 PICTURES_MIB = 256  # what is computed of pictures before the tower; the weights have no part in it
-CPU_KV_CACHE_BYTES = 4 << 30  # reserved, touched only as it fills
+CPU_KV_CACHE_BYTES = 4 << 30  # at most; the server touches all of it when it starts
 # of torch's own allocator, and for the trainer: its expandable segments exclude torch_memory_saver
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # as quantised checkpoints of the hub say it; mrl.weights.sync.quantized pushes weights of this form
@@ -143,26 +143,30 @@ def _gpu_env(spec: ServerSpec, env: dict[str, str]) -> dict[str, str]:
 
 def _cpu(spec: ServerSpec) -> list[str]:
     cfg = spec.cfg
-    running = cfg.max_running_requests or min(CPU_RUNNING_REQUESTS, cfg.concurrent_requests)
+    running, cached_tokens = _cpu_cache(spec)
     arguments = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     if cfg.deterministic:
         arguments.append("--disable-radix-cache")  # as SGLang would by itself, but for latent attention
     arguments += ["--lora-backend", "torch_native"]  # of adapters, if it is to take any
     arguments += ["--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"]  # idle, it would take a core
     arguments += ["--max-running-requests", str(running)]
-    arguments += ["--max-total-tokens", str(_cpu_cache_tokens(spec, running))]
+    arguments += ["--max-total-tokens", str(cached_tokens)]
     if spec.arch.vision is not None:
         arguments += ["--image-processor-backend", "pil"]  # of torchvision there is a stub
     return arguments
 
 
-def _cpu_cache_tokens(spec: ServerSpec, running: int) -> int:
-    """KV cache slots: a full context for every running request, as far as CPU_KV_CACHE_BYTES goes."""
-    arch = spec.arch
+def _cpu_cache(spec: ServerSpec) -> tuple[int, int]:
+    """Returns the number of requests that run at once, and KV cache slots: a full context for each of those requests,
+    so that none is ever retracted. CPU_KV_CACHE_BYTES bounds both."""
+    cfg, arch = spec.cfg, spec.arch
     shared, a_head = arch.cached_width
     bytes_a_token = arch.num_layers * (shared + arch.num_kv_heads * a_head) * DTYPE_BYTES[spec.dtype]
     context = _context(spec)
-    return int(max(context, min(running * context, CPU_KV_CACHE_BYTES // bytes_a_token)))
+    share = -(-cfg.concurrent_requests // cfg.servers)
+    wanted = cfg.max_running_requests or min(CPU_RUNNING_REQUESTS, share)
+    running = max(1, min(wanted, CPU_KV_CACHE_BYTES // (bytes_a_token * context)))
+    return running, running * context
 
 
 def cpu_environment(tensor: int) -> dict[str, str]:

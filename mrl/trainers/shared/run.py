@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +42,7 @@ class Loop:
     updates: Updates
     saving: Saving
     start_step: int
+    _is_deadline_told: bool = field(default=False, init=False)
 
     def resume(self) -> None:
         """Goes on from the run directory's newest complete checkpoint, if there is one. Collective."""
@@ -52,9 +55,24 @@ class Loop:
             if self.saving.is_over:
                 return
             self.leave_if_warned(step)
+            began = time.monotonic()
             with profiled(self.cfg.run, step + 1, self.run_dir, self.recorder):
                 yield step
             self.saving.after_step(step + 1)
+            self._compare_with_deadline(step + 1, time.monotonic() - began)
+
+    def _compare_with_deadline(self, step: int, seconds: float) -> None:
+        """Warns once if a step takes longer than a scheduler's warning leaves to end it and save."""
+        deadline = self.cfg.resilience.save_deadline_s
+        if self._is_deadline_told or not self.cfg.kept.every_steps or seconds <= deadline:
+            return
+        self._is_deadline_told = True
+        self.recorder.note(
+            f"step {step} took {seconds:.0f} s, longer than resilience.save_deadline_s = {deadline:g}: a run told to stop "
+            "(SIGTERM) in such a step loses all steps since its last checkpoint. Set resilience.save_deadline_s to "
+            f"{math.ceil(1.5 * seconds)} if the scheduler waits that long before it kills, and "
+            "checkpoint.every_steps to fewer steps"
+        )
 
     def leave_if_warned(self, step: int) -> None:
         """Before a step, of which `step` are done: if a scheduler has told this run to stop, saves what is new and ends
