@@ -8,10 +8,14 @@ GPU := .venv-gpu/bin
 GPU_PYTHON ?= $(firstword $(wildcard $(GPU)/python) python3)
 GPU_PIP := $(GPU)/python -m pip --disable-pip-version-check install
 
-.PHONY: quickstart quickstart-ddpo test test-gpu test-triton lint slurm compiled gpu-env clean
+.PHONY: quickstart quickstart-real quickstart-ddpo test test-gpu test-triton lint slurm compiled gpu-env clean
 
 quickstart: .venv/.mrl-run  ## train a tiny model by SFT and PPO, TP2 x PP2, with SGLang, on this machine
 	@$(BIN)/python tools/quickstart.py
+
+quickstart-real: .venv/.mrl-run  ## train SmolLM2-135M-Instruct by GRPO on arithmetic, with SGLang, on this machine
+	@$(PIP) --constraint constraints.txt --editable '.[cpu,tasks]'
+	@$(BIN)/python tools/quickstart.py real
 
 quickstart-ddpo: .venv/.mrl-run  ## train a tiny diffusion model by DDPO with two rewards, on this machine
 	@$(PIP) --constraint constraints.txt --editable '.[cpu,diffusion]'

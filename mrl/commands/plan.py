@@ -13,6 +13,7 @@ from mrl.commands import shared
 from mrl.files import write_atomically
 
 if TYPE_CHECKING:
+    from mrl.config.derived import Machine
     from mrl.config.schema import AnyConfig, Config
     from mrl.config.trainers.table import OwnPlan
     from mrl.plan.chips import Cluster
@@ -24,7 +25,9 @@ def add(commands: Any) -> None:
     """The subcommand's arguments."""
     parser = commands.add_parser("plan", help="does it fit, what takes how long, who is where: before a GPU is held")
     shared.add_config(parser, "actor.parallel.tensor=8")
-    parser.add_argument("--gpu", metavar="KIND", help="such as h100-80g (default), h200; none: on CPUs")
+    parser.add_argument(
+        "--gpu", metavar="KIND", help="such as h100-80g, h200; none: on CPUs (default: this machine, if it fits)"
+    )
     parser.add_argument("--gpus", type=int, metavar="N", help="ranks (default: run.nodes x run.nproc)")
     parser.add_argument("--per-node", type=int, metavar="N", help="GPUs of a node (default: run.nproc, or 8)")
     parser.add_argument("--json", action="store_true", help="everything, as data")
@@ -44,11 +47,10 @@ def run(args: argparse.Namespace) -> int:
     from mrl.config.schema import Config
     from mrl.config.trainers.table import trainer_of
     from mrl.plan import picture, text
-    from mrl.plan.chips import DEFAULT, KINDS, Assumptions, Cluster, kind_problem
+    from mrl.plan.chips import KINDS, Assumptions, Cluster, kind_problem
     from mrl.plan.plan import machine_of, make, read_shapes
 
-    kind = args.gpu or DEFAULT
-    if problem := kind_problem(kind) or _wrong(args, kind):
+    if problem := (kind_problem(args.gpu) if args.gpu else None) or _wrong(args):
         print(f"mrl: {problem}", file=sys.stderr)
         return shared.CONFIG_ERROR
     try:
@@ -58,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
     machine = machine_of(cfg, args.gpus, args.per_node)
+    kind = args.gpu or _default_kind(cfg, machine, args.search or args.svg is not None)
     if machine.world_size % machine.local_world_size:
         print(
             f"mrl: {machine.world_size} ranks are no whole number of nodes of {machine.local_world_size} (--per-node)",
@@ -75,6 +78,32 @@ def run(args: argparse.Namespace) -> int:
         return DOES_NOT_FIT
     print(json.dumps(text.data(plan), indent=2) if args.json else "\n".join(text.lines(plan)))
     return DOES_NOT_FIT if plan.problems else 0
+
+
+def _default_kind(cfg: AnyConfig, machine: Machine, needs_gpus: bool) -> str:
+    """Returns the kind of this machine: its GPU, or "none" where a run fits into its memory; else the usual card.
+    Prints to stderr what is planned for."""
+    import psutil
+
+    from mrl.config.schema import Config
+    from mrl.plan.chips import DEFAULT, NO_GPU, Assumptions, Cluster, chip_named
+    from mrl.plan.plan import make, read_shapes
+    from mrl.platform import gpu_names
+
+    if names := gpu_names():
+        chip = chip_named(names[0])
+        kind, why = (chip.name, "this machine's GPU") if chip else (DEFAULT, f"the limits of {names[0]} are not known")
+    elif needs_gpus or not isinstance(cfg, Config) or machine.local_world_size != machine.world_size:
+        kind, why = DEFAULT, "there is no GPU here"
+    else:
+        cpus = Cluster(NO_GPU, machine.world_size, machine.local_world_size)
+        needed = make(cfg, cpus, read_shapes(cfg), Assumptions())
+        here = psutil.virtual_memory().total
+        fits = not needed.problems and needed.host_of_node < here
+        kind = NO_GPU.name if fits else DEFAULT
+        why = "this machine has no GPU" if fits else f"{here / 2**30:.0f} GiB without a GPU, as here, are too few"
+    print(f"planned for {kind}: {why}. --gpu KIND names another", file=sys.stderr)
+    return kind
 
 
 def _own(args: argparse.Namespace, cfg: AnyConfig, plan: OwnPlan) -> int:
@@ -150,10 +179,10 @@ def _is_written(file: Path, content: str) -> bool:
     return True
 
 
-def _wrong(args: argparse.Namespace, kind: str) -> str | None:
+def _wrong(args: argparse.Namespace) -> str | None:
     if any(number is not None and number < 1 for number in (args.per_node, args.gpus)):
         return "--gpus and --per-node take a number of at least 1"
-    if args.search and kind == "none":
+    if args.search and args.gpu == "none":
         return "--search compares seconds, which are planned for GPUs alone: name a --gpu"
     if args.search and (args.json or args.svg is not None):
         return "--json and --svg are for a plan, not for --search"

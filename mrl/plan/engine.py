@@ -10,6 +10,7 @@ from mrl.config.engines import ENGINES
 from mrl.config.fp8_shapes import ENGINE_BLOCK, is_engine_fp8
 from mrl.config.sections.rollout import RolloutConfig
 from mrl.families import FAMILIES, ModelArch
+from mrl.families.engine_cache import cache_bytes_a_token, cpu_requests
 from mrl.families.engine_names import VOCAB_MULTIPLE
 from mrl.families.table import weight_table
 
@@ -85,17 +86,11 @@ def weights_per_gpu(arch: ModelArch, tensor: int, dtype: int, *, quantized: bool
     return int(total)
 
 
-def cache_bytes_a_token(arch: ModelArch, tensor: int, dtype: int) -> int:
-    """Keys and values of all layers, on one GPU of `tensor`."""
-    (shared, a_head), heads = arch.cached_width, max(1, arch.num_kv_heads // tensor)
-    return arch.num_layers * (shared + heads * a_head) * dtype
-
-
 def plan_engine(
     arch: ModelArch,
     rollout: RolloutConfig,
     dtype: int,
-    free: float,
+    free: float | None,
     *,
     engines: int,
     gpus: tuple[int, ...],
@@ -105,7 +100,8 @@ def plan_engine(
     context: float,
     nodes: int = 1,
 ) -> EnginePlan:
-    """free: bytes of the GPU when the engine starts. engines: of the run. requests: of a step, all engines together."""
+    """free: bytes of the GPU when the engine starts; None: on CPUs. engines: of the run. requests: of a step, all
+    engines together."""
     tensor = rollout.tensor
     weights = weights_per_gpu(arch, tensor, dtype, quantized=rollout.quantization == "fp8")
     at_once = -(-min(rollout.concurrent_requests, requests) // engines)
@@ -113,9 +109,16 @@ def plan_engine(
     context_tokens = min(rollout.max_context_tokens or longest, longest)
     token_bytes = cache_bytes_a_token(arch, tensor, dtype)
     takes_a_share = "memory_fraction" not in ENGINES[rollout.engine].ignores
-    cache = max(0, int((rollout.memory_fraction if takes_a_share else 1.0) * (free - context)) - weights)
-    if not takes_a_share:  # but what its requests need
-        cache = min(cache, running * context_tokens * token_bytes)
+    needed = running * context_tokens * token_bytes
+    if free is None and takes_a_share:  # room for all requests in flight, from the start
+        wanted = rollout.max_running_requests or -(-rollout.concurrent_requests // rollout.servers)
+        cache = cpu_requests(arch, dtype, context_tokens, wanted) * context_tokens * token_bytes
+    elif free is None:
+        cache = needed
+    elif takes_a_share:
+        cache = max(0, int(rollout.memory_fraction * (free - context)) - weights)
+    else:
+        cache = min(max(0, int(free - context) - weights), needed)
     return EnginePlan(
         engines=engines,
         tensor=tensor,

@@ -141,15 +141,17 @@ class Plan:
 
     @property
     def host_of_node(self) -> float:
-        """Bytes of the first node, which has rank 0. Without GPUs with the models, and the engines' weights."""
+        """Bytes of the first node, which has rank 0. Without GPUs with the models, and what the engines hold."""
         first = range(min(self.cluster.gpus, self.cluster.per_node))
         beside = sum(item.nbytes for rank in first for item in self.host(rank))
         if self.on_gpu:
             return beside
         engine = self.engine
-        weights = engine.engines * engine.tensor // self.cluster.nodes * engine.weights if engine is not None else 0
+        engines = 0
+        if engine is not None:
+            engines = engine.engines * engine.tensor // self.cluster.nodes * (engine.weights + engine.cache)
         most = max(phase.total for _, phase in self.worst.values())
-        return beside + weights + len(first) * most
+        return beside + engines + len(first) * most
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -209,7 +211,7 @@ def _engine(
         actor.arch,
         rollout,
         actor.dtype,
-        left,
+        left if cluster.chip.is_gpu else None,
         engines=rollout.servers * (nodes.groups if nodes is not None else cluster.nodes // size),
         gpus=gpus,
         requests=work.size.sampled,

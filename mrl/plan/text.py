@@ -206,7 +206,7 @@ def _gib(nbytes: float) -> str:
 
 def beside(plan: Plan) -> Iterator[str]:
     """Host memory and disk."""
-    models = "" if plan.on_gpu else " (its models, and the weights of all engines, included)"
+    models = "" if plan.on_gpu else " (its models, and weights and KV caches of all engines, included)"
     yield f"host memory of the first node: {_gib(plan.host_of_node)} GiB{models}, of which rank 0 has"
     yield f"    {_items(plan.host(0))}"
     if plan.cfg.checkpoint.every_steps is not None:

@@ -12,7 +12,7 @@ AT_ONCE = 2  # adapters in memory: the one that is drawn with, and that there is
 
 
 def started_with(cfg: RLConfig) -> RolloutConfig:
-    """Returns the run's rollout settings with SGLang's arguments for adapters and routed experts where it needs them."""
+    """Returns the run's rollout settings, with SGLang's arguments for adapters and routed experts where needed."""
     rollout, words = cfg.engines()[0], list[str]()
     if cfg.actor.routing_replay == "engine" and "server_args" not in ENGINES[cfg.rollout.engine].ignores:
         words.append(ASK)

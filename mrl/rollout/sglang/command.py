@@ -10,15 +10,14 @@ from pathlib import Path
 
 from mrl.config.fp8_shapes import ENGINE_BLOCK
 from mrl.families import FAMILIES, hf_keys
+from mrl.families.engine_cache import cpu_requests
 from mrl.packages import missing_of_extra, pip_install
 from mrl.ports import GLOO, interface_of
 from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import Launch, ServerSpec
 
 SHIM = Path(__file__).with_name("cpu_shim")
-CPU_RUNNING_REQUESTS = 512
 PICTURES_MIB = 256  # what is computed of pictures before the tower; the weights have no part in it
-CPU_KV_CACHE_BYTES = 4 << 30  # at most; the server touches all of it when it starts
 # of torch's own allocator, and for the trainer: its expandable segments exclude torch_memory_saver
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # as quantised checkpoints of the hub say it; mrl.weights.sync.quantized pushes weights of this form
@@ -157,15 +156,10 @@ def _cpu(spec: ServerSpec) -> list[str]:
 
 
 def _cpu_cache(spec: ServerSpec) -> tuple[int, int]:
-    """Returns the number of requests that run at once, and KV cache slots: a full context for each of those requests,
-    so that none is ever retracted. CPU_KV_CACHE_BYTES bounds both."""
-    cfg, arch = spec.cfg, spec.arch
-    shared, a_head = arch.cached_width
-    bytes_a_token = arch.num_layers * (shared + arch.num_kv_heads * a_head) * DTYPE_BYTES[spec.dtype]
-    context = _context(spec)
-    share = -(-cfg.concurrent_requests // cfg.servers)
-    wanted = cfg.max_running_requests or min(CPU_RUNNING_REQUESTS, share)
-    running = max(1, min(wanted, CPU_KV_CACHE_BYTES // (bytes_a_token * context)))
+    """Returns the number of requests that run at once, and KV cache slots: a full context for each request."""
+    cfg, context = spec.cfg, _context(spec)
+    wanted = cfg.max_running_requests or -(-cfg.concurrent_requests // cfg.servers)
+    running = cpu_requests(spec.arch, DTYPE_BYTES[spec.dtype], context, wanted)
     return running, running * context
 
 
