@@ -13,12 +13,14 @@ samples to updated weights), sync (weights to the engine; TRL samples from the w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ CORES = 2
 WARM_STEPS = 4
 RUN_TIMEOUT_S = 1200
 MICROBATCH_TOKENS = 8192
+MEMORY_EVERY_S = 0.5
 PHASES = ("rollout", "training", "sync", "step")
 HOW = {"minimum": min, "median": statistics.median, "mean": statistics.fmean}
 Row = dict[str, float]
@@ -101,10 +104,10 @@ def run_trl(contender: Contender, python: str, directory: Path, shape: str, step
     """Fills in rows; returns the versions on TRL's side."""
     command = [python, str(HERE / "trl_program.py"), str(directory), shape, str(steps), str(CORES)]
     command += contender.options
-    output = run(command, {"OMP_NUM_THREADS": str(CORES), "HF_HUB_OFFLINE": "1", **contender.env})
+    output, peak = run(command, {"OMP_NUM_THREADS": str(CORES), "HF_HUB_OFFLINE": "1", **contender.env})
     line = next(line for line in output.splitlines() if line.startswith("RESULT "))
     result = json.loads(line.removeprefix("RESULT "))
-    contender.rows += [{"sync": 0.0, **row} for row in result["rows"][WARM_STEPS:]]
+    contender.rows += [{"sync": 0.0, **row, "peak_gib": peak} for row in result["rows"][WARM_STEPS:]]
     return dict(result["versions"])
 
 
@@ -113,7 +116,7 @@ def run_mrl(contender: Contender, directory: Path, shape: workload.Shape, steps:
     config = directory / "mrl.yaml"
     config.write_text(json.dumps(mrl_config(directory, shape, steps)))  # YAML contains JSON
     command = [sys.executable, "-m", "mrl", "train", str(config), f"run.name={name}", *contender.options]
-    run(command, {"OMP_NUM_THREADS": "1", **contender.env})
+    _, peak = run(command, {"OMP_NUM_THREADS": "1", **contender.env})
     metrics = [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
     if not shape.as_expected([round(row["response/mean_tokens"]) for row in metrics]):
         sys.exit(f"{name}: the lengths of responses are not those of the workload")
@@ -125,6 +128,7 @@ def run_mrl(contender: Contender, directory: Path, shape: workload.Shape, steps:
                 "sync": row["time/sync"],
                 "step": row["unix_time"] - before["unix_time"],
                 "tokens": row["response/mean_tokens"],
+                "peak_gib": peak,
             }
         )
 
@@ -148,18 +152,36 @@ def mrl_config(directory: Path, shape: workload.Shape, steps: int) -> dict[str, 
     }
 
 
-def run(command: list[str], env: dict[str, str]) -> str:
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    return done.stdout
+def run(command: list[str], env: dict[str, str]) -> tuple[str, float]:
+    """Returns what the command printed, and the peak memory of all of its processes in GiB."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err, text=True)
+        peak = _watched(process)
+        out.seek(0), err.seek(0)
+        said, errors = out.read(), err.read()
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{said[-3000:]}\n{errors[-3000:]}")
+    return said, peak
+
+
+def _watched(process: subprocess.Popen[str]) -> float:
+    """Waits for the end of the process; returns the most GiB that it and its descendants had at once."""
+    import psutil
+
+    peak, deadline = 0, time.monotonic() + RUN_TIMEOUT_S
+    root = psutil.Process(process.pid)
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            process.kill()
+            sys.exit(f"{' '.join(map(str, process.args))} did not end within {RUN_TIMEOUT_S} s")
+        held = 0
+        for one in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):  # it has ended
+                held += one.memory_full_info().pss  # shared pages count once
+        peak = max(peak, held)
+        time.sleep(MEMORY_EVERY_S)
+    return peak / 2**30
 
 
 def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
@@ -199,7 +221,7 @@ def main() -> None:
     parser.add_argument("--trl-python", required=True, help="interpreter of an environment with TRL and torch")
     parser.add_argument("--shape", choices=sorted(workload.SHAPES), default="toy")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=14, help=f"of a run, {WARM_STEPS} of which are left out (14)")
     parser.add_argument("--only", nargs="*", choices=names, default=names)
     parser.add_argument("--output", type=Path, help="tools/bench/results/grpo_vs_trl_SHAPE.json if not given")
     args = parser.parse_args()

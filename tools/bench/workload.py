@@ -26,7 +26,8 @@ EOS = "<|endoftext|>"  # which Qwen2 adds to tokenizers that have it not
 @dataclass(frozen=True)
 class Shape:
     """new_tokens, prompt_tokens: at most. ends_after: the mean length of responses that end by themselves; None: all
-    have new_tokens, and all prompts prompt_tokens. microbatch: samples that TRL takes at once."""
+    have new_tokens, and all prompts prompt_tokens. microbatch: samples that TRL takes at once. task: a directory of
+    tools/make_arithmetic_task.py, whose pretrained model and prompts are taken; None: both are random."""
 
     vocab: int = 512
     hidden: int = 128
@@ -35,6 +36,7 @@ class Shape:
     new_tokens: int = 64
     ends_after: int | None = None
     microbatch: int = 128
+    task: str | None = None
 
     @property
     def samples(self) -> int:
@@ -72,11 +74,23 @@ SHAPES = {
     "toy": Shape(),
     "uneven": Shape(prompt_tokens=512, new_tokens=512, ends_after=80, microbatch=16),
     "vocabulary": Shape(vocab=151_936, hidden=256, prompts_per_step=4, microbatch=8),
+    "smollm2": Shape(
+        vocab=49_152,
+        hidden=576,
+        prompts_per_step=8,
+        prompt_tokens=64,
+        new_tokens=12,
+        ends_after=11,
+        microbatch=16,
+        task="runs/quickstart_real_task",
+    ),
 }
 
 
 def make(directory: Path, shape: Shape, seed: int = 1) -> int:
     """Writes directory/model and directory/train.jsonl; returns the number of the model's parameters."""
+    if shape.task is not None:
+        return _pretrained(Path(shape.task), directory)
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -86,6 +100,29 @@ def make(directory: Path, shape: Shape, seed: int = 1) -> int:
     model.save_pretrained(directory / "model")
     _tokenizer(shape).save_pretrained(directory / "model")
     rows = [{"prompt": text, "answer": ""} for text in _prompts(shape, seed)]
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return sum(p.numel() for p in model.parameters())
+
+
+def _pretrained(task: Path, directory: Path) -> int:
+    """The task's model in float32, and its prompts as both sides read them: by the model's chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(task / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    model.save_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "model")
+    asked = [json.loads(line)["prompt"] for line in (task / "data" / "train.jsonl").read_text().splitlines()]
+    rows = [
+        {
+            "prompt": tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+            ),
+            "answer": "",
+        }
+        for text in asked
+    ]
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return sum(p.numel() for p in model.parameters())
 

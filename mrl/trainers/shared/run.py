@@ -69,8 +69,8 @@ class Loop:
         self._is_deadline_told = True
         self.recorder.note(
             f"step {step} took {seconds:.0f} s, longer than resilience.save_deadline_s = {deadline:g}: a run told to "
-            "stop (SIGTERM) in such a step loses all steps since its last checkpoint. Set resilience.save_deadline_s to "
-            f"{math.ceil(1.5 * seconds)} if the scheduler waits that long before it kills, and "
+            "stop (SIGTERM) in such a step loses all steps since its last checkpoint. Set resilience.save_deadline_s "
+            f"to {math.ceil(1.5 * seconds)} if the scheduler waits that long before it kills, and "
             "checkpoint.every_steps to fewer steps"
         )
 
