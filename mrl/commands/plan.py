@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mrl.plan.chips import Cluster
 
 DOES_NOT_FIT = 1
+DRIVER = Path("/proc/driver/nvidia")
 
 
 def add(commands: Any) -> None:
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return shared.CONFIG_ERROR
     machine = machine_of(cfg, args.gpus, args.per_node)
-    kind = args.gpu or _default_kind(cfg, machine, args.search or args.svg is not None)
+    kind, why = (args.gpu, "") if args.gpu else _default_kind(cfg, machine, args.search or args.svg is not None)
     if machine.world_size % machine.local_world_size:
         print(
             f"mrl: {machine.world_size} ranks are no whole number of nodes of {machine.local_world_size} (--per-node)",
@@ -76,34 +77,38 @@ def run(args: argparse.Namespace) -> int:
     plan = make(cfg, cluster, read_shapes(cfg), Assumptions())
     if args.svg is not None and not _is_written(args.svg, picture.draw(plan.places)):
         return DOES_NOT_FIT
+    if why and not args.json:
+        print(f"planned for {kind}: {why} (--gpu KIND plans for another)")
     print(json.dumps(text.data(plan), indent=2) if args.json else "\n".join(text.lines(plan)))
     return DOES_NOT_FIT if plan.problems else 0
 
 
-def _default_kind(cfg: AnyConfig, machine: Machine, needs_gpus: bool) -> str:
-    """Returns the kind of this machine: its GPU, or "none" where a run fits into its memory; else the usual card.
-    Prints to stderr what is planned for."""
+def _default_kind(cfg: AnyConfig, machine: Machine, needs_gpus: bool) -> tuple[str, str]:
+    """Returns the kind of this machine (its GPU, or "none" where a run fits into its memory), else the usual card, and
+    why."""
     import psutil
 
     from mrl.config.schema import Config
     from mrl.plan.chips import DEFAULT, NO_GPU, Assumptions, Cluster, chip_named
     from mrl.plan.plan import make, read_shapes
-    from mrl.platform import gpu_names
 
-    if names := gpu_names():
-        chip = chip_named(names[0])
-        kind, why = (chip.name, "this machine's GPU") if chip else (DEFAULT, f"the limits of {names[0]} are not known")
-    elif needs_gpus or not isinstance(cfg, Config) or machine.local_world_size != machine.world_size:
-        kind, why = DEFAULT, "there is no GPU here"
-    else:
-        cpus = Cluster(NO_GPU, machine.world_size, machine.local_world_size)
-        needed = make(cfg, cpus, read_shapes(cfg), Assumptions())
-        here = psutil.virtual_memory().total
-        fits = not needed.problems and needed.host_of_node < here
-        kind = NO_GPU.name if fits else DEFAULT
-        why = "this machine has no GPU" if fits else f"{here / 2**30:.0f} GiB without a GPU, as here, are too few"
-    print(f"planned for {kind}: {why}. --gpu KIND names another", file=sys.stderr)
-    return kind
+    if name := next(map(_gpu_model, sorted(DRIVER.glob("gpus/*/information"))), ""):
+        chip = chip_named(name)
+        return (chip.name, "this machine's GPU") if chip else (DEFAULT, f"the limits of {name} are not known")
+    if needs_gpus or not isinstance(cfg, Config) or machine.local_world_size != machine.world_size:
+        return DEFAULT, "there is no GPU here"
+    cpus = Cluster(NO_GPU, machine.world_size, machine.local_world_size)
+    needed = make(cfg, cpus, read_shapes(cfg), Assumptions())
+    here = psutil.virtual_memory().total
+    if not needed.problems and needed.host_of_node < here:
+        return NO_GPU.name, "this machine has no GPU"
+    return DEFAULT, f"it does not fit into the {here / 2**30:.0f} GiB of this machine, which has no GPU"
+
+
+def _gpu_model(information: Path) -> str:
+    """Returns a GPU's name by its driver. No torch is imported for it: a plan takes a second."""
+    lines = dict(line.split(":", 1) for line in information.read_text().splitlines() if ":" in line)
+    return lines.get("Model", "").strip()
 
 
 def _own(args: argparse.Namespace, cfg: AnyConfig, plan: OwnPlan) -> int:
