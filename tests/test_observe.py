@@ -41,7 +41,7 @@ from mrl.observe import (
 )
 from mrl.observe.curves import moving_mean, to_bytes
 from mrl.observe.lock import Lock
-from mrl.observe.progress import LiveDisplay, Progress
+from mrl.observe.progress import LiveDisplay, PlainDisplay, Progress, headlines
 from mrl.observe.report import grids
 from mrl.observe.samples import before_after
 from mrl.observe.time_line import Bar, bars, draw_time_line
@@ -237,6 +237,27 @@ def drawn(display: LiveDisplay) -> str:
     console.print(display.render())
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
+
+
+def test_a_long_phase_is_told_by_the_clock_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mrl.observe.progress.PLAIN_TICK_S", 0.06)
+    progress, out = Progress(3), StringIO()
+    progress.enter("rollout")
+    progress.expected = 96
+    display = PlainDisplay(progress, Console(file=out))
+    try:
+        deadline = time.monotonic() + 20
+        while "rollout: 0/96 after" not in out.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "rollout: 0/96 after" in out.getvalue(), "although no response has come"
+    finally:
+        display.close()
+
+
+def test_a_step_of_rl_is_shown_with_truncation_and_without_the_loss_of_a_policy_gradient() -> None:
+    shown = dict(headlines({"reward/mean": 0.5, "actor/loss": 1e-9, "actor/pg_loss": 1e-9, "response/truncated": 0.86}))
+    assert shown == {"reward": "0.500", "truncated": "86%"}
+    assert dict(headlines({"actor/loss": 1.5})) == {"loss": "1.5000"}
 
 
 def test_live_display_shows_the_run_and_the_phase() -> None:

@@ -29,7 +29,7 @@ from mrl.config.trainers.base import Config  # noqa: E402
 from mrl.data.balance import plan_micro_batches  # noqa: E402
 from mrl.families import ModelArch, load_arch  # noqa: E402
 from mrl.parallel import Mesh  # noqa: E402
-from mrl.plan.chips import CHIPS, Assumptions, Cluster  # noqa: E402
+from mrl.plan.chips import CHIPS, NO_GPU, Assumptions, Cluster  # noqa: E402
 from mrl.plan.engine import weights_per_gpu  # noqa: E402
 from mrl.plan.grid import Grid  # noqa: E402
 from mrl.plan.memory import NEEDS  # noqa: E402
@@ -56,6 +56,46 @@ def plan_of(name: str, *overrides: str, gpu: str = "h100-80g") -> Plan:
     cfg = recipe(name, *overrides)
     cluster = Cluster(CHIPS[gpu], machine_of(cfg).world_size)
     return make(cfg, cluster, read_shapes(cfg), Assumptions())
+
+
+@pytest.mark.parametrize(
+    ("name", "driver", "head"),
+    [
+        ("quickstart_gpu", "", "planned for none: this machine has no GPU"),
+        ("ppo_llama70b_64gpu", "", "planned for h100-80g: there is no GPU here"),
+        ("grpo_qwen0.6b_1gpu", "NVIDIA H200", "planned for h200: this machine's GPU"),
+        ("grpo_qwen0.6b_1gpu", "NVIDIA X9", "planned for h100-80g: the limits of NVIDIA X9 are not known"),
+    ],
+)
+def test_a_plan_is_for_this_machine(
+    name: str,
+    driver: str,
+    head: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("mrl.commands.plan.DRIVER", tmp_path)
+    if driver:
+        card = tmp_path / "gpus" / "0000:01:00.0"
+        card.mkdir(parents=True)
+        (card / "information").write_text(f"Model: \t\t {driver}\nIRQ:   \t\t 47\n")
+    tiny = ["model.path=yaml_configs/models/sort-20m"] if name == "quickstart_gpu" else []
+    main(["plan", f"yaml_configs/{name}.yaml", *tiny])
+    assert capsys.readouterr().out.startswith(head)
+
+
+def test_caches_of_engines_on_cpus_are_in_the_plan() -> None:
+    def of_node(*keys: str) -> float:
+        cfg = recipe("quickstart_real", "model.path=yaml_configs/models/Qwen3-0.6B", *keys)
+        machine = machine_of(cfg)
+        plan = make(cfg, Cluster(NO_GPU, machine.world_size, machine.local_world_size), read_shapes(cfg), Assumptions())
+        assert plan.engine is not None and plan.engine.holds >= plan.engine.wanted
+        return plan.host_of_node
+
+    a_token = 28 * 8 * 128 * 2 * 4  # layers, heads, keys and values, float32
+    more = of_node("rollout.concurrent_requests=128") - of_node("rollout.concurrent_requests=64")
+    assert more == 64 * 88 * a_token
 
 
 def test_what_does_not_fit_is_said_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:

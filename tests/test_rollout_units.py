@@ -22,11 +22,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mrl.config.derived import Machine
 from mrl.config.schema import RolloutConfig, SamplingConfig
+from mrl.families import load_arch
+from mrl.families.engine_cache import CPU_BYTES, cache_bytes_a_token
 from mrl.rollout import sample_seed
 from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import CPU, Launch, ServerSpec
 from mrl.rollout.seeds import _splitmix64
-from mrl.rollout.sglang.command import SHIM, sglang_launch
+from mrl.rollout.sglang.command import CONTEXT_KEPT, SHIM, sglang_launch
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import adaptations, batched_attention, layers, pictures
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.draws import draw
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.kernels import assign_req_to_token_pool_cpu, murmur_hash32_cpu
@@ -282,6 +284,22 @@ def test_the_command_line_of_a_server(tiny_models: TinyModels, tmp_path: Path, m
     assert "--disable-shared-experts-fusion" in shared.command and "--disable-shared-experts-fusion" not in gpu.command
     scratch = start(RolloutConfig(), str(tiny_models("llama", weights=False)), "float32", 1, 0, 0, machine=CPU)
     assert dict(zip(scratch.command, scratch.command[1:]))["--load-format"] == "dummy"
+
+
+def test_a_server_on_cpus_reserves_cache_for_the_requests_of_a_run(tiny_models: TinyModels, tmp_path: Path) -> None:
+    model = tiny_models("llama", max_position_embeddings=8192)
+    start = partial(launch, folder=tmp_path)
+
+    def flags(cfg: RolloutConfig) -> tuple[int, int]:
+        command = start(cfg, str(model), "float32", 8000, 0, 5, machine=CPU).command
+        found = dict(zip(command, command[1:]))
+        return int(found["--max-running-requests"]), int(found["--max-total-tokens"])
+
+    short = RolloutConfig(servers=2, concurrent_requests=64, max_context_tokens=90)
+    assert flags(short) == (32, 32 * (90 + CONTEXT_KEPT))
+    bytes_a_token = cache_bytes_a_token(load_arch(model), 1, 4)
+    running, tokens = flags(RolloutConfig(concurrent_requests=512, max_context_tokens=8192))
+    assert tokens == running * (8192 + CONTEXT_KEPT) and tokens * bytes_a_token <= CPU_BYTES, "never retracted"
 
 
 def test_the_shim_stays_out_of_the_way_of_the_real_packages(tmp_path: Path, tiny_models: TinyModels) -> None:
