@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from pathlib import Path
@@ -122,12 +123,19 @@ def refusals(ctx, prompt):
         ({**good, "n": 2}, "n is 2"), ({**good, "stop": ["x"]}, "stop is"), ({**good, "tools": [1]}, "tools[0]"),
         ({**good, "tool_choice": "required"}, "tool_choice is"),
         ({**good, "response_format": {"type": "json_object"}}, "response_format is"),
+        ({**good, "logit_bias": {"5": -100}}, "logit_bias is"),
+        ({**good, "presence_penalty": 0.5}, "presence_penalty is"),
+        ({**good, "reasoning_effort": "low"}, "reasoning_effort is not known"),
+        ({**good, "messages": [{"role": "user", "content": "a" * 300_000}]}, "more than agent.max_tokens can hold"),
     ]
     for body, message in wrong:
         status, answer = post(ctx, body)
         assert status == 400 and message in answer["error"]["message"], (body, status, answer)
     assert post(ctx, good, key="guessed")[0] == 401
     assert post(ctx, good, path="/completions")[0] == 404
+    for text in (b'{"messages": NaN}', b'{"messages": 1e999}', b'{"messages": [], "messages": []}'):
+        status, answer = post(ctx, None, raw=text)
+        assert status == 400 and "no JSON" in answer["error"]["message"], answer
     assert post(ctx, None, raw=b"{")[0] == 400 and post(ctx, None, raw=b"[" * 100000)[0] == 400
     said(ctx, good["messages"])
     return 1.0
@@ -334,18 +342,18 @@ def test_a_harness_that_never_ends_is_ended(harnesses: Path) -> None:
 
 
 def test_a_run_that_does_not_answer_is_waited_for_in_bounded_time() -> None:
-    session = Session(lambda question: None, lambda text, finish, number: {}, timeout_s=0.1)
+    session = Session(lambda question: None, lambda told, number, tools: {}, 0.1, 1000)
     with pytest.raises(BadChat, match="the run has not answered within 0.1 s") as caught:
-        session.generate({"messages": []})
+        asyncio.run(session.generate({"messages": [], "tools": []}))
     assert caught.value.status == 504
 
 
 def test_an_error_of_a_parser_is_told_to_the_harness() -> None:
-    def broken(text: str, finish: str, number: int) -> dict[str, Any]:
+    def broken(told: dict[str, Any], number: int, tools: list[Any]) -> dict[str, Any]:
         raise KeyError("no such call")
 
     told = {"answer": {"text": "x", "finish": "stop", "tokens": [1, 1]}}
-    session = Session(lambda question: threading.Timer(0.1, lambda: session.answer(told)).start(), broken, 20)
+    session = Session(lambda question: threading.Timer(0.1, lambda: session.answer(told)).start(), broken, 20, 1000)
     endpoint = Door().open(session)
     reply = httpx.post(
         f"{endpoint.url}/chat/completions",
