@@ -36,7 +36,7 @@ def raw_decode(text: str, start: int) -> tuple[Any, int]:
     except json.JSONDecodeError:
         raise
     except RecursionError:
-        raise json.JSONDecodeError("nested too deep", text, start) from None
+        raise json.JSONDecodeError("nested too deeply", text, start) from None
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
         raise json.JSONDecodeError(f"{half} is half of a character (a lone surrogate)", text, start) from None

@@ -42,14 +42,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("strict_json", "user_functions"),
     ),
     "algo": ("kernels", "options", "user_functions"),
-    "data": ("core", "units", "families", "config", "foreign"),
+    "data": ("core", "units", "families", "config", "foreign", "strict_json"),
     "weights": (
         *("core", "families", "config", "platform", "parallel", "kernels", "models", *ON_DISK),
         *("rollout.errors", "rollout.access", "rollout.protocol", "rollout.client", "data.packing"),
     ),
     "learner": BELOW,
     "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", *ON_DISK),
-    "observe": ("core", "config", "files", "packages", "redaction", "resilience.protocol"),
+    "observe": ("core", "config", "files", "packages", "redaction", "resilience.protocol", "strict_json"),
     "cards": ("observe", "weights.disk", "directories", "packages", "redaction"),
     "resilience": ("core", "config", "copies", "platform", "parallel", "failure", "files"),
     "diffusion": (

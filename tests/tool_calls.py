@@ -120,7 +120,7 @@ TEXTS = [
     Text("hermes", hermes('{"name": 3}'), NONE, '"name" must be'),
     Text("hermes", hermes('["look"]'), NONE, "must be a JSON object"),
     Text("hermes", hermes('{"name": "look", "arguments": [1]}'), NONE, '"arguments" must be a JSON object', False),
-    Text("hermes", hermes("[" * 100_000), NONE, "nested too deep"),
+    Text("hermes", hermes("[" * 100_000), NONE, "nested too deeply"),
     Text("hermes", hermes('{"name": "run", "arguments": "{\\"n\\": 1}"}'), (run(n=1),), same=False),
     Text(
         "hermes", "<think>" + hermes('{"name": "run"}') + "</think>" + hermes('{"name": "look"}'), (LOOK,), same=False
