@@ -132,6 +132,17 @@ def test_of_sglang_only_health_is_open_and_nothing_is_written(
     assert {ip for ip, _ in ports} == {"127.0.0.1"}, "reached from other machines"
 
 
+def test_a_flood_of_strangers_at_the_transformers_engine_changes_nothing(engine: Engine) -> None:
+    client, port = engine.client(engine.urls[0]), int(engine.urls[0].rpartition(":")[2])
+    before, result = client.weights_checksum(), list[dict[str, int]]()
+    thread = threading.Thread(target=lambda: result.append(in_a_child(lambda: flood(port, 3, idle=1500))))
+    thread.start()
+    while thread.is_alive():
+        assert client.weights_checksum() == before
+    thread.join()
+    assert result[0]["held"] > 1024 and result[0]["dropped"] > 500 and result[0]["401"] > 0
+
+
 def test_the_key_is_for_the_engine_s_account_alone(engine: Engine, tiny_models: TinyModels, tmp_path: Path) -> None:
     key = engine.access.api_key
     assert key is not None and len(key) == 64

@@ -79,6 +79,7 @@ class Session:
         if self._refusals >= MAX_REFUSALS:
             raise BadChat(f"{MAX_REFUSALS} requests were refused: the harness is to end")
         size = len(strict_json.dumps(question, ensure_ascii=False).encode("utf-8", "replace"))
+        answer: Message
         if size > self._max_bytes:
             answer = {"over": f"the messages and tools have {size} bytes, more than agent.max_tokens can hold"}
         else:

@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -100,7 +101,7 @@ class _Trajectories:
         if (waits := self._waiting.pop(number, None)) is not None:
             waits.cancel()
 
-    async def _play(self, number: int, row: dict[str, Any], tools: list[Tool], prompt: str, seed: int) -> None:
+    async def _play(self, number: int, row: dict[str, Any], tools: Sequence[Tool], prompt: str, seed: int) -> None:
         async def ask(question: dict[str, Any]) -> dict[str, Any]:
             self._waiting[number] = asyncio.get_running_loop().create_future()
             self._say({"id": number, **question, "reward": ctx.take_reward()})
@@ -156,7 +157,7 @@ class _Trajectories:
                 program.cancel()
                 await asyncio.wait({program}, timeout=CLEAN_UP_S)
 
-    def _message(self, answer: dict[str, Any], number: int, tools: list[Tool]) -> dict[str, Any]:
+    def _message(self, answer: dict[str, Any], number: int, tools: Sequence[Tool]) -> dict[str, Any]:
         """A turn as a harness gets it. A call that cannot be read stays text."""
         found = found_in(answer, self._parser, tools)
         if found is None:
