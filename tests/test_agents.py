@@ -98,6 +98,10 @@ async def says_much(ctx, prompt):
     ctx.say("x" * 50_000_000)
     await ctx.generate()
 
+async def begins_with_much(ctx, prompt):
+    ctx.say("x" * 50_000_000)
+    await ctx.generate()
+
 async def says_nan(ctx, prompt):
     await ctx.generate()
     ctx.say([{"role": "tool", "content": "", "found": float("nan")}])
@@ -339,6 +343,8 @@ def test_words_that_cannot_fit_are_not_tokenised(programs: Path, monkeypatch: py
     [sample] = play(programs, "says_much", count=1, retries=0, max_tokens=1000)
     assert sample.environment == {"score": 1.0} and len(sample.messages) == 1
     assert max(map(len, sizes)) < 1000
+    with pytest.raises(AgentError, match="ended before the model had a turn: 5000000. bytes .*agent.max_tokens"):
+        play(programs, "begins_with_much", count=1, retries=0, max_tokens=1000)
 
 
 def test_the_exception_of_a_program_is_kept_whole(programs: Path) -> None:

@@ -59,6 +59,7 @@ class Context:
     rng: random numbers that are the same whenever this trajectory is made
     tools: declarations of tools in OpenAI's form, from which agent.parser takes the types of arguments; those of the
         row, until the program sets others
+    why_over: why the model has no turn left, once the program was told so
     endpoint: where agent.endpoint is set, what a harness asks for turns, in place of `generate`
     """
 
@@ -74,7 +75,7 @@ class Context:
         max_bytes: float = math.inf,
     ) -> None:
         self.tools, self.ended = tools, asyncio.Event()
-        self._max_bytes, self._said_bytes, self._overs, self._why_over = max_bytes, 0, 0, ""
+        self._max_bytes, self._said_bytes, self._overs, self.why_over = max_bytes, 0, 0, ""
         self._asked: asyncio.Future[dict[str, Any]] | None = None  # a turn that no program has got yet
         self._is_waiting = False
         self._parser, self._limits = parser, dict(limits or {})
@@ -93,13 +94,13 @@ class Context:
         if self._is_waiting:
             raise RuntimeError("ctx.generate() was called while another call waits for its turn: await one at a time")
         if self._said_bytes > self._max_bytes:
-            self._why_over = f"{self._said_bytes} bytes were said, more than agent.max_tokens can hold"
-        if self._why_over:
+            self.why_over = f"{self._said_bytes} bytes were said, more than agent.max_tokens can hold"
+        if self.why_over:
             self._overs += 1
             if self._overs > MAX_OVERS:
                 self.ended.set()
                 await asyncio.Event().wait()  # until the worker cancels the program
-            raise Over(self._why_over)
+            raise Over(self.why_over)
         if self._asked is None:
             said, self._said, self._said_bytes = self._said, [], 0
             self._asked = asyncio.ensure_future(self._ask({"say": said}))
@@ -110,8 +111,8 @@ class Context:
             self._is_waiting = False
         self._asked = None
         if "over" in answer:
-            self._why_over = answer["over"]
-            raise Over(self._why_over)
+            self.why_over = answer["over"]
+            raise Over(self.why_over)
         found = found_in(answer, self._parser, self.tools)
         calls, error = (found.calls, found.error) if found is not None else ((), "")
         return Turn(answer["text"], tuple(answer["ids"]), answer["finish"], answer["number"], calls, error)

@@ -48,7 +48,8 @@ class Endpoint:
 class Session:
     """One trajectory's requests, one after the other.
 
-    arrived: the last answer, unless its harness was gone; has_ended_model: the model has no turn left
+    arrived: the last answer, unless its harness was gone; why_over: why the model has no turn left, once the harness
+    was told so
 
     Args:
         ask: sends a question to rank 0, which `answer` answers.
@@ -67,7 +68,7 @@ class Session:
         self._ask, self._parse, self._timeout_s, self._max_bytes = ask, parse, timeout_s, max_bytes
         self.turn = asyncio.Lock()
         self.arrived: Message | None = None
-        self.has_ended_model = False
+        self.why_over = ""
         self._answers = self._refusals = 0
         self._state = threading.Lock()
         self._waits: Future[Message] | None = None
@@ -92,7 +93,7 @@ class Session:
             raise _ended()
         self._refusals += "answer" not in answer
         if "over" in answer:
-            self.has_ended_model = True
+            self.why_over = answer["over"]
             raise BadChat(f"the model has no turn left: {answer['over']}", code="context_length_exceeded")
         if "refused" in answer:
             raise BadChat(answer["refused"], "messages")

@@ -112,7 +112,7 @@ class Agents:
                         done += self._failed(live.pop(number), {"error": str(error)}, live, messages)
                         continue
                     if no is not None:
-                        messages[number], trajectory.over = no, no.get("over", "")
+                        messages[number] = no
                     else:
                         asking[trajectory.request.sample_id] = number
             if done:
@@ -162,7 +162,7 @@ class Agents:
             return []
         what = answer.get("fault") or f"raised {answer.get('error')}"
         if "done" in answer:
-            what = "ended before the model had a turn" + (f": {trajectory.over}" if trajectory.over else "")
+            what = "ended before the model had a turn" + (f": {answer['over']}" if answer["over"] else "")
         why = f"agent.rollout {self.cfg.rollout!r} on {trajectory.name} {what} (begun {faults} times: agent.retries)"
         why = "\n".join(filter(None, (why, answer.get("traceback", "").rstrip())))
         if self.cfg.on_error == "stop":

@@ -88,13 +88,12 @@ class Next:
 
 @dataclass
 class Trajectory:
-    """Of one sample. faults: how often it was begun anew; ends_at: by the monotonic clock, it is late after that; over:
-    why the model has no turn left"""
+    """Turns and words of one sample. faults: how often it was begun anew; ends_at: by the monotonic clock, it is late
+    after that"""
 
     request: Request
     faults: int = 0
     ends_at: float = math.inf
-    over: str = ""
     lines: list[Line] = field(default_factory=list)
     turns: list[Sample] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)

@@ -4,8 +4,8 @@ On the socket FD come JSON objects. First the setup {"sys_path", "rollout", "par
 "answer_timeout_s", "max_bytes"}, answered by {"ready": true} or {"load_error": text}. Then {"id", "start": {"row",
 "tools", "prompt", "seed"}} begins a trajectory, {"id", "turn": {...}} and {"id", "over": why} answer one that has
 asked, {"drop": true} ends all, with an "id" that one. Of each trajectory come {"id", "say": [...]}, which asks for a
-turn, and at its end {"id", "done": {"score", ...}} or {"id", "error": one line, "traceback": text}; with each "reward",
-what was given since the one before.
+turn, and at its end {"id", "done": {"score", ...}, "over": why} or {"id", "error": one line, "traceback": text}; with
+each "reward", what was given since the one before.
 
 With an endpoint a turn is asked for by {"id", "chat": {"messages", "tools"}}, and answered by {"id", "answer": {"text",
 "finish", "tokens"}}, {"id", "over": why} or {"id", "refused": why}; "arrived" then comes with the next question or the
@@ -132,10 +132,10 @@ class _Trajectories:
             except Over:
                 result = None
             except Exception:
-                if not session.has_ended_model:  # how a harness fails that is told so is its own affair
+                if not session.why_over:  # how a harness fails that is told so is its own affair
                     raise
                 result = None
-            return {"done": score_of(result, ctx)}
+            return {"done": score_of(result, ctx), "over": ctx.why_over or session.why_over}
         except (Exception, asyncio.CancelledError) as error:
             text = "".join(traceback.format_exception(error))
             if len(text) > MAX_TRACEBACK_CHARS:
