@@ -90,6 +90,7 @@ TEXTS_BY_PARSER = {given.parser: given.text for given in reversed(TEXTS)}
         ('```python\ns = """\n```python\n"""\n```', [("python", 's = """\n```python\n"""\n')], ""),
         ("* so\n  ~~~c++ main.cc\n  int\n    x;\n  ~~~", [("c++", "int\n  x;\n")], ""),
         ("```x = 1``` is code in a line", [], ""),
+        ("```sh\na\u2028  ```\n```", [("sh", "a\u2028  ```\n")], ""),
         ("```sh\nls\n```\n```python\nprint(1)", [("sh", "ls\n")], "line 4, column 1: a block of code is not closed"),
         ("<think>\n```sh\nrm\n```\n</think>\n```sh\nls\n```", [("sh", "ls\n")], ""),
     ],

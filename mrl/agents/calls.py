@@ -276,7 +276,7 @@ def _read_fenced(text: str, start: int, tools: Sequence[Tool]) -> Read:
     opened: tuple[int, str, int, str] | None = None  # place, signs, indent, language
     code: list[str] = []
     at = start
-    for line in text[start:].splitlines(keepends=True):
+    for line in re.findall(r"[^\n]*\n|[^\n]+", text[start:]):
         bare = line.strip()
         signs = re.match(r"`{3,}(?!.*`)|~{3,}", bare)
         if opened is None and signs is not None:
@@ -410,5 +410,6 @@ def _checked(found: Iterable[Any], name: str) -> Iterable[Call]:
         is_pair = isinstance(each, tuple) and len(each) == 2
         if not is_pair or not isinstance(each[0], str) or not isinstance(each[1], Mapping):
             raise TypeError(f"{KEY} {name!r} gave {each!r}, expected (name, arguments by name)")
-        strict_json.dumps(dict(each[1]))  # NaN is the model's mistake, an object that is no JSON the parser's
+        # ValueError: the model's mistake, such as NaN; TypeError: the parser's, such as an object that is no JSON
+        strict_json.dumps(dict(each[1]), ensure_ascii=False).encode()
         yield Call(each[0], dict(each[1]))
