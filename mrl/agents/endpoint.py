@@ -28,6 +28,7 @@ MAX_HEAD_BYTES = 16 << 10  # of a request before its body: all that is read with
 HEAD_S = 10.0  # until a new connection has sent the head of its first request
 IDLE_S = 60.0  # until a connection with a key sends its next request, the whole body, or takes an answer
 MAX_BODY_BYTES = 64 << 20
+AT_A_TIME = 16
 BACKLOG = 1024  # connections that the kernel keeps until they are accepted
 CHAT, MODELS = "/v1/chat/completions", "/v1/models"
 
@@ -161,7 +162,9 @@ class Door:
             session.close()
 
     async def _serve(self, listening: socket.socket) -> None:
-        server = await asyncio.start_server(self._connection, sock=listening, limit=MAX_HEAD_BYTES, backlog=BACKLOG)
+        # asyncio accepts `backlog` connections at a time: few, so that each is read before a flood makes it the oldest
+        server = await asyncio.start_server(self._connection, sock=listening, limit=MAX_HEAD_BYTES, backlog=AT_A_TIME)
+        listening.listen(BACKLOG)
         await server.serve_forever()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
