@@ -162,6 +162,16 @@ def test_a_parser_may_be_ones_own(tmp_path: Path) -> None:
         load_parser(f"{file}:brace")
 
 
+def test_an_error_of_several_lines_is_told_whole(tmp_path: Path) -> None:
+    file = tmp_path / "fails.py"
+    file.write_text('raise KeyError("first\\nsecond")\n')
+    with pytest.raises(FunctionError, match=r"failed: KeyError: 'first.nsecond' \(line 1\)"):
+        load_parser(f"{file}:parse")
+    file.write_text('raise RuntimeError("first\\n\\n")\n')
+    with pytest.raises(FunctionError, match=r"failed: RuntimeError: first \(line 1\)"):
+        load_parser(f"{file}:parse")
+
+
 PROGRAM = """
 async def uses_python(ctx, prompt):
     outputs = []
