@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mrl.strict_json import unique_keys
+
 MAX_JSON_BYTES = 256 << 20
 NAMED_WEIGHTS = 5  # of those that are missing
 TEMPLATES = "additional_chat_templates"  # the one folder that belongs to a model's own files
@@ -31,7 +33,7 @@ def read_json(file: Path) -> Any:
 def parse_json(text: bytes) -> Any:
     """Raises ValueError where `read_json` does."""
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_once)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8: byte 0x{text[error.start]:02x} at place {error.start + 1}") from None
     except RecursionError:
@@ -66,14 +68,3 @@ def check_links(directory: Path) -> None:
     for file in [*directory.iterdir(), *directory.glob(f"{TEMPLATES}/*")]:
         if not file.is_dir():
             own_file(directory, file.relative_to(directory))
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        seen = set[str]()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"the key {name[:80]!r} is there twice")
-            seen.add(name)
-    return content

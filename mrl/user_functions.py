@@ -75,7 +75,10 @@ def _import_file(path: Path, where: str) -> ModuleType:
 
 def _import_error(error: BaseException, path: Path) -> str:
     """The error, and the line of the file itself that led to it."""
-    what = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    if isinstance(error, SyntaxError):  # the lines before show the place
+        what = traceback.format_exception_only(error)[-1].strip()
+    else:
+        what = " ".join("".join(traceback.format_exception_only(error)).split())
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
     return f"{what} (line {line})" if line is not None else what

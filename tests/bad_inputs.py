@@ -183,14 +183,18 @@ def _row(name: str, row: str, *says: str) -> BadInput:
 
 ROWS = [  # rows.jsonl
     _row("deep row", '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
-    _row("lone surrogate", '{"prompt": "a\\ud800b", "answer": "1"}', "holds '\\ud800', half of a character"),
+    _row("lone surrogate", '{"prompt": "a\\ud800b", "answer": "1"}', "'\\ud800' is half of a character"),
     _row("surrogate in another column", '{"prompt": "a", "answer": "1", "note": "\\udfff"}', "half of a character"),
     _row("surrogate in a key", '{"prompt": "a", "answer": "1", "\\ud83d": 1}', "half of a character"),
     BadInput(
-        "Latin-1", GOOD_ROW.encode() + b'\n{"prompt": "\xe9"}\n', ("rows.jsonl:2: not UTF-8: byte 0xe9 at place 13",)
+        "Latin-1",
+        GOOD_ROW.encode() + b'\n{"prompt": "\xe9"}\n',
+        ("rows.jsonl:2: not valid JSON: not UTF-8: byte 0xe9 at place 13",),
     ),
     BadInput(
-        "UTF-16 row", GOOD_ROW.encode() + b"\n" + '{"prompt": "a"}'.encode("utf-16"), ("rows.jsonl:2: not UTF-8",)
+        "UTF-16 row",
+        GOOD_ROW.encode() + b"\n" + '{"prompt": "a"}'.encode("utf-16"),
+        ("rows.jsonl:2: not valid JSON: not UTF-8",),
     ),
     _row("NaN", '{"prompt": "a", "answer": NaN}', "NaN is no number of JSON"),
     _row("infinity", '{"prompt": "a", "answer": -Infinity}', "-Infinity is no number of JSON"),

@@ -132,7 +132,7 @@ BAD_ROLLOUT = [
         "mine.py:Env\n",
         "mine.py:Env\n  parser: xml\n",
         "agent.parser",
-        ("'xml' is none of hermes, qwen3_coder, fenced, and not path/to/file.py:name",),
+        ("gpt_oss, fenced, and not path/to/file.py:name",),
         base=AGENT,
     ),
     Bad(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,9 @@ import numpy as np
 import pytest
 
 from mrl.agents import chat
+from mrl.agents import endpoint as endpoint_module
 from mrl.agents.chat import BadChat
-from mrl.agents.endpoint import Door, Session
+from mrl.agents.endpoint import Door, Endpoint, Session
 from mrl.agents.errors import AgentError
 from mrl.agents.play import Agents
 from mrl.config.schema import AgentConfig
@@ -122,12 +127,19 @@ def refusals(ctx, prompt):
         ({**good, "n": 2}, "n is 2"), ({**good, "stop": ["x"]}, "stop is"), ({**good, "tools": [1]}, "tools[0]"),
         ({**good, "tool_choice": "required"}, "tool_choice is"),
         ({**good, "response_format": {"type": "json_object"}}, "response_format is"),
+        ({**good, "logit_bias": {"5": -100}}, "logit_bias is"),
+        ({**good, "presence_penalty": 0.5}, "presence_penalty is"),
+        ({**good, "reasoning_effort": "low"}, "reasoning_effort is not known"),
+        ({**good, "messages": [{"role": "user", "content": "a" * 300_000}]}, "more than agent.max_tokens can hold"),
     ]
     for body, message in wrong:
         status, answer = post(ctx, body)
         assert status == 400 and message in answer["error"]["message"], (body, status, answer)
     assert post(ctx, good, key="guessed")[0] == 401
     assert post(ctx, good, path="/completions")[0] == 404
+    for text in (b'{"messages": NaN}', b'{"messages": 1e999}', b'{"messages": [], "messages": []}'):
+        status, answer = post(ctx, None, raw=text)
+        assert status == 400 and "no JSON" in answer["error"]["message"], answer
     assert post(ctx, None, raw=b"{")[0] == 400 and post(ctx, None, raw=b"[" * 100000)[0] == 400
     said(ctx, good["messages"])
     return 1.0
@@ -334,18 +346,18 @@ def test_a_harness_that_never_ends_is_ended(harnesses: Path) -> None:
 
 
 def test_a_run_that_does_not_answer_is_waited_for_in_bounded_time() -> None:
-    session = Session(lambda question: None, lambda text, finish, number: {}, timeout_s=0.1)
+    session = Session(lambda question: None, lambda told, number, tools: {}, 0.1, 1000)
     with pytest.raises(BadChat, match="the run has not answered within 0.1 s") as caught:
-        session.generate({"messages": []})
+        asyncio.run(session.generate({"messages": [], "tools": []}))
     assert caught.value.status == 504
 
 
 def test_an_error_of_a_parser_is_told_to_the_harness() -> None:
-    def broken(text: str, finish: str, number: int) -> dict[str, Any]:
+    def broken(told: dict[str, Any], number: int, tools: list[Any]) -> dict[str, Any]:
         raise KeyError("no such call")
 
     told = {"answer": {"text": "x", "finish": "stop", "tokens": [1, 1]}}
-    session = Session(lambda question: threading.Timer(0.1, lambda: session.answer(told)).start(), broken, 20)
+    session = Session(lambda question: threading.Timer(0.1, lambda: session.answer(told)).start(), broken, 20, 1000)
     endpoint = Door().open(session)
     reply = httpx.post(
         f"{endpoint.url}/chat/completions",
@@ -355,6 +367,68 @@ def test_an_error_of_a_parser_is_told_to_the_harness() -> None:
         trust_env=False,
     )
     assert reply.status_code == 500 and "KeyError: 'no such call'" in reply.text and session.arrived is None
+
+
+def opened() -> Endpoint:
+    """An endpoint whose model says "x" to everything."""
+    told = {"answer": {"text": "x", "finish": "stop", "tokens": [1, 1]}}
+    session = Session(
+        lambda question: threading.Timer(0.01, lambda: session.answer(told)).start(),
+        lambda told, number, tools: {"role": "assistant", "content": told["text"]},
+        *(20, 1000),
+    )
+    return Door().open(session)
+
+
+ASKED = b'{"messages": [{"role": "user", "content": "hi"}]}'
+
+
+def raw(endpoint: Endpoint, *head: str, key: str = "") -> bytes:
+    lines = ["POST /v1/chat/completions HTTP/1.1", f"Authorization: Bearer {key or endpoint.key}", *head]
+    return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n"
+
+
+def connected(endpoint: Endpoint) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", httpx.URL(endpoint.url).port or 0), timeout=20)
+
+
+def test_a_connection_is_used_again_and_a_body_may_be_announced() -> None:
+    endpoint = opened()
+    with connected(endpoint) as connection:
+        for _ in range(2):
+            connection.sendall(raw(endpoint, f"Content-Length: {len(ASKED)}", "Expect: 100-continue"))
+            assert connection.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            connection.sendall(ASKED)
+            assert connection.recv(10_000).startswith(b"HTTP/1.1 200 OK\r\n")
+        connection.sendall(raw(endpoint, "Transfer-Encoding: chunked"))
+        assert connection.recv(1000).startswith(b"HTTP/1.1 411 ") and connection.recv(1) == b""
+
+
+def test_without_a_key_little_is_read_for_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that waits longest is dropped for one too many; who has shown a key is not counted."""
+    monkeypatch.setattr(endpoint_module, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(endpoint_module, "HEAD_S", 1.0)
+    endpoint = opened()
+    with contextlib.ExitStack() as stack:
+        honest = stack.enter_context(connected(endpoint))
+        honest.sendall(raw(endpoint, f"Content-Length: {len(ASKED)}") + ASKED)
+        assert honest.recv(10_000).startswith(b"HTTP/1.1 200 OK\r\n")
+        first, *others = (stack.enter_context(connected(endpoint)) for _ in range(4))
+        with contextlib.suppress(ConnectionResetError):
+            assert first.recv(1) == b"", "a fourth stranger came"
+        others[0].sendall(raw(endpoint, "Content-Length: 9", key="guessed"))
+        assert others[0].recv(1000).startswith(b"HTTP/1.1 401 ") and others[0].recv(1) == b""
+        with contextlib.suppress(ConnectionError):
+            others[1].sendall(b"GET /v1/models HTTP/1.1\r\nX: " + b"x" * (1 << 20))
+            assert others[1].recv(1) == b""
+        for _ in range(30):  # a byte at a time
+            with contextlib.suppress(ConnectionError):
+                others[2].send(b"x")
+            time.sleep(0.05)
+        with contextlib.suppress(ConnectionError):
+            assert others[2].recv(1) == b""
+        honest.sendall(raw(endpoint, f"Content-Length: {len(ASKED)}") + ASKED)
+        assert honest.recv(10_000).startswith(b"HTTP/1.1 200 OK\r\n"), "an honest client was dropped"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from mrl.algo import token_rewards
 from mrl.config.schema import AgentConfig, RLConfig
 from mrl.core import Prompt, Request, Rollout, Sample
 from mrl.data import collate
+from mrl.observe.files import read_jsonl
 from mrl.rollout import Load
 from mrl.trainers.rl.generate import Generator
 from mrl.trainers.rl.groups import SamplingError
@@ -287,7 +288,7 @@ class Parts:
     def sample(self, asked: list[Request], params: object, generate: object, on_samples: Any) -> list[Sample]:
         none = np.zeros(0)
         samples = [
-            Sample(r, none, none, "abort", "0", left_out="it fails\n(begun 2 times)")
+            Sample(r, none, none, "abort", "0", left_out="it fails (begun 2 times)\nTraceback\n\n")
             if r.sample_id in self.failing
             else Sample(r, np.array([5, 6]), np.array([-1.0, -1.0]), "stop", "0", drawn=np.array([True, True]))
             for r in asked
@@ -328,7 +329,12 @@ def test_a_step_learns_from_what_is_left(tmp_path: Path) -> None:
     drawn = generator(Parts(3), tmp_path, notes).draw(0, lambda sample: None)
     assert drawn.rollout.group.tolist() == [0, 0, 1, 1], "one that is left alone compares with nothing"
     assert drawn.rollout.rows is not None and drawn.rollout.rows.tolist() == [0, 0, 2, 2]
-    assert drawn.metrics["agent/left_out"] == 1 and "1 samples are left out (agent.on_error): it fails" in notes[0]
+    assert drawn.metrics["agent/left_out"] == 1
+    assert notes[0].startswith("1 samples are left out") and notes[0].endswith(
+        "left_out.jsonl): it fails (begun 2 times)"
+    )
+    [row] = read_jsonl(tmp_path / "left_out.jsonl")
+    assert row == {"step": 1, "left_out": ["it fails (begun 2 times)\nTraceback\n\n"]}, "the reason is not kept whole"
     alone = {"adv_estimator": "reinforce_plus_plus"}
     assert generator(Parts(3), tmp_path, [], **alone).draw(0, lambda sample: None).rollout.num_samples == 5
     with pytest.raises(SamplingError, match="no group of the step is left to learn from .*it fails"):

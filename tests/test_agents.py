@@ -63,6 +63,53 @@ async def broken(ctx, prompt):
     await ctx.generate()
     raise KeyError("the tool is gone")
 
+async def swallows(ctx, prompt):
+    while True:
+        try:
+            await ctx.generate()
+            ctx.reward(1)
+        except Exception:
+            pass
+
+async def swallows_all(ctx, prompt):
+    while True:
+        try:
+            await ctx.generate()
+            ctx.reward(1)
+        except BaseException:
+            pass
+
+async def two_at_once(ctx, prompt):
+    await asyncio.gather(ctx.generate(), ctx.generate())
+
+async def gives_up_once(ctx, prompt):
+    try:
+        await asyncio.wait_for(ctx.generate(), 0.001)
+    except asyncio.TimeoutError:
+        pass
+    first = await ctx.generate()
+    ctx.say("and")
+    second = await ctx.generate()
+    return {"score": 1.0, "first": first.number, "second": second.number}
+
+async def says_much(ctx, prompt):
+    await ctx.generate()
+    ctx.reward(1)
+    ctx.say("x" * 50_000_000)
+    await ctx.generate()
+
+async def begins_with_much(ctx, prompt):
+    ctx.say("x" * 50_000_000)
+    await ctx.generate()
+
+async def says_nan(ctx, prompt):
+    await ctx.generate()
+    ctx.say([{"role": "tool", "content": "", "found": float("nan")}])
+
+async def verbose(ctx, prompt):
+    await ctx.generate()
+    raise KeyError("first line\\nsecond line " + "x" * 20_000 + " the end")
+
 async def nan(ctx, prompt):
     return float("nan")
 
@@ -259,7 +306,7 @@ def test_a_program_that_fails_is_begun_again_with_the_same_seeds(programs: Path,
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("broken", "sample 0 .data row 5. raised:\n.*the tool is gone"),
+        ("broken", "sample 0 .data row 5. raised KeyError: 'the tool is gone' .begun 2 times.*\nTraceback"),
         ("nan", "score is nan, expected a finite number"),
         ("never", "a reward is inf, expected a finite number"),
         ("halves", "surrogates not allowed"),
@@ -273,6 +320,40 @@ def test_a_program_that_fails_is_begun_again_with_the_same_seeds(programs: Path,
 def test_faults_of_programs_end_the_run_and_are_never_a_score(programs: Path, name: str, message: str) -> None:
     with pytest.raises(AgentError, match=f"(?s){message}"):
         play(programs, name, count=1, row={"block": True}, step_timeout_s=1.5, workers=1)
+
+
+@pytest.mark.parametrize("name", ["swallows", "swallows_all"])
+def test_a_program_that_catches_the_end_of_its_turns_ends_with_its_rewards(programs: Path, name: str) -> None:
+    engine = FakeEngine()
+    first, other = play(programs, name, count=2, engine=engine, max_turns=2, workers=1, retries=0, step_timeout_s=5)
+    assert first.environment == other.environment == {"score": 2.0}
+    assert len(engine.asked) == 4
+
+
+def test_a_turn_that_was_given_up_is_what_the_next_call_returns(programs: Path) -> None:
+    [sample] = play(programs, "gives_up_once", count=1, retries=0, step_timeout_s=5)
+    assert sample.environment == {"score": 1.0, "first": 0.0, "second": 1.0}
+    assert [message["role"] for message in sample.messages] == ["assistant", "environment", "assistant"]
+
+
+def test_words_that_cannot_fit_are_not_tokenised(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    encode = Tokenizer.encode_plain
+    monkeypatch.setattr(Tokenizer, "encode_plain", lambda self, texts: sizes.extend(texts) or encode(self, texts))
+    [sample] = play(programs, "says_much", count=1, retries=0, max_tokens=1000)
+    assert sample.environment == {"score": 1.0} and len(sample.messages) == 1
+    assert max(map(len, sizes)) < 1000
+    with pytest.raises(AgentError, match="ended before the model had a turn: 5000000. bytes .*agent.max_tokens"):
+        play(programs, "begins_with_much", count=1, retries=0, max_tokens=1000)
+
+
+def test_the_exception_of_a_program_is_kept_whole(programs: Path) -> None:
+    [sample] = play(programs, "verbose", count=1, retries=0, on_error="leave_out")
+    line, *traceback = sample.left_out.splitlines()
+    assert "on sample 0 (data row 5) raised KeyError: 'first line\\nsecond line" in line
+    assert line.endswith("(begun 1 times: agent.retries)") and len(line) < 3000
+    assert traceback[0].startswith("Traceback") and traceback[-1].endswith("the end'")
+    assert any("programs.py" in each for each in traceback)
 
 
 @pytest.mark.parametrize("name", ["dawdles", "sets_up"])

@@ -28,7 +28,9 @@ from mrl.rollout.launch import Launch
 from mrl.rollout.listener import listeners
 from mrl.rollout.process import EngineProcess
 from tests.conftest import TinyModels
-from tests.worlds.stranger import REQUESTS, STRANGER, ask, attacks, become_a_stranger
+from tests.test_agent_endpoint import Model
+from tests.test_agent_endpoint import play as play_harness
+from tests.worlds.stranger import REQUESTS, STRANGER, ask, attacks, become_a_stranger, flood
 
 ROOT = Path(__file__).parent.parent
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="a second account needs root: the others go without the key only")
@@ -128,6 +130,17 @@ def test_of_sglang_only_health_is_open_and_nothing_is_written(
     tree = psutil.Process(process.pid).children(recursive=True)
     ports = {(c.laddr.ip, c.status) for p in tree for c in p.net_connections("inet") if c.status == "LISTEN"}
     assert {ip for ip, _ in ports} == {"127.0.0.1"}, "reached from other machines"
+
+
+def test_a_flood_of_strangers_at_the_transformers_engine_changes_nothing(engine: Engine) -> None:
+    client, port = engine.client(engine.urls[0]), int(engine.urls[0].rpartition(":")[2])
+    before, result = client.weights_checksum(), list[dict[str, int]]()
+    thread = threading.Thread(target=lambda: result.append(in_a_child(lambda: flood(port, 3, idle=1500))))
+    thread.start()
+    while thread.is_alive():
+        assert client.weights_checksum() == before
+    thread.join()
+    assert result[0]["held"] > 1024 and result[0]["dropped"] > 500 and result[0]["401"] > 0
 
 
 def test_the_key_is_for_the_engine_s_account_alone(engine: Engine, tiny_models: TinyModels, tmp_path: Path) -> None:
@@ -325,3 +338,53 @@ def test_a_run_whose_ports_are_hammered_ends_with_the_weights_of_one_left_alone(
     assert sum(found["attacks"]["weights"].values()) >= 3
     outcomes = set(found["attacks"]["weights"]) | set(found["attacks"]["host"])
     assert {outcome for outcome in outcomes if outcome.isdigit()} <= {"401"}, "or the connection ended, with the engine"
+
+
+TALKS = """
+import json, time, urllib.request
+
+def talks(ctx, prompt):
+    open(ctx.row["port"], "w").write(ctx.endpoint.url)
+    messages = []
+    for number in range(ctx.row["turns"]):
+        messages.append({"role": "user", "content": str(number)})
+        request = urllib.request.Request(
+            ctx.endpoint.url + "/chat/completions",
+            json.dumps({"messages": messages}).encode(),
+            {"Authorization": f"Bearer {ctx.endpoint.key}"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            messages.append(json.load(answer)["choices"][0]["message"])
+        time.sleep(0.1)
+    return 1.0
+"""
+
+
+def test_strangers_at_an_agent_s_endpoint_change_nothing(tmp_path: Path) -> None:
+    """More idle connections than select takes, slow bytes, large bodies and wrong keys, for as long as it is played."""
+    (tmp_path / "talks.py").write_text(TALKS)
+
+    def played(name: str, turns: int) -> list[Any]:
+        row = {"port": str(tmp_path / name), "turns": turns}
+        limits = {"retries": 0, "max_turns": 100, "max_tokens": 10_000, "step_timeout_s": 30, "workers": 1}
+        return play_harness(tmp_path / "talks.py", "talks", Model(), count=2, row=row, **limits)
+
+    alone = played("alone", 30)
+    result = list[dict[str, int]]()
+
+    def hammer() -> None:
+        while not (tmp_path / "hammered").exists() or not (url := (tmp_path / "hammered").read_text()):
+            time.sleep(0.02)
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        result.append(in_a_child(lambda: flood(port, 4, idle=1500)))
+
+    thread = threading.Thread(target=hammer)
+    thread.start()
+    hammered = played("hammered", 30)
+    thread.join(60)
+    assert [sample.response_ids.tolist() for sample in hammered] == [sample.response_ids.tolist() for sample in alone]
+    assert [sample.environment for sample in hammered] == [{"score": 1.0}] * 2
+    [found] = result
+    assert found["held"] > 1024 and found["dropped"] > 400, "strangers share 1000 connections"
+    assert found["401"] > 0
+    assert set(found) <= {"held", "dropped", "401", "closed", "ConnectionResetError", "BrokenPipeError"}

@@ -1,120 +1,415 @@
-"""Calls of tools in what a model has said. The standard library only: environments' processes read them.
+"""Tool calls in a turn of the model, read by a cursor. The standard library only: environments' processes read it.
 
-A parser gives the calls of a text in their order, none where there are none, and raises BadCall, which the program may
-tell the model, for one that cannot be read.
+A built-in parser accounts for every character of a call. Text that is no call by the format's grammar (something left
+over, a parameter given twice, two functions in one call, a call that is not closed) is an error with its line, column
+and reason, which the program can tell the model; the other calls of the turn are kept. Types of values that a format
+writes as plain text come from the tools' schemas. Calls inside of <think>...</think> are not calls.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mrl import user_functions
+from mrl import strict_json, user_functions
+from mrl.agents.declared import Tool, converted, declared_types
 
 KEY = "agent.parser"
-_TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+TOLD_ERRORS = 4  # of one turn
+THOUGHTS, ANSWER = "<think>", "</think>"
+_GLM_NAME = re.compile(r"\s*([^\s<>]+)\s*(?=<arg_key>|</tool_call>)")
 
 
 class BadCall(ValueError):
-    """A call that cannot be read; the message is for the model."""
+    """Raised for a call that cannot be read, with the reason for the model. at: index in the text, if that is known"""
+
+    def __init__(self, why: str, at: int | None = None) -> None:
+        super().__init__(why)
+        self.at = at
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is called, and with which arguments by name."""
+    """A call of the tool `name` with arguments by their names."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-Parser = Callable[[str], list[Call]]
+@dataclass(frozen=True)
+class Found:
+    """A turn that was read. error: why some calls could not be read, empty if all could; content: the text around the
+    calls that were"""
+
+    calls: tuple[Call, ...]
+    error: str
+    content: str
 
 
-def hermes(text: str) -> list[Call]:
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen 2.5, Qwen 3 and Hermes have it."""
-    return [_of_json(inner) for inner in _tagged(text)]
+Parser = Callable[[str, Sequence[Tool]], Found]
 
 
-def qwen3_coder(text: str) -> list[Call]:
-    """<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>. Values are what JSON or
-    Python makes of them, and else text."""
-    return [_of_xml(inner) for inner in _tagged(text)]
+class Cursor:
+    """A place in a text, which moves on as the text is read. Methods raise BadCall where the text is something else."""
+
+    def __init__(self, text: str, at: int) -> None:
+        self.text, self.at = text, at
+
+    def skip_space(self) -> None:
+        while self.at < len(self.text) and self.text[self.at].isspace():
+            self.at += 1
+
+    def has(self, literal: str) -> bool:
+        """Whether the literal is here; if so, moves behind it."""
+        if found := self.text.startswith(literal, self.at):
+            self.at += len(literal)
+        return found
+
+    def expect(self, literal: str, hint: str = "") -> None:
+        """Moves behind white space and the literal."""
+        self.skip_space()
+        if not self.has(literal):
+            raise BadCall(f"expected {literal}, found {self.here()}{hint}", self.at)
+
+    def here(self) -> str:
+        """The next characters, for messages."""
+        return repr(self.text[self.at : self.at + 24]) if self.at < len(self.text) else "the end of the turn"
+
+    def until(self, end: str, *never: str) -> str:
+        """The text before `end`, behind which it moves; none of `never` may be in it."""
+        after = self.text.find(end, self.at)
+        found = self.text[self.at : after if after >= 0 else len(self.text)]
+        for literal in never:
+            if (place := found.find(literal)) >= 0:
+                raise BadCall(f"expected {end} before {literal}", self.at + place)
+        if after < 0:
+            raise BadCall(f"not closed: {end} is missing", self.at)
+        self.at = after + len(end)
+        return found
+
+    def name(self, end: str, *never: str) -> str:
+        """A name without white space before `end`, behind which it moves."""
+        at = self.at
+        name = self.until(end, *never).strip()
+        if not name or re.search(r"[\s<>]", name):
+            raise BadCall(f"{name[:40]!r} is no name", at)
+        return name
+
+    def object(self, what: str) -> dict[str, Any]:
+        """A JSON object, behind which it moves."""
+        self.skip_space()
+        at = self.at
+        try:
+            value, self.at = strict_json.raw_decode(self.text, at)
+        except json.JSONDecodeError as error:
+            raise BadCall(f"{what} must be JSON: {error.msg}", error.pos) from None
+        if not isinstance(value, dict):
+            raise BadCall(f"{what} must be a JSON object", at)
+        return value
 
 
-def fenced(text: str) -> list[Call]:
-    """Every fenced block of code as a call of its language ("code" where it names none), with the argument "code"."""
-    found = []
-    for language, code, end in _FENCED.findall(text):
-        if not end:
-            raise BadCall("a block of code is not closed: end it with ```")
-        found.append(Call(language.lower() or "code", {"code": code}))
-    return found
+@dataclass(frozen=True)
+class Format:
+    """A way to write calls. open, close: around a call; body: reads what is between them; section: what stands around
+    all calls of a turn; stray: never stands outside of a call"""
+
+    open: str
+    close: str
+    body: Callable[[Cursor, Sequence[Tool]], Call]
+    section: tuple[()] | tuple[str, str] = ()
+    stray: tuple[str, ...] = ()
 
 
-PARSERS: dict[str, Parser] = {"hermes": hermes, "qwen3_coder": qwen3_coder, "fenced": fenced}
+def _hermes(cursor: Cursor, tools: Sequence[Tool]) -> Call:
+    at = cursor.at
+    content = cursor.object('a call {"name": "...", "arguments": {...}}')
+    name, arguments = content.get("name"), content.get("arguments", {})
+    if unknown := sorted(content.keys() - {"name", "arguments"}):
+        raise BadCall(f'a call has the keys "name" and "arguments", not {unknown[0]!r}', at)
+    if not isinstance(name, str) or not name:
+        raise BadCall('"name" must be the name of a tool', at)
+    if isinstance(arguments, str):  # some models write the arguments as the text of JSON
+        try:
+            arguments = strict_json.loads(arguments)
+        except ValueError as error:
+            raise BadCall(f'"arguments" must be a JSON object: {error}', at) from None
+    if not isinstance(arguments, dict):
+        raise BadCall('"arguments" must be a JSON object', at)
+    return Call(name, arguments)
+
+
+def _qwen3_coder(cursor: Cursor, tools: Sequence[Tool]) -> Call:
+    cursor.expect("<function=")
+    name, arguments = cursor.name(">"), dict[str, Any]()
+    while True:
+        cursor.skip_space()
+        if cursor.has("</function>"):
+            return Call(name, arguments)
+        hint = " or </function>; a value cannot hold </parameter>" if arguments else " or </function>"
+        cursor.expect("<parameter=", hint)
+        at = cursor.at
+        key = cursor.name(">")
+        value = cursor.until("</parameter>", "<parameter=").removeprefix("\n").removesuffix("\n")
+        _add(arguments, name, key, value, tools, at)
+
+
+def _glm45(cursor: Cursor, tools: Sequence[Tool]) -> Call:
+    begins = _GLM_NAME.match(cursor.text, cursor.at)
+    if begins is None:
+        raise BadCall("a call begins with the name of a tool, before <arg_key> or </tool_call>", cursor.at)
+    name, arguments = begins[1], dict[str, Any]()
+    cursor.at = begins.end()
+    while True:
+        cursor.skip_space()
+        if not cursor.has("<arg_key>"):
+            return Call(name, arguments)
+        at = cursor.at
+        key = cursor.name("</arg_key>")
+        cursor.expect("<arg_value>")
+        _add(arguments, name, key, cursor.until("</arg_value>", "<arg_key>"), tools, at)
+
+
+def _add(arguments: dict[str, Any], name: str, key: str, value: str, tools: Sequence[Tool], at: int) -> None:
+    if key in arguments:
+        raise BadCall(f"the parameter {key!r} is there twice", at)
+    try:
+        arguments[key] = converted(value, declared_types(tools, name, key))
+    except ValueError as error:
+        raise BadCall(f"the parameter {key!r} of {name!r}: {error}", at) from None
+
+
+def _deepseek_v3(cursor: Cursor, tools: Sequence[Tool]) -> Call:
+    cursor.expect("function")
+    cursor.expect("<｜tool▁sep｜>")
+    name = cursor.name("\n", "<｜")
+    cursor.expect("```json")
+    arguments = cursor.object("arguments")
+    cursor.expect("```")
+    return Call(name, arguments)
+
+
+def _deepseek_v31(cursor: Cursor, tools: Sequence[Tool]) -> Call:
+    return Call(cursor.name("<｜tool▁sep｜>", "<｜tool▁call"), cursor.object("arguments"))
+
+
+def _kimi_k2(cursor: Cursor, tools: Sequence[Tool]) -> Call:
+    at = cursor.at
+    name, _, number = cursor.name("<|tool_call_argument_begin|>", "<|tool_call_end|>").rpartition(":")
+    name = name.removeprefix("functions.")
+    if not name or not number.isdecimal():
+        raise BadCall("a call begins with functions.NAME:NUMBER", at)
+    return Call(name, cursor.object("arguments"))
+
+
+_TAGS = "<tool_call>", "</tool_call>"
+_DEEPSEEK = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+FORMATS = {
+    "hermes": Format(*_TAGS, _hermes),
+    "qwen3_coder": Format(*_TAGS, _qwen3_coder, stray=("<function=", "</function>")),
+    "glm45": Format(*_TAGS, _glm45, stray=("<arg_key>", "<arg_value>")),
+    "deepseek_v3": Format(*_DEEPSEEK, _deepseek_v3, _DEEPSEEK_SECTION, ("<｜tool▁sep｜>",)),
+    "deepseek_v31": Format(*_DEEPSEEK, _deepseek_v31, _DEEPSEEK_SECTION, ("<｜tool▁sep｜>",)),
+    "kimi_k2": Format(
+        *("<|tool_call_begin|>", "<|tool_call_end|>", _kimi_k2),
+        *(("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), ("<|tool_call_argument_begin|>",)),
+    ),
+}
+Span = tuple[int, int]
+Read = tuple[list[tuple[Call, Span]], list[BadCall]]
+
+
+def _read_format(text: str, start: int, tools: Sequence[Tool], form: Format) -> Read:
+    """The calls with their places, and the errors, of text[start:]."""
+    begin, end = form.section or ("", "")
+    marks = [mark for mark in (form.open, form.close, begin, end, *form.stray) if mark]
+    calls: list[tuple[Call, Span]] = []
+    errors: list[BadCall] = []
+    section: int | None = None  # where it was opened
+    at = start
+    while True:
+        places = [(place, mark) for mark in marks if (place := text.find(mark, at)) >= 0]
+        place, mark = min(places, default=(len(text), ""))
+        if section is not None and (between := text[at:place].strip()):
+            errors.append(BadCall(f"{between[:24]!r} stands between calls", at))
+        if not mark:
+            if section is not None:
+                errors.append(BadCall(f"not closed: {end} is missing", section))
+            return calls, errors
+        at = place + len(mark)
+        if mark in (begin, end):
+            if (mark == begin) == (section is not None):
+                errors.append(BadCall(f"{mark} does not belong here", place))
+            section = place if mark == begin else None
+        elif mark != form.open:
+            errors.append(BadCall(f"{mark} stands outside of a call, which begins with {form.open}", place))
+            if mark != form.close and (close := text.find(form.close, at)) >= 0:
+                at = close + len(form.close)
+        else:
+            cursor = Cursor(text, at)
+            try:
+                call = form.body(cursor, tools)
+                cursor.expect(form.close)
+            except BadCall as error:
+                errors.append(error)
+                at = _behind(text, form, cursor.at)
+            else:
+                calls.append((call, (place, cursor.at)))
+                at = cursor.at
+
+
+def _behind(text: str, form: Format, at: int) -> int:
+    """Where to read on after a call that failed at `at`: at the next call if that begins right there, else behind the
+    end of this one."""
+    if text.startswith(form.open, at):
+        return at
+    close = text.find(form.close, at)
+    return len(text) if close < 0 else close + len(form.close)
+
+
+def _read_fenced(text: str, start: int, tools: Sequence[Tool]) -> Read:
+    """Blocks of code as CommonMark has them: a fence closes with as many signs as it opens with, alone on a line."""
+    calls: list[tuple[Call, Span]] = []
+    opened: tuple[int, str, int, str] | None = None  # place, signs, indent, language
+    code: list[str] = []
+    at = start
+    for line in re.findall(r"[^\n]*\n|[^\n]+", text[start:]):
+        bare = line.strip()
+        signs = re.match(r"`{3,}(?!.*`)|~{3,}", bare)
+        if opened is None and signs is not None:
+            language = bare[signs.end() :].split()[:1]
+            opened = at, signs[0], len(line) - len(line.lstrip(" \t")), language[0].lower() if language else "code"
+            code = []
+        elif opened is not None:
+            begin, fence, indent, language_name = opened
+            if bare.startswith(fence) and not bare.strip(fence[0]):
+                calls.append((Call(language_name, {"code": "".join(code)}), (begin, at + len(line))))
+                opened = None
+            else:
+                code.append(line[min(indent, len(line) - len(line.lstrip(" \t"))) :])
+        at += len(line)
+    return calls, [BadCall(f"a block of code is not closed: end it with {opened[1]}", opened[0])] if opened else []
+
+
+def _apart(text: str, read: Callable[[str, int, Sequence[Tool]], Read], tools: Sequence[Tool]) -> Found:
+    """What is read behind the model's thoughts. A chat template may have opened them, so that </think> alone ends
+    them, unless it is part of a call."""
+    end = text.find(ANSWER)
+    behind = len(text) if end < 0 else end + len(ANSWER)
+    if text.lstrip().startswith(THOUGHTS):
+        return _found(text, *read(text, behind, tools))
+    calls, errors = read(text, 0, tools)
+    if end >= 0 and THOUGHTS not in text[:end] and not any(first <= end < last for _, (first, last) in calls):
+        calls, errors = read(text, behind, tools)
+    return _found(text, calls, errors)
+
+
+def _found(text: str, calls: list[tuple[Call, Span]], errors: list[BadCall]) -> Found:
+    content, at = "", 0
+    for _, (first, last) in calls:
+        content, at = content + text[at:first], last
+    told = [_placed(text, error) for error in errors[:TOLD_ERRORS]]
+    more = [f"{len(errors) - TOLD_ERRORS} more cannot be read"] if len(errors) > TOLD_ERRORS else []
+    return Found(tuple(call for call, _ in calls), "; ".join(told + more), (content + text[at:]).strip())
+
+
+def _placed(text: str, error: BadCall) -> str:
+    before = text[: error.at]
+    line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+    return f"a call cannot be read at line {line}, column {column}: {error}"
+
+
+def _gpt_oss(text: str, tools: Sequence[Tool]) -> Found:
+    """Messages of OpenAI's harmony format: HEADER<|message|>BODY and <|end|>, <|call|> or <|return|>. A call is one
+    whose header has to=functions.NAME; the content is that of the channels final and commentary."""
+    calls: list[Call] = []
+    errors: list[BadCall] = []
+    content: list[str] = []
+    cursor = Cursor(text, 0)
+    while cursor.at < len(text):
+        header_at, message = cursor.at, text.find("<|message|>", cursor.at)
+        header = text[header_at : message if message >= 0 else len(text)]
+        words = re.sub(r"<\|(start|channel|constrain)\|>", r" <\1> ", header).split()
+        to = [word.removeprefix("to=") for word in words if word.startswith("to=")]
+        if message < 0:
+            if "<channel>" in words or to:
+                errors.append(BadCall("not closed: <|message|> is missing", header_at))
+            else:
+                content.append(header)
+            break
+        cursor.at = message + len("<|message|>")
+        ends = [(at, end) for end in ("<|end|>", "<|call|>", "<|return|>") if (at := text.find(end, cursor.at)) >= 0]
+        end_at, end = min(ends, default=(len(text), ""))
+        if not to:
+            channel = words[words.index("<channel>") + 1 :][:1] if "<channel>" in words else []
+            content += [text[cursor.at : end_at]] if channel in ([], ["final"], ["commentary"]) else []
+        else:
+            try:
+                if len(to) > 1 or not to[0].startswith("functions.") or to[0] == "functions.":
+                    raise BadCall(f"a call is to one function, to=functions.NAME, not to={' to='.join(to)}", header_at)
+                arguments = cursor.object("arguments")
+                cursor.skip_space()
+                if cursor.at < len(text) and not cursor.has("<|call|>"):
+                    raise BadCall(f"expected <|call|>, found {cursor.here()}", cursor.at)
+                calls.append(Call(to[0].removeprefix("functions."), arguments))
+                continue
+            except BadCall as error:
+                errors.append(error)
+        cursor.at = end_at + len(end)
+    found = _found(text, [], errors)
+    return Found(tuple(calls), found.error, "\n".join(content).strip())
+
+
+def _of(read: Callable[[str, int, Sequence[Tool]], Read]) -> Parser:
+    return lambda text, tools: _apart(text, read, tools)
+
+
+def _of_format(form: Format) -> Parser:
+    read = _of(lambda text, start, tools: _read_format(text, start, tools, form))
+
+    def parse(text: str, tools: Sequence[Tool]) -> Found:
+        found = read(text, tools)
+        content = found.content
+        for mark in form.section:
+            content = content.replace(mark, "")
+        return replace(found, content=content.strip())
+
+    return parse
+
+
+PARSERS: dict[str, Parser] = {
+    **{name: _of_format(form) for name, form in FORMATS.items()},
+    "gpt_oss": _gpt_oss,
+    "fenced": _of(_read_fenced),
+}
+# Their markers are special tokens in some tokenizers: these parsers read a turn with its special tokens in it.
+WITH_SPECIAL_TOKENS = ("deepseek_v3", "deepseek_v31", "kimi_k2", "gpt_oss")
 
 
 def load_parser(name: str) -> Parser:
-    """A built-in one, or path/to/file.py:name: a function of the text that gives (name, arguments) of each call and may
-    raise ValueError, which is told to the model. Raises FunctionError."""
+    """Returns a built-in parser, or the user's of path/to/file.py:name: a function of the text and the tools that gives
+    (name, arguments) of each call and may raise ValueError, which is told to the model. Raises FunctionError."""
     if name in PARSERS:
         return PARSERS[name]
-    own = user_functions.load(name, KEY, ("",), "(text)")
-    return lambda text: _checked(own, text, name)
+    own = user_functions.load(name, KEY, ("", []), "(text, tools)")
+
+    def parse(text: str, tools: Sequence[Tool]) -> Found:
+        try:
+            return Found(tuple(_checked(own(text, tools), name)), "", text)
+        except ValueError as error:
+            return Found((), str(error) or "a call cannot be read", text)
+
+    return parse
 
 
-def _checked(own: Callable[[str], Iterable[Any]], text: str, name: str) -> list[Call]:
-    try:
-        found = list(own(text))
-    except ValueError as error:
-        raise BadCall(str(error)) from error
+def _checked(found: Iterable[Any], name: str) -> Iterable[Call]:
     for each in found:
         is_pair = isinstance(each, tuple) and len(each) == 2
         if not is_pair or not isinstance(each[0], str) or not isinstance(each[1], Mapping):
             raise TypeError(f"{KEY} {name!r} gave {each!r}, expected (name, arguments by name)")
-        json.dumps(dict(each[1]))  # as an endpoint sends it
-    return [Call(called, dict(arguments)) for called, arguments in found]
-
-
-def _tagged(text: str) -> list[str]:
-    found = _TAGGED.findall(text)
-    if any(not end for _, end in found):
-        raise BadCall("a call is not closed: end it with </tool_call>")
-    return [inner for inner, _ in found]
-
-
-def _of_json(inner: str) -> Call:
-    try:
-        call = json.loads(inner)
-        name, arguments = call["name"], call.get("arguments", {})
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        name = arguments = None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise BadCall('a call must be JSON of {"name": "...", "arguments": {...}}')
-    return Call(name, arguments)
-
-
-def _of_xml(inner: str) -> Call:
-    match = _FUNCTION.fullmatch(inner)
-    if match is None:
-        raise BadCall("a call must be <function=NAME><parameter=KEY>value</parameter></function>")
-    return Call(match[1], {key: _value(text) for key, text in _PARAMETER.findall(match[2])})
-
-
-def _value(text: str) -> Any:
-    for read in (json.loads, ast.literal_eval):
-        try:
-            found = read(text)
-            json.dumps(found)
-            return found
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            continue
-    return text
+        # ValueError: the model's mistake, such as NaN; TypeError: the parser's, such as an object that is no JSON
+        strict_json.dumps(dict(each[1]), ensure_ascii=False).encode()
+        yield Call(each[0], dict(each[1]))

@@ -1,23 +1,27 @@
 """What harnesses ask at an endpoint of OpenAI's kind (/v1/chat/completions), and the answers. The standard library
 only.
 
-What decides about training is not the client's to say: sampling follows the run's configuration, so `model`,
-`temperature`, `top_p`, `max_tokens`, `seed` and the like are taken and not followed. What would make an answer
-something else than a turn of the model (several choices, stop words, a forced format) is refused.
+The run's configuration decides how turns are sampled: the parameters in THE_RUNS are accepted and not followed. Every
+other parameter that would change the answer (several choices, stop words, biases, penalties, a forced format) is
+refused by its name, and so is every unknown one.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mrl import strict_json
+
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MODEL = "policy"  # what the model is called, whatever the client calls it
 MAX_MESSAGES = 10_000
+READ = ("messages", "tools", "tool_choice", "stream", "stream_options")
+THE_RUNS = ("model", "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens", "seed")
+SAYS_NOTHING = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")  # of the turn
 
 
 class BadChat(ValueError):
@@ -68,17 +72,29 @@ def read(body: Any) -> Chat:
 
 
 def _refuse(body: Mapping[str, Any]) -> None:
+    known = {*READ, *THE_RUNS, *SAYS_NOTHING}
+    biased = "turns are learnt with the log-probs that the run's sampling gives them"
     for name, only, why in (
         ("n", (1,), "a trajectory has one answer to each request"),
         ("stop", ([], ""), "a turn ends where the model ends it: rollout.sampling.stop is the run's"),
         ("tool_choice", ("auto", "none"), "what the model says is not forced"),
         ("response_format", ({"type": "text"},), "what the model says is not forced"),
         ("functions", ([],), "use tools"),
+        ("function_call", ("auto", "none"), "use tools and tool_choice"),
+        ("parallel_tool_calls", (True,), "what the model says is not forced"),
         ("logprobs", (False,), "they are recorded for the trainer"),
+        ("top_logprobs", (0,), "they are recorded for the trainer"),
+        ("logit_bias", ({},), biased),
+        ("presence_penalty", (0,), biased),
+        ("frequency_penalty", (0,), biased),
+        ("repetition_penalty", (1,), biased),
         ("modalities", (["text"],), "the model says text"),
     ):
-        if body.get(name) is not None and body[name] not in only:
-            raise BadChat(f"{name} is {json.dumps(body[name])[:80]}, which is not done here: {why}", name)
+        known.add(name)
+        if body.get(name) is not None and not any(body[name] == value for value in only):
+            raise BadChat(f"{name} is {strict_json.dumps(body[name])[:80]}, which is not done here: {why}", name)
+    if unknown := sorted(name for name in body.keys() - known if body[name] is not None):
+        raise BadChat(f"{unknown[0][:80]} is not known here: leave it out", unknown[0][:80])
 
 
 def _tools(body: Mapping[str, Any]) -> list[Message]:
@@ -134,9 +150,9 @@ def _call(call: Any, where: str) -> Message:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise BadChat(f"{where}.function.arguments is no JSON", where) from None
+            arguments = strict_json.loads(arguments or "{}")
+        except ValueError as error:
+            raise BadChat(f"{where}.function.arguments is no JSON: {error}", where) from None
     if not isinstance(arguments, dict):
         raise BadChat(f"{where}.function.arguments must be JSON of an object", where)
     return {
@@ -151,7 +167,7 @@ def sent(message: Message) -> Message:
     if "tool_calls" not in message:
         return message
     calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        {**call, "function": {**call["function"], "arguments": strict_json.dumps(call["function"]["arguments"])}}
         for call in message["tool_calls"]
     ]
     return {**message, "content": message["content"] or None, "tool_calls": calls}
@@ -168,10 +184,10 @@ def events(number: int, message: Message, finish: str, tokens: list[int], with_u
     head, delta = _head(number, "chat.completion.chunk"), sent(message)
     if "tool_calls" in delta:
         delta = {**delta, "tool_calls": [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]}
-    yield json.dumps({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
-    yield json.dumps({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": _finish(message, finish)}]})
+    yield strict_json.dumps({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+    yield strict_json.dumps({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": _finish(message, finish)}]})
     if with_usage:
-        yield json.dumps({**head, "choices": [], "usage": _usage(tokens)})
+        yield strict_json.dumps({**head, "choices": [], "usage": _usage(tokens)})
     yield "[DONE]"
 
 

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import math
 import random
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mrl import user_functions
-from mrl.agents.calls import BadCall, Call, Parser
+from mrl import strict_json, user_functions
+from mrl.agents.calls import Call, Found, Parser
+from mrl.agents.declared import Tool
 from mrl.agents.endpoint import Endpoint
 
 if TYPE_CHECKING:
@@ -28,17 +28,21 @@ Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 Program = Callable[["Context", str], Awaitable[Any]]
 
 
+MAX_OVERS = 32  # times that a program is told that there is no turn left, before it is ended
+
+
 class Over(Exception):
-    """The model has no turn left: agent.max_turns or agent.max_tokens is reached, or its last turn was cut off. A
-    program that lets it pass ends with the rewards that it has given so far."""
+    """Raised where the model has no turn left: agent.max_turns or agent.max_tokens is reached, or its last turn was cut
+    off. A program that lets it pass ends with the rewards that it has given so far, and so does one that catches it and
+    asks on."""
 
 
 @dataclass(frozen=True)
 class Turn:
     """What the model has said. finish: "stop", or "length" where max_new_tokens cut it off; number: from 0
 
-    calls: of tools, as agent.parser reads them; call_error: why one could not be read, for the model to hear, with no
-    calls then. A turn that was cut off has neither
+    calls: tool calls as agent.parser reads them; call_error: where and why others could not be read, for the model to
+    hear. A turn that was cut off has neither
     """
 
     text: str
@@ -53,6 +57,9 @@ class Context:
     """One trajectory, of the prompt in `row`.
 
     rng: random numbers that are the same whenever this trajectory is made
+    tools: declarations of tools in OpenAI's form, from which agent.parser takes the types of arguments; those of the
+        row, until the program sets others
+    why_over: why the model has no turn left, once the program was told so
     endpoint: where agent.endpoint is set, what a harness asks for turns, in place of `generate`
     """
 
@@ -64,22 +71,50 @@ class Context:
         parser: Parser | None = None,
         limits: Mapping[str, Any] | None = None,
         endpoint: Endpoint | None = None,
+        tools: Sequence[Tool] = (),
+        max_bytes: float = math.inf,
     ) -> None:
+        self.tools, self.ended = tools, asyncio.Event()
+        self._max_bytes, self._said_bytes, self._overs, self.why_over = max_bytes, 0, 0, ""
+        self._asked: asyncio.Future[dict[str, Any]] | None = None  # a turn that no program has got yet
+        self._is_waiting = False
         self._parser, self._limits = parser, dict(limits or {})
         self.row, self.rng, self.endpoint = row, random.Random(seed), endpoint
         self.score, self._new_reward = 0.0, 0.0
         self._ask, self._said = ask, list[Message | str]()
 
     async def generate(self) -> Turn:
-        """The model's next turn, after all that was said to it. Raises Over if there is none, RuntimeError where
-        agent.endpoint is set."""
+        """Returns the model's next turn, after all that was said to it.
+
+        Raises Over if there is none, RuntimeError where agent.endpoint is set or another call of this trajectory waits
+        for its turn. A call that was cancelled, as by asyncio.wait_for, is gone on with: the next one returns its turn.
+        """
         if self.endpoint is not None:
             raise RuntimeError("with agent.endpoint turns are asked for at ctx.endpoint")
-        said, self._said = self._said, []
-        answer = await self._ask({"say": said})
+        if self._is_waiting:
+            raise RuntimeError("ctx.generate() was called while another call waits for its turn: await one at a time")
+        if self._said_bytes > self._max_bytes:
+            self.why_over = f"{self._said_bytes} bytes were said, more than agent.max_tokens can hold"
+        if self.why_over:
+            self._overs += 1
+            if self._overs > MAX_OVERS:
+                self.ended.set()
+                await asyncio.Event().wait()  # until the worker cancels the program
+            raise Over(self.why_over)
+        if self._asked is None:
+            said, self._said, self._said_bytes = self._said, [], 0
+            self._asked = asyncio.ensure_future(self._ask({"say": said}))
+        self._is_waiting = True
+        try:
+            answer = await asyncio.shield(self._asked)
+        finally:
+            self._is_waiting = False
+        self._asked = None
         if "over" in answer:
-            raise Over(answer["over"])
-        calls, error = calls_of(answer["text"], answer["finish"], self._parser)
+            self.why_over = answer["over"]
+            raise Over(self.why_over)
+        found = found_in(answer, self._parser, self.tools)
+        calls, error = (found.calls, found.error) if found is not None else ((), "")
         return Turn(answer["text"], tuple(answer["ids"]), answer["finish"], answer["number"], calls, error)
 
     async def sandbox(self, code: str, stdin: str = "") -> Ended:
@@ -92,10 +127,10 @@ class Context:
         return await asyncio.to_thread(run_python, code, stdin, limits=Limits(**limits), isolation=isolation)
 
     def say(self, words: Words) -> None:
-        """What the model reads before its next turn; it learns none of it. Messages, such as [{"role": "user",
-        "content": "lower"}]; text where data.chat_template is false. Raises UnicodeEncodeError for halves of
-        characters, which no tokenizer takes."""
-        json.dumps(words, default=str, ensure_ascii=False).encode()
+        """Adds what the model reads before its next turn, of which it learns nothing: messages, such as [{"role":
+        "user", "content": "lower"}], or text where data.chat_template is false. Raises ValueError for half a character,
+        which no tokenizer takes, and for NaN and infinities, which JSON does not hold."""
+        self._said_bytes += len(strict_json.dumps(words, default=str, ensure_ascii=False).encode())
         self._said += [words] if isinstance(words, str) else words
 
     def reward(self, value: float) -> None:
@@ -113,14 +148,11 @@ class Context:
         return value
 
 
-def calls_of(text: str, finish: str, parser: Parser | None) -> tuple[tuple[Call, ...], str]:
-    """The calls in a turn, and why one cannot be read; neither of a turn that was cut off."""
-    if parser is None or finish != "stop":
-        return (), ""
-    try:
-        return tuple(parser(text)), ""
-    except BadCall as error:
-        return (), str(error)
+def found_in(turn: Mapping[str, Any], parser: Parser | None, tools: Sequence[Tool]) -> Found | None:
+    """Returns what the parser reads in a turn; None without a parser and for a turn that was cut off."""
+    if parser is None or turn["finish"] != "stop":
+        return None
+    return parser(turn["text"] if turn.get("shown") is None else turn["shown"], tools)
 
 
 def load_program(spec: str, has_endpoint: bool = False) -> Program:

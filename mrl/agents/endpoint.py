@@ -4,27 +4,32 @@ only. It listens on this machine alone; each trajectory has a key of its own, fo
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import json
 import os
+import resource
 import secrets
-import select
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http import HTTPStatus
 from typing import Any
 
+from mrl import strict_json
 from mrl.agents import chat
 from mrl.agents.chat import BadChat, Message
 
 HOST = "127.0.0.1"
 MAX_REFUSALS = 32  # of one trajectory; then nothing is asked any more, and agent.step_timeout_s ends it
-IDLE_S = 60.0  # of a connection without a request, and of one whose body does not come
+MAX_STRANGERS = 1000  # connections that have not shown a valid key; one more ends the oldest of them
+MAX_HEAD_BYTES = 16 << 10  # of a request before its body: all that is read without a valid key
+HEAD_S = 10.0  # until a new connection has sent the head of its first request
+IDLE_S = 60.0  # until a connection with a key sends its next request, the whole body, or takes an answer
 MAX_BODY_BYTES = 64 << 20
+AT_A_TIME = 16
+BACKLOG = 1024  # connections that the kernel keeps until they are accepted
 CHAT, MODELS = "/v1/chat/completions", "/v1/models"
 
 
@@ -42,28 +47,63 @@ class Endpoint:
 
 
 class Session:
-    """One trajectory's requests, one after the other. ask: sends a question to rank 0, which `answer` answers; parse:
-    from the text of a turn to the message that it is; timeout_s: until rank 0 has answered
+    """One trajectory's requests, one after the other.
 
-    arrived: the last answer, unless its harness was gone; has_ended_model: the model has no turn left
+    arrived: the last answer, unless its harness was gone; why_over: why the model has no turn left, once the harness
+    was told so
+
+    Args:
+        ask: sends a question to rank 0, which `answer` answers.
+        parse: makes the message of an answer, from its number and the request's tools.
+        timeout_s: seconds until rank 0 has answered.
+        max_bytes: of a request's messages and tools; longer ones are refused without asking.
     """
 
     def __init__(
-        self, ask: Callable[[Message], None], parse: Callable[[str, str, int], Message], timeout_s: float
+        self,
+        ask: Callable[[Message], None],
+        parse: Callable[[Message, int, list[Message]], Message],
+        timeout_s: float,
+        max_bytes: float,
     ) -> None:
-        self._ask, self._parse, self._timeout_s = ask, parse, timeout_s
-        self.turn = threading.Lock()
+        self._ask, self._parse, self._timeout_s, self._max_bytes = ask, parse, timeout_s, max_bytes
+        self.turn = asyncio.Lock()
         self.arrived: Message | None = None
-        self.has_ended_model = False
+        self.why_over = ""
         self._answers = self._refusals = 0
         self._state = threading.Lock()
         self._waits: Future[Message] | None = None
         self._is_closed = False
 
-    def generate(self, question: Message) -> tuple[int, Message, str, list[int]]:
-        """Number, message, finish and tokens of the model's next turn. Raises BadChat. For who holds `turn`."""
+    async def generate(self, question: Message) -> tuple[int, Message, str, list[int]]:
+        """Returns number, message, finish and tokens of the model's next turn. Raises BadChat. The caller holds
+        `turn`."""
         if self._refusals >= MAX_REFUSALS:
             raise BadChat(f"{MAX_REFUSALS} requests were refused: the harness is to end")
+        size = len(strict_json.dumps(question, ensure_ascii=False).encode("utf-8", "replace"))
+        answer: Message
+        if size > self._max_bytes:
+            answer = {"over": f"the messages and tools have {size} bytes, more than agent.max_tokens can hold"}
+        else:
+            try:
+                waits = await asyncio.to_thread(self._asked, question)
+                answer = await asyncio.wait_for(asyncio.wrap_future(waits), self._timeout_s)
+            except TimeoutError:
+                raise BadChat(f"the run has not answered within {self._timeout_s:g} s", status=504) from None
+        if "ended" in answer:
+            raise _ended()
+        self._refusals += "answer" not in answer
+        if "over" in answer:
+            self.why_over = answer["over"]
+            raise BadChat(f"the model has no turn left: {answer['over']}", code="context_length_exceeded")
+        if "refused" in answer:
+            raise BadChat(answer["refused"], "messages")
+        told = answer["answer"]
+        self._answers += 1
+        message = await asyncio.to_thread(self._parse, told, self._answers, question["tools"])
+        return self._answers, message, told["finish"], told["tokens"]
+
+    def _asked(self, question: Message) -> Future[Message]:
         waits: Future[Message] = Future()
         with self._state:
             if self._is_closed:
@@ -71,172 +111,158 @@ class Session:
             self._waits = waits
             self._ask({"chat": question})
             self.arrived = None
-        try:
-            answer = waits.result(self._timeout_s)
-        except CancelledError:
-            raise _ended() from None
-        except TimeoutError:
-            raise BadChat(f"the run has not answered within {self._timeout_s:g} s", status=504) from None
-        self._refusals += "answer" not in answer
-        if "over" in answer:
-            self.has_ended_model = True
-            raise BadChat(f"the model has no turn left: {answer['over']}", code="context_length_exceeded")
-        if "refused" in answer:
-            raise BadChat(answer["refused"], "messages")
-        told = answer["answer"]
-        self._answers += 1
-        return self._answers, self._parse(told["text"], told["finish"], self._answers), told["finish"], told["tokens"]
+        return waits
 
     def answer(self, message: Message) -> None:
-        """What rank 0 says."""
+        """Takes what rank 0 says."""
         with self._state:
             if self._waits is not None and not self._waits.done():
                 self._waits.set_result(message)
 
     def close(self) -> None:
         """Refuses what still comes."""
+        self.answer({"ended": True})
         with self._state:
             self._is_closed = True
-            if self._waits is not None:
-                self._waits.cancel()
 
 
 def _ended() -> BadChat:
     return BadChat("the trajectory of this key has ended", status=401, code="invalid_api_key")
 
 
-class Door(ThreadingHTTPServer):
-    """Listens from here on, in a thread."""
+class Door:
+    """The endpoint's HTTP server, in a thread with a loop of its own: programs may block the worker's.
 
-    daemon_threads = True
-    request_queue_size = 256
+    A connection counts as a stranger's until it has sent the key of a trajectory that runs. Strangers share
+    MAX_STRANGERS connections, of each of which MAX_HEAD_BYTES are read within HEAD_S; their requests are never read
+    further than the head.
+    """
 
     def __init__(self) -> None:
-        super().__init__((HOST, 0), _Handler)
         self._sessions: dict[bytes, Session] = {}
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self._most = MAX_STRANGERS if most == resource.RLIM_INFINITY else min(MAX_STRANGERS, most // 4)
         for name in ("no_proxy", "NO_PROXY"):  # clients would look for the address elsewhere
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), HOST)))
-        threading.Thread(target=self.serve_forever, daemon=True, name="endpoint").start()
+        listening = socket.create_server((HOST, 0), backlog=BACKLOG)
+        self._port: int = listening.getsockname()[1]
+        threading.Thread(target=lambda: asyncio.run(self._serve(listening)), daemon=True, name="endpoint").start()
 
     def open(self, session: Session) -> Endpoint:
         """Lets requests of the session in, by a new key."""
         key = secrets.token_urlsafe(32)
         self._sessions[_digest(key)] = session
-        return Endpoint(f"http://{HOST}:{self.server_port}/v1", key)
+        return Endpoint(f"http://{HOST}:{self._port}/v1", key)
 
     def shut(self, endpoint: Endpoint) -> None:
         """Its key opens nothing any more."""
         if (session := self._sessions.pop(_digest(endpoint.key), None)) is not None:
             session.close()
 
-    def of(self, key: str) -> Session:
-        """Raises BadChat for a key of no trajectory that runs."""
-        if (session := self._sessions.get(_digest(key))) is None:
-            raise BadChat("the key is of no trajectory that runs: ctx.endpoint.key", status=401, code="invalid_api_key")
-        return session
+    async def _serve(self, listening: socket.socket) -> None:
+        # asyncio accepts `backlog` connections at a time: few, so that each is read before a flood makes it the oldest
+        server = await asyncio.start_server(self._connection, sock=listening, limit=MAX_HEAD_BYTES, backlog=AT_A_TIME)
+        listening.listen(BACKLOG)
+        await server.serve_forever()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks is the client's affair; what else fails is answered."""
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._strangers[writer] = None
+        if len(self._strangers) > self._most:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.transport.abort()
+        try:
+            while await self._request(reader, writer):
+                pass
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
+            pass  # a connection that breaks, or is too slow, is the client's affair
+        finally:
+            self._strangers.pop(writer, None)
+            writer.close()
+
+    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Answers one request; returns whether the connection stays open."""
+        limit_s = HEAD_S if writer in self._strangers else IDLE_S
+        head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), limit_s)).decode("latin-1")
+        first, *lines = head.strip().split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        method, path, version = [*first.split(" "), "", ""][:3]
+        stays = version == "HTTP/1.1" and headers.get("connection", "").lower() != "close"
+        session: Session | None = None
+        try:
+            key = headers.get("authorization", "").removeprefix("Bearer ").strip()
+            if (session := self._sessions.get(_digest(key))) is None:
+                raise BadChat(
+                    "the key is of no trajectory that runs: ctx.endpoint.key", status=401, code="invalid_api_key"
+                )
+            self._strangers.pop(writer, None)
+            body = await _body(reader, writer, headers) if method == "POST" else b""
+            route = method, path.partition("?")[0]
+            if route == ("GET", MODELS):
+                models = [{"id": chat.MODEL, "object": "model", "created": 0, "owned_by": "mrl"}]
+                return await _reply(writer, HTTPStatus.OK, {"object": "list", "data": models}, stays)
+            if route != ("POST", CHAT):
+                raise BadChat(f"there is no {method} {path}: only POST {CHAT} and GET {MODELS}", status=404)
+            return await self._chat(session, body, reader, writer, stays)
+        except BadChat as error:
+            stays &= error.status not in (401, 411, 413)  # what else was sent is not read
+            return await _reply(writer, error.status, error.body, stays)
+        except (OSError, asyncio.IncompleteReadError, TimeoutError):
+            raise
+        except Exception as error:  # of the user's parser: the harness, and so the run, hears of it
+            return await _reply(writer, 500, BadChat(f"{type(error).__name__}: {error}", status=500).body, False)
+
+    async def _chat(
+        self, session: Session, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stays: bool
+    ) -> bool:
+        try:
+            asked = chat.read(strict_json.loads(body))
+        except BadChat:
+            raise
+        except ValueError as error:
+            raise BadChat(f"the body is no JSON: {error}") from None
+        async with session.turn:  # each that has it waits at most `timeout_s`
+            if reader.at_eof():  # a client that has given up, and has asked again
+                return False
+            number, message, finish, tokens = await session.generate(asked.question)
+            if reader.at_eof():
+                return False
+            session.arrived = message
+            try:
+                if asked.has_stream:
+                    events = chat.events(number, message, finish, tokens, asked.with_usage)
+                    data = "".join(f"data: {event}\n\n" for event in events)
+                    return await _reply(writer, HTTPStatus.OK, data, stays, "text/event-stream")
+                return await _reply(writer, HTTPStatus.OK, chat.completion(number, message, finish, tokens), stays)
+            except (OSError, TimeoutError):
+                session.arrived = None
+                raise
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "replace")).digest()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: Door
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    timeout = IDLE_S
+async def _body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, headers: dict[str, str]) -> bytes:
+    length = headers.get("content-length", "")
+    if not (length.isascii() and length.isdecimal()):
+        raise BadChat("Content-Length must say how long the body is", status=411)
+    if len(length) > 15 or int(length) > MAX_BODY_BYTES:
+        raise BadChat(f"the body has {length[:20]} bytes, at most {MAX_BODY_BYTES} are read", status=413)
+    if headers.get("expect", "").lower() == "100-continue":
+        writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    return await asyncio.wait_for(reader.readexactly(int(length)), IDLE_S)
 
-    def do_GET(self) -> None:
-        self._attempt(self._get)
 
-    def do_POST(self) -> None:
-        self._attempt(self._post)
-
-    def _attempt(self, serve: Callable[[Session], None]) -> None:
-        try:
-            serve(self.server.of(self.headers.get("Authorization", "").removeprefix("Bearer ").strip()))
-        except BadChat as error:
-            self.close_connection |= error.status in (401, 413)  # what else was sent is not read
-            self._reply(error.status, error.body)
-        except OSError:
-            self.close_connection = True
-        except Exception as error:  # of the user's parser: the harness, and so the run, hears of it
-            self.close_connection = True
-            self._reply(500, BadChat(f"{type(error).__name__}: {error}", status=500).body)
-
-    def _get(self, session: Session) -> None:
-        if self._path != MODELS:
-            raise BadChat(f"there is no {self.path}: only {CHAT} and {MODELS}", status=404)
-        models = [{"id": chat.MODEL, "object": "model", "created": 0, "owned_by": "mrl"}]
-        self._reply(200, {"object": "list", "data": models})
-
-    def _post(self, session: Session) -> None:
-        body = self._body()
-        if self._path != CHAT:
-            raise BadChat(f"there is no {self.path}: only {CHAT} and {MODELS}", status=404)
-        asked = chat.read(body)
-        with session.turn:  # each who has it waits at most `timeout_s`
-            if self._is_gone():  # a client that has given up, and has asked again
-                self.close_connection = True
-                return
-            number, message, finish, tokens = session.generate(asked.question)
-            if self._is_gone():
-                self.close_connection = True
-                return
-            session.arrived = message
-            try:
-                if asked.has_stream:
-                    self._stream(chat.events(number, message, finish, tokens, asked.with_usage))
-                else:
-                    self._reply(200, chat.completion(number, message, finish, tokens))
-            except OSError:
-                session.arrived = None
-                raise
-
-    @property
-    def _path(self) -> str:
-        return self.path.partition("?")[0]
-
-    def _body(self) -> Any:
-        length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdecimal()):
-            self.close_connection = True
-            raise BadChat("Content-Length must say how long the body is", status=411)
-        if int(length) > MAX_BODY_BYTES:
-            raise BadChat(f"the body has {length} bytes, at most {MAX_BODY_BYTES} are read", status=413)
-        try:
-            return json.loads(self.rfile.read(int(length)))
-        except (ValueError, RecursionError) as error:
-            raise BadChat(f"the body is no JSON: {error}") from None
-
-    def _is_gone(self) -> bool:
-        """Whether the client has closed the connection."""
-        with suppress(OSError):
-            if not select.select([self.connection], [], [], 0)[0]:
-                return False
-            return self.connection.recv(1, socket.MSG_PEEK) == b""
-        return True
-
-    def _reply(self, status: int, answer: Any) -> None:
-        data = json.dumps(answer).encode()
-        self._head(status, "application/json", len(data))
-        self.wfile.write(data)
-
-    def _stream(self, events: Any) -> None:
-        data = "".join(f"data: {event}\n\n" for event in events).encode()
-        self._head(200, "text/event-stream", len(data))
-        self.wfile.write(data)
-
-    def _head(self, status: int, kind: str, length: int) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(length))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+async def _reply(
+    writer: asyncio.StreamWriter, status: int, answer: Any, stays: bool, kind: str = "application/json"
+) -> bool:
+    """Sends an answer, a text or what becomes JSON; returns `stays`."""
+    data = (answer if isinstance(answer, str) else strict_json.dumps(answer)).encode()
+    head = f"HTTP/1.1 {int(status)} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\n"
+    head += f"Content-Length: {len(data)}\r\n" + ("" if stays else "Connection: close\r\n") + "\r\n"
+    writer.write(head.encode() + data)
+    await asyncio.wait_for(writer.drain(), IDLE_S)
+    return stays

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import json
 import random
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from mrl import strict_json
 from mrl.agents.context import Turn, Words
 
 Act = Callable[[Turn], Any]
@@ -72,7 +72,7 @@ def of_gymnasium(
     return Environment
 
 
-def of_openenv(url: str | Callable[[dict[str, Any]], str], act: Act, show: Show = json.dumps) -> type[Any]:
+def of_openenv(url: str | Callable[[dict[str, Any]], str], act: Act, show: Show = strict_json.dumps) -> type[Any]:
     """As `of_gymnasium`, of a server of OpenEnv: POST /reset and /step, GET /state. url: of the server, or of a row's;
     one that holds a single episode serves one trajectory at a time, and a second one is found out by its state. act
     gives the action's fields."""
@@ -127,7 +127,7 @@ def _asked(url: str, method: str, path: str, body: Mapping[str, Any] | None) -> 
         raise OpenEnvError(f"{url!r} is no address of a server: http://host:port")
     connection = kinds[parts.scheme](parts.hostname, parts.port, timeout=HTTP_S)
     try:
-        data = None if body is None else json.dumps(body)
+        data = None if body is None else strict_json.dumps(body)
         connection.request(method, parts.path.rstrip("/") + path, data, {"Content-Type": "application/json"})
         answer = connection.getresponse()
         content = answer.read(MAX_ANSWER_BYTES)
@@ -138,8 +138,8 @@ def _asked(url: str, method: str, path: str, body: Mapping[str, Any] | None) -> 
     if answer.status != 200:
         raise OpenEnvError(f"{method} {url}{path} answered {answer.status}: {content[:200].decode(errors='replace')}")
     try:
-        told = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        told = strict_json.loads(content)
+    except ValueError as error:
         raise OpenEnvError(f"{method} {url}{path} answered no JSON: {error}") from error
     if not isinstance(told, dict):
         raise OpenEnvError(f"{method} {url}{path} answered {str(told)[:200]}, expected an object")

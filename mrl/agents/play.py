@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mrl.agents.calls import WITH_SPECIAL_TOKENS
 from mrl.agents.errors import AgentError
 from mrl.agents.pool import Message, Pool
 from mrl.agents.suffix import Suffix
@@ -19,9 +20,11 @@ from mrl.agents.trajectory import Line, Next, Trajectory
 from mrl.config.schema import AgentConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data import Tokenizer, TokenizerError
+from mrl.data.told import told
 from mrl.rollout.seeds import sample_seed
 
 DAY_S = 86400.0
+BYTES_PER_TOKEN = 16  # more are not tokenised: text in any language has 2 to 6, code that is mostly spaces up to 12
 WORLD_STREAM = 1 << 46  # keeps the seeds of environments apart from samples'
 
 Generate = Callable[[list[Request], SamplingParams], list[Sample]]
@@ -54,6 +57,8 @@ class Agents:
         self._is_chat, self._by_turn, self._begins, self._numbers = is_chat, by_turn, begins, count()
         setup: Message = {"rollout": cfg.rollout, "parser": cfg.parser, "sandbox": cfg.sandbox.model_dump()}
         setup |= {"endpoint": cfg.endpoint, "answer_timeout_s": turn_timeout_s + cfg.step_timeout_s}
+        setup["max_bytes"] = cfg.max_tokens * BYTES_PER_TOKEN
+        self._stops, self._shows_special = stops, cfg.parser in WITH_SPECIAL_TOKENS
         self._pool = Pool(setup, cfg.workers, cfg.step_timeout_s)
 
     def close(self) -> None:
@@ -107,7 +112,7 @@ class Agents:
                         done += self._failed(live.pop(number), {"error": str(error)}, live, messages)
                         continue
                     if no is not None:
-                        messages[number], trajectory.over = no, no.get("over", "")
+                        messages[number] = no
                     else:
                         asking[trajectory.request.sample_id] = number
             if done:
@@ -129,15 +134,22 @@ class Agents:
                 left_out += self._late(number, live, messages)
             else:
                 tell = live[number].offer if self.cfg.endpoint else live[number].take
-                messages[number] = tell(turn, text)
+                messages[number] = tell(turn, text, self._shown(turn) if self._shows_special else None)
         return left_out
+
+    def _shown(self, turn: Sample) -> str:
+        """The text of a turn with its special tokens, without the one that ended it."""
+        ids = turn.response_ids.tolist()
+        return self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._stops else ids, special=True)
 
     def _begin(self, trajectory: Trajectory, live: dict[int, Trajectory], messages: dict[int, Message]) -> None:
         number, request = next(self._numbers), trajectory.request
         live[number] = trajectory
         trajectory.limit(self.cfg.trajectory_timeout_s)
         seed = sample_seed(request.seed, WORLD_STREAM, 0)
-        messages[number] = {"start": {"row": request.prompt.row, "prompt": request.prompt.text, "seed": seed}}
+        row = request.prompt.row
+        start = {"row": row, "tools": _tools(row), "prompt": request.prompt.text, "seed": seed}
+        messages[number] = {"start": start}
 
     def _failed(
         self, trajectory: Trajectory, answer: Message, live: dict[int, Trajectory], messages: dict[int, Message]
@@ -148,10 +160,11 @@ class Agents:
         if faults <= self.cfg.retries:
             self._begin(Trajectory(trajectory.request, faults), live, messages)
             return []
-        what = answer.get("fault") or f"raised:\n{answer.get('error')}"
+        what = answer.get("fault") or f"raised {answer.get('error')}"
         if "done" in answer:
-            what = "ended before the model had a turn" + (f": {trajectory.over}" if trajectory.over else "")
-        why = f"agent.rollout {self.cfg.rollout!r} on {trajectory.name} {what}\n(begun {faults} times: agent.retries)"
+            what = "ended before the model had a turn" + (f": {answer['over']}" if answer["over"] else "")
+        why = f"agent.rollout {self.cfg.rollout!r} on {trajectory.name} {what} (begun {faults} times: agent.retries)"
+        why = "\n".join(filter(None, (why, answer.get("traceback", "").rstrip())))
         if self.cfg.on_error == "stop":
             raise AgentError(why)
         return [Sample(trajectory.request, np.zeros(0), np.zeros(0), "abort", "0", left_out=why)]
@@ -205,3 +218,12 @@ class Agents:
             return (*prompt.token_ids, *(self.suffix(words, 0) or ()))
         assert self._begins is not None
         return tuple(self.suffix.whole([*self._begins(prompt), *self.suffix.messages(words)]))
+
+
+def _tools(row: Message) -> list[Message]:
+    """The tools that a row of the data declares, in OpenAI's form; none where its column of that name is another."""
+    try:
+        tools: list[Message] = told(row, "tools", None).get("tools", [])
+    except ValueError:
+        return []
+    return tools

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from mrl import strict_json
 from mrl.agents.errors import AgentError
 
 STARTUP_TIMEOUT_S = 120.0
@@ -52,7 +53,7 @@ class Worker:
             raise AgentError(message.get("load_error") or ended)
 
     def send(self, message: Message) -> None:
-        """What cannot be sent is not answered, which `exchange` finds."""
+        """What cannot be sent is not answered, which `exchange` finds. A row of a Parquet file may hold NaN."""
         try:
             self.connection.send_bytes(json.dumps(message, default=str).encode())
         except OSError:
@@ -61,7 +62,7 @@ class Worker:
     def receive(self) -> Message:
         """The next message; {"gone"} if there will be none."""
         try:
-            message: Message = json.loads(self.connection.recv_bytes())
+            message: Message = strict_json.loads(self.connection.recv_bytes())
         except (EOFError, OSError, ValueError):
             return {"gone": True}
         return message

@@ -88,13 +88,12 @@ class Next:
 
 @dataclass
 class Trajectory:
-    """Of one sample. faults: how often it was begun anew; ends_at: by the monotonic clock, it is late after that; over:
-    why the model has no turn left"""
+    """Turns and words of one sample. faults: how often it was begun anew; ends_at: by the monotonic clock, it is late
+    after that"""
 
     request: Request
     faults: int = 0
     ends_at: float = math.inf
-    over: str = ""
     lines: list[Line] = field(default_factory=list)
     turns: list[Sample] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
@@ -132,12 +131,14 @@ class Trajectory:
         number = _digest(ids)
         return sample_seed(seed, CHAT_STREAM + self.asked.get(number, 0), number)
 
-    def take(self, turn: Sample, text: str) -> Message:
-        """The turn that was drawn after `next`; what the program is told of it."""
+    def take(self, turn: Sample, text: str, shown: str | None = None) -> Message:
+        """Adds the turn that was drawn after `next`; returns what the program is told of it. shown: its text with
+        special tokens, for a parser that reads them"""
         assert self.next is not None and self.next.chat is None
         self._add(self.next, turn, {"role": "assistant", "content": text})
         ids = turn.response_ids.tolist()
-        return {"turn": {"text": text, "ids": ids, "finish": turn.finish_reason, "number": len(self.turns) - 1}}
+        told = {"text": text, "shown": shown, "ids": ids, "finish": turn.finish_reason}
+        return {"turn": {**told, "number": len(self.turns) - 1}}
 
     def _add(self, after: Next, turn: Sample, message: Message) -> None:
         self.messages += [*map(_written, after.words), message]
@@ -174,12 +175,12 @@ class Trajectory:
                 return Next(Line((*node.line.all_ids[: node.length], *said)), (), new, chat)
         return Next(Line(tuple(suffix.whole(messages, tools))), (), messages, chat)
 
-    def offer(self, turn: Sample, text: str) -> Message:
+    def offer(self, turn: Sample, text: str, shown: str | None = None) -> Message:
         """The answer to a chat, which counts once it has arrived; what the harness is told of it."""
         assert self.next is not None
         self.offered = self.next, turn
         tokens = [len(self.next.line) + len(self.next.said), len(turn.response_ids)]
-        return {"answer": {"text": text, "finish": turn.finish_reason, "tokens": tokens}}
+        return {"answer": {"text": text, "shown": shown, "finish": turn.finish_reason, "tokens": tokens}}
 
     def settle(self, message: Message | None) -> None:
         """As what the answer that was offered last, if there was one, has arrived; None: it has not."""

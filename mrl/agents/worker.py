@@ -1,10 +1,11 @@
 """A worker that runs agents' programs: `python -m mrl.agents.worker FD`, started by `mrl.agents.pool`.
 
 On the socket FD come JSON objects. First the setup {"sys_path", "rollout", "parser", "sandbox", "endpoint",
-"answer_timeout_s"}, answered by {"ready": true} or {"load_error": text}. Then {"id", "start": {"row", "prompt",
-"seed"}} begins a trajectory, {"id", "turn": {...}} and {"id", "over": why} answer one that has asked, {"drop": true}
-ends all, with an "id" that one. Of each trajectory come {"id", "say": [...]}, which asks for a turn, and at its end
-{"id", "done": {"score", ...}} or {"id", "error": text}; with each "reward", what was given since the one before.
+"answer_timeout_s", "max_bytes"}, answered by {"ready": true} or {"load_error": text}. Then {"id", "start": {"row",
+"tools", "prompt", "seed"}} begins a trajectory, {"id", "turn": {...}} and {"id", "over": why} answer one that has
+asked, {"drop": true} ends all, with an "id" that one. Of each trajectory come {"id", "say": [...]}, which asks for a
+turn, and at its end {"id", "done": {"score", ...}, "over": why} or {"id", "error": one line, "traceback": text}; with
+each "reward", what was given since the one before.
 
 With an endpoint a turn is asked for by {"id", "chat": {"messages", "tools"}}, and answered by {"id", "answer": {"text",
 "finish", "tokens"}}, {"id", "over": why} or {"id", "refused": why}; "arrived" then comes with the next question or the
@@ -19,15 +20,20 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from mrl import strict_json
 from mrl.agents.calls import Parser, load_parser
-from mrl.agents.context import Context, Over, Program, calls_of, load_program, score_of
+from mrl.agents.context import Context, Over, Program, found_in, load_program, score_of
+from mrl.agents.declared import Tool
 from mrl.agents.endpoint import Door, Session
 from mrl.user_functions import FunctionError
 
-MAX_TRACEBACK_CHARS = 8000
+MAX_TRACEBACK_CHARS = 1 << 20  # the middle of a longer one, such as of an endless recursion, is left out
+MAX_LINE_CHARS = 2000
+CLEAN_UP_S = 1.0  # of a program that is ended, for its `finally`
 
 
 def main() -> None:
@@ -42,25 +48,18 @@ def main() -> None:
         return
     _send(connection, {"ready": True})
     door = Door() if setup["endpoint"] else None
-    limits = setup["sandbox"], setup["answer_timeout_s"]
-    asyncio.run(_Trajectories(connection, program, parser, *limits, door).run())
+    asyncio.run(_Trajectories(connection, program, parser, door, setup).run())
 
 
 class _Trajectories:
     """All of this process, each a task of its loop."""
 
     def __init__(
-        self,
-        connection: Connection,
-        program: Program,
-        parser: Parser | None,
-        limits: dict[str, Any],
-        answer_timeout_s: float,
-        door: Door | None,
+        self, connection: Connection, program: Program, parser: Parser | None, door: Door | None, setup: dict[str, Any]
     ) -> None:
-        self._parser, self._limits, self._door = parser, limits, door
-        self._answer_timeout_s = answer_timeout_s
-        self._connection, self._program = connection, program
+        self._connection, self._program, self._parser, self._door = connection, program, parser, door
+        self._limits, self._answer_timeout_s = setup["sandbox"], setup["answer_timeout_s"]
+        self._max_bytes = setup["max_bytes"]
         self._sending = threading.Lock()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -88,7 +87,7 @@ class _Trajectories:
     def _take(self, message: dict[str, Any]) -> None:
         if "drop" in message:
             for number in [message["id"]] if "id" in message else [*self._tasks]:
-                self._waiting.pop(number, None)
+                self._stop_waiting(number)
                 if (task := self._tasks.pop(number, None)) is not None:
                     task.cancel()
             return
@@ -98,7 +97,11 @@ class _Trajectories:
         elif (waits := self._waiting.pop(number, None)) is not None and not waits.cancelled():
             waits.set_result(message["turn"] if "turn" in message else {"over": message["over"]})
 
-    async def _play(self, number: int, row: dict[str, Any], prompt: str, seed: int) -> None:
+    def _stop_waiting(self, number: int) -> None:
+        if (waits := self._waiting.pop(number, None)) is not None:
+            waits.cancel()
+
+    async def _play(self, number: int, row: dict[str, Any], tools: Sequence[Tool], prompt: str, seed: int) -> None:
         async def ask(question: dict[str, Any]) -> dict[str, Any]:
             self._waiting[number] = asyncio.get_running_loop().create_future()
             self._say({"id": number, **question, "reward": ctx.take_reward()})
@@ -107,49 +110,70 @@ class _Trajectories:
         def ask_chat(question: dict[str, Any]) -> None:
             self._say({"id": number, **question, "reward": ctx.take_reward(), "arrived": session.arrived})
 
-        session = Session(ask_chat, self._message, self._answer_timeout_s)
+        session = Session(ask_chat, self._message, self._answer_timeout_s, self._max_bytes)
         endpoint = self._door.open(session) if self._door is not None else None
         if endpoint is not None:
             self._sessions[number] = session
-        ctx = Context(ask, row, seed, self._parser, self._limits, endpoint)
+        ctx = Context(ask, row, seed, self._parser, self._limits, endpoint, tools, self._max_bytes)
         try:
             answer = await self._result(ctx, prompt, session)
         finally:
             if self._door is not None and endpoint is not None:
                 self._door.shut(endpoint)
                 self._sessions.pop(number, None)
+            self._stop_waiting(number)
         self._tasks.pop(number, None)
         self._say({"id": number, **answer, "reward": ctx.take_reward(), "arrived": session.arrived})
 
     async def _result(self, ctx: Context, prompt: str, session: Session) -> dict[str, Any]:
         try:
             try:
-                result = await self._program(ctx, prompt)
+                result = await self._until_ended(ctx, prompt)
             except Over:
                 result = None
             except Exception:
-                if not session.has_ended_model:  # how a harness fails that is told so is its own affair
+                if not session.why_over:  # how a harness fails that is told so is its own affair
                     raise
                 result = None
-            return {"done": score_of(result, ctx)}
+            return {"done": score_of(result, ctx), "over": ctx.why_over or session.why_over}
         except (Exception, asyncio.CancelledError) as error:
             text = "".join(traceback.format_exception(error))
-            return {"error": text[-MAX_TRACEBACK_CHARS:]}
+            if len(text) > MAX_TRACEBACK_CHARS:
+                half = MAX_TRACEBACK_CHARS // 2
+                text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+            line = " ".join(f"{type(error).__name__}: {error}".split())
+            return {"error": line[:MAX_LINE_CHARS], "traceback": text}
 
-    def _message(self, text: str, finish: str, number: int) -> dict[str, Any]:
+    async def _until_ended(self, ctx: Context, prompt: str) -> Any:
+        """What the program returns; None where it asks on for turns although it was told that there are none."""
+        program = asyncio.ensure_future(self._program(ctx, prompt))
+        ended = asyncio.ensure_future(ctx.ended.wait())
+        try:
+            await asyncio.wait({program, ended}, return_when=asyncio.FIRST_COMPLETED)
+            return program.result() if program.done() else None
+        finally:
+            ended.cancel()
+            if not program.done():
+                program.cancel()
+                await asyncio.wait({program}, timeout=CLEAN_UP_S)
+
+    def _message(self, answer: dict[str, Any], number: int, tools: Sequence[Tool]) -> dict[str, Any]:
         """A turn as a harness gets it. A call that cannot be read stays text."""
-        calls, _ = calls_of(text, finish, self._parser)
-        if not calls:
-            return {"role": "assistant", "content": text}
+        found = found_in(answer, self._parser, tools)
+        if found is None:
+            return {"role": "assistant", "content": answer["text"]}
+        if not found.calls:
+            is_apart = answer.get("shown") is not None  # its text lacks the special tokens that the format is made of
+            return {"role": "assistant", "content": found.content if is_apart else answer["text"]}
         made = [
             {
                 "id": f"call_{number}_{i}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for i, call in enumerate(calls)
+            for i, call in enumerate(found.calls)
         ]
-        return {"role": "assistant", "content": text.partition("<tool_call>")[0].strip(), "tool_calls": made}
+        return {"role": "assistant", "content": found.content, "tool_calls": made}
 
     def _say(self, message: dict[str, Any]) -> None:
         with self._sending:
@@ -157,7 +181,7 @@ class _Trajectories:
 
 
 def _send(connection: Connection, message: dict[str, Any]) -> None:
-    connection.send_bytes(json.dumps(message, default=str).encode())
+    connection.send_bytes(strict_json.dumps(message, default=str).encode())
 
 
 if __name__ == "__main__":

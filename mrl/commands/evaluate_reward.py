@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mrl import strict_json
 from mrl.commands.shared import CONFIG_ERROR
 from mrl.files import write_atomically
 
@@ -98,8 +98,9 @@ def _written(file: Path, found: Report, judged: list[Judged], data: PreferenceDa
         for row, one in zip(data.rows, judged, strict=True)
     ]
     left_out = sum(source.left_out for source in data.sources)
+    content = strict_json.finite(asdict(found) | {"left_out": left_out, "scored": rows})
     try:
-        write_atomically(file, json.dumps(asdict(found) | {"left_out": left_out, "scored": rows}, indent=1) + "\n")
+        write_atomically(file, strict_json.dumps(content, indent=1) + "\n")
     except OSError as error:
         print(f"mrl: {file} cannot be written: {error.strerror or error}", file=sys.stderr)
         return False

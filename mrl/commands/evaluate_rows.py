@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mrl import strict_json
 from mrl.commands.shared import CONFIG_ERROR, load_to_read, of_language
 from mrl.files import write_atomically
 
@@ -104,7 +104,7 @@ def _written(out: Path, found: dict[str, Any]) -> int:
     print("\n".join(lines(found)))
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_atomically(out / "eval.json", json.dumps(found, indent=1) + "\n")
+        write_atomically(out / "eval.json", strict_json.dumps(strict_json.finite(found), indent=1) + "\n")
         write_atomically(out / "eval.html", page(found))
     except OSError as error:
         print(f"mrl: {out} cannot be written: {error.strerror or error}", file=sys.stderr)

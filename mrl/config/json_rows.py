@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import re
 from typing import Any
+
+from mrl import strict_json
 
 BOM = b"\xef\xbb\xbf"
 MAX_ROW_BYTES = 64 << 20
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def parse(raw: bytes) -> Any:
-    """The value. Raises ValueError for what is not UTF-8, no JSON, nested too deeply, or holds half a character."""
+    """The value. Raises ValueError for what is no JSON by `mrl.strict_json`."""
     try:
-        value = DECODER.decode(raw.decode("utf-8"))
-        if _SURROGATE.search(raw):
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: byte 0x{raw[error.start]:02x} at place {error.start + 1}") from error
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
-        raise ValueError(f"holds {half}, half of a character (a lone surrogate), which is no text") from error
-    except RecursionError as error:
-        raise ValueError("not valid JSON: nested too deeply") from error
+        return strict_json.loads(raw)
     except ValueError as error:
         raise ValueError(f"not valid JSON: {error}") from error
-    return value
 
 
 def parse_row(raw: bytes) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from mrl import strict_json
 from mrl.data.rows import Row
 from mrl.data.tokenizer import CLOCK
 
@@ -20,9 +20,9 @@ def told(row: Row, tools_key: str | None, kwargs_key: str | None) -> Row:
     more = row.get(kwargs_key) if kwargs_key is not None else None
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            raise ValueError(f"{tools_key!r} is text that is no JSON") from None
+            tools = strict_json.loads(tools)
+        except ValueError as error:
+            raise ValueError(f"{tools_key!r} is text that is no JSON: {error}") from None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f"{tools_key!r} must be a list of objects, or JSON of one")
     if more is not None and not isinstance(more, dict):

@@ -31,7 +31,8 @@ def problem() -> str | None:
     try:
         importlib.import_module("triton")
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        first = str(error).partition("\n")[0]
+        return f"{type(error).__name__}: {first}"
     return compiler_problem()
 
 

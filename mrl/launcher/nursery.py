@@ -82,7 +82,11 @@ class Nursery:
 
     def is_settled(self, timeout_s: float) -> bool:
         """Does it know by then whether it can start ranks?"""
-        if self._line is not None and not self._is_ready and select.select([self._line], [], [], timeout_s)[0]:
+        if self._line is None or self._is_ready:
+            return True
+        poll = select.poll()  # `select` knows the first 1024 files alone
+        poll.register(self._line, select.POLLIN)
+        if poll.poll(timeout_s * 1000):
             self._is_ready = self._line.recv(1) == _READY
             if not self._is_ready:
                 self.close()

@@ -98,7 +98,7 @@ class Restarts:
 
     def _say(self, fault: Fault, recovered_s: float | None) -> None:
         end = "failed again before it had recovered" if recovered_s is None else f"recovered in {recovered_s:.1f} s"
-        what = fault.text.splitlines()[0]
+        what = fault.text.partition("\n")[0]
         self._terminal.say(f"restart {self._attempt} of {self._allowed}: {what}; {end}")
         row = {"restart": self._attempt, **asdict(fault), "recovered_s": recovered_s}
         with contextlib.suppress(OSError), self._record.open("a") as file:  # a full disk: the terminal has it

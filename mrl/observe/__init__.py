@@ -3,6 +3,7 @@
 from mrl.observe import trackers
 from mrl.observe.files import (
     ENGINES,
+    LEFT_OUT,
     NONFINITE,
     PLAN,
     RANKS,
@@ -23,6 +24,7 @@ from mrl.observe.samples import before_after_table, sample_row, save_pictures, s
 
 __all__ = [
     "ENGINES",
+    "LEFT_OUT",
     "NONFINITE",
     "PLAN",
     "RANKS",

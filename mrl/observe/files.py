@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from mrl import strict_json
 from mrl.files import write_atomically
 
 PLAN, RANKS = "plan.json", "ranks.svg"  # of a run directory: what the plan says of the run, who is where
@@ -18,7 +18,8 @@ METRICS = "metrics.jsonl"  # a line a step, as the next ones
 ENGINES = "engines.jsonl"  # what each engine had to do
 STRAGGLERS = "stragglers.jsonl"  # the ranks' times
 NONFINITE = "nonfinite.jsonl"  # the samples of skipped updates
-BY_STEP = (METRICS, ENGINES, STRAGGLERS, NONFINITE)
+LEFT_OUT = "left_out.jsonl"  # why samples of agents are left out (agent.on_error), with their tracebacks
+BY_STEP = (METRICS, ENGINES, STRAGGLERS, NONFINITE, LEFT_OUT)
 DATA_NOTES = "data_notes.json"  # of a run directory: what was left out or cut of the rows, a sentence each
 _SECTIONS = ("run", "model", "data", "batch", "algorithm")  # those that are read here
 
@@ -52,14 +53,15 @@ def write_down(what: str, write: Callable[[], object], on_error: str, note: Call
 
 
 def write_jsonl(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    write_atomically(file, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+    """A line a row. NaN and infinities become text, which JSON has no numbers for."""
+    lines = (strict_json.dumps(strict_json.finite(row), ensure_ascii=False, default=str) + "\n" for row in rows)
+    write_atomically(file, "".join(lines))
 
 
 def append_jsonl(file: Path, row: dict[str, Any]) -> None:
     """One more line; half a line of a killed process is removed first. Not-a-number and infinities become text."""
     drop_torn_line(file)
-    values = {name: str(v) if isinstance(v, float) and not math.isfinite(v) else v for name, v in row.items()}
-    append(file, json.dumps(values, allow_nan=False) + "\n")
+    append(file, strict_json.dumps(strict_json.finite(row)) + "\n")
 
 
 def append(file: Path, content: str | bytes) -> None:

@@ -57,7 +57,7 @@ class Meeting:
                 time.sleep(_POLL_S)
             return [json.loads(self._store.get(key)) for key in keys]
         except dist.DistError as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).partition("\n")[0]
             raise NodesMissing(f"{self.name(0)} does not answer at {self.place.head}: {reason}") from None
         except OSError as error:
             why = error.strerror or error

@@ -5,10 +5,15 @@ A program that answers `mrl.rollout.protocol` needs a function an endpoint and `
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import io
 import json
 import logging
+import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -18,6 +23,8 @@ from mrl.ports import HERE
 log = logging.getLogger(__name__)
 KEY_VARIABLE = "MRL_ENGINE_KEY"  # in the server's environment: the key that every request must carry
 STRANGER_S = 10.0  # how long one may take to show the key
+MAX_STRANGERS = 256  # connections that have not shown it; one more ends the oldest of them
+MAX_HEAD_BYTES = 16 << 10  # of a request before its body: all that is read without the key
 
 Route = Callable[[dict[str, Any]], Any]  # of the JSON body, {} where there is none; gives the JSON answer
 
@@ -45,6 +52,10 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # an answer's head and body are two writes: the second would wait 40 ms
     timeout = STRANGER_S
 
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = self.head = _Head(self.rfile)
+
     def do_GET(self) -> None:
         self._serve()
 
@@ -56,6 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not hmac.compare_digest(given, self.server.wanted):
             self.close_connection = True
             return self._reply(401, {"message": "Unauthorized"})
+        self.server.let_in(self.connection)
+        self.head.left = MAX_HEAD_BYTES
         self.connection.settimeout(None)
         data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         endpoint = self.server.routes.get(self.path.partition("?")[0])
@@ -84,6 +97,27 @@ class _Handler(BaseHTTPRequestHandler):
         pass  # one line a request says nothing that the trainer does not know
 
 
+class _Head(io.BufferedIOBase):
+    """What a connection sends. Lines, which only heads have, may be MAX_HEAD_BYTES together."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner, self.left = inner, MAX_HEAD_BYTES
+
+    def readline(self, limit: int | None = -1, /) -> bytes:
+        line: bytes = self._inner.readline(self.left + 1)
+        self.left -= len(line)
+        if self.left < 0:
+            raise ConnectionAbortedError(f"the head of a request has more than {MAX_HEAD_BYTES} bytes")
+        return line
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        found: bytes = self._inner.read(size)
+        return found
+
+    def close(self) -> None:
+        self._inner.close()
+
+
 class Server(ThreadingHTTPServer):
     """As `serve`, for who runs it in a thread of its own: `serve_forever`, `shutdown`. It listens from here on.
 
@@ -91,11 +125,44 @@ class Server(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    request_queue_size = 256
+    request_queue_size = 1024
 
     def __init__(self, port: int, key: str, routes: Mapping[str, Route], host: str = HERE) -> None:
         super().__init__((host, port), _Handler)
         self.wanted, self.routes = f"Bearer {key}".encode(), routes
+        self._strangers: dict[socket.socket, float] = {}  # connection -> when it came, the oldest first
+        self._lock = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Counts the connection as a stranger's, and ends the oldest of these if they are too many."""
+        with self._lock:
+            self._strangers[request] = time.monotonic()
+            surplus = [*self._strangers][: len(self._strangers) - MAX_STRANGERS]
+        self._drop(surplus)
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Ends strangers that were given their time, twice a second."""
+        came_by = time.monotonic() - STRANGER_S
+        with self._lock:
+            late = [request for request, came in self._strangers.items() if came < came_by]
+        self._drop(late)
+
+    def _drop(self, requests: list[socket.socket]) -> None:
+        for request in requests:
+            self.let_in(request)
+            with contextlib.suppress(OSError):  # its thread reads the end then
+                request.shutdown(socket.SHUT_RDWR)
+
+    def let_in(self, request: socket.socket) -> None:
+        """Counts the connection as a stranger's no more."""
+        with self._lock:
+            self._strangers.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Its end."""
+        self.let_in(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Not a connection that broke, ours or a stranger's: its end knows. The log is for what the engine did."""

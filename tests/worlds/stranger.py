@@ -14,6 +14,7 @@ import encodings.idna  # noqa: F401 - of connections: the stranger may not be ab
 import http.client
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -100,6 +101,51 @@ def attacks(foreign: str, folder: str, held: list[socket.socket]) -> dict[str, C
     found["junk"] = lambda port: junk(port, os.urandom(2000))
     found["junk length"] = lambda port: junk(port, b"POST /generate HTTP/1.1\r\nContent-Length: many\r\n\r\n")
     return found | {"half open": half_open}
+
+
+def flood(port: int, seconds: float, idle: int) -> dict[str, int]:
+    """Opens `idle` connections to an endpoint that needs a key and keeps them, and sends slow bytes, heads without an
+    end, large bodies and wrong keys. Returns what was answered, how often, and the most connections that it held."""
+    counts: Counter[str] = Counter()
+    held: list[socket.socket] = []
+    end = time.monotonic() + seconds
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer guessed\r\n"
+
+    def sent(*parts: bytes) -> None:
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+                for part in parts:
+                    connection.sendall(part)
+                counts[connection.recv(100).partition(b" ")[2][:3].decode() or "closed"] += 1
+        except OSError as error:
+            counts[type(error).__name__] += 1
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    while time.monotonic() < end:
+        for _ in range(idle - len(held)):
+            with contextlib.suppress(OSError):
+                held.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+        counts["held"] = max(counts["held"], len(held))
+        for number, connection in enumerate([*held]):
+            try:
+                if number % 2:
+                    connection.send(b"x")  # a byte at a time
+                connection.setblocking(False)
+                if not connection.recv(1):
+                    raise ConnectionResetError
+            except BlockingIOError:
+                pass
+            except OSError:
+                counts["dropped"] += 1
+                held.remove(connection)
+                connection.close()
+        sent(head + b"Content-Length: 2\r\n\r\n{}")
+        sent(head + b"Content-Length: 50000000\r\n\r\n", b"x" * 50_000_000)
+        sent(head + b"X: " + b"x" * 10_000_000)
+        sent(b"GET /v1/models HTTP/1.1\r\n\r\n")
+        sent(os.urandom(2000) + b"\r\n\r\n")
+        time.sleep(PAUSE_S)
+    return counts
 
 
 def main() -> None:

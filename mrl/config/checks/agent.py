@@ -11,7 +11,7 @@ from mrl.config.problems import Problem, no_file, reason
 from mrl.config.schema import AgentConfig, RLConfig
 
 KEY, PARSER, ENVIRONMENT = "agent.rollout", "agent.parser", "environment"
-PARSERS = ("hermes", "qwen3_coder", "fenced")
+PARSERS = ("hermes", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31", "kimi_k2", "gpt_oss", "fenced")
 
 
 def check(cfg: RLConfig) -> Iterator[Problem]:

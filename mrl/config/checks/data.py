@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.checks.base import Archs
-from mrl.config.json_rows import BOM, DECODER, as_row, parse_row
+from mrl.config.json_rows import BOM, as_row, parse_row
 from mrl.config.problems import Problem, no_file, reason
 from mrl.config.sections.data import PreferenceDataConfig, SourceConfig
 from mrl.config.trainers.base import AnyConfig, Config, DataUse
 from mrl.families import ModelArch
 from mrl.foreign import read_json
+from mrl.strict_json import raw_decode
 
 HEAD_BYTES = 1 << 20
 KINDS = "expected FILE.jsonl, FILE.json, FILE.parquet or a directory"
@@ -143,7 +144,7 @@ def _columns_of_json(path: Path) -> Columns | None:
 
 def _first_item(head: bytes) -> dict[str, Any]:
     try:
-        return as_row(DECODER.raw_decode(head[1:].decode("utf-8", errors="ignore").lstrip())[0])
+        return as_row(raw_decode(head[1:].decode("utf-8", errors="ignore").lstrip(), 0)[0])
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 

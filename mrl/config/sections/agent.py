@@ -16,8 +16,9 @@ class AgentConfig(Section):
 
     # path/to/file.py:name, `async def rollout(ctx, prompt)` or a class with reset(row, rng) and step(turn)
     rollout: FilePath
-    # how calls of tools are read from a turn: hermes (Qwen), qwen3_coder, fenced (blocks of code), or
-    # path/to/file.py:name of a function of the text; null: they are not
+    # the format of the tool calls that are read from a turn: hermes (Qwen 2.5 and 3), qwen3_coder, glm45 (GLM 4.5 to
+    # 4.7), deepseek_v3, deepseek_v31, kimi_k2, gpt_oss (harmony), fenced (blocks of code), or path/to/file.py:name of a
+    # function of the text and the tools' declarations; null: none are read
     parser: FilePath | None = None
     sandbox: SandboxConfig = SandboxConfig()  # of programs that the model wrote, which `ctx.sandbox` runs
     max_turns: PositiveInt = 8  # of the model's, each of rollout.sampling.max_new_tokens at most

@@ -16,7 +16,7 @@ from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import prompts_per_round
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data import PromptDataset, Tokenizer, collate, data_notes
-from mrl.observe import ENGINES, append_jsonl, sample_row, save_pictures, save_samples, write_down
+from mrl.observe import ENGINES, LEFT_OUT, append_jsonl, sample_row, save_pictures, save_samples, write_down
 from mrl.resilience.sections import section
 from mrl.reward.manager import RewardManager
 from mrl.rollout import Engine, Feed, sample_seed
@@ -65,7 +65,7 @@ class Generator:
             self.engine.take_loads()  # a validation's
         groups, metrics = self._groups(step, on_sample)
         if self.agents is not None:
-            groups, left_out = self._without(groups)
+            groups, left_out = self._without(groups, step)
             metrics |= left_out
         samples = in_order(groups)
         rollout = collate(step, samples)
@@ -120,7 +120,7 @@ class Generator:
         self._left_out += [sample.left_out for sample in samples if sample.left_out]
         return [sample for sample in samples if not sample.left_out]
 
-    def _without(self, groups: list[Group]) -> tuple[list[Group], dict[str, float]]:
+    def _without(self, groups: list[Group], step: int) -> tuple[list[Group], dict[str, float]]:
         """The groups that can be learnt from, and metrics: of what is left of a group, one alone compares with nothing.
         Raises SamplingError if there is none."""
         cfg, found = self.cfg, self._left_out
@@ -128,8 +128,11 @@ class Generator:
         least = 2 if cfg.algorithm.compares_group and cfg.batch.samples_per_prompt > 1 else 1
         kept = [group for group in groups if len(group) >= least]
         if found:
-            head, *more = found[0].splitlines()
-            self.note(f"{len(found)} samples are left out (agent.on_error): {' '.join([head, *more[-2:]])}")
+            file, on_error = self.run_dir / LEFT_OUT, cfg.checkpoint.on_error
+            row = {"step": step + 1, "left_out": found}
+            write_down(LEFT_OUT, lambda: append_jsonl(file, row), on_error, self.note)
+            first = found[0].partition("\n")[0]
+            self.note(f"{len(found)} samples are left out (agent.on_error; all of each in {file}): {first}")
         if not kept:
             raise SamplingError(
                 f"no group of the step is left to learn from (agent.on_error: leave_out); the first: {found[0]}"
