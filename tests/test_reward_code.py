@@ -14,7 +14,7 @@ from mrl.config.builtin_rewards import PARTS
 from mrl.config.schema import DataConfig, RewardConfig
 from mrl.reward.assertions import split
 from mrl.reward.check import check_hidden, row_check
-from mrl.reward.code_tests import CodeReward, extract_program, read_tests
+from mrl.reward.code_tests import CodeReward, read_tests
 from mrl.reward.errors import RewardError
 from mrl.reward.manager import RewardManager
 from mrl.reward.sandbox import Limits, isolate
@@ -23,20 +23,6 @@ LIMITS = Limits(wall_s=10.0, memory_mib=256)
 UNISOLATED = CodeReward(LIMITS, "none")
 DOUBLE = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nThat doubles."
 ASSERTIONS = ["assert double(2) == 4", "assert double(3) == 6"]
-
-
-@pytest.mark.parametrize(
-    ("response", "program"),
-    [
-        ("print(1)", "print(1)"),
-        ("```python\nprint(1)\n```", "print(1)\n"),
-        ("first\n```py\nprint(1)\n```\nthen\n```\nprint(2)\n```\n", "print(2)\n"),
-        ("```python\nprint(1)\n```\nprints\n```text\n1\n```", "print(1)\n"),
-        ("<think>```</think>\n```python\nprint(1)", "<think>```</think>\n```python\nprint(1)"),
-    ],
-)
-def test_the_program_of_a_response(response: str, program: str) -> None:
-    assert extract_program(response) == program
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def test_a_file_that_fails_to_import_shows_its_line(module: Callable[[str], Path
         load(f"{path}:score")
 
 
-@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1)])
+@pytest.mark.parametrize("value", [1, 1.0, True, np.True_, np.float32(1), np.int64(1)])
 def test_numbers_are_scores(value: object) -> None:
     assert check_result(value) == Outcome(1.0)
 
