@@ -24,7 +24,7 @@ from mrl.reward.sandbox.run import START_S, Isolation, check_isolation
 from mrl.reward.sandbox.watch import Talk
 
 ANSWER_CALLS = Path(__file__).with_name("answer_calls.py").read_text()
-VALUES_KIB = 4096  # of all that a program's calls return, beside output_kib
+VALUES_KIB = 16384  # of all that a program's calls return, beside output_kib; more fails, as with every other limit
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class CodeReward:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            ended = run_python(program, given, limits=replace(self.limits, wall_s=left), isolation=self.isolation)
+            output_kib = self.limits.output_kib + len(wanted.encode()) // 1024 + 1  # what is wanted fits in any case
+            limits = replace(self.limits, wall_s=left, output_kib=output_kib)
+            ended = run_python(program, given, limits=limits, isolation=self.isolation)
             yield ended.ok and _lines(ended.stdout) == _lines(wanted)
 
     def _assertions(self, program: str, tests: list[Test]) -> list[bool]:
