@@ -33,7 +33,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "reward": ("core", "config", "foreign", "user_functions"),
     "agents": ("core", "config", "data", "reward.sandbox", "rollout.routed", "rollout.seeds", "user_functions"),
-    "algo": ("kernels", "options", "user_functions"),
+    "algo": ("kernels", "options", "stopping", "user_functions"),
     "data": ("core", "units", "families", "config", "foreign"),
     "weights": (
         *("core", "families", "config", "platform", "parallel", "kernels", "models", *ON_DISK),
@@ -43,7 +43,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", *ON_DISK),
     "observe": ("core", "config", "files", "packages", "redaction", "resilience.protocol"),
     "cards": ("observe", "weights.disk", "directories", "packages", "redaction"),
-    "resilience": ("core", "config", "copies", "platform", "parallel", "failure", "files"),
+    "resilience": ("core", "config", "copies", "platform", "parallel", "failure", "files", "stopping"),
     "diffusion": (
         *("core", "config", "platform", "parallel", "data", "observe", "cards", "directories", "files", "failure"),
         *("checkpoint", "foreign", "reward", "trainers.shared", "rollout.seeds", "plan.chips", "weights.disk"),
@@ -79,7 +79,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "imports": (),
     "ports": (),
     "redaction": (),
-    "user_functions": (),
+    "stopping": (),
+    "user_functions": ("stopping",),
     "launcher": (
         *("copies", "terminal", "failure", "files", "imports", "packages", "ports", "redaction"),
         *("resilience.protocol", "resilience.rank", "resilience.preemption"),
