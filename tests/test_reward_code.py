@@ -244,9 +244,9 @@ def test_refused_tests_are_found_before_a_run() -> None:
 
 def test_what_programs_could_read_is_refused(tmp_path: Path) -> None:
     cfg = RewardConfig.model_validate({"function": "code"})
-    check_hidden(cfg, {"run.root": str(tmp_path), "data": "/usr/local/src/x"})
-    with pytest.raises(RewardError, match="^run.root: .* could read /usr/lib/runs, as all of /(usr/)?lib: keep"):
-        check_hidden(cfg, {"run.root": "/usr/lib/runs"})
+    check_hidden(cfg, {"run.root": str(tmp_path), "data": "/usr/local/src/x", "other data": "/usr/lib/data"})
+    with pytest.raises(RewardError, match="^run.root: .* could read /usr/bin/runs, as all of /(usr/)?bin: keep"):
+        check_hidden(cfg, {"run.root": "/usr/bin/runs"})
     (tmp_path / "link").symlink_to("/usr/bin")
     with pytest.raises(RewardError, match="^data: "):
         check_hidden(cfg, {"data": str(tmp_path / "link" / "x.jsonl")})
