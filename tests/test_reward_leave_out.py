@@ -58,6 +58,7 @@ class Parts:
 
 def config(folder: Path, on_error: str, **algorithm: Any) -> RLConfig:
     (folder / "mine.py").write_text(FUNCTION)
+    (folder / "rollouts").mkdir(exist_ok=True)
     return RLConfig.model_validate(
         {
             **{"trainer": "rl", "run": {"name": "run"}, "model": {"path": "-"}, "data": {"train": "-"}},
