@@ -101,9 +101,9 @@ class Sample:
     finish_reason: str  # "stop" | "length" | "abort"
     weight_version: str
     response_text: str = ""
-    score: float = 0.0
+    score: float = 0.0  # NaN: it has none, and is left_out
     score_parts: dict[str, float] = field(default_factory=dict)
-    reward_error: str = ""  # why the reward function failed on it, where that scores 0
+    reward_error: str = ""  # why the reward failed on it, where that does not end the run
     drawn: np.ndarray | None = None
     versions: np.ndarray | None = None
     experts: np.ndarray | None = field(default=None, repr=False)
@@ -111,7 +111,7 @@ class Sample:
     environment: dict[str, float] = field(default_factory=dict)  # its own "score", and other numbers by name
     sequence_lens: tuple[int, ...] = ()
     rewards: np.ndarray | None = None
-    left_out: str = ""  # why there is no response: of what ran between turns, which is no fault of the model's
+    left_out: str = ""  # why nothing is learnt from it: an environment or the reward has failed
 
     def __post_init__(self) -> None:
         self.response_ids = np.asarray(self.response_ids, dtype=np.int32)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +14,10 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from mrl.stopping import Stopped
+
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+_FOLDERS: set[str] = set()  # of the files that were loaded
 
 
 class FunctionError(RuntimeError):
@@ -59,18 +64,35 @@ def near(name: str, candidates: Iterable[str]) -> str:
 
 
 def _import_file(path: Path, where: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"user_functions_{path.stem}", path)
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]  # files of one stem lie in several folders
+    spec = importlib.util.spec_from_file_location(f"user_functions_{path.stem}_{digest}", path)
     if spec is None or spec.loader is None:
         raise FunctionError(f"{where}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+    _put_first(path.parent)
     try:
         spec.loader.exec_module(module)
+    except Stopped:  # by a signal
+        sys.modules.pop(spec.name, None)
+        raise
     except (Exception, SystemExit) as error:
         raise FunctionError(f"{where}: importing {path} failed: {_import_error(error, path)}") from error
     return module
+
+
+def _put_first(folder: Path) -> None:
+    """Imports find the folder's own files, also where a file of another user's folder with that name is loaded."""
+    _FOLDERS.add(str(folder))
+    for name, module in list(sys.modules.items()):
+        known = vars(module) if isinstance(module, ModuleType) else {}  # no attribute: a lazy module would import
+        home = os.path.dirname(known.get("__file__") or "")
+        home = os.path.dirname(home) if "__path__" in known else home
+        is_here = (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
+        if home in _FOLDERS - {str(folder)} and is_here:
+            for loaded in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
+                del sys.modules[loaded]
+    sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]
 
 
 def _import_error(error: BaseException, path: Path) -> str:

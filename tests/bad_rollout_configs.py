@@ -197,6 +197,14 @@ BAD_ROLLOUT = [
         base=AGENT.replace("adv_estimator: grpo", "adv_estimator: remax"),
     ),
     Bad(
+        "a greedy response whose score may be left out",
+        "reward:\n",
+        "reward:\n  on_error: leave_out\n",
+        "reward.on_error",
+        ("remax needs the score of the greedy response of every group", "algorithm.adv_estimator"),
+        base=AGENT.replace("adv_estimator: grpo", "adv_estimator: remax"),
+    ),
+    Bad(
         "a reward model's server judges turns",
         "reward:\n  function: exact_match\n",
         "reward:\n  manager: model\n  servers: {judge: {url: http://127.0.0.1:1, api: sglang}}\n",

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from mrl.algo.policy_loss import TokenLoss, with_metrics
 from mrl.config import resume
 from mrl.config.schema import RLConfig
 from mrl.preflight.inputs import check_own
+from mrl.resilience import preemption
 from mrl.user_functions import FunctionError
 from tests.recipe import section
 from tests.tiny import make_tiny
@@ -136,6 +138,23 @@ def test_a_loss_that_cannot_be_used_is_one_error_before_a_run(text: str, tmp_pat
         check_own(cfg.algorithm, has_values=False)
     said = str(error.value)
     assert said.startswith("algorithm.policy_loss.function '") and LOSSES[text] in said and "\n" not in said
+
+
+@pytest.mark.parametrize("text", ["def f(inputs): {}", "def f(inputs): return None\n{}"])
+def test_a_signal_in_the_midst_of_a_user_s_loss_ends_the_run_as_a_signal_does(text: str, tmp_path: Path) -> None:
+    """Not as the loss's own mistake: by the exit code a scheduler knows whether to start the run again."""
+    path, kill = tmp_path / "slow.py", "__import__('os').kill(__import__('os').getpid(), 15)"
+    path.write_text(text.format(kill))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        preemption.close_first()
+        with pytest.raises(SystemExit) as stopped:
+            own.load_loss(f"{path}:f", {})
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert stopped.value.code == 128 + 15
 
 
 ESTIMATES = {

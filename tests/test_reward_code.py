@@ -14,7 +14,7 @@ from mrl.config.builtin_rewards import PARTS
 from mrl.config.schema import DataConfig, RewardConfig
 from mrl.reward.assertions import split
 from mrl.reward.check import check_hidden, row_check
-from mrl.reward.code_tests import CodeReward, extract_program, read_tests
+from mrl.reward.code_tests import CodeReward, read_tests
 from mrl.reward.errors import RewardError
 from mrl.reward.manager import RewardManager
 from mrl.reward.sandbox import Limits, isolate
@@ -23,20 +23,6 @@ LIMITS = Limits(wall_s=10.0, memory_mib=256)
 UNISOLATED = CodeReward(LIMITS, "none")
 DOUBLE = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nThat doubles."
 ASSERTIONS = ["assert double(2) == 4", "assert double(3) == 6"]
-
-
-@pytest.mark.parametrize(
-    ("response", "program"),
-    [
-        ("print(1)", "print(1)"),
-        ("```python\nprint(1)\n```", "print(1)\n"),
-        ("first\n```py\nprint(1)\n```\nthen\n```\nprint(2)\n```\n", "print(2)\n"),
-        ("```python\nprint(1)\n```\nprints\n```text\n1\n```", "print(1)\n"),
-        ("<think>```</think>\n```python\nprint(1)", "<think>```</think>\n```python\nprint(1)"),
-    ],
-)
-def test_the_program_of_a_response(response: str, program: str) -> None:
-    assert extract_program(response) == program
 
 
 @pytest.mark.parametrize(
@@ -162,6 +148,29 @@ SOLVED = {  # a program, and tests that it passes
         "def f(x): return x > 0",
         "from solution import f\ndef test_one():\n    assert f(1) == True\ndef test_two():\n    assert f(-1) is False",
     ),
+    "operators": (
+        "def f(x): return x",
+        "assert f(1) << 3 == 8\nassert f(8) >> 2 == 2\nassert f(7) % 4 == 3\nassert 1 << f(2) == 4\n"
+        "assert '%s of %05.1f' % ('a', 2) == f('a of 002.0')\nassert '%d items' % f(3) == '3 items'",
+    ),
+    "Decimal and Fraction": (
+        "from decimal import Decimal\nfrom fractions import Fraction\n"
+        "def f(x): return Decimal(x) / 4\ndef g(x): return [Fraction(x, 4)]",
+        "assert f(2) == 0.5\nassert f(4) == 1\nassert g(2) == [0.5]\nassert abs(g(1)[0] - 0.25) < 1e-9\n"
+        "assert f(3) > 0.7 and int(f(8)) == 2",
+    ),
+    "ranges and views": (
+        "def f(n): return range(n)\ndef g(n): return {i: -i for i in range(n)}",
+        "assert f(3) == range(3)\nassert list(f(3)) == [0, 1, 2]\nassert g(2).keys() == {0, 1}\n"
+        "assert sorted(g(2).items()) == [(0, 0), (1, -1)]\nassert len(f(3)) == 3",
+    ),
+    "large values": (
+        "def f(n): return list(range(n))\ndef g(n): return [i / 7 for i in range(n)]\n"
+        "def h(n): return {str(i) for i in range(n)}",
+        "assert f(300000) == list(range(300000))\nassert set(f(12000)) == set(range(12000))\n"
+        "assert len(g(300000)) == 300000\nassert len(h(50000)) == 50000\nassert g(300000)[1:3] == [1 / 7, 2 / 7]",
+    ),
+    "zip with its keyword": ("def f(x): return x", "assert list(zip(f([1]), [2], strict=True)) == [(1, 2)]"),
     "joined text": ("def f(x): return x.split()", "assert ' '.join(f('a b')) == 'a b' and f('a b')[0].upper() == 'A'"),
 }
 
@@ -204,9 +213,11 @@ UNSPLIT = {  # a test that a program could pass without solving it, and why
     "for x in g():\n    assert f(x) == 1": "goes over what is not plain",
     "def check(f):\n    assert f(1) == 2": "nothing calls it",
     "class Test(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), 2)": "nothing is asserted",
-    "assert f(1) == 2 and 1 > 2 ** 10 ** 10": "has no plain value|both for the program",
-    "assert f(1) == [0] * 10 ** 9": "has no plain value|both for the program",
-    "assert f(1) == '%999999999d' % 1": "has no plain value|both for the program",
+    "assert f(1) == 2 and 1 > 2 ** 10 ** 10": "has no plain value: a number of more than 1000000 bits",
+    "assert f(1) == [0] * 10 ** 9": "has no plain value: more than 1000000 items",
+    "assert f(1) == '%999999999d' % 1": "has no plain value: text formatted to more than 1000",
+    "assert f(1) == set(range(2000000))": "has no plain value: more than 1000000 items",
+    "assert f(1) @ [1] == [1]": "has the operator MatMult, which is not evaluated",
     f"assert {'-' * 3000}1 == f(1)": "recursion",
     f"assert f(1) == {'(' * 300}1{')' * 300}": "nested parentheses",
     "for x in range(9999):\n    assert f(x) == x": "more than 2000 statements",
@@ -233,9 +244,9 @@ def test_refused_tests_are_found_before_a_run() -> None:
 
 def test_what_programs_could_read_is_refused(tmp_path: Path) -> None:
     cfg = RewardConfig.model_validate({"function": "code"})
-    check_hidden(cfg, {"run.root": str(tmp_path), "data": "/usr/local/src/x"})
-    with pytest.raises(RewardError, match="^run.root: .* could read /usr/lib/runs, as all of /(usr/)?lib: keep"):
-        check_hidden(cfg, {"run.root": "/usr/lib/runs"})
+    check_hidden(cfg, {"run.root": str(tmp_path), "data": "/usr/local/src/x", "other data": "/usr/lib/data"})
+    with pytest.raises(RewardError, match="^run.root: .* could read /usr/bin/runs, as all of /(usr/)?bin: keep"):
+        check_hidden(cfg, {"run.root": "/usr/bin/runs"})
     (tmp_path / "link").symlink_to("/usr/bin")
     with pytest.raises(RewardError, match="^data: "):
         check_hidden(cfg, {"data": str(tmp_path / "link" / "x.jsonl")})
@@ -253,6 +264,12 @@ def test_what_cannot_be_split_may_be_trusted() -> None:
     check = "def check(f):\n    while f(1) == 2:\n        return\n    assert False\ncheck(double)"
     assert trusting(DOUBLE, [ASSERTIONS[0], setup, whole, check])["score"] == 1
     assert trusting("def double(x): return 3", [ASSERTIONS[0], setup, whole, check])["score"] == 0
+
+
+def test_a_long_output_that_is_wanted_is_no_more_than_is_allowed() -> None:
+    """Of 64 KiB, the default, it would be cut."""
+    lines = "\n".join(map(str, range(30_000)))
+    assert UNISOLATED("for i in range(30000): print(i)", {"inputs": [""], "outputs": [lines]})["score"] == 1
 
 
 def test_inputs_and_outputs() -> None:
@@ -287,6 +304,8 @@ FORGED = {
     "answers later": "import os, threading\ndef go():\n    while True:\n        for n in range(64):\n"
     "            try: os.write(n, b'[true]\\n')\n            except OSError: pass\n"
     "threading.Thread(target=go, daemon=True).start()",
+    "answers with one hash": "P = 2**61 - 1\ndef double(x): return {i * P for i in range(2000)}",
+    "answers with a long Decimal": "from decimal import Decimal\ndef double(x): return Decimal('1e999999')",
     "answers with nonsense": "import os\nfor n in range(64):\n"
     "    try: os.write(n, b'[' * 10**6 + b'\\n{}\\n[[]]\\n[1e999]\\n\\xff\\n[[\"set\",[[\"list\",[]]]]]\\n')\n"
     "    except OSError: pass",

@@ -186,6 +186,21 @@ def test_load_a_users_function_and_its_neighbours(module: Callable[[str], Path],
     assert load(f"{path}:score")(Call("ab", "c", {"x": 10})) == 18
 
 
+def test_files_of_one_name_in_two_folders_are_two_files(tmp_path: Path) -> None:
+    for name, worth in (("one", 1), ("two", 2)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "worth_of.py").write_text(f"WORTH = {worth}\n")
+        text = "import sys\nfrom worth_of import WORTH\n\n\ndef score(prompt, response, row):\n"
+        text += "    return {'score': WORTH, 'is_own': sys.modules[__name__].__file__ == __file__}\n"
+        (folder / "same_stem.py").write_text(text)
+    specs = [f"{tmp_path / name / 'same_stem.py'}:score" for name in ("one", "two")]
+    first, second = (load(spec) for spec in specs)
+    call = Call("", "", {})
+    assert [f(call) for f in (first, second)] == [{"score": 1, "is_own": True}, {"score": 2, "is_own": True}]
+    assert load(specs[0])(call)["score"] == 1
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -222,7 +237,7 @@ def test_a_file_that_fails_to_import_shows_its_line(module: Callable[[str], Path
         load(f"{path}:score")
 
 
-@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1)])
+@pytest.mark.parametrize("value", [1, 1.0, True, np.True_, np.float32(1), np.int64(1)])
 def test_numbers_are_scores(value: object) -> None:
     assert check_result(value) == Outcome(1.0)
 

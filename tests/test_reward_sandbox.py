@@ -99,6 +99,10 @@ ESCAPES = {
     " if os.path.exists(d)] and 'out')",
     "installed packages": "import sys, os; print([d for d in sys.path if 'packages' in d and os.path.exists(d)"
     " and os.listdir(d)] and 'out')",
+    "packages of the system": "import os; print(os.path.exists('/usr/lib/python3') and 'out' or [d for top in ('/usr', "
+    "'/python') for d, _, _ in os.walk(top) if d.endswith('-packages') and os.listdir(d)] and 'out')",
+    "other folders of /usr/lib": "import os; print([d for d in os.listdir('/usr/lib') if d != 'locale' and "
+    "not d.startswith(('ld-', 'python3.')) and '-linux-' not in d] and 'out')",
     "inherited files": "print('out' if any(FD(n) for n in range(3, 64)) else 0)",
 }
 HELP = """

@@ -41,7 +41,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "rollout.seeds",
         *("strict_json", "user_functions"),
     ),
-    "algo": ("kernels", "options", "user_functions"),
+    "algo": ("kernels", "options", "stopping", "user_functions"),
     "data": ("core", "units", "families", "config", "foreign", "strict_json"),
     "weights": (
         *("core", "families", "config", "platform", "parallel", "kernels", "models", *ON_DISK),
@@ -51,7 +51,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "checkpoint": ("core", "config", "platform", "parallel", "weights", "learner", *ON_DISK),
     "observe": ("core", "config", "files", "packages", "redaction", "resilience.protocol", "strict_json"),
     "cards": ("observe", "weights.disk", "directories", "packages", "redaction"),
-    "resilience": ("core", "config", "copies", "platform", "parallel", "failure", "files"),
+    "resilience": ("core", "config", "copies", "platform", "parallel", "failure", "files", "stopping"),
     "diffusion": (
         *("core", "config", "platform", "parallel", "data", "observe", "cards", "directories", "files", "failure"),
         *("checkpoint", "foreign", "reward", "trainers.shared", "rollout.seeds", "plan.chips", "weights.disk"),
@@ -88,7 +88,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "imports": (),
     "ports": (),
     "redaction": (),
-    "user_functions": (),
+    "stopping": (),
+    "user_functions": ("stopping",),
     "launcher": (
         *("copies", "terminal", "failure", "files", "imports", "packages", "ports", "redaction"),
         *("resilience.protocol", "resilience.rank", "resilience.preemption"),

@@ -19,6 +19,7 @@ from mrl.algo import advantages, policy_loss
 from mrl.algo.advantages import AdvantageInputs, Estimator
 from mrl.algo.policy_loss import PolicyInputs, PolicyLoss, TokenLoss
 from mrl.algo.sequences import Sequences
+from mrl.stopping import Stopped
 from mrl.user_functions import FunctionError
 
 LOSS_KEY, ESTIMATOR_KEY = "algorithm.policy_loss.function", "algorithm.advantage.function"
@@ -111,6 +112,8 @@ def _called(where: str, function: Callable[..., Any], inputs: PolicyInputs | Adv
     before = {name: x._version for name, x in vars(inputs).items() if isinstance(x, Tensor)}
     try:
         made = function(inputs, **given)
+    except Stopped:  # by a signal, whose exit code counts
+        raise
     except SystemExit as error:
         raise FunctionError(f"{where} calls sys.exit({error.code!r})") from error
     if changed := [name for name, version in before.items() if vars(inputs)[name]._version != version]:

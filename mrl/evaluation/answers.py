@@ -16,6 +16,7 @@ from mrl.data import PromptDataset, load_eyes, load_tokenizer
 from mrl.evaluation.estimates import Estimate, majority_at, pass_at
 from mrl.platform import gpu_count
 from mrl.reward.check import row_check
+from mrl.reward.errors import RewardError
 from mrl.reward.manager import RewardManager
 from mrl.rollout import sample_seed, start_engine
 
@@ -83,16 +84,21 @@ def answered(
 
 
 def summary(found: Sequence[Sample], n: int, right_from: float) -> dict[str, Any]:
-    """found: n samples of each prompt, one after the other"""
-    groups = [found[first : first + n] for first in range(0, len(found), n)]
+    """Estimates over the prompts all of whose samples have a score. Raises RewardError if there is none.
+
+    found: n samples of each prompt, one after the other"""
+    asked = [found[first : first + n] for first in range(0, len(found), n)]
+    groups = [group for group in asked if not any(sample.left_out for sample in group)]
+    if not groups:
+        raise RewardError(f"no prompt has a score of each of its samples; the first: {found[0].left_out}")
     right = [[sample.score >= right_from for sample in group] for group in groups]
     texts = [[sample.response_text.strip() for sample in group] for group in groups]
     estimates = {
         "mean_score": Estimate.of([sum(s.score for s in group) / n for group in groups]),
         "exact": Estimate.of([sum(good) / n for good in right]),
     }
-    if any(s.reward_error for s in found):  # and so 0, as reward.on_error says
-        estimates["failed"] = Estimate.of([sum(bool(s.reward_error) for s in group) / n for group in groups])
+    if any(s.reward_error for s in found):  # left out with their prompts, or 0, as reward.on_error says
+        estimates["failed"] = Estimate.of([sum(bool(s.reward_error) for s in group) / n for group in asked])
     for k in sorted({2**power for power in range(n.bit_length())} | {n}):
         estimates[f"pass@{k}"] = pass_at(k, [sum(good) for good in right], n)
         estimates[f"maj@{k}"] = majority_at(k, texts, right)

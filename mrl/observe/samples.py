@@ -36,14 +36,14 @@ def save_pictures(run_dir: Path, samples: Sequence[Sample]) -> None:
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:
-    """What a line of the file says of one sample."""
+    """A line of the file; a sample that is left out has neither a number in the step nor a score."""
     prompt = sample.request.prompt
     return {
-        "sample_id": sample.request.sample_id,
+        "sample_id": None if sample.left_out else sample.request.sample_id,
         "index": prompt.index,
         "prompt": prompt.text,
         "response": sample.response_text,
-        "score": sample.score,
+        "score": None if sample.left_out else sample.score,
         "parts": sample.score_parts,
         "tokens": sample.num_drawn,
         "finish_reason": sample.finish_reason,

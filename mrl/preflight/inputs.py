@@ -54,9 +54,10 @@ def look_at_rewards(cfg: Config) -> Iterator[Finding]:
     except RewardError as error:
         yield Finding("reward", "problem", str(error))
         return
-    zero = "; with reward.on_error: zero such a sample scores 0" if rewards.on_error == "zero" else ""
+    goes_on = {"zero": "scores 0", "leave_out": "is left out"}.get(rewards.on_error)
+    then = f"; with reward.on_error: {rewards.on_error} such a sample {goes_on}" if goes_on else ""
     for text in failed:
-        yield Finding("reward", "warning" if zero else "problem", text + zero)
+        yield Finding("reward", "warning" if goes_on else "problem", text + then)
     if not failed:
         yield Finding("reward", "ok", f"reward.manager {rewards.manager}: its functions load")
 

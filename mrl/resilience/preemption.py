@@ -15,6 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, note_leaving, started_by_torchelastic
+from mrl.stopping import Stopped
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -112,10 +113,10 @@ def _too_late(number: int, frame: FrameType | None) -> NoReturn:
         with contextlib.suppress(OSError):
             _note_leaving(_run_dir, None)
             code = _code()
-    raise SystemExit(code)
+    raise Stopped(code)
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     for stopping in (signal.SIGINT, *WARNINGS):
         signal.signal(stopping, signal.SIG_IGN)
-    raise SystemExit(128 + number)
+    raise Stopped(128 + number)

@@ -14,7 +14,7 @@ import sys
 import types
 
 MAX_DEPTH = 100
-MAX_ITEMS = 500_000
+MAX_ITEMS = 1_000_000
 
 
 def encoded(value, depth=0, left=None):
@@ -31,22 +31,33 @@ def encoded(value, depth=0, left=None):
     for kind, iterate in CONTAINERS:
         if isinstance(value, kind):
             return [kind.__name__, [encoded(item, depth + 1, left) for item in iterate(value)]]
+    for module, name, text_of in IMPORTED:  # only what the program itself has imported
+        kind = getattr(sys.modules.get(module), name, None)
+        if isinstance(kind, type) and isinstance(value, kind):
+            return [name, text_of(value)]
     return ["items", [encoded(item, depth + 1, left) for item in value]]
 
 
 SCALARS = (
     (str, lambda value: str.__str__(value)),
-    (int, lambda value: ["int", hex(int.__index__(value))]),
-    (float, lambda value: ["float", float.hex(value)]),
+    (int, lambda value: number if abs(number := int.__index__(value)) < 1 << 53 else ["int", hex(number)]),
+    (float, lambda value: float.fromhex(text) if "0x" in (text := float.hex(value)) else ["float", text]),
     (complex, lambda value: ["complex", [float.hex(value.real), float.hex(value.imag)]]),
     ((bytes, bytearray), lambda value: ["bytes", bytes(value).hex()]),
+    (range, lambda value: ["range", [hex(value.start), hex(value.stop), hex(value.step)]]),
 )
-CONTAINERS = (
+IMPORTED = (
+    ("decimal", "Decimal", lambda value: str(value)),
+    ("fractions", "Fraction", lambda value: [hex(value.numerator), hex(value.denominator)]),
+)
+CONTAINERS: tuple = (
     (list, list.__iter__),
     (tuple, tuple.__iter__),
     (dict, dict.items),
     (set, set.__iter__),
     (frozenset, frozenset.__iter__),
+    (type({}.keys()), iter),
+    (type({}.items()), iter),
 )
 
 

@@ -90,6 +90,7 @@ class _Statements(Expressions):
 
     def statement(self, node: ast.stmt) -> None:
         self.seen.clear()
+        self.without_value.clear()
         if len(self.steps) > MAX_STEPS:
             raise Unsplit(f"more than {MAX_STEPS} statements")
         match node:
@@ -145,6 +146,7 @@ class _Statements(Expressions):
     def bind(self, target: ast.expr, value: ast.expr) -> None:
         """Where the value is plain the program is told only when it is asked for something that mentions it."""
         self.seen.clear()
+        self.without_value.clear()
         found = self.value(value)
         if isinstance(target, ast.Name) and found is not None and tellable(found.value):
             self.assign(target, found.value)
@@ -170,7 +172,11 @@ class _Statements(Expressions):
 
     def loop(self, node: ast.For) -> None:
         found = self.value(node.iter)
-        if found is None or not isinstance(found.value, (list, tuple, set, dict, str)) or not tellable(found.value):
+        if (
+            found is None
+            or not isinstance(found.value, (list, tuple, set, dict, str, range))
+            or not tellable(found.value)
+        ):
             raise Unsplit(f"{shown(node)} goes over what is not plain")
         for item in found.value:
             self.assign(node.target, item)

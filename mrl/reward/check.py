@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 def row_check(cfg: RewardConfig, data: DataConfig) -> Callable[[Mapping[str, Any]], str | None]:
     """f(row): why no response to this row could be scored; None if one could. With `on_error: zero` a row may lack its
-    answer: it scores 0 and is counted. JSON must be able to hold what a reward server is sent."""
+    answer: it scores 0 and is counted. With `leave_out` it may not, since nothing would be learnt from it. JSON must be
+    able to hold what a reward server is sent."""
     plan, zero = make_plan(cfg), cfg.on_error == "zero"
 
     def check(row: Mapping[str, Any]) -> str | None:

@@ -7,16 +7,20 @@ import builtins
 from dataclasses import dataclass, field
 from typing import Any
 
-from mrl.reward.plain_values import FUNCTIONS, MATH, TYPES, Claimed, evaluate
+from mrl.reward.plain_values import FUNCTIONS, MATH, TYPES, Claimed, evaluate, unknown_operator
 from mrl.reward.python_text import bound_in, constant, dotted, root_name, shown
 
-_UNCHANGING = (type(None), bool, int, float, complex, str, bytes)
+_UNCHANGING = (type(None), bool, int, float, complex, str, bytes, range)
 _TELLING = ("startswith", "endswith", "issubset", "issuperset", "isdisjoint", "equals")  # f(x).startswith(expected)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
 
 
 class Unsplit(ValueError):
     """A test whose verdict would be the program's: why."""
+
+
+class NoValue(Unsplit):
+    """An expression of the tests alone that cannot be evaluated, or is too large."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Expressions:
     steps: list[Step] = field(default_factory=list)
     claims: list[str] = field(default_factory=list)
     seen: dict[int, ast.Constant | None] = field(default_factory=dict)  # of this statement: what `value` has found
+    without_value: dict[int, str] = field(default_factory=dict)  # why, of those of `seen` that are the tests' alone
     of_program: bool = False  # names of FUNCTIONS are the program's
 
     def check(self, node: ast.expr) -> None:
@@ -59,6 +64,8 @@ class Expressions:
         self.claims = []
         checked = self.outside(node, False)
         if self.claims:
+            if (unknown := unknown_operator(checked)) is not None:
+                raise Unsplit(f"{shown(node)} has the operator {unknown}, which is not evaluated outside")
             self.steps.append(Check(tuple(self.claims), checked))
         elif not self.folded(checked).value:
             raise Unsplit(f"{shown(node)} can never hold")
@@ -73,6 +80,9 @@ class Expressions:
         try:
             found = self.outside(node, True)
             plain = found if not self.claims and isinstance(found, ast.Constant) else None
+        except NoValue as error:
+            plain = None
+            self.without_value[id(node)] = str(error)
         except Unsplit:
             plain = None
         if plain is None:
@@ -94,7 +104,7 @@ class Expressions:
         try:
             return constant(evaluate(node))
         except Exception as error:
-            raise Unsplit(f"{shown(node)} has no plain value: {error or type(error).__name__}") from None
+            raise NoValue(f"{shown(node)} has no plain value: {error or type(error).__name__}") from None
 
     def parts(self, node: ast.expr, compared: bool) -> ast.expr:
         """The expression as it is evaluated outside: values that are known, and claims for the program to tell."""
@@ -136,8 +146,11 @@ class Expressions:
         `compared` None: with each other, where a truth value or None is easy to guess.
         """
         plain = [self.value(node) for node in nodes]
-        for one, other, node in zip(plain, plain[1:], nodes, strict=False):
+        for one, other, node, after in zip(plain, plain[1:], nodes, nodes[1:], strict=False):
             if one is None and other is None:
+                for side in (node, after):
+                    if id(side) in self.without_value:
+                        raise NoValue(self.without_value[id(side)])
                 raise Unsplit(f"{shown(node)} and what it is combined with are both for the program to tell")
         if compared is None:
             compared = any(side is not None and type(side.value) not in (bool, type(None)) for side in plain)

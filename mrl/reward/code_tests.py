@@ -7,34 +7,32 @@ say what it likes, but it is not told what would pass.
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from mrl.reward import extract
 from mrl.reward.assertions import Test, split
 from mrl.reward.claims import Run, Step
 from mrl.reward.errors import RewardError
 from mrl.reward.plain_values import decode, evaluate
+from mrl.reward.python_text import asked_names
 from mrl.reward.sandbox import Limits, SandboxError, run_python, talk_to_python
 from mrl.reward.sandbox.run import START_S, Isolation, check_isolation
 from mrl.reward.sandbox.watch import Talk
 
-_LANGUAGES = ("", "py", "python", "python3")
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-
 ANSWER_CALLS = Path(__file__).with_name("answer_calls.py").read_text()
-VALUES_KIB = 4096  # of all that a program's calls return, beside output_kib
+VALUES_KIB = 16384  # of all that a program's calls return, beside output_kib; more fails, as with every other limit
 
 
 @dataclass(frozen=True)
 class CodeReward:
     """f(response, answer): 1.0 if the program passes every test; with `partial_credit` the share that it passes.
 
-    The program is the last fenced block of Python (or of no named language) in the response; without any block the
-    whole response. `answer` (or JSON text of it) is {"inputs": [...], "outputs": [...]}, or a list of {"input": ...,
+    `mrl.reward.extract.program` finds the program in the response: the last fenced block of Python that defines what
+    the tests call. `answer` (or JSON text of it) is {"inputs": [...], "outputs": [...]}, or a list of {"input": ...,
     "output": ...}: what the program reads from stdin and has to print, compared line by line without the white space at
     their ends; or Python text that asserts, or a list of it: see `assertions`, also for the tests that are refused
     unless `unsplit` is "trust". All tests of a response together have `limits.wall_s`, and those with assertions one
@@ -55,7 +53,7 @@ class CodeReward:
     def __call__(self, response: str, answer: Any) -> dict[str, float]:
         texts, pairs = read_tests(answer)
         asserted = split(texts, trust=self.unsplit == "trust") if texts else []
-        program = extract_program(response)
+        program = extract.program(response, asked_names(texts))
         passed = self._assertions(program, asserted) if texts else list(self._outputs(program, pairs))
         share = sum(passed) / len(asserted or pairs)
         return {"score": share if self.partial_credit else float(share == 1), "tests_passed": share}
@@ -66,7 +64,9 @@ class CodeReward:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            ended = run_python(program, given, limits=replace(self.limits, wall_s=left), isolation=self.isolation)
+            output_kib = self.limits.output_kib + len(wanted.encode()) // 1024 + 1  # what is wanted fits in any case
+            limits = replace(self.limits, wall_s=left, output_kib=output_kib)
+            ended = run_python(program, given, limits=limits, isolation=self.isolation)
             yield ended.ok and _lines(ended.stdout) == _lines(wanted)
 
     def _assertions(self, program: str, tests: list[Test]) -> list[bool]:
@@ -119,12 +119,6 @@ def check_answer(answer: Any, unsplit: Literal["refuse", "trust"]) -> None:
     texts, _ = read_tests(answer)
     if texts:
         split(texts, trust=unsplit == "trust")
-
-
-def extract_program(response: str) -> str:
-    """The last fenced block of Python in the response; the response itself if there is none."""
-    blocks = [text for language, text in _BLOCK.findall(response) if language.lower() in _LANGUAGES]
-    return blocks[-1] if blocks else response
 
 
 def read_tests(answer: Any) -> tuple[list[str], list[tuple[str, str]]]:

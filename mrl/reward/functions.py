@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from fractions import Fraction
+
+from mrl.reward.extract import finals
 
 _MINUS = "\N{MINUS SIGN}"
 # a sign counts only where it cannot be a minus between two numbers, as in "7-2"
 _NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?")
+_FRACTION = re.compile(r"([-+]?)\s*(?:\\[dt]?frac\{([-\d.]+)\}\{([-\d.]+)\}|(\d+)\s*/\s*(\d+))")
+_CALCULATION = re.compile(r"(?:[A-Za-z]\w?\s*=)?[\d\s+\-*/×÷^().,=]*")
+_LATEX = re.compile(r"\\(?:[a-zA-Z]+(?=\{)|[$!,;: ])|[{}$*_]")
 
 _CHOICE = re.compile(r"\s*\(?([A-Ja-j])(?![A-Za-z0-9])")
-_LETTER = r"[\s(*$\"']*([A-J])(?![A-Za-z0-9'])"
-_CHOSEN = (
-    re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Ja-j])\)?\s*\}"),
-    re.compile(rf"(?i:\banswer(?:\s+is\s*:?|\s*:)|<answer>){_LETTER}"),
-    re.compile(r"^[\s(*]*([A-Ja-j])[\s).:*]*$"),
-)
+_LETTER = re.compile(r"[\s(\"']*([A-J])(?![A-Za-z0-9'])")
+_ALONE = re.compile(r"[\W_]*([A-Ja-j])[\W_]*")
 
 
 def exact_match(response: str, answer: str) -> float:
@@ -39,7 +41,8 @@ def multiple_choice(response: str, answer: str) -> float:
     r"""1.0 if the response's choice, one letter A to J, is the answer's ("B", "(b)", "B) Paris").
 
     The response's choice is its last \boxed{B}, else its last "answer is B" or "answer: (B)", else the response itself
-    if it is nothing more ("B", "(B).", "**B**"). Raises ValueError for an answer without a letter.
+    if it is nothing more ("B", "(B).", "**B**"); see `mrl.reward.extract`. Raises ValueError for an answer without a
+    letter.
     """
     want = _CHOICE.match(answer)
     if want is None:
@@ -49,11 +52,11 @@ def multiple_choice(response: str, answer: str) -> float:
 
 def chosen(response: str) -> str | None:
     """The letter, in upper case, that `multiple_choice` reads; None if it finds none."""
-    for pattern in _CHOSEN:
-        found = pattern.findall(response)
-        if found:
-            letter: str = found[-1]
-            return letter.upper()
+    for final in finals(response):
+        text = _LATEX.sub("", final.text).strip()
+        found = _ALONE.fullmatch(text) or (_LETTER.match(text) if final.is_marked else None)
+        if found is not None:
+            return found[1].upper()
     return None
 
 
@@ -63,12 +66,37 @@ def last_number(text: str) -> Decimal | None:
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
-def arithmetic(response: str, answer: str) -> float:
-    """1.0 if the last number of the response equals the last number of the answer ("72" or "... #### 72").
+def final_number(text: str) -> Decimal | Fraction | None:
+    r"""The number of a final answer: of "42 (6 * 7)" 42, of "3 + 4 = 7" 7, of "\frac{84}{2}" 42, of "she has 42" 42;
+    None if there is none."""
+    text = text.replace(_MINUS, "-").strip()
+    if (fraction := _FRACTION.fullmatch(text)) is not None:
+        sign, *parts = fraction.groups()
+        try:
+            over, under = (Fraction(part) for part in parts if part is not None)
+            return over / under * (-1 if sign == "-" else 1)
+        except (ValueError, ZeroDivisionError):
+            return None
+    text = _LATEX.sub("", text).strip()
+    beginning = _CALCULATION.match(text)[0]  # type: ignore[index]
+    number = _NUMBER.search(beginning.rpartition("=")[2]) or _NUMBER.search(text[: len(beginning) + 1])
+    return Decimal(number[0].replace(",", "")) if number else last_number(text)
 
-    Compared as decimals: 0.10 is 0.1, and 0.30000000000000004 is not 0.3. Raises ValueError for an answer without one.
+
+def arithmetic(response: str, answer: str) -> float:
+    """1.0 if the response's final number equals the answer's ("72" or "... #### 72").
+
+    It is that of the last \\boxed{}, else of the last `#### 72`, else of the last "the answer is 72", else the last
+    number; see `mrl.reward.extract`. Compared as decimals: 0.10 is 0.1, and 0.30000000000000004 is not 0.3. Raises
+    ValueError for an answer without a number.
     """
-    want = last_number(answer)
+    want = number_of(answer)
     if want is None:
         raise ValueError(f"the answer {answer!r} holds no number")
-    return float(last_number(response) == want)
+    return float(number_of(response) == want)
+
+
+def number_of(text: str) -> Decimal | Fraction | None:
+    """The number that `arithmetic` reads; None if it finds none."""
+    found = (final_number(final.text) if final.is_marked else last_number(final.text) for final in finals(text))
+    return next((number for number in found if number is not None), None)

@@ -102,7 +102,7 @@ def answer_problem(
 ) -> str | None:
     """Why the built-in `spec` could not score a response to this row; None if it can, or needs no answer.
 
-    `unsplit` is reward.code's. Whether `math` can read an answer only shows when it does.
+    `unsplit` is reward.code's.
     """
     try:
         if spec == "code":
@@ -110,9 +110,7 @@ def answer_problem(
 
             check_answer(_answer(row, key), unsplit)
         elif spec in COMPARISONS:
-            answer = _plain_answer(row, key)
-            if spec != "math":
-                vars(importlib.import_module(COMPARISONS[spec]))[spec]("", answer)
+            vars(importlib.import_module(COMPARISONS[spec]))[spec]("", _plain_answer(row, key))
     except (ValueError, KeyError) as error:
         return f"{error.args[0]}, which the built-in {spec} needs" if isinstance(error, KeyError) else str(error)
     return None
@@ -154,6 +152,8 @@ def check_results(results: object, count: int) -> list[Any]:
 
 
 def _number(what: str, value: object) -> float:
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        value = bool(value)  # not a number to `numbers`, as Python's own is
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{what} must be a float, got {type(value).__name__} {str(value)[:80]!r}")
     try:

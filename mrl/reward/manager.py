@@ -36,8 +36,9 @@ class RewardManager:
     `score` is the weighted sum of the components' scores. Where the configuration has several components,
     `score_parts` holds each one's score by its name and its further parts as "name/part"; of a single one, its parts.
 
-    Where a component fails on a sample, `on_error` "stop" makes `collect` raise RewardError; with "zero" the sample
-    scores 0, its `reward_error` holds the reason and `failures` counts it. The keys are those of `data`;
+    Where a component fails on a sample, `on_error` "stop" makes `collect` raise RewardError; otherwise the sample's
+    `reward_error` holds the reason and `failures` counts it. With "zero" it scores 0; with "leave_out" it has no score
+    (NaN), and its `left_out` says so. The keys are those of `data`;
     `max_response_tokens` is what `overlong` measures by. The constructor returns when all components are ready.
     """
 
@@ -54,7 +55,7 @@ class RewardManager:
         self.plan = make_plan(cfg)
         self.prompt_key, self.data_source_key = prompt_key, data_source_key
         self.failures = 0
-        self._running: dict[int, dict[str, Future[Outcome]]] = {}  # by id(sample): samples are not hashable
+        self._running: dict[Sample, dict[str, Future[Outcome]]] = {}
         with ExitStack() as stack:
             self._sources: dict[str, Source] = _open_sources(cfg, self.plan, answer_key, max_response_tokens, stack)
             self._open = stack.pop_all()
@@ -62,7 +63,7 @@ class RewardManager:
     def submit(self, sample: Sample) -> None:
         """Start scoring `sample` (its response_text must be set). RewardError if its row does not say by what."""
         call, label = self._call(sample)
-        self._running[id(sample)] = {
+        self._running[sample] = {
             name: self._sources[name].submit(self.plan.components[name], call, label)
             for name in self._mix(sample, label)
         }
@@ -74,24 +75,24 @@ class RewardManager:
         other samples' results are then dropped.
         """
         for sample in samples:
-            if id(sample) not in self._running:
+            if sample not in self._running:
                 self.submit(sample)
         for component in sorted(self.plan.components.values(), key=lambda c: c.kind == "model"):  # which blocks: last
-            running = [self._running[id(sample)] for sample in samples]
+            running = [self._running[sample] for sample in samples]
             futures = [each[component.name] for each in running if component.name in each]
             self._sources[component.name].flush(component, futures)
         try:
-            futures = [future for sample in samples for future in self._running[id(sample)].values()]
+            futures = [future for sample in samples for future in self._running[sample].values()]
             if self.cfg.on_error == "stop":
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
                 for future in futures:
                     if future in done:
                         future.result()
             for sample in samples:
-                self._fill(sample, self._running[id(sample)])
+                self._fill(sample, self._running[sample])
         finally:
             for sample in samples:
-                self._running.pop(id(sample), None)
+                self._running.pop(sample, None)
 
     def use_model(self, score: ScoreSamples) -> None:
         """What runs the reward model, if the configuration has one; before the first `collect`."""
@@ -123,6 +124,8 @@ class RewardManager:
         if sample.reward_error:
             sample.score = 0.0
             self.failures += 1
+            if self.cfg.on_error == "leave_out":
+                sample.score, sample.score_parts, sample.left_out = math.nan, {}, sample.reward_error
 
     def _mix(self, sample: Sample, label: str) -> Mapping[str, float]:
         try:

@@ -1,8 +1,9 @@
 """Plain values: what a shut-in program claims that its calls gave, and expressions over them, evaluated without it.
 
-A value is None or of exactly bool, int, float, complex, str, bytes, list, tuple, dict, set or frozenset, or `Items` of
-something else that can only be iterated. Neither text from a program nor an expression from a data set can do more
-here than be wrong: both are bounded in size, and nothing is called but what FUNCTIONS and METHODS name.
+A value is None or of exactly bool, int, float, complex, Decimal, Fraction, str, bytes, range, list, tuple, dict, set
+or frozenset, or `Items` of something else that can only be iterated. Neither text from a program nor an expression
+from a data set can do more here than be wrong: both are bounded in size, and nothing is called but what FUNCTIONS and
+METHODS name.
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ import collections
 import json
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 MAX_DEPTH = 100
-MAX_HASHED = 10_000  # keys and members of one value: enough of them with one hash would take minutes
+MAX_OF_HASH = 100  # keys or members with one hash: a set of many would take minutes to make
 MAX_ITEMS = 1_000_000  # of what an expression makes
 MAX_BITS = 1_000_000
+MAX_DIGITS, MAX_EXPONENT = 10_000, 1000  # of a Decimal: int() of a larger one would take minutes
+MAX_WIDTH = 1000  # of a text that % makes of one value
 
 
 class NotPlain(ValueError):
@@ -28,9 +34,11 @@ class NotPlain(ValueError):
 
 @dataclass(frozen=True)
 class Items:
-    """What a generator, a view or the like holds: equal to nothing but itself."""
+    """What a generator, a view or the like holds: equal to nothing but itself, or, of a dict's keys or items, to a set
+    of the same."""
 
     values: list[Any]
+    is_set: bool = False
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.values)
@@ -39,7 +47,7 @@ class Items:
         return len(self.values)
 
     def __eq__(self, other: object) -> bool:
-        return self is other
+        return self is other or (self.is_set and isinstance(other, (set, frozenset)) and set(self.values) == other)
 
 
 @dataclass(frozen=True)
@@ -54,32 +62,54 @@ def decode(line: bytes) -> list[Any] | None:
     line."""
     try:
         found = json.loads(line)
-        return None if found is None else _Decoder().items(found, 0)
-    except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
+        return None if found is None else _decoded_items(found, 0)
+    except (ValueError, TypeError, LookupError, RecursionError, ArithmeticError) as error:
         raise NotPlain(str(error)) from None
 
 
-class _Decoder:
-    def __init__(self) -> None:
-        self.hashed = 0
+def _decoded_items(found: Any, depth: int) -> list[Any]:
+    if type(found) is not list or depth > MAX_DEPTH:
+        raise NotPlain("no list, or too deep")
+    return [_decoded(item, depth) for item in found]
 
-    def items(self, found: Any, depth: int) -> list[Any]:
-        if type(found) is not list or depth > MAX_DEPTH:
-            raise NotPlain("no list, or too deep")
-        return [self.value(item, depth) for item in found]
 
-    def value(self, found: Any, depth: int) -> Any:
-        if found is None or type(found) in (bool, str):
-            return found
-        kind, content = found
-        if kind in ("int", "float", "complex", "bytes"):
-            return _SCALARS[kind](content)
-        values = self.items(content, depth + 1)
-        if kind in ("set", "frozenset", "dict"):
-            self.hashed += len(values)
-            if self.hashed > MAX_HASHED:
-                raise NotPlain(f"more than {MAX_HASHED} keys and members")
-        return _CONTAINERS[kind](values)
+def _decoded(found: Any, depth: int) -> Any:
+    if found is None or type(found) in (bool, str, int, float):
+        return found
+    kind, content = found
+    if kind in _SCALARS:
+        return _SCALARS[kind](content)
+    return _CONTAINERS[kind](_decoded_items(content, depth + 1))
+
+
+def _range(*bounds: int) -> range:
+    if len(found := range(*bounds)) > MAX_ITEMS:
+        raise NotPlain(f"more than {MAX_ITEMS} items")
+    return found
+
+
+def _decimal(text: str) -> Decimal:
+    found = Decimal(text)
+    if len(text) > MAX_DIGITS or (found.is_finite() and found and abs(found.adjusted()) > MAX_EXPONENT):
+        raise NotPlain(f"a Decimal of more than {MAX_DIGITS} digits or an exponent beyond {MAX_EXPONENT}")
+    return found
+
+
+def _hashed(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`make` of items that are few enough, and few enough of one hash."""
+
+    def made(items: Any = (), **named: Any) -> Any:
+        keys = list(items)
+        if len(keys) > MAX_ITEMS:
+            raise NotPlain(f"more than {MAX_ITEMS} members")
+        of_hash = collections.Counter(
+            hash(key[0] if make is dict and not isinstance(items, dict) else key) for key in keys
+        )
+        if max(of_hash.values(), default=0) > MAX_OF_HASH and len(set(map(repr, keys))) > MAX_OF_HASH:
+            raise NotPlain(f"more than {MAX_OF_HASH} members with one hash")
+        return make(items if isinstance(items, dict) else keys, **named)
+
+    return made
 
 
 _SCALARS: dict[str, Callable[[Any], Any]] = {
@@ -87,26 +117,18 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
     "float": float.fromhex,
     "complex": lambda parts: complex(*map(float.fromhex, parts)),
     "bytes": bytes.fromhex,
+    "range": lambda bounds: _range(*(int(text, 16) for text in bounds)),
+    "Decimal": _decimal,
+    "Fraction": lambda parts: Fraction(*(int(text, 16) for text in parts)),
 }
 _CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
-    **{kind.__name__: kind for kind in (list, tuple, set, frozenset, dict)},
+    "list": list,
+    "tuple": tuple,
+    **{kind.__name__: _hashed(kind) for kind in (set, frozenset, dict)},
     "items": Items,
+    "dict_keys": lambda values: Items(values, is_set=True),
+    "dict_items": lambda values: Items(values, is_set=True),
 }
-
-
-def _hashed(make: Callable[..., Any]) -> Callable[..., Any]:
-    def made(items: Any = ()) -> Any:
-        if len(items) > MAX_HASHED:
-            raise NotPlain(f"more than {MAX_HASHED} members")
-        return make(items)
-
-    return made
-
-
-def _range(*bounds: int) -> list[int]:
-    if len(range(*bounds)) > MAX_ITEMS:
-        raise NotPlain(f"more than {MAX_ITEMS} items")
-    return list(range(*bounds))
 
 
 TYPES: dict[str, type] = {
@@ -117,7 +139,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f.__name__: f for f in (sum, tuple, type)},
     **{f.__name__: _hashed(f) for f in (dict, set, frozenset)},
     "range": _range,
-    "zip": lambda *lists: list(zip(*lists)),
+    "zip": lambda *lists, strict=False: list(zip(*lists, strict=strict)),
     "enumerate": lambda items, start=0: list(enumerate(items, start)),
     "collections.Counter": _hashed(collections.Counter),
     **{f"math.{f.__name__}": f for f in (math.isclose, math.fabs, math.sqrt, math.isnan, math.isinf, math.floor)},
@@ -140,6 +162,8 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_,
     ast.BitXor: operator.xor,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
 }
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
     ast.Not: operator.not_,
@@ -219,17 +243,25 @@ def _compare(node: ast.Compare, value: Callable[[ast.expr], Any]) -> Any:
     return result
 
 
+def unknown_operator(node: ast.expr) -> str | None:
+    """The name of an operator in the expression that `evaluate` does not know; None if it knows all."""
+    operators = (inner.op for inner in ast.walk(node) if isinstance(inner, ast.BinOp))
+    return next((type(op).__name__ for op in operators if type(op) not in _BINARY), None)
+
+
 def _binary(op: ast.operator, left: Any, right: Any) -> Any:
-    if type(op) not in _BINARY:
-        raise NotPlain(f"the operator {type(op).__name__}")
     if isinstance(op, ast.Mod) and isinstance(left, (str, bytes)):
-        raise NotPlain("formatted text")
+        text = left if isinstance(left, str) else left.decode("latin-1")
+        forms = " ".join(re.findall(r"%[^a-zA-Z%(]*", text)) if "%(" not in text else text
+        if "*" in forms or any(len(number) > 4 or int(number) > MAX_WIDTH for number in re.findall(r"\d+", forms)):
+            raise NotPlain(f"text formatted to more than {MAX_WIDTH} characters")
     if isinstance(op, ast.Mult):
         for items, times in ((left, right), (right, left)):
             if isinstance(items, (str, bytes, list, tuple)) and len(items) * times > MAX_ITEMS:
                 raise NotPlain(f"more than {MAX_ITEMS} items")
-    if isinstance(left, int) and isinstance(right, int) and isinstance(op, (ast.Mult, ast.Pow)):
-        bits = left.bit_length() * right if isinstance(op, ast.Pow) else left.bit_length() + right.bit_length()
-        if bits > MAX_BITS:
+    if isinstance(left, (int, Fraction)) and isinstance(right, int):
+        bits = max(left.numerator.bit_length(), left.denominator.bit_length())
+        grows = {ast.Mult: bits + right.bit_length(), ast.Pow: bits * abs(right), ast.LShift: bits + right}
+        if grows.get(type(op), 0) > MAX_BITS:
             raise NotPlain(f"a number of more than {MAX_BITS} bits")
     return _BINARY[type(op)](left, right)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import builtins
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 MAX_TEXT = 1_000_000
@@ -38,6 +39,27 @@ def bound_in(target: ast.AST) -> Iterator[str]:
     """The same of all that is in it."""
     for node in ast.walk(target):
         yield from bound(node)
+
+
+def asked_names(texts: Iterable[str]) -> set[str]:
+    """Names that tests use and neither bind themselves nor have from Python; of texts that are no Python none."""
+    used: set[str] = set()
+    own: set[str] = set()
+    for text in texts:
+        try:
+            tree = parse(text)
+        except ValueError:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "solution":
+                used.update(alias.name for alias in node.names)
+                continue
+            own.update(bound(node))
+            if isinstance(node, ast.arg):
+                own.add(node.arg)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and not hasattr(builtins, node.id):
+                used.add(node.id)
+    return used - own
 
 
 def root_name(node: ast.expr) -> str | None:

@@ -33,6 +33,9 @@ def check(cfg: RLConfig) -> Iterator[Problem]:
     """What a manager needs and does not have, or has and does not use; scorers and components that cannot be told
     apart."""
     reward = cfg.reward
+    if reward.on_error == "leave_out" and cfg.algorithm.needs_greedy:
+        message = f"{cfg.algorithm.adv_estimator} needs the score of the greedy response of every group: stop or zero"
+        yield Problem(("reward.on_error", "algorithm.adv_estimator"), message)
     yield from _manager(reward)
     yield from _servers(reward)
     yield from _names(reward)

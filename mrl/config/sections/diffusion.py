@@ -122,7 +122,8 @@ class ImageRewardConfig(Section):
     numbers. `images` is a float32 array [n, channels, height, width] in 0..1. A call has some of a step's images, in no
     particular grouping. The built-ins are brightness, jpeg_compressibility (minus the kilobytes of a JPEG of quality
     95), jpeg_incompressibility and scorer. A server is asked as `reward.servers` of trainer rl with `api: mrl`, each
-    sample having "image", a PNG in base64, in place of "response".
+    sample having "image", a PNG in base64, in place of "response". An image whose score fails ends the run: there is no
+    `on_error`.
     """
 
     function: FilePath | None = None  # FILE.py:NAME or a built-in

@@ -132,4 +132,7 @@ class RewardConfig(Section):
     pictures: bool = False
     workers: Annotated[int, Field(gt=0, le=1024)] = 2  # processes that functions run in
     timeout_s: PositiveFloat = 30.0  # seconds of one call of a function
-    on_error: Literal["stop", "zero"] = "stop"  # a time-out or exception: end the run, or score 0 and count it
+    # a sample whose score fails (time-out, exception, no verdict): stop ends the run; leave_out takes the sample out of
+    # baselines, advantages, losses and means; zero scores 0, so that the policy learns to avoid responses that nobody
+    # has judged: prefer leave_out. Both are counted in reward/failed
+    on_error: Literal["stop", "leave_out", "zero"] = "stop"

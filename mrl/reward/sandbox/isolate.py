@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import secrets
 import shutil
 import site
 import sys
+import sysconfig
+from glob import glob
 from pathlib import Path
 
 PYTHON_OUTSIDE = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
@@ -21,9 +24,10 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec")  # of / and of /usr
+LINKS = ("bin", "sbin", "lib", "lib64")  # of /: where they lead to /usr they do so inside
+MOST_LIBRARIES = 32  # files of shared libraries that are bound one by one
 DEVICES = ("null", "zero", "full", "random", "urandom")  # --dev would take a second user namespace, without --tmpfs's
-TIME_ZONES = "/usr/share/zoneinfo"
+DATA = ("/usr/share/zoneinfo", "/usr/lib/locale")
 INODES_PER_MIB = 64  # of /tmp: one takes about 1 KiB of the kernel's memory, its name up to 256 bytes more
 
 
@@ -86,43 +90,67 @@ def python_inside() -> str:
     return PYTHON_OUTSIDE if prefix == "/usr" else f"{PYTHON}/{os.path.relpath(PYTHON_OUTSIDE, prefix)}"
 
 
-def bound_folders() -> list[str]:
-    """What of this machine a program can read."""
+@functools.cache
+def bound_paths() -> list[str]:
+    """Folders and files of this machine that a program can read, but for the packages in them.
+
+    Of the system: programs, the folders of shared libraries (the processor's own, as /usr/lib/x86_64-linux-gnu, where
+    there is one), the dynamic loader. Of Python: programs, the standard library, shared libraries.
+    """
     prefix = os.path.realpath(sys.base_prefix)
-    of_python = [] if prefix == "/usr" else [f"{prefix}/bin", f"{prefix}/lib"]
-    system = [f"{above}/{name}" for name in SYSTEM for above in ("", "/usr")]
-    return [path for path in (*system, TIME_ZONES, *of_python) if os.path.isdir(path)]
+    bases = [base for base in ("/", "/usr/") if not os.path.islink(f"{base}lib")]
+    multiarch = sysconfig.get_config_var("MULTIARCH")
+    libraries = [path for base in bases if os.path.isdir(path := f"{base}lib/{multiarch}")] if multiarch else []
+    loaders = [path for base in bases for path in glob(f"{base}lib/ld-*.so*")]
+    if not libraries and not os.path.isdir("/usr/lib64"):  # Arch, Alpine: they lie in /usr/lib itself
+        libraries, loaders = [f"{base}lib" for base in bases], []
+    found = [f"{base}{name}" for base in ("/", "/usr/") for name in ("bin", "sbin", "lib64")]
+    found = [path for path in (*found, *libraries, *DATA) if os.path.isdir(path) and not os.path.islink(path)]
+    found += [path for path in loaders if not any(_lies_in(path, folder) for folder in found)]
+    standard = sysconfig.get_path("stdlib", vars={"base": prefix, "installed_base": prefix})
+    platform = f"{prefix}/{sys.platlibdir}/{os.path.basename(standard)}"  # Fedora's /usr/lib64/python3.13
+    of_python = [path for path in dict.fromkeys((standard, platform)) if os.path.isdir(path)]
+    if prefix != "/usr":
+        files = [path for path in glob(f"{prefix}/lib/*.so*") if os.path.isfile(path)]
+        many = len(files) > MOST_LIBRARIES  # conda's
+        of_python = [f"{prefix}/bin", f"{prefix}/lib"] if many else [f"{prefix}/bin", *of_python, *files]
+    return [*found, *(path for path in of_python if not any(_lies_in(path, folder) for folder in found))]
 
 
 def _read_only() -> list[str]:
-    """The system's programs and libraries, and Python's where it lives elsewhere; never installed packages."""
+    """What `bound_paths` names, Python's at its own place, with empty folders for installed packages."""
     prefix = os.path.realpath(sys.base_prefix)
-    folders = ("/dev", "/etc", "/usr", "/usr/share", PYTHON)
+    inside = {path: path if prefix == "/usr" else _at_python(path, prefix) for path in (*bound_paths(), *packages())}
+    above = {str(folder) for path in inside.values() for folder in Path(path).parents}
+    folders = sorted({"/dev", "/etc", *above} - {"/", *inside.values()})  # bubblewrap would make them its own alone
+    folders = [folder for folder in folders if not any(_lies_in(folder, path) for path in inside.values())]
     found = [word for name in folders for word in ("--perms", "0755", "--dir", name)]
     found += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-    for path in bound_folders():
-        if os.path.islink(path):
-            found += ["--symlink", os.readlink(path), path]
-        else:
-            found += ["--ro-bind", path, path if prefix == "/usr" else _at_python(path, prefix)]
-    for path in _packages():
-        if os.path.isdir(path) and any(_lies_in(path, folder) for folder in bound_folders()):
-            hidden = path if prefix == "/usr" else _at_python(path, prefix)
-            found += ["--tmpfs", hidden, "--remount-ro", hidden]
+    links = [f"/{name}" for name in LINKS if os.path.islink(f"/{name}")]
+    found += [word for link in links for word in ("--symlink", os.readlink(link), link)]
+    for path in bound_paths():
+        found += ["--ro-bind", path, inside[path]]
+    for path in packages():
+        found += ["--tmpfs", inside[path], "--remount-ro", inside[path]]
     return found
 
 
 def readable_through(path: str) -> str | None:
     """The folder of this machine through which a program can read `path`; None if it cannot."""
     real = os.path.realpath(path)
-    if any(_lies_in(real, folder) for folder in _packages()):
+    if any(_lies_in(real, folder) for folder in packages()):
         return None
-    return next((folder for folder in bound_folders() if _lies_in(real, os.path.realpath(folder))), None)
+    return next((folder for folder in bound_paths() if _lies_in(real, os.path.realpath(folder))), None)
 
 
-def _packages() -> list[str]:
-    """Where Python's own packages are installed: empty inside."""
-    return [os.path.realpath(path) for path in site.getsitepackages([os.path.realpath(sys.base_prefix)])]
+@functools.cache
+def packages() -> list[str]:
+    """Folders of installed packages in what is bound: empty inside."""
+    bound = [path for path in bound_paths() if os.path.isdir(path)]
+    known = [os.path.realpath(path) for path in site.getsitepackages([os.path.realpath(sys.base_prefix)])]
+    inside = [path for folder in bound for path in (*glob(f"{folder}/*-packages"), *glob(f"{folder}/*/*-packages"))]
+    found = [path for path in (*known, *inside) if os.path.isdir(path)]
+    return [path for path in dict.fromkeys(found) if any(_lies_in(path, folder) for folder in bound)]
 
 
 def _lies_in(path: str, folder: str) -> bool:

@@ -51,7 +51,8 @@ class Generator:
     def __post_init__(self) -> None:
         groups = self.cfg.algorithm.filter_groups
         self._filter = GroupFilter(groups) if groups.is_on else None
-        self._left_out: list[str] = []  # of the step: why
+        self._left_out: list[Sample] = []  # of the step
+        self._looked_at = 0  # samples of the step, those that are left out included
 
     def notes(self) -> list[str]:
         """What was corrected or left out of the data, for the user to see before the first step."""
@@ -63,10 +64,13 @@ class Generator:
         algorithm = self.cfg.algorithm
         if self.under_way is None:
             self.engine.take_loads()  # a validation's
+        self._looked_at = 0
         groups, metrics = self._groups(step, on_sample)
-        if self.agents is not None:
-            groups, left_out = self._without(groups, step)
-            metrics |= left_out
+        left_out = self._left_out
+        if self.agents is not None or self.cfg.reward.on_error == "leave_out":
+            groups, counts = self._without(groups, step)
+            metrics |= counts
+        unscored = [sample for sample in left_out if sample.reward_error]
         samples = in_order(groups)
         rollout = collate(step, samples)
         if algorithm.score_parts:
@@ -84,7 +88,7 @@ class Generator:
         return Drawn(
             rollout,
             sample_metrics(samples) | metrics,
-            [sample_row(sample) for sample in (*samples, *greedy)],
+            [sample_row(sample) for sample in (*samples, *greedy, *unscored)],
             {"step": step + 1, "waiting": asdict(waiting), "engines": of_each},
         )
 
@@ -116,8 +120,9 @@ class Generator:
         return sample_groups(cfg.batch.prompts_per_step, cfg.algorithm.filter_groups, self._filter, sample_round)
 
     def _present(self, samples: list[Sample]) -> list[Sample]:
-        """Those whose environment has not failed."""
-        self._left_out += [sample.left_out for sample in samples if sample.left_out]
+        """Those whose environment and reward have not failed."""
+        self._left_out += [sample for sample in samples if sample.left_out]
+        self._looked_at += len(samples)
         return [sample for sample in samples if not sample.left_out]
 
     def _without(self, groups: list[Group], step: int) -> tuple[list[Group], dict[str, float]]:
@@ -127,17 +132,23 @@ class Generator:
         self._left_out = []
         least = 2 if cfg.algorithm.compares_group and cfg.batch.samples_per_prompt > 1 else 1
         kept = [group for group in groups if len(group) >= least]
-        if found:
+        unscored = [sample for sample in found if sample.reward_error]
+        lost = [sample for sample in found if not sample.reward_error]
+        if lost:
             file, on_error = self.run_dir / LEFT_OUT, cfg.checkpoint.on_error
-            row = {"step": step + 1, "left_out": found}
+            row = {"step": step + 1, "left_out": [sample.left_out for sample in lost]}
             write_down(LEFT_OUT, lambda: append_jsonl(file, row), on_error, self.note)
-            first = found[0].partition("\n")[0]
-            self.note(f"{len(found)} samples are left out (agent.on_error; all of each in {file}): {first}")
+            first = lost[0].left_out.partition("\n")[0]
+            self.note(f"{len(lost)} samples are left out (agent.on_error; all of each in {file}): {first}")
         if not kept:
-            raise SamplingError(
-                f"no group of the step is left to learn from (agent.on_error: leave_out); the first: {found[0]}"
-            )
-        return kept, {"agent/left_out": float(len(found))}
+            keys = [key for key, some in (("agent", lost), ("reward", unscored)) if some]
+            why = f"{' and '.join(f'{key}.on_error' for key in keys)}: leave_out); the first: {found[0].left_out}"
+            raise SamplingError(f"no group of the step is left to learn from ({why}")
+        metrics = {} if self.agents is None else {"agent/left_out": float(len(lost))}
+        if cfg.reward.on_error == "leave_out":
+            metrics["reward/left_out"] = float(len(unscored))
+            metrics["reward/failed"] = len(unscored) / (self._looked_at - len(lost))
+        return kept, metrics
 
     def request(self, group: int, member: int) -> Request:
         """Of a group of the run, whatever step it is learnt in."""
@@ -155,7 +166,7 @@ class Generator:
 
         groups, metrics = segments.draw(step, generate)
         self._score(in_order(groups), on_sample)
-        return groups, metrics
+        return [self._present(group) for group in groups], metrics
 
     def draw_under_way(self, feed: Feed, on_samples: OnSamples) -> None:
         """What is fed, as it finishes, each sample's scoring begun; in a thread."""
@@ -186,13 +197,12 @@ class Generator:
 
     def _taken(self, under_way: UnderWay, on_sample: OnSample) -> tuple[list[Group], dict[str, float]]:
         taken, metrics = under_way.take()
-        groups = [self._present(group) for group in taken]
-        samples = in_order(groups)
+        samples = [sample for group in taken for sample in group if not sample.left_out]
         for sample in samples:
             on_sample(sample)
         with section("reward"):
             self.rewards.collect(samples)
-        return groups, metrics
+        return [self._present(group) for group in taken], metrics
 
     def _decode(self, samples: list[Sample]) -> None:
         for sample, text in zip(samples, self.tokenizer.decode_all([sample.response_ids for sample in samples])):
@@ -277,7 +287,8 @@ class Generator:
         if failed:
             head, *more = failed[0].splitlines()
             first = " ".join([head, *more[-1:]])  # of a traceback the last line
-            where = f"{len(failed)} of {len(rows)} samples score 0, the reward failed on them ({self.run_dir / file})"
+            what = "score 0" if self.cfg.reward.on_error == "zero" else "are left out"
+            where = f"{len(failed)} of {len(rows)} samples {what}, the reward failed on them ({self.run_dir / file})"
             self.note(f"{where}: {first}")
 
 

@@ -1,0 +1,280 @@
+r"""Final answers and programs in a model's response. Standard library only: reward workers start quickly.
+
+Thoughts and tool output never hold the answer: they are removed first (`visible`). Of the rest the last \boxed{} or
+\fbox{} counts, else the last line `#### 42`, else the last "the answer is ..." that can be read, else whatever the
+reader finds in the text (`finals`). Programs are taken from fenced blocks (`program`).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mrl.reward.python_text import bound_in, parse
+
+_TAG = re.compile(
+    r"(?i)<(?P<xml>/?(?:think|thinking|thought|reasoning|tool_call|tool_response))>"
+    r"|\[(?P<square>/?THINK)\]|◁(?P<triangle>/?think)▷"
+)
+_HARMONY_FINAL = "<|channel|>final<|message|>"  # gpt-oss: channels before this one are thoughts and tool calls
+_END_TOKENS = re.compile(r"(?:\s*(?:<\|[^<>|\s]{1,40}\|>|</s>|<end_of_turn>|<eos>))+\s*$")
+_ANSWER_TAG = re.compile(r"(?is)<answer>(.*?)(?:</answer>|\Z)")
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
+_SPACE_OR_DOLLAR = re.compile(r"[\s$]|\Z")
+_BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:\\text\{\s*)?(?:\b(?:and|or)\b)?(?:\s*\})?[\s$]*")
+_HASHES = re.compile(r"(?m)^[ \t>*]*#{4}(?![ \t]*\d+[.)][ \t]+\S)[ \t]*(?=[\W_]*[\d\\])(?!#)(.+)$")
+_SAID = re.compile(
+    r"""(?ix) (?: \banswer (?:\** \s+ (?:to|of|for) \b [^.:\n]{0,80}? )? [*_]* (?: \s+ (?:is|are|was|would\ be|equals)\b
+          | \s*[:=：] | [*_]*\s*$ )
+      | \b (?:réponse|respuesta|resposta|risposta|antwort) (?:\s+ \w+)? (?: \s+ (?:est|es|é|è|ist)\b | \s*[:：] )
+      | \bответ (?: \s*[:：—-] | \s+\w+\s*[:：] ) | (?:答案|答え|정답|答) (?:是|为|為|は|은|[:：])+
+    ) [\s*_:：]* (?!not\b|nicht\b|pas\b)""",
+    re.MULTILINE,
+)
+_SENTENCE_END = re.compile(r"[.!?]+(?=[\s*_]|$)|[。！？\n]")
+_MATHS = (("$$", "$$"), ("\\[", "\\]"), ("\\(", "\\)"), ("$", "$"))
+
+_FENCE = re.compile(
+    r"^(?P<before>[ \t]*(?:>[ \t]?)*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>`{3,}|~{3,})[ \t]*(?P<info>[^`\n]*)$"
+)
+_FENCE_AFTER_TEXT = re.compile(r"^(?P<before>.*?)(?P<fence>`{3,})(?P<info>(?i:python3?|py))[ \t]*$")
+_PYTHON = ("py", "python", "python3", "py3")
+_WORDS = ("", "latex", "tex", "math", "text", "txt", "plaintext", "markdown", "md")  # blocks that may hold an answer
+MAX_STRING_CHECKS = 50
+MAX_PHRASE = 1000  # characters of an answer in a sentence
+MAX_SAID = 20  # sentences that are looked at, the last ones
+
+
+def visible(response: str) -> str:
+    """The response without thoughts, tool calls and their results.
+
+    A thought that is not closed reaches to the end, so nothing after it is an answer; a closing tag without an opening
+    one ends a thought that the prompt has opened. If there is an <answer> with content, the last one is all that
+    counts.
+    """
+    text = _END_TOKENS.sub("", response.replace("\r\n", "\n"))
+    text = text.rpartition(_HARMONY_FINAL)[2]
+    kept: list[str] = []
+    at, opened = 0, ""
+    for tag in _TAG.finditer(text):
+        name = (tag["xml"] or tag["square"] or tag["triangle"]).lower()
+        quoted = (
+            tag.start() > 0
+            and text[tag.start() - 1] in "`'\""
+            and text[tag.end() : tag.end() + 1] == text[tag.start() - 1]
+        )
+        if quoted or (not opened and name in ("/tool_call", "/tool_response")):
+            continue  # a tag that is spoken of; the end of a call that no tag has begun
+        if not opened:
+            kept = [] if name[0] == "/" else [*kept, text[at : tag.start()]]
+            opened = "" if name[0] == "/" else name
+        elif name == f"/{opened}":
+            opened = ""
+        else:
+            continue
+        at = tag.end()
+    if not opened:
+        kept.append(text[at:])
+    text = _END_TOKENS.sub("", "".join(kept))
+    answers = [content for content in _ANSWER_TAG.findall(text) if content.strip()]
+    return answers[-1] if answers else text
+
+
+class Final(NamedTuple):
+    """Text that may hold the answer. is_marked: it is the answer; else the answer is somewhere in it."""
+
+    text: str
+    is_marked: bool = True
+
+
+def finals(response: str) -> Iterator[Final]:
+    """The final answers of a response, the one that counts first; a reader takes the first that it can read.
+
+    After a box or a `####` line there are no others: an answer that was marked and cannot be read is no answer. Else
+    the last sentences of "the answer is" come first, then the whole text.
+    """
+    text = _without_programs(visible(response))
+    found = boxed(text)
+    if found is not None:
+        yield Final(found)
+    elif marked := hashed(text):
+        yield Final(marked)
+    else:
+        for said in reversed(list(_SAID.finditer(text))[-MAX_SAID:]):
+            if phrase := _phrase(text[said.end() : said.end() + MAX_PHRASE]):
+                yield Final(phrase)
+        yield Final(text, is_marked=False)
+
+
+def hashed(text: str) -> str:
+    """The last line `#### 42` without its marks; "" if there is none. A heading of the fourth level is not one."""
+    found = _HASHES.findall(text)
+    return found[-1].strip() if found else ""
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last box that has any; of boxes that follow each other ("\boxed{2} and \boxed{3}") all, with
+    commas. None if there is no box; "" if the last one is not closed, as in a response that was cut."""
+    boxes: list[tuple[int, int, str]] = []  # (start, end, content)
+    for match in _BOX.finditer(text):
+        if boxes and match.start() < boxes[-1][1]:
+            continue  # inside the one before
+        start = match.end()
+        if text[start : start + 1] == "[":  # \framebox[width]
+            start = text.find("]", start) + 1
+        if text[start : start + 1] == "{":
+            end = _closing_brace(text, start)
+            content = None if end is None else text[start + 1 : end]
+        else:
+            end = next(_SPACE_OR_DOLLAR.finditer(text, start)).start()
+            content, end = text[start:end].rstrip(".,;"), end - 1
+        if content is None or end is None:
+            return ""
+        if content := _BOX.sub("", content).strip():  # boxes in it
+            boxes.append((match.start(), end + 1, content))
+    if not boxes:
+        return None
+    first = len(boxes) - 1
+    while first and (between := text[boxes[first - 1][1] : boxes[first][0]]) and _BETWEEN_BOXES.fullmatch(between):
+        first -= 1
+    return ", ".join(content for _, _, content in boxes[first:])
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    depth = 0
+    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+        if match[0] in "{}":
+            depth += 1 if match[0] == "{" else -1
+            if depth == 0:
+                return match.start()
+    return None
+
+
+def _phrase(text: str) -> str:
+    """The sentence that `text` begins with, or the formula, if it begins with one."""
+    for opening, closing in _MATHS:
+        if text.startswith(opening):
+            end = text.find(closing, len(opening))
+            if end >= 0 and "\n\n" not in text[:end] and not (opening == "$" and re.match(r"\d", text[end + 1 :])):
+                return text[len(opening) : end].strip()
+    sentence = _SENTENCE_END.search(text)
+    return (text if sentence is None else text[: sentence.start()]).strip().strip("*_").strip()
+
+
+def _without_programs(text: str) -> str:
+    """The text without fenced blocks of programs and of what they print; lines that are fences go, too."""
+    kept = []
+    for block in _parts(text):
+        if not block.fenced or block.language in _WORDS:
+            kept += block.lines
+    return "\n".join(kept)
+
+
+# programs
+
+
+@dataclass
+class Block:
+    """Lines of a response: those of a fenced block, without its indentation, or those between such blocks."""
+
+    fenced: bool = False
+    language: str = ""
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Its lines, dedented."""
+        return textwrap.dedent("\n".join(self.lines))
+
+
+def program(response: str, names: Collection[str] = ()) -> str:
+    """The program of a response that is asked to define `names`.
+
+    Of the fenced blocks named Python, else of those without a name, it is the last of those that define most of
+    `names`; of those that are Python and do more than state a value, if there are any. Without such a block it is all
+    that is left of the response without thoughts.
+    """
+    text = visible(response)
+    blocks = [block for block in _parts(text) if block.fenced]
+    for candidates in ([b for b in blocks if b.language in _PYTHON], [b for b in blocks if not b.language]):
+        if candidates:  # `max` takes the first of equals
+            return max((block.text for block in reversed(candidates)), key=lambda text: _fitness(text, names))
+    return text.strip("\n")
+
+
+def _fitness(text: str, names: Collection[str]) -> tuple[int, bool]:
+    """How many of `names` it defines, and whether it is Python that does more than state a value."""
+    try:
+        tree = parse(text)
+    except ValueError:
+        return 0, False
+    does = any(isinstance(node, ast.Call) for node in ast.walk(tree)) or not all(
+        isinstance(node, ast.Expr) for node in tree.body
+    )
+    return len(set(names) & {name for node in tree.body for name in bound_in(node)}), does
+
+
+def _parts(text: str) -> list[Block]:
+    """A response as Markdown has it, line by line: fenced blocks and what is between them.
+
+    A fence in a triple-quoted string of a block of Python does not close it. A block without a closing fence ends where
+    another named one begins, or with the text.
+    """
+    parts, opening, prefix = [Block()], "", ""
+    lines, checks, first_close = text.split("\n"), 0, None
+    number = 0
+    while number < len(lines):
+        line, number = lines[number], number + 1
+        fence = _FENCE.match(line) or (None if opening else _FENCE_AFTER_TEXT.match(line))
+        block = parts[-1]
+        if fence and not opening:
+            opening, prefix, first_close = fence["fence"], fence["before"], None
+            parts.append(Block(True, _language(fence["info"])))
+        elif fence and opening and fence["fence"][0] == opening[0] and len(fence["fence"]) >= len(opening):
+            info = fence["info"].strip()
+            checks += 1
+            if block.language in ("", *_PYTHON) and checks <= MAX_STRING_CHECKS and _ends_in_string(block.text):
+                first_close = first_close or (number, len(block.lines))
+                block.lines.append(_unindented(line, prefix))
+            elif info:  # another block begins, this one was not closed
+                opening, prefix, first_close = fence["fence"], fence["before"], None
+                parts.append(Block(True, _language(info)))
+            else:
+                opening = ""
+                parts.append(Block())
+        else:
+            block.lines.append(_unindented(line, prefix) if opening else line)
+        if number == len(lines) and opening and first_close and _ends_in_string(parts[-1].text):
+            number, kept = first_close  # the string is never closed, so the fence was
+            parts[-1].lines[kept:] = []
+            opening, first_close = "", None
+            parts.append(Block())
+    return parts
+
+
+def _ends_in_string(text: str) -> bool:
+    """Whether Python text ends inside a triple-quoted string."""
+    try:
+        parse(text)
+    except ValueError as error:
+        return "unterminated triple-quoted string" in str(error)
+    return False
+
+
+def _language(info: str) -> str:
+    """The first word of ``` python title="x"```, ```{.python}```."""
+    found = re.search(r"[\w+#-]+(?:\.\w+)*", info)
+    word = found[0].lower() if found else ""
+    return "python" if word.endswith(".py") else word
+
+
+def _unindented(line: str, prefix: str) -> str:
+    """Without what stands before the fence of its block: marks of a quotation, indentation."""
+    for _ in range(prefix.count(">")):
+        line = re.sub(r"^[ \t]*> ?", "", line)
+    width = 0 if ">" in prefix else len(prefix)
+    return line[min(width, len(line) - len(line.lstrip())) :]
