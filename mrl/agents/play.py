@@ -27,7 +27,7 @@ WORLD_STREAM = 1 << 46  # keeps the seeds of environments apart from samples'
 Generate = Callable[[list[Request], SamplingParams], list[Sample]]
 OnSamples = Callable[[list[Sample]], None]
 More = Callable[[bool], list[Request]]  # further ones, to be waited for if it is said
-Begins = Callable[[Prompt], list[Message]]  # the messages of a prompt
+Begins = Callable[[Prompt], tuple[list[Message], Message]]  # a prompt's messages, and what else its template is told
 
 
 class Agents:
@@ -188,10 +188,11 @@ class Agents:
         line = trajectory.lines[-1]
         if self.cfg.thoughts == "strip" and any(isinstance(m, dict) and m.get("role") == "user" for m in words):
             assert self._begins is not None
-            history = [*self._begins(trajectory.request.prompt), *trajectory.messages, *words]
-            trajectory.next = Next(Line(tuple(self.suffix.whole(history))), (), words)
+            begin, more = self._begins(trajectory.request.prompt)
+            history = [*begin, *trajectory.messages, *words]
+            trajectory.next = Next(Line(tuple(self.suffix.whole(history, more))), (), words)
         else:
-            ids = self.suffix(words, line.ids[-1])
+            ids = self.suffix(words, line.ids[-1], self._told(trajectory.request.prompt))
             if ids is None:
                 return "the last turn has no end"
             trajectory.next = Next(line, ids, words)
@@ -204,4 +205,9 @@ class Agents:
         if not self._is_chat:
             return (*prompt.token_ids, *(self.suffix(words, 0) or ()))
         assert self._begins is not None
-        return tuple(self.suffix.whole([*self._begins(prompt), *self.suffix.messages(words)]))
+        begin, more = self._begins(prompt)
+        return tuple(self.suffix.whole([*begin, *self.suffix.messages(words)], more))
+
+    def _told(self, prompt: Prompt) -> Message:
+        """What the prompt's row tells the chat template besides its messages."""
+        return self._begins(prompt)[1] if self._is_chat and self._begins is not None else {}

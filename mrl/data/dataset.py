@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mrl.config.schema import DataConfig, SourceConfig
 from mrl.core import Prompt, Rollout
+from mrl.data.columns import unused_notes
+from mrl.data.encoded_rows import EncodedSource
 from mrl.data.encoder import Encoder
 from mrl.data.errors import DataError, raise_for
 from mrl.data.mixture import Mixture
@@ -123,14 +125,15 @@ def _notes(key: str, data: PromptDataset) -> Iterator[str]:
         if source.cut:
             ends = {"left": "at their beginning", "middle": "in the middle", "right": "at their end"}
             yield f"{place}: {source.cut} prompts cut to {limit} tokens, {ends[data.cfg.truncation]}"
-        yield from control_notes(place, source.as_text, source.as_control, data.cfg.chat_template)
+        yield from row_notes(place, source, data.cfg.chat_template)
 
 
-def control_notes(place: str, as_text: list[str], as_control: list[str], is_chat: bool) -> Iterator[str]:
-    """What became of the control tokens in rows, whose names are given. place: which rows"""
-    if as_text:
+def row_notes(place: str, source: PromptSource | EncodedSource[Any], is_chat: bool) -> Iterator[str]:
+    """Columns without effect, and what became of the names of control tokens. place: which rows"""
+    yield from unused_notes(place, source.unused)
+    if as_text := source.as_text:
         yield f"{place}: {_hold(as_text)}: text to the model, no control tokens"
-    if as_control:
+    if as_control := source.as_control:
         because = "not told from the template's own" if is_chat else "the row is the whole prompt"
         yield f"{place}: {_hold(as_control)}: control to the model ({because})"
 

@@ -12,7 +12,7 @@ import torch
 
 from mrl.config.schema import Form, PreferenceDataConfig, SourceConfig
 from mrl.core import Rollout
-from mrl.data.dataset import control_notes
+from mrl.data.dataset import row_notes
 from mrl.data.encoded_rows import EncodedRows
 from mrl.data.encoder import Encoder
 from mrl.data.errors import DataError
@@ -143,7 +143,7 @@ def preference_notes(key: str, data: PreferenceDataset) -> Iterator[str]:
         ):
             if count:
                 yield f"{place}: {count} {noun(data.form)} {what}"
-        yield from control_notes(place, source.as_text, source.as_control, cfg.chat_template)
+        yield from row_notes(place, source, cfg.chat_template)
 
 
 def noun(form: Form) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mrl.config.schema import SourceConfig
+from mrl.data.columns import unused
 from mrl.data.encoded_rows import EncodedSource
 from mrl.data.encoder import Encoder
 from mrl.data.preference_forms import Pick
@@ -93,8 +94,9 @@ class PreferenceSource(EncodedSource[Preference]):
                 yield from self._fitting(i, row, prompt, [self._ended(each) for each in wholes])
 
     def _compared(self, i: int) -> Compared:
-        row = self._reader.dressed(self._reader.read(self.rows, i, self.source.name), self._encoder)
-        eyes = self._encoder.eyes
+        found, eyes = self._reader.read(self.rows, i, self.source.name), self._encoder.eyes
+        self.unused.update(unused(found, self._cfg, eyes is not None, self._reader.margins))
+        row = self._reader.dressed(found, self._encoder)
         return row if eyes is None else replace(row, grids=eyes.grids(self.rows[i], self.root))
 
     def _with_pictures(

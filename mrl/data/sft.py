@@ -9,7 +9,7 @@ import torch
 
 from mrl.config.schema import SFTDataConfig, SourceConfig
 from mrl.core import Rollout
-from mrl.data.dataset import control_notes
+from mrl.data.dataset import row_notes
 from mrl.data.encoded_rows import EncodedRows
 from mrl.data.encoder import Encoder
 from mrl.data.sft_rows import SFTReader
@@ -72,4 +72,4 @@ def sft_notes(key: str, data: SFTDataset) -> Iterator[str]:
         ):
             if count:
                 yield f"{place}: {count} rows {what}"
-        yield from control_notes(place, source.as_text, source.as_control, cfg.chat_template)
+        yield from row_notes(place, source, cfg.chat_template)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mrl.config.schema import SourceConfig
+from mrl.data.columns import unused
 from mrl.data.encoded_rows import EncodedSource
 from mrl.data.encoder import Encoder
 from mrl.data.sft_rows import Imitated, SFTReader, encoded
@@ -61,7 +62,9 @@ class SFTSource(EncodedSource[Example]):
                     yield example
 
     def _imitated(self, i: int) -> Imitated:
-        return self._reader.dressed(self._reader.read(self.rows, i, self.source.name), self._turns)
+        row = self._reader.read(self.rows, i, self.source.name)
+        self.unused.update(unused(row, self._cfg, sees_pictures=False))
+        return self._reader.dressed(row, self._turns)
 
     def _example(self, i: int, row: Imitated, prompt: list[int] | None, rest: list[int]) -> Example | None:
         """None for a row that is left out, or cannot be used."""

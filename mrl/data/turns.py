@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mrl.config.schema import SFTDataConfig
-from mrl.data.encoder import Encoder, messages_of
+from mrl.data.columns import messages_of
+from mrl.data.encoder import Encoder
 from mrl.data.rows import Row
 
 Span = tuple[int, int]  # of characters or tokens: the first, and the one after the last

@@ -13,7 +13,7 @@ from mrl.config import placement
 from mrl.config.derived import Machine
 from mrl.config.schema import AgentConfig, RLConfig
 from mrl.config.trainers.rl import counts_turns, most_tokens
-from mrl.data import PromptDataset, Tokenizer, load_eyes, load_tokenizer, messages_of
+from mrl.data import PromptDataset, Tokenizer, conversation, load_eyes, load_tokenizer, told
 from mrl.observe import Recorder, SilentRecorder
 from mrl.reward.check import row_check
 from mrl.reward.manager import RewardManager
@@ -128,7 +128,7 @@ def is_exact(cfg: RLConfig) -> bool:
 
 
 def make_agents(cfg: RLConfig, agent: AgentConfig, tokenizer: Tokenizer) -> Agents:
-    prompt_key = cfg.data.prompt_key
+    data = cfg.data
     stops = (*cfg.rollout.sampling.stop_token_ids, tokenizer.eos_id)
     by_turn = counts_turns(cfg)
     return Agents(
@@ -137,7 +137,7 @@ def make_agents(cfg: RLConfig, agent: AgentConfig, tokenizer: Tokenizer) -> Agen
         stops,
         cfg.data.chat_template,
         by_turn,
-        lambda prompt: messages_of(prompt.row[prompt_key]),
+        lambda prompt: (conversation(prompt.row[data.prompt_key], prompt.row, data), told(prompt.row, data)),
         longest_wait(cfg),
     )
 
