@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,6 +126,16 @@ def _notes(key: str, data: PromptDataset) -> Iterator[str]:
             ends = {"left": "at their beginning", "middle": "in the middle", "right": "at their end"}
             yield f"{place}: {source.cut} prompts cut to {limit} tokens, {ends[data.cfg.truncation]}"
         yield from row_notes(place, source, data.cfg.chat_template)
+
+
+def end_notes(key: str, ends: Collection[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Where responses are learnt with other ends than EOS. ends: the tokens that they are learnt with"""
+    if {*ends} - {tokenizer.eos_id}:
+        names = " and ".join(repr(tokenizer.hf.convert_ids_to_tokens(token)) for token in sorted(ends))
+        yield (
+            f"{key}: the model learns to stop with {names}, the EOS token is {tokenizer.hf.eos_token!r}: "
+            "generation_config.json of what is exported names them all"
+        )
 
 
 def row_notes(place: str, source: PromptSource | EncodedSource[Any], is_chat: bool) -> Iterator[str]:

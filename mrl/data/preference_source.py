@@ -55,6 +55,9 @@ class PreferenceSource(EncodedSource[Preference]):
     merged: kept; prompt and response are not tokenised as the prompt by itself, whose last tokens, `most_merged` at
     most, then belong to the responses
 
+    endless: kept; the chat template ends the best response with no token of its own
+    ends: the tokens that the model learns to stop with
+
     cuts: whether responses are cut at `data.max_tokens`
     Raises DataError that names every malformed row.
     """
@@ -64,7 +67,8 @@ class PreferenceSource(EncodedSource[Preference]):
     ) -> None:
         super().__init__(source, encoder, first_index)
         self.long_prompt = self.long_response = self.same = self.tied = 0
-        self.cut_prompt = self.cut = self.merged = self.most_merged = 0
+        self.cut_prompt = self.cut = self.merged = self.most_merged = self.endless = 0
+        self.ends: set[int] = set()
         self._reader, self._cfg, self._cuts = reader, reader.cfg, cuts
         self._keep(self._encoded())
 
@@ -114,9 +118,11 @@ class PreferenceSource(EncodedSource[Preference]):
         )
 
     def _ended(self, ids: list[int]) -> list[int]:
-        """Text with one EOS at its end; a conversation ends as its template does, where it may not be cut without the
-        white space behind the EOS of its last turn, with which sampled answers end."""
-        eos = self._encoder.tokenizer.eos_id
+        """Text with one EOS at its end; a conversation ends as its template does, or as `Turns` ends it, where it may
+        not be cut without the white space behind the EOS of its last turn, with which sampled answers end."""
+        eos, follows = self._encoder.tokenizer.eos_id, self._encoder.tokenizer.next_turn
+        if self._cfg.chat_template and follows is not None:
+            return [*ids, follows]
         if self._cfg.chat_template and not self._cuts and eos in ids:
             end = len(ids) - ids[::-1].index(eos)
             return ids if self._encoder.tokenizer.decode(ids[end:], special=True).strip() else ids[:end]
@@ -207,6 +213,10 @@ class PreferenceSource(EncodedSource[Preference]):
             self.long_response += 1
             return None
         parts = [np.asarray(ids[:room], dtype=np.int32) for ids in responses]
+        if not cut[0]:
+            end = next((token for token in reversed(responses[0]) if token in self._encoder.tokenizer.ends), None)
+            self.endless += end is None
+            self.ends.update(() if end is None else (end,))
         if len({part.tobytes() for part in parts}) < len(parts):
             self.same += 1
             return None

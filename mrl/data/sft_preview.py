@@ -21,7 +21,7 @@ def preview_imitated(cfg: Config, data_cfg: SFTDataConfig, samples: int) -> Iter
     if data_cfg.validation is not None:
         sets["data.validation"] = SFTDataset(data_cfg.validation, data_cfg, tokenizer)
     yield from tokenizer.notes
-    if data_cfg.chat_template and data_cfg.form == "answers":
+    if data_cfg.chat_template:
         yield from tokenizer.turn_notes()
     for key, data in sets.items():
         yield from sft_notes(key, data)

@@ -36,6 +36,7 @@ class SFTSource(EncodedSource[Example]):
     unlearnt: left out, none of their tokens counts, if only after the cut
     cut_prompt, cut: kept with a shorter prompt, or without their end
     longest: tokens of the longest row, before that
+    ends: the tokens that the model learns to stop with
 
     Raises DataError that names every malformed row.
     """
@@ -43,6 +44,7 @@ class SFTSource(EncodedSource[Example]):
     def __init__(self, source: SourceConfig, encoder: Encoder, reader: SFTReader, first_index: int) -> None:
         super().__init__(source, encoder, first_index)
         self.long_prompt = self.unlearnt = self.cut_prompt = self.cut = self.longest = 0
+        self.ends: set[int] = set()
         self._reader, self._cfg, self._turns = reader, reader.cfg, Turns(encoder, reader.cfg)
         self._keep(self._encoded())
 
@@ -85,6 +87,8 @@ class SFTSource(EncodedSource[Example]):
         weights = None if (counts[first:] == 1).all() else counts[first:]
         self.cut_prompt += prompt is not None and len(kept) < len(prompt)
         self.cut += (is_cut := len(ids) > limit)
+        spans = row.conversation.spans if row.conversation is not None else [(0, len(ids))]
+        self.ends.update(int(ids[after - 1]) for _, after in spans if after <= limit)
         return Example(self.first_index + i, ids[:limit], first, weights, row.source, is_cut)
 
     def _counts(self, row: Imitated, prompt: int, total: int) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -137,12 +138,7 @@ class Tokenizer:
 
     def turn_notes(self) -> list[str]:
         """What to know where the chat template ends the assistant's turns with another special token than EOS."""
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
-        try:
-            text = self._dress(messages)
-        except ValueError:  # its own rules of what a conversation is
-            return []
-        [ids] = self.encode_plain([text.rpartition(_MARK)[2].strip()])
+        ids = self._after_a_turn()
         if not ids or ids[0] == self.eos_id or ids[0] not in self.hf.all_special_ids:
             return []
         end = self.hf.convert_ids_to_tokens(ids[0])
@@ -150,6 +146,31 @@ class Tokenizer:
             f"the chat template ends the assistant's turns with {end!r}, the EOS token is {self.hf.eos_token!r}; "
             f"model.eos_token: {end!r} would make it the one"
         ]
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Tokens that may end a turn: EOS, and all that the vocabulary was extended by."""
+        return frozenset({self.eos_id, *self.hf.added_tokens_decoder})
+
+    @cached_property
+    def next_turn(self) -> int | None:
+        """The token that begins the user's next turn, of a chat template that ends the assistant's turns with nothing
+        else, as GLM's does; None for other templates."""
+        if not self.has_chat_template or self._after_a_turn():
+            return None
+        ids = self._after_a_turn({"role": "user", "content": "x"})
+        return ids[0] if ids and ids[0] in self.ends else None
+
+    def _after_a_turn(self, *more: dict[str, Any]) -> list[int]:
+        """Ids of what the chat template writes after the assistant's words; none if it has its own rules of what a
+        conversation is."""
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
+        try:
+            text = self.dress_whole([*messages, *more])
+        except ValueError:
+            return []
+        [ids] = self.encode_plain([text.rpartition(_MARK)[2].strip()])
+        return ids
 
     def _dress(self, messages: list[dict[str, Any]], **options: Any) -> str:
         def render() -> tuple[str, int]:

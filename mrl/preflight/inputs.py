@@ -99,6 +99,8 @@ def look_at_data(cfg: Config) -> Iterator[Finding]:
     except (DataError, TokenizerError) as error:
         yield Finding("tokenizer", "problem", str(error))
         return
+    for note in tokenizer.turn_notes() if dressed else ():
+        yield Finding("tokenizer", "warning", note)
     through = ", ".join(source.path for source, _ in dressed)
     said = f"; first rows of {through} go through its chat template" if through else ""
     yield Finding("tokenizer", "ok", f"{cfg.model.path} loads{said}")

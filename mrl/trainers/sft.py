@@ -103,7 +103,7 @@ def open_sft_run(cfg: SFTConfig) -> Iterator[SFTRun]:
             start.recorder.note(line)
         if packed is not None:
             start.recorder.note(packed.note())
-        begun = start.begin(actor, best=best)
+        begun = start.begin(actor, best=best, ends=data.ends)
         run = SFTRun(**vars(begun), best=best, data=data, packed=packed, held_out=held_out)
         run.resume()
         start.is_set_up()
@@ -127,7 +127,7 @@ def make_packed(cfg: SFTConfig, data: SFTDataset) -> Packs | Wrapped | None:
 def data_lines(data: SFTDataset, held_out: SFTDataset | None) -> Iterator[str]:
     """What was corrected, left out or cut, a line each."""
     yield from data.tokenizer.notes
-    if data.cfg.chat_template and data.cfg.form == "answers":
+    if data.cfg.chat_template:
         yield from data.tokenizer.turn_notes()
     yield from sft_notes("data.train", data)
     if held_out is not None:

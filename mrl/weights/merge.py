@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from mrl.families.peft import PREFIX
 from mrl.families.table import HF_OUTPUT, HF_VALUE_HEAD, VALUE_HEAD, weight_table
 from mrl.weights.disk.adapter_files import CONFIG, WEIGHTS, Found, read_config
 from mrl.weights.disk.base_digest import joined, tensor_digest
-from mrl.weights.disk.model_files import copy_model_files
+from mrl.weights.disk.model_files import CHAT_TEMPLATE, GENERATION, copy_model_files
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.errors import WeightError
 from mrl.weights.meta import TensorMeta
@@ -111,6 +112,9 @@ def merge(
         try:
             _write(checkpoint, file, metas, max_file_bytes, staging.directory, result, base)
             copy_model_files(base, staging.directory, metas[0].dtype, arch, "critic" if file.whole else "policy")
+            for name in (CHAT_TEMPLATE, GENERATION):  # by which the adapters were trained
+                if (adapter / name).is_file():
+                    shutil.copyfile(adapter / name, staging.directory / name)
             if describe is not None:
                 describe(staging.directory, result)
             staging.commit()
