@@ -70,11 +70,10 @@ def test_every_row_form_says_that_the_template_does_not_write_the_eos(
         assert any(f"the model learns to stop with {end!r}" in note for note in notes)
 
 
-@pytest.mark.parametrize("command", ["data", "preflight", "train"])
+@pytest.mark.parametrize("command", ["data", "preflight"])
 def test_it_is_said_before_anything_starts(
     tmp_path: Path, tiny_models: TinyModels, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    """Of `mrl train` by the time that it refuses a run directory in use."""
     shutil.copytree(tiny_models("llama", vocab_size=272), tmp_path / "model")
     with_template(tmp_path / "model", CHATML)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
@@ -82,12 +81,8 @@ def test_it_is_said_before_anything_starts(
         f"trainer: sft\nrun: {{name: run, steps: 1, root: {tmp_path}}}\nmodel: {{path: {tmp_path}/model}}\n"
         f"data: {{train: {tmp_path}/rows.jsonl, form: messages, chat_template: true}}\nbatch: {{samples_per_step: 1}}\n"
     )
-    if command == "train":
-        said = train(tmp_path, tmp_path / "c.yaml", "run.steps=1").terminal.partition("rank")[0]
-    else:
-        cli.main([command, str(tmp_path / "c.yaml")])
-        said = capsys.readouterr().out
-    said = " ".join(said.replace("│", "").split())
+    cli.main([command, str(tmp_path / "c.yaml")])
+    said = " ".join(capsys.readouterr().out.replace("│", "").split())
     assert "the chat template ends the assistant's turns with '<|im_end|>', the EOS token is '</s>'" in said
 
 
@@ -108,7 +103,9 @@ def test_a_run_exports_what_it_has_learnt_to_stop_with(tmp_path: Path, tiny_mode
         "checkpoint": {"export_hf": True},
     }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
-    train(tmp_path, tmp_path / "c.yaml")
+    said = train(tmp_path, tmp_path / "c.yaml").terminal
+    before, of_the_run = said.index("the chat template ends the assistant's turns"), said.index("learns to stop with")
+    assert before < of_the_run
     merge(tmp_path / "model", tmp_path / "run/adapter", tmp_path / "merged", 1 << 30)
     for directory in (tmp_path / "run/hf", tmp_path / "run/adapter", tmp_path / "merged"):
         assert json.loads((directory / "generation_config.json").read_text()) == {
