@@ -52,7 +52,7 @@ class PromptDataset:
         if isinstance(sources, str | Path):
             sources = (SourceConfig(path=str(sources)),)
         self.cfg = cfg
-        self.tokenizer = tokenizer
+        self.tokenizer, self.eyes = tokenizer, eyes
         self._encoder, self._rows_before = Encoder(cfg, tokenizer, eyes), rows_before
         self._reader = RowReader(cfg, require_answer, check)
         self.sources: list[PromptSource] = []
@@ -95,7 +95,7 @@ class PromptDataset:
         problems = [(self.where(p), what) for p in prompts if (what := self._reader.answer_problem(p.row))]
         raise_for(problems)
         plain = self._encoder.answers([p.row[self.cfg.answer_key] for p in prompts])
-        return [[*ids, self.tokenizer.eos_id] for ids in plain]
+        return [self.tokenizer.ended(ids) for ids in plain]
 
     def sft_rollout(self, step: int, n: int, seed: int) -> Rollout:
         """A step of supervised fine-tuning: n prompts, each with its answer + EOS as the response.

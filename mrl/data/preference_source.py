@@ -126,7 +126,7 @@ class PreferenceSource(EncodedSource[Preference]):
         if self._cfg.chat_template and not self._cuts and eos in ids:
             end = len(ids) - ids[::-1].index(eos)
             return ids if self._encoder.tokenizer.decode(ids[end:], special=True).strip() else ids[:end]
-        return ids if self._cfg.chat_template or ids[-1:] == [eos] else [*ids, eos]
+        return ids if self._cfg.chat_template else self._encoder.tokenizer.ended(ids)
 
     def _step_by_step(self, rows: list[Compared]) -> Iterator[list[int]]:
         """Of each row the prompt's ids, and those of its steps, which are tokenised by themselves."""

@@ -100,14 +100,13 @@ def encoded(encoder: Encoder, rows: list[Imitated]) -> list[tuple[list[int] | No
     prompts = iter(encoder.ids([row.prompt for row in rows if row.prompt is not None]))
     answers = iter(encoder.answers([row.answer for row in rows if row.answer is not None]))
     texts = iter(encoder.tokenizer.encode_prompts([row.text.text for row in rows if row.text is not None]))
-    eos = encoder.tokenizer.eos_id
+    ended = encoder.tokenizer.ended
     found: list[tuple[list[int] | None, list[int]]] = []
     for row in rows:
         if row.conversation is not None:
             found.append((None, row.conversation.ids))
         elif row.text is not None:
-            ids = next(texts)
-            found.append((None, ids if ids[-1:] == [eos] else [*ids, eos]))
+            found.append((None, ended(next(texts))))
         else:
-            found.append((next(prompts), [*next(answers), eos]))
+            found.append((next(prompts), ended(next(answers))))
     return found

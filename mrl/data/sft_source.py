@@ -19,7 +19,7 @@ from mrl.data.turns import Turns
 class Example:
     """One usable row. index: its row number; ids int32: all its tokens; prompt: how many come before the first one that
     may be learnt; weights float32 [len(ids) - prompt]: what each of the others counts, None: 1; is_cut: it lacks its
-    end."""
+    end; is_headless: it is a piece that lacks its row's beginning."""
 
     index: int
     ids: np.ndarray
@@ -27,6 +27,12 @@ class Example:
     weights: np.ndarray | None
     source: str | None
     is_cut: bool
+    is_headless: bool = False
+
+    @property
+    def learnt(self) -> int:
+        """How many of its tokens count."""
+        return len(self.ids) - self.prompt if self.weights is None else int((self.weights > 0).sum())
 
 
 class SFTSource(EncodedSource[Example]):

@@ -48,18 +48,26 @@ class Tokenizer:
         self.control = ControlTokens(hf)
 
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
-        """Raw text -> ids, with the tokenizer's own leading special tokens (BOS) but never a trailing EOS."""
-        encoded = self._ids(texts, special=True)
-        if not any(ids and ids[-1] == self.eos_id for ids in encoded):
-            return encoded
-        return [
-            ids[:-1] if len(ids) > len(bare) and ids[-1] == self.eos_id else ids
-            for ids, bare in zip(encoded, self.encode_plain(texts), strict=True)
-        ]
+        """Raw text -> ids, with the tokenizer's own leading special tokens (BOS), unless the text begins with them, and
+        without its trailing ones."""
+        lead = self._lead
+        encoded = self.encode_plain(texts)
+        return [ids if ids[: len(lead)] == lead else [*lead, *ids] for ids in encoded]
+
+    @property
+    def _lead(self) -> list[int]:
+        """Special tokens that the tokenizer puts before every text. Not cached: some libraries let them be changed."""
+        [plain], [special] = self._ids(["x"], special=False), self._ids(["x"], special=True)
+        places = (i for i in range(len(special)) if special[i : i + len(plain)] == plain)
+        return special[: next(places, 0)]
 
     def encode_plain(self, texts: list[str]) -> list[list[int]]:
         """Text -> ids without any special token: answers, and text that a chat template has already dressed."""
         return self._ids(texts, special=False)
+
+    def ended(self, ids: list[int]) -> list[int]:
+        """The ids with EOS at their end, once."""
+        return ids if ids[-1:] == [self.eos_id] else [*ids, self.eos_id]
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text, without special tokens unless asked for."""

@@ -109,7 +109,7 @@ class RLConfig(Config):
         )
 
     def data_uses(self) -> dict[str, DataUse]:
-        found = {"data": DataUse(self.data, self.batch.prompts_per_step, is_sampled=True)}
+        found = {"data": DataUse(self.data, prompts_per_round(self), is_sampled=True)}
         if self.ptx is not None:
             found["ptx.data"] = DataUse(self.ptx.data, most_updates_per_step(self) * self.ptx.samples_per_update)
         return found

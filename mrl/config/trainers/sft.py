@@ -50,7 +50,7 @@ class SFTConfig(Config):
         return StepSize(learnt=rows, minibatch=rows, prompt_tokens=1, response_tokens=length - 1)
 
     def data_uses(self) -> dict[str, DataUse]:
-        return {"data": DataUse(self.data, self.batch.samples_per_step, is_evaluated=True)}
+        return {"data": DataUse(self.imitated(), self.batch.samples_per_step, is_evaluated=True)}
 
     def steps_follow_data(self) -> bool:
         return self.batch.epochs is not None
