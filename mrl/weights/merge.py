@@ -132,7 +132,8 @@ def read_adapter(directory: Path) -> AdapterFile:
         raise WeightError(f"{file} cannot be read: {error}") from error
     layers: dict[str, dict[str, Tensor]] = {}
     whole: dict[str, Tensor] = {}
-    unknown = []
+    unknown: list[str] = []
+    carried: list[str] = []
     for name, tensor in tensors.items():
         own = name.removeprefix(PREFIX)
         ending = next((end for end in _PARTS if own.endswith(f".{end}")), None)
@@ -140,8 +141,16 @@ def read_adapter(directory: Path) -> AdapterFile:
             layers.setdefault(own.removesuffix(f".{ending}"), {})[_PARTS[ending]] = tensor
         elif own == HF_VALUE_HEAD:
             whole[own] = tensor
+        elif own.endswith((".weight", ".bias")) or ".lora_embedding_" in own:
+            carried.append(own)
         else:
             unknown.append(name)
+    if carried:
+        raise WeightError(
+            f"{file}: holds more than adapters of linear layers: {', '.join(carried[:4])}. PEFT saves such weights for "
+            "embeddings that were resized or adapted (save_embedding_layers) and for modules_to_save. mrl would drop "
+            "them: merge with PEFT's merge_and_unload"
+        )
     wanted = {"A", "B"} | ({"magnitude"} if found.dora else set())
     unknown += [layer for layer, parts in layers.items() if parts.keys() != wanted]
     if unknown or not layers:
