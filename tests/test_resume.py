@@ -37,7 +37,8 @@ VOCAB = 320
 PPO: dict[str, Any] = {
     "actor": {
         "parallel": {"tensor": 2},
-        "optimizer": {"lr": 5e-3, "warmup_steps": 4, "decay": "cosine", "decay_steps": 40, "weight_decay": 0.1},
+        "optimizer": {"lr": 5e-3, "warmup_steps": 4, "decay": "cosine", "decay_steps": 40}
+        | {"min_lr": 0.0, "weight_decay": 0.1},
         "max_tokens_per_microbatch": 200,
     },
     "critic": {"parallel": {"pipeline": 2}, "optimizer": {"lr": 5e-3, "warmup_steps": 20}},

@@ -108,6 +108,10 @@ class RLConfig(Config):
             replays=self.actor.routing_replay,
         )
 
+    def least_updates(self, name: str) -> int:
+        waits = self.critic.warmup_steps if self.critic is not None and name == "actor" else 0
+        return (self.run.steps - waits) * updates_per_step(self)
+
     def data_uses(self) -> dict[str, DataUse]:
         found = {"data": DataUse(self.data, prompts_per_round(self), is_sampled=True)}
         if self.ptx is not None:
