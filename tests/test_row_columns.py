@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mrl import cli
-from mrl.config.schema import DataConfig, PreferenceDataConfig, RewardDataConfig, SFTDataConfig
+from mrl.agents.trajectory import Line, Trajectory
+from mrl.config.schema import DataConfig, PreferenceDataConfig, RewardDataConfig, RLConfig, SFTDataConfig
+from mrl.core import Prompt, Request, Sample
 from mrl.data import (
     DataError,
     PreferenceDataset,
@@ -19,6 +22,7 @@ from mrl.data import (
     preference_notes,
     sft_notes,
 )
+from mrl.trainers.rl import main_parts
 from tests.conftest import TinyModels
 from tests.test_sft_data import CHATML, with_template
 
@@ -135,3 +139,28 @@ def test_commands_name_a_column_without_effect(
     cli.main([command, "c.yaml"])
     said = " ".join(capsys.readouterr().out.replace("│", "").split())
     assert said.count("1 rows have 'tools', which has no effect: data.chat_template is false") == 1
+
+
+def test_later_turns_of_an_agent_are_told_what_its_row_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = with_template(
+        tmp_path / "tokenizer", CHATML.removesuffix("{% endif %}") + "{% if mood %}({{ mood }}){% endif %}{% endif %}"
+    )
+    end = tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
+    cfg = RLConfig.model_validate({
+        "trainer": "rl", "run": {"name": "r"}, "model": {"path": "-"}, "data": {"train": "-", "chat_template": True},
+        "algorithm": {"adv_estimator": "grpo"}, "reward": {"function": "environment"},
+        "batch": {"prompts_per_step": 1}, "agent": {"rollout": "a.py:A", "max_tokens": 2048},
+        "rollout": {"sampling": {"stop_token_ids": (end,)}},
+    })  # fmt: skip
+    monkeypatch.setattr("mrl.agents.play.Pool", lambda *parts: None)
+    assert cfg.agent is not None
+    agents = main_parts.make_agents(cfg, cfg.agent, tokenizer)
+    row = {"prompt": "1+1?", "system": "be brief", "chat_template_kwargs": {"mood": "calm"}}
+    prompt, words = Prompt(0, (1,), row), [{"role": "user", "content": "2+2?"}]
+    first = tokenizer.decode(agents._first(prompt, words), special=True)
+    assert first.startswith("<|im_start|>system\nbe brief<|im_end|>") and first.endswith("assistant\n(calm)")
+    request = Request(0, 0, prompt, 1)
+    line = Line((1,), [end], [True])
+    trajectory = Trajectory(request, lines=[line], turns=[Sample(request, np.array([end]), np.zeros(1), "stop", "0")])
+    assert agents._heard(trajectory, words) is None and trajectory.next is not None
+    assert tokenizer.decode([*trajectory.next.said], special=True).endswith("assistant\n(calm)")
