@@ -151,6 +151,8 @@ def test_a_template_whose_turns_have_no_end_is_refused_with_the_way_out(tmp_path
     cfg = SFTDataConfig.model_validate(keys | {"form": "messages"})
     with pytest.raises(DataError, match=r"would not learn to stop; model.chat_template can name a file"):
         SFTDataset(cfg.train, cfg, tokenizer)
-    pair = PreferenceDataConfig.model_validate(sources(tmp_path, {"prompt": "1", "chosen": "a", "rejected": "b"}))
+    row = {"prompt": "1", "chosen": "<think></think>a", "rejected": "b"}  # tokens of its own, and none at its end
+    pair = PreferenceDataConfig.model_validate(sources(tmp_path, row))
     data = PreferenceDataset(pair.train, pair, tokenizer, "pairs")
+    assert data.ends == set()
     assert any("1 pairs whose chat template ends with no EOS" in note for note in preference_notes("data.train", data))

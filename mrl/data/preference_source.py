@@ -214,7 +214,7 @@ class PreferenceSource(EncodedSource[Preference]):
             return None
         parts = [np.asarray(ids[:room], dtype=np.int32) for ids in responses]
         if not cut[0]:
-            end = next((token for token in reversed(responses[0]) if token in self._encoder.tokenizer.ends), None)
+            end = self._encoder.tokenizer.end_of(responses[0])
             self.endless += end is None
             self.ends.update(() if end is None else (end,))
         if len({part.tobytes() for part in parts}) < len(parts):

@@ -160,6 +160,13 @@ class Tokenizer:
         """Tokens that may end a turn: EOS, and all that the vocabulary was extended by."""
         return frozenset({self.eos_id, *self.hf.added_tokens_decoder})
 
+    def end_of(self, ids: Sequence[int]) -> int | None:
+        """The token that ends a turn, with nothing but white space behind it; None if there is none."""
+        place = next((i for i in reversed(range(len(ids))) if ids[i] in self.ends), None)
+        if place is None or self.decode(ids[place + 1 :], special=True).strip():
+            return None
+        return int(ids[place])
+
     @cached_property
     def next_turn(self) -> int | None:
         """The token that begins the user's next turn, of a chat template that ends the assistant's turns with nothing
