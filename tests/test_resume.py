@@ -37,8 +37,10 @@ VOCAB = 320
 PPO: dict[str, Any] = {
     "actor": {
         "parallel": {"tensor": 2},
-        "optimizer": {"lr": 5e-3, "warmup_steps": 4, "decay": "cosine", "decay_steps": 40}
-        | {"min_lr": 0.0, "weight_decay": 0.1},
+        "optimizer": {
+            **{"lr": 5e-3, "warmup_steps": 4, "weight_decay": 0.1},
+            **{"decay": "cosine", "decay_steps": 40, "min_lr": 0.0},
+        },
         "max_tokens_per_microbatch": 200,
     },
     "critic": {"parallel": {"pipeline": 2}, "optimizer": {"lr": 5e-3, "warmup_steps": 20}},
