@@ -582,6 +582,13 @@ BAD = [
         ("1e-05 is above", "actor.optimizer.lr (c.yaml:13)"),
     ),
     Bad(
+        "updates that would learn nothing",
+        LR,
+        "    lr: 1e-6\n    decay: cosine\n    decay_steps: 1\n",
+        "actor.optimizer.decay_steps",
+        ("the others would have a learning rate of 0 and learn nothing", "min_lr"),
+    ),
+    Bad(
         "warm-up longer than decay",
         LR,
         "    lr: 1e-6\n    decay: cosine\n    decay_steps: 5\n    warmup_steps: 5\n",

@@ -511,6 +511,6 @@ def test_a_run_learns_from_a_harness(tiny_models: TinyModels, sglang_engine: Eng
     assert all(row["agent/sequences"] > 1 and row["agent/turns"] == 3 for row in rows.values())
     found = samples(tmp_path / "runs/run")
     for step in range(4):
-        written = found[f"step_{step}.jsonl"]
+        written = found[f"step_{step + 1}.jsonl"]
         assert 0 < len(written) <= 12 - left_out[step]
         assert all(row["messages"][0]["content"].startswith("train") and row["score"] >= 0 for row in written)

@@ -195,7 +195,7 @@ def test_thoughts_that_a_template_strips_begin_a_sequence_at_each_users_message(
     model = Model(STRIPS)
     begin = [{"role": "user", "content": "go"}]
     cfg = AgentConfig(rollout=f"{programs}:talks", thoughts="strip")
-    agents = Agents(cfg, model.tokenizer, ids_of(model.tokenizer, END), True, begins=lambda prompt: begin)
+    agents = Agents(cfg, model.tokenizer, ids_of(model.tokenizer, END), True, begins=lambda prompt: (begin, {}))
     first = tuple(model.tokenizer.encode_plain([model.tokenizer.dress(begin)])[0])
     try:
         asked = [Request(0, 0, Prompt(0, first, {}, "go"), 3)]

@@ -222,5 +222,5 @@ def test_collate_refuses_incomplete_samples() -> None:
         collate(3, [])
     unnamed = sample(0, (1,), [2])
     unnamed.weight_version = "3-ema"
-    with pytest.raises(ValueError, match="step 2: sample 0 was drawn with the weights '3-ema', which is not a number"):
+    with pytest.raises(ValueError, match="step 3: sample 0 was drawn with the weights '3-ema', which is not a number"):
         collate(2, [unnamed])

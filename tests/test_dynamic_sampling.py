@@ -215,7 +215,7 @@ def test_remax_samples_one_greedy_response_a_prompt_that_is_kept(tmp_path: Path)
     assert (params.temperature, params.top_k, params.top_p) == (0, -1, 1)
     assert usual.temperature == 1
     assert [request.prompt for request in greedy] == [request.prompt for request in sampled[::2]]
-    by_id = {row["sample_id"]: row for row in read_jsonl(tmp_path / "rollouts/step_0.jsonl")}
+    by_id = {row["sample_id"]: row for row in read_jsonl(tmp_path / "rollouts/step_1.jsonl")}
     wanted = [by_id[12 + group]["score"] for group in rollout.group.tolist()]
     assert rollout.greedy_scores is not None and rollout.greedy_scores.tolist() == wanted
     assert metrics["sampling/greedy_reward_mean"] == pytest.approx(sum(wanted) / 12)

@@ -124,7 +124,7 @@ def train(folder: Path, model: Path, rollout: dict[str, Any]) -> Train:
 
 
 def rows_of(folder: Path, step: int) -> list[dict[str, Any]]:
-    text = (folder / f"runs/run/rollouts/step_{step}.jsonl").read_text()
+    text = (folder / f"runs/run/rollouts/step_{step + 1}.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -151,7 +151,7 @@ def test_a_run_whose_engines_are_killed_ends_with_the_weights_of_an_undisturbed_
         run.wait_for("step 1/3", 600)
         first, second = servers(run)
         os.kill(second, signal.SIGKILL)
-        wait_for_file(run, hurt / "runs/run/rollouts/step_1.jsonl")
+        wait_for_file(run, hurt / "runs/run/rollouts/step_2.jsonl")
         os.kill(first, signal.SIGKILL)
         assert run.wait(600) == 0, run.terminal
         assert run.left_running() == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,25 @@ def test_adapters_that_would_be_computed_otherwise_are_refused_by_the_key(
     config = json.loads((work[0] / "peft_dense/adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {key: value}))
     with pytest.raises(WeightError, match=f"adapter_config.json: not supported: {key} is"):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "carried",
+    [
+        "lm_head.base_layer.weight",
+        "model.embed_tokens.base_layer.weight",
+        "model.embed_tokens.lora_embedding_A",
+        "model.norm.weight",
+        "model.layers.0.self_attn.q_proj.base_layer.bias",
+    ],
+)
+def test_weights_that_peft_saves_beside_adapters_are_refused_with_the_reason(tmp_path: Path, carried: str) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{layer}.lora_A.weight": torch.ones(2, 8), f"{layer}.lora_B.weight": torch.ones(8, 2)}
+    save_file(tensors | {f"base_model.model.{carried}": torch.ones(4, 8)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(WeightError, match=rf"{re.escape(carried)}\. PEFT saves such .*merge_and_unload"):
         read_adapter(tmp_path)
 
 

@@ -132,7 +132,7 @@ def test_ppo_the_run_directory(ppo: Path, metrics: list[dict[str, float]]) -> No
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     assert config["actor"]["parallel"]["tensor"] == 2 and config["batch"]["epochs_per_step"] == 2
     for step in range(3):
-        samples = rows_of(run_dir / f"rollouts/step_{step}.jsonl")
+        samples = rows_of(run_dir / f"rollouts/step_{step + 1}.jsonl")
         assert [sample["sample_id"] for sample in samples] == list(range(16))
         assert {sample["weight_version"] for sample in samples} == {str(step)}
         mean = sum(sample["score"] for sample in samples) / 16
@@ -171,7 +171,7 @@ def test_ppo_the_same_command_goes_on(ppo: Path, metrics: list[dict[str, float]]
     assert rows[:3] == metrics[:3] and [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert results(rows[3]) == pytest.approx(results(metrics[3]), rel=1e-5, abs=1e-7)
     assert rows[4]["mismatch/max_abs"] < LOG_PROB_TOLERANCE
-    assert {sample["weight_version"] for sample in rows_of(run_dir / "rollouts/step_3.jsonl")} == {"3"}
+    assert {sample["weight_version"] for sample in rows_of(run_dir / "rollouts/step_4.jsonl")} == {"3"}
     done = zygote.run("mrl", "report", run_dir)
     assert done.returncode == 0, done.stderr
     page = next(run_dir.glob("*.html")).read_text()
@@ -198,7 +198,7 @@ def test_a_step_samples_the_same_tokens_under_another_layout(
                 rollout={**given(sglang_engine, folder), "concurrent_requests": requests, "release": release},
             )
             train(folder, config)
-            rows = rows_of(folder / "runs/run/rollouts/step_0.jsonl")
+            rows = rows_of(folder / "runs/run/rollouts/step_1.jsonl")
             found.append([{k: row[k] for k in ("sample_id", "index", "response", "tokens", "score")} for row in rows])
     finally:
         sglang_engine.client(url).update_weights_from_disk(str(model), weight_version="default")
@@ -226,7 +226,7 @@ def test_remax_and_a_users_filter(tiny_models: TinyModels, sglang_engine: Engine
         train(tmp_path, config)
     finally:
         sglang_engine.client(url).update_weights_from_disk(str(model), weight_version="default")
-    rows, metrics = rows_of(tmp_path / "runs/run/rollouts/step_0.jsonl"), read_metrics(tmp_path / "runs/run")[-1]
+    rows, metrics = rows_of(tmp_path / "runs/run/rollouts/step_1.jsonl"), read_metrics(tmp_path / "runs/run")[-1]
     drawn, greedy = rows[:8], rows[8:]
     assert [row["index"] % 2 for row in rows] == [0] * 12
     assert [row["index"] for row in greedy] == [row["index"] for row in drawn[::2]]

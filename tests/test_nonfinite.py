@@ -82,7 +82,7 @@ def test_a_token_without_an_embedding_is_refused_in_the_same_words_under_every_l
     """Megatron's embedding gives zeros for it where tensor parallelism cuts the vocabulary."""
     said = {text for found in results.values() for rank in found["unknown ids"] for text in rank}
     assert said == {
-        f"step 0: token 1 of sample 2 is {token}, the model's vocabulary has the ids 0 to 319" for token in (320, -1)
+        f"step 1: token 1 of sample 2 is {token}, the model's vocabulary has the ids 0 to 319" for token in (320, -1)
     }
 
 
@@ -169,7 +169,7 @@ def test_ppo_skips_the_mini_batch_with_the_poisoned_sample(tmp_path: Path) -> No
     assert [row["actor/skipped"] for row in rows] == [0, rows[1]["actor/skipped"], 0] and rows[1]["actor/skipped"] >= 1
     assert torch.isfinite(torch.tensor(rows[2]["actor/grad_norm"]))
     assert [row["reward/failed"] for row in rows] == [0.25, 0, 0]
-    samples = (tmp_path / "runs/run/rollouts/step_0.jsonl").read_text().splitlines()
+    samples = (tmp_path / "runs/run/rollouts/step_1.jsonl").read_text().splitlines()
     assert ["no such number" in json.loads(line).get("reward_error", "") for line in samples] == [False] * 3 + [True]
     told = [line for line in run.terminal.splitlines() if "score 0" in line]
     assert len(told) == 1 and told[0].startswith("1 of 4 samples score 0, the reward failed on them ("), run.terminal

@@ -255,7 +255,6 @@ def test_labels(tmp_path: Path) -> None:
             "'margin' must be a finite number, not 'much'",
         ),
         ({"prompt": "1", "chosen": "a", "rejected": "b"}, "margins", "no key 'margin' (data.margin_key)"),
-        ({"prompt": "1", "chosen": "a", "rejected": "b", "system": "s"}, "pairs", "'system' needs data.chat_template"),
         (
             {"prompt": "1", "chosen": "a", "rejected": "b", "data_source": ["sums"]},
             "pairs",

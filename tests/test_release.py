@@ -94,7 +94,7 @@ def test_a_run_that_gives_everything_up_is_the_same_to_the_bit(
     """Also if its engine dies over it, and it is told to stop meanwhile and goes on later."""
     folder = tmp_path / "all"
     with start(folder, tiny_models("llama"), **ALL) as run:
-        wait_for_file(run, folder / "runs/run/rollouts/step_1.jsonl")
+        wait_for_file(run, folder / "runs/run/rollouts/step_2.jsonl")
         os.kill(engine(run), signal.SIGKILL)
         run.signal(signal.SIGTERM)
         assert run.wait(RUN_S) == EXIT_PREEMPTED, run.terminal
@@ -112,7 +112,7 @@ def test_a_run_that_gives_everything_up_is_the_same_to_the_bit(
         assert mine.keys() == wanted.keys() and mine and all(torch.equal(mine[key], wanted[key]) for key in mine)
     rows = read_metrics(folder / "runs/run")
     assert all(row["memory/offloaded_gib"] > 0 and "time/sync" in row for row in rows[1:])
-    assert json.loads(ours["step_1.jsonl"][0])["weight_version"] == "0", "warm-up: the same weights, the same name"
+    assert json.loads(ours["step_2.jsonl"][0])["weight_version"] == "0", "warm-up: the same weights, the same name"
 
 
 class Engine:

@@ -37,7 +37,10 @@ VOCAB = 320
 PPO: dict[str, Any] = {
     "actor": {
         "parallel": {"tensor": 2},
-        "optimizer": {"lr": 5e-3, "warmup_steps": 4, "decay": "cosine", "decay_steps": 40, "weight_decay": 0.1},
+        "optimizer": {
+            **{"lr": 5e-3, "warmup_steps": 4, "weight_decay": 0.1},
+            **{"decay": "cosine", "decay_steps": 40, "min_lr": 0.0},
+        },
         "max_tokens_per_microbatch": 200,
     },
     "critic": {"parallel": {"pipeline": 2}, "optimizer": {"lr": 5e-3, "warmup_steps": 20}},
@@ -174,12 +177,12 @@ def test_ppo_the_engine_has_the_average_for_its_validation_alone(ppo: Runs) -> N
     versions = {
         name: {sample["weight_version"] for sample in found}
         for name, found in samples(ppo.whole).items()
-        if name in ("validation_step_2.jsonl", "validation_ema_step_2.jsonl", "step_2.jsonl")
+        if name in ("validation_step_2.jsonl", "validation_ema_step_2.jsonl", "step_3.jsonl")
     }
     assert versions == {
         "validation_step_2.jsonl": {"2"},
         "validation_ema_step_2.jsonl": {"2-ema"},
-        "step_2.jsonl": {"2"},
+        "step_3.jsonl": {"2"},
     }
 
 
@@ -485,7 +488,7 @@ def test_a_long_file_is_looked_at_in_a_few_places(tmp_path: Path) -> None:
 
 def test_what_was_written_down_after_the_checkpoint_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
-    for name in ("step_0", "step_1", "step_2", "validation_step_0", "validation_step_2", "validation_step_4", "mine"):
+    for name in ("step_1", "step_2", "step_3", "validation_step_0", "validation_step_2", "validation_step_4", "mine"):
         (tmp_path / f"rollouts/{name}.jsonl").write_text("")
     metrics, notes = tmp_path / "metrics.jsonl", tmp_path / "notes.jsonl"
     notes.write_text("somebody's own\n")
@@ -495,7 +498,7 @@ def test_what_was_written_down_after_the_checkpoint_is_dropped(tmp_path: Path) -
         writer.write('{"step": 3}\n')
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0, 1, 2, 3]
     left = {file.stem for file in (tmp_path / "rollouts").iterdir()}
-    assert left == {"step_0", "step_1", "validation_step_0", "validation_step_2", "mine"}
+    assert left == {"step_1", "step_2", "validation_step_0", "validation_step_2", "mine"}
     assert rewind(tmp_path, 3) == ""
     assert rewind(tmp_path, 0) == "4 rows of metrics.jsonl, 4 files of rollouts/"
     assert notes.read_text() == "somebody's own\n"

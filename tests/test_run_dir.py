@@ -55,7 +55,7 @@ def left_by_a_run(folder: Path) -> Path:
     run_dir = folder / "one"
     (run_dir / "rollouts").mkdir(parents=True)
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
-    (run_dir / "rollouts/step_0.jsonl").write_text("{}\n")
+    (run_dir / "rollouts/step_1.jsonl").write_text("{}\n")
     (run_dir / "config.yaml").write_text("run: {steps: 7}\n")
     return run_dir
 
@@ -82,7 +82,7 @@ class TestNothingIsWrittenOver:
         (run_dir / "logs/rank_0.log").write_text("kept open by the launcher")
         aside = move_aside(run_dir)
         assert aside == run_dir / "earlier_1"
-        assert read_metrics(aside)[0]["reward/mean"] == 0.5 and (aside / "rollouts/step_0.jsonl").exists()
+        assert read_metrics(aside)[0]["reward/mean"] == 0.5 and (aside / "rollouts/step_1.jsonl").exists()
         assert "step 1 of 7" in write_report(aside).read_text()
         assert {path.name for path in run_dir.iterdir()} == {"earlier_1", "logs", "rollouts"}
         refuse_existing(sft(tmp_path))
@@ -324,7 +324,7 @@ def test_a_place_where_no_run_can_be_is_found_at_once(root: str, name: str, mess
 
 def report_of(folder: Path, name: str, content: bytes, capfd: pytest.CaptureFixture[str]) -> str:
     run_dir = left_by_a_run(folder)
-    (run_dir / "rollouts/step_0.jsonl").rename(run_dir / "rollouts/validation_step_0.jsonl")
+    (run_dir / "rollouts/step_1.jsonl").rename(run_dir / "rollouts/validation_step_0.jsonl")
     (run_dir / name).write_bytes(content)
     assert main(["report", str(run_dir)]) == 1
     return capfd.readouterr().err

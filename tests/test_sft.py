@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mrl import cli
 from mrl.config.loader import ConfigError, load
 from mrl.config.schema import HeldOutConfig, SFTConfig
-from mrl.trainers.sft import with_steps
+from mrl.data.opened import with_steps
 from mrl.trainers.shared.best import Best
 from tests import zygote
 from tests.conftest import TinyModels

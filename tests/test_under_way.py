@@ -354,7 +354,7 @@ def learnt_once(run_dir: Path, steps: int) -> None:
     """4 of 24 rows a step, each once a pass; no token too old, and those of the newest weights are of the trainer's."""
     rows, drawn = results(run_dir), samples(run_dir)
     assert [step for step in rows if step] == [*range(1, steps + 1)]
-    learnt = [[row["index"] for row in drawn[f"step_{step}.jsonl"][::2]] for step in range(steps)]
+    learnt = [[row["index"] for row in drawn[f"step_{step}.jsonl"][::2]] for step in range(1, steps + 1)]
     for first in range(0, steps, 6):
         found = sum(learnt[first : first + 6], [])
         assert len({*found}) == len(found) == 4 * min(6, steps - first), "a row is there twice in a pass, or not at all"

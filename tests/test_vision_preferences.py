@@ -181,7 +181,7 @@ def test_ppo_is_rewarded_by_it_under_another_layout(rewarded: Runs, folder: Path
     config["batch"]["samples_per_prompt"], config["rollout"]["sampling"]["max_new_tokens"] = 8, 1
     train(folder, write(folder, config))
     files = {file.stem: file for file in (folder / "runs/ppo/rollouts").glob("*.jsonl")}
-    assert {"step_0", "validation_step_1"} <= files.keys()
+    assert {"step_1", "validation_step_1"} <= files.keys()
     told = [json.loads(line) for file in files.values() for line in file.read_text().splitlines()]
     own = [each for each in told if each["row"]["images"] == ["3_0.png"] and is_text(each)]
     assert own

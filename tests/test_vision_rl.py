@@ -67,7 +67,7 @@ def test_ppo_with_a_critic_samples_what_it_trains(folder: Path) -> None:
     rows = metrics(folder, "whole")
     assert len(rows) == 2 and all(row["mismatch/max_abs"] < 1e-4 for row in rows)
     assert all(row["critic/loss"] > 0 and row["actor/grad_norm"] > 0 for row in rows)
-    samples = (folder / "runs/whole/rollouts/step_0.jsonl").read_text()
+    samples = (folder / "runs/whole/rollouts/step_1.jsonl").read_text()
     assert len(samples) < 20_000 and json.loads(samples.splitlines()[0])["row"]["images"] is not None
 
     card = (folder / "runs/whole/hf/README.md").read_text()
@@ -181,7 +181,7 @@ def test_a_reward_function_gets_the_pictures_that_it_asks_for(folder: Path) -> N
     config = settings(folder, "qwen3_vl", "seeing", reward={"function": f"{folder / 'seeing.py'}:score"})
     assert "it is called with (prompt, response, row)" in train(folder, config, fails=True)
     train(folder, config, "reward.pictures=true", "run.steps=1")
-    rows = [json.loads(line) for line in (folder / "runs/seeing/rollouts/step_0.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "runs/seeing/rollouts/step_1.jsonl").read_text().splitlines()]
     assert {row["score"] > 1 for row in rows} == {True, False}, "the rows without pictures score less"
     assert all(len(json.dumps(row)) < 2000 for row in rows)
 

@@ -20,7 +20,6 @@ from mrl.agents.trajectory import Line, Next, Trajectory
 from mrl.config.schema import AgentConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data import Tokenizer, TokenizerError
-from mrl.data.told import told
 from mrl.rollout.seeds import sample_seed
 
 DAY_S = 86400.0
@@ -30,7 +29,7 @@ WORLD_STREAM = 1 << 46  # keeps the seeds of environments apart from samples'
 Generate = Callable[[list[Request], SamplingParams], list[Sample]]
 OnSamples = Callable[[list[Sample]], None]
 More = Callable[[bool], list[Request]]  # further ones, to be waited for if it is said
-Begins = Callable[[Prompt], list[Message]]  # the messages of a prompt
+Begins = Callable[[Prompt], tuple[list[Message], Message]]  # a prompt's messages, and what else its template is told
 
 
 class Agents:
@@ -148,7 +147,12 @@ class Agents:
         trajectory.limit(self.cfg.trajectory_timeout_s)
         seed = sample_seed(request.seed, WORLD_STREAM, 0)
         row = request.prompt.row
-        start = {"row": row, "tools": _tools(row), "prompt": request.prompt.text, "seed": seed}
+        start = {
+            "row": row,
+            "tools": self._told(request.prompt).get("tools", []),
+            "prompt": request.prompt.text,
+            "seed": seed,
+        }
         messages[number] = {"start": start}
 
     def _failed(
@@ -201,10 +205,11 @@ class Agents:
         line = trajectory.lines[-1]
         if self.cfg.thoughts == "strip" and any(isinstance(m, dict) and m.get("role") == "user" for m in words):
             assert self._begins is not None
-            history = [*self._begins(trajectory.request.prompt), *trajectory.messages, *words]
-            trajectory.next = Next(Line(tuple(self.suffix.whole(history))), (), words)
+            begin, more = self._begins(trajectory.request.prompt)
+            history = [*begin, *trajectory.messages, *words]
+            trajectory.next = Next(Line(tuple(self.suffix.whole(history, more))), (), words)
         else:
-            ids = self.suffix(words, line.ids[-1])
+            ids = self.suffix(words, line.ids[-1], self._told(trajectory.request.prompt))
             if ids is None:
                 return "the last turn has no end"
             trajectory.next = Next(line, ids, words)
@@ -217,13 +222,9 @@ class Agents:
         if not self._is_chat:
             return (*prompt.token_ids, *(self.suffix(words, 0) or ()))
         assert self._begins is not None
-        return tuple(self.suffix.whole([*self._begins(prompt), *self.suffix.messages(words)]))
+        begin, more = self._begins(prompt)
+        return tuple(self.suffix.whole([*begin, *self.suffix.messages(words)], more))
 
-
-def _tools(row: Message) -> list[Message]:
-    """The tools that a row of the data declares, in OpenAI's form; none where its column of that name is another."""
-    try:
-        tools: list[Message] = told(row, "tools", None).get("tools", [])
-    except ValueError:
-        return []
-    return tools
+    def _told(self, prompt: Prompt) -> Message:
+        """What the prompt's row tells the chat template besides its messages."""
+        return self._begins(prompt)[1] if self._is_chat and self._begins is not None else {}

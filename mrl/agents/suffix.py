@@ -8,7 +8,7 @@ ones as before; which kinds of messages it holds for is found out at the start.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ _DUMMY: list[Message] = [
 ]
 _PLAIN: list[Message] = [{"role": "user", "content": "d"}, {"role": "assistant", "content": "d"}]
 KINDS = ("user", "tool")
+MOST_BASES = 256  # dummies that are kept rendered, one for each of what templates are told
 
 
 class Suffix:
@@ -53,9 +54,11 @@ class Suffix:
             why = "; ".join(f"{kind} messages: {reason}" for kind, reason in reasons.items())
             raise AgentError(f"the chat template cannot go on after a turn of the model: {why}")
 
-    def __call__(self, said: Sequence[Message | str], last: int, tools: Sequence[Message] = ()) -> list[int] | None:
-        """Ids of what was said after a turn with the token `last` at its end; None where that turn was cut off. tools:
-        that the chat template has been told. Raises AgentError for what cannot be said."""
+    def __call__(
+        self, said: Sequence[Message | str], last: int, more: Mapping[str, Any] | None = None
+    ) -> list[int] | None:
+        """Ids of what was said after a turn with the token `last` at its end; None where that turn was cut off. more:
+        what else the chat template is told, such as `tools`. Raises AgentError for what cannot be said."""
         if not self._is_chat:
             texts = [each for each in said if isinstance(each, str)]
             if len(texts) < len(said):
@@ -66,7 +69,7 @@ class Suffix:
             can = " and ".join(self.kinds)
             raise AgentError(f"a message of the role {wrong[0]!r} cannot be said with this chat template, {can} can")
         try:
-            tail = self._tail(messages, tools)
+            tail = self._tail(messages, more)
         except ValueError as error:
             raise AgentError(str(error)) from error
         if last == self._end:
@@ -80,20 +83,22 @@ class Suffix:
             raise AgentError(f"{texts[0][:40]!r} is text, and the model is talked to in messages (data.chat_template)")
         return [each for each in said if isinstance(each, dict)]
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+    def whole(self, messages: Sequence[Message], more: Mapping[str, Any] | None = None) -> list[int]:
         """Ids of a conversation up to where the model's next turn begins. Raises AgentError for one that the chat
         template refuses."""
         try:
-            return self._rendered([*messages], whole=False, tools=tools)
+            return self._rendered([*messages], whole=False, more=more)
         except ValueError as error:
             raise AgentError(str(error)) from error
 
-    def _tail(self, messages: list[Message], tools: Sequence[Message] = ()) -> list[int]:
+    def _tail(self, messages: list[Message], more: Mapping[str, Any] | None = None) -> list[int]:
         """From after the token that ends the dummy turn, to where the model's next one begins."""
-        key = json.dumps(tools, default=str)
+        key = json.dumps(more or {}, default=str)
         if key not in self._bases:
-            self._bases[key] = self._rendered(self._dummy, whole=True, tools=tools)
-        base, full = self._bases[key], self._rendered([*self._dummy, *messages], whole=False, tools=tools)
+            if len(self._bases) >= MOST_BASES:
+                self._bases.clear()
+            self._bases[key] = self._rendered(self._dummy, whole=True, more=more)
+        base, full = self._bases[key], self._rendered([*self._dummy, *messages], whole=False, more=more)
         if full[: len(base)] != base:
             raise AgentError("it shows earlier turns otherwise once there are later ones")
         after = 0 if self._end is None else base[::-1].index(self._end)
@@ -120,11 +125,10 @@ class Suffix:
             return _PLAIN
         return _DUMMY
 
-    def _rendered(self, messages: list[Message], whole: bool, tools: Sequence[Message] = ()) -> list[int]:
+    def _rendered(self, messages: list[Message], whole: bool, more: Mapping[str, Any] | None = None) -> list[int]:
         control = self._tokenizer.control
         dress = self._tokenizer.dress_whole if whole else self._tokenizer.dress
-        more = {"tools": control.hidden([*tools])} if tools else {}
-        return self._encoded(dress(control.hidden(messages), **more), is_hidden=True)
+        return self._encoded(dress(control.hidden(messages), **control.hidden(dict(more or {}))), is_hidden=True)
 
     def _encoded(self, text: str, is_hidden: bool = False) -> list[int]:
         """Names of control tokens in an environment's words are text."""

@@ -161,19 +161,20 @@ class Trajectory:
         """Where a request's turn is drawn: after the longest conversation before it that its messages go on with, by
         the tokens of that, or else in a sequence of its own. Raises AgentError for what the template cannot show."""
         messages, tools = chat["messages"], chat["tools"]
+        more = {"tools": tools} if tools else {}
         known = [node for node in self.nodes if node.tools == tools and _begins(messages, node.messages)]
         if known:
             node = max(known, key=lambda each: len(each.messages))
             new = messages[len(node.messages) :]
             try:
-                said = suffix(new, node.last, tools) if node.is_whole else None
+                said = suffix(new, node.last, more) if node.is_whole else None
             except AgentError:  # such as messages that another one has answered
                 said = None
             if said is not None:
                 if node.length == len(node.line):
                     return Next(node.line, said, new, chat)
                 return Next(Line((*node.line.all_ids[: node.length], *said)), (), new, chat)
-        return Next(Line(tuple(suffix.whole(messages, tools))), (), messages, chat)
+        return Next(Line(tuple(suffix.whole(messages, more))), (), messages, chat)
 
     def offer(self, turn: Sample, text: str, shown: str | None = None) -> Message:
         """The answer to a chat, which counts once it has arrived; what the harness is told of it."""

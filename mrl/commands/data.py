@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="write the pictures of these prompts there")
     parser.description = (
         "Reads and tokenises all sources as the run would, and shows what is left out or cut, the lengths in tokens, "
-        "and the run's first prompts after the chat template."
+        "and the run's first prompts after the chat template, with their special tokens."
     )
     parser.set_defaults(run=run)
 

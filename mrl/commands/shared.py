@@ -77,9 +77,12 @@ def of_language(cfg: AnyConfig, command: str) -> Config | None:
 
 
 def is_refused(cfg: AnyConfig, machine: Machine) -> bool:
-    """Says all that preflight finds wrong. Of the ranks of a joined world rank 0 looks, and for its own machine the
-    first one of every other node; not those whose launcher `mrl train` has looked before it started them, nor restarted
-    ones. Of a planned one memory is not looked at: its plan has."""
+    """Says all that preflight finds wrong, or else its warnings about the tokenizer.
+
+    Of the ranks of a joined world rank 0 looks, and for its own machine the first one of every other node; not those
+    whose launcher `mrl train` has looked before it started them, nor restarted ones. Of a planned one memory is not
+    looked at: its plan has.
+    """
     from mrl.config.schema import Config
     from mrl.ports import MEETING_VARIABLE
     from mrl.preflight.finding import problems
@@ -94,8 +97,10 @@ def is_refused(cfg: AnyConfig, machine: Machine) -> bool:
         looks = looks if os.environ["RANK"] == "0" else OF_NODE
     is_counted = not machine.planned and looks != OF_NODE
     of_memory = look_at_memory(cfg, machine) if isinstance(cfg, Config) and is_counted else ()
-    wrong = problems([*look(cfg, looks), *of_memory, *look_at_machine()])
+    found = [*look(cfg, looks), *of_memory, *look_at_machine()]
+    wrong = problems(found)
     node = f"{socket.gethostname()}: " if machine.joined else ""
-    for finding in wrong:
+    of_ends = [each for each in found if each.check == "tokenizer" and each.verdict == "warning"]
+    for finding in wrong or of_ends:
         print(node + redact(str(finding)), file=sys.stderr)
     return bool(wrong)

@@ -2,8 +2,8 @@
 
 from mrl.data.balance import plan_micro_batches
 from mrl.data.collate import collate
+from mrl.data.columns import conversation, told
 from mrl.data.dataset import PromptDataset, data_notes
-from mrl.data.encoder import messages_of
 from mrl.data.errors import DataError
 from mrl.data.image_prompts import load_eyes
 from mrl.data.packing import pack, sequence_align
@@ -19,13 +19,14 @@ __all__ = [
     "Tokenizer",
     "TokenizerError",
     "collate",
+    "conversation",
     "data_notes",
     "load_eyes",
     "load_tokenizer",
-    "messages_of",
     "pack",
     "plan_micro_batches",
     "preference_notes",
     "sequence_align",
     "sft_notes",
+    "told",
 ]

@@ -17,19 +17,19 @@ def collate(step: int, samples: list[Sample]) -> Rollout:
     ordered = sorted(samples, key=lambda s: s.request.sample_id)
     for place, sample in enumerate(ordered):
         if sample.request.sample_id != place:
-            raise ValueError(f"step {step}: expected sample {place}, got sample {sample.request.sample_id}")
+            raise ValueError(f"step {step + 1}: expected sample {place}, got sample {sample.request.sample_id}")
         if not sample.num_drawn:
-            raise ValueError(f"step {step}: sample {place} has no response tokens ({sample.finish_reason})")
+            raise ValueError(f"step {step + 1}: sample {place} has no response tokens ({sample.finish_reason})")
         if len(sample.log_probs) != sample.num_drawn:
             found = f"{sample.num_drawn} response tokens and {len(sample.log_probs)} log-probs"
-            raise ValueError(f"step {step}: sample {place} has {found}")
+            raise ValueError(f"step {step + 1}: sample {place} has {found}")
         if not (sample.weight_version.isascii() and sample.weight_version.isdecimal()):
             raise ValueError(
-                f"step {step}: sample {place} was drawn with the weights {sample.weight_version!r}, "
+                f"step {step + 1}: sample {place} was drawn with the weights {sample.weight_version!r}, "
                 "which is not a number of steps"
             )
     if not ordered:
-        raise ValueError(f"step {step}: no samples")
+        raise ValueError(f"step {step + 1}: no samples")
     seen = [s.request.prompt.images for s in ordered]
     shapes = [shape for images in seen for shape in images or ()]
     cuts = [s.sequence_lens or (len(s.request.prompt.token_ids) + len(s.response_ids),) for s in ordered]

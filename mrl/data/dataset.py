@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mrl.config.schema import DataConfig, SourceConfig
 from mrl.core import Prompt, Rollout
+from mrl.data.columns import unused_notes
+from mrl.data.encoded_rows import EncodedSource
 from mrl.data.encoder import Encoder
 from mrl.data.errors import DataError, raise_for
 from mrl.data.mixture import Mixture
@@ -50,7 +52,7 @@ class PromptDataset:
         if isinstance(sources, str | Path):
             sources = (SourceConfig(path=str(sources)),)
         self.cfg = cfg
-        self.tokenizer = tokenizer
+        self.tokenizer, self.eyes = tokenizer, eyes
         self._encoder, self._rows_before = Encoder(cfg, tokenizer, eyes), rows_before
         self._reader = RowReader(cfg, require_answer, check)
         self.sources: list[PromptSource] = []
@@ -93,7 +95,7 @@ class PromptDataset:
         problems = [(self.where(p), what) for p in prompts if (what := self._reader.answer_problem(p.row))]
         raise_for(problems)
         plain = self._encoder.answers([p.row[self.cfg.answer_key] for p in prompts])
-        return [[*ids, self.tokenizer.eos_id] for ids in plain]
+        return [self.tokenizer.ended(ids) for ids in plain]
 
     def sft_rollout(self, step: int, n: int, seed: int) -> Rollout:
         """A step of supervised fine-tuning: n prompts, each with its answer + EOS as the response.
@@ -123,14 +125,25 @@ def _notes(key: str, data: PromptDataset) -> Iterator[str]:
         if source.cut:
             ends = {"left": "at their beginning", "middle": "in the middle", "right": "at their end"}
             yield f"{place}: {source.cut} prompts cut to {limit} tokens, {ends[data.cfg.truncation]}"
-        yield from control_notes(place, source.as_text, source.as_control, data.cfg.chat_template)
+        yield from row_notes(place, source, data.cfg.chat_template)
 
 
-def control_notes(place: str, as_text: list[str], as_control: list[str], is_chat: bool) -> Iterator[str]:
-    """What became of the control tokens in rows, whose names are given. place: which rows"""
-    if as_text:
+def end_notes(key: str, ends: Collection[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Where responses are learnt with other ends than EOS. ends: the tokens that they are learnt with"""
+    if {*ends} - {tokenizer.eos_id}:
+        names = " and ".join(repr(tokenizer.hf.convert_ids_to_tokens(token)) for token in sorted(ends))
+        yield (
+            f"{key}: the model learns to stop with {names}, the EOS token is {tokenizer.hf.eos_token!r}: "
+            "generation_config.json of what is exported names them all"
+        )
+
+
+def row_notes(place: str, source: PromptSource | EncodedSource[Any], is_chat: bool) -> Iterator[str]:
+    """Columns without effect, and what became of the names of control tokens. place: which rows"""
+    yield from unused_notes(place, source.unused)
+    if as_text := source.as_text:
         yield f"{place}: {_hold(as_text)}: text to the model, no control tokens"
-    if as_control:
+    if as_control := source.as_control:
         because = "not told from the template's own" if is_chat else "the row is the whole prompt"
         yield f"{place}: {_hold(as_control)}: control to the model ({because})"
 

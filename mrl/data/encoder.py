@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mrl.config.schema import DataConfig
+from mrl.data.columns import conversation, messages_of, told
 from mrl.data.errors import DataError
-from mrl.data.image_prompts import spelled, with_places
+from mrl.data.image_prompts import spelled
 from mrl.data.rows import Row
 from mrl.data.tokenizer import Tokenizer
 
@@ -50,32 +51,33 @@ class Encoder:
     def text(self, row: Row) -> str:
         """What is tokenised. Raises ValueError for a conversation that the chat template refuses."""
         if self.cfg.chat_template:
-            return self.tokenizer.dress(self._messages(row))
+            return self.tokenizer.dress(self.messages(row), **told(row, self.cfg))
         return spelled(row[self.cfg.prompt_key], self.num_pictures(row))
 
     def num_pictures(self, row: Row) -> int | None:
         """Of a row; None for a model that sees none. Raises PictureError for too many."""
         return None if self.eyes is None else len(self.eyes.values(row))
 
-    def _messages(self, row: Row) -> list[Row]:
-        return with_places(messages_of(row[self.cfg.prompt_key]), self.num_pictures(row))
+    def messages(self, row: Row) -> list[Row]:
+        """Of the prompt, as the chat template gets them."""
+        return conversation(row[self.cfg.prompt_key], row, self.cfg, self.num_pictures(row))
 
-    def dressed(self, row: Row, with_answer: bool = False, more: Row | None = None) -> Dressed:
+    def dressed(self, row: Row, with_answer: bool = False) -> Dressed:
         """The prompt; of a conversation, control tokens in its messages are text, where the tokenizer can do that.
 
-        with_answer: the answer's control tokens are named too; more: what else the chat template is told
+        with_answer: the answer's control tokens are named too
         """
-        prompt = self._dressed(row, more or {})
+        prompt = self._dressed(row)
         if not with_answer:
             return prompt
         answer = self.answer_of(row[self.cfg.answer_key])
         as_text, as_control = answer.as_text or prompt.as_text, answer.as_control or prompt.as_control
         return replace(prompt, as_text=as_text, as_control=as_control)
 
-    def _dressed(self, row: Row, more: Row) -> Dressed:
+    def _dressed(self, row: Row) -> Dressed:
         if not self.cfg.chat_template:
             return self.text_of(self.text(row))
-        messages, dress = self._messages(row), self.tokenizer.dress
+        messages, more, dress = self.messages(row), told(row, self.cfg), self.tokenizer.dress
         return self._conversation(messages, dress(messages, **more), dress, more)
 
     def text_of(self, text: str) -> Dressed:
@@ -136,14 +138,6 @@ class Encoder:
         except ValueError:
             return None
         return end if len(end) >= MIN_TURN_CHARS and self.tokenizer.control.first_in(end) is None else None
-
-
-def messages_of(value: Any) -> list[Row]:
-    """Of text or of messages. Tables give every message the keys of all, as nulls, which chat templates would take for
-    values."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    return [{key: part for key, part in m.items() if part is not None or key == "content"} for m in value]
 
 
 def _holds(messages: list[Row], words: str) -> bool:

@@ -34,8 +34,8 @@ def require_ids(rollout: Rollout, vocab_size: int) -> None:
     sample = int((rollout.seq_lens.cumsum(0) <= at).sum())
     place = at - int(rollout.seq_lens[:sample].sum())
     raise DataError(
-        f"step {rollout.step}: token {place} of sample {sample} is {int(rollout.tokens[at])}, the model's vocabulary "
-        f"has the ids 0 to {vocab_size - 1}"
+        f"step {rollout.step + 1}: token {place} of sample {sample} is {int(rollout.tokens[at])}, the model's "
+        f"vocabulary has the ids 0 to {vocab_size - 1}"
     )
 
 

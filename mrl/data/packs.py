@@ -32,17 +32,32 @@ class Packs:
         """Packs of the first epoch; others may have a few more or less."""
         return len(self._epoch(0))
 
-    def note(self) -> str:
-        """What the run learns from, in a sentence."""
+    def rows(self) -> list[Example]:
+        """What the packs are made of: rows, and with bfd_split the pieces of long ones."""
+        return [piece for pieces in self._pieces for piece in pieces]
+
+    def notes(self) -> Iterator[str]:
+        """What the run learns from, a sentence each."""
         filled = sum(len(row.ids) for pack in self._epoch(0) for row in pack) / (len(self) * self._size)
-        return f"data.train: its rows make {len(self)} packs of {self._size} tokens an epoch, {filled:.1%} filled"
+        yield f"data.train: its rows make {len(self)} packs of {self._size} tokens an epoch, {filled:.1%} filled"
+        split = sum(len(row.ids) > self._size for row in self._data.rows)
+        without = [piece for piece in self.rows() if piece.is_headless]
+        if split:
+            yield f"data.train: {split} rows are longer than packing.seq_length={self._size}, and split into pieces"
+        if without and self._data.cfg.form != "text":
+            tokens = sum(piece.learnt for piece in without)
+            yield (
+                f"data.train: {len(without)} of these pieces, with {tokens} tokens that are learnt, are seen without "
+                "their row's beginning, so without the question (packing.strategy: bfd cuts long rows instead)"
+            )
 
     def batch(self, step: int, n: int) -> Rollout:
         """The rows of the n packs of step `step`, from 0."""
-        packs = [self._pack(number) for number in range(step * n, (step + 1) * n)]
+        packs = [self.pack(number) for number in range(step * n, (step + 1) * n)]
         return self._data.batch_of(step, [row for pack in packs for row in pack])
 
-    def _pack(self, number: int) -> list[Example]:
+    def pack(self, number: int) -> list[Example]:
+        """The rows of the pack of that number in the run, from 0."""
         while self._before[-1] <= number:
             self._before.append(self._before[-1] + len(self._epoch(len(self._before) - 1)))
         at = int(np.searchsorted(self._before, number, side="right")) - 1
@@ -92,4 +107,4 @@ def pieces_of(row: Example, most: int) -> Iterator[Example]:
         weights = None if row.weights is None else row.weights[learnt : first + len(ids) - row.prompt]
         if prompt < len(ids) and (weights is None or weights.any()):
             is_cut = row.is_cut or first + most < len(row.ids)
-            yield Example(row.index, ids, prompt, weights, row.source, is_cut)
+            yield Example(row.index, ids, prompt, weights, row.source, is_cut, is_headless=first > 0)

@@ -12,7 +12,7 @@ import torch
 
 from mrl.config.schema import Form, PreferenceDataConfig, SourceConfig
 from mrl.core import Rollout
-from mrl.data.dataset import control_notes
+from mrl.data.dataset import end_notes, row_notes
 from mrl.data.encoded_rows import EncodedRows
 from mrl.data.encoder import Encoder
 from mrl.data.errors import DataError
@@ -58,6 +58,11 @@ class PreferenceDataset(EncodedRows[PreferenceSource, Preference]):
             cfg.shuffle,
             first_index,
         )
+
+    @property
+    def ends(self) -> set[int]:
+        """The tokens that the model learns to stop with."""
+        return {token for source in self.sources for token in source.ends}
 
     @property
     def per_row(self) -> int:
@@ -132,6 +137,7 @@ def preference_notes(key: str, data: PreferenceDataset) -> Iterator[str]:
     """What was corrected, left out or cut, one sentence each. key: that names the sources."""
     cfg = data.cfg
     yield from [*data.tokenizer.notes, *(data.tokenizer.turn_notes() if cfg.chat_template else [])]
+    yield from end_notes(key, data.ends, data.tokenizer)
     for source in data.sources:
         place = key if len(data.sources) == 1 else f"{key}, {source.source.path}"
         for count, what in (
@@ -139,11 +145,12 @@ def preference_notes(key: str, data: PreferenceDataset) -> Iterator[str]:
             (source.cut_prompt, f"with a prompt cut to {cfg.max_prompt_tokens} tokens"),
             (source.cut, f"with a response cut to {cfg.max_tokens} tokens, prompt included: it has no end"),
             (source.merged, _said_of_merged(source)),
+            (source.endless, "whose chat template ends with no EOS or other token: the model does not learn to stop"),
             (sum((row.margin or 0) < 0 for row in source.kept), f"with a {cfg.margin_key} below 0"),
         ):
             if count:
                 yield f"{place}: {count} {noun(data.form)} {what}"
-        yield from control_notes(place, source.as_text, source.as_control, cfg.chat_template)
+        yield from row_notes(place, source, cfg.chat_template)
 
 
 def noun(form: Form) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.config.schema import Form, PreferenceDataConfig
+from mrl.data.columns import without_nulls
 from mrl.data.rows import Row, content_problem, missing
-from mrl.data.told import without_nulls
 
 Pick = tuple[tuple[int, float], ...]  # places among a row's responses, and their scores
 
@@ -125,19 +125,6 @@ def split(prompt: Any, responses: dict[str, Any]) -> tuple[list[Row], list[list[
 def as_messages(value: Any, role: str) -> list[Row]:
     """Text as a message of that role; messages as they are."""
     return [{"role": role, "content": value}] if isinstance(value, str) else list(value)
-
-
-def with_system(messages: list[Row], row: Row, key: str | None) -> list[Row]:
-    """The prompt's messages behind the row's system message. Raises ValueError where that is no text, or they have
-    one."""
-    text = row.get(key) if key is not None else None
-    if text is None or text == "":
-        return messages
-    if not isinstance(text, str):
-        raise ValueError(f"{key!r} must be text, not {type(text).__name__}")
-    if messages and messages[0].get("role") == "system":
-        raise ValueError(f"{key!r} is a system message, and the prompt begins with another")
-    return [{"role": "system", "content": text}, *messages]
 
 
 def margin(row: Row, key: str) -> float:

@@ -7,36 +7,38 @@ from pathlib import Path
 
 import numpy as np
 
-from mrl.config.schema import Config, PreferenceDataConfig
-from mrl.config.trainers.base import DataUse
+from mrl.config.schema import PreferencesConfig
 from mrl.data.histogram import histogram, shortened_text
-from mrl.data.image_prompts import load_eyes
+from mrl.data.opened import open_preferences
 from mrl.data.picture_preview import all_pictures, on_sheet, one_picture
 from mrl.data.preference import PreferenceDataset, noun, preference_notes
 from mrl.data.preference_source import Preference
-from mrl.data.tokenizer import load_tokenizer
 
 
-def preview_preferences(
-    cfg: Config, use: DataUse, data_cfg: PreferenceDataConfig, samples: int, sheet: Path | None = None
-) -> Iterator[str]:
+def preview_preferences(cfg: PreferencesConfig, samples: int, sheet: Path | None = None) -> Iterator[str]:
     """Lines of text: notes, sources, lengths of all responses, the run's first rows. sheet: where the pictures of these
     are written. Raises what the run would raise."""
-    assert use.preferences is not None
-    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
-    eyes = load_eyes(cfg.model.path, data_cfg)
-    data = PreferenceDataset(data_cfg.train, data_cfg, tokenizer, use.preferences, use.margins, use.cuts, eyes)
-    yield from preference_notes("data.train", data)
-    drawn = cfg.run.steps * use.rows_per_step
-    yield f"\ndata.train: {len(data)} {noun(data.form)}"
-    yield f"  {'share':>6} {'rows':>9} {'left out':>9} {'cut':>9} {'merged':>9} {'epochs':>8}  source"
-    for source, share in zip(data.sources, data.mixture.shares.tolist(), strict=True):
-        counts = f"{share:6.1%} {len(source.rows):9} {source.left_out:9} {source.cut:9} {source.merged:9}"
-        yield f"  {counts} {drawn * share / len(source):8.2f}  {source.name}"
-    yield from _lengths(data)
-    if eyes is not None:
-        grids = [grid for row in data.rows for grid in row.grids]
-        yield all_pictures(grids, sum(len(row.prompt) + sum(map(len, row.responses)) for row in data.rows), eyes)
+    sets = open_preferences(cfg)
+    for key, data in sets.items():
+        yield from preference_notes(key, data)
+    for key, data in sets.items():
+        drawn = cfg.run.steps * cfg.batch.rows_per_step if key == "data.train" else None
+        most = cfg.validation.rows if drawn is None else None
+        first = f", of which the first {most} are looked at (validation.rows)" if most and most < len(data) else ""
+        yield f"\n{key}: {len(data)} {noun(data.form)}{first}"
+        head = f"{'epochs':>8}" if drawn is not None else ""
+        yield f"  {'share':>6} {'rows':>9} {'left out':>9} {'cut':>9} {'merged':>9} {head}  source"
+        for source, share in zip(data.sources, data.mixture.shares.tolist(), strict=True):
+            counts = f"{share:6.1%} {len(source.rows):9} {source.left_out:9} {source.cut:9} {source.merged:9}"
+            epochs = f"{drawn * share / len(source):8.2f}" if drawn is not None else ""
+            yield f"  {counts} {epochs}  {source.name}"
+        yield from _lengths(data)
+        if data.eyes is not None:
+            grids = [grid for row in data.rows for grid in row.grids]
+            tokens = sum(len(row.prompt) + sum(map(len, row.responses)) for row in data.rows)
+            yield all_pictures(grids, tokens, data.eyes)
+    data = sets["data.train"]
+    eyes = data.eyes
     shown = data.of_step(0, samples, cfg.run.seed)
     yield f"\nthe run's first {len(shown)} {noun(data.form)}"
     for number in shown:

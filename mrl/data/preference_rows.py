@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from mrl.config.schema import Form, PreferenceDataConfig, RewardDataConfig
 from mrl.data import preference_forms as forms
+from mrl.data.columns import conversation, told
 from mrl.data.encoder import Dressed, Encoder
-from mrl.data.image_prompts import spelled, with_places
+from mrl.data.image_prompts import spelled
 from mrl.data.preference_forms import Pick
 from mrl.data.rows import Row, completed, content_problem, missing, named
 from mrl.data.sources import Rows
-from mrl.data.told import told
 
 if TYPE_CHECKING:
     from mrl.data.eyes import Grid
@@ -44,8 +44,7 @@ class PreferenceReader:
     def read(self, rows: Rows, i: int, source_name: str | None) -> Row:
         """The completed row. Raises ValueError, which says why it cannot be used."""
         cfg = self.cfg
-        keys = [key for setting, key in cfg if setting.endswith("_key") and key is not None]
-        row = named(completed(rows[i], cfg, keys, source_name), cfg.data_source_key)
+        row = named(completed(rows[i], cfg, source_name), cfg.data_source_key)
         for setting, key in cfg.needed(self.form, forms.present(row), self.margins).items():
             if row.get(key) is None:
                 raise ValueError(missing(row, key, f"data.{setting}"))
@@ -56,9 +55,6 @@ class PreferenceReader:
             raise ValueError("one of the conversations is text, another a list of messages")
         if prompt is None and cfg.chat_template and any(isinstance(response, str) for response in responses.values()):
             raise ValueError("whole texts are no conversation: data.chat_template needs a prompt, or messages")
-        for said in (cfg.system_key, cfg.tools_key, cfg.chat_template_kwargs_key):
-            if said is not None and row.get(said) and not cfg.chat_template:
-                raise ValueError(f"{said!r} needs data.chat_template: true, or another key in its place (null: none)")
         if self.margins:
             forms.margin(row, cfg.margin_key)
         return row
@@ -72,11 +68,8 @@ class PreferenceReader:
         if self.form == "steps":
             start, wholes = self._in_steps(row, responses, encoder)
         elif cfg.chat_template:
-            more, (before, answers) = (
-                told(row, cfg.tools_key, cfg.chat_template_kwargs_key),
-                forms.split(prompt, found.responses),
-            )
-            before = with_places(forms.with_system(before, row, cfg.system_key), encoder.num_pictures(row))
+            more, (before, answers) = told(row, cfg), forms.split(prompt, found.responses)
+            before = conversation(before, row, cfg, encoder.num_pictures(row))
             start = encoder.conversation(before, more, is_whole=False)
             wholes = [encoder.conversation([*before, *answer], more, is_whole=True) for answer in answers]
         else:
@@ -101,7 +94,6 @@ class PreferenceReader:
         prompt = row[cfg.prompt_key]
         start = encoder.text_of(prompt if cfg.chat_template else spelled(prompt, encoder.num_pictures(row)))
         if cfg.chat_template:
-            before = forms.with_system(forms.as_messages(prompt, "user"), row, cfg.system_key)
-            before = with_places(before, encoder.num_pictures(row))
-            start = encoder.conversation(before, told(row, cfg.tools_key, cfg.chat_template_kwargs_key), is_whole=False)
+            before = conversation(prompt, row, cfg, encoder.num_pictures(row))
+            start = encoder.conversation(before, told(row, cfg), is_whole=False)
         return start, [encoder.answer_of(step + cfg.step_separator) for step in steps]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mrl.config.schema import SourceConfig
+from mrl.data.columns import unused
 from mrl.data.encoded_rows import EncodedSource
 from mrl.data.encoder import Encoder
 from mrl.data.preference_forms import Pick
@@ -54,6 +55,9 @@ class PreferenceSource(EncodedSource[Preference]):
     merged: kept; prompt and response are not tokenised as the prompt by itself, whose last tokens, `most_merged` at
     most, then belong to the responses
 
+    endless: kept; the chat template ends the best response with no token of its own
+    ends: the tokens that the model learns to stop with
+
     cuts: whether responses are cut at `data.max_tokens`
     Raises DataError that names every malformed row.
     """
@@ -63,7 +67,8 @@ class PreferenceSource(EncodedSource[Preference]):
     ) -> None:
         super().__init__(source, encoder, first_index)
         self.long_prompt = self.long_response = self.same = self.tied = 0
-        self.cut_prompt = self.cut = self.merged = self.most_merged = 0
+        self.cut_prompt = self.cut = self.merged = self.most_merged = self.endless = 0
+        self.ends: set[int] = set()
         self._reader, self._cfg, self._cuts = reader, reader.cfg, cuts
         self._keep(self._encoded())
 
@@ -93,8 +98,9 @@ class PreferenceSource(EncodedSource[Preference]):
                 yield from self._fitting(i, row, prompt, [self._ended(each) for each in wholes])
 
     def _compared(self, i: int) -> Compared:
-        row = self._reader.dressed(self._reader.read(self.rows, i, self.source.name), self._encoder)
-        eyes = self._encoder.eyes
+        found, eyes = self._reader.read(self.rows, i, self.source.name), self._encoder.eyes
+        self.unused.update(unused(found, self._cfg, eyes is not None, self._reader.margins))
+        row = self._reader.dressed(found, self._encoder)
         return row if eyes is None else replace(row, grids=eyes.grids(self.rows[i], self.root))
 
     def _with_pictures(
@@ -112,13 +118,15 @@ class PreferenceSource(EncodedSource[Preference]):
         )
 
     def _ended(self, ids: list[int]) -> list[int]:
-        """Text with one EOS at its end; a conversation ends as its template does, where it may not be cut without the
-        white space behind the EOS of its last turn, with which sampled answers end."""
-        eos = self._encoder.tokenizer.eos_id
+        """Text with one EOS at its end; a conversation ends as its template does, or as `Turns` ends it, where it may
+        not be cut without the white space behind the EOS of its last turn, with which sampled answers end."""
+        eos, follows = self._encoder.tokenizer.eos_id, self._encoder.tokenizer.next_turn
+        if self._cfg.chat_template and follows is not None:
+            return [*ids, follows]
         if self._cfg.chat_template and not self._cuts and eos in ids:
             end = len(ids) - ids[::-1].index(eos)
             return ids if self._encoder.tokenizer.decode(ids[end:], special=True).strip() else ids[:end]
-        return ids if self._cfg.chat_template or ids[-1:] == [eos] else [*ids, eos]
+        return ids if self._cfg.chat_template else self._encoder.tokenizer.ended(ids)
 
     def _step_by_step(self, rows: list[Compared]) -> Iterator[list[int]]:
         """Of each row the prompt's ids, and those of its steps, which are tokenised by themselves."""
@@ -205,6 +213,10 @@ class PreferenceSource(EncodedSource[Preference]):
             self.long_response += 1
             return None
         parts = [np.asarray(ids[:room], dtype=np.int32) for ids in responses]
+        if not cut[0]:
+            end = self._encoder.tokenizer.end_of(responses[0])
+            self.endless += end is None
+            self.ends.update(() if end is None else (end,))
         if len({part.tobytes() for part in parts}) < len(parts):
             self.same += 1
             return None

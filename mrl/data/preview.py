@@ -7,16 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from mrl.config.schema import Config, PreferenceDataConfig, SFTDataConfig
+from mrl.config.schema import Config, PreferencesConfig, RLConfig, SFTConfig
 from mrl.core import Prompt
 from mrl.data.dataset import PromptDataset, data_notes
 from mrl.data.histogram import histogram, shortened_text
-from mrl.data.image_prompts import load_eyes
+from mrl.data.opened import open_prompts
 from mrl.data.picture_preview import all_pictures, on_sheet, one_picture
 from mrl.data.preference_preview import preview_preferences
 from mrl.data.rows import RowCheck
-from mrl.data.sft_preview import preview_imitated
-from mrl.data.tokenizer import load_tokenizer
+from mrl.data.sft_preview import preview_sft
 
 BATCH_PROMPTS = 1024
 
@@ -26,33 +25,34 @@ def preview(cfg: Config, samples: int, check: RowCheck | None = None, sheet: Pat
 
     check: what the reward demands of a row; sheet: the pictures of the rows that are shown are written there
     """
-    use = cfg.data_uses()["data"]
-    if isinstance(use.cfg, PreferenceDataConfig) and use.preferences is not None:
-        yield from preview_preferences(cfg, use, use.cfg, samples, sheet)
+    if isinstance(cfg, PreferencesConfig):
+        yield from preview_preferences(cfg, samples, sheet)
         return
-    if isinstance(use.cfg, SFTDataConfig):
-        yield from preview_imitated(cfg, use.cfg, samples)
+    if isinstance(cfg, SFTConfig):
+        yield from preview_sft(cfg, samples)
         return
-    has_answers = not use.is_sampled
-    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
-    eyes = load_eyes(cfg.model.path, cfg.data) if cfg.sees_pictures else None
-    sets = {"data.train": PromptDataset(cfg.data.train, cfg.data, tokenizer, has_answers, check, eyes)}
-    if cfg.data.validation is not None:
-        sets["data.validation"] = PromptDataset(cfg.data.validation, cfg.data, tokenizer, check=check, eyes=eyes)
-    yield from data_notes(tokenizer, sets)
-    drawn = cfg.run.steps * use.rows_per_step
-    for key, data in sets.items():
-        yield f"\n{key}: {len(data)} prompts"
-        yield from _sources(data, drawn if key == "data.train" else None)
-        yield from histogram(_lengths(data, has_answers), "prompt, answer and EOS" if has_answers else "prompt")
-        if eyes is not None:
-            grids = [grid for source in data.sources for grid in source.grids]
-            yield all_pictures(grids, sum(int(source.token_counts.sum()) for source in data.sources), eyes)
+    uses, sets = cfg.data_uses(), open_prompts(cfg, check)
     train = sets["data.train"]
-    shown = train.prompts_for_step(0, samples, cfg.run.seed)
+    for key, other in uses.items():
+        if key != "data":
+            sets[f"{key}.train"] = PromptDataset(other.cfg.train, other.cfg, train.tokenizer, not other.is_sampled)
+    yield from data_notes(train.tokenizer, sets)
+    for key, data in sets.items():
+        of = uses[key.removesuffix(".train").removesuffix(".validation")]
+        drawn = cfg.run.steps * of.rows_per_step if key.endswith(".train") else None
+        with_answers = drawn is not None and not of.is_sampled
+        most = cfg.validation.prompts if isinstance(cfg, RLConfig) and drawn is None else None
+        first = f", of which the first {most} are validated (validation.prompts)" if most and most < len(data) else ""
+        yield f"\n{key}: {len(data)} prompts{first}"
+        yield from _sources(data, drawn)
+        yield from histogram(_lengths(data, with_answers), "prompt, answer and EOS" if with_answers else "prompt")
+        if data.eyes is not None:
+            grids = [grid for source in data.sources for grid in source.grids]
+            yield all_pictures(grids, sum(int(source.token_counts.sum()) for source in data.sources), data.eyes)
+    shown, eyes = train.prompts_for_step(0, samples, cfg.run.seed), train.eyes
     yield f"\nthe run's first {len(shown)} prompts"
     for prompt in shown:
-        yield from _sample(prompt, train, has_answers)
+        yield from _sample(prompt, train, not uses["data"].is_sampled)
         yield from (one_picture(shape[:2], eyes) for shape in prompt.images or () if eyes is not None)
     if sheet is not None:
         yield on_sheet({prompt.index: prompt.pictures for prompt in shown}, sheet)
@@ -85,7 +85,7 @@ def _sample(prompt: Prompt, data: PromptDataset, with_answer: bool) -> Iterator[
     name = prompt.row.get(data.cfg.data_source_key)
     source = f", {data.cfg.data_source_key} {name}" if name is not None else ""
     yield f"\n--- {data.where(prompt)}: {len(prompt.token_ids)} tokens{source}"
-    yield shortened_text(prompt.text)
+    yield shortened_text(data.tokenizer.decode(prompt.told_ids, special=True))
     answer = prompt.row.get(data.cfg.answer_key)
     if with_answer:
         [ids] = data.answers([prompt])

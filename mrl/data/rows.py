@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mrl.config.problems import shortened
-from mrl.config.schema import DataConfig, SourceConfig
-from mrl.data.errors import raise_for
-from mrl.data.sources import Rows, open_rows
-from mrl.data.tokenizer import TokenizerError
+from mrl.config.schema import DataConfig
+from mrl.data.sources import Rows
 
 Row = dict[str, Any]
 RowCheck = Callable[[Row], str | None]  # why a completed row cannot be used
-
-FIRST_ROWS, FIRST_DRESSED, FIRST_BYTES = 20_000, 200, 32 << 20
 
 
 class Reader(Protocol):
@@ -23,6 +19,11 @@ class Reader(Protocol):
 
     @property
     def cfg(self) -> DataConfig: ...
+
+    @property
+    def margins(self) -> bool:
+        """Whether every row has a margin."""
+        ...
 
     def read(self, rows: Rows, i: int, source_name: str | None) -> Row:
         """The completed row. Raises ValueError, which says why it cannot be used."""
@@ -36,6 +37,7 @@ class RowReader:
     cfg: DataConfig
     require_answer: bool = False
     check: RowCheck | None = None
+    margins = False
 
     def read(self, rows: Rows, i: int, source_name: str | None) -> Row:
         """The completed row. Raises ValueError, which says why it cannot be used."""
@@ -51,7 +53,7 @@ class RowReader:
 
     def complete(self, row: Row, source_name: str | None) -> Row:
         """The row with what it holds elsewhere: values that a key with dots reaches, the name of its source."""
-        found = completed(row, self.cfg, (self.cfg.prompt_key, self.cfg.answer_key), source_name)
+        found = completed(row, self.cfg, source_name)
         return _without_pixels(found, self.cfg.images_key)
 
     def answer_problem(self, row: Row) -> str | None:
@@ -62,36 +64,13 @@ class RowReader:
         return None if isinstance(row[key], str) else f"{key!r} must be text, not {type(row[key]).__name__}"
 
 
-def check_first(
-    source: SourceConfig,
-    reader: Reader,
-    dress: Callable[[Row], object] | None = None,
-    see: Callable[[Row], object] | None = None,
-) -> None:
-    """Reads the first rows; with `dress`, the chat template's, puts fewer of them through it. see: of a model that sees
-    pictures, given the rows as they are stored.
-
-    Raises DataError that names every one that is of no use, TokenizerError for a template that does not end."""
-    rows = open_rows(source, FIRST_BYTES)
-    problems = []
-    for i in range(min(len(rows), FIRST_ROWS if dress is None else FIRST_DRESSED)):
-        try:
-            row = reader.read(rows, i, source.name)
-            if see is not None:
-                see(rows[i])
-            if dress is not None:
-                dress(row)
-        except TokenizerError as error:  # so would every other row
-            raise TokenizerError(f"{rows.where(i)}: {error}") from None
-        except ValueError as error:
-            problems.append((rows.where(i), str(error)))
-    raise_for(problems)
-
-
-def completed(row: Row, cfg: DataConfig, keys: Sequence[str], source_name: str | None) -> Row:
-    """The row with what it holds elsewhere: of `keys` those with dots that reach into it, the name of its source."""
+def completed(row: Row, cfg: DataConfig, source_name: str | None) -> Row:
+    """The row with what it holds elsewhere: values that a key with dots reaches, the name of its source. Pictures stay
+    where they are."""
     found = dict(row)
-    for key in (*keys, cfg.data_source_key):
+    for setting, key in cfg:
+        if not setting.endswith("_key") or key is None or setting == "images_key":
+            continue
         if key not in found and (value := reached(row, key)) is not None:
             found[key] = value
     if source_name is not None and found.get(cfg.data_source_key) is None:

@@ -9,7 +9,7 @@ import torch
 
 from mrl.config.schema import SFTDataConfig, SourceConfig
 from mrl.core import Rollout
-from mrl.data.dataset import control_notes
+from mrl.data.dataset import end_notes, row_notes
 from mrl.data.encoded_rows import EncodedRows
 from mrl.data.encoder import Encoder
 from mrl.data.sft_rows import SFTReader
@@ -29,6 +29,11 @@ class SFTDataset(EncodedRows[SFTSource, Example]):
             lambda found: f"{found.long_prompt} have too long a prompt, of {found.unlearnt} no token is learnt",
             cfg.shuffle,
         )
+
+    @property
+    def ends(self) -> set[int]:
+        """The tokens that the model learns to stop with."""
+        return {token for source in self.sources for token in source.ends}
 
     def batch(self, step: int, numbers: Sequence[int]) -> Rollout:
         """These rows as samples, as `batch_of`."""
@@ -59,6 +64,7 @@ class SFTDataset(EncodedRows[SFTSource, Example]):
 def sft_notes(key: str, data: SFTDataset) -> Iterator[str]:
     """What was left out or cut, one sentence each. key: that names the sources."""
     cfg = data.cfg
+    yield from end_notes(key, data.ends, data.tokenizer)
     for source in data.sources:
         place = key if len(data.sources) == 1 else f"{key}, {source.source.path}"
         limits = f"data.max_prompt_tokens={cfg.max_prompt_tokens}" + (
@@ -72,4 +78,4 @@ def sft_notes(key: str, data: SFTDataset) -> Iterator[str]:
         ):
             if count:
                 yield f"{place}: {count} rows {what}"
-        yield from control_notes(place, source.as_text, source.as_control, cfg.chat_template)
+        yield from row_notes(place, source, cfg.chat_template)

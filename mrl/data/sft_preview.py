@@ -1,4 +1,4 @@
-"""What a run that imitates would be fed with, for `mrl data`."""
+"""What a run of supervised fine-tuning learns from, for `mrl data`."""
 
 from __future__ import annotations
 
@@ -6,54 +6,60 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mrl.config.schema import Config, SFTDataConfig
+from mrl.config.schema import SFTConfig
 from mrl.data.histogram import histogram, shortened_text
-from mrl.data.sft import SFTDataset, sft_notes
+from mrl.data.opened import open_sft
+from mrl.data.packs import Packs
+from mrl.data.sft import SFTDataset
 from mrl.data.sft_source import Example
-from mrl.data.tokenizer import load_tokenizer
+from mrl.data.wrapped import Wrapped
 
 
-def preview_imitated(cfg: Config, data_cfg: SFTDataConfig, samples: int) -> Iterator[str]:
-    """Lines of text: notes, sources, lengths, the run's first rows with what is learnt of them. Raises what the run
-    would raise."""
-    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
-    sets = {"data.train": SFTDataset(data_cfg.train, data_cfg, tokenizer)}
-    if data_cfg.validation is not None:
-        sets["data.validation"] = SFTDataset(data_cfg.validation, data_cfg, tokenizer)
-    yield from tokenizer.notes
-    if data_cfg.chat_template and data_cfg.form == "answers":
-        yield from tokenizer.turn_notes()
-    for key, data in sets.items():
-        yield from sft_notes(key, data)
-    noun = {"answers": "prompts", "messages": "conversations", "text": "texts"}[data_cfg.form]
-    drawn = cfg.run.steps * cfg.data_uses()["data"].rows_per_step if not cfg.steps_follow_data() else None
-    for key, data in sets.items():
-        yield f"\n{key}: {len(data)} {noun}"
-        yield from _sources(data, drawn if key == "data.train" else None)
-        what = "prompt, answer and EOS" if data_cfg.form == "answers" else noun
+def preview_sft(cfg: SFTConfig, samples: int) -> Iterator[str]:
+    """Lines of text: the run's own notes, sources, lengths, the first rows with what is learnt of them. Raises what the
+    run would raise."""
+    rows, cfg = open_sft(cfg)
+    yield from rows.notes()
+    train, form = rows.train, rows.train.cfg.form
+    noun = {"answers": "prompts", "messages": "conversations", "text": "texts"}[form]
+    epochs = cfg.run.steps * cfg.batch.samples_per_step / len(rows)
+    for key, data in (("data.train", train), ("data.validation", rows.held_out)):
+        if data is None:
+            continue
+        most = cfg.validation.rows if data is not train else None
+        first = f", of which the first {most} are looked at (validation.rows)" if most and most < len(data) else ""
+        yield f"\n{key}: {len(data)} {noun}{first}"
+        yield from _sources(data, epochs if data is train else None)
+        what = "prompt, answer and EOS" if form == "answers" else noun
         yield from histogram(np.array([len(row.ids) for row in data.rows]), what)
-        yield from histogram(np.array([_learnt(row) for row in data.rows]), "what is learnt of a row")
-    train = sets["data.train"]
-    shown = train.of_step(0, samples, cfg.run.seed)
-    yield f"\nthe run's first {len(shown)} {noun}"
-    for number in shown:
-        yield from _row(train, train.rows[number])
+        learnt = rows.packed.rows() if data is train and isinstance(rows.packed, Packs) else data.rows
+        if not (data is train and isinstance(rows.packed, Wrapped)):
+            yield from histogram(np.array([row.learnt for row in learnt]), "what is learnt of a row")
+    yield f"\n{cfg.run.steps} steps of {cfg.batch.samples_per_step} {rows.unit}, {epochs:.2f} epochs"
+    if isinstance(rows.packed, Wrapped):
+        shown = list(map(rows.packed.row, range(samples)))
+        yield f"\nthe run's first {len(shown)} rows, of which all but the first token is learnt"
+        for ids in shown:
+            yield f"\n--- {len(ids)} tokens"
+            yield shortened_text(train.tokenizer.decode(ids.tolist(), special=True))
+        return
+    first_rows = [train.rows[number] for number in train.of_step(0, samples, cfg.run.seed)]
+    if rows.packed is not None:
+        first_rows = rows.packed.pack(0)[:samples]
+    yield f"\nthe run's first {len(first_rows)} {noun}" + (" of its first pack" if rows.packed is not None else "")
+    for row in first_rows:
+        yield from _row(train, row)
 
 
-def _sources(data: SFTDataset, drawn: int | None) -> Iterator[str]:
-    """A line each. drawn: rows that the run takes; None: of no use here."""
-    epochs = f"{'epochs':>8}" if drawn is not None else ""
-    yield f"  {'share':>6} {'rows':>9} {'left out':>9} {'cut':>9} {'longest':>9} {epochs}  source"
+def _sources(data: SFTDataset, epochs: float | None) -> Iterator[str]:
+    """A line each. epochs: of all sources together, that the run takes; None: of no use here."""
+    head = f"{'epochs':>8}" if epochs is not None else ""
+    yield f"  {'share':>6} {'rows':>9} {'left out':>9} {'cut':>9} {'longest':>9} {head}  source"
     for source, share in zip(data.sources, data.mixture.shares.tolist(), strict=True):
         cut = source.cut + source.cut_prompt
         counts = f"{share:6.1%} {len(source.rows):9} {source.left_out:9} {cut:9} {source.longest:9}"
-        epochs = f"{drawn * share / len(source):8.2f}" if drawn is not None else ""
-        yield f"  {counts} {epochs}  {source.name}"
-
-
-def _learnt(row: Example) -> int:
-    """Tokens that count."""
-    return len(row.ids) - row.prompt if row.weights is None else int((row.weights > 0).sum())
+        own = f"{epochs * len(data) * share / len(source):8.2f}" if epochs is not None else ""
+        yield f"  {counts} {own}  {source.name}"
 
 
 def _row(data: SFTDataset, row: Example) -> Iterator[str]:
@@ -66,7 +72,8 @@ def _row(data: SFTDataset, row: Example) -> Iterator[str]:
     for first, after in zip([0, *ends], ends, strict=False):
         count = float(counts[first])
         if count:
-            weight = f", each counts {count:g}" if count != 1 else ""
-            eos = ", EOS included" if row.ids[after - 1] == data.tokenizer.eos_id else ""
+            weight, last = f", each counts {count:g}" if count != 1 else "", int(row.ids[after - 1])
+            end = f", {data.tokenizer.hf.convert_ids_to_tokens(last)!r} included" if last in data.ends else ""
+            eos = ", EOS included" if last == data.tokenizer.eos_id else end
             yield f"--> {after - first} tokens{eos}{weight}"
         yield shortened_text(data.tokenizer.decode(row.ids[first:after].tolist(), special=not count))

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.config.schema import SFTDataConfig
-from mrl.data.encoder import Dressed, Encoder, messages_of
+from mrl.data.columns import WEIGHT, conversation, told
+from mrl.data.encoder import Dressed, Encoder
 from mrl.data.rows import Row, completed, content_problem, missing, named
 from mrl.data.sources import Rows
-from mrl.data.told import told
 from mrl.data.turns import Conversation, Turns
-
-WEIGHT = "weight"  # of a message
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,12 @@ class SFTReader:
     """What a row must be, by `cfg.form`."""
 
     cfg: SFTDataConfig
+    margins = False
 
     def read(self, rows: Rows, i: int, source_name: str | None) -> Row:
         """The completed row. Raises ValueError, which says why it cannot be used."""
         cfg, needed = self.cfg, self.cfg.needed_keys()
-        also = filter(None, (cfg.weight_key, cfg.tools_key, cfg.chat_template_kwargs_key))
-        row = named(completed(rows[i], cfg, (*needed.values(), *also), source_name), cfg.data_source_key)
+        row = named(completed(rows[i], cfg, source_name), cfg.data_source_key)
         for setting, key in needed.items():
             if row.get(key) is None:
                 raise ValueError(missing(row, key, f"data.{setting}"))
@@ -69,17 +67,18 @@ class SFTReader:
         source = row.get(cfg.data_source_key)
         if cfg.form == "text":
             return Imitated(weight, source, text=encoder.text_of(row[cfg.text_key]))
-        more = told(row, cfg.tools_key, cfg.chat_template_kwargs_key) if cfg.chat_template else {}
         if cfg.form == "messages":
-            return Imitated(weight, source, conversation=_conversation(turns, row[cfg.messages_key], 0, more))
-        prompt, answer = row[cfg.prompt_key], row[cfg.answer_key]
+            said = conversation(row[cfg.messages_key], row, cfg)
+            return Imitated(weight, source, conversation=_turns(turns, said, 0, told(row, cfg)))
+        answer = row[cfg.answer_key]
         if isinstance(answer, str):
-            return Imitated(weight, source, encoder.dressed(row, with_answer=True, more=more), answer)
-        before = messages_of(prompt)
-        return Imitated(weight, source, conversation=_conversation(turns, [*before, *answer], len(before), more))
+            return Imitated(weight, source, encoder.dressed(row, with_answer=True), answer)
+        before = encoder.messages(row)
+        said = [*before, *answer]
+        return Imitated(weight, source, conversation=_turns(turns, said, len(before), told(row, cfg)))
 
 
-def _conversation(turns: Turns, messages: list[Row], first: int, more: Row) -> Conversation:
+def _turns(turns: Turns, messages: list[Row], first: int, more: Row) -> Conversation:
     """first: number of the first message whose turn may be learnt"""
     weights = [weight_of(message, WEIGHT) for message in messages]
     said = [{key: value for key, value in message.items() if key != WEIGHT} for message in messages]
@@ -101,14 +100,13 @@ def encoded(encoder: Encoder, rows: list[Imitated]) -> list[tuple[list[int] | No
     prompts = iter(encoder.ids([row.prompt for row in rows if row.prompt is not None]))
     answers = iter(encoder.answers([row.answer for row in rows if row.answer is not None]))
     texts = iter(encoder.tokenizer.encode_prompts([row.text.text for row in rows if row.text is not None]))
-    eos = encoder.tokenizer.eos_id
+    ended = encoder.tokenizer.ended
     found: list[tuple[list[int] | None, list[int]]] = []
     for row in rows:
         if row.conversation is not None:
             found.append((None, row.conversation.ids))
         elif row.text is not None:
-            ids = next(texts)
-            found.append((None, ids if ids[-1:] == [eos] else [*ids, eos]))
+            found.append((None, ended(next(texts))))
         else:
-            found.append((next(prompts), [*next(answers), eos]))
+            found.append((next(prompts), ended(next(answers))))
     return found

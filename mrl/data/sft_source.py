@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mrl.config.schema import SourceConfig
+from mrl.data.columns import unused
 from mrl.data.encoded_rows import EncodedSource
 from mrl.data.encoder import Encoder
 from mrl.data.sft_rows import Imitated, SFTReader, encoded
@@ -18,7 +19,7 @@ from mrl.data.turns import Turns
 class Example:
     """One usable row. index: its row number; ids int32: all its tokens; prompt: how many come before the first one that
     may be learnt; weights float32 [len(ids) - prompt]: what each of the others counts, None: 1; is_cut: it lacks its
-    end."""
+    end; is_headless: it is a piece that lacks its row's beginning."""
 
     index: int
     ids: np.ndarray
@@ -26,6 +27,12 @@ class Example:
     weights: np.ndarray | None
     source: str | None
     is_cut: bool
+    is_headless: bool = False
+
+    @property
+    def learnt(self) -> int:
+        """How many of its tokens count."""
+        return len(self.ids) - self.prompt if self.weights is None else int((self.weights > 0).sum())
 
 
 class SFTSource(EncodedSource[Example]):
@@ -35,6 +42,7 @@ class SFTSource(EncodedSource[Example]):
     unlearnt: left out, none of their tokens counts, if only after the cut
     cut_prompt, cut: kept with a shorter prompt, or without their end
     longest: tokens of the longest row, before that
+    ends: the tokens that the model learns to stop with
 
     Raises DataError that names every malformed row.
     """
@@ -42,6 +50,7 @@ class SFTSource(EncodedSource[Example]):
     def __init__(self, source: SourceConfig, encoder: Encoder, reader: SFTReader, first_index: int) -> None:
         super().__init__(source, encoder, first_index)
         self.long_prompt = self.unlearnt = self.cut_prompt = self.cut = self.longest = 0
+        self.ends: set[int] = set()
         self._reader, self._cfg, self._turns = reader, reader.cfg, Turns(encoder, reader.cfg)
         self._keep(self._encoded())
 
@@ -61,7 +70,9 @@ class SFTSource(EncodedSource[Example]):
                     yield example
 
     def _imitated(self, i: int) -> Imitated:
-        return self._reader.dressed(self._reader.read(self.rows, i, self.source.name), self._turns)
+        row = self._reader.read(self.rows, i, self.source.name)
+        self.unused.update(unused(row, self._cfg, sees_pictures=False))
+        return self._reader.dressed(row, self._turns)
 
     def _example(self, i: int, row: Imitated, prompt: list[int] | None, rest: list[int]) -> Example | None:
         """None for a row that is left out, or cannot be used."""
@@ -82,6 +93,8 @@ class SFTSource(EncodedSource[Example]):
         weights = None if (counts[first:] == 1).all() else counts[first:]
         self.cut_prompt += prompt is not None and len(kept) < len(prompt)
         self.cut += (is_cut := len(ids) > limit)
+        spans = row.conversation.spans if row.conversation is not None else [(0, len(ids))]
+        self.ends.update(int(ids[after - 1]) for _, after in spans if after <= limit)
         return Example(self.first_index + i, ids[:limit], first, weights, row.source, is_cut)
 
     def _counts(self, row: Imitated, prompt: int, total: int) -> np.ndarray:

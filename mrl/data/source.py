@@ -10,6 +10,7 @@ import numpy as np
 
 from mrl.config.schema import SourceConfig
 from mrl.core import Prompt
+from mrl.data.columns import unused
 from mrl.data.encoder import Dressed, Encoder
 from mrl.data.errors import DataError, raise_for
 from mrl.data.rows import RowReader
@@ -112,6 +113,7 @@ class PromptSource(OpenSource):
         for i in rows:
             try:
                 row = self._reader.read(self.rows, i, self.source.name)
+                self.unused.update(unused(row, self._encoder.cfg, self._encoder.eyes is not None))
                 if self._encoder.eyes is not None and (grids := self._encoder.eyes.grids(self.rows[i], self.root)):
                     self._grids[i] = grids
                 yield i, self._encoder.dressed(row, self._reader.require_answer)

@@ -7,6 +7,7 @@ maps them into memory (parquet through a copy in its cache, HF_DATASETS_CACHE).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,13 +30,17 @@ class Rows(Protocol):
 
 
 class OpenSource:
-    """One source of a data set: its rows, as they are on the disk. first_index: of its first row in the data set
+    """One source of a data set: its rows, as they are on the disk.
+
+    first_index: of its first row in the data set
+    unused: in how many rows a column has no effect, by (column, why), as `columns.unused` says
 
     Raises DataError for a path that holds no data of a known kind.
     """
 
     def __init__(self, source: SourceConfig, first_index: int) -> None:
         self.source, self.first_index = source, first_index
+        self.unused: Counter[tuple[str, str]] = Counter()
         self.rows = open_rows(source)
         self.root = root_of(source)
 

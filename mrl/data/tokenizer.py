@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,18 +48,26 @@ class Tokenizer:
         self.control = ControlTokens(hf)
 
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
-        """Raw text -> ids, with the tokenizer's own leading special tokens (BOS) but never a trailing EOS."""
-        encoded = self._ids(texts, special=True)
-        if not any(ids and ids[-1] == self.eos_id for ids in encoded):
-            return encoded
-        return [
-            ids[:-1] if len(ids) > len(bare) and ids[-1] == self.eos_id else ids
-            for ids, bare in zip(encoded, self.encode_plain(texts), strict=True)
-        ]
+        """Raw text -> ids, with the tokenizer's own leading special tokens (BOS), unless the text begins with them, and
+        without its trailing ones."""
+        lead = self._lead
+        encoded = self.encode_plain(texts)
+        return [ids if ids[: len(lead)] == lead else [*lead, *ids] for ids in encoded]
+
+    @property
+    def _lead(self) -> list[int]:
+        """Special tokens that the tokenizer puts before every text. Not cached: some libraries let them be changed."""
+        [plain], [special] = self._ids(["x"], special=False), self._ids(["x"], special=True)
+        places = (i for i in range(len(special)) if special[i : i + len(plain)] == plain)
+        return special[: next(places, 0)]
 
     def encode_plain(self, texts: list[str]) -> list[list[int]]:
         """Text -> ids without any special token: answers, and text that a chat template has already dressed."""
         return self._ids(texts, special=False)
+
+    def ended(self, ids: list[int]) -> list[int]:
+        """The ids with EOS at their end, once."""
+        return ids if ids[-1:] == [self.eos_id] else [*ids, self.eos_id]
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text, without special tokens unless asked for."""
@@ -137,12 +146,7 @@ class Tokenizer:
 
     def turn_notes(self) -> list[str]:
         """What to know where the chat template ends the assistant's turns with another special token than EOS."""
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
-        try:
-            text = self._dress(messages)
-        except ValueError:  # its own rules of what a conversation is
-            return []
-        [ids] = self.encode_plain([text.rpartition(_MARK)[2].strip()])
+        ids = self._after_a_turn()
         if not ids or ids[0] == self.eos_id or ids[0] not in self.hf.all_special_ids:
             return []
         end = self.hf.convert_ids_to_tokens(ids[0])
@@ -150,6 +154,38 @@ class Tokenizer:
             f"the chat template ends the assistant's turns with {end!r}, the EOS token is {self.hf.eos_token!r}; "
             f"model.eos_token: {end!r} would make it the one"
         ]
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Tokens that may end a turn: EOS, and all that the vocabulary was extended by."""
+        return frozenset({self.eos_id, *self.hf.added_tokens_decoder})
+
+    def end_of(self, ids: Sequence[int]) -> int | None:
+        """The token that ends a turn, with nothing but white space behind it; None if there is none."""
+        place = next((i for i in reversed(range(len(ids))) if ids[i] in self.ends), None)
+        if place is None or self.decode(ids[place + 1 :], special=True).strip():
+            return None
+        return int(ids[place])
+
+    @cached_property
+    def next_turn(self) -> int | None:
+        """The token that begins the user's next turn, of a chat template that ends the assistant's turns with nothing
+        else, as GLM's does; None for other templates."""
+        if not self.has_chat_template or self._after_a_turn():
+            return None
+        ids = self._after_a_turn({"role": "user", "content": "x"})
+        return ids[0] if ids and ids[0] in self.ends else None
+
+    def _after_a_turn(self, *more: dict[str, Any]) -> list[int]:
+        """Ids of what the chat template writes after the assistant's words; none if it has its own rules of what a
+        conversation is."""
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
+        try:
+            text = self.dress_whole([*messages, *more])
+        except ValueError:
+            return []
+        [ids] = self.encode_plain([text.rpartition(_MARK)[2].strip()])
+        return ids
 
     def _dress(self, messages: list[dict[str, Any]], **options: Any) -> str:
         def render() -> tuple[str, int]:

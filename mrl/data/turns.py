@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from mrl.config.schema import SFTDataConfig
-from mrl.data.encoder import Encoder, messages_of
+from mrl.data.columns import messages_of
+from mrl.data.encoder import Encoder
 from mrl.data.rows import Row
 
 Span = tuple[int, int]  # of characters or tokens: the first, and the one after the last
@@ -93,18 +93,20 @@ class Turns:
         return len(beginning)
 
     def _ended(self, ids: list[int], span: Span) -> Span:
-        """Up to the token that ends the turn: without it, the model would never learn to stop."""
+        """Up to the token that ends the turn: without it, the model would never learn to stop. A template such as GLM's
+        ends a turn with the token that begins the next one, which is added to the last turn."""
         first, after = span
-        ends = [place for place in range(first, after) if ids[place] in self._ends]
+        if not self._tokenizer.marks_turns and (follows := self._tokenizer.next_turn) is not None:
+            if after == len(ids):
+                ids.append(follows)
+            if ids[after] in self._tokenizer.ends:
+                return first, after + 1
+        ends = [place for place in range(first, after) if ids[place] in self._tokenizer.ends]
         if ends and not self._tokenizer.decode(ids[ends[-1] + 1 : after], special=True).strip():
             return first, ends[-1] + 1
         shown = self._tokenizer.decode(ids[max(first, after - 3) : after], special=True)
         raise ValueError(
             f"the chat template ends a turn with {shown!r}, which has no EOS or other token of its own: the model "
-            "would not learn to stop"
+            "would not learn to stop; model.chat_template can name a file with another template, which ends turns with "
+            f"{self._tokenizer.hf.eos_token!r}"
         )
-
-    @cached_property
-    def _ends(self) -> frozenset[int]:
-        """Tokens that may end a turn."""
-        return frozenset({self._tokenizer.eos_id, *self._tokenizer.hf.added_tokens_decoder})

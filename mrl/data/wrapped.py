@@ -7,6 +7,7 @@ cut every seq_length tokens, its rest is dropped, and its rows are shuffled.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -47,12 +48,12 @@ class Wrapped:
 
     def batch(self, step: int, n: int) -> Rollout:
         """The n rows of step `step` (from 0): all is learnt of them but the first token."""
-        rows = [self._row(number) for number in range(step * n, (step + 1) * n)]
+        rows = [self.row(number) for number in range(step * n, (step + 1) * n)]
         return Rollout.of(step, [row[:1] for row in rows], [row[1:] for row in rows])
 
-    def note(self) -> str:
+    def notes(self) -> Iterator[str]:
         """What the run learns from, in a sentence."""
-        return f"data.train: its texts make {len(self)} rows of {self._cfg.seq_length} tokens an epoch"
+        yield f"data.train: its texts make {len(self)} rows of {self._cfg.seq_length} tokens an epoch"
 
     def require(self, rows: int) -> None:
         """Raises DataError if the texts come once, and are fewer than so many rows."""
@@ -62,8 +63,8 @@ class Wrapped:
                 f"{rows}: packing.infinite must be true, or run.steps smaller"
             )
 
-    def _row(self, number: int) -> np.ndarray:
-        """[seq_length] int32."""
+    def row(self, number: int) -> np.ndarray:
+        """[seq_length] int32: the row of that number in the run, from 0."""
         while self._before[-1] <= number:
             self._before.append(self._before[-1] + len(self._epoch(len(self._before) - 1).starts))
         at = int(np.searchsorted(self._before, number, side="right")) - 1

@@ -61,7 +61,7 @@ class DiffusionLearner:
         *found, square = totals.tolist()
         norm = math.sqrt(square)
         skipped = not (math.isfinite(norm) and math.isfinite(found[0]))
-        rate = learning_rate(self._cfg, self.updates + 1)
+        rate = self._cfg.learning_rate(self.updates + 1)
         if not skipped:
             self._update(gradients, norm, rate)
         return found, {"loss": found[0], "grad_norm": norm, "lr": rate, "skipped": float(skipped)}
@@ -118,17 +118,6 @@ class DiffusionLearner:
         if not self.is_sharded:
             for parameter in self.parameters:
                 fill(parameter, parameter)
-
-
-def learning_rate(cfg: OptimizerConfig, update: int) -> float:
-    """Of update `update`, from 1: linear warm-up, then the decay towards `min_lr`."""
-    if update <= cfg.warmup_steps:
-        return cfg.lr * update / cfg.warmup_steps
-    if cfg.decay == "constant" or cfg.decay_steps is None:
-        return cfg.lr
-    share = min(1.0, (update - cfg.warmup_steps) / (cfg.decay_steps - cfg.warmup_steps))
-    left = 1 - share if cfg.decay == "linear" else 0.5 * (1 + math.cos(math.pi * share))
-    return cfg.min_lr + (cfg.lr - cfg.min_lr) * left
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -18,7 +19,6 @@ from mrl import platform
 from mrl.config.schema import OptimizerConfig
 from mrl.parallel import Mesh
 
-_NO_DECAY_STEPS = 1 << 60
 _WIDE = ParamKey(predicate=ParamPredicate("is_float32", lambda parameter: parameter.dtype == torch.float32))
 
 
@@ -96,7 +96,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(options, chunks, groups)
     parts = optimizer.chained_optimizers  # of dense parameters none, where adapters of experts alone are trained
     optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
-    return optimizer, build_schedule(cfg, optimizer)
+    return optimizer, Schedule(cfg, optimizer)
 
 
 def grad_norm(optimizer: ChainedOptimizer) -> float:
@@ -169,18 +169,25 @@ def has_finite_gradients(chunks: list[DistributedDataParallel]) -> Tensor:
     return finite
 
 
-def build_schedule(cfg: OptimizerConfig, optimizer: ChainedOptimizer) -> OptimizerParamScheduler:
-    """Update k (from 1) uses lr * k / warmup_steps during warm-up, then the decay towards min_lr."""
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=cfg.lr,
-        min_lr=cfg.min_lr if cfg.decay != "constant" else min(cfg.min_lr, cfg.lr),
-        lr_warmup_steps=cfg.warmup_steps,
-        lr_decay_steps=cfg.decay_steps or _NO_DECAY_STEPS,
-        lr_decay_style=cfg.decay,
-        start_wd=cfg.weight_decay,
-        end_wd=cfg.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )
+class Schedule(OptimizerParamScheduler):
+    """Megatron's, with the learning rates of `cfg`: the same function for every trainer."""
+
+    def __init__(self, cfg: OptimizerConfig, optimizer: ChainedOptimizer) -> None:
+        self._cfg = cfg
+        super().__init__(
+            optimizer,
+            init_lr=0.0,
+            max_lr=cfg.lr,
+            min_lr=0.0,
+            lr_warmup_steps=0,
+            lr_decay_steps=1,
+            lr_decay_style="constant",
+            start_wd=cfg.weight_decay,
+            end_wd=cfg.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """Of update `num_steps`, from 1; before the first one, what a warm-up starts from."""
+        return self._cfg.learning_rate(self.num_steps)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mrl.observe.files import BY_STEP
 
-_SAMPLES = re.compile(r"(validation_|validation_ema_)?step_(\d+)\.jsonl")
+_SAMPLES = re.compile(r"(?:validation_|validation_ema_)?step_(\d+)\.jsonl")
 
 
 def rewind(run_dir: Path, step: int) -> str:
@@ -44,12 +44,9 @@ def _cut(file: Path, step: int) -> int:
 
 
 def _is_late(name: str, step: int) -> bool:
-    """step_K holds the samples from which step K + 1 learns; validation_step_K is made after K steps."""
+    """step_K holds the samples that step K learns from; validation_step_K is made after K steps."""
     match = _SAMPLES.fullmatch(name)
-    if match is None:
-        return False
-    number = int(match[2])
-    return step == 0 or number > step or (number == step and match[1] is None)
+    return match is not None and (step == 0 or int(match[1]) > step)
 
 
 def _count(number: int, noun: str) -> str:

@@ -13,9 +13,11 @@ from mrl.algo import own
 from mrl.config.schema import AlgorithmConfig, Config, PreferenceDataConfig, SFTDataConfig, SourceConfig
 from mrl.config.tokenizer_files import TOKENIZER
 from mrl.data import DataError, TokenizerError, load_eyes, load_tokenizer
+from mrl.data.columns import unused_notes
 from mrl.data.encoder import Encoder
+from mrl.data.first_rows import check_first
 from mrl.data.preference_rows import PreferenceReader
-from mrl.data.rows import Reader, Row, RowCheck, RowReader, check_first
+from mrl.data.rows import Reader, Row, RowCheck, RowReader
 from mrl.data.sft_rows import SFTReader
 from mrl.data.sources import open_rows, root_of
 from mrl.data.turns import Turns
@@ -69,10 +71,13 @@ def look_at_data(cfg: Config) -> Iterator[Finding]:
     for source, reader in _sources(cfg):
         try:
             eyes = load_eyes(cfg.model.path, reader.cfg) if cfg.sees_pictures else None
-            check_first(source, reader, see=None if eyes is None else partial(eyes.grids, root=root_of(source)))
+            see = None if eyes is None else partial(eyes.grids, root=root_of(source))
+            idle = check_first(source, reader, see=see)
         except DataError as error:
             yield Finding("data", "problem", str(error))
         else:
+            for note in unused_notes(f"first rows of {source.path}", idle):
+                yield Finding("data", "warning", note)
             good.append((source, reader))
     if good:
         yield Finding("data", "ok", f"first rows of {', '.join(source.path for source, _ in good)}")
@@ -95,6 +100,8 @@ def look_at_data(cfg: Config) -> Iterator[Finding]:
     except (DataError, TokenizerError) as error:
         yield Finding("tokenizer", "problem", str(error))
         return
+    for note in tokenizer.turn_notes() if dressed else ():
+        yield Finding("tokenizer", "warning", note)
     through = ", ".join(source.path for source, _ in dressed)
     said = f"; first rows of {through} go through its chat template" if through else ""
     yield Finding("tokenizer", "ok", f"{cfg.model.path} loads{said}")

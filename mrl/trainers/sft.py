@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mrl import failure
-from mrl.config.schema import SFTConfig, Sources
+from mrl.config.schema import SFTConfig
 from mrl.core import Rollout
-from mrl.data import SFTDataset, load_tokenizer, sft_notes
+from mrl.data import SFTDataset
+from mrl.data.opened import open_sft
 from mrl.data.packs import Packs
 from mrl.data.wrapped import Wrapped
 from mrl.learner import Loss, losses
@@ -90,63 +90,14 @@ def step_loss(cfg: SFTConfig, batch: Rollout) -> Loss:
 def open_sft_run(cfg: SFTConfig) -> Iterator[SFTRun]:
     """Builds the run on every rank; closes files and process group on any exit."""
     with failure.noted():
-        data = read_data(cfg, cfg.data.train)
-        held_out = read_data(cfg, cfg.data.validation) if cfg.data.validation is not None else None
-        packed = make_packed(cfg, data)
-        cfg = with_steps(cfg, len(data if packed is None else packed))
-        if isinstance(packed, Wrapped):
-            packed.require(cfg.run.steps * cfg.batch.samples_per_step)
+        rows, cfg = open_sft(cfg)
     with started(cfg) as start:
         actor = build_learner(cfg, start.world, "policy", None, cfg.actor)
         best = Best.of(cfg)
-        for line in data_lines(data, held_out):
+        for line in rows.notes():
             start.recorder.note(line)
-        if packed is not None:
-            start.recorder.note(packed.note())
-        begun = start.begin(actor, best=best)
-        run = SFTRun(**vars(begun), best=best, data=data, packed=packed, held_out=held_out)
+        begun = start.begin(actor, best=best, ends=rows.train.ends)
+        run = SFTRun(**vars(begun), best=best, data=rows.train, packed=rows.packed, held_out=rows.held_out)
         run.resume()
         start.is_set_up()
         yield run
-
-
-def read_data(cfg: SFTConfig, sources: Sources) -> SFTDataset:
-    """Raises DataError, or TokenizerError, for what cannot be used."""
-    return SFTDataset(
-        sources, cfg.imitated(), load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
-    )
-
-
-def make_packed(cfg: SFTConfig, data: SFTDataset) -> Packs | Wrapped | None:
-    """What a step's rows are made of; None: they are those of the data. Raises DataError."""
-    if not cfg.is_packed:
-        return None
-    return (Wrapped if cfg.is_wrapped else Packs)(data, cfg.packing, cfg.run.seed)
-
-
-def data_lines(data: SFTDataset, held_out: SFTDataset | None) -> Iterator[str]:
-    """What was corrected, left out or cut, a line each."""
-    yield from data.tokenizer.notes
-    if data.cfg.chat_template and data.cfg.form == "answers":
-        yield from data.tokenizer.turn_notes()
-    yield from sft_notes("data.train", data)
-    if held_out is not None:
-        yield from sft_notes("data.validation", held_out)
-
-
-def with_steps(cfg: SFTConfig, rows: int) -> SFTConfig:
-    """The configuration with `run.steps`, and the steps of a decay that has none of its own, in place of
-    `batch.epochs`; the last step may begin a further epoch."""
-    if cfg.batch.epochs is None:
-        return cfg
-    steps = max(1, math.ceil(rows * cfg.batch.epochs / cfg.batch.samples_per_step))
-    optimizer = cfg.actor.optimizer
-    if optimizer.decay != "constant" and optimizer.decay_steps is None:
-        optimizer = optimizer.model_copy(update={"decay_steps": max(steps, optimizer.warmup_steps + 1)})
-    return cfg.model_copy(
-        update={
-            "run": cfg.run.model_copy(update={"steps": steps}),
-            "batch": cfg.batch.model_copy(update={"epochs": None}),
-            "actor": cfg.actor.model_copy(update={"optimizer": optimizer}),
-        }
-    )

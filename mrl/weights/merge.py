@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from mrl.families.peft import PREFIX
 from mrl.families.table import HF_OUTPUT, HF_VALUE_HEAD, VALUE_HEAD, weight_table
 from mrl.weights.disk.adapter_files import CONFIG, WEIGHTS, Found, read_config
 from mrl.weights.disk.base_digest import joined, tensor_digest
-from mrl.weights.disk.model_files import copy_model_files
+from mrl.weights.disk.model_files import CHAT_TEMPLATE, GENERATION, copy_model_files
 from mrl.weights.disk.safetensors_io import HFCheckpoint
 from mrl.weights.errors import WeightError
 from mrl.weights.meta import TensorMeta
@@ -111,6 +112,9 @@ def merge(
         try:
             _write(checkpoint, file, metas, max_file_bytes, staging.directory, result, base)
             copy_model_files(base, staging.directory, metas[0].dtype, arch, "critic" if file.whole else "policy")
+            for name in (CHAT_TEMPLATE, GENERATION):  # by which the adapters were trained
+                if (adapter / name).is_file():
+                    shutil.copyfile(adapter / name, staging.directory / name)
             if describe is not None:
                 describe(staging.directory, result)
             staging.commit()
@@ -128,7 +132,8 @@ def read_adapter(directory: Path) -> AdapterFile:
         raise WeightError(f"{file} cannot be read: {error}") from error
     layers: dict[str, dict[str, Tensor]] = {}
     whole: dict[str, Tensor] = {}
-    unknown = []
+    unknown: list[str] = []
+    carried: list[str] = []
     for name, tensor in tensors.items():
         own = name.removeprefix(PREFIX)
         ending = next((end for end in _PARTS if own.endswith(f".{end}")), None)
@@ -136,8 +141,16 @@ def read_adapter(directory: Path) -> AdapterFile:
             layers.setdefault(own.removesuffix(f".{ending}"), {})[_PARTS[ending]] = tensor
         elif own == HF_VALUE_HEAD:
             whole[own] = tensor
+        elif own.endswith((".weight", ".bias")) or ".lora_embedding_" in own:
+            carried.append(own)
         else:
             unknown.append(name)
+    if carried:
+        raise WeightError(
+            f"{file}: holds more than adapters of linear layers: {', '.join(carried[:4])}. PEFT saves such weights for "
+            "embeddings that were resized or adapted (save_embedding_layers) and for modules_to_save. mrl would drop "
+            "them: merge with PEFT's merge_and_unload"
+        )
     wanted = {"A", "B"} | ({"magnitude"} if found.dora else set())
     unknown += [layer for layer, parts in layers.items() if parts.keys() != wanted]
     if unknown or not layers:

@@ -8,10 +8,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mrl.config.checks.base import Archs
+from mrl.config.checks.base import Archs, changed
 from mrl.config.json_rows import BOM, as_row, parse_row
 from mrl.config.problems import Problem, no_file, reason
-from mrl.config.sections.data import PreferenceDataConfig, SourceConfig
+from mrl.config.sections.data import DataConfig, PreferenceDataConfig, SourceConfig
 from mrl.config.trainers.base import AnyConfig, Config, DataUse
 from mrl.families import ModelArch
 from mrl.foreign import read_json
@@ -32,6 +32,7 @@ def check_sources(cfg: AnyConfig) -> Iterator[Problem]:
     for key, use in cfg.data_uses().items():
         data = use.cfg
         yield from _sources(key, "train", data.train, use)
+        yield from _told(key, data)
         yield from _weights(f"{key}.train", data.train)
         if data.validation is not None and use.uses_validation:
             yield from _sources(key, "validation", data.validation, use)
@@ -59,6 +60,16 @@ def _sources(section: str, name: str, sources: tuple[SourceConfig, ...], use: Da
         else:
             if columns is not None:
                 yield from _columns(section, key, source, columns, use)
+
+
+def _told(section: str, data: DataConfig) -> Iterator[Problem]:
+    """Columns of the chat template are named in vain where there is none; null says that they are meant for others."""
+    if data.chat_template:
+        return
+    for name in changed(data, "system_key", "tools_key", "chat_template_kwargs_key"):
+        if dict(data)[name] is not None:
+            message = "has no effect: no chat template is told anything"
+            yield Problem((f"{section}.{name}", f"{section}.chat_template"), message)
 
 
 def unreadable(source: SourceConfig) -> str | None:

@@ -111,20 +111,26 @@ def check_optimizers(cfg: Config) -> Iterator[Problem]:
     """Settings of the optimizers that contradict each other or have no effect."""
     for name, use in cfg.models().items():
         if use.train is not None:
-            yield from check_optimizer(f"{name}.optimizer", use.train.optimizer, cfg.steps_follow_data())
+            yield from check_optimizer(f"{name}.optimizer", use.train.optimizer, cfg.least_updates(name))
 
 
-def check_optimizer(key: str, opt: OptimizerConfig, steps_follow_data: bool = False) -> Iterator[Problem]:
-    """Of one model, whose optimizer is under `key`."""
+def check_optimizer(key: str, opt: OptimizerConfig, updates: int | None) -> Iterator[Problem]:
+    """Of one model, whose optimizer is under `key`. updates: that the run makes at least; None: only the data tells"""
     decay = f"{key}.decay"
     if opt.decay == "constant":
         yield from inert(opt, key, ["decay_steps", "min_lr"], "the learning rate is constant", decay)
     elif opt.decay_steps is None:
-        if not steps_follow_data:
+        if updates is not None:
             yield Problem((f"{key}.decay_steps", decay), f"required by {opt.decay} decay")
     elif opt.warmup_steps >= opt.decay_steps:
         message = f"{opt.warmup_steps} warm-up updates leave none of the {opt.decay_steps} for the decay"
         yield Problem((f"{key}.warmup_steps", f"{key}.decay_steps"), message)
+    elif updates is not None and updates > opt.decay_steps and not opt.min_lr and "min_lr" not in opt.model_fields_set:
+        message = (
+            f"{opt.decay_steps} of {updates} updates: the others would have a learning rate of 0 and learn nothing; "
+            "decay over all of them, or say min_lr (0.0 if that is meant)"
+        )
+        yield Problem((f"{key}.decay_steps", f"{key}.min_lr"), message)
     if opt.min_lr > opt.lr:
         yield Problem((f"{key}.min_lr", f"{key}.lr"), f"{opt.min_lr} is above the learning rate {opt.lr}")
     for name, beta in (("beta1", opt.beta1), ("beta2", opt.beta2)):

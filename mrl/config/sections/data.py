@@ -51,6 +51,9 @@ class DataConfig(Section):
     `prompt_key` holds text, or with `chat_template` also a list of chat messages (text is then one user message). A key
     with dots that a row lacks reaches into it: `reward_model.ground_truth`.
 
+    With `chat_template` a row may also have a system message, tools and further variables of the template: every
+    trainer reads them alike. Without, such columns are left alone, and named at the start.
+
     With `chat_template` the names of control tokens in a row ("<|im_start|>") are text to the model; without, a row is
     the whole prompt, and they are the tokens.
     """
@@ -59,6 +62,10 @@ class DataConfig(Section):
     validation: Sources | None = None  # held-out rows; null: no validation
     prompt_key: str = "prompt"  # where a row has its prompt
     answer_key: str = "answer"  # where a row has what the reward, or sft, takes as the answer
+    system_key: str | None = "system"  # where a row has the system's message of its conversation; null: nowhere
+    tools_key: str | None = "tools"  # where a row has the tools that the chat template is told of; null: nowhere
+    # where a row has further variables of the chat template, such as enable_thinking; null: nowhere
+    chat_template_kwargs_key: str | None = "chat_template_kwargs"
     # where a row says its kind, by which reward.functions and reward.recipe choose
     data_source_key: str = "data_source"
     chat_template: bool = False  # put prompts into the tokenizer's chat template
@@ -90,9 +97,6 @@ class PreferenceDataConfig(DataConfig):
     completion_key: str = "completion"  # the only response
     label_key: str = "label"  # whether that is a good one: true or false
     margin_key: str = "margin"  # a number: by how much the chosen response is to lead
-    system_key: str | None = "system"  # the system's message of a conversation; null: such a key says nothing
-    tools_key: str | None = "tools"  # what the chat template is told of tools; null: such a key says nothing
-    chat_template_kwargs_key: str | None = "chat_template_kwargs"  # what else it is told; null: such a key says nothing
     max_tokens: PositiveInt = 2048  # tokens of prompt and response; longer responses are cut at their end
 
     def needed(self, form: Form, columns: Container[str], margins: bool) -> dict[str, str]:
@@ -148,8 +152,6 @@ class SFTDataConfig(DataConfig):
     # what is learnt besides the answer, or the assistant's turns: nothing, or (false) everything but the first token
     completion_only: bool = True
     train_on: Literal["all", "last"] = "all"  # which of the assistant's turns
-    tools_key: str | None = "tools"  # what the chat template is told of tools; null: such a key says nothing
-    chat_template_kwargs_key: str | None = "chat_template_kwargs"  # what else it is told; null: such a key says nothing
     max_tokens: PositiveInt | None = None  # tokens of a whole row; longer ones are cut at their end; null: none are
 
     def needed_keys(self) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -40,18 +41,34 @@ class ParallelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW with decoupled weight decay; linear warm-up from 0 over `warmup_steps` updates, then `decay`."""
+    """AdamW with decoupled weight decay; linear warm-up from 0 over `warmup_steps` updates, then `decay`.
+
+    The decay is that of transformers, TRL and Megatron: the first update after the warm-up has `lr`, and `min_lr` is
+    reached after the last of `decay_steps`, so that this one still learns. Their warm-up starts at 0, so that their
+    first update learns nothing; here update k of the warm-up has lr * k / warmup_steps.
+    """
 
     lr: NonNegativeFloat = 1e-6  # the highest learning rate, after warm-up
     warmup_steps: NonNegativeInt = 0  # updates from 0 up to `lr`
     decay: Literal["constant", "linear", "cosine"] = "constant"  # from `lr` down to `min_lr`
-    decay_steps: PositiveInt | None = None  # updates until `min_lr`, warm-up included
-    min_lr: NonNegativeFloat = 0.0  # learning rate from `decay_steps` on
+    # updates before `min_lr` is reached, warm-up included; as many as the run makes, unless min_lr is given
+    decay_steps: PositiveInt | None = None
+    min_lr: NonNegativeFloat = 0.0  # learning rate of updates after `decay_steps`
     beta1: Fraction = 0.9  # decay of Adam's mean of gradients
     beta2: Fraction = 0.95  # decay of Adam's mean of squared gradients
     eps: PositiveFloat = 1e-8  # added to Adam's denominator
     weight_decay: NonNegativeFloat = 0.0  # lr * this * weight is taken off at every update
     clip_grad: PositiveFloat = 1.0  # longest gradient (norm over all weights); longer ones are scaled down to it
+
+    def learning_rate(self, update: int) -> float:
+        """Of update `update`, from 1 (0: where a warm-up begins): linear warm-up, then the decay towards `min_lr`."""
+        if self.warmup_steps and update <= self.warmup_steps:
+            return self.lr * update / self.warmup_steps
+        if self.decay == "constant" or self.decay_steps is None:
+            return self.lr
+        share = min(1.0, max(0, update - 1 - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
+        left = 1 - share if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * share))
+        return self.min_lr + (self.lr - self.min_lr) * left
 
 
 class TrainConfig(Section):

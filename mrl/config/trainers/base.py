@@ -198,6 +198,10 @@ class AnyConfig(Section):
         """Whether its loop says what must be on the device when, so that `offload` has an effect."""
         return False
 
+    def least_updates(self, name: str) -> int | None:
+        """How many updates of the model under `name` the whole run makes at least; None: only the data tells."""
+        return None if self.steps_follow_data() else self.run.steps
+
     def steps_follow_data(self) -> bool:
         """Whether the number of steps is known only when the data has been read."""
         return False

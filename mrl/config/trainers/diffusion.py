@@ -84,6 +84,9 @@ class DDPOConfig(DiffusionConfig):
     def images_per_update(self) -> int:
         return self.batch.images_per_update or self.images_per_step
 
+    def least_updates(self, name: str) -> int:
+        return self.run.steps * self.batch.inner_epochs * (self.images_per_step // self.images_per_update)
+
     @property
     def is_sampling(self) -> bool:
         return True
@@ -210,7 +213,7 @@ def _sampler(cfg: DDPOConfig, name: str, config: dict, scheduler: str, settings:
 def _common(cfg: DiffusionConfig, machine: Machine) -> Iterator[Problem]:
     if machine.planned:  # otherwise all its files are looked at
         yield from check_shapes(cfg)
-    yield from check_optimizer("actor.optimizer", cfg.actor.optimizer)
+    yield from check_optimizer("actor.optimizer", cfg.actor.optimizer, cfg.least_updates("actor"))
     if cfg.actor.lora is not None and cfg.model.from_scratch:
         yield Problem(("actor.lora", "model.from_scratch"), "adapters of random weights, which nobody keeps")
 

@@ -109,8 +109,12 @@ class RLConfig(Config):
             replays=self.actor.routing_replay,
         )
 
+    def least_updates(self, name: str) -> int:
+        waits = self.critic.warmup_steps if self.critic is not None and name == "actor" else 0
+        return (self.run.steps - waits) * updates_per_step(self)
+
     def data_uses(self) -> dict[str, DataUse]:
-        found = {"data": DataUse(self.data, self.batch.prompts_per_step, is_sampled=True)}
+        found = {"data": DataUse(self.data, prompts_per_round(self), is_sampled=True)}
         if self.ptx is not None:
             found["ptx.data"] = DataUse(self.ptx.data, most_updates_per_step(self) * self.ptx.samples_per_update)
         return found

@@ -50,7 +50,7 @@ class SFTConfig(Config):
         return StepSize(learnt=rows, minibatch=rows, prompt_tokens=1, response_tokens=length - 1)
 
     def data_uses(self) -> dict[str, DataUse]:
-        return {"data": DataUse(self.data, self.batch.samples_per_step, is_evaluated=True)}
+        return {"data": DataUse(self.imitated(), self.batch.samples_per_step, is_evaluated=True)}
 
     def steps_follow_data(self) -> bool:
         return self.batch.epochs is not None
@@ -90,9 +90,6 @@ def _rows(cfg: SFTConfig) -> Iterator[Problem]:
         yield from inert(data, "data", ["max_prompt_tokens", "truncation"], because, form)
     if data.form == "messages" and not data.chat_template:
         yield Problem(("data.chat_template", form), "conversations need the chat template: set it to true")
-    if not data.chat_template or data.form == "text":
-        names = ["tools_key", "chat_template_kwargs_key"]
-        yield from inert(data, "data", names, "no chat template is told anything", "data.chat_template")
     if data.form == "text":
         because = "a text has no turns, and is learnt as a whole"
         yield from inert(data, "data", ["chat_template", "completion_only"], because, form)

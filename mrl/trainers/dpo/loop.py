@@ -196,7 +196,7 @@ def open_run(cfg: DPOConfig) -> Iterator[DPORun]:
         live, shift = live_reference(cfg, start, actor), Shift()
         parts = {"actor": actor} | ({"ref": live} if isinstance(live, RefreshedReference) else {})
         best = Best.of(cfg)
-        begun = start.begin(actor, parts=parts, states={"shift": shift}, best=best)
+        begun = start.begin(actor, parts=parts, states={"shift": shift}, best=best, ends=data.ends)
         begun.speed.watch(live)
         run = DPORun(
             **vars(begun),

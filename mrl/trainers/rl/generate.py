@@ -94,7 +94,7 @@ class Generator:
 
     def write(self, drawn: Drawn) -> Sampled:
         """Writes the samples of a step down, and what the engines had to do for them; gives its rollout and metrics."""
-        self._write_down(drawn.rows, f"step_{drawn.rollout.step}")
+        self._write_down(drawn.rows, f"step_{drawn.rollout.step + 1}")
         file, on_error = self.run_dir / ENGINES, self.cfg.checkpoint.on_error
         write_down("the engines' loads", lambda: append_jsonl(file, drawn.loads), on_error, self.note)
         return drawn.rollout, drawn.metrics

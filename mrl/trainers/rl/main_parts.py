@@ -13,7 +13,8 @@ from mrl.config import placement
 from mrl.config.derived import Machine
 from mrl.config.schema import AgentConfig, RLConfig
 from mrl.config.trainers.rl import counts_turns, most_tokens
-from mrl.data import PromptDataset, Tokenizer, load_eyes, load_tokenizer, messages_of
+from mrl.data import Tokenizer, conversation, told
+from mrl.data.opened import open_prompts
 from mrl.observe import Recorder, SilentRecorder
 from mrl.reward.check import row_check
 from mrl.reward.manager import RewardManager
@@ -128,7 +129,7 @@ def is_exact(cfg: RLConfig) -> bool:
 
 
 def make_agents(cfg: RLConfig, agent: AgentConfig, tokenizer: Tokenizer) -> Agents:
-    prompt_key = cfg.data.prompt_key
+    data = cfg.data
     stops = (*cfg.rollout.sampling.stop_token_ids, tokenizer.eos_id)
     by_turn = counts_turns(cfg)
     return Agents(
@@ -137,7 +138,7 @@ def make_agents(cfg: RLConfig, agent: AgentConfig, tokenizer: Tokenizer) -> Agen
         stops,
         cfg.data.chat_template,
         by_turn,
-        lambda prompt: messages_of(prompt.row[prompt_key]),
+        lambda prompt: (conversation(prompt.row[data.prompt_key], prompt.row, data), told(prompt.row, data)),
         longest_wait(cfg),
     )
 
@@ -171,13 +172,6 @@ def this_machine() -> Machine:
 def make_generator(
     cfg: RLConfig, run_dir: Path, engine: Engine, rewards: RewardManager, recorder: Recorder | SilentRecorder
 ) -> Generator:
-    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
-    check = row_check(cfg.reward, cfg.data)
-    eyes = load_eyes(cfg.model.path, cfg.data)
-    train = PromptDataset(cfg.data.train, cfg.data, tokenizer, check=check, eyes=eyes)
-    held_out = cfg.data.validation
-    validation = None
-    if held_out:
-        before = sum(len(source.rows) for source in train.sources)
-        validation = PromptDataset(held_out, cfg.data, tokenizer, check=check, eyes=eyes, rows_before=before)
-    return Generator(cfg, run_dir, engine, rewards, recorder.note, tokenizer, train, validation)
+    sets = open_prompts(cfg, row_check(cfg.reward, cfg.data))
+    train = sets["data.train"]
+    return Generator(cfg, run_dir, engine, rewards, recorder.note, train.tokenizer, train, sets.get("data.validation"))

@@ -297,7 +297,9 @@ def build_run(
     is_kept = cfg.replay is not None or cfg.rollout.is_behind
     engines = Engines(setup.world, RELEASED_PARTS[cfg.rollout.release], main.engine)
     order = MemoryOrder(ORDER, models.learners, engines)
-    base = setup.begin(models.actor, models.saved, states, keeps if is_kept else None, order)
+    generator, stops = main.generator, cfg.rollout.sampling.stop_token_ids
+    ends = (*stops, generator.tokenizer.eos_id) if generator is not None else ()
+    base = setup.begin(models.actor, models.saved, states, keeps if is_kept else None, order, ends=ends)
     base.speed.watch(models.critic, models.ref)
     return RLRun(
         **vars(base),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -117,13 +117,14 @@ class Saving:
         kept: Kept | None = None,
         best: Best | None = None,
         exports: Exporting | None = None,
+        ends: Collection[int] = (),
     ) -> None:
         self._cfg, self._phase, self._recorder, self._run_dir = cfg, phase, phase.recorder, phase.run_dir
         self._parts, self._updates, self._kept, self._best = parts, updates, kept, best
         self._states = {**states, **({"best": best} if best is not None else {})}
         self._saver = Saver(self._run_dir, cfg.checkpoint, self._note_written)
         self._config = self._from_main("reading what the run is made of", lambda: resume.snapshot(cfg))
-        self._exports = exports or self._of_actor()
+        self._exports = exports or self._of_actor(ends)
         self._since_row = StepStats(0)
         self._step = 0  # steps that the learners have made
         self._best_saved: int | None = None  # the best one's steps when the last save began
@@ -255,10 +256,10 @@ class Saving:
         if self._phase.world.is_main and checkpoint.best_of(path) == path:
             self._recorder.write_down("checkpoints/best", lambda: checkpoint.name_best(self._run_dir, step))
 
-    def _of_actor(self) -> Exports:
+    def _of_actor(self, ends: Collection[int]) -> Exports:
         cfg, actor = self._cfg, self._parts["actor"]
         assert isinstance(cfg, Config) and isinstance(actor, Learner)
-        return Exports(cfg, self._phase, self._config, actor)
+        return Exports(cfg, self._phase, self._config, actor, ends)
 
     def _newest(self) -> int:
         path = self._from_main("looking for a checkpoint", lambda: checkpoint.latest(self._run_dir))

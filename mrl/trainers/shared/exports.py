@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,22 @@ from mrl.learner import Learner
 from mrl.parallel import gather, rank, world_size
 from mrl.trainers.shared.phases import Phases
 from mrl.weights.disk.digest import file_digests
+from mrl.weights.disk.model_files import CHAT_TEMPLATE, name_ends
 from mrl.weights.model.export import Describe, save_hf
 from mrl.weights.model.save_adapter import save_adapter
-
-CHAT_TEMPLATE = "chat_template.jinja"  # before which what tokenizer_config.json says has no effect
 
 
 class Exports:
     """Of one run. All methods are collective; step: that the weights are of.
 
-    config: what a checkpoint keeps of the configuration
+    config: what a checkpoint keeps of the configuration; ends: tokens that the actor learns to stop with, on rank 0
     """
 
-    def __init__(self, cfg: Config, phase: Phases, config: Mapping[str, Any], actor: Learner) -> None:
+    def __init__(
+        self, cfg: Config, phase: Phases, config: Mapping[str, Any], actor: Learner, ends: Collection[int] = ()
+    ) -> None:
         self._model, self._phase, self._config, self._actor = cfg.model.path, phase, config, actor
-        self._template = cfg.model.chat_template
+        self._template, self._eos, self._ends = cfg.model.chat_template, cfg.model.eos_token, ends
 
     def of_step(self, step: int) -> None:
         """What is trained of the actor: RUN_DIR/adapter_step_N if it has adapters, else hf_step_N."""
@@ -65,6 +66,7 @@ class Exports:
         def describe(export: Path, digests: dict[str, str]) -> None:
             if self._template is not None:
                 shutil.copyfile(self._template, export / CHAT_TEMPLATE)
+            name_ends(export, Path(self._model), self._ends, self._eos)
             if note := card_of(origin, export, target, digests, base):
                 self._phase.recorder.note(note)
 

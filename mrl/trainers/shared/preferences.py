@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mrl.config.schema import PreferencesConfig
-from mrl.data import PreferenceDataset, load_eyes, load_tokenizer, preference_notes
+from mrl.data import PreferenceDataset, preference_notes
+from mrl.data.opened import open_preferences
 from mrl.data.picture_store import PictureStore
 from mrl.observe import Recorder, SilentRecorder
 
@@ -13,24 +14,11 @@ def read_preferences(
 ) -> tuple[PreferenceDataset, PreferenceDataset | None]:
     """(what is learnt from, what is held out); notes say what was corrected, left out or cut. Raises DataError, or
     TokenizerError, for what cannot be used."""
-    use, tokenizer = (
-        cfg.data_uses()["data"],
-        load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template),
-    )
-    assert use.preferences is not None
-    eyes, rows = load_eyes(cfg.model.path, cfg.data), 0
-    found: list[PreferenceDataset | None] = []
-    for key, sources in (("data.train", cfg.data.train), ("data.validation", cfg.data.validation)):
-        data = None
-        if sources is not None:
-            data = PreferenceDataset(sources, cfg.data, tokenizer, use.preferences, use.margins, use.cuts, eyes, rows)
-            rows += sum(len(source.rows) for source in data.sources)
-            for line in preference_notes(key, data):
-                recorder.note(line)
-        found.append(data)
-    train, held_out = found
-    assert train is not None
-    return train, held_out
+    found = open_preferences(cfg)
+    for key, data in found.items():
+        for line in preference_notes(key, data):
+            recorder.note(line)
+    return found["data.train"], found.get("data.validation")
 
 
 def pictures_of(train: PreferenceDataset, held_out: PreferenceDataset | None) -> PictureStore | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,6 +127,7 @@ class Start:
         kept: Kept | None = None,
         memory: MemoryOrder | None = None,
         best: Best | None = None,
+        ends: Collection[int] = (),
     ) -> Run:
         """What every run of a language model has, at step 0. Collective.
 
@@ -135,12 +136,13 @@ class Start:
         kept: what rank 0 alone keeps
         memory: whose memory is needed in which phase; None: everything stays where it is
         best: what validations say of the run, part of its state
+        ends: tokens that the actor learns to stop with; rank 0's count
         """
         memory = memory or MemoryOrder()
         cfg, run_dir, recorder = self.cfg, self.run_dir, self.recorder
         assert isinstance(cfg, Config)
         phase, updates = self.watch(actor.mesh.pp_rank, memory)
-        saving = Saving(cfg, phase, parts or {"actor": actor}, updates, states or {}, kept, best)
+        saving = Saving(cfg, phase, parts or {"actor": actor}, updates, states or {}, kept, best, ends=ends)
         self.stack.callback(saving.close)
         speed = Speed(world_size(), planned(cfg, run_dir, recorder) if self.world.is_main else None)
         speed.watch(actor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from mrl.families import (
 from mrl.families.table import Role
 from mrl.foreign import TEMPLATES, read_json
 
+CHAT_TEMPLATE = "chat_template.jinja"  # before which what tokenizer_config.json says has no effect
+GENERATION = "generation_config.json"
 _KEPT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", TEMPLATES)
 
 
@@ -52,6 +55,28 @@ def copy_model_files(source: Path, target: Path, dtype: torch.dtype, arch: Model
         config |= _classifier(config, arch)
         _pad(target, config)
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def name_ends(directory: Path, base: Path, ends: Collection[int], eos_token: str | None) -> None:
+    """Writes what a model has learnt to stop with beside its weights, or its adapters.
+
+    Args:
+        base: the model that it is made of, whose own ends stay.
+        ends: ids that generation_config.json then has among its eos_token_id.
+        eos_token: that the tokenizer's settings then name, where they lie in `directory`; None: they stay.
+    """
+    if eos_token is not None:
+        _name_token(directory, "eos_token", eos_token)
+    try:
+        said = read_json(base / GENERATION)
+    except FileNotFoundError:
+        config = read_hf_config(base)
+        said = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    own = said.get("eos_token_id")
+    known = [] if own is None else own if isinstance(own, list) else [own]
+    if new := sorted({*ends} - {*known}):
+        said["eos_token_id"] = [*known, *new]
+        (directory / GENERATION).write_text(json.dumps(said, indent=2) + "\n")
 
 
 def role_of(source: Path) -> Role:
@@ -86,17 +111,17 @@ def _pad(directory: Path, config: dict[str, Any]) -> None:
         if role in tokens and tokens[role][1] not in ends:
             config["pad_token_id"] = tokens[role][1]
             if role != "pad":
-                _name_pad(directory, tokens[role][0])
+                _name_token(directory, "pad_token", tokens[role][0])
             return
     config["pad_token_id"] = next(number for number in range(len(ends) + 1) if number not in ends)
 
 
-def _name_pad(directory: Path, token: str) -> None:
+def _name_token(directory: Path, key: str, token: str) -> None:
     for name in (SETTINGS, SPECIAL):
         file = directory / name
         if file.is_file():
             content = read_json(file)
-            content["pad_token"] = token
+            content[key] = token
             file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -1,0 +1,110 @@
+"""What the columns of a row mean. Every trainer reads them here, so that a row gives the same prompt to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mrl import strict_json
+from mrl.config.schema import DataConfig, PreferenceDataConfig, SFTDataConfig
+from mrl.data.image_prompts import with_places
+from mrl.data.rows import Row, reached
+from mrl.data.tokenizer import CLOCK
+
+GIVEN_BY_US = {
+    "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "continue_final_message", CLOCK
+}  # fmt: skip
+WEIGHT = "weight"  # of a message, and the usual name of a row's
+
+
+def conversation(value: Any, row: Row, cfg: DataConfig, pictures: int | None = None) -> list[Row]:
+    """Messages of a row, from text or messages: its system message first, its pictures in their places.
+
+    Args:
+        value: the prompt, or a whole conversation.
+        pictures: how many the row has; None for a model that sees none.
+
+    Raises:
+        ValueError: for a second system message, or other places for pictures than there are pictures.
+    """
+    messages = messages_of(value)
+    text = row.get(cfg.system_key) if cfg.system_key is not None else None
+    if text is not None and text != "":
+        other = "name another column as data.system_key (null: none)"
+        if not isinstance(text, str):
+            raise ValueError(f"{cfg.system_key!r} must be text, not {type(text).__name__}: {other}")
+        if messages and messages[0].get("role") == "system":
+            raise ValueError(f"{cfg.system_key!r} is a system message, and the prompt begins with another: {other}")
+        messages = [{"role": "system", "content": text}, *messages]
+    return with_places(messages, pictures)
+
+
+def told(row: Row, cfg: DataConfig) -> Row:
+    """What the chat template is told besides the messages: `tools`, and the row's own variables.
+
+    Raises:
+        ValueError: for what it cannot be told.
+    """
+    tools = row.get(cfg.tools_key) if cfg.tools_key is not None else None
+    more = row.get(cfg.chat_template_kwargs_key) if cfg.chat_template_kwargs_key is not None else None
+    other = "name another column as data.{} (null: none)"
+    if isinstance(tools, str):
+        try:
+            tools = strict_json.loads(tools) if tools else None
+        except ValueError as error:
+            problem = f"{cfg.tools_key!r} is text that is no JSON ({error})"
+            raise ValueError(f"{problem}: {other.format('tools_key')}") from None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(f"{cfg.tools_key!r} must be a list of objects, or JSON of one: {other.format('tools_key')}")
+    if more is not None and not isinstance(more, dict):
+        kind = type(more).__name__
+        raise ValueError(
+            f"{cfg.chat_template_kwargs_key!r} must be an object, not {kind}: "
+            + other.format("chat_template_kwargs_key")
+        )
+    if more and (own := sorted(GIVEN_BY_US & more.keys())):
+        raise ValueError(f"{cfg.chat_template_kwargs_key!r} has {', '.join(own)}, which mrl says itself")
+    return ({"tools": without_nulls(tools)} if tools else {}) | {k: v for k, v in (more or {}).items() if v is not None}
+
+
+def unused(row: Row, cfg: DataConfig, sees_pictures: bool, margins: bool = False) -> Iterator[tuple[str, str]]:
+    """Yields (column, why) for each column that has a meaning to mrl, and a value here, but no effect in this run."""
+    weighs, is_text = isinstance(cfg, SFTDataConfig), isinstance(cfg, SFTDataConfig) and cfg.form == "text"
+    if not cfg.chat_template or is_text:
+        why = "a text goes through no chat template" if is_text else "data.chat_template is false"
+        for key in (cfg.system_key, cfg.tools_key, cfg.chat_template_kwargs_key):
+            if key is not None and row.get(key):
+                yield key, why
+    if not sees_pictures and reached(row, cfg.images_key):
+        yield cfg.images_key, "no pictures are seen by this model with this trainer"
+    if row.get(WEIGHT) is not None and not (isinstance(cfg, SFTDataConfig) and cfg.weight_key is not None):
+        yield WEIGHT, f"data.weight_key: {WEIGHT} would use it" if weighs else "only trainer: sft weighs rows"
+    if not weighs and _weighs_messages(row.get(cfg.prompt_key)):
+        yield f"{cfg.prompt_key}[].{WEIGHT}", "only trainer: sft weighs messages"
+    if isinstance(cfg, PreferenceDataConfig) and not margins and row.get(cfg.margin_key) is not None:
+        yield cfg.margin_key, "the loss of this run has no margin"
+
+
+def _weighs_messages(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(each, dict) and each.get(WEIGHT) is not None for each in value)
+
+
+def unused_notes(place: str, counts: dict[tuple[str, str], int]) -> Iterator[str]:
+    """One sentence a column. place: which rows; counts: how many, by what `unused` yields."""
+    for (column, why), count in sorted(counts.items()):
+        yield f"{place}: {count} rows have {column!r}, which has no effect: {why}"
+
+
+def messages_of(value: Any) -> list[Row]:
+    """Messages, from text or messages. Tables give every message the keys of all, as nulls, which chat templates would
+    take for values."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return [{key: part for key, part in m.items() if part is not None or key == "content"} for m in value]
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without keys that are null: a table's rows have every key of all rows."""
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value

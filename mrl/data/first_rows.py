@@ -1,0 +1,52 @@
+"""The first rows of a source, read as a run reads them, before anything is started."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from mrl.config.schema import SourceConfig
+from mrl.data.columns import unused
+from mrl.data.errors import raise_for
+from mrl.data.rows import Reader, Row
+from mrl.data.sources import open_rows
+from mrl.data.tokenizer import TokenizerError
+
+FIRST_ROWS, FIRST_DRESSED, FIRST_BYTES = 20_000, 200, 32 << 20
+
+
+def check_first(
+    source: SourceConfig,
+    reader: Reader,
+    dress: Callable[[Row], object] | None = None,
+    see: Callable[[Row], object] | None = None,
+) -> Counter[tuple[str, str]]:
+    """Reads the first rows, and puts fewer of them through the chat template if there is `dress`.
+
+    Args:
+        dress: puts a row through the chat template.
+        see: reads the pictures of a row as it is stored, for a model that sees them.
+
+    Returns:
+        In how many of the rows a column has no effect, by (column, why).
+
+    Raises:
+        DataError: names every row that is of no use.
+        TokenizerError: for a template that does not end.
+    """
+    rows, found = open_rows(source, FIRST_BYTES), Counter[tuple[str, str]]()
+    problems = []
+    for i in range(min(len(rows), FIRST_ROWS if dress is None else FIRST_DRESSED)):
+        try:
+            row = reader.read(rows, i, source.name)
+            found.update(unused(row, reader.cfg, see is not None, reader.margins))
+            if see is not None:
+                see(rows[i])
+            if dress is not None:
+                dress(row)
+        except TokenizerError as error:  # so would every other row
+            raise TokenizerError(f"{rows.where(i)}: {error}") from None
+        except ValueError as error:
+            problems.append((rows.where(i), str(error)))
+    raise_for(problems)
+    return found

@@ -1,0 +1,118 @@
+"""The rows of a run: its trainer and `mrl data` read them here, so that both have the same ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mrl.config.schema import Config, PreferencesConfig, SFTConfig
+from mrl.data.dataset import PromptDataset
+from mrl.data.image_prompts import load_eyes
+from mrl.data.packs import Packs
+from mrl.data.preference import PreferenceDataset
+from mrl.data.rows import RowCheck
+from mrl.data.sft import SFTDataset, sft_notes
+from mrl.data.tokenizer import load_tokenizer
+from mrl.data.wrapped import Wrapped
+
+
+def open_prompts(cfg: Config, check: RowCheck | None = None) -> dict[str, PromptDataset]:
+    """Reads prompts, with answers where nothing is sampled, by the key of their sources.
+
+    Args:
+        check: what the reward demands of a row.
+
+    Raises:
+        DataError, TokenizerError: for what cannot be used.
+    """
+    use, found = cfg.data_uses()["data"], dict[str, PromptDataset]()
+    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
+    eyes = load_eyes(cfg.model.path, use.cfg) if cfg.sees_pictures else None
+    for key, sources in (("data.train", use.cfg.train), ("data.validation", use.cfg.validation)):
+        if sources is not None:
+            before = sum(len(source.rows) for data in found.values() for source in data.sources)
+            has_answers = key == "data.train" and not use.is_sampled
+            found[key] = PromptDataset(sources, use.cfg, tokenizer, has_answers, check, eyes, before)
+    return found
+
+
+def open_preferences(cfg: PreferencesConfig) -> dict[str, PreferenceDataset]:
+    """Reads what is learnt from, and what is held out, by the key of their sources. Raises as `open_prompts`."""
+    use, found = cfg.data_uses()["data"], dict[str, PreferenceDataset]()
+    assert use.preferences is not None
+    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
+    eyes, rows = load_eyes(cfg.model.path, cfg.data), 0
+    for key, sources in (("data.train", cfg.data.train), ("data.validation", cfg.data.validation)):
+        if sources is not None:
+            found[key] = PreferenceDataset(
+                sources, cfg.data, tokenizer, use.preferences, use.margins, use.cuts, eyes, rows
+            )
+            rows += sum(len(source.rows) for source in found[key].sources)
+    return found
+
+
+@dataclass(frozen=True)
+class SFTRows:
+    """What a run of supervised fine-tuning learns from.
+
+    packed: what a step's rows are made of; None: they are those of `train`
+    """
+
+    train: SFTDataset
+    held_out: SFTDataset | None
+    packed: Packs | Wrapped | None
+
+    def __len__(self) -> int:
+        """How many of what `batch.samples_per_step` counts an epoch has."""
+        return len(self.train if self.packed is None else self.packed)
+
+    @property
+    def unit(self) -> str:
+        """What `batch.samples_per_step` counts."""
+        return "rows" if not isinstance(self.packed, Packs) else "packs"
+
+    def notes(self) -> Iterator[str]:
+        """What was corrected, left out, cut or packed, a sentence each."""
+        yield from self.train.tokenizer.notes
+        if self.train.cfg.chat_template:
+            yield from self.train.tokenizer.turn_notes()
+        yield from sft_notes("data.train", self.train)
+        if self.held_out is not None:
+            yield from sft_notes("data.validation", self.held_out)
+        if self.packed is not None:
+            yield from self.packed.notes()
+
+
+def open_sft(cfg: SFTConfig) -> tuple[SFTRows, SFTConfig]:
+    """Reads the rows; the configuration then has their number of steps. Raises as `open_prompts`."""
+    tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
+    data, validation = cfg.imitated(), cfg.data.validation
+    train = SFTDataset(data.train, data, tokenizer)
+    held_out = SFTDataset(validation, data, tokenizer) if validation is not None else None
+    packed: Packs | Wrapped | None = None
+    if cfg.is_packed:
+        packed = (Wrapped if cfg.is_wrapped else Packs)(train, cfg.packing, cfg.run.seed)
+    rows = SFTRows(train, held_out, packed)
+    cfg = with_steps(cfg, len(rows))
+    if isinstance(packed, Wrapped):
+        packed.require(cfg.run.steps * cfg.batch.samples_per_step)
+    return rows, cfg
+
+
+def with_steps(cfg: SFTConfig, rows: int) -> SFTConfig:
+    """The configuration with `run.steps`, and the steps of a decay that has none of its own, in place of
+    `batch.epochs`; the last step may begin a further epoch."""
+    if cfg.batch.epochs is None:
+        return cfg
+    steps = max(1, math.ceil(rows * cfg.batch.epochs / cfg.batch.samples_per_step))
+    optimizer = cfg.actor.optimizer
+    if optimizer.decay != "constant" and optimizer.decay_steps is None:
+        optimizer = optimizer.model_copy(update={"decay_steps": max(steps, optimizer.warmup_steps + 1)})
+    return cfg.model_copy(
+        update={
+            "run": cfg.run.model_copy(update={"steps": steps}),
+            "batch": cfg.batch.model_copy(update={"epochs": None}),
+            "actor": cfg.actor.model_copy(update={"optimizer": optimizer}),
+        }
+    )
