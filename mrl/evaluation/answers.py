@@ -16,6 +16,7 @@ from mrl.data import PromptDataset, load_eyes, load_tokenizer
 from mrl.evaluation.estimates import Estimate, majority_at, pass_at
 from mrl.platform import gpu_count
 from mrl.reward.check import row_check
+from mrl.reward.errors import RewardError
 from mrl.reward.manager import RewardManager
 from mrl.rollout import sample_seed, start_engine
 
@@ -50,6 +51,7 @@ def answered(
 ) -> dict[str, Any]:
     """`mean_score`, `exact` (right ones among all), `pass@k` and `maj@k` for k = 1, 2, 4, ... and `samples`, by name
     with their intervals, and the samples with their scores; `failed`: of all, if the reward of some has.
+    `scored`, `of`: prompts whose answers all have a score, which these are about, and all prompts.
 
     weights: a Hugging Face directory; right_from: a score from there on is right; temperature: 0 with one sample
     Raises DataError, TokenizerError, RewardError, RolloutError, EngineUnavailable or EngineStartError.
@@ -83,8 +85,11 @@ def answered(
 
 
 def summary(found: Sequence[Sample], n: int, right_from: float) -> dict[str, Any]:
-    """found: n samples of each prompt, one after the other"""
-    groups = [found[first : first + n] for first in range(0, len(found), n)]
+    """found: n samples of each prompt, one after the other. Raises RewardError if no prompt is scored"""
+    asked = [found[first : first + n] for first in range(0, len(found), n)]
+    groups = [group for group in asked if all(s.is_scored or s.reward_error and s.score is not None for s in group)]
+    if not groups:
+        raise RewardError(f"of none of the {len(asked)} prompts do all answers have a score")
     right = [[sample.score >= right_from for sample in group] for group in groups]
     texts = [[sample.response_text.strip() for sample in group] for group in groups]
     estimates = {
@@ -100,4 +105,5 @@ def summary(found: Sequence[Sample], n: int, right_from: float) -> dict[str, Any
         {"prompt": group[0].request.prompt.text, "responses": t, "scores": [s.score for s in group]}
         for group, t in zip(groups, texts, strict=True)
     ]
-    return {"estimates": {name: asdict(e) for name, e in estimates.items()}, "samples": rows}
+    counts = {"scored": len(groups), "of": len(asked)}
+    return {"estimates": {name: asdict(e) for name, e in estimates.items()}, **counts, "samples": rows}

@@ -122,12 +122,12 @@ class RLRun(Run):
 
     def validate(self, step: int, name: str = "validation") -> dict[str, float]:
         self._give_lost_weights()
-        prompts = self.cfg.validation.prompts
-        return self.world.from_main(
-            "validation",
-            lambda: self._generator.validate(step, self._ticker(prompts), name),
-            together=self._together,
-        )
+
+        def make() -> dict[str, float]:
+            responses = len(self._generator.validated) * self.cfg.validation.samples_per_prompt
+            return self._generator.validate(step, self._ticker(responses), name)
+
+        return self.world.from_main("validation", make, together=self._together)
 
     def validate_average(self, step: int) -> dict[str, float]:
         """As `validate`, of the moving average of the actor's weights; the engines then get the actor's again."""
