@@ -19,6 +19,7 @@ from mrl.core import Rollout  # noqa: E402
 from mrl.parallel import rank  # noqa: E402
 from mrl.trainers.rl.ahead import Ahead  # noqa: E402
 from mrl.trainers.rl.sampler import Drawn, Sampled, Sampler, Work, when_asked  # noqa: E402
+from mrl.trainers.shared.pulse import Activity  # noqa: E402
 from mrl.trainers.shared.world import RankZeroError, World  # noqa: E402
 
 WAIT_S = 60.0
@@ -65,7 +66,7 @@ def a_step(world: World, begin: Callable[[Work], Work], number: int) -> bool:
 
 def main() -> None:
     world = World(30.0, 60.0, seed=1)
-    ahead = Ahead(print, world.together, lambda: None, 60.0)
+    ahead = Ahead(print, world.together, lambda: None, Activity(60.0))
     for number, (begin, is_early) in enumerate([(when_asked, False), (ahead.begin, True)] * 2):
         assert a_step(world, begin, number) == (is_early and world.is_main)
     for begin in (when_asked, ahead.begin):

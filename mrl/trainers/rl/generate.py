@@ -47,6 +47,7 @@ class Generator:
     agents: Agents | None = None
     segments: Segments | None = None
     under_way: UnderWay | None = None
+    is_active: Callable[[object], None] = lambda what: None  # called when something has come, in any thread
 
     def __post_init__(self) -> None:
         groups = self.cfg.algorithm.filter_groups
@@ -161,7 +162,7 @@ class Generator:
         params = self._params()
 
         def generate(requests: list[Request], tokens: int) -> list[Sample]:
-            return self.engine.generate(requests, replace(params, max_new_tokens=tokens))
+            return self.engine.generate(requests, replace(params, max_new_tokens=tokens), self.is_active)
 
         groups, metrics = segments.draw(step, generate)
         self._score(in_order(groups), on_sample)
@@ -171,6 +172,7 @@ class Generator:
         """What is fed, as it finishes, each sample's scoring begun; in a thread."""
 
         def scored(some: list[Sample]) -> None:
+            self.is_active(some)
             for sample in some:
                 if not sample.left_out:
                     self.rewards.submit(sample)
@@ -181,7 +183,7 @@ class Generator:
             scored(some)
 
         if self.agents is not None:
-            generate = partial(self.engine.generate, over_pushes=True)
+            generate = partial(self.engine.generate, on_samples=self.is_active, over_pushes=True)
             return self.agents.play(feed.take, self._params(), generate, scored)
         size = self.cfg.batch
         waits = self.cfg.rollout.max_staleness == 0  # a step for all of its groups, as without overlap
@@ -268,6 +270,7 @@ class Generator:
         requests = [Request(i, i // per_prompt, prompt, sample_seed(seed, stream, i)) for i, prompt in asked]
 
         def scored(some: list[Sample]) -> None:
+            self.is_active(some)
             for sample in some:
                 if not sample.left_out:
                     self.rewards.submit(sample)
@@ -278,7 +281,8 @@ class Generator:
             scored(some)
 
         if self.agents is not None:
-            samples = self.agents.sample(requests, params, self.engine.generate, scored)
+            generate = partial(self.engine.generate, on_samples=self.is_active)
+            samples = self.agents.sample(requests, params, generate, scored)
         else:
             samples = self.engine.generate(requests, params, finished)
         with section("reward"):

@@ -257,7 +257,12 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         run = build_run(main, models, demonstrations, sync, mismatch)
         setup.stack.callback(sync.close)
         if main.engine is not None:
-            tell, give = (note, world.together) if run.ahead is None else (run.ahead.say, run.ahead.give_weights)
+            say, give = (note, world.together) if run.ahead is None else (run.ahead.say, run.ahead.give_weights)
+
+            def tell(line: str) -> None:
+                world.activity.note()
+                say(line)
+
             main.engine.restarts.allow(tell, give)
         if main.rewards is not None:
             sees = models.reward is not None and models.reward.arch.vision is not None

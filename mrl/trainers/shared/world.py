@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mrl import failure, platform
 from mrl.parallel import Agreement, Meshes, rank
-from mrl.trainers.shared.pulse import Pulse
+from mrl.trainers.shared.pulse import Activity, Pulse
 
 T = TypeVar("T")
 
@@ -36,7 +36,8 @@ class _Summons:
 
 
 class World:
-    """The torchrun world. `wait_s` bounds rank 0's own part of a step, `timeout_s` every sign of life in between."""
+    """The torchrun world. timeout_s: maximum interval between heartbeats, in seconds; wait_s: seconds that rank 0 may
+    work alone without getting anything done (`activity`)."""
 
     def __init__(self, timeout_s: float, wait_s: float, seed: int) -> None:
         platform.init_process_group(timeout_s)
@@ -44,7 +45,8 @@ class World:
         self.is_main = rank() == 0
         self.meshes = Meshes(timeout_s, seed)
         self._together: Callable[[Any], object] | None = None
-        self._pulse = Pulse(timeout_s, wait_s)
+        self.activity = Activity(wait_s)
+        self._pulse = Pulse(timeout_s, self.activity)
         self._control = self._pulse.group
         self._rank_zero = _RankZero()
 
@@ -67,7 +69,9 @@ class World:
         assert self.is_main and self._together is not None
         with self._pulse.talk:
             self._pulse.tell(_Summons(argument))
-            return self._together(argument)
+            found = self._together(argument)
+            self.activity.note()
+            return found
 
     def _follow(self, what: str) -> Any:
         mine: Exception | None = None
