@@ -21,7 +21,14 @@ from mrl.files import write_atomically
 from mrl.redaction import redact
 
 FILE_VARIABLE = "MRL_FAILURE_FILE"  # set by the launcher, for each rank its own
-_LOST_CONTACT = re.compile(r"connection (closed|reset|refused)|gloo|nccl|tcpstore|broken pipe|monitoredbarrier", re.I)
+# In the words of gloo, NCCL and torch's store. What they say of a mistake of this rank's own, or of its machine, such
+# as two ranks on one GPU or a full /dev/shm, is a cause.
+_LOST_CONTACT = re.compile(
+    r"connection (was likely )?(closed|reset|refused|abort)|broken pipe|monitoredbarrier|remote process exited"
+    r"|ncclremoteerror|^(?=.*(gloo|nccl|tcpstore|default_pg|socket|pair closure))"
+    r"(?=.*(closed|closure|timed out|time-?out|timing out|aborted|failed to recv|mesh failed))",
+    re.I | re.S,
+)
 
 
 class LostContact(RuntimeError):

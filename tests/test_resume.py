@@ -41,7 +41,13 @@ PPO: dict[str, Any] = {
         "max_tokens_per_microbatch": 200,
     },
     "critic": {"parallel": {"pipeline": 2}, "optimizer": {"lr": 5e-3, "warmup_steps": 20}},
-    "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "samples_per_minibatch": 4, "epochs_per_step": 2},
+    "batch": {
+        "prompts_per_step": 4,
+        "samples_per_prompt": 2,
+        "samples_per_minibatch": 4,
+        "epochs_per_step": 2,
+        "shuffle_minibatches": True,
+    },  # fmt: skip
     "algorithm": {
         "adv_estimator": "gae",
         "lam": 0.95,

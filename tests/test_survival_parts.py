@@ -141,3 +141,31 @@ def test_a_barrier_that_another_rank_has_left_is_a_consequence(tmp_path: Path, m
     failure.note(RuntimeError("[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 84000 ms"))
     found = failure.read(tmp_path / "rank_0.failure")
     assert found is not None and found.lost_contact
+
+
+@pytest.mark.parametrize(
+    ("is_consequence", "said"),
+    [
+        (True, "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:12345"),
+        (True, "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 10000ms for recv operation to complete"),
+        (True, "Application timeout caused pair closure (gloo)"),
+        (True, "NCCL error in: nccl.cpp:26, remote process exited or there was a network error, NCCL version 2.27.5"),
+        (True, "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(Seq=4) ran for 6 ms before timing out"),
+        (True, "NCCL communicator was aborted on rank 1."),
+        (True, "wait timeout after 60000ms, keys: /default_pg/0//cuda//1 (TCPStore)"),
+        (True, "Gloo connectFullMesh failed with [pair.cc:144] no error"),
+        (False, "NCCL error in: nccl.cpp:26, invalid usage. Last error: Duplicate GPU detected : rank 1 and rank 0"),
+        (False, "NCCL error: unhandled system error. Last error: creating segment /dev/shm/nccl failed"),
+        (False, "ProcessGroupNCCL is only supported with GPUs, no GPUs found!"),
+        (False, "Backend gloo does not support reduce_scatter"),
+        (False, "CUDA error: an illegal memory access was encountered (in the NCCL kernel of all_reduce)"),
+    ],
+)  # fmt: skip
+def test_only_a_lost_peer_is_a_consequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_consequence: bool, said: str
+) -> None:
+    """A mistake that NCCL or gloo finds on one rank is why the others lose contact with it."""
+    monkeypatch.setenv(failure.FILE_VARIABLE, str(tmp_path / "rank_0.failure"))
+    failure.note(RuntimeError(said))
+    found = failure.read(tmp_path / "rank_0.failure")
+    assert found is not None and found.lost_contact is is_consequence
