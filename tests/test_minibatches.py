@@ -77,3 +77,9 @@ def test_a_sample_of_a_shuffled_mini_batch_is_named_by_its_place_in_the_step() -
     log_probs = torch.tensor([0.0, 0.0, 0.75, 0.75])
     with pytest.raises(MismatchError, match="sample 3 0.75"):
         limits.check(rollout, log_probs, torch.ones(4, dtype=torch.bool), [11, 3])
+
+
+def test_of_a_mini_batch_of_older_samples_alone_no_mismatch_is_known() -> None:
+    """0.0 would say that engine and trainer agree."""
+    rollout, none = a_rollout(0).pick(torch.tensor([1])), torch.zeros(2, dtype=torch.bool)
+    assert MismatchLimits(MismatchConfig(), print).check(rollout, torch.full((2,), -9.0), none) == {}

@@ -93,8 +93,8 @@ class Generator:
         loads, waiting = self.engine.take_loads()
         of_each = {url: asdict(each) for url, each in loads.items()}
         metrics |= load_metrics(list(loads.values()), waiting)
-        if self.under_way is not None:  # since the step before took its samples
-            metrics["perf/generate_s"] = max((load.seconds for load in loads.values()), default=0.0)
+        if self.under_way is not None and loads:  # since the step before took its samples
+            metrics["perf/generate_s"] = max(load.seconds for load in loads.values())
         return Drawn(
             rollout,
             sample_metrics(samples) | metrics,

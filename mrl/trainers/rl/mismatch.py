@@ -55,7 +55,10 @@ class MismatchLimits:
         itself, without dropout.
 
         Raises MismatchError if they are further apart than `rollout.mismatch` allows, and notes what it warns of.
+        Nothing is said of no tokens, such as those of a mini-batch of earlier steps' samples alone.
         """
+        if not bool(where.any()):
+            return {}
         gap = (log_probs - rollout.rollout_log_probs).abs().masked_fill(~where, 0)
         gaps = _Gaps(rollout, gap, where, range(rollout.num_samples) if sample_ids is None else sample_ids)
         ages = None if version is None else self._ages(rollout, version)

@@ -12,12 +12,14 @@ from mrl.rollout import Load
 def load_metrics(loads: Sequence[Load], waiting: Load) -> dict[str, float]:
     """engines/running: requests that an engine was given at once, in the mean over the engines and the time that each
     had any; engines/waiting: those that waited for that, in the mean over the time of all; engines/tokens_per_s_...:
-    response tokens of the slowest and the fastest engine a second of the time that it had requests."""
+    response tokens of the slowest and the fastest engine a second of the time that it had requests. Nothing where no
+    engine had any."""
     used = [load for load in loads if load.requests]
-    span = max((load.seconds for load in used), default=0.0)
-    speeds = [load.tokens_per_s for load in used] or [0.0]
+    if not used:
+        return {}
+    span, speeds = max(load.seconds for load in used), [load.tokens_per_s for load in used]
     return {
-        "engines/running": sum(load.mean for load in used) / max(1, len(used)),
+        "engines/running": sum(load.mean for load in used) / len(used),
         "engines/waiting": waiting.mean * waiting.seconds / max(span, 1e-9),
         "engines/tokens_per_s_slowest": min(speeds),
         "engines/tokens_per_s_fastest": max(speeds),

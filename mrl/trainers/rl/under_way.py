@@ -92,11 +92,11 @@ class UnderWay:
             self._admitted = self._admitted[self._wanted :]
             ready = len(self._ended)
         versions = [{*sample.versions.tolist()} for group in found for sample in group if sample.versions is not None]
-        return found, {
+        mixed = {"staleness/mixed": sum(len(each) > 1 for each in versions) / len(versions)} if versions else {}
+        return found, mixed | {
             "perf/wait_s": self._waited_s,
             "queue/groups": float(ready),
             "queue/running": float(len(self._admitted) - ready),
-            "staleness/mixed": sum(len(each) > 1 for each in versions) / max(1, len(versions)),
         }
 
     def rest(self) -> list[str]:
