@@ -64,7 +64,7 @@ def note(error: Exception) -> bool:
     file = Path(name)
     if not file.exists():
         text = redact("".join(traceback.format_exception(error)))
-        failure = Failure(time.time(), redact(describe(error)), text, _is_lost_contact(error))
+        failure = Failure(time.time(), redact(describe(error)), text, is_lost_contact(error))
         try:
             reserve(file).unlink(missing_ok=True)
             write_atomically(file, json.dumps(asdict(failure)))
@@ -96,7 +96,7 @@ def _is_ours(error: BaseException) -> bool:
     return type(error).__module__.startswith("mrl.")
 
 
-def _is_lost_contact(error: BaseException) -> bool:
+def is_lost_contact(error: BaseException) -> bool:
     """Torch raises RuntimeErrors when a peer is gone, and says in words what happened."""
     while error.__cause__ is not None and not isinstance(error, LostContact):
         error = error.__cause__

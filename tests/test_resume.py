@@ -77,7 +77,7 @@ def results(run_dir: Path) -> dict[int, dict[str, float]]:
 
 def samples(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
     return {
-        file.name: [json.loads(line) for line in file.read_text().splitlines()]
+        file.name: [json.loads(line) for line in file.open()]  # splitlines would cut at a response's U+2028 too
         for file in sorted((run_dir / "rollouts").iterdir())
     }
 

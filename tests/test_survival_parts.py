@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,8 @@ from mrl.rollout import process
 from mrl.rollout.errors import EngineStartError
 from mrl.rollout.launch import Launch
 from mrl.rollout.process import EngineProcess
+from mrl.trainers.shared.pulse import LostRank
+from mrl.trainers.shared.world import RankZeroError, World, _RankZero
 
 SLEEP = Launch([sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ))
 
@@ -169,3 +173,28 @@ def test_only_a_lost_peer_is_a_consequence(
     failure.note(RuntimeError(said))
     found = failure.read(tmp_path / "rank_0.failure")
     assert found is not None and found.lost_contact is is_consequence
+
+
+class Silent:
+    """A pulse whose other ranks have gone."""
+
+    @contextlib.contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        yield
+
+    def tell(self, message: object) -> None:
+        raise LostRank("no sign of life from rank 1")
+
+
+def test_what_failed_on_rank_0_is_said_also_where_no_other_rank_is_left_to_hear_it() -> None:
+    world: Any = World.__new__(World)
+    world.is_main, world._pulse, world._rank_zero = True, Silent(), _RankZero()
+
+    def fails(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(RankZeroError, match="validation failed: OSError: the reward's file is gone"):
+        world.from_main("validation", lambda: fails(OSError("the reward's file is gone")))
+    for make in (lambda: fails(RuntimeError("gloo: Connection closed by peer")), lambda: None):
+        with pytest.raises(LostRank, match="no sign of life from rank 1"):
+            world.from_main("validation", make)

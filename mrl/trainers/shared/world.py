@@ -65,9 +65,15 @@ class World:
         self._together = together
         if not self.is_main:
             return self._follow(what)
-        with self._pulse.working(what):
-            value, problem, cause = self._rank_zero.run(make)
-        self._pulse.tell((value, problem))
+        value, problem, cause = None, None, None
+        try:
+            with self._pulse.working(what):
+                value, problem, cause = self._rank_zero.run(make)
+            self._pulse.tell((value, problem))
+        except Exception:
+            if problem is None or cause is None or failure.is_lost_contact(cause):
+                raise
+            raise self._rank_zero.verdict(what, {0: problem}) from cause  # no other rank can be told, but the user
         return self._rank_zero.judge(what, [(value, problem)], cause)[0]
 
     def together(self, argument: object) -> Any:
