@@ -361,6 +361,11 @@ def test_data_edited_without_a_change_of_its_size_is_noticed(tmp_path: Path) -> 
     assert "older than digests of files: whether model.path, reward.function has other contents" in of_files
 
     data.write_bytes(rows)
+    held_out = {"train": str(data), "validation": str(tmp_path / "validation.jsonl"), "max_prompt_tokens": 16}
+    judged = snapshot(made(data=held_out))
+    (tmp_path / "validation.jsonl").write_text("{}\n")
+    [change] = check_resume(judged, made(data=held_out), tmp_path)
+    assert str(change).startswith("data.validation: ") and "edited: 3 bytes" in str(change), "said, and no hindrance"
     (tmp_path / "table/.lock").write_text("")
     assert check_resume(stored, made(data=both), tmp_path) == []
     (tmp_path / "table/part.parquet").write_text("cows")

@@ -61,8 +61,11 @@ def of(source: str | None, i: int, response: str = "7", tokens: int = 1) -> Samp
 
 def test_the_row_s_data_source_chooses_the_function() -> None:
     samples = [of("gsm8k", 0, "so 7.0"), of("quiz", 1, "so 7.0"), of(None, 2, "so 7.0"), of("other", 3, "7")]
+    seen: list[object] = []
     with open_manager(functions={"gsm8k": "arithmetic", "quiz": "exact_match"}, function="exact_match") as manager:
+        manager.on_scored = seen.append
         manager.collect(samples)
+    assert len(seen) == 4, "who waits hears of each score"
     assert [s.score for s in samples] == [1, 0, 0, 1]
     assert [s.score_parts for s in samples] == [
         {"arithmetic": 1},

@@ -94,7 +94,10 @@ def test_all_rows_are_validated_unless_fewer_are_wanted_and_the_number_is_said(
     generator, _ = made(tmp_path, tokenizer, parts)
     said = generator.notes()
     assert "data.validation: 1 prompts over 24 tokens left out" in said and said[-1] == "validation: 4 of 5 prompts"
+    heard: list[object] = []
+    generator.is_active = heard.append
     metrics = validated(generator)
+    assert heard, "who waits for rank 0 hears of its samples"
     assert metrics["validation/mean"] == pytest.approx(1.75 / 4) and len(parts.asked) == 4
     assert (metrics["validation/mean/sums"], metrics["validation/mean/words"]) == (0.75, 0.25)
     assert metrics["validation/scored"] == metrics["validation/of"] == 4 and metrics["validation/of/sums"] == 2
