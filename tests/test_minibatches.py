@@ -43,8 +43,8 @@ def learnt(monkeypatch: pytest.MonkeyPatch, run: RLRun, step: int) -> list[list[
     """The samples of each of the step's updates of the actor, in order."""
     seen: list[list[int]] = []
 
-    def update_actor(run: RLRun, exp: Any, sample_ids: Any, number: int, updates: int) -> dict[str, float]:
-        assert number == len(seen) and updates == SAMPLES // 4
+    def update_actor(run: RLRun, exp: Any, sample_ids: Any, number: int) -> dict[str, float]:
+        assert number == len(seen)
         seen.append([*sample_ids])
         part = exp.part(sample_ids)
         assert torch.equal(part.rollout.group, exp.rollout.group[torch.tensor(seen[-1])])

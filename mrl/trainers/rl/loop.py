@@ -107,13 +107,12 @@ def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
     metrics, drawn = dict(exp.metrics), exp
     exp = resampled(run.cfg.algorithm.pf_ppo, drawn, run.cfg.run.seed)
     epochs = run.cfg.batch.epochs_per_step
-    updates = len(run.minibatches(exp.rollout))  # of an epoch
     if trains_actor:  # first: it finds samples that nothing may be learnt from
         run.memory.begin("actor_update")
         metrics |= head_error(run.actor, exp.rollout, run.cfg.rollout.sampling.temperature)
         for epoch in range(epochs):
             for sample_ids in run.minibatches(exp.rollout, epoch):
-                made["actor"].append(update_actor(run, exp, sample_ids, len(made["actor"]), updates))
+                made["actor"].append(update_actor(run, exp, sample_ids, len(made["actor"])))
             if is_far_enough(run.cfg.algorithm.target_kl, made["actor"]):
                 epochs = epoch + 1
                 break
@@ -122,7 +121,7 @@ def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
         for epoch in range(epochs):
             made["critic"] += [update_critic(run, exp, some) for some in run.minibatches(exp.rollout, epoch)]
     if run.cfg.algorithm.target_kl is not None:
-        metrics["actor/epochs"] = len(made["actor"]) / updates
+        metrics["actor/epochs"] = len(made["actor"]) / len(run.minibatches(exp.rollout))
     for role, rows in made.items():
         metrics |= named(role, over_updates(rows)) if rows else {}
     if drawn.values is not None:
@@ -138,9 +137,9 @@ def is_far_enough(target_kl: float | None, updates: list[dict[str, float]]) -> b
     return target_kl is not None and bool(updates) and updates[-1]["actor/ppo_kl"] > 1.5 * target_kl
 
 
-def update_actor(run: RLRun, exp: Experience, sample_ids: Sequence[int], number: int, updates: int) -> dict[str, float]:
+def update_actor(run: RLRun, exp: Experience, sample_ids: Sequence[int], number: int) -> dict[str, float]:
     """Metrics of an update: the gradients, what judges them, and the optimizer's step, which does nothing where loss
-    or gradients are not finite. number: how many updates of the step came before; updates: of an epoch."""
+    or gradients are not finite. number: how many updates of the step came before."""
     cfg, part = run.cfg.algorithm, exp.part(sample_ids)
     targets, policy_loss = policy_targets(run, part, number), cfg.policy_loss.at_step(exp.rollout.step)
     metrics = run.actor.backward(
@@ -152,7 +151,7 @@ def update_actor(run: RLRun, exp: Experience, sample_ids: Sequence[int], number:
         also=[run.demonstrations.term(exp.rollout.step, number)] if run.demonstrations is not None else [],
     )
     metrics |= routing.after_backward(run) | drop_if_far(run, metrics)
-    if number < updates:
+    if number < len(run.minibatches(exp.rollout)):
         metrics |= check_samples(run, part, sample_ids, number)
     metrics |= run.actor.step()
     if policy_loss.entropy_coef_end is not None:
