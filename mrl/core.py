@@ -121,8 +121,7 @@ class Sample:
     @property
     def is_scored(self) -> bool:
         """Whether a reward has judged it, so that `score` means something."""
-        has_number = self.score is not None and math.isfinite(self.score)
-        return has_number and not self.left_out and not self.reward_error
+        return math.isfinite(self.score) and not self.left_out and not self.reward_error
 
     @property
     def num_drawn(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -144,14 +145,15 @@ def test_before_and_after_are_means_over_the_same_responses(tmp_path: Path, toke
 def test_eval_is_about_prompts_whose_answers_all_have_a_score() -> None:
     from mrl.core import Prompt
 
-    scores = [[1.0, 0.0], [1.0, None], [0.0, 0.0]]
+    scores = [[1.0, 0.0], [1.0, math.nan], [0.0, 0.0]]
     samples = [
-        Sample(Request(2 * g + i, g, Prompt(g, (1,), {}, "q"), 0), [3], [0.0], "stop", "0", "x", s)  # type: ignore
+        Sample(Request(2 * g + i, g, Prompt(g, (1,), {}, "q"), 0), [3], [0.0], "stop", "0", "x", s)
         for g, group in enumerate(scores)
         for i, s in enumerate(group)
     ]
+    samples[3].left_out = "the reward failed"
     found = summary(samples, 2, right_from=1.0)
     assert found["estimates"]["mean_score"]["value"] == 0.25 and (found["scored"], found["of"]) == (2, 3)
     assert any("prompts scored" in line and "2 of 3" in line for line in lines(found))
-    with pytest.raises(RewardError, match="of none of the 1 prompts do all answers have a score"):
+    with pytest.raises(RewardError, match="no prompt has a score of each of its samples"):
         summary(samples[2:4], 2, right_from=1.0)

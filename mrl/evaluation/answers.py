@@ -85,11 +85,13 @@ def answered(
 
 
 def summary(found: Sequence[Sample], n: int, right_from: float) -> dict[str, Any]:
-    """found: n samples of each prompt, one after the other. Raises RewardError if no prompt is scored"""
+    """Estimates over the prompts all of whose samples have a score. Raises RewardError if there is none.
+
+    found: n samples of each prompt, one after the other"""
     asked = [found[first : first + n] for first in range(0, len(found), n)]
-    groups = [group for group in asked if all(s.is_scored or s.reward_error and s.score is not None for s in group)]
+    groups = [group for group in asked if not any(sample.left_out for sample in group)]
     if not groups:
-        raise RewardError(f"of none of the {len(asked)} prompts do all answers have a score")
+        raise RewardError(f"no prompt has a score of each of its samples; the first: {found[0].left_out}")
     right = [[sample.score >= right_from for sample in group] for group in groups]
     texts = [[sample.response_text.strip() for sample in group] for group in groups]
     estimates = {

@@ -44,7 +44,7 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "index": prompt.index,
         "prompt": prompt.text,
         "response": sample.response_text,
-        "score": sample.score if sample.is_scored or sample.reward_error else None,
+        "score": None if sample.left_out else sample.score,
         "parts": sample.score_parts,
         "tokens": sample.num_drawn,
         "finish_reason": sample.finish_reason,
