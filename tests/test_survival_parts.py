@@ -186,13 +186,19 @@ class Silent:
         raise LostRank("no sign of life from rank 1")
 
 
-def test_what_failed_on_rank_0_is_said_also_where_no_other_rank_is_left_to_hear_it() -> None:
+def test_what_failed_on_rank_0_is_said_also_where_no_other_rank_is_left_to_hear_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world: Any = World.__new__(World)
-    world.is_main, world._pulse, world._rank_zero = True, Silent(), _RankZero()
+    world.is_main, world._pulse, world._rank_zero, world._control = True, Silent(), _RankZero(), None
 
     def fails(error: Exception) -> None:
         raise error
 
+    world._together = fails
+    monkeypatch.setattr("mrl.trainers.shared.world.gather", lambda *_: fails(RuntimeError("Connection closed")))
+    with pytest.raises(KeyError, match="no such model"):
+        world._run_together(KeyError("no such model"))
     with pytest.raises(RankZeroError, match="validation failed: OSError: the reward's file is gone"):
         world.from_main("validation", lambda: fails(OSError("the reward's file is gone")))
     for make in (lambda: fails(RuntimeError("gloo: Connection closed by peer")), lambda: None):

@@ -97,7 +97,12 @@ class World:
             found = self._together(argument)
         except Exception as error:
             problem = error
-        reports = gather(None if problem is None else failure.describe(problem), self._control)
+        try:
+            reports = gather(None if problem is None else failure.describe(problem), self._control)
+        except RuntimeError:
+            if problem is not None:  # why the other ranks are gone, maybe
+                raise problem from problem.__cause__
+            raise
         return found, problem, {number: report for number, report in enumerate(reports) if report is not None}
 
     def _follow(self, what: str) -> Any:
