@@ -9,6 +9,7 @@ environment, which no model has drawn, are no response tokens: nothing is comput
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Self
@@ -116,6 +117,11 @@ class Sample:
     def __post_init__(self) -> None:
         self.response_ids = np.asarray(self.response_ids, dtype=np.int32)
         self.log_probs = np.asarray(self.log_probs, dtype=np.float32)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether a reward has judged it, so that `score` means something."""
+        return math.isfinite(self.score) and not self.left_out and not self.reward_error
 
     @property
     def num_drawn(self) -> int:

@@ -21,7 +21,14 @@ from mrl.files import write_atomically
 from mrl.redaction import redact
 
 FILE_VARIABLE = "MRL_FAILURE_FILE"  # set by the launcher, for each rank its own
-_LOST_CONTACT = re.compile(r"connection (closed|reset|refused)|gloo|nccl|tcpstore|broken pipe|monitoredbarrier", re.I)
+# In the words of gloo, NCCL and torch's store. What they say of a mistake of this rank's own, or of its machine, such
+# as two ranks on one GPU or a full /dev/shm, is a cause.
+_LOST_CONTACT = re.compile(
+    r"connection (was likely )?(closed|reset|refused|abort)|broken pipe|monitoredbarrier|remote process exited"
+    r"|ncclremoteerror|^(?=.*(gloo|nccl|tcpstore|default_pg|socket|pair closure))"
+    r"(?=.*(closed|closure|timed out|time-?out|timing out|aborted|failed to recv|mesh failed))",
+    re.I | re.S,
+)
 
 
 class LostContact(RuntimeError):
@@ -57,7 +64,7 @@ def note(error: Exception) -> bool:
     file = Path(name)
     if not file.exists():
         text = redact("".join(traceback.format_exception(error)))
-        failure = Failure(time.time(), redact(describe(error)), text, _is_lost_contact(error))
+        failure = Failure(time.time(), redact(describe(error)), text, is_lost_contact(error))
         try:
             reserve(file).unlink(missing_ok=True)
             write_atomically(file, json.dumps(asdict(failure)))
@@ -89,7 +96,7 @@ def _is_ours(error: BaseException) -> bool:
     return type(error).__module__.startswith("mrl.")
 
 
-def _is_lost_contact(error: BaseException) -> bool:
+def is_lost_contact(error: BaseException) -> bool:
     """Torch raises RuntimeErrors when a peer is gone, and says in words what happened."""
     while error.__cause__ is not None and not isinstance(error, LostContact):
         error = error.__cause__

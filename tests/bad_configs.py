@@ -882,6 +882,15 @@ BAD = [
         "validation:",
     ),
     Bad(
+        "several samples of a greedy validation",
+        "\nreward:",
+        "\nvalidation: {samples_per_prompt: 4}\nreward:",
+        "validation.samples_per_prompt",
+        ("has no effect: at temperature 0 each token is the likeliest one", "validation.temperature (default)"),
+        "validation: {",
+        base=PPO.replace("  train: train.jsonl", "  train: train.jsonl\n  validation: train.jsonl"),
+    ),
+    Bad(
         "no such reward",
         "  function: exact_match",
         "  function: exactmatch",

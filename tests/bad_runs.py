@@ -391,6 +391,11 @@ MISTAKES = [
         environment={"MRL_KERNELS": "troch"},
     ),
     Mistake(
+        "kernels by a name that nobody reads",
+        ("MRL_KERNEL in the environment is read by nobody: did you mean MRL_KERNELS?", "or unset it"),
+        environment={"MRL_KERNEL": "torch"},
+    ),
+    Mistake(
         "a repair that nobody knows",
         ("MRL_PLATFORM_OFF names nonsense; known: all, ", "or unset it"),
         environment={"MRL_PLATFORM_OFF": "nonsense"},

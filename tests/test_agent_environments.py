@@ -19,7 +19,7 @@ import torch
 from mrl.agents.errors import AgentError
 from mrl.agents.play import Agents
 from mrl.algo import token_rewards
-from mrl.config.schema import AgentConfig, RLConfig
+from mrl.config.schema import AgentConfig, BatchConfig, RLConfig
 from mrl.core import Prompt, Request, Rollout, Sample
 from mrl.data import collate
 from mrl.observe.files import read_jsonl
@@ -346,7 +346,7 @@ def test_a_step_learns_from_what_is_left(tmp_path: Path) -> None:
     [(6, [(0, 2), (2, 4), (4, 6)]), (5, [(0, 1), (1, 3), (3, 5)]), (1, [(0, 1)])],
 )
 def test_minibatches_are_even_where_samples_are_left_out(samples: int, expected: list[tuple[int, int]]) -> None:
-    cfg = SimpleNamespace(batch=SimpleNamespace(samples_per_minibatch=2))
+    cfg = SimpleNamespace(batch=BatchConfig(prompts_per_step=3, samples_per_minibatch=2))
     found = RLRun.minibatches(SimpleNamespace(cfg=cfg), SimpleNamespace(num_samples=samples))  # type: ignore[arg-type]
     assert [i for part in found for i in part] == list(range(samples)) and all(map(len, found))
     assert [(part.start, part.stop) for part in found] == expected

@@ -103,7 +103,7 @@ def test_pages(capsys: pytest.CaptureFixture[str]) -> None:
         ("rolout", "did you mean rollout?"),
         ("rollout.mismatch.stopp", "did you mean rollout.mismatch.stop?"),
         ("clip_ratio_low", "did you mean algorithm.policy_loss.clip_ratio_low?"),
-        ("sampling.top_p", "did you mean rollout.sampling.top_p?"),
+        ("sampling.max_new_tokens", "did you mean rollout.sampling.max_new_tokens?"),
         ("batch.samples_per_stp", "did you mean batch.samples_per_step?"),
         ("gspo", "see `mrl config algorithm.policy_loss`"),
         ("gpg", "see `mrl config algorithm` and `mrl config algorithm.policy_loss`"),

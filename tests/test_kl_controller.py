@@ -127,3 +127,15 @@ def test_a_step_of_the_critic_alone_claims_no_distance_that_nothing_has_measured
     of_it = make_experience(run.cfg.algorithm, rollout, Passes(values=torch.zeros(18)), COEF)
     assert adapt_kl(run, of_it, {"critic/loss": 1.0}) == {"kl/coef": COEF}
     assert adapt_kl(run, of_it, {"actor/ref_kl": 0.25}) == {"kl/coef": COEF, "kl/ref": 0.25}
+
+
+@pytest.mark.parametrize("samples_seen", [1, 64, 65, 5 * 64, 100 * 64])
+def test_the_coefficient_stays_above_0_however_many_samples_a_step_has(samples_seen: int) -> None:
+    """One negative factor would reward distance from the reference, and the next one punish it again."""
+    controller = kl.AdaptiveController(COEF, TARGET, HORIZON)
+    for _ in range(3):
+        before = controller.value
+        controller.update(0.0, samples_seen)
+        assert 0 < controller.value < before
+    if samples_seen <= HORIZON:
+        assert controller.value == pytest.approx(COEF * (1 - 0.2 * samples_seen / HORIZON) ** 3), "verl's and TRL's"

@@ -341,7 +341,7 @@ def test_before_and_after_compare_the_same_prompts(tmp_path: Path) -> None:
     before_after_table(tmp_path, console=console)
     assert isinstance(console.file, StringIO)
     text = console.file.getvalue()
-    assert "0.25 -> 1.00" in text and "wrong  (0.00)" in text and "right  (1.00)" in text
+    assert "0.250 → 1.000" in text and "wrong  (0.00)" in text and "right  (1.00)" in text
 
 
 def test_a_trajectory_is_shown_turn_by_turn_with_its_environments_words_apart(tmp_path: Path) -> None:

@@ -83,3 +83,9 @@ def test_a_step_ends_early_when_the_policy_has_moved_far_enough(results: Results
     assert results["stops"]["actor/epochs"] == 1
     assert results["goes on"]["actor/epochs"] == 3
     assert results["stops"]["actor/approxkl"] > 0
+
+
+def test_shuffled_mini_batches_are_the_same_ones_under_every_layout(results: Results) -> None:
+    plain, shuffled = (results[f"cp2, shuffled: {shuffle}"] for shuffle in (False, True))
+    assert results["dp2, shuffled: True"] == pytest.approx(shuffled, rel=1e-3, abs=1e-5)
+    assert shuffled["actor/ppo_kl"] != pytest.approx(plain["actor/ppo_kl"], rel=1e-2)

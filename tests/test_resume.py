@@ -44,7 +44,13 @@ PPO: dict[str, Any] = {
         "max_tokens_per_microbatch": 200,
     },
     "critic": {"parallel": {"pipeline": 2}, "optimizer": {"lr": 5e-3, "warmup_steps": 20}},
-    "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "samples_per_minibatch": 4, "epochs_per_step": 2},
+    "batch": {
+        "prompts_per_step": 4,
+        "samples_per_prompt": 2,
+        "samples_per_minibatch": 4,
+        "epochs_per_step": 2,
+        "shuffle_minibatches": True,
+    },  # fmt: skip
     "algorithm": {
         "adv_estimator": "gae",
         "lam": 0.95,
@@ -74,7 +80,7 @@ def results(run_dir: Path) -> dict[int, dict[str, float]]:
 
 def samples(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
     return {
-        file.name: [json.loads(line) for line in file.read_text().splitlines()]
+        file.name: [json.loads(line) for line in file.open()]  # splitlines would cut at a response's U+2028 too
         for file in sorted((run_dir / "rollouts").iterdir())
     }
 
@@ -358,6 +364,11 @@ def test_data_edited_without_a_change_of_its_size_is_noticed(tmp_path: Path) -> 
     assert "older than digests of files: whether model.path, reward.function has other contents" in of_files
 
     data.write_bytes(rows)
+    held_out = {"train": str(data), "validation": str(tmp_path / "validation.jsonl"), "max_prompt_tokens": 16}
+    judged = snapshot(made(data=held_out))
+    (tmp_path / "validation.jsonl").write_text("{}\n")
+    [change] = check_resume(judged, made(data=held_out), tmp_path)
+    assert str(change).startswith("data.validation: ") and "edited: 3 bytes" in str(change), "said, and no hindrance"
     (tmp_path / "table/.lock").write_text("")
     assert check_resume(stored, made(data=both), tmp_path) == []
     (tmp_path / "table/part.parquet").write_text("cows")

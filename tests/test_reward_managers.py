@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_reward_pool import sample
@@ -11,7 +10,7 @@ from test_reward_pool import sample
 from mrl.config.schema import RewardConfig
 from mrl.core import Sample
 from mrl.reward.errors import RewardError
-from mrl.reward.manager import RewardManager, longest_wait_s
+from mrl.reward.manager import RewardManager, longest_call_s
 
 USER_FILE = """
 import os, time
@@ -62,8 +61,11 @@ def of(source: str | None, i: int, response: str = "7", tokens: int = 1) -> Samp
 
 def test_the_row_s_data_source_chooses_the_function() -> None:
     samples = [of("gsm8k", 0, "so 7.0"), of("quiz", 1, "so 7.0"), of(None, 2, "so 7.0"), of("other", 3, "7")]
+    seen: list[object] = []
     with open_manager(functions={"gsm8k": "arithmetic", "quiz": "exact_match"}, function="exact_match") as manager:
+        manager.on_scored = seen.append
         manager.collect(samples)
+    assert len(seen) == 4, "who waits hears of each score"
     assert [s.score for s in samples] == [1, 0, 0, 1]
     assert [s.score_parts for s in samples] == [
         {"arithmetic": 1},
@@ -182,9 +184,7 @@ def two(user: str) -> None:
     Path(user).with_name("two.py").write_text("def two(prompts, responses): return []\n")
 
 
-def test_a_wait_for_scores_counts_every_call_of_a_sample() -> None:
-    limits: dict[str, Any] = {"workers": 2, "timeout_s": 10}
-    mix = {"*": {"math": 1.0, "format": 0.5}}
-    assert longest_wait_s(RewardConfig(function="math", **limits), 10) == 50
-    assert longest_wait_s(RewardConfig(manager="dapo", function="math", **limits), 10) == 100
-    assert longest_wait_s(RewardConfig(manager="recipe", recipe=mix, **limits), 10) == 100
+def test_a_call_takes_as_long_as_its_server_with_all_retries() -> None:
+    assert longest_call_s(RewardConfig(function="math", timeout_s=10)) == 10
+    server = {"url": "http://one:1", "timeout_s": 30.0, "retries": 2, "backoff_s": 1.0}
+    assert longest_call_s(RewardConfig(manager="remote", servers={"a": server}, timeout_s=10)) == 30 * 3 + 1 + 2 + 4

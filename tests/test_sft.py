@@ -177,8 +177,11 @@ def test_what_is_better_and_what_is_progress() -> None:
 
 
 def test_the_best_of_other_rows_is_not_compared_with(tiny_models: TinyModels, tmp_path: Path) -> None:
-    def best_of(**validation: Any) -> Best:
-        best = Best.of(load(write(tmp_path, tiny_models("llama"), validation=validation)))
+    def best_of(more: str = "", **validation: Any) -> Best:
+        cfg = load(write(tmp_path, tiny_models("llama"), validation=validation))
+        with (tmp_path / "held_out.jsonl").open("a") as rows:
+            rows.write(more)
+        best = Best.of(cfg)
         assert best is not None
         return best
 
@@ -187,7 +190,9 @@ def test_the_best_of_other_rows_is_not_compared_with(tiny_models: TinyModels, tm
     same, fewer = best_of(patience=4), best_of(rows=2)
     same.load_state_dict(seen.state_dict())
     fewer.load_state_dict(seen.state_dict())
-    assert (same.value, fewer.value) == (0.5, None)
+    more = best_of('{"prompt": "one", "answer": "more"}\n')
+    more.load_state_dict(seen.state_dict())
+    assert (same.value, fewer.value, more.value) == (0.5, None, None)
     fewer.see(2, {"validation/loss": 0.6})
     assert fewer.kept_step == 2
 

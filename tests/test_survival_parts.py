@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,8 @@ from mrl.rollout import process
 from mrl.rollout.errors import EngineStartError
 from mrl.rollout.launch import Launch
 from mrl.rollout.process import EngineProcess
+from mrl.trainers.shared.pulse import LostRank
+from mrl.trainers.shared.world import RankZeroError, World, _RankZero
 
 SLEEP = Launch([sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ))
 
@@ -141,3 +145,62 @@ def test_a_barrier_that_another_rank_has_left_is_a_consequence(tmp_path: Path, m
     failure.note(RuntimeError("[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 84000 ms"))
     found = failure.read(tmp_path / "rank_0.failure")
     assert found is not None and found.lost_contact
+
+
+@pytest.mark.parametrize(
+    ("is_consequence", "said"),
+    [
+        (True, "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:12345"),
+        (True, "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 10000ms for recv operation to complete"),
+        (True, "Application timeout caused pair closure (gloo)"),
+        (True, "NCCL error in: nccl.cpp:26, remote process exited or there was a network error, NCCL version 2.27.5"),
+        (True, "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(Seq=4) ran for 6 ms before timing out"),
+        (True, "NCCL communicator was aborted on rank 1."),
+        (True, "wait timeout after 60000ms, keys: /default_pg/0//cuda//1 (TCPStore)"),
+        (True, "Gloo connectFullMesh failed with [pair.cc:144] no error"),
+        (False, "NCCL error in: nccl.cpp:26, invalid usage. Last error: Duplicate GPU detected : rank 1 and rank 0"),
+        (False, "NCCL error: unhandled system error. Last error: creating segment /dev/shm/nccl failed"),
+        (False, "ProcessGroupNCCL is only supported with GPUs, no GPUs found!"),
+        (False, "Backend gloo does not support reduce_scatter"),
+        (False, "CUDA error: an illegal memory access was encountered (in the NCCL kernel of all_reduce)"),
+    ],
+)  # fmt: skip
+def test_only_a_lost_peer_is_a_consequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_consequence: bool, said: str
+) -> None:
+    """A mistake that NCCL or gloo finds on one rank is why the others lose contact with it."""
+    monkeypatch.setenv(failure.FILE_VARIABLE, str(tmp_path / "rank_0.failure"))
+    failure.note(RuntimeError(said))
+    found = failure.read(tmp_path / "rank_0.failure")
+    assert found is not None and found.lost_contact is is_consequence
+
+
+class Silent:
+    """A pulse whose other ranks have gone."""
+
+    @contextlib.contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        yield
+
+    def tell(self, message: object) -> None:
+        raise LostRank("no sign of life from rank 1")
+
+
+def test_what_failed_on_rank_0_is_said_also_where_no_other_rank_is_left_to_hear_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world: Any = World.__new__(World)
+    world.is_main, world._pulse, world._rank_zero, world._control = True, Silent(), _RankZero(), None
+
+    def fails(error: Exception) -> None:
+        raise error
+
+    world._together = fails
+    monkeypatch.setattr("mrl.trainers.shared.world.gather", lambda *_: fails(RuntimeError("Connection closed")))
+    with pytest.raises(KeyError, match="no such model"):
+        world._run_together(KeyError("no such model"))
+    with pytest.raises(RankZeroError, match="validation failed: OSError: the reward's file is gone"):
+        world.from_main("validation", lambda: fails(OSError("the reward's file is gone")))
+    for make in (lambda: fails(RuntimeError("gloo: Connection closed by peer")), lambda: None):
+        with pytest.raises(LostRank, match="no sign of life from rank 1"):
+            world.from_main("validation", make)

@@ -29,6 +29,7 @@ from mrl.rollout.errors import EngineError
 from mrl.rollout.samples import Expected, read_answer
 from mrl.trainers.rl.groups import Group
 from mrl.trainers.rl.under_way import UnderWay
+from mrl.trainers.shared.pulse import Activity
 from tests.conftest import TinyModels
 from tests.test_resume import difference, results, samples, train
 from tests.train_tools import ROOT, Train, given, write_config
@@ -86,7 +87,7 @@ class Engines:
 
 
 def under_way(engines: Engines, ahead: int, steps: int = STEPS) -> UnderWay:
-    return UnderWay(WANTED, ahead, steps * WANTED, MEMBERS, request, engines.draw, engines.replace, WAIT_S)
+    return UnderWay(WANTED, ahead, steps * WANTED, MEMBERS, request, engines.draw, engines.replace, Activity(WAIT_S))
 
 
 def run(made: UnderWay, engines: Engines, steps: range) -> list[list[Group]]:
@@ -155,7 +156,7 @@ def test_what_the_thread_raises_is_raised_where_groups_are_waited_for() -> None:
     def fails(feed: Feed, on_samples: object) -> None:
         raise ZeroDivisionError
 
-    made = UnderWay(WANTED, 1, 9, MEMBERS, request, fails, Engines().replace, WAIT_S)
+    made = UnderWay(WANTED, 1, 9, MEMBERS, request, fails, Engines().replace, Activity(WAIT_S))
     with pytest.raises(ZeroDivisionError):
         made.wait(0)
 
@@ -165,8 +166,8 @@ def test_groups_that_do_not_end_are_waited_for_in_vain_no_longer_than_they_may_t
         while feed.take(waits=True):
             pass
 
-    with closing(UnderWay(WANTED, 1, 9, MEMBERS, request, waits, Engines().replace, 0.1)) as made:
-        with pytest.raises(RolloutError, match="3 of 3 groups have not ended within 0.1 s"):
+    with closing(UnderWay(WANTED, 1, 9, MEMBERS, request, waits, Engines().replace, Activity(0.1))) as made:
+        with pytest.raises(RolloutError, match="3 of 3 groups have not ended, and no .* has come for 0.1 s"):
             made.wait(0)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +34,7 @@ from mrl.plan.forecast import PHASES, Samples, forecast  # noqa: E402
 from mrl.plan.places import Places  # noqa: E402
 from mrl.plan.plan import Plan, machine_of, make, read_shapes  # noqa: E402
 from mrl.plan.workload import models_of  # noqa: E402
-from mrl.rollout.load import Meter  # noqa: E402
+from mrl.rollout.load import Load, Meter  # noqa: E402
 from mrl.trainers import sft  # noqa: E402
 from mrl.trainers.rl.sample_metrics import load_metrics  # noqa: E402
 from mrl.trainers.shared import planned as beside  # noqa: E402
@@ -287,7 +289,28 @@ def test_a_meter_counts_requests_at_once_and_the_time_with_any() -> None:
     assert (load.requests, load.seconds, load.most) == (7, 4.0, 6)
     assert load.mean == pytest.approx((2 * 2 + 6 * 1 + 1 * 1) / 4)
     assert meter.take().most == 1, "what is still under way"
-    assert load_metrics([], load)["engines/running"] == 0.0
+    assert load_metrics([], load) == load_metrics([Load(0, 0, 0, 0.0, 0.0, 0)], load) == {}, "nothing was measured"
+
+
+def test_no_request_is_lost_between_the_thread_that_draws_and_the_one_that_takes_the_counts() -> None:
+    meter, loads, before = Meter(), [], sys.getswitchinterval()
+
+    def draw() -> None:
+        for _ in range(20_000):
+            meter.begin(1)
+            meter.end(1)
+
+    threads = [threading.Thread(target=draw) for _ in range(2)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            loads.append(meter.take())
+    finally:
+        sys.setswitchinterval(before)
+    loads.append(meter.take())
+    assert sum(load.requests for load in loads) == 40_000 and meter.running == 0
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,9 @@ class AdaptiveController:
 
     update: value *= 1 + clip(kl / target - 1, +-0.2) * n_samples / horizon_samples. The KL is a mean over responses of
     whatever the caller penalises: the trainer gives the mean of each response's token mean, as verl does; n_samples is
-    the number of responses it was measured on.
+    the number of responses it was measured on. Where more than horizon_samples were, they count as several updates of
+    at most horizon_samples each: the factor of a single one would be 0 or negative from 5 * horizon_samples on, and the
+    coefficient would stay so.
     """
 
     def __init__(self, coef: float, target: float, horizon_samples: int) -> None:
@@ -119,7 +121,8 @@ class AdaptiveController:
 
     def update(self, current_kl: float, n_samples: int) -> None:
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * n_samples / self.horizon_samples
+        whole, rest = divmod(n_samples, self.horizon_samples)
+        self.value *= (1.0 + error) ** whole * (1.0 + error * rest / self.horizon_samples)
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}

@@ -44,7 +44,8 @@ def render(facts: Facts, *, has_curve: bool) -> str:
 
 def _front(facts: Facts, measured: list[Measured]) -> str:
     """For the hub: what it shows and searches by."""
-    held_out = [m for m in measured if m.name.startswith("validation/")]
+    counts = ("validation/scored", "validation/of")
+    held_out = [m for m in measured if m.name.startswith("validation/") and not m.name.startswith(counts)]
     task, is_adapter = facts.kind.task, facts.kind.is_adapter
     about = str(_inner(facts.config, "data", "validation") or "the run's validation prompts")
     results = [

@@ -81,10 +81,15 @@ def snapshot(cfg: AnyConfig) -> Tree:
     found = {
         key: {source.path: contents(Path(source.path)) for source in sources} for key, sources in cfg.sources().items()
     }
+    held_out = {
+        f"{key}.validation": {source.path: contents(Path(source.path)) for source in use.cfg.validation or ()}
+        for key, use in cfg.data_uses().items()
+    }
     outlines: Tree = {}
     for key, path in cfg.read_anew():
         outlines.setdefault(key, {})[path] = outline(Path(path))
-    return {"config": redact_tree(cfg.model_dump(mode="json")), "data_contents": found, "read_anew": outlines}
+    read = {"data_contents": found, "held_out_contents": held_out, "read_anew": outlines}
+    return {"config": redact_tree(cfg.model_dump(mode="json")), **read}
 
 
 def contents(path: Path) -> Tree:
@@ -133,7 +138,7 @@ def compare(stored: Tree, cfg: AnyConfig) -> list[Change]:
     default."""
     present = snapshot(cfg)
     changes = list(_differences(redact_tree(stored["config"]), cfg, present["config"], ""))
-    for key, sources in present["data_contents"].items():
+    for key, sources in (present["data_contents"] | present["held_out_contents"]).items():
         if not any(_covers((change.key,), key) for change in changes):
             changes += _edited(key, sources, stored)
     for key, paths in present["read_anew"].items():
@@ -156,7 +161,7 @@ def unknown(stored: Tree, cfg: AnyConfig) -> list[str]:
 
 def _edited(key: str, sources: Tree, stored: Tree) -> Iterator[Change]:
     """Sources with other contents than the checkpoint's run has read."""
-    before = stored.get("data_contents", {}).get(key, {})
+    before = (stored.get("data_contents", {}) | stored.get("held_out_contents", {})).get(key, {})
     for path, now in sources.items():
         if path in before and before[path] != now:
             yield Change(key, f"{path} of {_size(before[path])}", f"edited: {_size(now)}")

@@ -76,10 +76,10 @@ class PromptDataset:
         """The n prompts of step `step` (from 0), as `Order.of_step` has them. Raises ValueError for a negative step."""
         return [self._prompt(source, place) for source, place in self._order.of_step(step, n, seed)]
 
-    def first(self, n: int) -> list[Prompt]:
-        """The first n prompts in the order of the rows (all of them if there are fewer), of several sources in turn:
-        the same ones at every validation."""
-        return [self._prompt(source, place) for source, place in self._order.first(n)]
+    def first(self, n: int | None) -> list[Prompt]:
+        """The first n prompts in the order of the rows (all of them if there are fewer, or n is None), of several
+        sources in turn: the same ones at every validation."""
+        return [self._prompt(source, place) for source, place in self._order.first(len(self) if n is None else n)]
 
     def _prompt(self, source: int, place: int) -> Prompt:
         found = self.sources[source].prompt(place)

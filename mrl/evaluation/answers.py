@@ -51,6 +51,7 @@ def answered(
 ) -> dict[str, Any]:
     """`mean_score`, `exact` (right ones among all), `pass@k` and `maj@k` for k = 1, 2, 4, ... and `samples`, by name
     with their intervals, and the samples with their scores; `failed`: of all, if the reward of some has.
+    `scored`, `of`: prompts whose answers all have a score, which these are about, and all prompts.
 
     weights: a Hugging Face directory; right_from: a score from there on is right; temperature: 0 with one sample
     Raises DataError, TokenizerError, RewardError, RolloutError, EngineUnavailable or EngineStartError.
@@ -106,4 +107,5 @@ def summary(found: Sequence[Sample], n: int, right_from: float) -> dict[str, Any
         {"prompt": group[0].request.prompt.text, "responses": t, "scores": [s.score for s in group]}
         for group, t in zip(groups, texts, strict=True)
     ]
-    return {"estimates": {name: asdict(e) for name, e in estimates.items()}, "samples": rows}
+    counts = {"scored": len(groups), "of": len(asked)}
+    return {"estimates": {name: asdict(e) for name, e in estimates.items()}, **counts, "samples": rows}

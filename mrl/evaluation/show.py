@@ -17,6 +17,8 @@ def _cells(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield name, f"{value:.6g}", ""
     for name, estimate in found.get("estimates", {}).items():
         yield name, f"{estimate['value']:.4f}", f"{estimate['low']:.4f} - {estimate['high']:.4f}"
+    if "of" in found:
+        yield "prompts scored", f"{found['scored']} of {found['of']}", ""
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:

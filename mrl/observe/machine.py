@@ -107,8 +107,9 @@ def _engines(run_dir: Path, steps: list[Row]) -> str:
         return ""
     try:
         table = _engine_rows(rows[-1]["engines"])
-        waiting = _middle(steps, "engines/waiting") or 0.0
-        waited = f"{waiting:.1f} requests waited here to be given to one, in the mean (median of the steps)"
+        waiting = _middle(steps, "engines/waiting")
+        how_many = "it is not known how many" if waiting is None else f"{waiting:.1f}"
+        waited = f"{how_many} requests waited here to be given to one, in the mean (median of the steps)"
         slowest = f"; the slowest {MOST_ENGINES} of {len(table)}" if len(table) > MOST_ENGINES else ""
         note = f"in step {rows[-1]['step']}, while it had requests; {waited}{slowest}"
     except (KeyError, TypeError, AttributeError, ValueError):
@@ -119,11 +120,11 @@ def _engines(run_dir: Path, steps: list[Row]) -> str:
 
 def _engine_rows(loads: dict[str, dict[str, Any]]) -> list[list[str]]:
     """One an engine, as they are numbered; of more than are shown, the slowest first."""
-    speeds = {url: load["tokens"] / max(load["seconds"], 1e-9) for url, load in loads.items()}
-    urls = sorted(loads, key=lambda url: speeds[url]) if len(loads) > MOST_ENGINES else list(loads)
+    speeds = {url: load["tokens"] / load["seconds"] for url, load in loads.items() if load["seconds"]}
+    urls = sorted(loads, key=lambda url: speeds.get(url, 0.0)) if len(loads) > MOST_ENGINES else list(loads)
     forms = {"requests": ",", "tokens": ",", "mean": ".1f", "most": ""}
     rows = [(url, [f"{loads[url][name]:{form}}" for name, form in forms.items()]) for url in urls]
-    return [[url, *row, f"{speeds[url]:,.0f}"] for url, row in rows]
+    return [[url, *row, f"{speeds[url]:,.0f}" if url in speeds else "-"] for url, row in rows]
 
 
 def _push(steps: list[Row]) -> str:

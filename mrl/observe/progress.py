@@ -53,7 +53,11 @@ def headlines(metrics: dict[str, float]) -> list[tuple[str, str]]:
     for label, names, form in HEADLINES:
         name = next((n for n in names if n in metrics), None)
         if name is not None and not (label == "loss" and "actor/pg_loss" in metrics):
-            shown.append((label, number(metrics[name], form)))
+            text = number(metrics[name], form)
+            scored, asked = metrics.get("validation/scored"), metrics.get("validation/of")
+            if label == "validation" and scored != asked:
+                text += f" ({scored:.0f} of {asked:.0f} scored)"
+            shown.append((label, text))
     return shown
 
 

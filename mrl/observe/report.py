@@ -213,7 +213,7 @@ def _answers(found: BeforeAfter | None) -> str:
         f"{_response(r.before, r.score_before, r.turns_before)}{_response(r.after, r.score_after, r.turns_after)}</tr>"
         for r in found.rows
     )
-    mean = f"mean score {found.mean_before:.3f} → {found.mean_after:.3f}"
+    mean = f"mean score {found.means}"
     return (
         f'<h2>The same validation prompts before and after</h2><p class="sub">{mean}</p>'
         f'<div class="card wide"><table class="answers">{head}{body}</table></div>'
@@ -224,14 +224,15 @@ def _seen(pictures: Sequence[Path]) -> str:
     return "".join(html.picture(file.stem, file.read_bytes(), "png") for file in pictures)
 
 
-def _response(text: str, score: float, turns: tuple[Said, ...] = ()) -> str:
+def _response(text: str, score: float | None, turns: tuple[Said, ...] = ()) -> str:
     """Of an agent turn by turn, its environment's words in another colour."""
-    kind = "full" if score >= 1 else "some" if score > 0 else ""
+    kind = "" if score is None or score <= 0 else "full" if score >= 1 else "some"
+    number_shown = "no score" if score is None else f"{score:.2f}"
     shown = escape(text)
     if turns:
         classes = {True: "turn", False: "turn told"}
         shown = "".join(f'<span class="{classes[is_model]}">{escape(words)}</span>' for is_model, words in turns)
-    return f'<td class="text"><span class="score {kind}">{score:.2f}</span>{shown}</td>'
+    return f'<td class="text"><span class="score {kind}">{number_shown}</span>{shown}</td>'
 
 
 def _config(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,23 +52,25 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         **({"messages": sample.messages} if sample.messages else {}),
         "row": prompt.row,
         **({"reward_error": sample.reward_error} if sample.reward_error else {}),
+        **({"left_out": sample.left_out} if sample.left_out else {}),
     }
 
 
 Said = tuple[bool, str]  # whether the model has said it, and what
-_COMPARED = {"index": int, "prompt": str, "response": str, "score": int | float, "row": dict}
+_COMPARED = {"index": int, "prompt": str, "response": str, "score": int | float | None, "row": dict}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One validation prompt at the first and at the last validation. pictures: PNG files"""
+    """One validation prompt at the first and at the last validation. score_...: None where a response has none.
+    pictures: PNG files"""
 
     prompt: str
     answer: str
     before: str
     after: str
-    score_before: float
-    score_after: float
+    score_before: float | None
+    score_after: float | None
     turns_before: tuple[Said, ...] = ()  # of an agent, with its environment's words; empty for one response
     turns_after: tuple[Said, ...] = ()
     pictures: tuple[Path, ...] = ()
@@ -75,11 +78,26 @@ class Comparison:
 
 @dataclass(frozen=True)
 class BeforeAfter:
+    """The first and the last validation. mean_...: over the `compared` responses to the same prompts that have a score
+    at both, of the `asked` that the larger one has; None if there are none."""
+
     first_step: int
     last_step: int
-    mean_before: float
-    mean_after: float
+    mean_before: float | None
+    mean_after: float | None
+    compared: int
+    asked: int
     rows: list[Comparison]
+
+    @property
+    def means(self) -> str:
+        """Such as "0.250 → 1.000", and of how many responses if some are missing."""
+        if self.mean_before is None or self.mean_after is None:
+            return f"unknown: none of {self.asked} responses has a score at both"
+        some = (
+            f" ({self.compared} of {self.asked} responses have a score at both)" if self.compared < self.asked else ""
+        )
+        return f"{self.mean_before:.3f} → {self.mean_after:.3f}{some}"
 
 
 def before_after(run_dir: Path, limit: int = SHOWN) -> BeforeAfter | None:
@@ -90,8 +108,10 @@ def before_after(run_dir: Path, limit: int = SHOWN) -> BeforeAfter | None:
     (first_step, first), (last_step, last) = files[0], files[-1]
     before, after = _samples(first), _samples(last)
     keys = _data_keys(run_dir)
-    later = {(row["index"], row["prompt"]): row for row in after}
-    pairs = [(row, later[key]) for row in before if (key := (row["index"], row["prompt"])) in later]
+    earlier, later = _by_prompt(before), _by_prompt(after)
+    pairs = [(row, later[key]) for key, row in earlier.items() if key in later]
+    scored = [(a["score"], b["score"]) for a, b in pairs if None not in (a["score"], b["score"])]
+    mean_before, mean_after = (sum(one) / len(scored) for one in zip(*scored)) if scored else (None, None)
     rows = [
         Comparison(
             *(_question(a, keys), str(a["row"].get(keys.get("answer_key", "answer"), ""))),
@@ -99,9 +119,21 @@ def before_after(run_dir: Path, limit: int = SHOWN) -> BeforeAfter | None:
             *(_turns(a), _turns(b)),
             pictures=_pictures(run_dir, a["index"]),
         )
-        for a, b in pairs[:limit]
+        for a, b in [(earlier[key], later[key]) for key in earlier if key in later and not key[2]][:limit]
     ]
-    return BeforeAfter(first_step, last_step, _mean_score(before), _mean_score(after), rows)
+    asked = max(len(before), len(after))
+    return BeforeAfter(first_step, last_step, mean_before, mean_after, len(scored), asked, rows)
+
+
+def _by_prompt(rows: list[dict[str, Any]]) -> dict[tuple[int, str, int], dict[str, Any]]:
+    """(index, prompt, which of the responses to it) -> row"""
+    found: dict[tuple[int, str, int], dict[str, Any]] = {}
+    seen: Counter[tuple[int, str]] = Counter()
+    for row in rows:
+        key = row["index"], row["prompt"]
+        found[*key, seen[key]] = row
+        seen[key] += 1
+    return found
 
 
 def _turns(row: dict[str, Any]) -> tuple[Said, ...]:
@@ -150,7 +182,7 @@ def before_after_table(run_dir: Path, limit: int = 12, console: Console | None =
     if found is None:
         console.print(f"{run_dir}: no validation samples")
         return
-    table = Table(title=f"validation score {found.mean_before:.2f} -> {found.mean_after:.2f}")
+    table = Table(title=f"validation score {found.means}")
     table.add_column("prompt")
     table.add_column("answer", style="dim")
     table.add_column(f"step {found.first_step}")
@@ -165,9 +197,7 @@ def before_after_table(run_dir: Path, limit: int = 12, console: Console | None =
     console.print(table)
 
 
-def _scored(response: str, score: float) -> Text:
+def _scored(response: str, score: float | None) -> Text:
+    if score is None:
+        return Text(f"{response}  (no score)", style="dim")
     return Text(f"{response}  ({score:.2f})", style="green" if score >= 1 else "yellow" if score > 0 else "red")
-
-
-def _mean_score(rows: list[dict[str, Any]]) -> float:
-    return sum(row["score"] for row in rows) / max(1, len(rows))

@@ -13,6 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from difflib import get_close_matches
 
 from mrl.platform import cpu_matmul, gloo, kept_memory, megatron_fixes, torch_cuda  # noqa: F401  (they fill the registry)
 from mrl.platform.fused import check_kernels
@@ -21,6 +22,8 @@ from mrl.platform.registry import REGISTRY, Stage
 # Read when a GPU is first asked for. One queue keeps a rank's copies and collectives in the order in which they were
 # given, which overlap of tensor and context parallelism counts on before Blackwell.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+SWITCHES = ("MRL_PLATFORM_OFF", "MRL_KERNELS")  # that a user may set
 
 _applied: list[str] = []
 _installed = False
@@ -38,9 +41,17 @@ def switched_off() -> frozenset[str]:
 
 
 def check_switches() -> None:
-    """Raises ValueError for a word in MRL_PLATFORM_OFF or MRL_KERNELS that means nothing."""
+    """Raises ValueError for a word in MRL_PLATFORM_OFF or MRL_KERNELS that means nothing, or a name that is nearly one
+    of these."""
     switched_off()
     check_kernels()
+    for name in os.environ:
+        if (
+            name.startswith("MRL_")
+            and name not in SWITCHES
+            and (near := get_close_matches(name, SWITCHES, cutoff=0.85))
+        ):
+            raise ValueError(f"{name} in the environment is read by nobody: did you mean {near[0]}?")
 
 
 def applied() -> tuple[str, ...]:

@@ -69,8 +69,9 @@ def _last_step(run_dir: Path) -> tuple[Path, list[dict[str, Any]]]:
         raise NoSamples(f"{run_dir}/rollouts has no samples of a step: train it for one first (run.steps=1)")
     _, file = found[-1]
     rows = [row for row in read_jsonl(file) if isinstance(row.get("response"), str) and row["response"]]
+    rows = [row for row in rows if row.get("score") is not None]
     if not rows or not all(isinstance(row.get("prompt"), str) for row in rows):
-        raise NoSamples(f"{file} holds no responses with their prompts, as a run writes them")
+        raise NoSamples(f"{file} holds no responses with their prompts and scores, as a run writes them")
     return file, rows
 
 
@@ -82,7 +83,7 @@ def _rollout(cfg: Config, tokenizer: Tokenizer, rows: list[dict[str, Any]]) -> R
         0,
         encode([row["prompt"] for row in rows]),
         [answer + end for answer, end in zip(answers, ends, strict=True)],
-        scores=torch.tensor([float(row.get("score", 0.0)) for row in rows]),
+        scores=torch.tensor([float(row["score"]) for row in rows]),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
@@ -55,6 +55,7 @@ class RewardManager:
         self.plan = make_plan(cfg)
         self.prompt_key, self.data_source_key = prompt_key, data_source_key
         self.failures = 0
+        self.on_scored: Callable[[object], None] = lambda future: None  # after each call, in any thread
         self._running: dict[Sample, dict[str, Future[Outcome]]] = {}
         with ExitStack() as stack:
             self._sources: dict[str, Source] = _open_sources(cfg, self.plan, answer_key, max_response_tokens, stack)
@@ -67,6 +68,8 @@ class RewardManager:
             name: self._sources[name].submit(self.plan.components[name], call, label)
             for name in self._mix(sample, label)
         }
+        for future in self._running[sample].values():
+            future.add_done_callback(self.on_scored)
 
     def collect(self, samples: Sequence[Sample]) -> None:
         """Wait for `samples` and fill score, score_parts and reward_error; those not submitted yet are submitted now.
@@ -148,17 +151,13 @@ class RewardManager:
         return call, label
 
 
-def longest_wait_s(cfg: RewardConfig, samples: int) -> float:
-    """Seconds until `samples` are scored or have failed: all calls in turn, each up to its own time-out."""
-    plan = make_plan(cfg)
-    calls = max(sum(plan.components[name].kind != "server" for name in mix) for mix in plan.mixes.values())
-    functions = cfg.timeout_s * math.ceil(samples * calls / cfg.workers)
-    servers = sum(
-        math.ceil(samples / server.connections) * (server.timeout_s + server.backoff_s * 2**retry)
+def longest_call_s(cfg: RewardConfig) -> float:
+    """Seconds that one call of a function or a server takes at most, with its retries, once its turn has come."""
+    servers = [
+        sum(server.timeout_s + server.backoff_s * 2**retry for retry in range(server.retries + 1))
         for server in cfg.servers.values()
-        for retry in range(server.retries + 1)
-    )
-    return functions + servers
+    ]
+    return max(cfg.timeout_s, *servers) if servers else cfg.timeout_s
 
 
 def _open_sources(

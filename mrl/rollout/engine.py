@@ -200,7 +200,7 @@ class Engine:
     def interrupt(self) -> None:
         """Ends what another thread has drawn, and refuses all that would be later; no request is left running."""
         self._is_interrupted = True
-        for task, loop in [*self._flying.items()]:
+        for task, loop in self._flying.copy().items():  # a copy is made at once, whatever other threads add
             with suppress(RuntimeError):  # it has just ended
                 loop.call_soon_threadsafe(task.cancel)
 

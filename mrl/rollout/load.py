@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,33 +32,38 @@ class Load:
 
 
 class Meter:
-    """Counts what is under way at one place. now: gives seconds that only rise"""
+    """Counts what is under way at one place, for threads. now: gives seconds that only rise"""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.running = self._most = 0
         self._now, self._since = now, now()
+        self._lock = threading.Lock()  # samples may be drawn in one thread while another one takes the counts
         self._clear()
 
     def begin(self, requests: int) -> None:
         """So many more are under way."""
-        self._pass()
-        self.running += requests
-        self._requests += requests
-        self._most = max(self._most, self.running)
+        with self._lock:
+            self._pass()
+            self.running += requests
+            self._requests += requests
+            self._most = max(self._most, self.running)
 
     def end(self, requests: int, samples: Sequence[Sample] = ()) -> None:
         """So many fewer are; what has come of them."""
-        self._pass()
-        self.running -= requests
-        self._samples += len(samples)
-        self._tokens += sum(len(sample.response_ids) for sample in samples)
+        tokens = sum(len(sample.response_ids) for sample in samples)
+        with self._lock:
+            self._pass()
+            self.running -= requests
+            self._samples += len(samples)
+            self._tokens += tokens
 
     def take(self) -> Load:
         """Since the last call."""
-        self._pass()
-        mean = self._waited / self._busy if self._busy else 0.0
-        found = Load(self._requests, self._samples, self._tokens, self._busy, mean, self._most)
-        self._clear()
+        with self._lock:
+            self._pass()
+            mean = self._waited / self._busy if self._busy else 0.0
+            found = Load(self._requests, self._samples, self._tokens, self._busy, mean, self._most)
+            self._clear()
         return found
 
     def _clear(self) -> None:

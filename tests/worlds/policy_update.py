@@ -157,11 +157,23 @@ def controls(world: World) -> dict[str, Metrics]:
     return found
 
 
+def shuffles(worlds: dict[str, World]) -> dict[str, Metrics]:
+    """Three passes in mini-batches of five samples, under each layout."""
+    found = {}
+    for layout, world in worlds.items():
+        for shuffle in (False, True):
+            batch = {"epochs_per_step": 3, "shuffle_minibatches": shuffle}
+            run, exp = world.experience(world.build(0.05), world.rollout(), batch=batch)
+            found[f"{layout}, shuffled: {shuffle}"] = update(run, exp, trains_actor=True)
+    return found
+
+
 def main() -> None:
     model_dir, result_file, layout = sys.argv[1:]
     platform.init_process_group(TIMEOUT_S)
     world = World(model_dir, layout)
     found = corrections(world) | high_entropy(world) | left_behind(world) | mismatches(world) | controls(world)
+    found |= shuffles({layout: world, "dp2": World(model_dir, "dp2")})
     if rank() == 0:
         Path(result_file).write_text(json.dumps(found))
     torch.distributed.barrier()

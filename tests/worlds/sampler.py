@@ -19,7 +19,8 @@ from mrl.core import Rollout  # noqa: E402
 from mrl.parallel import rank  # noqa: E402
 from mrl.trainers.rl.ahead import Ahead  # noqa: E402
 from mrl.trainers.rl.sampler import Drawn, Sampled, Sampler, Work, when_asked  # noqa: E402
-from mrl.trainers.shared.world import RankZeroError, World  # noqa: E402
+from mrl.trainers.shared.pulse import Activity  # noqa: E402
+from mrl.trainers.shared.world import OtherRankError, RankZeroError, World  # noqa: E402
 
 WAIT_S = 60.0
 
@@ -63,9 +64,35 @@ def a_step(world: World, begin: Callable[[Work], Work], number: int) -> bool:
     return early
 
 
+def fails(failing: set[int], world: World) -> str:
+    """What all ranks raise where some of them fail in the first of two things that rank 0 asks of all."""
+
+    def together(number: int) -> None:
+        if number == 0 and rank() in failing:
+            raise KeyError(f"rank {rank()} has no such thing")
+
+    def make() -> str:
+        try:
+            world.together(0)
+        except KeyError:
+            assert world.is_main
+        world.together(1)
+        return "gone on"
+
+    try:
+        return world.from_main("asking", make, together)
+    except RankZeroError as error:
+        assert world.is_main is isinstance(error.__cause__, OtherRankError) and world.is_main is not isinstance(
+            error.__cause__, KeyError
+        )
+        return str(error)
+
+
 def main() -> None:
     world = World(30.0, 60.0, seed=1)
-    ahead = Ahead(print, world.together, lambda: None, 60.0)
+    assert fails({1}, world).startswith("asking failed: rank 1: KeyError: 'rank 1 has no such thing'")
+    assert fails({0, 1}, world) == fails(set(), world) == "gone on", "rank 0 knows what to do about its own"
+    ahead = Ahead(print, world.together, lambda: None, Activity(60.0))
     for number, (begin, is_early) in enumerate([(when_asked, False), (ahead.begin, True)] * 2):
         assert a_step(world, begin, number) == (is_early and world.is_main)
     for begin in (when_asked, ahead.begin):

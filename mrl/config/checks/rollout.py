@@ -29,8 +29,7 @@ def check(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator[P
     yield from _sync(cfg, machine)
     yield from _quantization(cfg, arch, machine)
     yield from lora.check_sync(cfg, arch, machine)
-    if cfg.data.validation is None and cfg.validation != ValidationConfig():
-        yield Problem(("validation", "data.validation"), "has no effect: there is no validation file")
+    yield from _validation(cfg)
 
 
 def check_key_file(rollout: RolloutConfig) -> Iterator[Problem]:
@@ -70,8 +69,7 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
         if None not in (limits[warn], limits[stop]) and limits[warn] > limits[stop]:
             message = f"{limits[warn]:g} is above {limits[stop]:g}, where the run ends without a warning"
             yield Problem((f"rollout.mismatch.{warn}", f"rollout.mismatch.{stop}"), message)
-    if rollout.sampling.top_k != -1 and rollout.sampling.top_k < 1:
-        yield Problem(("rollout.sampling.top_k",), f"must be -1 (off) or at least 1, got {rollout.sampling.top_k}")
+    yield from _top_k("rollout.sampling", rollout.sampling)
     yield from _stops(rollout.sampling, arch)
     if rollout.urls:
         names = ["servers", "tensor", "memory_fraction", "max_context_tokens"]
@@ -150,6 +148,24 @@ def _offload(cfg: RLConfig, machine: Machine) -> Iterator[Problem]:
             "rollout.release: all"
         )
         yield Problem(("actor.offload", "rollout.release"), message)
+
+
+def _top_k(key: str, sampling: SamplingConfig | ValidationConfig) -> Iterator[Problem]:
+    if sampling.top_k != -1 and sampling.top_k < 1:
+        yield Problem((f"{key}.top_k",), f"must be -1 (off) or at least 1, got {sampling.top_k}")
+
+
+def _validation(cfg: RLConfig) -> Iterator[Problem]:
+    validation = cfg.validation
+    if cfg.data.validation is None:
+        if validation != ValidationConfig():
+            yield Problem(("validation", "data.validation"), "has no effect: there is no validation file")
+        return
+    yield from _top_k("validation", validation)
+    if validation.temperature == 0:
+        names = ["top_p", "top_k", *(["samples_per_prompt"] if cfg.agent is None else [])]
+        because = "at temperature 0 each token is the likeliest one"
+        yield from inert(validation, "validation", names, because, "validation.temperature")
 
 
 def _stops(sampling: SamplingConfig, arch: ModelArch | None) -> Iterator[Problem]:

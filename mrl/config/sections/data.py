@@ -171,6 +171,9 @@ class BatchConfig(Section):
     samples_per_prompt: PositiveInt = 1  # responses to each: the size of a group
     samples_per_minibatch: PositiveInt | None = None  # samples an update; null: all of the step
     epochs_per_step: PositiveInt = 1  # passes over a step's samples
+    # each pass has other mini-batches, drawn by run.seed, step and pass alone; false: in the order of the prompts, the
+    # same in each pass, which keeps the samples of a prompt together
+    shuffle_minibatches: bool = False
 
 
 class PreferenceBatchConfig(Section):

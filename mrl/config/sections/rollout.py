@@ -118,9 +118,13 @@ class SyncConfig(Section):
 
 
 class ValidationConfig(Section):
-    """Mean scores of held-out prompts, where data.validation has some."""
+    """Mean scores of held-out prompts, where data.validation has some: of all and of each data.data_source_key. The
+    temperature, top_p and top_k of rollout.sampling have no effect on them."""
 
     every_steps: PositiveInt = 10  # steps between two of them
-    prompts: PositiveInt = 128  # the first of data.validation, one sample each
-    temperature: NonNegativeFloat = 0.0  # 0: the likeliest token each time
+    prompts: PositiveInt | None = None  # the first of data.validation, at most; null: all
+    samples_per_prompt: PositiveInt = 1  # responses to each prompt
+    temperature: NonNegativeFloat = 0.0  # logits are divided by it; 0: the likeliest token each time
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # only the likeliest tokens that together have this probability
+    top_k: int = -1  # only the k likeliest tokens; -1: all
     at_start: bool = True  # also before the first step

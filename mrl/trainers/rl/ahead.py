@@ -17,6 +17,7 @@ from typing import Any
 from mrl.core import Rollout
 from mrl.rollout import LacksWeights, RolloutError
 from mrl.trainers.rl.sampler import Drawn, Work
+from mrl.trainers.shared.pulse import Activity
 
 CLOSE_S = 15.0  # until a thread whose requests have been cut off has ended
 
@@ -27,7 +28,7 @@ class Ahead:
     note: takes one line for the user, in the main thread
     give_weights: brings an engine that was started again to the weights of the others, in the main thread
     interrupt: ends the requests that the thread waits for
-    timeout_s: until the samples are there
+    activity: of rank 0, which says whether the samples are still being drawn
     """
 
     def __init__(
@@ -35,10 +36,10 @@ class Ahead:
         note: Callable[[str], None],
         give_weights: Callable[[str], None],
         interrupt: Callable[[], None],
-        timeout_s: float,
+        activity: Activity,
     ) -> None:
         self._note, self._give_weights, self._interrupt = note, give_weights, interrupt
-        self._timeout_s = timeout_s
+        self._activity = activity
         self._thread: threading.Thread | None = None
         self._made: Future[Drawn] | None = None
         self._restored: Drawn | None = None
@@ -65,8 +66,8 @@ class Ahead:
 
     def wait(self) -> list[str]:
         """Until the samples are there: the addresses of engines that were lost over them, and wait for weights. The
-        samples are lost too, if there are any. Raises what the thread raised, RolloutError if they take longer than all
-        that they wait for may."""
+        samples are lost too, if there are any. Raises what the thread raised, RolloutError if nothing gets done for
+        longer than any part of them takes."""
         assert self._made is not None
         self._wait_for(self._made)
         error, lost = self._made.exception(), self._lost
@@ -79,11 +80,13 @@ class Ahead:
         return lost if error is not None else []
 
     def _wait_for(self, made: Future[Drawn]) -> None:
-        if not wait([made], self._timeout_s).done:
-            raise RolloutError(
-                f"the samples of the next step are not there within {self._timeout_s:g} s, which is more than their "
-                "requests and rewards may take together"
-            )
+        began = time.monotonic()
+        while not wait([made], max(0.0, self._activity.left_s(began))).done:
+            if self._activity.left_s(began) <= 0:
+                raise RolloutError(
+                    "the samples of the next step are not there, and no response, score or engine has come for "
+                    f"{self._activity.most_s:g} s, which is more than any of them may take"
+                )
 
     def say(self, line: str) -> None:
         """To the user, once the main thread waits."""

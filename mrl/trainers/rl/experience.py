@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,9 +88,11 @@ class Experience:
         """Of some of the samples, in the order of `samples` [b] int64, which may name one more than once."""
         return units.pick(self, samples, of=self.rollout)
 
-    def part(self, samples: range) -> Experience:
-        """Of samples that follow each other, without a copy."""
-        return units.part(self, samples, of=self.rollout)
+    def part(self, samples: Sequence[int]) -> Experience:
+        """Of some of the samples; without a copy where they are a range, which follow each other."""
+        if isinstance(samples, range):
+            return units.part(self, samples, of=self.rollout)
+        return self.pick(torch.tensor(samples))
 
     def targets(self) -> list[Tensor]:
         """All flat vectors that a loss may be made of."""

@@ -21,7 +21,7 @@ from mrl.resilience.sections import section
 from mrl.reward.manager import RewardManager
 from mrl.rollout import Engine, Feed, sample_seed
 from mrl.trainers.rl.groups import Group, GroupFilter, SamplingError, in_order, sample_groups, value_of
-from mrl.trainers.rl.sample_metrics import load_metrics, sample_metrics
+from mrl.trainers.rl.sample_metrics import load_metrics, sample_metrics, validation_metrics
 from mrl.trainers.rl.sampler import Drawn, Sampled
 from mrl.trainers.rl.segments import Segments
 from mrl.trainers.rl.under_way import OnSamples, UnderWay
@@ -47,6 +47,7 @@ class Generator:
     agents: Agents | None = None
     segments: Segments | None = None
     under_way: UnderWay | None = None
+    is_active: Callable[[object], None] = lambda what: None  # called when something has come, in any thread
 
     def __post_init__(self) -> None:
         groups = self.cfg.algorithm.filter_groups
@@ -57,7 +58,20 @@ class Generator:
     def notes(self) -> list[str]:
         """What was corrected or left out of the data, for the user to see before the first step."""
         sets = {"data.train": self.train} | ({"data.validation": self.validation} if self.validation else {})
-        return data_notes(self.tokenizer, sets)
+        notes = data_notes(self.tokenizer, sets)
+        if self.validation is not None:
+            rows, each = (
+                sum(len(source.rows) for source in self.validation.sources),
+                self.cfg.validation.samples_per_prompt,
+            )
+            responses = f", {each} responses to each" if each > 1 else ""
+            notes.append(f"validation: {len(self.validated)} of {rows} prompts{responses}")
+        return notes
+
+    @property
+    def validated(self) -> list[Prompt]:
+        """The prompts of a validation."""
+        return self.validation.first(self.cfg.validation.prompts) if self.validation is not None else []
 
     def draw(self, step: int, on_sample: OnSample) -> Drawn:
         """The step's samples, with their scores. Raises SamplingError."""
@@ -83,8 +97,8 @@ class Generator:
         loads, waiting = self.engine.take_loads()
         of_each = {url: asdict(each) for url, each in loads.items()}
         metrics |= load_metrics(list(loads.values()), waiting)
-        if self.under_way is not None:  # since the step before took its samples
-            metrics["perf/generate_s"] = max((load.seconds for load in loads.values()), default=0.0)
+        if self.under_way is not None and loads:  # since the step before took its samples
+            metrics["perf/generate_s"] = max(load.seconds for load in loads.values())
         return Drawn(
             rollout,
             sample_metrics(samples) | metrics,
@@ -162,7 +176,7 @@ class Generator:
         params = self._params()
 
         def generate(requests: list[Request], tokens: int) -> list[Sample]:
-            return self.engine.generate(requests, replace(params, max_new_tokens=tokens))
+            return self.engine.generate(requests, replace(params, max_new_tokens=tokens), self.is_active)
 
         groups, metrics = segments.draw(step, generate)
         self._score(in_order(groups), on_sample)
@@ -172,6 +186,7 @@ class Generator:
         """What is fed, as it finishes, each sample's scoring begun; in a thread."""
 
         def scored(some: list[Sample]) -> None:
+            self.is_active(some)
             for sample in some:
                 if not sample.left_out:
                     self.rewards.submit(sample)
@@ -182,7 +197,7 @@ class Generator:
             scored(some)
 
         if self.agents is not None:
-            generate = partial(self.engine.generate, over_pushes=True)
+            generate = partial(self.engine.generate, on_samples=self.is_active, over_pushes=True)
             return self.agents.play(feed.take, self._params(), generate, scored)
         size = self.cfg.batch
         waits = self.cfg.rollout.max_staleness == 0  # a step for all of its groups, as without overlap
@@ -223,19 +238,24 @@ class Generator:
         return self._samples(prompts, 1, step, self._unfiltered(0.0), on_sample, before)
 
     def validate(self, step: int, on_sample: OnSample, name: str) -> dict[str, float]:
-        """Mean scores of the first `validation.prompts` held-out rows, one sample each; named NAME/..."""
-        assert self.validation is not None
-        cfg = self.cfg.validation
-        prompts, params = self.validation.first(cfg.prompts), self._unfiltered(cfg.temperature)
-        samples = self._present(self._samples(prompts, 1, step + VALIDATION_STREAM, params, on_sample))
-        self._left_out = []  # a step's are its own
-        if not samples:
-            raise SamplingError("no sample of a validation is left (agent.on_error: leave_out)")
-        self._write_down([sample_row(sample) for sample in samples], f"{name}_step_{step}")
+        """Mean scores of held-out prompts, named NAME/..., and of how many responses they are. Raises SamplingError if
+        none has a score."""
+        cfg, reward = self.cfg.validation, self.cfg.reward
+        params = replace(self._unfiltered(cfg.temperature), top_p=cfg.top_p, top_k=cfg.top_k)
+        samples = self._samples(self.validated, cfg.samples_per_prompt, step + VALIDATION_STREAM, params, on_sample)
+        file = f"{name}_step_{step}"
+        self._write_down([sample_row(sample) for sample in samples], file)
         on_error = self.cfg.checkpoint.on_error
         write_down("rollouts/pictures", lambda: save_pictures(self.run_dir, samples), on_error, self.note)
-        metrics = sample_metrics(samples)
-        return {f"{name}/{metric.removeprefix('reward/')}": value for metric, value in metrics.items()}
+        metrics = validation_metrics(samples, reward.on_error == "zero", self.cfg.data.data_source_key)
+        without = [sample for sample in samples if sample.left_out]
+        if without:
+            first = without[0].left_out.splitlines()
+            said = f"{name}: {len(without)} of {len(samples)} responses have no score (rollouts/{file}.jsonl): "
+            self.note(said + first[0])
+        if "mean" not in metrics:
+            raise SamplingError(f"{name}: none of {len(samples)} responses has a score (rollouts/{file}.jsonl)")
+        return {f"{name}/{metric}": value for metric, value in metrics.items()}
 
     def _params(self) -> SamplingParams:
         """Of samples that are learnt from. They end at the tokenizer's EOS too: the model's own configuration may name
@@ -263,6 +283,7 @@ class Generator:
         requests = [Request(i, i // per_prompt, prompt, sample_seed(seed, stream, i)) for i, prompt in asked]
 
         def scored(some: list[Sample]) -> None:
+            self.is_active(some)
             for sample in some:
                 if not sample.left_out:
                     self.rewards.submit(sample)
@@ -273,7 +294,8 @@ class Generator:
             scored(some)
 
         if self.agents is not None:
-            samples = self.agents.sample(requests, params, self.engine.generate, scored)
+            generate = partial(self.engine.generate, on_samples=self.is_active)
+            samples = self.agents.sample(requests, params, generate, scored)
         else:
             samples = self.engine.generate(requests, params, finished)
         with section("reward"):

@@ -86,14 +86,14 @@ class _Tally:
     def metrics(self, wanted: int) -> dict[str, float]:
         kept, everything = len(self.groups["kept"]), [*self.groups["kept"], *self.dropped]
         scores = [sample.score for group in everything for sample in group]
-        return {
+        mean = {"sampling/reward_mean": sum(scores) / len(scores)} if scores else {}
+        return mean | {
             "sampling/rounds": self.rounds,
             "sampling/prompts": len(everything),
             "sampling/dropped_equal": len(self.groups["equal"]),
             "sampling/dropped_refused": len(self.groups["refused"]),
             "sampling/surplus": max(0, kept - wanted),
             "sampling/filled": max(0, wanted - kept),
-            "sampling/reward_mean": sum(scores) / max(1, len(scores)),
         }
 
 

@@ -1,4 +1,4 @@
-"""How long rank 0 may be busy with samples, by the limits of all that it waits for."""
+"""How long rank 0 may wait for samples, by the limits of all that it waits for."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import math
 
 from mrl.config.schema import RLConfig
 from mrl.config.trainers.rl import most_samples_per_step
-from mrl.reward.manager import longest_wait_s
+from mrl.reward.manager import longest_call_s
 
 
 def longest_wait(cfg: RLConfig) -> float:
-    """Seconds that rank 0's sampling may take: every request in turn, each up to its own time-out, what agents'
-    environments take between them, and all restarts of engines."""
-    samples = max(most_samples_per_step(cfg), cfg.validation.prompts)
-    steps = 1 + (cfg.rollout.max_staleness or 0)
-    segments = cfg.rollout.sampling.max_new_tokens / (cfg.rollout.segment_tokens or cfg.rollout.sampling.max_new_tokens)
-    turns = cfg.agent.max_turns * (cfg.agent.retries + 1) if cfg.agent is not None else 1
-    rounds = turns * math.ceil(samples * steps * cfg.rollout.oversample * segments / cfg.rollout.concurrent_requests)
-    return (
-        cfg.run.timeout_s
-        + cfg.rollout.startup_timeout_s
-        + rounds * cfg.rollout.request_timeout_s
-        + cfg.rollout.max_restarts * (cfg.rollout.startup_timeout_s + cfg.rollout.request_timeout_s)
-        + longest_wait_s(cfg.reward, samples)
-        + ((turns + 1) * cfg.agent.step_timeout_s if cfg.agent is not None else 0.0)
-        + (cfg.placement.wait_s if cfg.placement.is_apart else 0.0)
-    )
+    """Seconds that may pass on rank 0 without a response, a score, a turn or an engine: the longest time-out of any of
+    them, and run.timeout_s on top. However many there are, each one that comes starts the clock anew."""
+    rollout, agent = cfg.rollout, cfg.agent
+    limits = [rollout.request_timeout_s, rollout.startup_timeout_s, longest_call_s(cfg.reward), cfg.sync.timeout_s]
+    if agent is not None:  # one that fails is begun anew
+        limits.append((agent.retries + 1) * agent.step_timeout_s)
+    if cfg.placement.is_apart:
+        limits.append(cfg.placement.wait_s)
+    return cfg.run.timeout_s + max(limits)
+
+
+def longest_turn(cfg: RLConfig) -> float:
+    """Seconds until an agent's program has its turn at the latest: all that were asked for with it are drawn in turn,
+    and engines are started again."""
+    rollout = cfg.rollout
+    samples = max(most_samples_per_step(cfg) * (1 + (rollout.max_staleness or 0)), rollout.concurrent_requests)
+    rounds = math.ceil(samples / rollout.concurrent_requests) + rollout.max_restarts
+    return rounds * rollout.request_timeout_s + rollout.max_restarts * rollout.startup_timeout_s

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 from mrl.algo import explained_variance
 from mrl.core import Rollout, StepStats
@@ -105,21 +106,22 @@ def update(run: RLRun, exp: Experience, trains_actor: bool) -> dict[str, float]:
     made: dict[str, list[dict[str, float]]] = {"critic": [], "actor": []}
     metrics, drawn = dict(exp.metrics), exp
     exp = resampled(run.cfg.algorithm.pf_ppo, drawn, run.cfg.run.seed)
-    minibatches, epochs = run.minibatches(exp.rollout), run.cfg.batch.epochs_per_step
+    epochs = run.cfg.batch.epochs_per_step
     if trains_actor:  # first: it finds samples that nothing may be learnt from
         run.memory.begin("actor_update")
         metrics |= head_error(run.actor, exp.rollout, run.cfg.rollout.sampling.temperature)
-        for epoch in range(1, epochs + 1):
-            for sample_ids in minibatches:
+        for epoch in range(epochs):
+            for sample_ids in run.minibatches(exp.rollout, epoch):
                 made["actor"].append(update_actor(run, exp, sample_ids, len(made["actor"])))
             if is_far_enough(run.cfg.algorithm.target_kl, made["actor"]):
-                epochs = epoch
+                epochs = epoch + 1
                 break
     if run.critic is not None and run.critic.trainable:
         run.memory.begin("critic_update")
-        made["critic"] = [update_critic(run, exp, sample_ids) for _ in range(epochs) for sample_ids in minibatches]
+        for epoch in range(epochs):
+            made["critic"] += [update_critic(run, exp, some) for some in run.minibatches(exp.rollout, epoch)]
     if run.cfg.algorithm.target_kl is not None:
-        metrics["actor/epochs"] = len(made["actor"]) / len(minibatches)
+        metrics["actor/epochs"] = len(made["actor"]) / len(run.minibatches(exp.rollout))
     for role, rows in made.items():
         metrics |= named(role, over_updates(rows)) if rows else {}
     if drawn.values is not None:
@@ -135,7 +137,7 @@ def is_far_enough(target_kl: float | None, updates: list[dict[str, float]]) -> b
     return target_kl is not None and bool(updates) and updates[-1]["actor/ppo_kl"] > 1.5 * target_kl
 
 
-def update_actor(run: RLRun, exp: Experience, sample_ids: range, number: int) -> dict[str, float]:
+def update_actor(run: RLRun, exp: Experience, sample_ids: Sequence[int], number: int) -> dict[str, float]:
     """Metrics of an update: the gradients, what judges them, and the optimizer's step, which does nothing where loss
     or gradients are not finite. number: how many updates of the step came before."""
     cfg, part = run.cfg.algorithm, exp.part(sample_ids)
@@ -150,7 +152,7 @@ def update_actor(run: RLRun, exp: Experience, sample_ids: range, number: int) ->
     )
     metrics |= routing.after_backward(run) | drop_if_far(run, metrics)
     if number < len(run.minibatches(exp.rollout)):
-        metrics |= check_samples(run, part, sample_ids.start, number)
+        metrics |= check_samples(run, part, sample_ids, number)
     metrics |= run.actor.step()
     if policy_loss.entropy_coef_end is not None:
         metrics["actor/entropy_coef"] = policy_loss.entropy_coef
@@ -160,7 +162,7 @@ def update_actor(run: RLRun, exp: Experience, sample_ids: range, number: int) ->
     return metrics
 
 
-def update_critic(run: RLRun, exp: Experience, sample_ids: range) -> dict[str, float]:
+def update_critic(run: RLRun, exp: Experience, sample_ids: Sequence[int]) -> dict[str, float]:
     assert run.critic is not None
     cfg, part = run.cfg.algorithm.value_loss, exp.part(sample_ids)
     assert part.values is not None

@@ -22,11 +22,12 @@ from mrl.rollout import Access, Engine, Others, join_engines, start_engine
 from mrl.rollout.adapters import started_with
 from mrl.trainers.rl.ahead import Ahead
 from mrl.trainers.rl.generate import Generator
-from mrl.trainers.rl.longest_wait import longest_wait
+from mrl.trainers.rl.longest_wait import longest_turn
 from mrl.trainers.rl.models import notes as model_notes
 from mrl.trainers.rl.nodes import NodeEngines, start_engines_elsewhere
 from mrl.trainers.rl.segments import Segments
 from mrl.trainers.rl.under_way import UnderWay
+from mrl.trainers.shared.pulse import Activity
 from mrl.trainers.shared.run import Start
 from mrl.weights.sync.transports import begin_early
 
@@ -102,13 +103,15 @@ class MainParts:
         if self.cfg.actor.routing_replay == "engine":
             engine.check_experts()
         self.generator = make_generator(self.cfg, self.setup.run_dir, engine, self.rewards, recorder)
+        self.generator.is_active = self.rewards.on_scored = self.setup.world.activity.note
         if self.cfg.rollout.segment_tokens is not None:
             self.generator.segments = make_segments(self.cfg, self.cfg.rollout.segment_tokens, self.generator)
         if self.cfg.agent is not None:
             agents = make_agents(self.cfg, self.cfg.agent, self.generator.tokenizer)
             self.generator.agents = self.setup.stack.enter_context(contextlib.closing(agents))
         if self.cfg.rollout.max_staleness is not None:
-            under_way = make_under_way(self.cfg, self.cfg.rollout.max_staleness, engine, self.generator)
+            activity = self.setup.world.activity
+            under_way = make_under_way(self.cfg, self.cfg.rollout.max_staleness, engine, self.generator, activity)
             self.generator.under_way = under_way
             self.setup.stack.callback(under_way.close)
             self.setup.stack.callback(engine.interrupt)
@@ -139,7 +142,7 @@ def make_agents(cfg: RLConfig, agent: AgentConfig, tokenizer: Tokenizer) -> Agen
         cfg.data.chat_template,
         by_turn,
         lambda prompt: (conversation(prompt.row[data.prompt_key], prompt.row, data), told(prompt.row, data)),
-        longest_wait(cfg),
+        longest_turn(cfg),
     )
 
 
@@ -149,17 +152,18 @@ def make_segments(cfg: RLConfig, tokens: int, generator: Generator) -> Segments:
     return Segments(tokens, most, wanted, under_way, cfg.batch.samples_per_prompt, generator.request)
 
 
-def make_under_way(cfg: RLConfig, ahead: int, engine: Engine, generator: Generator) -> UnderWay:
+def make_under_way(cfg: RLConfig, ahead: int, engine: Engine, generator: Generator, activity: Activity) -> UnderWay:
     wanted, members = cfg.batch.prompts_per_step, cfg.batch.samples_per_prompt
     groups = cfg.run.steps * wanted
     draw, replace = generator.draw_under_way, engine.replace
-    return UnderWay(wanted, ahead, groups, members, generator.numbered, draw, replace, longest_wait(cfg))
+    return UnderWay(wanted, ahead, groups, members, generator.numbered, draw, replace, activity)
 
 
 def make_ahead(main: MainParts) -> Ahead:
     """Closed before the engine is."""
     interrupt = main.engine.interrupt if main.engine is not None else lambda: None
-    ahead = Ahead(main.setup.recorder.note, main.setup.world.together, interrupt, longest_wait(main.cfg))
+    world = main.setup.world
+    ahead = Ahead(main.setup.recorder.note, world.together, interrupt, world.activity)
     main.setup.stack.callback(ahead.close)
     return ahead
 

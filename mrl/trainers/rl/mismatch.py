@@ -6,7 +6,7 @@ given weights, one whose weights are old, or answers that are made up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,19 +44,23 @@ class MismatchLimits:
         rollout: Rollout,
         log_probs: Tensor,
         where: Tensor,
-        first: int = 0,
+        sample_ids: Sequence[int] | None = None,
         version: int | None = None,
         *,
         same: bool = True,
     ) -> dict[str, float]:
-        """Metrics of the trainer's log-probs [R] against the engine's, at the tokens `where` [R] bool. first: the
-        number in the step of the rollout's first sample. version: of the trainer's weights, where the samples may be of
-        older ones: metrics then split by age too. same: the log-probs are of that version itself, without dropout.
+        """Metrics of the trainer's log-probs [R] against the engine's, at the tokens `where` [R] bool.
+        sample_ids: the numbers in the step of the rollout's samples; None: 0, 1, ... version: of the trainer's weights,
+        where the samples may be of older ones: metrics then split by age too. same: the log-probs are of that version
+        itself, without dropout.
 
         Raises MismatchError if they are further apart than `rollout.mismatch` allows, and notes what it warns of.
+        Nothing is said of no tokens, such as those of a mini-batch of earlier steps' samples alone.
         """
+        if not bool(where.any()):
+            return {}
         gap = (log_probs - rollout.rollout_log_probs).abs().masked_fill(~where, 0)
-        gaps = _Gaps(rollout, gap, where, first)
+        gaps = _Gaps(rollout, gap, where, range(rollout.num_samples) if sample_ids is None else sample_ids)
         ages = None if version is None else self._ages(rollout, version)
         if same:
             self._check_exact(gaps, where if ages is None else where & (ages == 0))
@@ -99,12 +103,12 @@ class MismatchLimits:
 
 @dataclass(frozen=True)
 class _Gaps:
-    """|trainer - engine| `gap` [R] of the tokens `where` [R] bool; first: the number of the rollout's first sample."""
+    """|trainer - engine| `gap` [R] of the tokens `where` [R] bool; sample_ids: the numbers of the rollout's samples."""
 
     rollout: Rollout
     gap: Tensor
     where: Tensor
-    first: int
+    sample_ids: Sequence[int]
 
     @property
     def mean(self) -> float:
@@ -119,7 +123,7 @@ class _Gaps:
     def named(self, sample: int) -> str:
         rows = self.rollout.rows
         row = "" if rows is None else f" (data row {int(rows[sample])})"
-        return f"sample {self.first + sample}{row} {float(self.by_sample[sample]):.2g}"
+        return f"sample {self.sample_ids[sample]}{row} {float(self.by_sample[sample]):.2g}"
 
 
 def born(rollout: Rollout) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -70,16 +71,16 @@ def choose_tokens(run: RLRun, exp: Experience, mask: Tensor, number: int) -> Ten
     )
 
 
-def check_samples(run: RLRun, exp: Experience, first: int, number: int) -> dict[str, float]:
+def check_samples(run: RLRun, exp: Experience, sample_ids: Sequence[int], number: int) -> dict[str, float]:
     """Metrics of the mini-batch's samples against the engine's, where no pass of its own has told; of the first update
-    alone, for which they are exact. exp: of the mini-batch, whose first sample is number `first` of the step.
+    alone, for which they are exact. exp: of the mini-batch, whose samples are `sample_ids` of the step.
     Collective. Raises MismatchError if other weights drew them."""
     if exp.trainer_log_probs is not None:
         return {}
     log_probs, seen = run.actor.last.log_probs(exp.rollout)
     drops = run.cfg.actor.lora is not None and run.cfg.actor.lora.dropout > 0
     where = seen & exp.is_new
-    metrics = run.mismatch.check(exp.rollout, log_probs, where, first, run.version, same=number == 0 and not drops)
+    metrics = run.mismatch.check(exp.rollout, log_probs, where, sample_ids, run.version, same=number == 0 and not drops)
     return metrics if number == 0 else {}
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from mrl import platform
 from mrl.algo import kl
@@ -16,7 +18,7 @@ from mrl.config.trainers.rl import samples_per_step
 from mrl.core import Rollout, Sample
 from mrl.learner import Learner
 from mrl.learner.policy_copy import PolicyCopy
-from mrl.rollout import RELEASED_PARTS
+from mrl.rollout import RELEASED_PARTS, sample_seed
 from mrl.trainers.rl.ahead import Ahead
 from mrl.trainers.rl.demonstrations import Demonstrations
 from mrl.trainers.rl.generate import Generator
@@ -40,6 +42,8 @@ from mrl.trainers.shared.world import RankZeroError
 from mrl.weights.errors import SyncError
 from mrl.weights.sync.engine_sync import EngineSync, SyncReport
 
+SHUFFLE_STREAM = 1 << 48  # keeps the orders of a step's samples apart from all other draws
+
 
 @dataclass
 class RLRun(Run):
@@ -59,11 +63,18 @@ class RLRun(Run):
     passes: StepPasses
     pushed: int | str | None = None  # the name of the weights that the engines have
 
-    def minibatches(self, rollout: Rollout) -> list[range]:
-        """Each of at most `samples_per_minibatch`, and as even as can be where samples were left out of the step."""
-        samples = rollout.num_samples
-        count = math.ceil(samples / (self.cfg.batch.samples_per_minibatch or samples))
-        return [range(samples * i // count, samples * (i + 1) // count) for i in range(count)]
+    def minibatches(self, rollout: Rollout, epoch: int = 0) -> list[Sequence[int]]:
+        """The samples of each update of a pass over the step's: at most `samples_per_minibatch`, and as even as can be
+        where samples were left out of the step. Shuffled ones follow from (seed, step, epoch), whatever the layout."""
+        cfg, samples = self.cfg.batch, rollout.num_samples
+        order: Sequence[int] = range(samples)
+        if cfg.shuffle_minibatches:
+            generator = torch.Generator().manual_seed(
+                sample_seed(self.cfg.run.seed, SHUFFLE_STREAM + rollout.step, epoch)
+            )
+            order = torch.randperm(samples, generator=generator).tolist()
+        count = math.ceil(samples / (cfg.samples_per_minibatch or samples))
+        return [order[samples * i // count : samples * (i + 1) // count] for i in range(count)]
 
     def generate(self, step: int) -> Sampled:
         """The step's samples with their controlled scores, the same on every rank."""
@@ -122,12 +133,12 @@ class RLRun(Run):
 
     def validate(self, step: int, name: str = "validation") -> dict[str, float]:
         self._give_lost_weights()
-        prompts = self.cfg.validation.prompts
-        return self.world.from_main(
-            "validation",
-            lambda: self._generator.validate(step, self._ticker(prompts), name),
-            together=self._together,
-        )
+
+        def make() -> dict[str, float]:
+            responses = len(self._generator.validated) * self.cfg.validation.samples_per_prompt
+            return self._generator.validate(step, self._ticker(responses), name)
+
+        return self.world.from_main("validation", make, together=self._together)
 
     def validate_average(self, step: int) -> dict[str, float]:
         """As `validate`, of the moving average of the actor's weights; the engines then get the actor's again."""
@@ -257,7 +268,12 @@ def open_rl_run(cfg: RLConfig) -> Iterator[RLRun]:
         run = build_run(main, models, demonstrations, sync, mismatch)
         setup.stack.callback(sync.close)
         if main.engine is not None:
-            tell, give = (note, world.together) if run.ahead is None else (run.ahead.say, run.ahead.give_weights)
+            say, give = (note, world.together) if run.ahead is None else (run.ahead.say, run.ahead.give_weights)
+
+            def tell(line: str) -> None:
+                world.activity.note()
+                say(line)
+
             main.engine.restarts.allow(tell, give)
         if main.rewards is not None:
             sees = models.reward is not None and models.reward.arch.vision is not None

@@ -17,6 +17,7 @@ from mrl.core import Request, Sample
 from mrl.rollout import Feed, RolloutError, ServerLost
 from mrl.trainers.rl.groups import Group
 from mrl.trainers.rl.kept_samples import plain, restored
+from mrl.trainers.shared.pulse import Activity
 
 CLOSE_S = 15.0  # until a thread whose requests have been cut off has ended
 OnSamples = Callable[[list[Sample]], None]
@@ -30,7 +31,7 @@ class UnderWay:
     request: of member m of group g
     draw: has what is fed to it drawn, until the end of that; in a thread. It gives samples as they finish
     replace: starts an engine again that `draw` has lost; the addresses of those that then lack their weights
-    timeout_s: until what is waited for has ended
+    activity: of rank 0, which says whether what is waited for is still being drawn
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class UnderWay:
         request: Callable[[int, int], Request],
         draw: Callable[[Feed, OnSamples], None],
         replace: Callable[[ServerLost], list[str]],
-        timeout_s: float,
+        activity: Activity,
     ) -> None:
         self._wanted, self._ahead, self._last, self._members = wanted, ahead, groups, members
-        self._request, self._draw, self._replace, self._timeout_s = request, draw, replace, timeout_s
+        self._request, self._draw, self._replace, self._activity = request, draw, replace, activity
         self._changed = threading.Condition()  # guards what the thread writes: the next four
         self._parts: dict[int, dict[int, Sample]] = {}  # by group and member
         self._ended: dict[int, Group] = {}
@@ -60,7 +61,7 @@ class UnderWay:
     def wait(self, step: int) -> list[str]:
         """Admits what may be begun in step `step` (from 0), and waits until its groups have ended: nothing then. Else
         the addresses of engines that were lost over it and lack their weights, to be called again once they have them.
-        Raises what the thread raised, RolloutError if they take longer than all that they wait for may."""
+        Raises what the thread raised, RolloutError if nothing gets done for longer than any part of them takes."""
         first = step * self._wanted
         last = min(first + (1 + self._ahead) * self._wanted, self._last)
         wanted, began = range(first, first + self._wanted), time.monotonic()
@@ -91,11 +92,11 @@ class UnderWay:
             self._admitted = self._admitted[self._wanted :]
             ready = len(self._ended)
         versions = [{*sample.versions.tolist()} for group in found for sample in group if sample.versions is not None]
-        return found, {
+        mixed = {"staleness/mixed": sum(len(each) > 1 for each in versions) / len(versions)} if versions else {}
+        return found, mixed | {
             "perf/wait_s": self._waited_s,
             "queue/groups": float(ready),
             "queue/running": float(len(self._admitted) - ready),
-            "staleness/mixed": sum(len(each) > 1 for each in versions) / max(1, len(versions)),
         }
 
     def rest(self) -> list[str]:
@@ -104,15 +105,15 @@ class UnderWay:
         return self.lost()
 
     def _wait_for(self, groups: range) -> None:
+        began = time.monotonic()
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: not self._is_drawing or all(n in self._ended for n in groups), self._timeout_s
-            ):
-                missing = sum(n not in self._ended for n in groups)
-                raise RolloutError(
-                    f"{missing} of {len(groups)} groups have not ended within {self._timeout_s:g} s, which is more "
-                    "than their requests, rewards and environments may take together"
-                )
+            while self._is_drawing and (missing := sum(n not in self._ended for n in groups)):
+                if (left := self._activity.left_s(began)) <= 0:
+                    raise RolloutError(
+                        f"{missing} of {len(groups)} groups have not ended, and no response, score or engine has come "
+                        f"for {self._activity.most_s:g} s, which is more than any of them may take"
+                    )
+                self._changed.wait(left)
 
     def close(self) -> None:
         """Ends the thread, once its requests have been cut off or have ended."""

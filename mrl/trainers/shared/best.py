@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
+from mrl.config import resume
 from mrl.config.schema import Config, HeldOutConfig
 
 
@@ -25,7 +27,8 @@ class Best:
         held_out, sources = cfg.held_out(), cfg.data.validation
         if held_out is None or sources is None:
             return None
-        return cls(held_out, json.dumps([[source.model_dump(mode="json") for source in sources], held_out.rows]))
+        contents = [(source.model_dump(mode="json"), resume.contents(Path(source.path))) for source in sources]
+        return cls(held_out, json.dumps([contents, held_out.rows]))
 
     def see(self, step: int, metrics: dict[str, float]) -> None:
         """After `step` steps, with all metrics of the validation."""

@@ -29,15 +29,34 @@ class _Beat:
     """Rank 0 is at work."""
 
 
+class Activity:
+    """When rank 0 last got something done: a response, a score, an engine. Any thread may note it.
+
+    most_s: seconds that may pass without anything
+    """
+
+    def __init__(self, most_s: float) -> None:
+        self.most_s = most_s
+        self._last = time.monotonic()
+
+    def note(self, *_: object) -> None:
+        """Something was done just now."""
+        self._last = time.monotonic()
+
+    def left_s(self, since: float) -> float:
+        """Seconds that are left to somebody who waits since that time.monotonic()."""
+        return max(since, self._last) + self.most_s - time.monotonic()
+
+
 class Pulse:
     """Construction is collective. `group`: the control group, of all ranks, by gloo.
 
     timeout_s: within it a rank that has stopped is noticed
-    longest_s: that rank 0 may work at one thing
+    activity: of rank 0, which may work at one thing as long as it gets something done
     """
 
-    def __init__(self, timeout_s: float, longest_s: float) -> None:
-        self._timeout_s, self._longest_s = timeout_s, longest_s
+    def __init__(self, timeout_s: float, activity: Activity) -> None:
+        self._timeout_s, self._activity = timeout_s, activity
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.talk = threading.RLock()  # of rank 0's threads: whose turn it is to have the other ranks' ear
         self._problem: Exception | None = None
@@ -81,11 +100,14 @@ class Pulse:
             raise self._problem
 
     def _keep_beating(self, what: str, done: threading.Event) -> None:
-        end = time.monotonic() + self._longest_s
+        began = time.monotonic()
         try:
             while not done.wait(EVERY * self._timeout_s):
-                if time.monotonic() > end:
-                    raise LostRank(f"{what}: rank 0 is not through with it after {self._longest_s:.0f} s")
+                if self._activity.left_s(began) < 0:
+                    most_s = self._activity.most_s
+                    raise LostRank(
+                        f"{what}: rank 0 has got nothing done for {most_s:.0f} s, longer than any part takes"
+                    )
                 self.tell(_Beat())
         except Exception as error:
             self._problem = error

@@ -163,15 +163,22 @@ def started(cfg: AnyConfig, longest_wait_s: float | None = None) -> Iterator[Sta
     """On every rank: joins the world and, on rank 0, owns the run directory; closes both, and what the setup has opened
     besides, on any exit.
 
-    longest_wait_s: how long the others wait for rank 0, if longer than `run.timeout_s`
+    longest_wait_s: how long rank 0 may work alone without getting anything done, if longer than `run.timeout_s`; during
+    the setup resilience.timeouts_s.setup, if that is longer
     """
     with contextlib.ExitStack() as stack, failure.noted():
         if cfg.run.deterministic:
             platform.be_deterministic()  # before the GPU is used, and before any engine starts
-        world = World(cfg.run.timeout_s, longest_wait_s or cfg.run.timeout_s, cfg.run.seed)
+        longest_wait_s = longest_wait_s or cfg.run.timeout_s
+        world = World(cfg.run.timeout_s, max(longest_wait_s, cfg.resilience.timeouts_s.setup), cfg.run.seed)
         stack.callback(world.close)
         run_dir = Path(cfg.run.root) / cfg.run.name
-        is_set_up = stack.enter_context(sections.watched(cfg.resilience.timeouts_s, run_dir))
+        leave_setup = stack.enter_context(sections.watched(cfg.resilience.timeouts_s, run_dir))
+
+        def is_set_up() -> None:
+            world.activity.most_s = longest_wait_s
+            leave_setup()
+
         start = Start(cfg, world, run_dir, stack, is_set_up)
 
         def own_directory() -> None:

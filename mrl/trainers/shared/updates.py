@@ -64,7 +64,7 @@ class Updates:
         role: str,
         learner: Learner,
         rollout: Rollout,
-        sample_ids: range,
+        sample_ids: Sequence[int],
         metrics: dict[str, float],
         targets: Sequence[Tensor] = (),
     ) -> None:

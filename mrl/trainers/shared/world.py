@@ -10,14 +10,19 @@ import torch
 import torch.distributed as dist
 
 from mrl import failure, platform
-from mrl.parallel import Agreement, Meshes, rank
-from mrl.trainers.shared.pulse import Pulse
+from mrl.parallel import Agreement, Meshes, gather, rank
+from mrl.parallel.agreement import by_reason
+from mrl.trainers.shared.pulse import Activity, Pulse
 
 T = TypeVar("T")
 
 
 class RankZeroError(RuntimeError):
     """Something only rank 0 does (the engine, rewards, files) failed; raised on every rank with rank 0's message."""
+
+
+class OtherRankError(RuntimeError):
+    """Another rank failed in what rank 0 had asked of all of them; raised on rank 0."""
 
 
 class _RankZero(Agreement[str]):
@@ -36,7 +41,8 @@ class _Summons:
 
 
 class World:
-    """The torchrun world. `wait_s` bounds rank 0's own part of a step, `timeout_s` every sign of life in between."""
+    """The torchrun world. timeout_s: maximum interval between heartbeats, in seconds; wait_s: seconds that rank 0 may
+    work alone without getting anything done (`activity`)."""
 
     def __init__(self, timeout_s: float, wait_s: float, seed: int) -> None:
         platform.init_process_group(timeout_s)
@@ -44,7 +50,8 @@ class World:
         self.is_main = rank() == 0
         self.meshes = Meshes(timeout_s, seed)
         self._together: Callable[[Any], object] | None = None
-        self._pulse = Pulse(timeout_s, wait_s)
+        self.activity = Activity(wait_s)
+        self._pulse = Pulse(timeout_s, self.activity)
         self._control = self._pulse.group
         self._rank_zero = _RankZero()
 
@@ -52,14 +59,21 @@ class World:
         """Runs `make` on rank 0 and gives its result to every rank; if it fails, every rank raises.
 
         While `make` runs, rank 0 may call `self.together(argument)`: `together(argument)`, which may be collective,
-        then runs on every rank, and rank 0 has its own result.
+        then runs on every rank, and rank 0 has its own result. Where it fails on rank 0, what `make` does about it is
+        the end of the matter; where it fails on others alone, rank 0 raises OtherRankError.
         """
         self._together = together
         if not self.is_main:
             return self._follow(what)
-        with self._pulse.working(what):
-            value, problem, cause = self._rank_zero.run(make)
-        self._pulse.tell((value, problem))
+        value, problem, cause = None, None, None
+        try:
+            with self._pulse.working(what):
+                value, problem, cause = self._rank_zero.run(make)
+            self._pulse.tell((value, problem))
+        except Exception:
+            if problem is None or cause is None or failure.is_lost_contact(cause):
+                raise
+            raise self._rank_zero.verdict(what, {0: problem}) from cause  # no other rank can be told, but the user
         return self._rank_zero.judge(what, [(value, problem)], cause)[0]
 
     def together(self, argument: object) -> Any:
@@ -67,18 +81,36 @@ class World:
         assert self.is_main and self._together is not None
         with self._pulse.talk:
             self._pulse.tell(_Summons(argument))
-            return self._together(argument)
+            found, problem, reports = self._run_together(argument)
+            self.activity.note()
+            if problem is not None:
+                raise problem
+            if reports:
+                raise OtherRankError(by_reason(reports))
+            return found
+
+    def _run_together(self, argument: object) -> tuple[Any, Exception | None, dict[int, str]]:
+        """This rank's result or its error, and the reports of all errors by rank. Collective."""
+        found, problem = None, None
+        try:
+            assert self._together is not None
+            found = self._together(argument)
+        except Exception as error:
+            problem = error
+        try:
+            reports = gather(None if problem is None else failure.describe(problem), self._control)
+        except RuntimeError:
+            if problem is not None:  # why the other ranks are gone, maybe
+                raise problem from problem.__cause__
+            raise
+        return found, problem, {number: report for number, report in enumerate(reports) if report is not None}
 
     def _follow(self, what: str) -> Any:
-        mine: Exception | None = None
+        problem, mine = None, None
         while isinstance(message := self._pulse.hear(), _Summons):
-            mine = None
-            try:
-                assert self._together is not None
-                self._together(message.argument)
-            except Exception as error:  # rank 0 has failed too, and says what comes of it
-                mine = error
-        (value,) = self._rank_zero.judge(what, [message], mine)
+            _, problem, reports = self._run_together(message.argument)
+            mine = mine if problem is None or 0 in reports else problem  # else rank 0 does something about its own
+        (value,) = self._rank_zero.judge(what, [message], mine or problem)
         if mine is not None:
             raise mine
         return value
