@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -254,9 +255,20 @@ def test_builtins_through_the_pool() -> None:
 def test_math_that_would_run_for_ever_is_bounded_inside_the_worker() -> None:
     endless = sample(0, "$9^{9^{9^{9}}}$")
     quick = sample(1, "7")
-    with open_pool("math", workers=1, on_error="zero") as pool:
+    with open_pool("math", workers=1) as pool:
         pool.collect([endless, quick])
-        assert (endless.score, quick.score, pool.failures) == (0.0, 1.0, 1), "no verdict, which is not a wrong answer"
+    assert quick.score == 1.0 and pool.failures == 1
+    assert math.isnan(endless.score) and "math-verify took more than" in endless.left_out, (
+        "not wrong, not the run's end"
+    )
+
+
+def test_a_truncated_response_scores_what_the_configuration_says() -> None:
+    whole, cut = sample(0, "7"), sample(1, "7")
+    cut.finish_reason = "length"
+    with open_pool("math", workers=1, truncated_score=-0.5) as pool:
+        pool.collect([whole, cut])
+    assert (whole.score, cut.score) == (1.0, -0.5)
 
 
 def test_prompt_text_and_keys(function: str) -> None:

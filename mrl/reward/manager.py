@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future, as_completed
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mrl.reward.calls import Call, Outcome
-from mrl.reward.errors import RewardError, SampleError
+from mrl.reward.errors import NoVerdict, RewardError, SampleError
 from mrl.reward.model import ModelSource, ScoreSamples
 from mrl.reward.plan import MODEL, Component, Plan, make_plan
 from mrl.reward.pool import FunctionPool, PoolSetup
@@ -74,8 +74,8 @@ class RewardManager:
     def collect(self, samples: Sequence[Sample]) -> None:
         """Wait for `samples` and fill score, score_parts and reward_error; those not submitted yet are submitted now.
 
-        Bounded: every call has its time-out. Where `on_error` is "stop", raises RewardError at the first failure; the
-        other samples' results are then dropped.
+        Bounded: every call has its time-out. Where `on_error` is "stop", raises RewardError at the first failure but
+        NoVerdict; the other samples' results are then dropped.
         """
         for sample in samples:
             if sample not in self._running:
@@ -87,10 +87,10 @@ class RewardManager:
         try:
             futures = [future for sample in samples for future in self._running[sample].values()]
             if self.cfg.on_error == "stop":
-                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-                for future in futures:
-                    if future in done:
-                        future.result()
+                for future in as_completed(futures):
+                    error = future.exception()
+                    if error is not None and not isinstance(error, NoVerdict):
+                        raise error
             for sample in samples:
                 self._fill(sample, self._running[sample])
         finally:
@@ -124,10 +124,12 @@ class RewardManager:
                 continue
             sample.score += weights[name] * outcome.score
             sample.score_parts |= _parts(name, outcome) if len(self.plan.components) > 1 else outcome.parts
+        if self.cfg.truncated_score is not None and sample.finish_reason == "length":
+            sample.score = self.cfg.truncated_score
         if sample.reward_error:
             sample.score = 0.0
             self.failures += 1
-            if self.cfg.on_error == "leave_out":
+            if self.cfg.on_error != "zero":
                 sample.score, sample.score_parts, sample.left_out = math.nan, {}, sample.reward_error
 
     def _mix(self, sample: Sample, label: str) -> Mapping[str, float]:

@@ -20,6 +20,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from math_verify.errors import TimeoutException
 from sympy import Basic, Eq
 
+from mrl.reward.errors import NoVerdict
 from mrl.reward.extract import boxed, finals, hashed
 
 LIMIT_S = 5  # of one reading or comparison
@@ -53,8 +54,8 @@ def math(response: str, answer: str) -> float:
 
     The answer may be bare, an amount of money, or hold its own \boxed{}, `####` or $...$. In the response, the last
     \boxed{} counts, else `####`, else "the answer is", else the last LaTeX or number. Of "x = 7" the right-hand side
-    counts; with "1 = 7" the response is wrong. Raises ValueError for an answer that cannot be read, and for a verdict
-    that math-verify does not reach.
+    counts; with "1 = 7" the response is wrong. Raises ValueError for an answer that cannot be read, and NoVerdict where
+    math-verify reaches none.
     """
     gold = read_answer(answer)
     for final in finals(response):
@@ -95,10 +96,10 @@ def _equal(answer: str, gold: list[Any], text: str, guess: list[Any]) -> bool:
     try:
         return _same(gold, guess) and not any(map(_says_what_is_false, guess))
     except TimeoutException:
-        raise ValueError(f"math-verify took more than {LIMIT_S} s to compare {text[:80]!r} with {answer!r}") from None
+        raise NoVerdict(f"math-verify took more than {LIMIT_S} s to compare {text[:80]!r} with {answer!r}") from None
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"math-verify cannot compare {text[:80]!r} with {answer!r} ({what})") from error
+        raise NoVerdict(f"math-verify cannot compare {text[:80]!r} with {answer!r} ({what})") from error
 
 
 def _same(gold: Any, guess: Any) -> bool:
@@ -125,7 +126,7 @@ def _parsed(text: str, kinds: list[Any]) -> list[Any]:
     try:
         found: list[Any] = parse(text, extraction_config=kinds, parsing_timeout=LIMIT_S, raise_on_error=True)
     except TimeoutException:
-        raise ValueError(f"math-verify took more than {LIMIT_S} s to read {text[:80]!r}") from None
+        raise NoVerdict(f"math-verify took more than {LIMIT_S} s to read {text[:80]!r}") from None
     except Exception:  # noqa: BLE001 - no form that it knows
         return [text]
     return found

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from mrl.reward.calls import Call, Outcome, Unsettled, settle
-from mrl.reward.errors import RewardError
+from mrl.reward.errors import NoVerdict, RewardError, SampleError
 from mrl.reward.loading import Settings
 from mrl.reward.plan import Component
 from mrl.reward.process import STARTUP_TIMEOUT_S, Job, Worker
@@ -205,7 +205,7 @@ class _Dispatcher:
             return
         job = worker.jobs.popleft()
         if "error" in message:
-            job.fail("raised:\n" + message["error"])
+            job.fail("raised:\n" + message["error"], error=NoVerdict if message["no_verdict"] else SampleError)
             return
         for place, result in enumerate(message["results"]):
             if "error" in result:

@@ -35,12 +35,12 @@ class Job:
     payload: bytes
     futures: list[Future[Outcome]]
 
-    def fail(self, reason: str, place: int | None = None) -> None:
+    def fail(self, reason: str, place: int | None = None, error: type[SampleError] = SampleError) -> None:
         """For the whole job, or for the sample at `place` of it."""
         places = range(len(self.futures)) if place is None else [place]
         for i in places:
             what = f"reward function {self.component.spec!r} on {self._who(place)} {reason}"
-            settle(self.futures[i], SampleError(what))
+            settle(self.futures[i], error(what))
 
     def _who(self, place: int | None) -> str:
         if place is not None or len(self.labels) == 1:

@@ -2,8 +2,8 @@
 
 On the socket FD it gets a pickled setup (sys_path, components, answer_key, settings, pictures), says {"ready": true} or
 {"load_error": text}, then takes lists of jobs, each a pickled (component's name, calls), and answers each at once with
-one JSON object, in order: {"results": [{"score", "parts"} or {"error"}, one a call]} or {"error": text}. It ends when
-the other side closes, and the kernel kills it when the thread that started it ends.
+one JSON object, in order: {"results": [{"score", "parts"} or {"error"}, one a call]}, or {"error": text, "no_verdict":
+bool}. It ends when the other side closes, and the kernel kills it when the thread that started it ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from mrl.reward.calls import Call
-from mrl.reward.errors import RewardError
+from mrl.reward.errors import NoVerdict, RewardError
 from mrl.reward.images import load_images
 from mrl.reward.loading import Settings, check_result, check_results, load, load_batch
 from mrl.reward.plan import Component
@@ -76,7 +76,7 @@ def _score(functions: dict[str, BatchFunction], payload: bytes) -> dict[str, Any
         name, calls = pickle.loads(payload)
         results = functions[name](calls)
     except BaseException as error:  # noqa: BLE001 - a user's sys.exit() must not end the worker; it is reported
-        return {"error": _describe(error)}
+        return {"error": _describe(error), "no_verdict": isinstance(error, NoVerdict)}
     return {"results": [_checked(result) for result in results]}
 
 

@@ -132,7 +132,10 @@ class RewardConfig(Section):
     pictures: bool = False
     workers: Annotated[int, Field(gt=0, le=1024)] = 2  # processes that functions run in
     timeout_s: PositiveFloat = 30.0  # seconds of one call of a function
-    # a sample whose score fails (time-out, exception, no verdict): stop ends the run; leave_out takes the sample out of
-    # baselines, advantages, losses and means; zero scores 0, so that the policy learns to avoid responses that nobody
-    # has judged: prefer leave_out. Both are counted in reward/failed
+    # a sample whose score fails (time-out, exception): stop ends the run; leave_out takes the sample out of baselines,
+    # advantages, losses and means; zero scores 0, so that the policy learns to avoid responses that nobody has judged:
+    # prefer leave_out. Both are counted in reward/failed. A response on which a built-in reaches no verdict (a power
+    # tower in `math`) is left out, unless zero is set
     on_error: Literal["stop", "leave_out", "zero"] = "stop"
+    # score of a response that rollout.sampling.max_new_tokens cut, such as 0: the policy learns to end; null: its own
+    truncated_score: float | None = None

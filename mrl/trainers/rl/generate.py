@@ -18,6 +18,7 @@ from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data import PromptDataset, Tokenizer, collate, data_notes
 from mrl.observe import ENGINES, LEFT_OUT, append_jsonl, sample_row, save_pictures, save_samples, write_down
 from mrl.resilience.sections import section
+from mrl.reward.errors import RewardError
 from mrl.reward.manager import RewardManager
 from mrl.rollout import Engine, Feed, sample_seed
 from mrl.trainers.rl.groups import Group, GroupFilter, SamplingError, in_order, sample_groups, value_of
@@ -81,7 +82,7 @@ class Generator:
         self._looked_at = 0
         groups, metrics = self._groups(step, on_sample)
         left_out = self._left_out
-        if self.agents is not None or self.cfg.reward.on_error == "leave_out":
+        if self.agents is not None or self.cfg.reward.on_error == "leave_out" or left_out:
             groups, counts = self._without(groups, step)
             metrics |= counts
         unscored = [sample for sample in left_out if sample.reward_error]
@@ -90,6 +91,8 @@ class Generator:
         if algorithm.score_parts:
             rollout = replace(rollout, score_parts=_parts(samples, algorithm.score_parts))
         greedy = self._greedy(groups, step, on_sample) if algorithm.needs_greedy else []
+        if missing := next((sample.left_out for sample in greedy if sample.left_out), ""):
+            raise RewardError(f"algorithm.adv_estimator: remax needs the score of every greedy response: {missing}")
         if greedy:
             by_group = torch.tensor([sample.score for sample in greedy], dtype=torch.float32)
             rollout = replace(rollout, greedy_scores=by_group[rollout.group])
@@ -159,7 +162,7 @@ class Generator:
             why = f"{' and '.join(f'{key}.on_error' for key in keys)}: leave_out); the first: {found[0].left_out}"
             raise SamplingError(f"no group of the step is left to learn from ({why}")
         metrics = {} if self.agents is None else {"agent/left_out": float(len(lost))}
-        if cfg.reward.on_error == "leave_out":
+        if cfg.reward.on_error == "leave_out" or unscored:
             metrics["reward/left_out"] = float(len(unscored))
             metrics["reward/failed"] = len(unscored) / (self._looked_at - len(lost))
         return kept, metrics
