@@ -18,7 +18,17 @@ from mrl.config.builtin_rewards import BUILTIN_REWARDS
 from mrl.config.derived import Machine, smallest_world
 from mrl.config.loader import dump_resolved, load
 from mrl.config.problems import ConfigError
-from mrl.config.schema import CodeConfig, Config, ParallelConfig, RLConfig, SFTConfig
+from mrl.config.schema import (
+    CodeConfig,
+    Config,
+    ParallelConfig,
+    PreferenceDataConfig,
+    RLConfig,
+    SFTConfig,
+    SFTDataConfig,
+    SourceConfig,
+    ValidationConfig,
+)
 from mrl.config.trainers.rl import updates_per_step
 
 EXPERTS = {
@@ -173,6 +183,22 @@ def test_inheritance_merges_sections_and_replaces_lists() -> None:
     assert (cfg.run.name, cfg.run.steps, cfg.critic) == ("test", 7, None)
     assert cfg.batch.prompts_per_step == 16 and cfg.batch.samples_per_prompt == 2
     assert cfg.rollout.sampling.stop == ("c",) and cfg.rollout.sampling.max_new_tokens == 8
+
+
+def test_null_drops_what_a_base_file_says_of_a_section() -> None:
+    Path("base.yaml").write_text(PPO + "validation: {every_steps: 3}\n")
+    without = "base: base.yaml\ndata: {validation: null}\n"
+    assert "validation: null drops an inherited section" in str(refusal(without))
+    cfg = loaded(without + "validation: null\n")
+    assert isinstance(cfg, RLConfig) and cfg.validation == ValidationConfig()
+
+
+@pytest.mark.parametrize(("given", "prompt"), [({}, 1024), ({"max_tokens": 128}, 64), ({"max_tokens": 4096}, 1024)])
+def test_the_room_for_prompts_follows_the_room_of_a_row(given: dict[str, int], prompt: int) -> None:
+    source = SourceConfig(path="a.jsonl")
+    for kind in (PreferenceDataConfig, SFTDataConfig):
+        assert kind(train=(source,), **given).max_prompt_tokens == prompt
+    assert PreferenceDataConfig(train=(source,), max_prompt_tokens=100, **given).max_prompt_tokens == 100
 
 
 def test_home_is_where_a_shell_has_it(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

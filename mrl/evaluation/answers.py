@@ -8,12 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from mrl.config.derived import Machine
 from mrl.config.model_dirs import is_converted
 from mrl.config.schema import Config
 from mrl.core import Request, Sample, SamplingParams
 from mrl.data import PromptDataset, load_eyes, load_tokenizer
 from mrl.evaluation.estimates import Estimate, majority_at, pass_at
+from mrl.observe.progress import PlainDisplay, Progress
 from mrl.platform import gpu_count
 from mrl.reward.check import row_check
 from mrl.reward.errors import RewardError
@@ -77,7 +80,17 @@ def answered(
         stack.enter_context(contextlib.closing(rewards))
         engine = stack.enter_context(start_engine(rollout, weights, cfg.model.dtype, logs, cfg.run.seed, machine=here))
         engine.wait_ready()
-        found = engine.generate(requests, params)
+        progress = Progress(0)
+        progress.enter("answers")
+        progress.expected = len(requests)
+        terminal = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+        display = stack.enter_context(contextlib.closing(PlainDisplay(progress, terminal)))
+
+        def finished(some: Sequence[Sample]) -> None:
+            progress.finished += len(some)
+            display.tick()
+
+        found = engine.generate(requests, params, finished)
         for sample, text in zip(found, tokenizer.decode_all([s.response_ids for s in found]), strict=True):
             sample.response_text = text
         rewards.collect(found)

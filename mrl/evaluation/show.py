@@ -9,6 +9,7 @@ from typing import Any
 from mrl.observe import html
 
 SHOWN_ROWS = 50
+SHOWN_LINES, LINE_CHARS = 3, 160
 
 
 def _cells(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -22,11 +23,22 @@ def _cells(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Text: a name, its value, and where it may be with 95 % confidence."""
+    """Text: a name, its value, and where it may be with 95 % confidence; then some answers with their scores."""
     cells = list(_cells(found))
     width = max(len(name) for name, _, _ in cells)
     for name, value, interval in cells:
         yield f"{name:{width}}  {value:>12}  {interval}".rstrip()
+    for row in found.get("samples", [])[:SHOWN_LINES]:
+        yield f"\nprompt    {_short(row['prompt'], end=True)}"
+        yield f"response  {_short(row['responses'][0])}  (score {row['scores'][0]:g})"
+
+
+def _short(text: str, end: bool = False) -> str:
+    """The text in one line; of a long one its beginning, or its end."""
+    line = repr(text)[1:-1]
+    if len(line) <= LINE_CHARS:
+        return line
+    return f"...{line[-LINE_CHARS:]}" if end else f"{line[:LINE_CHARS]}..."
 
 
 def page(found: Mapping[str, Any]) -> str:

@@ -159,7 +159,8 @@ def _validation(cfg: RLConfig) -> Iterator[Problem]:
     validation = cfg.validation
     if cfg.data.validation is None:
         if validation != ValidationConfig():
-            yield Problem(("validation", "data.validation"), "has no effect: there is no validation file")
+            message = "has no effect: there is no validation file (validation: null drops an inherited section)"
+            yield Problem(("validation", "data.validation"), message)
         return
     yield from _top_k("validation", validation)
     if validation.temperature == 0:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from mrl.config.sections.base import FilePath, PositiveFloat, PositiveInt, Section
 
@@ -69,7 +69,8 @@ class DataConfig(Section):
     # where a row says its kind, by which reward.functions and reward.recipe choose
     data_source_key: str = "data_source"
     chat_template: bool = False  # put prompts into the tokenizer's chat template
-    max_prompt_tokens: PositiveInt = 1024  # tokens of a prompt, chat template included
+    # tokens of a prompt, chat template included; half of data.max_tokens where that is 1024 or less
+    max_prompt_tokens: PositiveInt = 1024
     # longer prompts: left out, cut there, or the run ends
     truncation: Literal["drop", "left", "right", "middle", "error"] = "drop"
     shuffle: bool = True  # every epoch in an order of its own, by run.seed
@@ -78,6 +79,17 @@ class DataConfig(Section):
     images_key: str = "images"
     max_images: PositiveInt = 8  # pictures of a row; one with more is refused
     max_image_tokens: PositiveInt = 1280  # of a picture; a larger one is made smaller
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prompts_leave_room(cls, given: Any) -> Any:
+        """The default of max_prompt_tokens follows a small max_tokens, where that bounds prompt and response."""
+        if not isinstance(given, Mapping) or "max_prompt_tokens" in given or given.get("form", "answers") != "answers":
+            return given
+        longest = given.get("max_tokens")
+        if not isinstance(longest, int) or not 2 <= longest <= cls.model_fields["max_prompt_tokens"].default:
+            return given
+        return {**given, "max_prompt_tokens": longest // 2}
 
 
 class PreferenceDataConfig(DataConfig):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from mrl.trainers.rl.under_way import OnSamples, UnderWay
 
 VALIDATION_STREAM = 1 << 40  # keeps validation seeds apart from every training step's
 ROUND_STREAM = 1 << 41  # of the orders of the data in further rounds of dynamic sampling
+MOST_TRUNCATED = 0.5  # of a step's responses; beyond it the run warns, once
 
 OnSample = Callable[[Sample], None]
 
@@ -49,6 +50,7 @@ class Generator:
     segments: Segments | None = None
     under_way: UnderWay | None = None
     is_active: Callable[[object], None] = lambda what: None  # called when something has come, in any thread
+    _is_truncation_told: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         groups = self.cfg.algorithm.filter_groups
@@ -112,6 +114,14 @@ class Generator:
     def write(self, drawn: Drawn) -> Sampled:
         """Writes the samples of a step down, and what the engines had to do for them; gives its rollout and metrics."""
         self._write_down(drawn.rows, f"step_{drawn.rollout.step + 1}")
+        cut = drawn.metrics["response/truncated"]
+        if cut > MOST_TRUNCATED and not self._is_truncation_told:
+            self._is_truncation_told = True
+            self.note(
+                f"step {drawn.rollout.step + 1}: {cut:.0%} of the responses were cut at rollout.sampling.max_new_tokens "
+                f"= {self.cfg.rollout.sampling.max_new_tokens}. Raise it, or teach the model to end by "
+                "reward.truncated_score"
+            )
         file, on_error = self.run_dir / ENGINES, self.cfg.checkpoint.on_error
         write_down("the engines' loads", lambda: append_jsonl(file, drawn.loads), on_error, self.note)
         return drawn.rollout, drawn.metrics
