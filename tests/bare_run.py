@@ -26,7 +26,8 @@ def passes_of(cfg: RLConfig, models: Models) -> StepPasses:
 
 def bare_run(cfg: RLConfig, actor: Learner, critic: Learner | None) -> RLRun:
     recorder = SilentRecorder()
-    nothing: dict[str, Any] = dict.fromkeys(RLRun.__dataclass_fields__)
+    fields = RLRun.__dataclass_fields__.items()
+    nothing: dict[str, Any] = dict.fromkeys(name for name, field in fields if field.init)
     return RLRun(
         **nothing
         | {

@@ -57,7 +57,7 @@ def test_rows_of_the_data(text: str) -> None:
 
 
 def test_tools_of_a_row() -> None:
-    with pytest.raises(ValueError, match="'tools' is text that is no JSON: 1e999 is larger"):
+    with pytest.raises(ValueError, match="'tools' is text that is no JSON .1e999 is larger"):
         told({"tools": '[{"maximum": 1e999}]'}, DataConfig(train=(SourceConfig(path="a.jsonl"),)))
 
 
