@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata, util
 
 import psutil
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -40,7 +41,11 @@ def machine() -> str:
     cores, memory = os.cpu_count() or 1, psutil.virtual_memory().total / 1e9
     gpus = platform.gpu_names()
     if not gpus:
-        where = "no GPU: ranks compute on the CPU and talk by gloo, the same code, for small models"
+        single, half = platform.cpu_gflops(torch.float32), platform.cpu_gflops(torch.bfloat16)
+        where = (
+            "no GPU: ranks compute on the CPU and talk by gloo, the same code, for small models; matrix products run "
+            f"at {single:.0f} GFLOP/s in float32 and {half:.1f} in bfloat16"
+        )
     else:
         kinds = ", ".join(f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus))
         where = f"{kinds}: a rank a GPU, which talk by nccl"

@@ -103,7 +103,9 @@ def _import_error(error: BaseException, path: Path) -> str:
         what = " ".join("".join(traceback.format_exception_only(error)).split())
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-    return f"{what} (line {line})" if line is not None else what
+    where = f" (line {line})" if line is not None else ""
+    remedy = f": install it in mrl's environment, {sys.prefix}" if isinstance(error, ModuleNotFoundError) else ""
+    return what + where + remedy
 
 
 def _check_signature(

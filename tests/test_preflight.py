@@ -95,6 +95,27 @@ def test_where_others_would_meet_stops_nobody(run: Callable[..., tuple[int, dict
     assert ["warning"] == [f["verdict"] for f in said["findings"] if "no.such.host.invalid" in f["text"]]
 
 
+@pytest.mark.parametrize(
+    ("half", "dtype", "warns"), [(22.0, "bfloat16", True), (80.0, "bfloat16", False), (22.0, "float32", False)]
+)
+def test_a_cpu_that_multiplies_bfloat16_slower_is_told(
+    half: float,
+    dtype: str,
+    warns: bool,
+    run: Callable[..., tuple[int, dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(platform, "cpu_gflops", lambda kind: half if kind == torch.bfloat16 else 40.0)
+    code, said = run(Mistake("dtype", (), (f"model.dtype={dtype}", "rollout.engine=transformers")))
+    found = [each for each in said["findings"] if each["check"] == "dtype"]
+    assert code == 0 and [each["verdict"] for each in found] == ["warning"] * warns
+    assert not warns or "22 GFLOP/s, and 40 in float32" in found[0]["text"]
+
+
+def test_the_speed_of_products_is_measured() -> None:
+    assert 0.01 < platform.cpu_gflops(torch.float32, size=64, tries=2) < 1e5
+
+
 def test_several_things_are_wrong_at_once(run: Callable[..., tuple[int, dict[str, Any]]]) -> None:
     """Of the files and of the machine."""
     edits = (

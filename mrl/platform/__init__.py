@@ -35,7 +35,7 @@ from mrl.platform.process import (
 )
 from mrl.platform.random_state import random_state, restore_random_state
 from mrl.platform.registry import REGISTRY, Adaptation
-from mrl.platform.speed import busy_seconds, pass_timers, probe_seconds
+from mrl.platform.speed import busy_seconds, cpu_gflops, pass_timers, probe_seconds
 
 __all__ = [
     "REGISTRY",
@@ -58,6 +58,7 @@ __all__ = [
     "fp8_problem",
     "fp8_recipes",
     "free_host_memory",
+    "cpu_gflops",
     "gpu_count",
     "gpu_health",
     "gpu_names",

@@ -85,3 +85,15 @@ def probe_seconds() -> float:
         synchronize()
         best = min(best, time.perf_counter() - began)
     return best
+
+
+def cpu_gflops(dtype: torch.dtype, size: int = 512, tries: int = 5) -> float:
+    """Returns the GFLOP/s of square matrix products on this CPU, with as many threads as torch uses: the best of some
+    tries."""
+    left, right = (torch.rand(size, size).to(dtype) for _ in range(2))
+    seconds = []
+    for _ in range(tries):
+        began = time.perf_counter()
+        left @ right
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 / min(seconds) / 1e9

@@ -27,6 +27,7 @@ OF_RUN: tuple[Look, ...] = (
 OF_NODE: tuple[Look, ...] = (
     machine.look_at_packages,
     machine.look_at_layers,
+    machine.look_at_dtype,
     machine.look_at_fp8,
     machine.look_at_quantization,
 )

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import torch
+
 from mrl import platform, ports
 from mrl.config.derived import Machine, asks_for_transformer_engine
 from mrl.config.schema import AnyConfig, Config
@@ -21,6 +23,7 @@ from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import Part, ServerSpec, launcher
 
 CONNECT_S = 5.0
+SLOWER = 0.9  # bfloat16 than float32: such a difference is told
 DEFAULT_PORTS = {"https": 443, "http": 80}
 
 
@@ -48,6 +51,19 @@ def look_at_layers(cfg: AnyConfig) -> Iterator[Finding]:
     if asked and (problem := platform.transformer_engine_problem()) is not None:
         text = f"{', '.join(asked)}: transformer_engine cannot be used here: {problem}"
         yield Finding("layers", "problem", text, "say auto or local, or see mrl doctor")
+
+
+def look_at_dtype(cfg: AnyConfig) -> Iterator[Finding]:
+    """Where a CPU multiplies bfloat16 slower than float32, as those without instructions for it do."""
+    if platform.gpu_count() or not isinstance(cfg, Config) or cfg.model.dtype != "bfloat16":
+        return
+    fast, slow = platform.cpu_gflops(torch.float32), platform.cpu_gflops(torch.bfloat16)
+    if slow < SLOWER * fast:
+        text = (
+            f"model.dtype is bfloat16, in which this CPU multiplies {slow:.0f} GFLOP/s, and {fast:.0f} in float32; "
+            "log-probs of engine and trainer also differ more in bfloat16"
+        )
+        yield Finding("dtype", "warning", text, "model.dtype: float32 is faster and more exact here")
 
 
 def look_at_fp8(cfg: AnyConfig) -> Iterator[Finding]:

@@ -118,8 +118,8 @@ class Generator:
         if cut > MOST_TRUNCATED and not self._is_truncation_told:
             self._is_truncation_told = True
             self.note(
-                f"step {drawn.rollout.step + 1}: {cut:.0%} of the responses were cut at rollout.sampling.max_new_tokens "
-                f"= {self.cfg.rollout.sampling.max_new_tokens}. Raise it, or teach the model to end by "
+                f"step {drawn.rollout.step + 1}: {cut:.0%} of the responses were cut at rollout.sampling."
+                f"max_new_tokens = {self.cfg.rollout.sampling.max_new_tokens}. Raise it, or teach the model to end by "
                 "reward.truncated_score"
             )
         file, on_error = self.run_dir / ENGINES, self.cfg.checkpoint.on_error
