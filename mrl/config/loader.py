@@ -15,6 +15,7 @@ from mrl.config.derived import Machine
 from mrl.config.dialect import Dumper
 from mrl.config.keys import Key, keys_of, nearest_keys, walk
 from mrl.config.problems import ConfigError, Problem
+from mrl.config.sections.base import Section
 from mrl.config.sections.variants import TAG
 from mrl.config.trainers.base import AnyConfig
 from mrl.config.trainers.table import TRAINERS
@@ -95,9 +96,16 @@ def _schema(tree: Node, path: str | Path, problems: list[Problem]) -> type[AnyCo
 
 
 def _validate(schema: type[AnyConfig], tree: Node) -> tuple[AnyConfig | None, list[dict[str, Any]]]:
-    """The configuration, or pydantic's list of what is wrong with it."""
+    """The configuration, or pydantic's list of what is wrong with it. A section that is null has its defaults: so a
+    file drops what its base file says of one."""
+    kinds = {name: field.annotation for name, field in schema.model_fields.items()}
+    given = {
+        name: value
+        for name, value in tree.plain().items()
+        if value is not None or not (isinstance(kind := kinds.get(name), type) and issubclass(kind, Section))
+    }
     try:
-        return schema.model_validate(tree.plain()), []
+        return schema.model_validate(given), []
     except ValidationError as error:
         return None, [dict(e) for e in error.errors(include_url=False)]
 

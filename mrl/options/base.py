@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
 
 from mrl import float32
 
@@ -64,12 +64,6 @@ OwnOptions = dict[str, OptionValue]
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_empty(cls, given: Any) -> Any:
-        """`SECTION: null` has the defaults: so a file drops what its base file says of a section."""
-        return {} if given is None else given
 
 
 class Options(Section):

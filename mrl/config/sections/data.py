@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Container
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
@@ -80,16 +80,11 @@ class DataConfig(Section):
     max_images: PositiveInt = 8  # pictures of a row; one with more is refused
     max_image_tokens: PositiveInt = 1280  # of a picture; a larger one is made smaller
 
-    @model_validator(mode="before")
-    @classmethod
-    def _prompts_leave_room(cls, given: Any) -> Any:
-        """The default of max_prompt_tokens follows a small max_tokens, where that bounds prompt and response."""
-        if not isinstance(given, Mapping) or "max_prompt_tokens" in given or given.get("form", "answers") != "answers":
-            return given
-        longest = given.get("max_tokens")
-        if not isinstance(longest, int) or not 2 <= longest <= cls.model_fields["max_prompt_tokens"].default:
-            return given
-        return {**given, "max_prompt_tokens": longest // 2}
+
+def halve_prompts(data: DataConfig, max_tokens: int) -> None:
+    """Sets the default of max_prompt_tokens, which a row of few tokens has no room for, to half of the row."""
+    if "max_prompt_tokens" not in data.model_fields_set and 2 <= max_tokens <= data.max_prompt_tokens:
+        data.__dict__["max_prompt_tokens"] = max_tokens // 2  # of a frozen model, while it is made
 
 
 class PreferenceDataConfig(DataConfig):
@@ -110,6 +105,11 @@ class PreferenceDataConfig(DataConfig):
     label_key: str = "label"  # whether that is a good one: true or false
     margin_key: str = "margin"  # a number: by how much the chosen response is to lead
     max_tokens: PositiveInt = 2048  # tokens of prompt and response; longer responses are cut at their end
+
+    @model_validator(mode="after")
+    def _prompts_leave_room(self) -> Self:
+        halve_prompts(self, self.max_tokens)
+        return self
 
     def needed(self, form: Form, columns: Container[str], margins: bool) -> dict[str, str]:
         """The settings that name what a row must have that has these columns -> the names."""
@@ -165,6 +165,12 @@ class SFTDataConfig(DataConfig):
     completion_only: bool = True
     train_on: Literal["all", "last"] = "all"  # which of the assistant's turns
     max_tokens: PositiveInt | None = None  # tokens of a whole row; longer ones are cut at their end; null: none are
+
+    @model_validator(mode="after")
+    def _prompts_leave_room(self) -> Self:
+        if self.form == "answers" and self.max_tokens is not None:
+            halve_prompts(self, self.max_tokens)
+        return self
 
     def needed_keys(self) -> dict[str, str]:
         """The settings that name what every row has -> the names."""
