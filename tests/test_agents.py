@@ -18,9 +18,10 @@ from mrl.agents import trajectory
 from mrl.agents.errors import AgentError
 from mrl.agents.play import Agents
 from mrl.agents.suffix import Suffix
-from mrl.config.schema import AgentConfig
+from mrl.config.schema import AgentConfig, DataConfig, SourceConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
 from mrl.data import Tokenizer, collate
+from mrl.data.columns import told
 from mrl.rollout import Engine
 from tests.conftest import TinyModels
 from tests.test_resume import results, samples, train
@@ -221,7 +222,10 @@ def requests(count: int, **row: Any) -> list[Request]:
 def play(programs: Path, name: str, count: int = 3, engine: FakeEngine | None = None, **settings: Any) -> list[Sample]:
     row, by_turn = settings.pop("row", {}), settings.pop("by_turn", False)
     cfg = AgentConfig(rollout=f"{programs}:{name}", **settings)
-    agents = Agents(cfg, tokenizer(), (EOS,), is_chat=False, by_turn=by_turn)
+    data = DataConfig(train=(SourceConfig(path="rows.jsonl"),))
+    agents = Agents(
+        cfg, tokenizer(), (EOS,), is_chat=False, by_turn=by_turn, begins=lambda prompt: ([], told(prompt.row, data))
+    )
     heard: list[Sample] = []
     try:
         found = agents.sample(requests(count, **row), PARAMS, (engine or FakeEngine()).generate, heard.extend)

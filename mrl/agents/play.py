@@ -149,7 +149,7 @@ class Agents:
         row = request.prompt.row
         start = {
             "row": row,
-            "tools": self._told(request.prompt).get("tools", []),
+            "tools": self._tools(request.prompt),
             "prompt": request.prompt.text,
             "seed": seed,
         }
@@ -224,6 +224,11 @@ class Agents:
         assert self._begins is not None
         begin, more = self._begins(prompt)
         return tuple(self.suffix.whole([*begin, *self.suffix.messages(words)], more))
+
+    def _tools(self, prompt: Prompt) -> list[Message]:
+        """The tools that the prompt's row declares, whether or not a chat template is told of them."""
+        tools: list[Message] = self._begins(prompt)[1].get("tools", []) if self._begins is not None else []
+        return tools
 
     def _told(self, prompt: Prompt) -> Message:
         """What the prompt's row tells the chat template besides its messages."""
