@@ -29,6 +29,6 @@ def test_stop_strings_survive_a_push_by_disk_and_responses_fill_the_context(
     )
     with Train(tmp_path, config, "run.steps=1") as run:
         assert run.wait(240) == 0, run.terminal[-6000:]
-    rows = [json.loads(line) for line in (tmp_path / "runs/run/rollouts/step_0.jsonl").open()]
+    rows = [json.loads(line) for line in (tmp_path / "runs/run/rollouts/step_1.jsonl").open()]
     cut = [row["tokens"] for row in rows if row["finish_reason"] == "length"]
     assert len(rows) == 8 and cut and set(cut) == {NEW}
