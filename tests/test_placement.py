@@ -129,6 +129,7 @@ def the_main_parts(
         model=SimpleNamespace(path=str(model), dtype="float32"),
         run=SimpleNamespace(seed=0),
         agent=None,
+        engines=lambda: (cfg.rollout, cfg.sync),
     )
     with contextlib.ExitStack() as stack:
         notes: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -28,8 +29,8 @@ def preview(cfg: Config, samples: int, check: RowCheck | None = None, sheet: Pat
     if isinstance(cfg, PreferencesConfig):
         yield from preview_preferences(cfg, samples, sheet)
         return
-    if isinstance(cfg, SFTConfig):
-        yield from preview_sft(cfg, samples)
+    if cfg.imitated() is not None:
+        yield from preview_sft(cast(SFTConfig, cfg), samples)
         return
     uses, sets = cfg.data_uses(), open_prompts(cfg, check)
     train = sets["data.train"]
@@ -41,7 +42,7 @@ def preview(cfg: Config, samples: int, check: RowCheck | None = None, sheet: Pat
         of = uses[key.removesuffix(".train").removesuffix(".validation")]
         drawn = cfg.run.steps * of.rows_per_step if key.endswith(".train") else None
         with_answers = drawn is not None and not of.is_sampled
-        most = cfg.validation.prompts if isinstance(cfg, RLConfig) and drawn is None else None
+        most = cast(RLConfig, cfg).validation.prompts if cfg.is_sampling and drawn is None else None
         first = f", of which the first {most} are validated (validation.prompts)" if most and most < len(data) else ""
         yield f"\n{key}: {len(data)} prompts{first}"
         yield from _sources(data, drawn)
