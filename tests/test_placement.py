@@ -24,6 +24,7 @@ from mrl.rollout.launch import CPU, ServerSpec
 from mrl.rollout.sglang.command import sglang_launch
 from mrl.rollout.transformers_engine.command import transformers_launch
 from mrl.trainers.rl import main_parts
+from mrl.trainers.shared.pulse import Activity
 from tests.conftest import TinyModels
 
 FOUR = Machine(2, 2, gpus=4)
@@ -133,7 +134,8 @@ def the_main_parts(
     )
     with contextlib.ExitStack() as stack:
         notes: list[str] = []
-        setup: Any = SimpleNamespace(stack=stack, run_dir=folder, recorder=SimpleNamespace(note=notes.append))
+        recorder, world = SimpleNamespace(note=notes.append), SimpleNamespace(activity=Activity(99.0))
+        setup: Any = SimpleNamespace(stack=stack, run_dir=folder, recorder=recorder, world=world)
         yield main_parts.MainParts(cfg, setup)
 
 

@@ -48,6 +48,7 @@ def test_three_steps_of_the_real_model(task: Path, tmp_path: Path) -> None:
         "run.root": tmp_path / "runs",
         "run.steps": 3,
         "model.path": task / "model",
+        "reward.function": f"{ROOT}/yaml_configs/rewards/reasoning_gym_tasks.py:final_number",
         "data.train": task / "data" / "train.jsonl",
         "data.validation": task / "data" / "held_out.jsonl",
         "batch.prompts_per_step": 2,

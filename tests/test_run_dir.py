@@ -348,7 +348,7 @@ def report_of(folder: Path, name: str, content: bytes, capfd: pytest.CaptureFixt
             "metrics.jsonl: a row is no step with numbers",
         ),
         ("metrics.jsonl", b'{"step": 1, "loss": "low"}\n', "metrics.jsonl: a row is no step with numbers"),
-        ("rollouts/validation_step_0.jsonl", b'{"index": 1, "prompt": "p"}\n', "sample 1 has no response and no score"),
+        ("rollouts/validation_step_0.jsonl", b'{"index": 1, "prompt": "p"}\n', "sample 1 has no response and no row"),
     ],
 )
 def test_a_report_of_broken_files_is_one_line(
