@@ -231,5 +231,5 @@ class Agents:
         return tools
 
     def _told(self, prompt: Prompt) -> Message:
-        """What the prompt's row tells the chat template besides its messages."""
+        """Returns the row's variables of the chat template besides the messages."""
         return self._begins(prompt)[1] if self._is_chat and self._begins is not None else {}

@@ -1,4 +1,4 @@
-"""What the columns of a row mean. Every trainer reads them here, so that a row gives the same prompt to all of them."""
+"""Meaning of a row's columns. Every trainer reads them here, so that a row gives the same prompt to all of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def conversation(value: Any, row: Row, cfg: DataConfig, pictures: int | None = N
 
 
 def told(row: Row, cfg: DataConfig) -> Row:
-    """What the chat template is told besides the messages: `tools`, and the row's own variables.
+    """Returns the variables of the chat template besides the messages: `tools`, and the row's own variables.
 
     Raises:
         ValueError: for what it cannot be told.

@@ -54,7 +54,7 @@ def open_preferences(cfg: PreferencesConfig) -> dict[str, PreferenceDataset]:
 
 @dataclass(frozen=True)
 class SFTRows:
-    """What a run of supervised fine-tuning learns from.
+    """Rows that a run of supervised fine-tuning learns from.
 
     packed: what a step's rows are made of; None: they are those of `train`
     """
@@ -69,11 +69,11 @@ class SFTRows:
 
     @property
     def unit(self) -> str:
-        """What `batch.samples_per_step` counts."""
+        """Unit that `batch.samples_per_step` counts."""
         return "rows" if not isinstance(self.packed, Packs) else "packs"
 
     def notes(self) -> Iterator[str]:
-        """What was corrected, left out, cut or packed, a sentence each."""
+        """Yields a sentence for each correction of the rows: left out, cut or packed."""
         yield from self.train.tokenizer.notes
         if self.train.cfg.chat_template:
             yield from self.train.tokenizer.turn_notes()

@@ -61,7 +61,7 @@ class OptimizerConfig(Section):
     clip_grad: PositiveFloat = 1.0  # longest gradient (norm over all weights); longer ones are scaled down to it
 
     def learning_rate(self, update: int) -> float:
-        """Of update `update`, from 1 (0: where a warm-up begins): linear warm-up, then the decay towards `min_lr`."""
+        """Returns the rate of update `update`, from 1 (0: before a warm-up): linear warm-up, then decay to `min_lr`."""
         if self.warmup_steps and update <= self.warmup_steps:
             return self.lr * update / self.warmup_steps
         if self.decay == "constant" or self.decay_steps is None:
