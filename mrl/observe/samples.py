@@ -163,7 +163,7 @@ def _data_keys(run_dir: Path) -> dict[str, Any]:
 
 
 def _question(sample: dict[str, Any], keys: dict[str, Any]) -> str:
-    """Returns the user's question without the chat template: the row's text, or its last message; else the whole prompt."""
+    """Returns the user's question without the chat template: the row's text or last message, else the whole prompt."""
     asked = sample["row"].get(keys.get("prompt_key", "prompt"))
     if isinstance(asked, list) and asked and isinstance(asked[-1], dict):
         asked = asked[-1].get("content")
