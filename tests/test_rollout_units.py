@@ -33,6 +33,7 @@ from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import adaptations, batched_atte
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.draws import draw
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.kernels import assign_req_to_token_pool_cpu, murmur_hash32_cpu
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine.model import served
+from mrl.rollout.transformers_engine.command import transformers_launch
 from mrl.rollout.transformers_engine.sampling import keep_top, parse_job
 from mrl.rollout.transformers_engine.weights import read_payload
 from tests.conftest import TinyModels
@@ -284,6 +285,28 @@ def test_the_command_line_of_a_server(tiny_models: TinyModels, tmp_path: Path, m
     assert "--disable-shared-experts-fusion" in shared.command and "--disable-shared-experts-fusion" not in gpu.command
     scratch = start(RolloutConfig(), str(tiny_models("llama", weights=False)), "float32", 1, 0, 0, machine=CPU)
     assert dict(zip(scratch.command, scratch.command[1:]))["--load-format"] == "dummy"
+
+
+def test_engines_of_a_model_that_is_not_tiny_share_the_cores_that_ranks_leave(
+    tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    tiny, real = tiny_models("llama"), tiny_models("llama", weights=False, vocab_size=400_000)
+
+    def threads(model: Path, ranks: int = 1, **keys: Any) -> str:
+        cfg = RolloutConfig(**keys)
+        start = sglang_launch if cfg.engine == "sglang" else transformers_launch
+        machine = Machine(ranks, ranks, gpus=0)
+        return start(ServerSpec(cfg, str(model), "float32", 1, 0, 0, machine, tmp_path)).env["OMP_NUM_THREADS"]
+
+    for engine in ("sglang", "transformers"):
+        assert threads(tiny, engine=engine) == "1"
+        assert threads(tiny, engine=engine, threads=3) == "3"
+        assert threads(real, engine=engine) == "8"
+        assert threads(real, 4, engine=engine, servers=2) == "4"  # ranks wait for them
+        assert threads(real, 4, engine=engine, overlap="one_step") == "4"
+        assert threads(real, 8, engine=engine, overlap="one_step") == "1"
+    assert threads(real, tensor=2) == "1"
 
 
 def test_a_server_on_cpus_reserves_cache_for_the_requests_of_a_run(tiny_models: TinyModels, tmp_path: Path) -> None:

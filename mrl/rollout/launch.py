@@ -16,6 +16,7 @@ from mrl.config.engines import ENGINES
 from mrl.config.placement import engine_gpus, shared_gpus
 from mrl.config.schema import RolloutConfig
 from mrl.families import ModelArch, engine_arch
+from mrl.families.flops import num_parameters
 from mrl.ports import HERE
 
 # Variables of whoever launched the ranks
@@ -30,6 +31,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 # glibc's: the logits of a batch are large blocks, wanted again for the next token; by itself it returns them each time
 KEPT_MEMORY = dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), str(1 << 30))
 CPU = Machine(1, 1, gpus=0)  # a world of one
+SMALL_MODEL = 20_000_000  # parameters; a second thread makes an engine on a CPU slower below
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,11 @@ class ServerSpec:
             env[VISIBLE] = ",".join(names[gpu].strip() for gpu in order)
         return env
 
+    @property
+    def threads(self) -> int:
+        """OpenMP threads of each of its processes, on a CPU."""
+        return cpu_threads(self.cfg, self.arch, self.machine)
+
     def secret_file(self, name: str, content: str) -> Path:
         """Writes a file that this account alone can read: anybody could read a command line."""
         file = self.folder / name
@@ -122,6 +129,18 @@ class Launch:
     command: list[str]
     env: dict[str, str] = field(repr=False)
     kind: str | None = None
+
+
+def cpu_threads(cfg: RolloutConfig, arch: ModelArch, machine: Machine) -> int:
+    """Returns the OpenMP threads of each process of an engine on a CPU: cfg.threads, else the cores, shared among the
+    machine's engines. The machine's ranks keep a core each if they train while engines sample."""
+    if cfg.threads is not None:
+        return cfg.threads
+    if cfg.tensor > 1 or num_parameters(arch) < SMALL_MODEL:
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    training = machine.local_world_size if cfg.overlap != "none" or cfg.early_passes is not None else 0
+    return max(1, (cores - training) // cfg.servers)
 
 
 def launcher(engine: str) -> Callable[[ServerSpec], Launch]:

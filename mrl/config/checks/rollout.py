@@ -73,7 +73,7 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
     yield from _stops(rollout.sampling, arch)
     if rollout.urls:
         names = ["servers", "tensor", "memory_fraction", "max_context_tokens"]
-        names += ["max_running_requests", "max_restarts", "server_args", "gpus", "quantization"]
+        names += ["max_running_requests", "max_restarts", "server_args", "gpus", "quantization", "threads"]
         yield from inert(rollout, "rollout", names, "mrl starts no engine when urls are given", "rollout.urls")
         yield from _urls(rollout.urls)
         return
@@ -81,6 +81,8 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
         rollout, "rollout", ["api_key_file"], "engines that mrl starts get a key of the run's", "rollout.urls"
     )
     yield from _server_args(rollout.server_args)
+    if rollout.tensor > 1:
+        yield from inert(rollout, "rollout", ["threads"], "tensor-parallel engines on CPUs have one thread a process")
     ignored = ENGINES[rollout.engine].ignores
     because = f"it is SGLang's, the engine is {rollout.engine}"
     yield from inert(rollout, "rollout", ignored, because, "rollout.engine")

@@ -78,6 +78,9 @@ class RolloutConfig(Section):
     max_context_tokens: PositiveInt | None = None
     # requests in the engine's own batch, at most; by the machine when null
     max_running_requests: PositiveInt | None = None
+    # OpenMP threads of each engine on a CPU; null: the cores that the ranks leave, shared among the engines, or 1 for
+    # models under 20M parameters and with tensor > 1
+    threads: PositiveInt | None = None
     # of the GPU memory that is free when the engine starts, for its weights and KV cache; sglang only
     memory_fraction: Fraction = 0.7
     # fp8: pushes round the layers' matrices to e4m3 in blocks of 128 x 128, and engines multiply in it; sglang only, on

@@ -43,7 +43,7 @@ def sglang_launch(spec: ServerSpec) -> Launch:
         raise EngineUnavailable(problem)
     arguments = _common(spec) + (_gpu(spec) if spec.gpu else _cpu(spec))
     env = _without_crash_dumps(spec.environment())
-    env = _gpu_env(spec, env) if spec.gpu else env | cpu_environment(spec.cfg.tensor)
+    env = _gpu_env(spec, env) if spec.gpu else env | cpu_environment(spec.cfg.tensor, spec.threads)
     if spec.arch.vision is not None:  # else a picture's features outlive the weights that made them, and /flush_cache
         env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     if spec.part is None:
@@ -163,8 +163,8 @@ def _cpu_cache(spec: ServerSpec) -> tuple[int, int]:
     return running, running * context
 
 
-def cpu_environment(tensor: int) -> dict[str, str]:
-    """What its CPU form finds beside the environment of `ServerSpec`."""
+def cpu_environment(tensor: int, threads: int) -> dict[str, str]:
+    """Returns the variables that SGLang's CPU form has beside those of `ServerSpec`."""
     paths = [str(SHIM), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {
         "PYTHONPATH": os.pathsep.join(paths),
@@ -172,7 +172,7 @@ def cpu_environment(tensor: int) -> dict[str, str]:
         MODELS: os.environ.get(MODELS, "mrl_cpu_engine.model"),  # else all are imported, a sixth of the start
         "SGLANG_ENABLE_TORCH_INFERENCE_MODE": "true",  # else every call of torch minds gradients
         "SGLANG_EAGER_INPUT_NO_COPY": "true",  # into the places where a CUDA graph would look for a batch
-        "OMP_NUM_THREADS": "1",  # more threads are slower on small models, and harmful on shared cores
+        "OMP_NUM_THREADS": str(threads),
         "TORCHDYNAMO_DISABLE": "1",
     }
     if tensor > 1:

@@ -35,7 +35,7 @@ def transformers_launch(spec: ServerSpec) -> Launch:
     command += ["--max-running-requests", str(cfg.max_running_requests or 256)]
     command += ["--context-length", str(context)]
     env = spec.environment()
-    env = {"OMP_NUM_THREADS": "4"} | env if spec.gpu else env | ON_A_CPU
+    env = {"OMP_NUM_THREADS": "4"} | env if spec.gpu else env | ON_A_CPU | {"OMP_NUM_THREADS": str(spec.threads)}
     if spec.api_key is not None:
         env[KEY_VARIABLE] = spec.api_key
     return Launch([*command, *cfg.server_args], env)

@@ -15,11 +15,13 @@ from mrl.config.schema import AgentConfig, RLConfig
 from mrl.config.trainers.rl import counts_turns, most_tokens
 from mrl.data import Tokenizer, conversation, told
 from mrl.data.opened import open_prompts
+from mrl.families import engine_arch
 from mrl.observe import Recorder, SilentRecorder
 from mrl.reward.check import row_check
 from mrl.reward.manager import RewardManager
 from mrl.rollout import Access, Engine, Others, join_engines, start_engine
 from mrl.rollout.adapters import started_with
+from mrl.rollout.launch import cpu_threads
 from mrl.trainers.rl.ahead import Ahead
 from mrl.trainers.rl.generate import Generator
 from mrl.trainers.rl.longest_wait import longest_turn
@@ -95,6 +97,9 @@ class MainParts:
         found = placement.notes(self.cfg.rollout, this_machine(), own.nodes_per_engine)
         for note in found if not own.is_apart else ():
             recorder.note(note)
+        if not (own.is_apart or self.cfg.rollout.urls or this_machine().gpus):
+            threads = cpu_threads(self.cfg.rollout, engine_arch(self.cfg.model.path), this_machine())
+            recorder.note(f"engines on this machine's CPU: {self.cfg.rollout.servers}, threads of each: {threads}")
         many = f"{own.nodes} engine nodes (mrl serve)" if own.is_apart else f"{len(engine.urls)} engines"
         recorder.note(f"waiting for {'the engine' if len(engine.urls) == 1 else many}")
         begin_early(self.cfg.sync.transport)
