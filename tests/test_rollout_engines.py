@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -17,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import RolloutConfig, SyncConfig
 from mrl.core import Prompt, Request, Sample, SamplingParams
-from mrl.rollout import RELEASED_PARTS, Engine, EngineError, RolloutError, sample_seed, start_engine
+from mrl.rollout import RELEASED_PARTS, Engine, EngineError, RolloutError, flight, sample_seed, start_engine
+from mrl.rollout.samples import read_answer
 from mrl.weights.errors import SyncError
 from mrl.weights.sync.push import WeightSync
 from tests.conftest import TinyModels
@@ -105,6 +108,29 @@ def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(engine: Engi
         requests([*crowd[:20], *PROMPTS, *crowd[20:]], [*crowd_seeds[:20], *seeds, *crowd_seeds[20:]]), params
     )
     assert [s.response_ids.tolist() for s in mixed[20 : 20 + len(PROMPTS)]] == alone
+
+
+@pytest.mark.engine
+def test_samples_of_one_prompt_share_its_keys_and_values(
+    sglang_engine: Engine, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = list[int]()
+
+    def read(asked: Sequence[Request], content: bytes, *more: Any) -> list[Sample]:
+        cached.extend(each["meta_info"]["cached_tokens"] for each in json.loads(content))
+        return read_answer(asked, content, *more)
+
+    prompt = Prompt(0, tuple(range(100, 140)), {})
+    group = [Request(i, 0, prompt, sample_seed(3, 0, i)) for i in range(6)]
+    params = SamplingParams(max_new_tokens=16)
+    alone = [sglang_engine.generate([request], params)[0].response_ids.tolist() for request in group]
+    with closing(sglang_engine.client(sglang_engine.urls[0])) as client:
+        client.flush_cache()
+    monkeypatch.setattr(flight, "read_answer", read)
+    together = sglang_engine.generate(group, params)
+    assert cached == [39] * 6  # the last token is computed for its logits
+    assert [sample.response_ids.tolist() for sample in together] == alone
+    assert max_log_prob_error(model, together, 1.0) <= 1e-4
 
 
 def test_distinct_seeds_draw_distinct_samples_of_the_right_distribution(engine: Engine, model: torch.nn.Module) -> None:

@@ -11,6 +11,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,11 +23,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mrl.config.derived import Machine
 from mrl.config.schema import RolloutConfig, SamplingConfig
+from mrl.core import Prompt, Request, SamplingParams
 from mrl.families import load_arch
 from mrl.families.engine_cache import CPU_BYTES, cache_bytes_a_token
 from mrl.rollout import sample_seed
 from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import CPU, Launch, ServerSpec
+from mrl.rollout.samples import prefill_body
 from mrl.rollout.seeds import _splitmix64
 from mrl.rollout.sglang.command import CONTEXT_KEPT, SHIM, sglang_launch
 from mrl.rollout.sglang.cpu_shim.mrl_cpu_engine import adaptations, batched_attention, layers, pictures
@@ -285,6 +288,22 @@ def test_the_command_line_of_a_server(tiny_models: TinyModels, tmp_path: Path, m
     assert "--disable-shared-experts-fusion" in shared.command and "--disable-shared-experts-fusion" not in gpu.command
     scratch = start(RolloutConfig(), str(tiny_models("llama", weights=False)), "float32", 1, 0, 0, machine=CPU)
     assert dict(zip(scratch.command, scratch.command[1:]))["--load-format"] == "dummy"
+
+
+def test_a_prompt_that_several_requests_share_is_asked_for_first() -> None:
+    long, other, short = (Prompt(i, tuple(range(n)), {}) for i, n in enumerate((40, 50, 8)))
+    params = SamplingParams(temperature=0.7, max_new_tokens=9)
+
+    def asked(*prompts: Prompt) -> list[int]:
+        body = prefill_body([Request(i, i, prompt, i) for i, prompt in enumerate(prompts)], params, "adapter")
+        if body is None:
+            return []
+        assert [each["max_new_tokens"] for each in body["sampling_params"]] == [0] * len(body["input_ids"])
+        assert body["lora_path"] == "adapter"
+        return [len(ids) for ids in body["input_ids"]]
+
+    assert asked(long, long, other, other, other, short, short) == [40, 50]
+    assert asked(long, other) == asked(short, short) == asked(replace(long, pictures=(b"",))) == []
 
 
 def test_engines_of_a_model_that_is_not_tiny_share_the_cores_that_ranks_leave(

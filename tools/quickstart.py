@@ -58,7 +58,7 @@ def diffusion() -> None:
 def real() -> None:
     """A pretrained model, which stays in its directory from one call to the next."""
     shutil.rmtree(ROOT / "runs/quickstart_real", ignore_errors=True)
-    run("making the task: SmolLM2-135M-Instruct and arithmetic", "tools/make_arithmetic_task.py", REAL)
+    run("making the task: SmolLM2-135M-Instruct and arithmetic", "tools/make_reasoning_task.py", REAL)
     run("GRPO against two real SGLang servers", "-m", "mrl", "train", "yaml_configs/quickstart_real.yaml")
     run("report", "-m", "mrl", "report", "runs/quickstart_real")
     run("answers of the exported model, sampled", "-m", "mrl", "eval", "runs/quickstart_real", "--per-prompt", "4")

@@ -22,7 +22,7 @@ from mrl.rollout.errors import BadAnswer, EngineError, Refused, RolloutError, Se
 from mrl.rollout.fleet import Fleet
 from mrl.rollout.incoming import PLAIN, Incoming
 from mrl.rollout.protocol import GENERATE, GenerateBody
-from mrl.rollout.samples import Expected, generate_body, most_bytes, read_answer
+from mrl.rollout.samples import Expected, generate_body, most_bytes, prefill_body, read_answer
 from mrl.rollout.server import Server
 
 REQUESTS_A_CALL = 32  # several requests share an HTTP call: on small models a call costs far more than a token
@@ -36,6 +36,7 @@ class Flight:
     """Each call goes to the server with the least to do. A server of ours that dies or lets a request time out is
     started again, as often as `Restarts` allows; its unfinished calls, seeds and all, go to whichever server is up.
 
+    shares_prompts: the servers keep keys and values of a prompt for the requests that follow
     looks_after: False: servers are somebody else's to look after; one that is lost is raised as ServerLost
     """
 
@@ -49,9 +50,10 @@ class Flight:
         request_timeout_s: float,
         adapter: str | None = None,
         *,
+        shares_prompts: bool = False,
         looks_after: bool = True,
     ) -> None:
-        self._adapter, self._looks_after = adapter, looks_after
+        self._adapter, self._shares_prompts, self._looks_after = adapter, shares_prompts, looks_after
         self._fleet, self._sampling, self._expected, self._on_samples = fleet, sampling, expected, on_samples
         self._concurrent_requests, self._request_timeout_s = concurrent_requests, request_timeout_s
         self._posts: dict[Server, set[asyncio.Future[httpx.Response]]] = defaultdict(set)
@@ -148,8 +150,9 @@ class Flight:
             raise ServerLost(server.url, life - 1, server.asleep() or "")
         asks = self._expected.routed is not None
         body = generate_body(requests, self._sampling, self._adapter, experts=asks)
+        first = prefill_body(requests, self._sampling, self._adapter) if self._shares_prompts and not asks else None
         self._fleet.access.check(server.url, GENERATE.name)
-        post = asyncio.ensure_future(self._post(server.url, body, most_bytes(requests, self._expected)))
+        post = asyncio.ensure_future(self._post(server.url, first, body, most_bytes(requests, self._expected)))
         post.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more
         self._posts[server].add(post)
         server.meter.begin(len(requests))
@@ -169,7 +172,10 @@ class Flight:
             self._posts[server].discard(post)
             server.meter.end(len(requests), samples or ())
 
-    async def _post(self, url: str, body: GenerateBody, most: int) -> httpx.Response:
+    async def _post(self, url: str, first: GenerateBody | None, body: GenerateBody, most: int) -> httpx.Response:
+        """Returns the answer to `body`, or to `first` if that is an error."""
+        if first is not None and (found := await self._post(url, None, first, most)).status_code != 200:
+            return found
         async with self._http.stream(GENERATE.method, f"{url}{GENERATE.path}", json=body) as reply:
             incoming = Incoming(reply, most)
             async for part in reply.aiter_bytes():

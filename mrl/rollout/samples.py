@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
@@ -21,6 +22,7 @@ ABOVE_ZERO = 1e-3  # what rounding may make of a log-prob of 0
 LARGEST = float(np.finfo(np.float32).max)  # as which samples keep them
 FINISH_REASONS = ("stop", "length")
 MANY_BYTES = 1 << 20  # of an answer that is worth reading by columns
+SHARED_TOKENS = 32  # of a prompt whose keys and values are worth a call of their own
 CALL_BYTES, TOKEN_BYTES = 1 << 20, 512  # of an answer at most; of a token: id, log-prob, text
 
 
@@ -68,6 +70,17 @@ def generate_body(
     if adapter is not None:
         body["lora_path"] = adapter
     return body
+
+
+def prefill_body(
+    requests: Sequence[Request], sampling: SamplingParams, adapter: str | None = None
+) -> GenerateBody | None:
+    """Returns the call that fills the prefix cache with the prompts that several requests share, and draws no token;
+    None if there are none. Without it an engine computes such a prompt for each request, as they arrive together."""
+    found = {id(request.prompt): request for request in requests if len(request.prompt.token_ids) >= SHARED_TOKENS}
+    counts = Counter(id(request.prompt) for request in requests)
+    shared = [request for key, request in found.items() if counts[key] > 1 and not request.prompt.pictures]
+    return generate_body(shared, replace(sampling, max_new_tokens=0), adapter) if shared else None
 
 
 def _experts_from(requests: Sequence[Request]) -> int:

