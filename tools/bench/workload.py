@@ -113,16 +113,12 @@ def _pretrained(task: Path, directory: Path) -> int:
     tokenizer = AutoTokenizer.from_pretrained(task / "model")
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
-    asked = [json.loads(line)["prompt"] for line in (task / "data" / "train.jsonl").read_text().splitlines()]
-    rows = [
-        {
-            "prompt": tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-            ),
-            "answer": "",
-        }
-        for text in asked
+    asked = [json.loads(line) for line in (task / "data" / "train.jsonl").read_text().splitlines()]
+    turns = [
+        [{"role": "system", "content": row["system"]}, {"role": "user", "content": row["prompt"]}] for row in asked
     ]
+    texts = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    rows = [{"prompt": text, "answer": ""} for text in texts]
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return sum(p.numel() for p in model.parameters())
 

@@ -82,7 +82,8 @@ def _engine(cfg: RLConfig, arch: ModelArch | None, machine: Machine) -> Iterator
     )
     yield from _server_args(rollout.server_args)
     if rollout.tensor > 1:
-        yield from inert(rollout, "rollout", ["threads"], "tensor-parallel engines on CPUs have one thread a process")
+        because = "tensor-parallel engines on CPUs have one thread a process"
+        yield from inert(rollout, "rollout", ["threads"], because, "rollout.tensor")
     ignored = ENGINES[rollout.engine].ignores
     because = f"it is SGLang's, the engine is {rollout.engine}"
     yield from inert(rollout, "rollout", ignored, because, "rollout.engine")
