@@ -17,7 +17,7 @@ from tools.gpu.stage import ROOT
 PAGE = ROOT / "docs" / "support.md"
 COLUMN = "GPU tested"
 NOT_YET = "not yet"
-FOR_CPUS = {"[kernels in C](house.md) for CPUs, float32": "not for GPUs"}
+FOR_CPUS = {"[kernels in C](architecture.md#kernels-in-c) for CPUs, float32": "not for GPUs"}
 # row of the table -> stage, and how the names of its checks begin; other rows have no check on one GPU
 PROOFS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Llama, Mistral, Qwen2/2.5, Qwen3, Mixtral, Qwen3-MoE": ("cuda", ("float32 is the CPU's",)),
