@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("mrl", "tests", "tools", "docs", "yaml_configs")
-TEXTS = ("*.md", "docs/**/*.md", "yaml_configs/*", "tools/**/*.py", "mrl/**/*.py", "tests/**/*.py", "Makefile", "setup.py")
+TEXTS = "*.md docs/**/*.md yaml_configs/* tools/**/*.py mrl/**/*.py tests/**/*.py Makefile setup.py".split()
 PAGES = [file for pattern in TEXTS for file in sorted(ROOT.glob(pattern)) if file.is_file()]
 FILE = re.compile(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w")
 MODULE = re.compile(r"(?<![\w/.-])(?:mrl(?!\.yaml)|(?<=`)tests|(?<=from )tests)(?:\.\w+)+")
