@@ -1,5 +1,5 @@
 """What a rank of a small layout really holds, measured on a CPU: for `test_plan_memory`, and for `tools/plan_table.py`,
-which writes docs/planning.md's tables."""
+which writes the tables of docs/benchmarks/planning.md."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_engines_are_a_node_s_own() -> None:
 
 def test_the_page_shows_the_ranks_of_the_largest_recipes() -> None:
     """The numbers of tools/plan_table.py, which builds them."""
-    page = (ROOT / "docs" / "planning.md").read_text()
+    page = (ROOT / "docs" / "benchmarks" / "planning.md").read_text()
     for name in ("ppo_llama70b_64gpu", "ppo_llama70b_64gpu_16k"):
         for model in plan_of(name).work.models.values():
             kinds = Counter((seat.pp, model_held(model, seat)) for seat in model.grid.seats)

@@ -1,6 +1,6 @@
-"""What `mrl plan` says against what is there, as docs/planning.md shows it.
+"""What `mrl plan` says against what is there, as docs/benchmarks/planning.md shows it.
 
-Usage: python -m tools.plan_table [--write], about a minute of one core; --write puts the tables into docs/planning.md.
+Usage: python -m tools.plan_table [--write], about a minute of one core; --write puts the tables into that page.
 Exit code 1: bytes of weights, gradients or optimizer differ, saved activations by more than 10%, or a rank is built
 otherwise than planned.
 """
@@ -28,7 +28,7 @@ from tests.tiny import make_tiny  # noqa: E402
 
 from mrl.plan.dry_run import kinds  # noqa: E402 isort:skip (after megatron's adaptations)
 
-PAGE = ROOT / "docs" / "planning.md"
+PAGE = ROOT / "docs" / "benchmarks" / "planning.md"
 BEGIN, END = "<!-- by tools/plan_table.py -->", "<!-- end of tools/plan_table.py -->"
 TOLERANCE = 0.1
 RECIPES = ("ppo_llama70b_64gpu", "ppo_llama70b_64gpu_16k")
@@ -126,7 +126,7 @@ def lines(title: str, columns: Iterable[str], table: Table, wrong: list[str]) ->
 def main() -> int:
     """Prints, and writes, the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="into docs/planning.md")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks/planning.md")
     args = parser.parse_args()
     wrong: list[str] = []
     text = "\n".join(line for title, columns, table in TABLES for line in lines(title, columns, table(), wrong))

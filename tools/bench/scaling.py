@@ -3,7 +3,7 @@
     python tools/bench/scaling.py [--as before|after] [--only PART ...] [--small]
 
 Each size of each part runs in a process of its own, and its row goes to results/scaling.json under the label of
-`--as`, so that two trees can be put side by side. docs/scaling.md says what the figures mean.
+`--as`, so that two trees can be put side by side. docs/benchmarks/scaling.md says what the figures mean.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from tools.gpu.stage import ROOT
 PAGE = ROOT / "docs" / "support.md"
 COLUMN = "GPU tested"
 NOT_YET = "not yet"
-FOR_CPUS = {"[kernels in C](architecture.md#kernels-in-c) for CPUs, float32": "not for GPUs"}
+FOR_CPUS = {"C kernels for CPUs, float32": "not for GPUs"}
 # row of the table -> stage, and how the names of its checks begin; other rows have no check on one GPU
 PROOFS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Llama, Mistral, Qwen2/2.5, Qwen3, Mixtral, Qwen3-MoE": ("cuda", ("float32 is the CPU's",)),
@@ -31,15 +31,15 @@ PROOFS: dict[str, tuple[str, tuple[str, ...]]] = {
     "bfloat16 with float32 main weights and gradients": ("cuda", ("bfloat16 is near",)),
     "`run.deterministic`": ("cuda", ("the same bits",)),
     "fp8 by transformer-engine: layers and loss head": ("fp8", ("casts are", "the loss head is", "SFT in")),
-    "weights in fp8, pushed with checksum": ("fp8", ("GRPO, weights in fp8",)),
+    "fp8 weights, weight sync with checksum": ("fp8", ("GRPO, weights in fp8",)),
     "SFT, GRPO, PPO": ("cuda", ("SFT", "GRPO", "PPO")),
     "checkpoints, resume": ("cuda", ("resume",)),
     "transformers engine": ("cuda", ("GRPO, float32, transformers engine",)),
     "SGLang 0.5.23": ("engine", ("GRPO, bfloat16, SGLang",)),
     "weight sync by CUDA IPC, with checksum": ("engine", ("GRPO, bfloat16, SGLang",)),
-    "memory given up between the parts of a step": ("engine", ("memory given up", "SGLang gives memory up")),
-    "quickstarts of DPO, reward models, adapters, experts, pictures, agents and diffusion": ("trainers", ("",)),
-    "a model of 0.6B, trained and sampled on one GPU": ("engine", ("GRPO of a 0.6B model",)),
+    "offloading and memory release between phases of a step": ("engine", ("memory given up", "SGLang gives memory up")),
+    "quickstarts of DPO, reward models, LoRA, MoE, vision, agents and diffusion": ("trainers", ("",)),
+    "a 0.6B model, trained and sampled on one GPU": ("engine", ("GRPO of a 0.6B model",)),
 }
 
 
