@@ -8,7 +8,7 @@ GPU := .venv-gpu/bin
 GPU_PYTHON ?= $(firstword $(wildcard $(GPU)/python) python3)
 GPU_PIP := $(GPU)/python -m pip --disable-pip-version-check install
 
-.PHONY: quickstart quickstart-real quickstart-ddpo test test-gpu test-triton lint slurm compiled gpu-env clean
+.PHONY: quickstart quickstart-real quickstart-ddpo test test-gpu test-triton lint slurm compiled docs gpu-env clean
 
 quickstart: .venv/.mrl-run  ## train a tiny model by SFT and PPO, TP2 x PP2, with SGLang, on this machine
 	@$(BIN)/python tools/quickstart.py
@@ -33,6 +33,11 @@ test: .venv/.mrl-dev
 
 compiled: .venv/.mrl-dev
 	@$(BIN)/python -m compileall -q -x '/tests/test_' mrl tests tools
+
+docs: .venv/.mrl-run  ## the pages of docs/ as a site, in site/; a broken link fails
+	@$(PIP) --constraint constraints.txt --editable '.[docs]'
+	@$(BIN)/python -m mkdocs --quiet build --strict
+	@echo "site/index.html"
 
 # For the tests that submit jobs to a Slurm on loopback. Elsewhere than in CI it is yours to install, or they are skipped.
 slurm:
@@ -84,4 +89,4 @@ gpu-env:  ## not tried yet: an environment for GPUs, .venv-gpu, with SGLang and 
 	$(GPU)/mrl doctor
 
 clean:  ## the environment and what tools leave behind; never runs/
-	rm -rf .venv .venv-gpu .venv-triton build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-gpu .venv-triton build site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -59,6 +59,8 @@ EXTRAS = {
     "diffusion": ["diffusers>=0.36", "peft>=0.18", "pillow"],
     # a real model and real problems: make quickstart-real
     "tasks": ["accelerate>=1.1", "gguf>=0.17", "reasoning-gym>=0.1.25,<0.2"],
+    # make docs
+    "docs": ["mkdocs-material>=9.6,<10"],
     # run.trackers beside tensorboard. Of MLflow the client; the server is not needed here.
     "trackers": ["wandb>=0.20", "mlflow-skinny>=3.0"],
     # ft_launcher, for run.launcher: ft. Later versions need a newer C library than Debian 12 has.
