@@ -7,12 +7,21 @@ import re
 import reasoning_gym
 
 LAST = re.compile(r"(-?\d+(?:\.\d+)?)[.!]?\s*$")
+NEAR_MISS = 0.1  # of a wrong number, at most
 
 
 def final_number(prompt: str, response: str, row: dict) -> float:
-    """1.0 if the response ends with the right number. A response that goes on behind its answer, or that the token
-    limit cuts, scores 0, so the model also learns to stop."""
+    """1.0 if the response ends with the right number, 0.0 if it ends without one, as where the token limit cuts it."""
     found = LAST.search(response)
     entry = {"question": row["prompt"], "answer": row["answer"], "metadata": {"source_dataset": row["data_source"]}}
     scorer = reasoning_gym.get_score_answer_fn(row["data_source"])
     return float(scorer(found[1] if found else None, entry) == 1.0)
+
+
+def near_number(prompt: str, response: str, row: dict) -> dict[str, float]:
+    """`final_number`, and up to 0.1 for a wrong number that is near the answer: without it, problems that the model
+    always gets wrong teach nothing."""
+    right = final_number(prompt, response, row)
+    found = LAST.search(response)
+    near = NEAR_MISS / (1 + abs(float(found[1]) - float(row["answer"]))) if found else 0.0
+    return {"score": right or near, "right": right}
