@@ -1,4 +1,4 @@
-"""Which sample goes into which micro-batch of which data-parallel rank. Pure integers: every rank computes the same."""
+"""Assignment of samples to micro-batches and data-parallel ranks, in integers: every rank computes the same."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ def plan_micro_batches(
     multiple_of: int = 1,
     costs: Sequence[int] | Tensor | None = None,
 ) -> list[list[list[int]]]:
-    """`plan[dp_rank][micro_batch]` = ascending sample ids; every sample exactly once.
+    """Returns `plan[dp_rank][micro_batch]`: ascending sample ids, every sample exactly once.
 
     All ranks get the same number of micro-batches: a multiple of `multiple_of` (a virtual pipeline needs multiples of
     its stages), at least one, and as few as a best-fit packing finds. A micro-batch holds at most `max_tokens` tokens,
     each sequence counted with its padding to a multiple of `align`; a longer sequence gets a micro-batch of its own.
-    Costs are balanced over all micro-batches and over the ranks (dearest first, then repair by swaps); micro-batches
-    with the same index are of similar cost on all ranks. Micro-batches can be empty.
+    Costs are balanced over all micro-batches and over the ranks (most expensive first, then repair by swaps);
+    micro-batches with the same index have similar costs on all ranks. Micro-batches can be empty.
 
-    costs: of each sequence, whole numbers of any unit; its tokens when None. Where micro-batches of equal cost would be
-    over `max_tokens`, they are of equal tokens, and the ranks alone of equal cost.
-    Raises ValueError for a number below 1, or for another number of costs than of sequences.
+    Args:
+        costs: cost of each sequence, integers of any unit; the token counts if None. If micro-batches of equal cost
+            would exceed `max_tokens`, they get equal token counts, and only the ranks get equal cost.
+
+    Raises:
+        ValueError: for a number below 1, or if `costs` and `seq_lens` differ in length.
     """
     if min(dp, max_tokens, align, multiple_of) < 1:
         raise ValueError(
@@ -49,10 +52,12 @@ def plan_micro_batches(
 
 
 def costs_of(forward: ForwardFlops, seq_lens: Tensor, outputs: Tensor) -> Tensor:
-    """[n] int64: what sequences cost, in 64ths of a token's price in the layers' matrices. Attention's part grows with
-    the square of a length.
+    """Returns the cost of each sequence, [n] int64, in 64ths of a token's cost in the layers' matrices. The share of
+    attention grows with the square of the length.
 
-    seq_lens, outputs [n] int64: their tokens, and those of them whose log-prob or value is asked for
+    Args:
+        seq_lens: tokens of each sequence, [n] int64.
+        outputs: number of these tokens whose log-prob or value is computed, [n] int64.
     """
     lens = seq_lens.double()
     whole = forward.a_token * lens + forward.a_pair * lens * (lens + 1) / 2 + forward.an_output * outputs
@@ -60,7 +65,7 @@ def costs_of(forward: ForwardFlops, seq_lens: Tensor, outputs: Tensor) -> Tensor
 
 
 def _bins(sizes: list[int], costs: list[int], step: int, max_tokens: int) -> Bins:
-    """A multiple of `step` bins, as few as possible, each within `max_tokens`, as even as possible."""
+    """Returns a multiple of `step` bins, as few as possible, each within `max_tokens`, as even as possible."""
     fewest = max(1, -(-sum(min(s, max_tokens) for s in sizes) // max_tokens))  # no packing can do with less
     count = -(-fewest // step) * step
     if (even := _even(sizes, costs, count, max_tokens)) is not None:
@@ -83,7 +88,7 @@ def _bins(sizes: list[int], costs: list[int], step: int, max_tokens: int) -> Bin
 
 
 def _even(sizes: list[int], costs: list[int], count: int, max_tokens: int) -> Bins | None:
-    """So many bins of equal cost, or else of equal tokens; None if neither are within `max_tokens`."""
+    """Returns `count` bins of equal cost, or else of equal token counts; None if neither fits `max_tokens`."""
     for weights in (costs,) if costs == sizes else (costs, sizes):
         bins = balance(weights, _largest_first(weights), count)
         if _fits(bins, sizes, max_tokens):
@@ -101,7 +106,7 @@ def _fits(bins: Bins, sizes: list[int], max_tokens: int) -> bool:
 
 
 def _best_fit(sizes: list[int], order: list[int], capacity: int) -> Bins:
-    """Best-fit decreasing: each item into the fullest bin that still has room, else a new bin."""
+    """Best-fit decreasing: puts each item into the fullest bin that it fits into, else into a new bin."""
     bins: Bins = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), ascending
     for i in order:
@@ -118,8 +123,12 @@ def _best_fit(sizes: list[int], order: list[int], capacity: int) -> Bins:
 
 
 def balance(sizes: list[int], order: list[int], count: int) -> Bins:
-    """`count` bins of nearly equal sums: longest processing time first (Graham 1969), then swaps between the
-    extremes. order: indices into `sizes`, largest first."""
+    """Returns `count` bins of nearly equal sums: longest processing time first (Graham 1969), then swaps between the
+    extremes.
+
+    Args:
+        order: indices into `sizes`, largest first.
+    """
     heap = list(range(count))  # load * count + bin
     bins: Bins = [[] for _ in range(count)]
     replace, put = heapq.heapreplace, [items.append for items in bins]
@@ -141,7 +150,7 @@ def balance(sizes: list[int], order: list[int], count: int) -> Bins:
 
 
 def _swap(high: list[int], low: list[int], sizes: list[int], gap: int) -> int:
-    """Exchange one item of each bin (or move one) so that the gap shrinks most; returns the tokens moved, 0 if none."""
+    """Swaps or moves one item between the bins so that the gap shrinks most; returns the tokens moved, 0 if none."""
     if gap < 2:
         return 0
     mine = np.asarray([sizes[i] for i in high], dtype=np.int64)
@@ -162,7 +171,7 @@ def _swap(high: list[int], low: list[int], sizes: list[int], gap: int) -> int:
 
 
 def _deal(bins: Bins, sizes: list[int], dp: int) -> list[list[list[int]]]:
-    """Bins to ranks, largest first: each round gives every rank one bin, the lightest rank the heaviest bin."""
+    """Deals bins to ranks, largest first: each round gives every rank one bin, the lightest rank the heaviest bin."""
     loads = [sum(sizes[i] for i in b) for b in bins]
     order = sorted(range(len(bins)), key=lambda j: (-loads[j], j))
     plan: list[list[list[int]]] = [[] for _ in range(dp)]

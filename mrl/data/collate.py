@@ -1,4 +1,4 @@
-"""Finished samples -> the step's `Rollout`."""
+"""Collation of finished samples into the step's `Rollout`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mrl.core import Rollout, Sample
 
 
 def collate(step: int, samples: list[Sample]) -> Rollout:
-    """Flat tensors in the order of sample ids, which must be 0 ... B-1.
+    """Returns flat tensors in the order of sample ids, which must be 0 ... B-1.
 
-    Raises ValueError naming the sample for a gap in the ids, a response without tokens, log-probs that do not match the
-    response, or weights that are not named by a number of steps.
+    Raises ValueError, which names the sample, for a gap in the ids, a response without tokens, log-probs that do not
+    match the response, or a weight version that is not a number of steps.
     """
     ordered = sorted(samples, key=lambda s: s.request.sample_id)
     for place, sample in enumerate(ordered):
@@ -33,7 +33,7 @@ def collate(step: int, samples: list[Sample]) -> Rollout:
     seen = [s.request.prompt.images for s in ordered]
     shapes = [shape for images in seen for shape in images or ()]
     cuts = [s.sequence_lens or (len(s.request.prompt.token_ids) + len(s.response_ids),) for s in ordered]
-    is_cut = any(s.drawn is not None for s in ordered)  # an agent's, as those of other steps, which are joined
+    is_cut = any(s.drawn is not None for s in ordered)  # agent trajectories can consist of several sequences
     return Rollout.of(
         step,
         [s.request.prompt.token_ids for s in ordered],
@@ -55,25 +55,25 @@ def collate(step: int, samples: list[Sample]) -> Rollout:
 
 
 def _born(samples: list[Sample]) -> torch.Tensor:
-    """[R] int32."""
+    """Returns the token weight versions of all responses, [R] int32."""
     each = [np.full(s.num_drawn, int(s.weight_version)) if s.versions is None else s.versions for s in samples]
     return torch.from_numpy(np.concatenate(each).astype(np.int32))
 
 
 def _experts(samples: list[Sample]) -> torch.Tensor | None:
-    """[N, layers, experts a token]."""
+    """Returns the routed experts, [N, layers, experts a token]; None if no sample has them."""
     each = [s.experts for s in samples if s.experts is not None]
     return torch.from_numpy(np.concatenate(each)) if each else None
 
 
 def _rewards(samples: list[Sample]) -> torch.Tensor:
-    """[R] float32."""
+    """Returns the token rewards of all responses, [R] float32."""
     each = [np.zeros(s.num_drawn) if s.rewards is None else s.rewards for s in samples]
     return torch.from_numpy(np.concatenate(each).astype(np.float32))
 
 
 def _drawn(samples: list[Sample]) -> torch.Tensor:
-    """[N] bool, of prompts and responses."""
+    """Returns the action mask over prompts and responses, [N] bool."""
     parts = []
     for sample in samples:
         parts.append(np.zeros(len(sample.request.prompt.token_ids), dtype=bool))

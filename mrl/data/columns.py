@@ -1,4 +1,4 @@
-"""Meaning of a row's columns. Every trainer reads them here, so that a row gives the same prompt to all of them."""
+"""Meaning of a row's columns. Every trainer reads columns here, so that a row gives the same prompt to all of them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ WEIGHT = "weight"  # of a message, and the usual name of a row's
 
 
 def conversation(value: Any, row: Row, cfg: DataConfig, pictures: int | None = None) -> list[Row]:
-    """Messages of a row, from text or messages: its system message first, its pictures in their places.
+    """Returns the messages of a row, from text or messages: its system message first, its images in their places.
 
     Args:
         value: the prompt, or a whole conversation.
-        pictures: how many the row has; None for a model that sees none.
+        pictures: number of images of the row; None for a text-only model.
 
     Raises:
-        ValueError: for a second system message, or other places for pictures than there are pictures.
+        ValueError: for a second system message, or if the number of image placeholders is not the number of images.
     """
     messages = messages_of(value)
     text = row.get(cfg.system_key) if cfg.system_key is not None else None
@@ -43,7 +43,7 @@ def told(row: Row, cfg: DataConfig) -> Row:
     """Returns the variables of the chat template besides the messages: `tools`, and the row's own variables.
 
     Raises:
-        ValueError: for what it cannot be told.
+        ValueError: for `tools` or variables of the wrong type, or variables that mrl sets itself.
     """
     tools = row.get(cfg.tools_key) if cfg.tools_key is not None else None
     more = row.get(cfg.chat_template_kwargs_key) if cfg.chat_template_kwargs_key is not None else None
@@ -68,7 +68,7 @@ def told(row: Row, cfg: DataConfig) -> Row:
 
 
 def unused(row: Row, cfg: DataConfig, sees_pictures: bool, margins: bool = False) -> Iterator[tuple[str, str]]:
-    """Yields (column, why) for each column that has a meaning to mrl, and a value here, but no effect in this run."""
+    """Yields (column, why) for each column that mrl knows and that has a value here, but has no effect in this run."""
     weighs, is_text = isinstance(cfg, SFTDataConfig), isinstance(cfg, SFTDataConfig) and cfg.form == "text"
     if not cfg.chat_template or is_text:
         why = "a text goes through no chat template" if is_text else "data.chat_template is false"
@@ -90,21 +90,23 @@ def _weighs_messages(value: Any) -> bool:
 
 
 def unused_notes(place: str, counts: dict[tuple[str, str], int]) -> Iterator[str]:
-    """One sentence a column. place: which rows; counts: how many, by what `unused` yields."""
+    """Yields one sentence a column. place: name of the rows; counts: number of rows by the pairs that `unused` yields.
+    """
     for (column, why), count in sorted(counts.items()):
         yield f"{place}: {count} rows have {column!r}, which has no effect: {why}"
 
 
 def messages_of(value: Any) -> list[Row]:
-    """Messages, from text or messages. Tables give every message the keys of all, as nulls, which chat templates would
-    take for values."""
+    """Returns messages, from text or messages, without null keys: a table gives every message the keys of all messages,
+    and chat templates would take the nulls for values.
+    """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     return [{key: part for key, part in m.items() if part is not None or key == "content"} for m in value]
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without keys that are null: a table's rows have every key of all rows."""
+    """Returns the value without keys that are null: a table's rows have every key of all rows."""
     if isinstance(value, dict):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}
     return [without_nulls(part) for part in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The pictures of some rows as the model sees them, in one picture for a person to look at."""
+"""Contact sheet: the images of some rows as the model sees them, in one image for inspection."""
 
 from __future__ import annotations
 
@@ -15,8 +15,17 @@ MAX_COLUMNS = 8
 
 
 def write_sheet(shown: Mapping[int, Sequence[bytes]], file: Path) -> int:
-    """Writes `file`, a PNG, of PNGs by the numbers of their rows in the data: a row of pictures under each; small ones
-    are enlarged. Returns how many pictures there are. Raises DataError without any, and where it cannot be written."""
+    """Writes the PNG `file` with one row of images for each row of the data; small images are enlarged.
+
+    Args:
+        shown: PNGs by row number.
+
+    Returns:
+        The number of images.
+
+    Raises:
+        DataError: if there are no images, or `file` cannot be written.
+    """
     rows = {number: pictures for number, pictures in shown.items() if pictures}
     if not rows:
         raise DataError("none of the rows that are shown has a picture: ask for more with --samples")

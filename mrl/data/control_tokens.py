@@ -1,8 +1,8 @@
 """Control tokens, such as <|im_start|>, in the text of rows: they must not become turns of a conversation.
 
-A tokenizer reads the name of a special token as that token wherever it stands. Here the special tokens get private
-names first, characters of Unicode's last plane, where fonts keep no icons: the chat template's own ones are written
-with these, a row's stay as they are, and are then text like any other.
+A tokenizer reads the name of a special token as that token at every position. Here each special token gets a private
+name first, a character of Unicode's last plane, where fonts keep no icons. The chat template's own special tokens are
+written with private names; names in a row's text stay as they are and become ordinary text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ControlTokens:
         self._shown = {self._in_rows + place: name for place, name in enumerate(self._names)}
 
     def first_in(self, value: Any) -> str | None:
-        """The first name in a text, or in the texts of a conversation; None if there is none."""
+        """Returns the first name in a text, or in the texts of a conversation; None if there is none."""
         if isinstance(value, str):
             found = self._pattern.search(value)
             return found[0] if found else None
@@ -45,12 +45,12 @@ class ControlTokens:
         return next((name for part in parts if (name := self.first_in(part))), None)
 
     def reserved_in(self, text: str) -> str | None:
-        """The first character of a text that is a private name here; None if there is none."""
+        """Returns the first character of a text that is a private name; None if there is none."""
         found = self._reserved.search(text)
         return found[0] if found else None
 
     def hidden(self, value: Any) -> Any:
-        """The same with a private character in place of every name."""
+        """Returns the value with a private character in place of every name."""
         if isinstance(value, str):
             return self._pattern.sub(lambda name: chr(self._in_rows + self._place[name[0]]), value)
         if isinstance(value, dict):
@@ -58,13 +58,13 @@ class ControlTokens:
         return [self.hidden(part) for part in value] if isinstance(value, list) else value
 
     def shown(self, text: str) -> str:
-        """`hidden`, undone."""
+        """Inverts `hidden`."""
         return text.translate(self._shown)
 
     def encode(self, hidden: str) -> list[int] | None:
-        """Ids of a text: the hidden names as text, others as the tokens that they name, no further special tokens.
+        """Returns the ids of a text: hidden names as text, other names as their tokens, and no further special tokens.
 
-        None where this tokenizer cannot tell the two apart.
+        Returns None if this tokenizer cannot distinguish the two.
         """
         found = self.encode_marked(hidden, [])
         return found and found[0]
@@ -72,7 +72,8 @@ class ControlTokens:
     def encode_marked(
         self, hidden: str, places: Sequence[int]
     ) -> tuple[list[int], list[tuple[int, int]], list[int]] | None:
-        """`encode`, for each id which characters it is of, and where these count the characters at `places`."""
+        """Returns `encode`'s ids, the characters [begin, end) of each id, and `places` in the same count of characters.
+        """
         if not self._hf.is_fast or self.reserved_in(self.shown(hidden)):
             return None
         wanted = [self._hf.convert_tokens_to_ids(name) for name in self._pattern.findall(hidden)]
@@ -85,12 +86,12 @@ class ControlTokens:
         return ids, encoded.offsets, [len(self._private(hidden[:place])) for place in places]
 
     def _private(self, hidden: str) -> str:
-        """As the renamed tokenizer reads it."""
+        """Returns the text as the renamed tokenizer reads it."""
         return self.shown(self._pattern.sub(lambda name: chr(self._of_tokens + self._place[name[0]]), hidden))
 
     @cached_property
     def _renamed(self) -> tuple[Backend, dict[int | None, int]]:
-        """The tokenizer with private names, and its ids of added tokens -> the ids that they had."""
+        """The tokenizer with private names, and a map from its ids of added tokens to the original ids."""
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Backend
 

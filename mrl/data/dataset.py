@@ -1,4 +1,4 @@
-"""Prompts of one or several sources. Which ones a step gets depends on (seed, step) alone: no state to save."""
+"""Prompts of one or several sources. A step's prompts depend on (seed, step) alone: there is no state to save."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ if TYPE_CHECKING:
 class PromptDataset:
     """The rows of all sources, tokenised.
 
-    Prompts with more than `cfg.max_prompt_tokens` tokens are left out or cut, as `cfg.truncation` says; each source
-    counts them. `Prompt.index` is the row's number over all sources, one after the other (from 0, blank lines not
-    counted), with or without those left out.
+    Prompts with more than `cfg.max_prompt_tokens` tokens are dropped or truncated, as `cfg.truncation` says; each
+    source counts them. `Prompt.index` is the row's number over all sources, one after the other (from 0, blank lines
+    not counted, dropped rows counted).
 
-    sources: those of a configuration, or the path of the only one; eyes: of a model that sees pictures; rows_before: of
-    other sets, whose pictures are numbered before these
+    Args:
+        sources: sources of a configuration, or the path of the only one.
+        eyes: image processor of a vision-language model.
+        rows_before: rows of other data sets, whose images are numbered before these.
 
-    Raises DataError for malformed rows, missing keys, empty prompts, and if nothing is left of a source; with
-    `require_answer` also for rows without a text under `cfg.answer_key`; with `check` for those that it refuses.
+    Raises DataError for malformed rows, missing keys, empty prompts, and a source without usable rows; with
+    `require_answer` also for rows without a text under `cfg.answer_key`; with `check` for rows that it refuses.
     """
 
     def __init__(
@@ -69,16 +71,19 @@ class PromptDataset:
 
     @property
     def mixture(self) -> Mixture:
-        """How the sources are mixed."""
+        """Mixture of the sources."""
         return self._order.mixture
 
     def prompts_for_step(self, step: int, n: int, seed: int) -> list[Prompt]:
-        """The n prompts of step `step` (from 0), as `Order.of_step` has them. Raises ValueError for a negative step."""
+        """Returns the n prompts of step `step` (from 0), in the order of `Order.of_step`. Raises ValueError for a
+        negative step.
+        """
         return [self._prompt(source, place) for source, place in self._order.of_step(step, n, seed)]
 
     def first(self, n: int | None) -> list[Prompt]:
-        """The first n prompts in the order of the rows (all of them if there are fewer, or n is None), of several
-        sources in turn: the same ones at every validation."""
+        """Returns the first n prompts in row order (all if there are fewer, or n is None), round-robin over several
+        sources: every validation gets the same prompts.
+        """
         return [self._prompt(source, place) for source, place in self._order.first(len(self) if n is None else n)]
 
     def _prompt(self, source: int, place: int) -> Prompt:
@@ -86,21 +91,21 @@ class PromptDataset:
         return replace(found, picture_row=found.index + self._rows_before) if found.images else found
 
     def where(self, prompt: Prompt) -> str:
-        """File and row, for messages."""
+        """Returns file and row, for messages."""
         source = next(s for s in reversed(self.sources) if s.first_index <= prompt.index)
         return source.where(prompt.index)
 
     def answers(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The tokens of each answer, EOS at the end. Raises DataError for rows without one."""
+        """Returns the tokens of each answer, with EOS at the end. Raises DataError for rows without an answer."""
         problems = [(self.where(p), what) for p in prompts if (what := self._reader.answer_problem(p.row))]
         raise_for(problems)
         plain = self._encoder.answers([p.row[self.cfg.answer_key] for p in prompts])
         return [self.tokenizer.ended(ids) for ids in plain]
 
     def sft_rollout(self, step: int, n: int, seed: int) -> Rollout:
-        """A step of supervised fine-tuning: n prompts, each with its answer + EOS as the response.
+        """Returns a step of supervised fine-tuning: n prompts, each with its answer + EOS as the response.
 
-        Prompt and answer are tokenised apart, as they are in sampling. Scores and log-probs are zeros.
+        Prompt and answer are tokenised separately, as in sampling. Scores and log-probs are zeros.
         """
         prompts = self.prompts_for_step(step, n, seed)
         answers = self.answers(prompts)
@@ -109,7 +114,9 @@ class PromptDataset:
 
 
 def data_notes(tokenizer: Tokenizer, sets: Mapping[str, PromptDataset]) -> list[str]:
-    """What was corrected, left out or cut, one sentence each. `sets`: by the key that names the sources."""
+    """Returns one sentence for each correction, dropped row or truncation. `sets`: data sets by the key of their
+    sources.
+    """
     notes = [*tokenizer.notes]
     if any(data.cfg.chat_template for data in sets.values()):
         notes += tokenizer.turn_notes()
@@ -129,7 +136,7 @@ def _notes(key: str, data: PromptDataset) -> Iterator[str]:
 
 
 def end_notes(key: str, ends: Collection[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Where responses are learnt with other ends than EOS. ends: the tokens that they are learnt with"""
+    """Yields a note if responses are trained with end tokens other than EOS. ends: these end tokens"""
     if {*ends} - {tokenizer.eos_id}:
         names = " and ".join(repr(tokenizer.hf.convert_ids_to_tokens(token)) for token in sorted(ends))
         yield (
@@ -139,7 +146,7 @@ def end_notes(key: str, ends: Collection[int], tokenizer: Tokenizer) -> Iterator
 
 
 def row_notes(place: str, source: PromptSource | EncodedSource[Any], is_chat: bool) -> Iterator[str]:
-    """Columns without effect, and what became of the names of control tokens. place: which rows"""
+    """Yields notes on columns without effect and on control tokens in rows. place: name of the rows"""
     yield from unused_notes(place, source.unused)
     if as_text := source.as_text:
         yield f"{place}: {_hold(as_text)}: text to the model, no control tokens"

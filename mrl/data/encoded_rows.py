@@ -1,4 +1,4 @@
-"""What data sets of tokenised rows have in common: a source that reads its rows, and several sources in their order."""
+"""Common base of data sets of tokenised rows: a source that reads its rows, and several sources in their order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ Row = TypeVar("Row", bound=Indexed)
 
 
 class EncodedSource(OpenSource, Generic[Row]):
-    """kept: its usable rows, tokenised
+    """One source of tokenised rows.
+
+    kept: its usable rows, tokenised
     as_text, as_control: for each row with control tokens, the first one's name; see `Encoder.dressed`
     """
 
@@ -49,7 +51,9 @@ class EncodedSource(OpenSource, Generic[Row]):
             raise DataError(f"{self.source.path}: no rows")
 
     def _parts(self, read: Callable[[int], T]) -> Iterator[dict[int, T]]:
-        """What `read` makes of each row, by its place; rows that it refuses by ValueError are problems."""
+        """Yields, in batches, the result of `read` by row number; rows that `read` refuses by ValueError become
+        problems.
+        """
         for start in range(0, len(self.rows), BATCH_ROWS):
             yield dict(self._read(range(start, min(start + BATCH_ROWS, len(self.rows))), read))
 
@@ -57,7 +61,7 @@ class EncodedSource(OpenSource, Generic[Row]):
         for i in rows:
             try:
                 yield i, read(i)
-            except TokenizerError as error:  # so would every other row
+            except TokenizerError as error:  # every other row would fail alike
                 raise TokenizerError(f"{self.rows.where(i)}: {error}") from None
             except ValueError as error:
                 self._problems.append((self.rows.where(i), str(error)))
@@ -77,8 +81,13 @@ class EncodedRows(Generic[Source, Row]):
         shuffle: bool,
         first_index: int = 0,
     ) -> None:
-        """opened: of a source and the index of its first row; why_none: what became of the rows of a source without a
-        usable one, for the DataError; first_index: of the first source's."""
+        """Opens the sources.
+
+        Args:
+            opened: opens a source, given the index of its first row.
+            why_none: says why a source has no usable row, for the DataError.
+            first_index: index of the first source's first row.
+        """
         self.sources: list[Source] = []
         for source in sources:
             first = first_index + sum(len(other.rows) for other in self.sources)
@@ -94,17 +103,19 @@ class EncodedRows(Generic[Source, Row]):
 
     @property
     def mixture(self) -> Mixture:
-        """How the sources are mixed."""
+        """Mixture of the sources."""
         return self._order.mixture
 
     def of_step(self, step: int, n: int, seed: int) -> list[int]:
-        """Numbers of the n rows of step `step` (from 0), as `Order.of_step` has them."""
+        """Returns the numbers of the n rows of step `step` (from 0), in the order of `Order.of_step`."""
         return [self._first[source] + place for source, place in self._order.of_step(step, n, seed)]
 
     def first(self, n: int | None) -> list[int]:
-        """Numbers of the first n rows (all if None), of several sources in turn: the same ones at every validation."""
+        """Returns the numbers of the first n rows (all if None), round-robin over several sources: every validation
+        gets the same rows.
+        """
         return [self._first[source] + place for source, place in self._order.first(len(self) if n is None else n)]
 
     def where(self, row: Row) -> str:
-        """File and row, for messages."""
+        """Returns file and row, for messages."""
         return next(s for s in reversed(self.sources) if s.first_index <= row.index).where(row.index)

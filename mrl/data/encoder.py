@@ -1,4 +1,4 @@
-"""A row -> the tokens of its prompt."""
+"""Encoder: a row -> the tokens of its prompt."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from mrl.data.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from mrl.data.eyes import Eyes
 
-_MARK = "\uf8ff"  # a character of no meaning
+_MARK = "\uf8ff"  # private-use character without meaning
 MIN_TURN_CHARS = 3
 
 
 @dataclass(frozen=True)
 class Dressed:
-    """A prompt as it is tokenised.
+    """A prompt after the chat template, ready to be tokenised.
 
-    ids: where they are known already. as_text, as_control: a control token's name in the row, and what became of it
+    ids: token ids if already known. as_text, as_control: name of a control token in the row that is encoded as text, or
+    as the control token
     """
 
     text: str
@@ -35,10 +36,9 @@ class Dressed:
 
 
 class Encoder:
-    """What the data section says about prompts. Raises DataError where a chat template is asked for and there is
-    none.
+    """Encodes prompts as the data section says. Raises DataError if a chat template is required and there is none.
 
-    eyes: of a model that sees pictures
+    eyes: image processor of a vision-language model
     """
 
     def __init__(self, cfg: DataConfig, tokenizer: Tokenizer, eyes: Eyes | None = None) -> None:
@@ -49,23 +49,24 @@ class Encoder:
         self.cfg, self.tokenizer, self.eyes = cfg, tokenizer, eyes
 
     def text(self, row: Row) -> str:
-        """What is tokenised. Raises ValueError for a conversation that the chat template refuses."""
+        """Returns the text to tokenise. Raises ValueError for a conversation that the chat template refuses."""
         if self.cfg.chat_template:
             return self.tokenizer.dress(self.messages(row), **told(row, self.cfg))
         return spelled(row[self.cfg.prompt_key], self.num_pictures(row))
 
     def num_pictures(self, row: Row) -> int | None:
-        """Of a row; None for a model that sees none. Raises PictureError for too many."""
+        """Returns the number of images of a row; None for a text-only model. Raises PictureError for too many."""
         return None if self.eyes is None else len(self.eyes.values(row))
 
     def messages(self, row: Row) -> list[Row]:
-        """Of the prompt, as the chat template gets them."""
+        """Returns the prompt's messages as the chat template receives them."""
         return conversation(row[self.cfg.prompt_key], row, self.cfg, self.num_pictures(row))
 
     def dressed(self, row: Row, with_answer: bool = False) -> Dressed:
-        """The prompt; of a conversation, control tokens in its messages are text, where the tokenizer can do that.
+        """Returns the prompt. Control tokens in the messages of a conversation become text if the tokenizer supports
+        it.
 
-        with_answer: the answer's control tokens are named too
+        with_answer: report the answer's control tokens too
         """
         prompt = self._dressed(row)
         if not with_answer:
@@ -81,22 +82,24 @@ class Encoder:
         return self._conversation(messages, dress(messages, **more), dress, more)
 
     def text_of(self, text: str) -> Dressed:
-        """Text as it is."""
+        """Returns the text without a chat template."""
         return Dressed(text, as_control=self.tokenizer.control.first_in(text))
 
     def answer_of(self, text: str) -> Dressed:
-        """An answer, or a part of one, as `answers` has it tokenised."""
+        """Returns an answer, or a part of one, as `answers` tokenises it."""
         name = self.tokenizer.control.first_in(text)
         return Dressed(text, as_text=name) if self.cfg.chat_template else Dressed(text, as_control=name)
 
     def conversation(self, messages: list[Row] | str, more: Row, is_whole: bool) -> Dressed:
-        """Messages, as `dressed`, up to where the next answer begins, or to the end of their last one. more: what else
-        the chat template is told. Raises ValueError for a conversation that it refuses."""
+        """Returns messages as `dressed` does: with `is_whole` to the end of the last message, otherwise up to the start
+        of the next answer. more: further variables of the chat template. Raises ValueError for a conversation that
+        the chat template refuses.
+        """
         said, dress = messages_of(messages), self.tokenizer.dress_whole if is_whole else self.tokenizer.dress
         return self._conversation(said, dress(said, **more), dress, more)
 
     def _conversation(self, messages: list[Row], text: str, dress: Callable[..., str], more: Row) -> Dressed:
-        """text: what `dress` makes of the messages."""
+        """Handles control tokens in the messages. text: result of `dress` for the messages"""
         control = self.tokenizer.control
         name = control.first_in([messages, more])
         if name is None:
@@ -109,13 +112,13 @@ class Encoder:
         return Dressed(text, as_control=name) if ids is None else Dressed(text, ids, as_text=name)
 
     def ids(self, prompts: list[Dressed]) -> list[list[int]]:
-        """Whole prompts, of any length."""
+        """Returns the ids of whole prompts, of any length."""
         encode = self.tokenizer.encode_plain if self.cfg.chat_template else self.tokenizer.encode_prompts
         encoded = encode([prompt.text for prompt in prompts])
         return [ids if prompt.ids is None else prompt.ids for prompt, ids in zip(prompts, encoded, strict=True)]
 
     def answers(self, texts: list[str]) -> list[list[int]]:
-        """Ids without EOS; under a chat template, control tokens in them are text too."""
+        """Returns ids without EOS; under a chat template, control tokens in answers are text too."""
         encoded, control = self.tokenizer.encode_plain(texts), self.tokenizer.control
         if self.cfg.chat_template:
             for place, text in enumerate(texts):
@@ -124,15 +127,16 @@ class Encoder:
         return encoded
 
     def cut(self, ids: list[int]) -> list[int]:
-        """data.max_prompt_tokens of more ids, special ones not spared: "left" keeps the end, "right" the beginning,
-        "middle" both, the end the larger half."""
+        """Truncates ids to data.max_prompt_tokens, special ones included: "left" keeps the end, "right" the beginning,
+        "middle" both, with the larger half at the end.
+        """
         limit = self.cfg.max_prompt_tokens
         head = {"left": 0, "middle": limit // 2, "right": limit}[self.cfg.truncation]
         return [*ids[:head], *ids[len(ids) - limit + head :]]
 
     @cached_property
     def _turn(self) -> str | None:
-        """What ends a user's turn, of a chat template that ends it with plain words; None if it has a control token."""
+        """Plain text that ends a user's turn in the chat template; None if a control token ends it."""
         try:
             end = self.tokenizer.dress([{"role": "user", "content": _MARK}]).rpartition(_MARK)[2].strip()
         except ValueError:

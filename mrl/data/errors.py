@@ -1,4 +1,4 @@
-"""What is wrong with data, named by file and row."""
+"""Data errors, each named by file and row."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ MAX_REPORTED = 10
 
 
 class DataError(ValueError):
-    """Rows or files that cannot be used; one line each, with the file and the row."""
+    """Unusable rows or files; one line each, with the file and the row."""
 
 
 def raise_for(problems: Sequence[tuple[str, str]]) -> None:
-    """`problems`: (where, what). Raises DataError with the first ten and the number of the others; none: returns."""
+    """Raises DataError for `problems`, pairs (where, what): the first ten, and the number of the others. Returns if
+    there are none.
+    """
     if not problems:
         return
     shown = [f"{where}: {what}" for where, what in problems[:MAX_REPORTED]]

@@ -1,4 +1,4 @@
-"""How a model sees the pictures of its rows: their sizes, their tokens, and the numbers that its tower is given."""
+"""Image processor of a vision-language model: image sizes, image tokens, and the pixel values for the vision tower."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Grid = tuple[int, int]  # rows and columns of patches
 
 @dataclass(frozen=True)
 class Picture:
-    """One as an engine gets it. digest: of its pixels, for those that decode it again"""
+    """An image as the engine receives it. digest: checksum of its pixels, for ranks that decode it again"""
 
     png: bytes
     grid: Grid
@@ -34,8 +34,11 @@ class Picture:
 
 
 class Eyes:
-    """Of the model at `path`. Raises DataError for a processor of another form than the tower's, or bounds that it
-    would not keep to."""
+    """Image processor of the model at `path`.
+
+    Raises DataError if the processor's patch sizes differ from the vision tower's, or `data.max_image_tokens` is below
+    the processor's minimum.
+    """
 
     def __init__(self, path: str | Path, vision: VisionArch, cfg: DataConfig) -> None:
         from transformers import AutoImageProcessor
@@ -62,16 +65,16 @@ class Eyes:
 
     @property
     def normalisation(self) -> dict[str, Any]:
-        """What makes numbers of pixels: by the keys of preprocessor_config.json."""
+        """Pixel normalisation, by the keys of preprocessor_config.json."""
         return {name: vars(self._processor).get(name) for name in NORMALISATION}
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raises DataError if it means something else by an image token."""
+        """Raises DataError if the tokenizer's image token is not the model's."""
         if tokenizer.hf.convert_tokens_to_ids(PAD) != self.vision.image_token:
             raise DataError(f"the tokenizer's {PAD} is not config.json's image_token_id {self.vision.image_token}")
 
     def values(self, row: dict[str, Any]) -> list[Any]:
-        """The row's pictures as they are stored; none where it has no such key. Raises PictureError for too many."""
+        """Returns the row's images as stored; an empty list if it has none. Raises PictureError for too many."""
         found = reached(row, self.cfg.images_key)
         values = [] if found is None else found if isinstance(found, list) else [found]
         if len(values) > self.cfg.max_images:
@@ -79,11 +82,11 @@ class Eyes:
         return values
 
     def grids(self, row: dict[str, Any], root: Path) -> tuple[Grid, ...]:
-        """Of each picture, from its header alone. Raises PictureError, which says which one."""
+        """Returns the patch grid of each image, read from its header. Raises PictureError, which names the image."""
         return tuple(self._each(row, lambda value: self._grid(self.bounds.fit(*size_of(value, root)))))
 
     def pictures(self, row: dict[str, Any], root: Path) -> tuple[Picture, ...]:
-        """Decoded and resized. Raises PictureError, which says which one."""
+        """Returns the row's images, decoded and resized. Raises PictureError, which names the image."""
 
         def read(value: Any) -> Picture:
             image = read_picture(value, root, self.bounds)
@@ -92,11 +95,13 @@ class Eyes:
         return tuple(self._each(row, read))
 
     def image(self, row: dict[str, Any], root: Path, number: int) -> Image.Image:
-        """One of them, as the model sees it. Raises PictureError."""
+        """Returns one image of the row as the model sees it. Raises PictureError."""
         return read_picture(self.values(row)[number], root, self.bounds)
 
     def pixels(self, image: Image.Image) -> Tensor:
-        """[patches, patch values] float32 of a picture of the size that the model sees."""
+        """Returns the pixel values of an image that is already resized, [patches, patch values] float32. Raises
+        PictureError if the model's processor would resize it again.
+        """
         found = self._processor(images=[image], return_tensors="pt")
         rows, columns = self._grid(image.size)
         if found["image_grid_thw"].tolist() != [[1, rows, columns]]:
@@ -105,12 +110,13 @@ class Eyes:
         return values
 
     def tokens(self, grid: Grid) -> int:
-        """That a picture takes."""
+        """Returns the number of tokens that an image takes."""
         return grid[0] * grid[1] // self.vision.merge**2
 
     def expanded(self, ids: list[int], grids: tuple[Grid, ...]) -> list[int]:
-        """Ids with as many image tokens as features for each one. Raises ValueError where they are not as many as
-        pictures: a text may spell one."""
+        """Returns ids with each image token repeated once a feature of its image. Raises ValueError if the number of
+        image tokens is not the number of images: a text may contain one.
+        """
         token = self.vision.image_token
         if (found := ids.count(token)) != len(grids):
             raise ValueError(f"{found} image tokens in the prompt and {len(grids)} pictures (a text may spell {PAD})")
@@ -118,7 +124,7 @@ class Eyes:
         return [each for i in ids for each in ([token] * self.tokens(next(sizes)) if i == token else [i])]
 
     def shortened(self, ids: list[int], grids: tuple[Grid, ...]) -> list[int]:
-        """`expanded`, undone."""
+        """Inverts `expanded`."""
         found: list[int] = []
         sizes, place = iter(grids), 0
         while place < len(ids):
@@ -140,5 +146,5 @@ class Eyes:
 
 
 def digest(image: Image.Image) -> int:
-    """32 bits of the pixels."""
+    """Returns a 32-bit checksum of the pixels."""
     return zlib.crc32(image.tobytes())

@@ -1,4 +1,4 @@
-"""The first rows of a source, read as a run reads them, before anything is started."""
+"""Check of the first rows of a source, read as a run reads them, before anything is started."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def check_first(
     dress: Callable[[Row], object] | None = None,
     see: Callable[[Row], object] | None = None,
 ) -> Counter[tuple[str, str]]:
-    """Reads the first rows, and puts fewer of them through the chat template if there is `dress`.
+    """Reads the first rows; with `dress`, puts a smaller number of them through the chat template.
 
     Args:
         dress: puts a row through the chat template.
-        see: reads the pictures of a row as it is stored, for a model that sees them.
+        see: reads the images of a row as stored, for a vision-language model.
 
     Returns:
-        In how many of the rows a column has no effect, by (column, why).
+        The number of rows in which a column has no effect, by (column, why).
 
     Raises:
-        DataError: names every row that is of no use.
-        TokenizerError: for a template that does not end.
+        DataError: names every unusable row.
+        TokenizerError: for a template that does not terminate.
     """
     rows, found = open_rows(source, FIRST_BYTES), Counter[tuple[str, str]]()
     problems = []
@@ -44,7 +44,7 @@ def check_first(
                 see(rows[i])
             if dress is not None:
                 dress(row)
-        except TokenizerError as error:  # so would every other row
+        except TokenizerError as error:  # every other row would fail alike
             raise TokenizerError(f"{rows.where(i)}: {error}") from None
         except ValueError as error:
             problems.append((rows.where(i), str(error)))

@@ -1,4 +1,4 @@
-"""Lengths and long texts, as a person reads them."""
+"""Histograms of lengths, and shortened texts, for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHOWN_CHARS = 2000
 
 
 def histogram(lengths: np.ndarray, what: str) -> Iterator[str]:
-    """At most ten bars of equal width over the lengths int [n], in tokens, each with its number of rows."""
+    """Yields at most ten bars of equal width over the lengths int [n], in tokens, each with its number of rows."""
     low, high = int(lengths.min()), int(lengths.max())
     width = math.ceil((high - low + 1) / BARS)
     counts = np.bincount((lengths - low) // width)
@@ -25,6 +25,6 @@ def histogram(lengths: np.ndarray, what: str) -> Iterator[str]:
 
 
 def shortened_text(text: str) -> str:
-    """Its beginning, and how much more there is."""
+    """Returns the beginning of the text, and the number of characters left out."""
     more = len(text) - SHOWN_CHARS
     return f"{text[:SHOWN_CHARS]} ... and {more} characters more" if more > 0 else text

@@ -1,5 +1,6 @@
-"""Where the pictures of a prompt lie among its tokens: which feature each image token takes, and the three positions
-(text, row, column) of every token, as Qwen2.5-VL and Qwen3-VL number them (`get_rope_index` of transformers)."""
+"""Positions of images among the tokens of a prompt: the feature that each image token takes, and the three positions
+(text, row, column) of every token, as Qwen2.5-VL and Qwen3-VL number them (`get_rope_index` of transformers).
+"""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from torch import Tensor
 from mrl.core import Rollout
 from mrl.families import VisionArch
 
-UNKNOWN = -1  # a picture's digest, where no rank has decoded it for the others
+UNKNOWN = -1  # digest of an image that no rank has decoded for the others
 
 
 @dataclass(frozen=True)
 class ImagePlaces:
-    """Of the tokens [n] of some samples, one sample after the other.
+    """Image positions of the tokens [n] of some samples, one sample after the other.
 
     position_ids [3, n] int64
-    feature [n] int64: which of the features of `images`, one picture's after the other's, a token takes; -1: none
-    images [k, 5] int64: the different pictures: row of the data, number in it, rows and columns of patches, digest
+    feature [n] int64: index of the token's feature among those of `images`, one image's after the other's; -1: none
+    images [k, 5] int64: the distinct images: row of the data, number in it, rows and columns of patches, digest
     """
 
     position_ids: Tensor
@@ -29,10 +30,11 @@ class ImagePlaces:
 
 
 def image_places(part: Rollout, vision: VisionArch) -> ImagePlaces:
-    """Of all samples of `part`. Text counts up by one on all three axes; a picture of h x w features at `now` has
-    now + (0, row, column), and what follows goes on from now + max(h, w). An image token in a response is text.
+    """Returns the image positions of all samples of `part`.
 
-    Raises ValueError, naming the sample, where a prompt's image tokens are not as many as its pictures' features.
+    Text counts up by one on all three axes; an image of h x w features at `now` has now + (0, row, column), and the
+    next token continues at now + max(h, w). An image token in a response is text. Raises ValueError, which names the
+    sample, if the number of a prompt's image tokens is not the number of its images' features.
     """
     samples = torch.arange(part.num_samples)
     sample = samples.repeat_interleave(part.seq_lens)
@@ -55,10 +57,10 @@ def image_places(part: Rollout, vision: VisionArch) -> ImagePlaces:
     begin = count.cumsum(0) - count
     within = torch.arange(at.numel()) - begin[image]
     first = at[begin]
-    # a picture takes max(h, w) positions for its h * w tokens: what follows is so much further back
+    # an image takes max(h, w) positions for its h * w tokens: later tokens move back by the difference
     back = torch.cat([count.new_zeros(1), (count - size.amax(1)).cumsum(0)])
-    earlier = held.cumsum(0) - held  # pictures of the samples before
-    begun = torch.zeros_like(offset).index_fill(0, first, 1).cumsum(0)  # pictures up to each token
+    earlier = held.cumsum(0) - held  # images of the samples before
+    begun = torch.zeros_like(offset).index_fill(0, first, 1).cumsum(0)  # images up to each token
     position_ids = (offset - (back[begun] - back[earlier[sample]])).repeat(3, 1)
     corner = first - starts[owner] - (back[:-1] - back[earlier[owner]])
     row, column = within // size[image, 1], within % size[image, 1]

@@ -1,4 +1,4 @@
-"""Where a prompt has its pictures, before it is tokenised."""
+"""Image placeholders of a prompt, before it is tokenised."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from mrl.families import load_arch
 if TYPE_CHECKING:
     from mrl.data.eyes import Eyes
 
-PLACE = "<image>"  # where a prompt has a picture
-SPELLED = "<|vision_start|><|image_pad|><|vision_end|>"  # one, in a prompt that no chat template dresses
+PLACE = "<image>"  # placeholder of an image in a prompt
+SPELLED = "<|vision_start|><|image_pad|><|vision_end|>"  # an image in a prompt without chat template
 
 
 def load_eyes(path: str | Path, cfg: DataConfig) -> Eyes | None:
-    """How the model at `path` sees pictures; None for one of text alone. Raises DataError as `Eyes`."""
+    """Returns the image processor of the model at `path`; None for a text-only model. Raises DataError as `Eyes` does.
+    """
     vision = load_arch(path).vision
     if vision is None:
         return None
@@ -26,11 +27,11 @@ def load_eyes(path: str | Path, cfg: DataConfig) -> Eyes | None:
 
 
 def with_places(messages: list[dict[str, Any]], pictures: int | None) -> list[dict[str, Any]]:
-    """Messages whose text has parts where it says `<image>`: {"type": "image"} there, {"type": "text"} between.
-    Pictures that no text places come first in the first message of the user. pictures: None where the model sees none,
-    and `<image>` is text.
+    """Returns messages whose text is split at each `<image>`: {"type": "image"} there, {"type": "text"} between.
 
-    Raises ValueError where places are not as many as pictures.
+    Images without a placeholder come first in the user's first message. pictures: number of images; None for a
+    text-only model, to which `<image>` is text. Raises ValueError if the number of placeholders is not the number of
+    images.
     """
     if pictures is None:
         return messages
@@ -44,8 +45,9 @@ def with_places(messages: list[dict[str, Any]], pictures: int | None) -> list[di
 
 
 def spelled(text: str, pictures: int | None) -> str:
-    """Text that no chat template dresses, with pictures where it says `<image>`, or at its beginning. pictures: as in
-    `with_places`. Raises ValueError where places are not as many as pictures."""
+    """Returns text without chat template, with images in place of each `<image>`, or at its beginning. pictures: as in
+    `with_places`. Raises ValueError if the number of placeholders is not the number of images.
+    """
     if pictures is None:
         return text
     placed = _are_placed(text.count(PLACE), pictures)
@@ -53,8 +55,9 @@ def spelled(text: str, pictures: int | None) -> str:
 
 
 def _are_placed(places: int, pictures: int) -> bool:
-    """Whether the prompt says where its pictures are; False where it says nothing of them. Raises ValueError for other
-    numbers."""
+    """Returns True if the prompt places its images, False if it has no placeholder. Raises ValueError for any other
+    number.
+    """
     if places != pictures and places:
         raise ValueError(f"the prompt has {places} places for pictures ({PLACE}), the row {pictures} pictures")
     return places == pictures

@@ -1,4 +1,4 @@
-"""Bounds on what code from outside computes in this process."""
+"""Limits on the time and memory of foreign code that runs in this process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import NoReturn
 
 @contextmanager
 def bounded(seconds: float, nbytes: int) -> Iterator[None]:
-    """Raises TimeoutError in what takes more processor time, MemoryError in what takes more memory. In the main thread
-    only: elsewhere there are no bounds."""
+    """Raises TimeoutError in a body that exceeds `seconds` of processor time, MemoryError in one that allocates more
+    than `nbytes`. Works in the main thread only: other threads have no limits.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -33,7 +34,7 @@ def bounded(seconds: float, nbytes: int) -> Iterator[None]:
 
 
 def _address_space() -> int:
-    """Bytes."""
+    """Returns the size of the address space in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 

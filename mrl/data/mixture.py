@@ -1,7 +1,7 @@
-"""Which source each prompt of a run comes from: a fixed pattern of places, repeated for ever.
+"""Mixture of sources: a fixed pattern that names the source of each prompt, repeated for ever.
 
 Everything is a function of the prompt's place in the run, so there is no state to save, and the order does not depend
-on how many prompts a step takes.
+on the number of prompts a step takes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ RESOLUTION = 10_000  # places of a pattern made from weights: shares are kept to
 
 
 class Mixture:
-    """Sources of `sizes` rows, mixed. Without weights the pattern is one epoch over all rows; with weights each source
-    has its share of the places, however often its rows then come. A source's places are spread evenly."""
+    """Mixture of sources with `sizes` rows. Without weights the pattern is one epoch over all rows. With weights each
+    source has its share of the places, and its rows repeat as often as needed. A source's places are spread evenly.
+    """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None = None) -> None:
         self.sizes = np.asarray(sizes, dtype=np.int64)
@@ -30,12 +31,11 @@ class Mixture:
 
     @property
     def shares(self) -> np.ndarray:
-        """[S] of all prompts."""
+        """Share of each source among all prompts, [S]."""
         return self._places / self._places.sum()
 
     def draws(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each place of the run, places int64 [n]: (source, epoch of that source, place in that epoch), [n]
-        each."""
+        """Returns (source, epoch of that source, place in that epoch), [n] each, for the run's places, int64 [n]."""
         block, at = np.divmod(places, len(self._source))
         source = self._source[at]
         draw = block * self._places[source] + self._number[at]

@@ -1,4 +1,4 @@
-"""The rows of a run: its trainer and `mrl data` read them here, so that both have the same ones."""
+"""The rows of a run: its trainer and `mrl data` open them here, so that both get the same ones."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mrl.data.wrapped import Wrapped
 
 
 def open_prompts(cfg: Config, check: RowCheck | None = None) -> dict[str, PromptDataset]:
-    """Reads prompts, with answers where nothing is sampled, by the key of their sources.
+    """Reads prompts, by the key of their sources, with answers if the run samples no responses.
 
     Args:
-        check: what the reward demands of a row.
+        check: demands of the reward on a row.
 
     Raises:
-        DataError, TokenizerError: for what cannot be used.
+        DataError, TokenizerError: for unusable data or tokenizers.
     """
     use, found = cfg.data_uses()["data"], dict[str, PromptDataset]()
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
@@ -38,7 +38,7 @@ def open_prompts(cfg: Config, check: RowCheck | None = None) -> dict[str, Prompt
 
 
 def open_preferences(cfg: PreferencesConfig) -> dict[str, PreferenceDataset]:
-    """Reads what is learnt from, and what is held out, by the key of their sources. Raises as `open_prompts`."""
+    """Reads the training set and the held-out set, by the key of their sources. Raises as `open_prompts`."""
     use, found = cfg.data_uses()["data"], dict[str, PreferenceDataset]()
     assert use.preferences is not None
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
@@ -54,9 +54,9 @@ def open_preferences(cfg: PreferencesConfig) -> dict[str, PreferenceDataset]:
 
 @dataclass(frozen=True)
 class SFTRows:
-    """Rows that a run of supervised fine-tuning learns from.
+    """Rows of a run of supervised fine-tuning.
 
-    packed: what a step's rows are made of; None: they are those of `train`
+    packed: the packed rows that a step takes; None: a step takes the rows of `train`
     """
 
     train: SFTDataset
@@ -64,7 +64,7 @@ class SFTRows:
     packed: Packs | Wrapped | None
 
     def __len__(self) -> int:
-        """How many of what `batch.samples_per_step` counts an epoch has."""
+        """Returns the length of an epoch in the unit of `batch.samples_per_step`."""
         return len(self.train if self.packed is None else self.packed)
 
     @property
@@ -73,7 +73,7 @@ class SFTRows:
         return "rows" if not isinstance(self.packed, Packs) else "packs"
 
     def notes(self) -> Iterator[str]:
-        """Yields a sentence for each correction of the rows: left out, cut or packed."""
+        """Yields a sentence for each correction of the rows: dropped, truncated or packed."""
         yield from self.train.tokenizer.notes
         if self.train.cfg.chat_template:
             yield from self.train.tokenizer.turn_notes()
@@ -85,7 +85,7 @@ class SFTRows:
 
 
 def open_sft(cfg: SFTConfig) -> tuple[SFTRows, SFTConfig]:
-    """Reads the rows; the configuration then has their number of steps. Raises as `open_prompts`."""
+    """Reads the rows; returns them and the configuration with its number of steps. Raises as `open_prompts`."""
     tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
     data, validation = cfg.imitated(), cfg.data.validation
     train = SFTDataset(data.train, data, tokenizer)
@@ -101,8 +101,9 @@ def open_sft(cfg: SFTConfig) -> tuple[SFTRows, SFTConfig]:
 
 
 def with_steps(cfg: SFTConfig, rows: int) -> SFTConfig:
-    """The configuration with `run.steps`, and the steps of a decay that has none of its own, in place of
-    `batch.epochs`; the last step may begin a further epoch."""
+    """Returns the configuration with `run.steps` in place of `batch.epochs`, and with decay steps if the decay has none
+    of its own. The last step may begin a further epoch.
+    """
     if cfg.batch.epochs is None:
         return cfg
     steps = max(1, math.ceil(rows * cfg.batch.epochs / cfg.batch.samples_per_step))

@@ -1,4 +1,4 @@
-"""Samples of a `Rollout` -> one packed micro-batch: sequences one after the other, cut for context parallelism."""
+"""Packing of a `Rollout`'s samples into one micro-batch: concatenated sequences, sharded for context parallelism."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from mrl.units import starts
 
 
 def sequence_align(cp: int) -> int:
-    """Tokens that every packed sequence is padded to a multiple of: 2 * cp chunks of equal size, 1 without a cut."""
+    """Returns the multiple that every packed sequence is padded to: 2 * cp chunks of equal size, 1 without a cut."""
     return 2 * cp if cp > 1 else 1
 
 
 def require_ids(rollout: Rollout, vocab_size: int) -> None:
-    """Raises DataError, naming sample and place, for a token without an embedding. Embeddings that are cut by tensor
-    parallelism would take a zero for it and say nothing."""
+    """Raises DataError, which names sample and place, for a token without an embedding. Tensor-parallel embeddings
+    would silently return zeros for such a token.
+    """
     if not rollout.tokens.numel():
         return
     low, high = rollout.tokens.aminmax()
@@ -49,16 +50,15 @@ def pack(
     *,
     shares: bool = False,
 ) -> PackedBatch:
-    """The part of one micro-batch that context-parallel rank `cp_rank` holds.
+    """Returns the part of one micro-batch that context-parallel rank `cp_rank` holds.
 
     Every sequence is padded to a multiple of `sequence_align(cp)`; a trailing dummy sequence brings the total (before
-    the cut) to a multiple of `align_total`. With no samples the batch is one dummy sequence and no rows. Zig-zag: a
+    the cut) to a multiple of `align_total`. Without samples the batch is one dummy sequence and no rows. Zig-zag: a
     sequence is cut into 2 * cp chunks and rank r holds chunks r and 2 * cp - 1 - r, in this order, so that causal
     attention costs the same on all ranks (Megatron-Core's convention for packed `thd` input). Padding is token 0.
 
-    vision: of a model that sees pictures
-    shares: whether what sequences begin with in common is there once (not with a cut), where that is worth it
-
+    vision: architecture of the vision tower, for a vision-language model
+    shares: keep the common prefix of sequences only once where that pays off (not with context parallelism)
     Raises ValueError for a rank out of range or a sample without a prompt (nothing predicts its first token).
     """
     if not 0 <= cp_rank < cp:
@@ -102,9 +102,9 @@ def pack(
 
 
 def _rows(rollout: Rollout, local: Tensor, sample: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of the local positions whose next token is a response token that counts, and its place among these.
+    """Returns the local positions whose next token is a counted response token, and that token's place among these.
 
-    local, sample, offset [m]: positions whose next token is the same sample's, which one that is, their places in it
+    local, sample, offset [m]: positions whose next token belongs to the same sample, that sample, their places in it
     """
     if rollout.drawn is None:
         number = offset + 1 - rollout.prompt_lens[sample]
@@ -124,7 +124,7 @@ def _rows(rollout: Rollout, local: Tensor, sample: Tensor, offset: Tensor) -> tu
 def _with_images(
     plain: PackedBatch, part: Rollout, vision: VisionArch, sequence: Tensor, offset: Tensor
 ) -> PackedBatch:
-    """part: the samples of the batch. sequence, offset: as `_local_positions` gives them."""
+    """Adds the images. part: the samples of the batch. sequence, offset: as `_local_positions` returns them."""
     places = image_places(part, vision)
     real = offset < plain.seq_lens[sequence]
     source = (starts(plain.seq_lens)[sequence] + offset)[real]
@@ -135,8 +135,11 @@ def _with_images(
 
 
 def _owners(own: Tensor, back: Tensor) -> Tensor:
-    """[all] int64: which of the tokens that are there each token is. own [all]: whether it is there itself; back [all]:
-    else it is what lies so far before it"""
+    """Returns the index of the stored token that represents each token, [all] int64.
+
+    own [all]: True if the token itself is stored; back [all]: otherwise, the distance to the earlier token that it
+    equals
+    """
     found = torch.arange(own.numel()) - torch.where(own, 0, back)
     while not bool(own[found].all()):
         found = found[found]
@@ -144,7 +147,7 @@ def _owners(own: Tensor, back: Tensor) -> Tensor:
 
 
 def _local_positions(padded: Tensor, cp: int, cp_rank: int) -> tuple[Tensor, Tensor]:
-    """(sequence [t], offset in the uncut padded sequence [t]) of every token this rank holds."""
+    """Returns (sequence [t], offset in the uncut padded sequence [t]) of every token that this rank holds."""
     local = padded // cp
     sequence = torch.repeat_interleave(torch.arange(padded.numel()), local)
     offset = torch.arange(int(local.sum())) - starts(local)[sequence]

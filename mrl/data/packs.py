@@ -1,7 +1,8 @@
-"""Rows in packs of a bounded number of tokens, by best fit decreasing (TRL's `bfd` and `bfd_split`): a step learns from
-whole packs, and so from about as many tokens as every other. Rows of a pack lie apart in attention.
+"""Rows in packs of a bounded number of tokens, by best-fit decreasing (TRL's `bfd` and `bfd_split`): a step trains on
+whole packs, and so on about the same number of tokens as every other step. Rows of a pack do not attend to each
+other.
 
-A function of (seed, epoch), so that there is no state to save.
+Packs are a function of (seed, epoch), so that there is no state to save.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mrl.data.sft_source import Example
 
 
 class Packs:
-    """The packs made of a data set's rows, none of which is longer than one, unless they are to be split."""
+    """Packs of a data set's rows. Rows longer than a pack are split into pieces."""
 
     def __init__(self, data: SFTDataset, cfg: PackingConfig, seed: int) -> None:
         self._data, self._seed = data, seed
@@ -29,15 +30,15 @@ class Packs:
         self._before = [0]  # packs of the epochs before each
 
     def __len__(self) -> int:
-        """Packs of the first epoch; others may have a few more or less."""
+        """Returns the number of packs of the first epoch; other epochs may have a few more or less."""
         return len(self._epoch(0))
 
     def rows(self) -> list[Example]:
-        """What the packs are made of: rows, and with bfd_split the pieces of long ones."""
+        """Returns the contents of all packs: rows, and with bfd_split the pieces of long rows."""
         return [piece for pieces in self._pieces for piece in pieces]
 
     def notes(self) -> Iterator[str]:
-        """What the run learns from, a sentence each."""
+        """Yields a sentence on each property of the training packs."""
         filled = sum(len(row.ids) for pack in self._epoch(0) for row in pack) / (len(self) * self._size)
         yield f"data.train: its rows make {len(self)} packs of {self._size} tokens an epoch, {filled:.1%} filled"
         split = sum(len(row.ids) > self._size for row in self._data.rows)
@@ -52,12 +53,12 @@ class Packs:
             )
 
     def batch(self, step: int, n: int) -> Rollout:
-        """The rows of the n packs of step `step`, from 0."""
+        """Returns the rows of the n packs of step `step`, from 0."""
         packs = [self.pack(number) for number in range(step * n, (step + 1) * n)]
         return self._data.batch_of(step, [row for pack in packs for row in pack])
 
     def pack(self, number: int) -> list[Example]:
-        """The rows of the pack of that number in the run, from 0."""
+        """Returns the rows of pack `number` of the run, from 0."""
         while self._before[-1] <= number:
             self._before.append(self._before[-1] + len(self._epoch(len(self._before) - 1)))
         at = int(np.searchsorted(self._before, number, side="right")) - 1
@@ -73,8 +74,9 @@ class Packs:
 
 
 def best_fit(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Places of `sizes` in packs of at most `most`: each, the largest first, into the pack with the least room that it
-    fits into. O(n log n)."""
+    """Returns indices of `sizes` in packs of at most `most`: each, largest first, in the pack with the least free space
+    that it fits into. O(n log n).
+    """
     packs: list[list[int]] = []
     by_room: dict[int, list[list[int]]] = {}
     rooms: list[int] = []  # with a pack, sorted
@@ -98,8 +100,9 @@ def best_fit(sizes: Sequence[int], most: int) -> list[list[int]]:
 
 
 def pieces_of(row: Example, most: int) -> Iterator[Example]:
-    """The row in parts of at most `most` tokens, without those of which nothing is learnt. The first token of a part is
-    not learnt: nothing before it is seen."""
+    """Yields the row in parts of at most `most` tokens, without parts that have no trained token. The first token of a
+    part is not trained: nothing before it is seen.
+    """
     for first in range(0, len(row.ids), most):
         ids = row.ids[first : first + most]
         prompt = min(max(row.prompt - first, 1), len(ids))

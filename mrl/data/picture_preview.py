@@ -1,4 +1,4 @@
-"""What `mrl data` says of pictures, and shows."""
+"""Images in the output of `mrl data`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def all_pictures(grids: Sequence[Grid], all_tokens: int, eyes: Eyes) -> str:
-    """A line on those of a data set. all_tokens: of all its texts"""
+    """Returns a line on the images of a data set. all_tokens: total number of tokens of the data set"""
     if not grids:
         return "  no pictures"
     tokens = [eyes.tokens(grid) for grid in grids]
@@ -20,13 +20,13 @@ def all_pictures(grids: Sequence[Grid], all_tokens: int, eyes: Eyes) -> str:
 
 
 def one_picture(grid: Grid, eyes: Eyes) -> str:
-    """A line on a picture. grid: its rows and columns of patches"""
+    """Returns a line on one image. grid: its rows and columns of patches"""
     (rows, columns), patch = grid, eyes.vision.patch
     return f"picture: {columns * patch} x {rows * patch} pixels for the model, {eyes.tokens(grid)} tokens"
 
 
 def on_sheet(shown: Mapping[int, Sequence[bytes]], sheet: Path) -> str:
-    """A line on `sheet`, a PNG of PNGs by their rows' numbers, which is written. Raises as `write_sheet`."""
+    """Writes the contact sheet `sheet` and returns a line on it. shown: PNGs by row number. Raises as `write_sheet`."""
     from mrl.data.contact_sheet import write_sheet
 
     return f"\n{write_sheet(shown, sheet)} pictures, as the model sees them: {sheet}"

@@ -1,4 +1,4 @@
-"""The pictures of a rollout's rows, decoded again where they are computed with: references travel, pixels do not."""
+"""Image store: images of a rollout's rows are decoded again on each rank; references travel, pixels do not."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ KEPT_BYTES = 256 << 20  # of pixels
 
 
 class PictureStore:
-    """Of the rows of some sources, numbered over all of them, one after the other. What is not open is opened when the
-    first picture is asked for; what was used last is kept."""
+    """Pixel values of the images of several sources, whose rows are numbered one source after the other. A source is
+    opened when its first image is needed; recently used pixels are cached.
+    """
 
     def __init__(self, sources: Sequence[SourceConfig | OpenSource], eyes: Eyes) -> None:
         self._given, self._eyes = sources, eyes
@@ -29,9 +30,10 @@ class PictureStore:
         self._bytes = 0
 
     def __call__(self, images: Tensor) -> Tensor:
-        """images [k, 5]: as `mrl.data.image_places` names them -> [patches, patch values] float32, one after the other.
+        """Returns the pixel values of images [k, 5], named as in `mrl.data.image_places`: [patches, patch values]
+        float32, concatenated.
 
-        Raises DataError for a picture that is not what it was when its prompt was sampled for.
+        Raises DataError for an image that has changed since its prompt was sampled.
         """
         return torch.cat([self._pixels(*image) for image in images.tolist()])
 

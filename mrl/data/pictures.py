@@ -1,7 +1,7 @@
-"""The pictures of a data row: read safely, decoded and resized once, the same for the engine and the trainer.
+"""Images of a data row: read safely, decoded and resized once, identically for the engine and the trainer.
 
-A row names a picture by a path below the folder of its data file, as bytes, as the `datasets` library's Image feature
-({"bytes": ..., "path": ...}) or as "data:image/png;base64,...". Nothing is fetched.
+A row names an image by a path below the folder of its data file, as bytes, as the `datasets` library's Image feature
+({"bytes": ..., "path": ...}) or as "data:image/png;base64,...". Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from PIL import Image, ImageOps
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # parsers of anything else are never reached
 MAX_BYTES = 32 << 20  # of a picture as it is stored
-MAX_PIXELS = 64_000_000  # of a picture as it is stored: known before any of them is decoded
+MAX_PIXELS = 64_000_000  # of a picture as it is stored: known before decoding
 MAX_RATIO = 200  # of its sides
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values that exchange the sides
 
@@ -31,20 +31,21 @@ TAIL_BYTES, JPEG_END = 1 << 16, b"\xff\xd9"
 
 
 class PictureError(ValueError):
-    """Why a picture cannot be used."""
+    """An image cannot be used; the message says why."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Sides are multiples of `unit` pixels, areas between `low` and `high` pixels."""
+    """Bounds of image sizes: sides are multiples of `unit` pixels, areas lie between `low` and `high` pixels."""
 
     unit: int
     low: int
     high: int
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) of about the same shape within the bounds, by the rule of transformers' Qwen2-VL processor; a
-        size that fits stays as it is. Raises PictureError for a strip."""
+        """Returns (width, height) of about the same aspect ratio within the bounds, by the rule of transformers'
+        Qwen2-VL processor; a size that fits stays as it is. Raises PictureError for an aspect ratio above MAX_RATIO.
+        """
         if max(width, height) > MAX_RATIO * min(width, height):
             raise PictureError(f"{width} x {height}: its sides differ more than {MAX_RATIO} times")
         unit = self.unit
@@ -59,7 +60,7 @@ class Bounds:
 
 
 def size_of(value: Any, root: Path) -> tuple[int, int]:
-    """(width, height) as it is shown, nothing of it decoded. Raises PictureError, also for one that is cut off."""
+    """Returns (width, height) as displayed, without decoding. Raises PictureError, also for a truncated image."""
     with _opened(value, root) as (image, file):
         turned = _has_exif(image) and image.getexif().get(ORIENTATION) in TURNED
         ends = WHOLE.get(image.format or "")
@@ -69,8 +70,9 @@ def size_of(value: Any, root: Path) -> tuple[int, int]:
 
 
 def read_picture(value: Any, root: Path, bounds: Bounds) -> Image.Image:
-    """RGB of the size that the model sees: upright, the first frame, what is transparent on white. Raises
-    PictureError."""
+    """Returns the RGB image in the size that the model sees: upright, the first frame, transparency on white. Raises
+    PictureError.
+    """
     with _opened(value, root) as (image, _):
         upright = ImageOps.exif_transpose(image) if _has_exif(image) else image
         if "A" in upright.getbands() or "transparency" in upright.info:
@@ -82,7 +84,7 @@ def read_picture(value: Any, root: Path, bounds: Bounds) -> Image.Image:
 
 
 def png(image: Image.Image) -> bytes:
-    """Losslessly, as an engine takes it."""
+    """Returns the image as lossless PNG, which the engine accepts."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
@@ -90,7 +92,7 @@ def png(image: Image.Image) -> bytes:
 
 @contextmanager
 def _opened(value: Any, root: Path) -> Iterator[tuple[Image.Image, IO[bytes]]]:
-    """The picture and its file, nothing of it decoded yet. Whatever PIL makes of a foreign file is a PictureError."""
+    """Yields the image and its file, not yet decoded. Any error of PIL on a foreign file becomes a PictureError."""
     try:
         with _stored(value, root) as file, warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -106,12 +108,12 @@ def _opened(value: Any, root: Path) -> Iterator[tuple[Image.Image, IO[bytes]]]:
 
 
 def _has_exif(image: Image.Image) -> bool:
-    """In its header: PIL would decode a whole PNG to look for one behind its pixels."""
+    """Returns True if the header has EXIF data: PIL would decode a whole PNG to look for EXIF behind its pixels."""
     return image.format != "PNG" or "exif" in image.info
 
 
 def _png_ends(file: IO[bytes]) -> bool:
-    """Whether chunk follows chunk up to the last one."""
+    """Returns True if the chunks are complete up to the last one."""
     size, at = file.seek(0, 2), 8
     while at + 12 <= size:
         file.seek(at)
@@ -123,7 +125,7 @@ def _png_ends(file: IO[bytes]) -> bool:
 
 
 def _jpeg_ends(file: IO[bytes]) -> bool:
-    """Whether there is an end of an image: in the tail, or before what a camera has put behind it."""
+    """Returns True if the end-of-image marker is in the tail, or before data that a camera has appended."""
     file.seek(-min(file.seek(0, 2), TAIL_BYTES), 2)
     if JPEG_END in file.read():
         return True
@@ -132,7 +134,7 @@ def _jpeg_ends(file: IO[bytes]) -> bool:
 
 
 def _webp_ends(file: IO[bytes]) -> bool:
-    """Whether it has the bytes that its header says."""
+    """Returns True if the file has the number of bytes that its header says."""
     file.seek(4)
     (length,) = struct.unpack("<I", file.read(4))
     return bool(file.seek(0, 2) >= 8 + length)

@@ -1,4 +1,4 @@
-"""Preferences of one or several sources, and the batches of a step."""
+"""Preference data of one or several sources, and the batches of a step."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ if TYPE_CHECKING:
 
 
 class PreferenceDataset(EncodedRows[PreferenceSource, Preference]):
-    """What is compared in the rows.
+    """Comparisons of all usable rows.
 
-    form: what a batch has of a row: the chosen response before the rejected one, all responses of a ranked list, the
-    best first, or one response with its label. `Rollout.scores` holds 1 for what is chosen or labelled true, 0 for the
-    rest; of a list the number of responses that are worse; a response's score; of a solution in steps 0.
-    margins: every row has one, as `Preference.margin`
-    cuts: responses are cut at `data.max_tokens`; otherwise what does not fit is left out
-    eyes: of a model that sees pictures; first_index: of the first row, as a PictureStore of several sets numbers them
+    Args:
+        form: contents of a row in a batch: the chosen response before the rejected one, all responses of a ranked list,
+            the best first, or one response with its label. `Rollout.scores` holds 1 for a chosen response or a true
+            label, 0 for the rest; in a list the number of worse responses; a response's score; 0 for a solution in
+            steps.
+        margins: every row has one, as `Preference.margin`.
+        cuts: truncate responses at `data.max_tokens`; otherwise rows that do not fit are dropped.
+        eyes: image processor of a vision-language model.
+        first_index: index of the first row, in the numbering of a PictureStore over several sets.
 
-    Raises DataError for malformed rows, and if nothing is left of a source.
+    Raises DataError for malformed rows, and for a source without usable rows.
     """
 
     def __init__(
@@ -61,17 +64,17 @@ class PreferenceDataset(EncodedRows[PreferenceSource, Preference]):
 
     @property
     def ends(self) -> set[int]:
-        """The tokens that the model learns to stop with."""
+        """End tokens that the model learns to stop with."""
         return {token for source in self.sources for token in source.ends}
 
     @property
     def per_row(self) -> int:
-        """Responses of a row, of pairs and labels; ranked lists are of any length."""
+        """Number of responses of a row, for pairs and labels; ranked lists have any length."""
         assert self.form != "lists"
         return 2 if self.form == "pairs" else 1
 
     def batch(self, step: int, numbers: Sequence[int]) -> Rollout:
-        """These rows: what is compared with each other is one group, sample after sample."""
+        """Returns these rows as samples: the responses of one comparison are one group, sample after sample."""
         rows = [self.rows[number] for number in numbers]
         sizes = torch.tensor([len(row.responses) for row in rows])
         shapes = [(*grid, UNKNOWN) for row in rows for _ in row.responses for grid in row.grids]
@@ -88,7 +91,9 @@ class PreferenceDataset(EncodedRows[PreferenceSource, Preference]):
         )
 
     def pictures(self, row: Preference) -> list[bytes]:
-        """Those of a row as the model sees them, as PNG. Raises DataError for one that cannot be decoded."""
+        """Returns the images of a row as the model sees them, as PNG. Raises DataError for an image that cannot be
+        decoded.
+        """
         if self.eyes is None:
             return []
         source = next(each for each in reversed(self.sources) if each.first_index <= row.index)
@@ -98,7 +103,7 @@ class PreferenceDataset(EncodedRows[PreferenceSource, Preference]):
             raise DataError(f"{source.where(row.index)}: {error}") from error
 
     def digest(self) -> str:
-        """Of every usable row's token ids, as they are after template and cut."""
+        """Returns a digest of every usable row's token ids, after template and truncation."""
         found = hashlib.blake2b(digest_size=16)
         for row in self.rows:
             for part in (row.prompt, *row.responses):
@@ -107,15 +112,16 @@ class PreferenceDataset(EncodedRows[PreferenceSource, Preference]):
 
 
 def with_prompts(batch: Rollout) -> Rollout:
-    """The same samples, where all of a chosen response's prompt but the first token counts as response."""
+    """Returns the same samples, in which a chosen response's prompt, except its first token, counts as response."""
     prompt_lens = torch.where(batch.scores > 0, batch.prompt_lens.clamp(max=1), batch.prompt_lens)
     log_probs = torch.zeros(int((batch.seq_lens - prompt_lens).sum()))
     return replace(batch, prompt_lens=prompt_lens, rollout_log_probs=log_probs)
 
 
 def mismatched(batch: Rollout, most_tokens: int) -> Rollout:
-    """Every prompt of the batch with the next response that answers another row's prompt, the first one's after the
-    last; responses are cut to `most_tokens` of both."""
+    """Returns every prompt of the batch with the next response to another row's prompt, wrapping around at the end;
+    prompt and response together are cut to `most_tokens`.
+    """
     texts = [text.numpy() for text in batch.tokens.split(batch.seq_lens.tolist())]
     lens = batch.prompt_lens.tolist()
     prompts = [text[:n] for text, n in zip(texts, lens, strict=True)]
@@ -128,13 +134,14 @@ def mismatched(batch: Rollout, most_tokens: int) -> Rollout:
 
 
 def _next_other(whose: Sequence[int], i: int) -> int:
-    """The next place after i, around the end, of another number than i's; the next one if all are the same."""
+    """Returns the next place after i, wrapping around, whose number differs from i's; the next one if all are the same.
+    """
     places = [*range(i + 1, len(whose)), *range(i)]
     return next((j for j in places if whose[j] != whose[i]), places[0] if places else i)
 
 
 def preference_notes(key: str, data: PreferenceDataset) -> Iterator[str]:
-    """What was corrected, left out or cut, one sentence each. key: that names the sources."""
+    """Yields one sentence for each correction, dropped row or truncation. key: configuration key of the sources"""
     cfg = data.cfg
     yield from [*data.tokenizer.notes, *(data.tokenizer.turn_notes() if cfg.chat_template else [])]
     yield from end_notes(key, data.ends, data.tokenizer)
@@ -154,7 +161,7 @@ def preference_notes(key: str, data: PreferenceDataset) -> Iterator[str]:
 
 
 def noun(form: Form) -> str:
-    """What a batch has of every row."""
+    """Returns the noun for a row's contents in a batch."""
     return {
         "pairs": "pairs",
         "lists": "ranked lists",

@@ -1,4 +1,4 @@
-"""What a row of preferences holds: its prompt, its responses, and which of these are compared with each other."""
+"""Contents of a preference row: its prompt, its responses, and the comparisons between them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ Pick = tuple[tuple[int, float], ...]  # places among a row's responses, and thei
 
 @dataclass(frozen=True)
 class Given:
-    """responses: of text or messages, by name, in the row's order; scores: the higher, the better; a label's 1 or 0."""
+    """Responses of a row, text or messages, by name and in the row's order; scores: higher is better; a label is 1 or
+    0.
+    """
 
     responses: dict[str, Any]
     scores: tuple[float, ...]
 
 
 def given(row: Row, cfg: PreferenceDataConfig, form: Form) -> Given:
-    """The responses of a row that has the keys that it needs. Raises ValueError, which says why they are of no use."""
+    """Returns the responses of a row that has the required keys. Raises ValueError, which says why they are unusable.
+    """
     needed = cfg.needed(form, present(row), margins=False)
     if "score_key" in needed:
         score = row[needed["score_key"]]
@@ -59,7 +62,7 @@ def _of_steps(steps: Any, labels: Any, key: str, labels_key: str) -> Given:
 
 
 def _of_halves(chosen: Any, rejected: Any, cfg: PreferenceDataConfig, form: Form) -> Given:
-    """Where lists are asked for, several texts may be rejected, as in RewardBench 2."""
+    """Returns a chosen and a rejected response; for lists, several texts may be rejected, as in RewardBench 2."""
     texts = isinstance(rejected, list) and bool(rejected) and all(isinstance(text, str) for text in rejected)
     if form != "lists" or not texts:
         return Given({cfg.chosen_key: chosen, cfg.rejected_key: rejected}, (1.0, 0.0))
@@ -70,7 +73,7 @@ def _of_halves(chosen: Any, rejected: Any, cfg: PreferenceDataConfig, form: Form
 
 
 def _of_list(items: Any, key: str) -> Given:
-    """A response's score is the number of those with a higher rank: the lowest rank is the best."""
+    """Returns ranked responses. A response's score is the number of worse ones: the lowest rank is the best."""
     if not isinstance(items, list) or len(items) < 2:
         raise ValueError(f"{key!r} must be a list of two or more completions with their ranks")
     for i, item in enumerate(items):
@@ -84,7 +87,9 @@ def _of_list(items: Any, key: str) -> Given:
 
 
 def picks(scores: tuple[float, ...], form: Form, all_pairs: bool) -> tuple[list[Pick], int]:
-    """(what is compared, best first, number of comparisons left out as their responses have one rank)"""
+    """Returns (comparisons, best response first; number of comparisons dropped because their responses have equal
+    rank).
+    """
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     best, worst = order[0], order[-1]
     if form in ("labels", "scores"):
@@ -100,8 +105,10 @@ def picks(scores: tuple[float, ...], form: Form, all_pairs: bool) -> tuple[list[
 
 
 def split(prompt: Any, responses: dict[str, Any]) -> tuple[list[Row], list[list[Row]]]:
-    """(messages of the prompt, and of each response behind it) of a conversation. prompt: None where the responses
-    begin with it; they may also repeat one that is given. Raises ValueError for responses that are none."""
+    """Splits a conversation into (messages of the prompt, messages of each response). prompt: None if the responses
+    begin with it; responses may also repeat a given prompt. Raises ValueError for responses that do not continue a
+    prompt.
+    """
     wholes = [as_messages(response, "assistant") for response in responses.values()]
     before = [] if prompt is None else as_messages(prompt, "user")
     shared = len(before)
@@ -123,12 +130,12 @@ def split(prompt: Any, responses: dict[str, Any]) -> tuple[list[Row], list[list[
 
 
 def as_messages(value: Any, role: str) -> list[Row]:
-    """Text as a message of that role; messages as they are."""
+    """Returns text as a message of that role; messages as they are."""
     return [{"role": role, "content": value}] if isinstance(value, str) else list(value)
 
 
 def margin(row: Row, key: str) -> float:
-    """Raises ValueError where the row's margin is no finite number."""
+    """Returns the row's margin. Raises ValueError if it is missing or not a finite number."""
     if row.get(key) is None:
         raise ValueError(missing(row, key, "data.margin_key"))
     if not is_number(row[key]):
@@ -137,17 +144,17 @@ def margin(row: Row, key: str) -> float:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite one, and no truth value."""
+    """Returns True for a finite number that is not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def present(row: Row) -> set[str]:
-    """Keys with a value: tables have all keys in every row."""
+    """Returns the keys with a value: tables have all keys in every row."""
     return {key for key, value in row.items() if value is not None}
 
 
 def _common_messages(conversations: list[list[Row]]) -> int:
-    """How many first messages are the same in all; nulls are keys that a table has added."""
+    """Returns the number of leading messages that all share; nulls are keys that a table has added."""
     first, *others = conversations
     same = [all(without_nulls(a) == without_nulls(b) for b in rest) for a, *rest in zip(first, *others, strict=False)]
     return same.index(False) if False in same else len(same)

@@ -1,4 +1,4 @@
-"""What a run of preference learning would be fed with, for `mrl data`."""
+"""Preview of a preference learning run's data, for `mrl data`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from mrl.data.preference_source import Preference
 
 
 def preview_preferences(cfg: PreferencesConfig, samples: int, sheet: Path | None = None) -> Iterator[str]:
-    """Lines of text: notes, sources, lengths of all responses, the run's first rows. sheet: where the pictures of these
-    are written. Raises what the run would raise."""
+    """Yields lines of text: notes, sources, lengths of all responses, the run's first rows. sheet: file for the contact
+    sheet of these rows' images. Raises the errors that the run would raise.
+    """
     sets = open_preferences(cfg)
     for key, data in sets.items():
         yield from preference_notes(key, data)
@@ -84,7 +85,7 @@ def _row(data: PreferenceDataset, row: Preference) -> Iterator[str]:
 
 
 def _names(data: PreferenceDataset, row: Preference) -> tuple[str, ...]:
-    """Of a row's responses."""
+    """Returns the names of a row's responses."""
     if data.form == "labels":
         return (f"completion, label {'true' if row.scores[0] else 'false'}",)
     if data.form == "lists":

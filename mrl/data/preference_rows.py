@@ -1,4 +1,4 @@
-"""Rows of preferences as they are written -> what is tokenised of them."""
+"""Preference rows: from the row as written to the texts that are tokenised."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compared:
-    """prompt: None where the responses begin with it; wholes: prompt and response, of each; picks: what is compared of
-    them; tied: comparisons of a ranked list that are left out, as their responses have one rank; grids: of the prompt's
-    pictures."""
+    """Texts and comparisons of one row.
+
+    prompt: None if the responses begin with it; wholes: prompt and response together, for each response; picks:
+    comparisons between them; tied: comparisons of a ranked list that are dropped for equal rank; grids: patch grids of
+    the prompt's images
+    """
 
     prompt: Dressed | None
     wholes: tuple[Dressed, ...]
@@ -35,14 +38,14 @@ class Compared:
 
 @dataclass(frozen=True)
 class PreferenceReader:
-    """form: what a batch has of every row; margins: every row has one."""
+    """Reader of preference rows. form: contents of a row in a batch; margins: every row has one."""
 
     cfg: PreferenceDataConfig
     form: Form
     margins: bool = False
 
     def read(self, rows: Rows, i: int, source_name: str | None) -> Row:
-        """The completed row. Raises ValueError, which says why it cannot be used."""
+        """Returns the completed row. Raises ValueError, which says why the row cannot be used."""
         cfg = self.cfg
         row = named(completed(rows[i], cfg, source_name), cfg.data_source_key)
         for setting, key in cfg.needed(self.form, forms.present(row), self.margins).items():
@@ -60,8 +63,9 @@ class PreferenceReader:
         return row
 
     def dressed(self, row: Row, encoder: Encoder) -> Compared:
-        """What is tokenised of a row that `read` gives. Raises ValueError for a conversation that the chat template
-        refuses, or responses that are none to the prompt."""
+        """Returns the texts to tokenise of a row that `read` returned. Raises ValueError for a conversation that the
+        chat template refuses, or responses that do not continue the prompt.
+        """
         cfg, found = self.cfg, forms.given(row, self.cfg, self.form)
         prompt, responses = row.get(cfg.prompt_key), list(found.responses.values())
         start: Dressed | None
@@ -81,14 +85,14 @@ class PreferenceReader:
         return Compared(start, tuple(wholes), tuple(picks), tied, lead, row.get(cfg.data_source_key))
 
     def _prompt(self, row: Row, encoder: Encoder) -> str | None:
-        """Without a chat template; None of a row whose responses begin with it."""
+        """Returns the prompt without a chat template; None for a row whose responses begin with it."""
         prompt, pictures = row.get(self.cfg.prompt_key), encoder.num_pictures(row)
         if prompt is None and pictures:
             raise ValueError(f"{pictures} pictures, and no {self.cfg.prompt_key!r} (data.prompt_key) that says where")
         return None if prompt is None else spelled(prompt, pictures)
 
     def _in_steps(self, row: Row, steps: list[str], encoder: Encoder) -> tuple[Dressed, list[Dressed]]:
-        """The prompt, up to where the answer begins, and each step with what follows it."""
+        """Returns the prompt, up to the start of the answer, and each step with its separator."""
         cfg = self.cfg
         assert isinstance(cfg, RewardDataConfig)
         prompt = row[cfg.prompt_key]

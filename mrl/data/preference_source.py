@@ -1,4 +1,4 @@
-"""The usable preferences of one source, tokenised."""
+"""Usable preferences of one source, tokenised."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preference:
-    """What is compared in one usable row.
+    """One comparison of a usable row.
 
-    index: its row number; prompt, responses: int32 ids, the best response first; scores: of each the number of those
-    that are worse, its own score, or a label's 1 or 0; steps: of the only one after how many tokens a step ends, with a
-    score each; margin: by how much the first is to lead; cut: of each whether it lacks its end; grids: of the prompt's
-    pictures
+    index: its row number; prompt, responses: int32 ids, the best response first; scores: for each response the number
+    of worse ones, its own score, or a label's 1 or 0; steps: number of response tokens up to each step's end, with a
+    score each; margin: required lead of the first response; cut: True for each response that lacks its end; grids:
+    patch grids of the prompt's images
     """
 
     index: int
@@ -45,20 +45,18 @@ class Preference:
 
 
 class PreferenceSource(EncodedSource[Preference]):
-    """What is left out or cut is counted in comparisons, of which a ranked list can have several:
+    """Preferences of one source. Dropped and truncated comparisons are counted; a ranked list can have several:
 
-    long_prompt: left out, their prompt is over `data.max_prompt_tokens` or fills `data.max_tokens`
-    long_response: left out, a response does not fit into `data.max_tokens`, and none is to be cut
-    same: left out, two responses are the same, if only after the cut
-    tied: left out, their responses have the same rank
+    long_prompt: dropped, their prompt is over `data.max_prompt_tokens` or fills `data.max_tokens`
+    long_response: dropped, a response does not fit into `data.max_tokens`, and truncation is off
+    same: dropped, two responses are the same, if only after the cut
+    tied: dropped, their responses have the same rank
     cut_prompt, cut: kept with a shorter prompt, or a response without its end
-    merged: kept; prompt and response are not tokenised as the prompt by itself, whose last tokens, `most_merged` at
-    most, then belong to the responses
-
-    endless: kept; the chat template ends the best response with no token of its own
-    ends: the tokens that the model learns to stop with
-
-    cuts: whether responses are cut at `data.max_tokens`
+    merged: kept; the tokens of prompt plus response do not begin with the prompt's own tokens: the prompt's last
+    tokens, at most `most_merged`, then belong to the responses
+    endless: kept; the chat template ends the best response without an end token
+    ends: end tokens that the model learns to stop with
+    cuts: truncate responses at `data.max_tokens`
     Raises DataError that names every malformed row.
     """
 
@@ -106,8 +104,9 @@ class PreferenceSource(EncodedSource[Preference]):
     def _with_pictures(
         self, row: Compared, prompt: list[int] | None, wholes: list[list[int]]
     ) -> tuple[list[int] | None, list[list[int]]]:
-        """With as many image tokens as features; steps have no prompt of their own. Raises ValueError for others than
-        the row's pictures."""
+        """Expands the image tokens; steps have no prompt of their own. Raises ValueError if they do not match the row's
+        images.
+        """
         eyes = self._encoder.eyes
         if eyes is None:
             return prompt, wholes
@@ -118,8 +117,10 @@ class PreferenceSource(EncodedSource[Preference]):
         )
 
     def _ended(self, ids: list[int]) -> list[int]:
-        """Text with one EOS at its end; a conversation ends as its template does, or as `Turns` ends it, where it may
-        not be cut without the white space behind the EOS of its last turn, with which sampled answers end."""
+        """Returns text with one EOS at its end. A conversation ends as its template does, or as `Turns` ends it.
+        Without truncation, white space behind the EOS of its last turn is removed, since sampled answers end with
+        EOS.
+        """
         eos, follows = self._encoder.tokenizer.eos_id, self._encoder.tokenizer.next_turn
         if self._cfg.chat_template and follows is not None:
             return [*ids, follows]
@@ -129,7 +130,7 @@ class PreferenceSource(EncodedSource[Preference]):
         return ids if self._cfg.chat_template else self._encoder.tokenizer.ended(ids)
 
     def _step_by_step(self, rows: list[Compared]) -> Iterator[list[int]]:
-        """Of each row the prompt's ids, and those of its steps, which are tokenised by themselves."""
+        """Yields the prompt's ids of each row, then those of its steps, which are tokenised separately."""
         prompts = iter(self._encoder.ids([row.prompt for row in rows if row.prompt]))
         steps = iter(self._encoder.answers([each.text for row in rows for each in row.wholes]))
         for row in rows:
@@ -137,7 +138,7 @@ class PreferenceSource(EncodedSource[Preference]):
             yield from (next(steps) for _ in row.wholes)
 
     def _solution(self, i: int, row: Compared, prompt: list[int], steps: list[list[int]]) -> Preference | None:
-        """None for what is left out, which is counted, or cannot be used."""
+        """Returns the solution in steps; None for a row that is dropped (and counted) or unusable."""
         cfg, ids = self._cfg, [token for step in steps for token in step]
         problem = self._refused(prompt) if prompt and all(steps) else "the prompt or a step has no tokens"
         start = self._shortened(prompt)
@@ -157,23 +158,24 @@ class PreferenceSource(EncodedSource[Preference]):
         return None
 
     def _refused(self, prompt: list[int]) -> str | None:
-        """Why the run ends with this prompt; None if it does not."""
+        """Returns the reason why the run fails with this prompt; None if it does not."""
         cfg = self._cfg
         if len(prompt) <= cfg.max_prompt_tokens or cfg.truncation != "error":
             return None
         return f"{len(prompt)} tokens, more than data.max_prompt_tokens={cfg.max_prompt_tokens} (data.truncation)"
 
     def _shortened(self, prompt: list[int]) -> list[int]:
-        """Within `data.max_prompt_tokens`, where longer prompts are cut."""
+        """Returns the prompt, cut to `data.max_prompt_tokens` if `data.truncation` cuts prompts."""
         is_cut = len(prompt) > self._cfg.max_prompt_tokens and self._cfg.truncation in ("left", "right", "middle")
         return self._encoder.cut(prompt) if is_cut else prompt
 
     def _fitting(
         self, i: int, row: Compared, prompt: list[int] | None, wholes: list[list[int]]
     ) -> Iterator[Preference]:
-        """What is compared of a row, within the limits.
+        """Yields the comparisons of a row, within the limits.
 
-        The prompt ends where its own tokens and those of every whole part: tokens may merge over its end.
+        The prompt ends where its own tokens and those of every prompt plus response diverge: tokens may merge over its
+        end.
         """
         self.tied += row.tied
         shared = min(common_start(*wholes, *([prompt] if prompt else [])), *(len(ids) - 1 for ids in wholes))
@@ -206,7 +208,7 @@ class PreferenceSource(EncodedSource[Preference]):
     def _kept(
         self, index: int, row: Compared, prompt: list[int], responses: list[list[int]], pick: Pick
     ) -> Preference | None:
-        """None for what is left out, which is counted."""
+        """Returns one comparison; None if it is dropped, which is counted."""
         room = self._cfg.max_tokens - len(prompt)
         cut = tuple(len(ids) > room for ids in responses)
         if any(cut) and not self._cuts:
@@ -226,6 +228,6 @@ class PreferenceSource(EncodedSource[Preference]):
 
 
 def common_start(*lists: Sequence[int]) -> int:
-    """How many first items are the same in all."""
+    """Returns the number of leading items that all lists share."""
     shortest = min(map(len, lists))
     return next((i for i in range(shortest) if any(each[i] != lists[0][i] for each in lists)), shortest)

@@ -1,6 +1,6 @@
-"""What sequences begin with in common: samples of a group and pairs of preferences a prompt, others a system prompt.
+"""Common prefixes of sequences: samples of a group and pairs of preferences share a prompt, others a system prompt.
 
-A model can compute it once a micro-batch: what it makes of a token depends on the tokens before it alone.
+A model can compute a common prefix once a micro-batch: a token's activations depend on the tokens before it alone.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from torch import Tensor
 from mrl.core import Rollout
 from mrl.units import TOKEN, starts
 
-WORTH = 16  # of so many tokens one has to be another sequence's, too
+WORTH = 16  # sharing pays off if at least one token in so many is shared
 
 
 def common_prefixes(rollout: Rollout, samples: Sequence[int]) -> Tensor:
-    """[n] int64: how many of each one's first tokens, `ahead_of_outputs`, are also those of the one before it; 0 of the
-    first one, and of all where these are so few that to share them costs more than it saves."""
+    """Returns the number of each sample's first tokens, among `ahead_of_outputs`, that the sample before it shares, [n]
+    int64. It is 0 for the first sample, and for all if sharing would cost more than it saves.
+    """
     ids = torch.as_tensor(samples, dtype=torch.int64)
     lens, start = rollout.seq_lens[ids], starts(rollout.seq_lens)[ids]
     most = torch.minimum(ahead_of_outputs(rollout, ids), lens.roll(1))
@@ -31,8 +32,9 @@ def common_prefixes(rollout: Rollout, samples: Sequence[int]) -> Tensor:
 
 
 def ahead_of_outputs(rollout: Rollout, samples: Tensor) -> Tensor:
-    """[n] int64: tokens of each of the samples [n] before the first that predicts one of its response. Only these can
-    be others', too."""
+    """Returns the number of tokens of each of the samples [n] before the first that predicts a response token, [n]
+    int64. Only these tokens can be shared.
+    """
     if rollout.drawn is None:
         return (rollout.prompt_lens[samples] - 1).clamp(min=0)
     lens = rollout.seq_lens[samples]
@@ -43,10 +45,10 @@ def ahead_of_outputs(rollout: Rollout, samples: Tensor) -> Tensor:
 
 
 def ways_to_cut(families: Tensor, most: Tensor) -> Iterator[Tensor]:
-    """Sizes [m] of groups of samples, one after the other, that are wholes or equal parts of families: from wholes to
-    pairs, each time of half as many.
+    """Yields group sizes [m] of consecutive samples: each group is a whole family or an equal part of one, from wholes
+    down to pairs, half as large each time.
 
-    families [f] int64: how many samples each has; most [f] int64: how many a group of it may have
+    families [f] int64: samples of each family; most [f] int64: maximum size of a group of that family
     """
     limit = int(torch.minimum(families, most).max())
     while limit > 1:

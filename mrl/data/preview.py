@@ -1,4 +1,4 @@
-"""What a run would be fed with, for `mrl data`: its sources, lengths, and its first prompts after templating."""
+"""Preview of a run's data, for `mrl data`: its sources, lengths, and its first prompts after templating."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ BATCH_PROMPTS = 1024
 
 
 def preview(cfg: Config, samples: int, check: RowCheck | None = None, sheet: Path | None = None) -> Iterator[str]:
-    """Lines of text. Reads and tokenises everything, as the run would; raises what the run would raise.
+    """Yields lines of text. Reads and tokenises everything as the run would, and raises the errors that the run would
+    raise.
 
-    check: what the reward demands of a row; sheet: the pictures of the rows that are shown are written there
+    check: demands of the reward on a row; sheet: file for the contact sheet of the images of the rows that are shown
     """
     if isinstance(cfg, PreferencesConfig):
         yield from preview_preferences(cfg, samples, sheet)
@@ -60,7 +61,7 @@ def preview(cfg: Config, samples: int, check: RowCheck | None = None, sheet: Pat
 
 
 def _sources(data: PromptDataset, drawn: int | None) -> Iterator[str]:
-    """A line each. `drawn`: prompts that the run takes; None: of no use here."""
+    """Yields a line for each source. `drawn`: prompts that the run takes; None for a data set without epochs."""
     epochs = f"{'epochs':>8}" if drawn is not None else ""
     yield f"  {'share':>6} {'rows':>9} {'left out':>9} {'cut':>9} {'longest':>9} {epochs}  source"
     for source, share in zip(data.sources, data.mixture.shares.tolist(), strict=True):
@@ -70,7 +71,7 @@ def _sources(data: PromptDataset, drawn: int | None) -> Iterator[str]:
 
 
 def _lengths(data: PromptDataset, with_answers: bool) -> np.ndarray:
-    """[P] tokens of each prompt, or of what supervised fine-tuning makes of its row."""
+    """Returns the tokens of each prompt, or of each whole row of supervised fine-tuning, [P]."""
     prompts = np.concatenate([source.token_counts for source in data.sources])
     if not with_answers:
         return prompts

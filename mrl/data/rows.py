@@ -1,4 +1,4 @@
-"""Rows as the data section and the reward want them, before anything is tokenised."""
+"""Rows in the form that the data section and the reward require, before anything is tokenised."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ RowCheck = Callable[[Row], str | None]  # why a completed row cannot be used
 
 
 class Reader(Protocol):
-    """What a row must be."""
+    """Reader of rows: completes and checks each row."""
 
     @property
     def cfg(self) -> DataConfig: ...
 
     @property
     def margins(self) -> bool:
-        """Whether every row has a margin."""
+        """True if every row has a margin."""
         ...
 
     def read(self, rows: Rows, i: int, source_name: str | None) -> Row:
-        """The completed row. Raises ValueError, which says why it cannot be used."""
+        """Returns the completed row. Raises ValueError, which says why the row cannot be used."""
         ...
 
 
 @dataclass(frozen=True)
 class RowReader:
-    """cfg: where a row holds what. require_answer: as text. check: further demands, such as the reward's."""
+    """Reader of prompt rows. cfg: names of the columns. require_answer: as text. check: further demands, such as the
+    reward's.
+    """
 
     cfg: DataConfig
     require_answer: bool = False
@@ -40,7 +42,7 @@ class RowReader:
     margins = False
 
     def read(self, rows: Rows, i: int, source_name: str | None) -> Row:
-        """The completed row. Raises ValueError, which says why it cannot be used."""
+        """Returns the completed row. Raises ValueError, which says why the row cannot be used."""
         row = self.complete(rows[i], source_name)
         problem = _prompt_problem(row, self.cfg.prompt_key, self.cfg.chat_template)
         if problem is None and self.require_answer:
@@ -52,12 +54,12 @@ class RowReader:
         return row
 
     def complete(self, row: Row, source_name: str | None) -> Row:
-        """The row with what it holds elsewhere: values that a key with dots reaches, the name of its source."""
+        """Returns the row completed as by `completed`, without image bytes."""
         found = completed(row, self.cfg, source_name)
         return _without_pixels(found, self.cfg.images_key)
 
     def answer_problem(self, row: Row) -> str | None:
-        """Why the row has no answer to learn from; None if it has one."""
+        """Returns the reason why the row has no answer to train on; None if it has one."""
         key = self.cfg.answer_key
         if key not in row:
             return missing(row, key, "data.answer_key")
@@ -65,8 +67,7 @@ class RowReader:
 
 
 def completed(row: Row, cfg: DataConfig, source_name: str | None) -> Row:
-    """The row with what it holds elsewhere: values that a key with dots reaches, the name of its source. Pictures stay
-    where they are."""
+    """Returns the row with values that a dotted key reaches, and the name of its source. Images stay where they are."""
     found = dict(row)
     for setting, key in cfg:
         if not setting.endswith("_key") or key is None or setting == "images_key":
@@ -79,7 +80,8 @@ def completed(row: Row, cfg: DataConfig, source_name: str | None) -> Row:
 
 
 def named(row: Row, key: str) -> Row:
-    """The row with its kind, which it has under `key`, as text. Raises ValueError for what is no name of one."""
+    """Returns the row with its data source, under `key`, as text. Raises ValueError if it is neither text nor a number.
+    """
     kind = row.get(key)
     if kind is None or isinstance(kind, str):
         return row
@@ -89,7 +91,9 @@ def named(row: Row, key: str) -> Row:
 
 
 def reached(row: Row, key: str) -> Any:
-    """What a row has under `key`, or where a key with dots that it lacks reaches into it; None if nothing."""
+    """Returns the value under `key`, or under a dotted key's path if the row lacks the key itself; None if there is
+    none.
+    """
     first, _, rest = key.partition(".")
     if key in row or not rest:
         return row.get(key)
@@ -97,7 +101,7 @@ def reached(row: Row, key: str) -> Any:
 
 
 def _without_pixels(row: Row, key: str) -> Row:
-    """Rows go to rewards and into files: pictures of `key` that are bytes do not, their numbers stand for them."""
+    """Replaces image bytes under `key` by image numbers: rows are passed to rewards and written to files."""
     first, _, rest = key.partition(".")
     if key not in row and rest and isinstance(inner := row.get(first), dict):
         return {**row, first: _without_pixels(inner, rest)}
@@ -114,7 +118,7 @@ def _is_stored(value: Any) -> bool:
 
 
 def missing(row: Row, key: str, setting: str) -> str:
-    """What to say of a row without the key that `setting` names."""
+    """Returns the message for a row without the key that `setting` names."""
     return f"no key {key!r} ({setting}); the row has: {', '.join(map(repr, row)) or 'nothing'}"
 
 
@@ -125,7 +129,7 @@ def _prompt_problem(row: Row, key: str, chat: bool) -> str | None:
 
 
 def content_problem(value: Any, key: str, chat: bool) -> str | None:
-    """Why the value of a key is neither text nor, where there is a chat template, messages; None if it is."""
+    """Returns the reason why a value is neither text nor, with a chat template, messages; None if it is."""
     if isinstance(value, str):
         return None
     if not chat:
@@ -139,7 +143,7 @@ def content_problem(value: Any, key: str, chat: bool) -> str | None:
 
 
 def _is_said(message: Row) -> bool:
-    """Content may be in parts, or missing beside calls of tools."""
+    """Returns True for valid message content: text, parts, or nothing beside tool calls."""
     content = message["content"]
     if isinstance(content, list):
         return all(isinstance(part, dict) for part in content)

@@ -1,4 +1,4 @@
-"""Texts as a model with a score head is fed them: its output before a response token is the score of what precedes."""
+"""Inputs of a model with a score head: its output before a response token is the score of the preceding text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from mrl.core import Rollout
 
 
 def at_last_tokens(batch: Rollout) -> Rollout:
-    """Each text with one more token, which alone is drawn: the one output of each is the score at the text's last
-    token, [B]. Prompts stay what they are: of these alone the pictures are seen."""
+    """Returns each text with one more token, the only one in the action mask: the one output of each text is the score
+    at its last token, [B]. Prompts stay unchanged: only their images are seen.
+    """
     fed = _with_one_more(batch)
     drawn = torch.zeros_like(fed.tokens, dtype=torch.bool)
     drawn[fed.seq_lens.cumsum(0) - 1] = True
@@ -19,13 +20,14 @@ def at_last_tokens(batch: Rollout) -> Rollout:
 
 
 def at_every_token(batch: Rollout) -> Rollout:
-    """Each response with one more token: [n + 1] outputs of each, of which the first is the score at the prompt's last
-    token and the others are those at the response's."""
+    """Returns each response with one more token: of the [n + 1] outputs of each response, the first is the score at the
+    prompt's last token and the others are those at the response's tokens.
+    """
     return _with_one_more(batch)
 
 
 def _with_one_more(batch: Rollout) -> Rollout:
-    """Attention is causal: what the token is does not matter. It is the last one again."""
+    """Repeats the last token of each text. Attention is causal, so the value of the added token does not matter."""
     twice = torch.ones_like(batch.tokens)
     twice[batch.seq_lens.cumsum(0) - 1] = 2
     return replace(

@@ -1,4 +1,4 @@
-"""Rows to imitate of one or several sources, and the batches of a step."""
+"""Rows for supervised fine-tuning of one or several sources, and the batches of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from mrl.data.tokenizer import Tokenizer
 
 
 class SFTDataset(EncodedRows[SFTSource, Example]):
-    """Rows to imitate. Raises DataError for malformed rows, and if nothing is left of a source."""
+    """Data set for supervised fine-tuning. Raises DataError for malformed rows, and for a source without usable rows.
+    """
 
     def __init__(self, sources: Sequence[SourceConfig], cfg: SFTDataConfig, tokenizer: Tokenizer) -> None:
         self.cfg, self.tokenizer = cfg, tokenizer
@@ -32,15 +33,15 @@ class SFTDataset(EncodedRows[SFTSource, Example]):
 
     @property
     def ends(self) -> set[int]:
-        """The tokens that the model learns to stop with."""
+        """End tokens that the model learns to stop with."""
         return {token for source in self.sources for token in source.ends}
 
     def batch(self, step: int, numbers: Sequence[int]) -> Rollout:
-        """These rows as samples, as `batch_of`."""
+        """Returns these rows as samples, as `batch_of`."""
         return self.batch_of(step, [self.rows[number] for number in numbers])
 
     def batch_of(self, step: int, rows: Sequence[Example]) -> Rollout:
-        """Rows, or parts of them, as samples; what is not learnt of a response counts 0."""
+        """Returns rows, or parts of them, as samples; untrained response tokens have weight 0."""
         counts = None
         if any(row.weights is not None for row in rows):
             ones = (np.ones(len(row.ids) - row.prompt, dtype=np.float32) for row in rows)
@@ -55,14 +56,14 @@ class SFTDataset(EncodedRows[SFTSource, Example]):
         )
 
     def batches(self, numbers: Sequence[int], rows_at_once: int) -> Iterator[tuple[list[str | None], Rollout]]:
-        """These rows in parts: what each says of its kind, and the samples."""
+        """Yields these rows in parts: the data source of each row, and the samples."""
         for first in range(0, len(numbers), rows_at_once):
             part = numbers[first : first + rows_at_once]
             yield [self.rows[number].source for number in part], self.batch(0, part)
 
 
 def sft_notes(key: str, data: SFTDataset) -> Iterator[str]:
-    """What was left out or cut, one sentence each. key: that names the sources."""
+    """Yields one sentence for each kind of dropped or truncated rows. key: configuration key of the sources"""
     cfg = data.cfg
     yield from end_notes(key, data.ends, data.tokenizer)
     for source in data.sources:

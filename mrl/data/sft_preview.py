@@ -1,4 +1,4 @@
-"""What a run of supervised fine-tuning learns from, for `mrl data`."""
+"""Preview of a supervised fine-tuning run's data, for `mrl data`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from mrl.data.wrapped import Wrapped
 
 
 def preview_sft(cfg: SFTConfig, samples: int) -> Iterator[str]:
-    """Lines of text: the run's own notes, sources, lengths, the first rows with what is learnt of them. Raises what the
-    run would raise."""
+    """Yields lines of text: the run's own notes, sources, lengths, the first rows with their trained tokens. Raises the
+    errors that the run would raise.
+    """
     rows, cfg = open_sft(cfg)
     yield from rows.notes()
     train, form = rows.train, rows.train.cfg.form
@@ -52,7 +53,7 @@ def preview_sft(cfg: SFTConfig, samples: int) -> Iterator[str]:
 
 
 def _sources(data: SFTDataset, epochs: float | None) -> Iterator[str]:
-    """A line each. epochs: of all sources together, that the run takes; None: of no use here."""
+    """Yields a line for each source. epochs: of all sources together, that the run takes; None for held-out data."""
     head = f"{'epochs':>8}" if epochs is not None else ""
     yield f"  {'share':>6} {'rows':>9} {'left out':>9} {'cut':>9} {'longest':>9} {head}  source"
     for source, share in zip(data.sources, data.mixture.shares.tolist(), strict=True):
@@ -63,7 +64,7 @@ def _sources(data: SFTDataset, epochs: float | None) -> Iterator[str]:
 
 
 def _row(data: SFTDataset, row: Example) -> Iterator[str]:
-    """The row's parts in their order; those that are learnt are named."""
+    """Yields the row's parts in order; trained parts are marked."""
     source = f", {data.cfg.data_source_key} {row.source}" if row.source is not None else ""
     yield f"\n--- {data.where(row)}: {len(row.ids)} tokens{source}{', cut' if row.is_cut else ''}"
     rest = np.ones(len(row.ids) - row.prompt, dtype=np.float32) if row.weights is None else row.weights

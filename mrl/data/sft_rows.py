@@ -1,4 +1,4 @@
-"""Rows to imitate as they are written -> what is tokenised of them."""
+"""Rows of supervised fine-tuning: from the row as written to the texts that are tokenised."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mrl.data.turns import Conversation, Turns
 
 @dataclass(frozen=True)
 class Imitated:
-    """What a row becomes: a prompt with an answer, a conversation, or a text.
+    """Content of a row: a prompt with an answer, a conversation, or a text.
 
-    weight: of each of its tokens; source: what it says of its kind
+    weight: loss weight of each of its tokens; source: the row's data source
     """
 
     weight: float
@@ -31,13 +31,13 @@ class Imitated:
 
 @dataclass(frozen=True)
 class SFTReader:
-    """What a row must be, by `cfg.form`."""
+    """Reader of rows of supervised fine-tuning, by `cfg.form`."""
 
     cfg: SFTDataConfig
     margins = False
 
     def read(self, rows: Rows, i: int, source_name: str | None) -> Row:
-        """The completed row. Raises ValueError, which says why it cannot be used."""
+        """Returns the completed row. Raises ValueError, which says why the row cannot be used."""
         cfg, needed = self.cfg, self.cfg.needed_keys()
         row = named(completed(rows[i], cfg, source_name), cfg.data_source_key)
         for setting, key in needed.items():
@@ -60,8 +60,9 @@ class SFTReader:
         return problem
 
     def dressed(self, row: Row, turns: Turns) -> Imitated:
-        """What is tokenised of a row that `read` gives. Raises ValueError for a conversation that the chat template
-        refuses, or of whose turns it does not tell where they are."""
+        """Returns the texts to tokenise of a row that `read` returned. Raises ValueError for a conversation that the
+        chat template refuses, or whose turns cannot be located.
+        """
         cfg, encoder = self.cfg, turns.encoder
         weight = weight_of(row, cfg.weight_key) if cfg.weight_key is not None else 1.0
         source = row.get(cfg.data_source_key)
@@ -79,14 +80,14 @@ class SFTReader:
 
 
 def _turns(turns: Turns, messages: list[Row], first: int, more: Row) -> Conversation:
-    """first: number of the first message whose turn may be learnt"""
+    """Encodes a conversation. first: number of the first message whose turn may be trained on"""
     weights = [weight_of(message, WEIGHT) for message in messages]
     said = [{key: value for key, value in message.items() if key != WEIGHT} for message in messages]
     return turns.conversation(said, [0.0] * first + weights[first:], more)
 
 
 def weight_of(row: Row, key: str) -> float:
-    """What the row or message counts; 1 where it does not say. Raises ValueError for what is no number from 0 on."""
+    """Returns the weight of a row or message; 1 if it has none. Raises ValueError unless it is a finite number >= 0."""
     value = row.get(key)
     if value is None:
         return 1.0
@@ -96,7 +97,9 @@ def weight_of(row: Row, key: str) -> float:
 
 
 def encoded(encoder: Encoder, rows: list[Imitated]) -> list[tuple[list[int] | None, list[int]]]:
-    """(prompt, all that follows it) of each, with EOS where mrl puts one; a conversation's or text's prompt is None."""
+    """Returns (prompt, all that follows it) of each row, with EOS where mrl adds one; the prompt of a conversation or
+    text is None.
+    """
     prompts = iter(encoder.ids([row.prompt for row in rows if row.prompt is not None]))
     answers = iter(encoder.answers([row.answer for row in rows if row.answer is not None]))
     texts = iter(encoder.tokenizer.encode_prompts([row.text.text for row in rows if row.text is not None]))

@@ -1,4 +1,4 @@
-"""The usable rows of one source to imitate, tokenised."""
+"""Usable rows of one source for supervised fine-tuning, tokenised."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from mrl.data.turns import Turns
 
 @dataclass(frozen=True)
 class Example:
-    """One usable row. index: its row number; ids int32: all its tokens; prompt: how many come before the first one that
-    may be learnt; weights float32 [len(ids) - prompt]: what each of the others counts, None: 1; is_cut: it lacks its
-    end; is_headless: it is a piece that lacks its row's beginning."""
+    """One usable row.
+
+    index: its row number; ids int32: all its tokens; prompt: number of tokens before the first trainable one; weights
+    float32 [len(ids) - prompt]: loss weight of the other tokens, None: 1; is_cut: it lacks its end; is_headless: it is
+    a piece that lacks its row's beginning
+    """
 
     index: int
     ids: np.ndarray
@@ -31,19 +34,18 @@ class Example:
 
     @property
     def learnt(self) -> int:
-        """How many of its tokens count."""
+        """Number of trained tokens."""
         return len(self.ids) - self.prompt if self.weights is None else int((self.weights > 0).sum())
 
 
 class SFTSource(EncodedSource[Example]):
-    """What is left out or cut is counted in rows:
+    """Rows of one source. Dropped and truncated rows are counted:
 
-    long_prompt: left out, their prompt is over `data.max_prompt_tokens` or fills `data.max_tokens`
-    unlearnt: left out, none of their tokens counts, if only after the cut
+    long_prompt: dropped, their prompt is over `data.max_prompt_tokens` or fills `data.max_tokens`
+    unlearnt: dropped, no token is trained, if only after the cut
     cut_prompt, cut: kept with a shorter prompt, or without their end
-    longest: tokens of the longest row, before that
-    ends: the tokens that the model learns to stop with
-
+    longest: tokens of the longest row, before truncation
+    ends: end tokens that the model learns to stop with
     Raises DataError that names every malformed row.
     """
 
@@ -75,7 +77,7 @@ class SFTSource(EncodedSource[Example]):
         return self._reader.dressed(row, self._turns)
 
     def _example(self, i: int, row: Imitated, prompt: list[int] | None, rest: list[int]) -> Example | None:
-        """None for a row that is left out, or cannot be used."""
+        """Returns the example; None for a row that is dropped or unusable."""
         self.longest = max(self.longest, len(prompt or ()) + len(rest))
         kept = self._fitting(i, prompt) if prompt is not None else []
         if kept is None:
@@ -98,7 +100,7 @@ class SFTSource(EncodedSource[Example]):
         return Example(self.first_index + i, ids[:limit], first, weights, row.source, is_cut)
 
     def _counts(self, row: Imitated, prompt: int, total: int) -> np.ndarray:
-        """[total] float32: what each token counts."""
+        """Returns the loss weight of each token, [total] float32."""
         if not self._cfg.completion_only or row.text is not None:
             return np.full(total, row.weight, dtype=np.float32)
         counts = np.zeros(total, dtype=np.float32)
@@ -110,7 +112,7 @@ class SFTSource(EncodedSource[Example]):
         return counts
 
     def _fitting(self, i: int, prompt: list[int]) -> list[int] | None:
-        """The prompt within `data.max_prompt_tokens`; None for a row that is left out, or cannot be used."""
+        """Returns the prompt within `data.max_prompt_tokens`; None for a row that is dropped or unusable."""
         cfg, problem = self._cfg, None
         if not prompt:
             problem = "the prompt has no tokens"

@@ -1,4 +1,4 @@
-"""The usable rows of one source, tokenised."""
+"""Usable prompts of one source, tokenised."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ BATCH_ROWS = 1024  # tokenised at once
 
 
 class PromptSource(OpenSource):
-    """Token ids are kept in one array; rows stay where they are and are read again for the prompts of a step.
+    """Prompts of one source. Token ids are kept in one array; rows are read again from disk for the prompts of a step.
 
-    first_index: of its row 0 in the data set
-    dropped, cut: prompts over `data.max_prompt_tokens` that were left out, or cut
-    longest: tokens of the longest prompt, before that
+    first_index: index of its row 0 in the data set
+    dropped, cut: prompts over `data.max_prompt_tokens` that were dropped, or truncated
+    longest: tokens of the longest prompt, before truncation
     as_text, as_control: for each row with control tokens, the first one's name; see `Encoder.dressed`
-
     Raises DataError that names every malformed row.
     """
 
@@ -41,7 +40,7 @@ class PromptSource(OpenSource):
         self.as_text: list[str] = []
         self.as_control: list[str] = []
         self._encoder, self._reader = encoder, reader
-        self._grids: dict[int, tuple[Grid, ...]] = {}  # by row, of those with pictures
+        self._grids: dict[int, tuple[Grid, ...]] = {}  # by row, of rows with images
         self._problems: list[tuple[str, str]] = []
         kept: list[int] = []
         tokens: list[np.ndarray] = []
@@ -64,16 +63,16 @@ class PromptSource(OpenSource):
 
     @property
     def grids(self) -> list[Grid]:
-        """Of the pictures of the usable prompts."""
+        """Patch grids of the images of the usable prompts."""
         return [grid for i in self._kept.tolist() for grid in self._grids.get(i, ())]
 
     @property
     def token_counts(self) -> np.ndarray:
-        """[P] of the usable prompts."""
+        """Token counts of the usable prompts, [P]."""
         return np.diff(self._ends, prepend=0)
 
     def prompt(self, place: int) -> Prompt:
-        """The usable prompt at `place`, with its row read again."""
+        """Returns the usable prompt at `place`, with its row read again."""
         i, end, eyes = int(self._kept[place]), int(self._ends[place]), self._encoder.eyes
         ids = self._tokens[self._ends[place - 1] if place else 0 : end].tolist()
         row = self._reader.complete(self.rows[i], self.source.name)
@@ -84,7 +83,7 @@ class PromptSource(OpenSource):
         return prompt if eyes is None else self._with_pictures(prompt, i, eyes)
 
     def _with_pictures(self, prompt: Prompt, i: int, eyes: Eyes) -> Prompt:
-        """Raises DataError for pictures that cannot be decoded, or have changed."""
+        """Adds the images. Raises DataError for images that cannot be decoded, or have changed."""
         try:
             found = eyes.pictures(self.rows[i], self.root)
         except ValueError as error:
@@ -99,7 +98,7 @@ class PromptSource(OpenSource):
         )
 
     def _encoded(self) -> Iterator[tuple[int, list[int]]]:
-        """(row, ids) of the usable rows; what is wrong with others goes to `_problems`."""
+        """Yields (row, ids) of the usable rows; errors of other rows go to `_problems`."""
         for start in range(0, len(self.rows), BATCH_ROWS):
             prompts = dict(self._prompts(range(start, min(start + BATCH_ROWS, len(self.rows)))))
             for i, ids in zip(prompts, self._encoder.ids(list(prompts.values())), strict=True):
@@ -117,13 +116,13 @@ class PromptSource(OpenSource):
                 if self._encoder.eyes is not None and (grids := self._encoder.eyes.grids(self.rows[i], self.root)):
                     self._grids[i] = grids
                 yield i, self._encoder.dressed(row, self._reader.require_answer)
-            except TokenizerError as error:  # so would every other row
+            except TokenizerError as error:  # every other row would fail alike
                 raise TokenizerError(f"{self.rows.where(i)}: {error}") from None
             except ValueError as error:
                 self._problems.append((self.rows.where(i), str(error)))
 
     def _fit(self, i: int, ids: list[int]) -> list[int] | None:
-        """The ids within `data.max_prompt_tokens`; None for a prompt that is left out."""
+        """Returns the ids within `data.max_prompt_tokens`; None for a prompt that is dropped."""
         cfg, eyes, problem = self._encoder.cfg, self._encoder.eyes, None
         if eyes is not None:
             try:

@@ -1,4 +1,4 @@
-"""Rows where they lie: JSON lines, a JSON list, parquet, a directory of the `datasets` library.
+"""Rows on disk: JSON lines, a JSON list, parquet, a directory of the `datasets` library.
 
 JSON is read without that library: its tables give every row the keys and types of all rows, and its errors name no
 line. Here a row reaches the reward function as it was written. Parquet and directories are tables already; the library
@@ -18,23 +18,22 @@ from mrl.data.errors import DataError
 
 
 class Rows(Protocol):
-    """`rows[i]` raises ValueError, which says why, for what is no row."""
+    """Rows of a source. `rows[i]` raises ValueError, which says why, for an invalid row."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int) -> dict[str, Any]: ...
 
     def where(self, i: int) -> str:
-        """File and row, for messages."""
+        """Returns file and row, for messages."""
         ...
 
 
 class OpenSource:
-    """One source of a data set: its rows, as they are on the disk.
+    """One source of a data set: its rows on disk.
 
-    first_index: of its first row in the data set
-    unused: in how many rows a column has no effect, by (column, why), as `columns.unused` says
-
+    first_index: index of its first row in the data set
+    unused: number of rows in which a column has no effect, by (column, why) as in `columns.unused`
     Raises DataError for a path that holds no data of a known kind.
     """
 
@@ -50,18 +49,19 @@ class OpenSource:
         return self.source.path if self.source.split is None else f"{self.source.path}[{self.source.split}]"
 
     def where(self, index: int) -> str:
-        """File and row of a row's index in the data set."""
+        """Returns file and row for a row's index in the data set."""
         return self.rows.where(index - self.first_index)
 
 
 def root_of(source: SourceConfig) -> Path:
-    """Below which its rows may name files."""
+    """Returns the directory below which the source's rows may name files."""
     path = Path(source.path)
     return path if path.is_dir() else path.parent
 
 
 def open_rows(source: SourceConfig, most_bytes: int | None = None) -> Rows:
-    """With `most_bytes` no more of a JSON file than that: its first rows, or none of a list in a longer file.
+    """Opens the rows of a source. With `most_bytes`, reads no more of a JSON file than that: the first rows of JSON
+    lines, or none of a JSON list in a longer file.
 
     Raises DataError for a path that holds no data of a known kind.
     """
@@ -82,7 +82,7 @@ def open_rows(source: SourceConfig, most_bytes: int | None = None) -> Rows:
 
 
 class JsonLines:
-    """One object a line, kept as text: parsed rows take several times the memory. Blank lines are no rows."""
+    """One object a line, kept as text: parsed rows take several times the memory. Blank lines are not rows."""
 
     def __init__(self, path: Path, most_bytes: int | None = None) -> None:
         self._path = path
@@ -104,7 +104,7 @@ class JsonLines:
 
 
 class Table:
-    """The rows of a list, or of a `datasets.Dataset`; counted from 0."""
+    """Rows of a list, or of a `datasets.Dataset`, counted from 0."""
 
     def __init__(self, name: str, rows: Sequence[Any]) -> None:
         self._name, self._rows = name, rows
@@ -161,7 +161,8 @@ def _load_dataset(kind_or_path: str, **options: Any) -> Any:
 
 
 def _undecoded(rows: Any) -> Any:
-    """Pictures as {"bytes", "path"}, which the library would otherwise decode at every look at a row."""
+    """Returns rows with images as {"bytes", "path"}: the library would otherwise decode them at every access to a row.
+    """
     import datasets
 
     def raw(feature: Any) -> Any:
@@ -176,7 +177,7 @@ def _undecoded(rows: Any) -> Any:
 
 
 def _quietly(load: Any, path: str, **options: Any) -> Any:
-    """The library's own errors under the name of what was to be read; no progress bars."""
+    """Loads without progress bars; the library's errors are raised as DataError with the name of the data."""
     import datasets
 
     datasets.disable_progress_bars()

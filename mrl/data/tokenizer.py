@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face directory, with every correction said aloud."""
+"""Tokenizer of a Hugging Face directory. Every correction is reported in `Tokenizer.notes`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 _MARK = "ANSWER"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-CLOCK = "strftime_now"  # what a chat template calls for today's date
-TODAY = datetime(2024, 7, 26)  # on every day: a run that goes on, and every rank, has the same prompts
+CLOCK = "strftime_now"  # function of chat templates that returns today's date
+TODAY = datetime(2024, 7, 26)  # fixed date: a resumed run, and every rank, gets the same prompts
 TEMPLATE_S = 5.0  # of processor time, for one conversation
 TEMPLATE_BYTES = 1 << 30  # of memory, for one conversation
 MAX_TEXT_BYTES = 64 << 20
@@ -38,7 +38,7 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer:
-    """What the trainer needs of a tokenizer. `notes` lists the corrections made at loading, for the log."""
+    """Tokenizer of the trainer. `notes` lists the corrections made at loading, for the log."""
 
     def __init__(self, hf: PreTrainedTokenizerBase, notes: list[str]) -> None:
         self.hf = hf
@@ -48,8 +48,9 @@ class Tokenizer:
         self.control = ControlTokens(hf)
 
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
-        """Raw text -> ids, with the tokenizer's own leading special tokens (BOS), unless the text begins with them, and
-        without its trailing ones."""
+        """Returns the ids of raw text, with the tokenizer's own leading special tokens (BOS), unless the text begins
+        with them, and without its trailing ones.
+        """
         lead = self._lead
         encoded = self.encode_plain(texts)
         return [ids if ids[: len(lead)] == lead else [*lead, *ids] for ids in encoded]
@@ -62,20 +63,20 @@ class Tokenizer:
         return special[: next(places, 0)]
 
     def encode_plain(self, texts: list[str]) -> list[list[int]]:
-        """Text -> ids without any special token: answers, and text that a chat template has already dressed."""
+        """Returns ids without any special token added: for answers, and for text that a chat template has rendered."""
         return self._ids(texts, special=False)
 
     def ended(self, ids: list[int]) -> list[int]:
-        """The ids with EOS at their end, once."""
+        """Returns the ids with one EOS at their end."""
         return ids if ids[-1:] == [self.eos_id] else [*ids, self.eos_id]
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """The text, without special tokens unless asked for."""
+        """Returns the text, without special tokens unless `special`."""
         text: str = self.hf.decode(list(ids), skip_special_tokens=not special)
         return text
 
     def decode_all(self, responses: Sequence[Ids]) -> list[str]:
-        """The text of each, as `decode` gives it; of many at once on all cores, where the tokenizer can do that."""
+        """Returns the text of each response, as `decode` does; uses all cores if the tokenizer supports it."""
         from transformers import PreTrainedTokenizerFast
 
         lists = [np.asarray(ids).tolist() for ids in responses]
@@ -90,25 +91,27 @@ class Tokenizer:
         return bool(self.hf.chat_template)
 
     def dress(self, messages: list[dict[str, Any]], **more: Any) -> str:
-        """A conversation through the chat template, up to where the assistant's next answer begins. more: what else the
-        template is told, such as `tools`.
+        """Renders a conversation with the chat template, up to the start of the assistant's next answer. more: further
+        variables of the template, such as `tools`.
 
-        Raises ValueError for a conversation that it refuses or cannot compute, TokenizerError if it does not end.
+        Raises ValueError for a conversation that the template refuses or fails on, TokenizerError if the template does
+        not terminate.
         """
         return self._dress(messages, add_generation_prompt=True, **more)
 
     def dress_whole(self, messages: list[dict[str, Any]], **more: Any) -> str:
-        """A conversation with the assistant's last answer, which ends as the template ends a turn. Raises as
-        `dress`."""
+        """Renders a conversation up to the assistant's last answer, which ends as the template ends a turn. Raises as
+        `dress`.
+        """
         return self._dress(messages, add_generation_prompt=False, **more)
 
     @property
     def marks_turns(self) -> bool:
-        """Whether the chat template says which parts of a conversation the assistant generates."""
+        """True if the chat template marks the parts of a conversation that the assistant generates."""
         return bool(_GENERATION.search(str(self.hf.chat_template)))
 
     def dress_marked(self, messages: list[dict[str, Any]], **more: Any) -> tuple[str, list[tuple[int, int]]]:
-        """`dress_whole`, and from which character to which the parts go that the template marks. Raises as `dress`."""
+        """Returns `dress_whole`, and the character spans [begin, end) that the template marks. Raises as `dress`."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self.hf.get_chat_template()
@@ -127,12 +130,11 @@ class Tokenizer:
         return self._refusing(render)
 
     def encode_marked(self, hidden: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of a conversation, and which of them lie in the spans of its characters; one that lies over the first
-        character of a span is in it.
+        """Returns the ids of a conversation, and the token spans of its character spans. A token that lies over the
+        first character of a span is part of the span.
 
-        hidden: the text with control tokens in its messages as `ControlTokens.hidden` has them
-
-        Raises ValueError where this tokenizer cannot tell which characters a token is of.
+        hidden: the text with control tokens in its messages as `ControlTokens.hidden` returns them
+        Raises ValueError if this tokenizer has no character offsets of its tokens.
         """
         found = self.control.encode_marked(hidden, [place for span in spans for place in span])
         if found is None:
@@ -145,7 +147,7 @@ class Tokenizer:
         return ids, list(zip(first.tolist(), after.tolist(), strict=True))
 
     def turn_notes(self) -> list[str]:
-        """What to know where the chat template ends the assistant's turns with another special token than EOS."""
+        """Returns a note if the chat template ends the assistant's turns with a special token other than EOS."""
         ids = self._after_a_turn()
         if not ids or ids[0] == self.eos_id or ids[0] not in self.hf.all_special_ids:
             return []
@@ -157,11 +159,11 @@ class Tokenizer:
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """Tokens that may end a turn: EOS, and all that the vocabulary was extended by."""
+        """Tokens that may end a turn: EOS, and all added tokens of the vocabulary."""
         return frozenset({self.eos_id, *self.hf.added_tokens_decoder})
 
     def end_of(self, ids: Sequence[int]) -> int | None:
-        """The token that ends a turn, with nothing but white space behind it; None if there is none."""
+        """Returns the token that ends a turn, followed by white space at most; None if there is none."""
         place = next((i for i in reversed(range(len(ids))) if ids[i] in self.ends), None)
         if place is None or self.decode(ids[place + 1 :], special=True).strip():
             return None
@@ -169,16 +171,18 @@ class Tokenizer:
 
     @cached_property
     def next_turn(self) -> int | None:
-        """The token that begins the user's next turn, of a chat template that ends the assistant's turns with nothing
-        else, as GLM's does; None for other templates."""
+        """Token that begins the user's next turn, in a chat template that ends the assistant's turns with nothing else,
+        as GLM's does; None for other templates.
+        """
         if not self.has_chat_template or self._after_a_turn():
             return None
         ids = self._after_a_turn({"role": "user", "content": "x"})
         return ids[0] if ids and ids[0] in self.ends else None
 
     def _after_a_turn(self, *more: dict[str, Any]) -> list[int]:
-        """Ids of what the chat template writes after the assistant's words; none if it has its own rules of what a
-        conversation is."""
+        """Returns the ids that the chat template writes after the assistant's words; none if the template refuses the
+        probe conversation.
+        """
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
         try:
             text = self.dress_whole([*messages, *more])
@@ -202,14 +206,14 @@ class Tokenizer:
         return text
 
     def _refusing(self, render: Callable[[], T]) -> T:
-        """What `render` makes with the chat template, within its bounds."""
+        """Runs `render`, which applies the chat template, within time and memory limits."""
         try:
             with bounded(TEMPLATE_S, TEMPLATE_BYTES):
                 return render()
         except TimeoutError:
             where = f"the chat template of {self.hf.name_or_path}"
             raise TokenizerError(f"{where} has not ended after {TEMPLATE_S:g} s of one conversation") from None
-        except Exception as error:  # a program from outside: whatever it likes
+        except Exception as error:  # foreign code can raise anything
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             what = printable(shortened(f"{kind}{error}", most=300))
             raise ValueError(f"the chat template refuses it: {what}") from error
@@ -224,12 +228,14 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path, eos_token: str | None = None, chat_template: str | None = None) -> Tokenizer:
-    """Load from local files only, and make sure that there is an EOS and a PAD token.
+    """Loads from local files only, and makes sure that there are an EOS and a PAD token.
 
     `eos_token`, and `chat_template`, a file, take the place of the tokenizer's own. A missing EOS is taken from the
-    model's config.json, a missing PAD becomes the EOS. Every correction is in `Tokenizer.notes`. Raises TokenizerError
-    if there are no tokenizer files, no EOS anywhere, if `eos_token` is no token of the vocabulary, or if the model
-    (config.json) has no embedding for some tokens. Code that comes with a tokenizer is never run.
+    model's config.json; a missing PAD becomes the EOS. Every correction is in `Tokenizer.notes`. Code that comes with a
+    tokenizer is never run.
+
+    Raises TokenizerError if there are no tokenizer files, no EOS anywhere, if `eos_token` is not in the vocabulary, or
+    if the model (config.json) has no embedding for some tokens.
     """
     from transformers import AutoTokenizer
 
@@ -238,7 +244,7 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None, chat_template
         raise TokenizerError(problem)
     try:
         hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the libraries read foreign files, and raise whatever comes of it
+    except Exception as error:  # the libraries can raise anything on foreign files
         reason = " ".join(str(error).split())[:300]
         raise TokenizerError(
             f"{path}: no tokenizer could be loaded; expected tokenizer.json or the model's own files ({reason})"
@@ -277,7 +283,7 @@ def _template(file: Path) -> str:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The model's config.json; empty if there is none."""
+    """Returns the model's config.json; an empty dict if there is none."""
     try:
         check_links(path)
         content = read_json(path / "config.json")

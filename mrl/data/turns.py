@@ -1,8 +1,9 @@
-"""Which tokens of a conversation the assistant says, up to the token that ends each of its turns.
+"""Tokens of a conversation that the assistant generates, up to the token that ends each of its turns.
 
-A chat template may mark them ({% generation %} ... {% endgeneration %}). Otherwise they are what the renderings of the
-conversation's beginnings differ in, if each of these is the beginning of the next: a template that shows earlier turns
-otherwise once there are later ones (Qwen3 drops their thinking) can be learnt from in its last turn only.
+A chat template may mark them ({% generation %} ... {% endgeneration %}). Otherwise they are the differences between
+renderings of growing prefixes of the conversation, if each rendering begins with the previous one. A template that
+renders earlier turns differently once there are later ones (Qwen3 drops their thinking) allows training on the last
+turn only.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LAST_ONLY = "data.train_on: last takes the last one alone"
 
 @dataclass(frozen=True)
 class Conversation:
-    """ids of its tokens; spans: of the assistant's turns, as places among them; weights: what their tokens count.
+    """Token ids of a conversation; spans: token spans of the assistant's turns; weights: loss weight of each span.
 
     as_text, as_control: as in `Dressed`
     """
@@ -34,14 +35,20 @@ class Conversation:
 
 
 class Turns:
-    """The turns of conversations, as the data section asks for them."""
+    """Turns of conversations that the data section selects for training."""
 
     def __init__(self, encoder: Encoder, cfg: SFTDataConfig) -> None:
         self.encoder, self._cfg, self._tokenizer = encoder, cfg, encoder.tokenizer
 
     def conversation(self, messages: list[Row], weights: Sequence[float], more: Row) -> Conversation:
-        """weights: of each message; 0: not learnt; more: what else the chat template is told. Raises ValueError for one
-        that the chat template refuses, or whose turns cannot be told."""
+        """Encodes a conversation.
+
+        Args:
+            weights: of each message; 0: not trained.
+            more: further variables of the chat template.
+
+        Raises ValueError for a conversation that the chat template refuses, or whose turns cannot be located.
+        """
         messages = messages_of(messages)
         control = self._tokenizer.control
         name = control.first_in([messages, more])
@@ -60,13 +67,13 @@ class Turns:
         return Conversation(ids, ended, [weights[i] for i in learnt], as_text=name)
 
     def _learnt(self, messages: list[Row], weights: Sequence[float]) -> list[int]:
-        """Numbers of the messages whose turns are learnt."""
+        """Returns the numbers of the messages whose turns are trained."""
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         last = turns[-1:] if self._cfg.train_on == "last" else turns
         return [i for i in last if weights[i] > 0]
 
     def _spans(self, messages: list[Row], text: str, learnt: list[int], more: Row) -> list[Span]:
-        """Of characters of the whole text, of these messages."""
+        """Returns character spans of these messages in the whole text."""
         if not self._tokenizer.marks_turns:
             return [self._difference(messages, text, i, more) for i in learnt]
         for i in learnt:
@@ -79,22 +86,23 @@ class Turns:
         return [spans[turns.index(i)] for i in learnt]
 
     def _difference(self, messages: list[Row], text: str, i: int, more: Row) -> Span:
-        """What message i adds to the conversation before it, of a template without marks."""
+        """Returns the span that message i adds to the conversation before it, for a template without marks."""
         before, after = self._tokenizer.dress(messages[:i], **more), self._after(messages, text, i, more)
         if not text.startswith(before) or len(before) > after:
             raise ValueError("the chat template shows a turn otherwise than where the assistant is asked for it")
         return len(before), after
 
     def _after(self, messages: list[Row], text: str, i: int, more: Row) -> int:
-        """Characters of the whole text that are of message i and those before it."""
+        """Returns the number of characters of the whole text up to the end of message i."""
         beginning = self._tokenizer.dress_whole(messages[: i + 1], **more)
         if not text.startswith(beginning):
             raise ValueError(f"the chat template shows earlier turns otherwise once there are later ones: {LAST_ONLY}")
         return len(beginning)
 
     def _ended(self, ids: list[int], span: Span) -> Span:
-        """Up to the token that ends the turn: without it, the model would never learn to stop. A template such as GLM's
-        ends a turn with the token that begins the next one, which is added to the last turn."""
+        """Cuts the span after the token that ends the turn: without that token, the model would never learn to stop. A
+        template such as GLM's ends a turn with the token that begins the next one, which is added to the last turn.
+        """
         first, after = span
         if not self._tokenizer.marks_turns and (follows := self._tokenizer.next_turn) is not None:
             if after == len(ids):

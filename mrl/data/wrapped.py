@@ -1,8 +1,8 @@
 """Texts joined and cut into rows of one length, for continued pre-training: TRL's ConstantLengthDataset as a function
 of (seed, epoch), so that there is no state to save.
 
-An epoch's texts fill buffers of at least seq_length * num_of_sequences tokens, the last one with what there is. Each is
-cut every seq_length tokens, its rest is dropped, and its rows are shuffled.
+An epoch's texts fill buffers of at least seq_length * num_of_sequences tokens; the last buffer may be shorter. Each
+buffer is cut every seq_length tokens, its rest is dropped, and its rows are shuffled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from mrl.data.sft import SFTDataset
 
 @dataclass(frozen=True)
 class _Epoch:
-    """texts [D]: numbers in their order; ends [D]: where each ends when all are joined; starts [n]: of the rows."""
+    """One epoch. texts [D]: text numbers in order; ends [D]: end of each text when all are joined; starts [n]: of the
+    rows.
+    """
 
     texts: np.ndarray
     ends: np.ndarray
@@ -29,7 +31,7 @@ class _Epoch:
 
 
 class Wrapped:
-    """The rows made of a data set's texts. Raises DataError if they do not fill one."""
+    """Rows of a data set's joined texts. Raises DataError if the texts do not fill one row."""
 
     def __init__(self, data: SFTDataset, cfg: PackingConfig, seed: int) -> None:
         self._data, self._cfg, self._seed = data, cfg, seed
@@ -43,20 +45,20 @@ class Wrapped:
             raise DataError(f"data.train: {has}, do not fill one row of packing.seq_length={cfg.seq_length}")
 
     def __len__(self) -> int:
-        """Rows of the first epoch; others may have a few more or less."""
+        """Returns the number of rows of the first epoch; other epochs may have a few more or less."""
         return len(self._epoch(0).starts)
 
     def batch(self, step: int, n: int) -> Rollout:
-        """The n rows of step `step` (from 0): all is learnt of them but the first token."""
+        """Returns the n rows of step `step` (from 0): every token but the first is trained."""
         rows = [self.row(number) for number in range(step * n, (step + 1) * n)]
         return Rollout.of(step, [row[:1] for row in rows], [row[1:] for row in rows])
 
     def notes(self) -> Iterator[str]:
-        """What the run learns from, in a sentence."""
+        """Yields a sentence on the training rows."""
         yield f"data.train: its texts make {len(self)} rows of {self._cfg.seq_length} tokens an epoch"
 
     def require(self, rows: int) -> None:
-        """Raises DataError if the texts come once, and are fewer than so many rows."""
+        """Raises DataError if the texts are not repeated and have fewer than `rows` rows."""
         if not self._cfg.infinite and rows > len(self):
             raise DataError(
                 f"data.train: {len(self)} rows of packing.seq_length={self._cfg.seq_length} tokens, and the run takes "
@@ -64,7 +66,7 @@ class Wrapped:
             )
 
     def row(self, number: int) -> np.ndarray:
-        """[seq_length] int32: the row of that number in the run, from 0."""
+        """Returns row `number` of the run, from 0: [seq_length] int32."""
         while self._before[-1] <= number:
             self._before.append(self._before[-1] + len(self._epoch(len(self._before) - 1).starts))
         at = int(np.searchsorted(self._before, number, side="right")) - 1
