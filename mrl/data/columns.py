@@ -90,7 +90,8 @@ def _weighs_messages(value: Any) -> bool:
 
 
 def unused_notes(place: str, counts: dict[tuple[str, str], int]) -> Iterator[str]:
-    """Yields one sentence a column. place: name of the rows; counts: number of rows by the pairs that `unused` yields.
+    """Yields one sentence a column. place: name of the rows; counts: number of rows by the pairs that `unused`
+    yields.
     """
     for (column, why), count in sorted(counts.items()):
         yield f"{place}: {count} rows have {column!r}, which has no effect: {why}"

@@ -72,7 +72,8 @@ class ControlTokens:
     def encode_marked(
         self, hidden: str, places: Sequence[int]
     ) -> tuple[list[int], list[tuple[int, int]], list[int]] | None:
-        """Returns `encode`'s ids, the characters [begin, end) of each id, and `places` in the same count of characters.
+        """Returns `encode`'s ids, the characters [begin, end) of each id, and `places` in the same count of
+        characters.
         """
         if not self._hf.is_fast or self.reserved_in(self.shown(hidden)):
             return None

@@ -16,7 +16,8 @@ SPELLED = "<|vision_start|><|image_pad|><|vision_end|>"  # an image in a prompt 
 
 
 def load_eyes(path: str | Path, cfg: DataConfig) -> Eyes | None:
-    """Returns the image processor of the model at `path`; None for a text-only model. Raises DataError as `Eyes` does.
+    """Returns the image processor of the model at `path`; None for a text-only model. Raises DataError as `Eyes`
+    does.
     """
     vision = load_arch(path).vision
     if vision is None:

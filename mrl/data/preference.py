@@ -134,7 +134,8 @@ def mismatched(batch: Rollout, most_tokens: int) -> Rollout:
 
 
 def _next_other(whose: Sequence[int], i: int) -> int:
-    """Returns the next place after i, wrapping around, whose number differs from i's; the next one if all are the same.
+    """Returns the next place after i, wrapping around, whose number differs from i's; the next one if all are the
+    same.
     """
     places = [*range(i + 1, len(whose)), *range(i)]
     return next((j for j in places if whose[j] != whose[i]), places[0] if places else i)

@@ -25,7 +25,8 @@ class Given:
 
 
 def given(row: Row, cfg: PreferenceDataConfig, form: Form) -> Given:
-    """Returns the responses of a row that has the required keys. Raises ValueError, which says why they are unusable.
+    """Returns the responses of a row that has the required keys. Raises ValueError, which says why they are
+    unusable.
     """
     needed = cfg.needed(form, present(row), margins=False)
     if "score_key" in needed:

@@ -80,7 +80,8 @@ def completed(row: Row, cfg: DataConfig, source_name: str | None) -> Row:
 
 
 def named(row: Row, key: str) -> Row:
-    """Returns the row with its data source, under `key`, as text. Raises ValueError if it is neither text nor a number.
+    """Returns the row with its data source, under `key`, as text. Raises ValueError if it is neither text nor a
+    number.
     """
     kind = row.get(key)
     if kind is None or isinstance(kind, str):

@@ -18,7 +18,8 @@ from mrl.data.tokenizer import Tokenizer
 
 
 class SFTDataset(EncodedRows[SFTSource, Example]):
-    """Data set for supervised fine-tuning. Raises DataError for malformed rows, and for a source without usable rows.
+    """Data set for supervised fine-tuning. Raises DataError for malformed rows, and for a source without usable
+    rows.
     """
 
     def __init__(self, sources: Sequence[SourceConfig], cfg: SFTDataConfig, tokenizer: Tokenizer) -> None:

@@ -161,7 +161,8 @@ def _load_dataset(kind_or_path: str, **options: Any) -> Any:
 
 
 def _undecoded(rows: Any) -> Any:
-    """Returns rows with images as {"bytes", "path"}: the library would otherwise decode them at every access to a row.
+    """Returns rows with images as {"bytes", "path"}: the library would otherwise decode them at every access to a
+    row.
     """
     import datasets
 
