@@ -1,4 +1,4 @@
-"""How ranks that read, write and send weights stay together: nobody goes on unless everybody can."""
+"""Collective error checks of ranks that read, write and send weights: no rank continues unless all ranks can."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ MAX_LISTED = 40
 
 
 class WeightAgreement(Agreement[list[str]]):
-    """Raises WeightError with a list of what is wrong. What several ranks report in the same words is listed once, with
-    the first rank that saw it."""
+    """Collective check that raises WeightError with a list of problems. A problem that several ranks report in the same
+    words is listed once, with the first rank that saw it.
+    """
 
     def report(self, error: BaseException) -> list[str]:
         return [_reason(error, OSError, RuntimeError, ValueError)]
@@ -41,11 +42,10 @@ Report = tuple[str, bool]  # the reason, and whether it is a mismatch
 
 
 class SyncAgreement(Agreement[Report]):
-    """Raises SyncError, which says what was attempted and each rank's reason; SyncMismatch if one of them raised that.
+    """Collective check that raises SyncError, which says what was attempted and each rank's reason; SyncMismatch if one
+    rank raised that. Uses a CPU group of its own: construction is collective.
 
-    On a CPU group of its own: construction is collective.
-
-    timeout_s: longest wait for the slowest rank; a rank that died is noticed at once.
+    timeout_s: longest wait for the slowest rank; a dead rank is noticed at once.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -66,6 +66,6 @@ class SyncAgreement(Agreement[Report]):
 
 
 def _reason(error: BaseException, *plain: type[BaseException]) -> str:
-    """Its message; with its type, unless it is one of `plain` or of this program and says something."""
+    """Returns the error's message, prefixed with its type unless that is one of `plain` or defined in mrl."""
     known = isinstance(error, plain) or type(error).__module__.startswith("mrl.")
     return str(error) if known and str(error) else f"{type(error).__name__}: {error}"

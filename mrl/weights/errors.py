@@ -1,4 +1,4 @@
-"""Errors of the weight room."""
+"""Errors of the weights package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class WeightError(RuntimeError):
 
 
 class SyncError(WeightError):
-    """A push of weights failed. The engines' weights are undefined until a push succeeds."""
+    """A weight sync failed. The engines' weights are undefined until a weight sync succeeds."""
 
 
 class SyncMismatch(SyncError):

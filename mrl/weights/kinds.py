@@ -1,16 +1,16 @@
-"""The six ways in which Hugging Face tensors and a Megatron parameter correspond: the kinds of a weight table's row.
+"""The six correspondences between Hugging Face tensors and a Megatron parameter: the kinds of a weight table's row.
 
-Every kind is a pair of pure functions: `to_megatron` cuts one tensor-parallel rank's shard straight out of the Hugging
-Face tensors (touching no more of them than it needs), `to_hf` takes the shards of all ranks and gives the Hugging Face
-tensors back, bit for bit.
+Every kind is a pair of pure functions. `to_megatron` reads one tensor-parallel rank's shard directly from the Hugging
+Face tensors (touching no more of them than it needs). `to_hf` takes the shards of all ranks and returns the Hugging
+Face tensors, bit for bit.
 
 kind         Hugging Face                  Megatron
-copy         one tensor                    the same, cut along `tp_dim` (not at all if None)
-vocab        [vocab, h]                    rows cut, zero rows appended up to the padded vocabulary
-qkv          q, k, v projections           a query group after the other: its query heads, its key and its value head
+copy         one tensor                    the same, sharded along `tp_dim` (not at all if None)
+vocab        [vocab, h]                    rows sharded, zero rows appended up to the padded vocabulary
+qkv          q, k, v projections           one query group after the other: query heads, key and value head of each
 gate_up      gate, up projections          a rank holds its part of gate, then its part of up
-interleaved  columns of gate, up in turns  rows of gate, then those of up, not cut (a vector: its numbers)
-transposed   columns                       rows, not cut
+interleaved  columns alternate gate, up    rows of gate, then those of up, not sharded (a vector: its numbers)
+transposed   columns                       rows, not sharded
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from mrl.families import ModelArch
 from mrl.families.rows import Kind, Row
 
-TURNED: tuple[Kind, ...] = ("interleaved", "transposed")  # whose rows are columns on the other side
+TURNED: tuple[Kind, ...] = ("interleaved", "transposed")  # kinds whose rows are columns on the other side
 
 
 class Sliceable(Protocol):
@@ -41,10 +41,10 @@ class Sliceable(Protocol):
 def to_megatron(
     row: Row, sources: Sequence[Sliceable], arch: ModelArch, tp: int = 1, tp_rank: int = 0, padded_vocab: int = 0
 ) -> Tensor:
-    """The shard of rank `tp_rank` of `tp`, in the dtype of `sources`.
+    """Returns the shard of rank `tp_rank` of `tp`, in the dtype of `sources`.
 
-    `padded_vocab` is the Megatron vocabulary (all ranks), for kind vocab only; at least the model's.
-    Raises ValueError if a cut does not come out even.
+    `padded_vocab` is the size of the Megatron vocabulary (all ranks), for kind vocab only; at least the model's. Raises
+    ValueError if a dimension is not divisible by `tp`.
     """
     if row.kind == "vocab":
         return _vocab_shard(sources[0], max(padded_vocab, arch.vocab_size), tp, tp_rank)
@@ -65,9 +65,10 @@ def to_megatron(
 
 
 def to_hf(row: Row, shards: Sequence[Tensor], arch: ModelArch) -> tuple[Tensor, ...]:
-    """The Hugging Face tensors of a parameter, given its shards in the order of the tensor-parallel ranks.
+    """Returns the Hugging Face tensors of a parameter, given its shards in the order of the tensor-parallel ranks.
 
-    Contiguous. A parameter that needs no rearranging is returned as a view of its memory: read it, do not write to it.
+    The tensors are contiguous. A parameter that needs no rearranging is returned as a view of its memory: read it, do
+    not write to it.
     """
     if row.pieces:
         return (torch.cat(to_hf(replace(row, pieces=()), shards, arch)),)
@@ -88,7 +89,7 @@ def to_hf(row: Row, shards: Sequence[Tensor], arch: ModelArch) -> tuple[Tensor, 
 
 
 def parameter_shape(row: Row) -> tuple[int, ...]:
-    """Of the whole (unsharded, unpadded) Megatron parameter."""
+    """Returns the shape of the whole (unsharded, unpadded) Megatron parameter."""
     if row.kind in TURNED:
         return row.shapes[0][::-1]
     return sum(shape[0] for shape in row.shapes), *row.shapes[0][1:]
@@ -96,7 +97,7 @@ def parameter_shape(row: Row) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Segment:
-    """`rows` rows of a Megatron parameter, which are those from `start` of the Hugging Face tensor number `source`."""
+    """`rows` rows of a Megatron parameter: those from `start` of the Hugging Face tensor number `source`."""
 
     source: int
     start: int
@@ -104,10 +105,10 @@ class Segment:
 
 
 def segments(row: Row, arch: ModelArch) -> Iterator[Segment]:
-    """The rows of the whole (unsharded, unpadded) Megatron parameter, from the first to the last.
+    """Yields the rows of the whole (unsharded, unpadded) Megatron parameter, from first to last.
 
-    What `to_megatron` and `to_hf` do at TP1, told without a tensor: every kind moves whole rows, but for those that
-    turn a matrix (TURNED), of which there are none.
+    Segments describe `to_megatron` and `to_hf` at TP1 without a tensor. Every kind moves whole rows, except those that
+    transpose a matrix (TURNED), which have no segments.
     """
     if row.kind in TURNED:
         return
@@ -125,7 +126,7 @@ def segments(row: Row, arch: ModelArch) -> Iterator[Segment]:
 
 @dataclass(frozen=True)
 class _Range:
-    """Rows of a tensor, of which no others are read."""
+    """A range of rows of a tensor; no other rows are read."""
 
     whole: Sliceable
     start: int
@@ -164,7 +165,7 @@ def _vocab_shard(source: Sliceable, padded: int, tp: int, tp_rank: int) -> Tenso
 
 
 def _qkv_shard(sources: Sequence[Sliceable], arch: ModelArch, tp: int, tp_rank: int) -> Tensor:
-    """q [heads * d, ...], k and v [groups * d, ...] -> [local groups * (heads a group + 2) * d, ...]."""
+    """Maps q [heads * d, ...], k and v [groups * d, ...] to [local groups * (heads a group + 2) * d, ...]."""
     groups = _part(arch.num_kv_heads, tp, tp_rank)
     num = groups.stop - groups.start
     blocks = []

@@ -1,4 +1,4 @@
-"""`mrl merge`: a Hugging Face directory with adapters put into its weights."""
+"""`mrl merge`: a Hugging Face directory with adapters merged into its weights."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _PARTS = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_magnitude_vector": "
 
 @dataclass
 class Merged:
-    """layers: with adapters; tensors: in all; is_checked: the weights are known to be those of the adapters
+    """Result of a merge.
 
-    lost: squares of what rounding to the weights' type has left out of the sums; added: of what was added to them
+    layers: number with adapters; tensors: number in total; is_checked: the weights are known to be the adapters' base
+    lost: sum of squares of the rounding error in the weights' dtype; added: sum of squares of the adapters' deltas
     """
 
     layers: int
@@ -44,11 +45,11 @@ class Merged:
 
     @property
     def rounding(self) -> float:
-        """By how much of its length rounding has moved what the adapters add."""
+        """Relative error (in L2 norm) that rounding causes in the adapters' deltas."""
         return math.sqrt(self.lost / self.added) if self.added else 0.0
 
     def lines(self, target: Path) -> Iterator[str]:
-        """What a user is told."""
+        """Yields the lines for the user."""
         yield f"{target}: adapters of {self.layers} layers are in {self.tensors} tensors"
         yield f"rounding has moved what they add by {self.rounding:.1%}"
         if not self.is_checked:
@@ -57,16 +58,18 @@ class Merged:
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """Of one directory. layers: by the hub's name of the linear layer, its A, B and magnitude; whole: tensors that
-    replace those of their names."""
+    """Adapters of one directory. layers: A, B and magnitude by the hub's name of the linear layer; whole: tensors that
+    replace those of the same name.
+    """
 
     found: Found
     layers: Mapping[str, dict[str, Tensor]]
     whole: Mapping[str, Tensor] = field(default_factory=dict)
 
     def merged(self, name: str, weight: Tensor, into: Merged) -> Tensor:
-        """The tensor `name` with what belongs to it, in its own type; what rounding costs is added up in `into`. One
-        that is replaced has the type of what replaces it."""
+        """Returns the tensor `name` with its adapter merged, in its own dtype, and adds the rounding error to `into`. A
+        replaced tensor has the dtype of its replacement.
+        """
         if name in self.whole:
             return self.whole[name]
         parts = self.layers.get(name.removesuffix(".weight"))
@@ -91,13 +94,12 @@ def merge(
     allow_pickle: bool = False,
     describe: Callable[[Path, Merged], None] | None = None,
 ) -> Merged:
-    """Writes `target`, a complete Hugging Face directory, all or nothing: one tensor after the other, added up in
-    float32 and rounded once to the base's type. A classifier's score head comes from the adapters.
+    """Writes `target`, a complete Hugging Face directory, all or nothing. Each tensor is merged in float32 and rounded
+    once to the base's dtype. A classifier's score head comes from the adapters.
 
-    describe: writes what it is into the directory, before that gets its name
-
-    Raises WeightError for other weights than the adapters were trained beside, for layers that the base does not have,
-    and for adapters of a kind that PEFT would compute otherwise.
+    describe: writes the model's description into the directory, before that is renamed to `target`
+    Raises WeightError if the weights are not the adapters' base, if the base lacks an adapted layer, and for adapters
+    of a kind that PEFT would compute differently.
     """
     file, arch = read_adapter(adapter), load_arch(base)
     if file.whole:
@@ -112,7 +114,7 @@ def merge(
         try:
             _write(checkpoint, file, metas, max_file_bytes, staging.directory, result, base)
             copy_model_files(base, staging.directory, metas[0].dtype, arch, "critic" if file.whole else "policy")
-            for name in (CHAT_TEMPLATE, GENERATION):  # by which the adapters were trained
+            for name in (CHAT_TEMPLATE, GENERATION):  # the adapters were trained with these
                 if (adapter / name).is_file():
                     shutil.copyfile(adapter / name, staging.directory / name)
             if describe is not None:
@@ -124,7 +126,7 @@ def merge(
 
 
 def read_adapter(directory: Path) -> AdapterFile:
-    """Raises WeightError for a file that is not whole, or of names that no adapter has."""
+    """Reads a directory of adapters. Raises WeightError for an incomplete file, or for names that no adapter has."""
     found, file = read_config(directory), directory / WEIGHTS
     try:
         tensors = load_file(file)
@@ -159,7 +161,9 @@ def read_adapter(directory: Path) -> AdapterFile:
 
 
 def _metas(checkpoint: HFCheckpoint, file: AdapterFile, adapter: Path) -> list[TensorMeta]:
-    """Of what is written, by name. A classifier has no output layer, and may be made of a model that has one."""
+    """Returns the metas of the tensors to write, by name. A classifier has no output layer, but its base may have
+    one.
+    """
     problems, metas = [], []
     for layer, parts in file.layers.items():
         if f"{layer}.weight" not in checkpoint:
@@ -178,7 +182,7 @@ def _metas(checkpoint: HFCheckpoint, file: AdapterFile, adapter: Path) -> list[T
 
 
 def _misfits(parts: Mapping[str, Tensor], rank: int, weight: tuple[int, ...]) -> Iterator[str]:
-    """Of a layer's adapters, beside its weight [out, in]."""
+    """Yields mismatches between a layer's adapters and its weight [out, in]."""
     if len(weight) != 2:
         yield f"its weight {list(weight)} is not a linear layer's"
         return

@@ -1,4 +1,4 @@
-"""What is known of an exported tensor before it is there."""
+"""Metadata of an exported tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """A tensor of the exported model. `sender`: the world rank that has the whole tensor when it is streamed."""
+    """Metadata of an exported tensor. `sender`: the world rank that holds the whole tensor when it is streamed."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,1 +1,1 @@
-"""Is this Megatron checkpoint that Hugging Face model? Tensors bit for bit, then logits."""
+"""Comparison of a Megatron checkpoint with a Hugging Face model: tensors bit for bit, then logits."""

@@ -1,6 +1,6 @@
-"""Does Megatron compute with a checkpoint what transformers computes with its Hugging Face directory?
+"""Comparison of logits: Megatron with a checkpoint against transformers with its Hugging Face directory.
 
-The checkpoint is read by Megatron's own loader, so that what is compared shares no code with the converter.
+Megatron's own loader reads the checkpoint, so that the comparison shares no code with the converter.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from mrl.weights.errors import WeightError
 from mrl.weights.model.state import fill, wanted
 
 LENGTHS = (3, 17, 64)  # of the fixed prompts
-SIDES = (2, 3)  # rows and columns of features of the picture in the second of them, of a model that sees some
-PLACE = 4  # of that picture in it
+SIDES = (2, 3)  # rows and columns of features of the image in the second prompt, for a vision-language model
+PLACE = 4  # position of the image in that prompt
 BOUND = 1e-4  # of the largest |logit|
 
 
 @dataclass(frozen=True)
 class Logits:
-    """Largest difference and largest value, over all logits of the prompts; a critic's values instead."""
+    """Largest difference and largest value, over all logits of the prompts, or over a critic's values."""
 
     error: float
     scale: float
@@ -52,7 +52,9 @@ class Logits:
 
 @dataclass(frozen=True)
 class Prompt:
-    """ids [n] int64; with a picture its pixels [patches, patch values] and its rows and columns of patches."""
+    """One prompt: ids [n] int64; for an image its pixels [patches, patch values] and its rows and columns of
+    patches.
+    """
 
     ids: Tensor
     pixels: Tensor | None = None
@@ -60,10 +62,9 @@ class Prompt:
 
 
 def compare_logits(hf: Path, model: MegatronModel, meshes: Meshes, cast_to: torch.dtype | None) -> Logits:
-    """In float32, one model after the other; of a model that sees pictures with one made of noise.
+    """Compares in float32, one model after the other; a vision-language model gets an image of noise.
 
-    `cast_to`: what Hugging Face's weights are rounded to before.
-
+    `cast_to`: dtype that Hugging Face's weights are rounded to first.
     Raises WeightError if the memory does not suffice, or Megatron cannot load the checkpoint.
     """
     require_memory(model.arch, model.role)
@@ -77,7 +78,7 @@ def compare_logits(hf: Path, model: MegatronModel, meshes: Meshes, cast_to: torc
 
 
 def require_memory(arch: ModelArch, role: Role) -> None:
-    """Raises WeightError if there is not enough for `compare_logits`."""
+    """Raises WeightError if there is not enough memory for `compare_logits`."""
     rows = weight_table(arch, role).values()
     values = sum(torch.Size(shape).numel() for row in rows if row.copy_of is None for shape in row.shapes)
     needed, free = 5 * values, platform.free_host_memory()  # four bytes each, and room to load them
@@ -88,7 +89,7 @@ def require_memory(arch: ModelArch, role: Role) -> None:
 
 
 def _seen(texts: list[Tensor], arch: ModelArch, generator: torch.Generator) -> list[Prompt]:
-    """The texts, with a picture in the second; no other token is an image's."""
+    """Returns the texts with an image in the second; no other token is an image token."""
     vision = arch.vision
     assert vision is not None
     other = (vision.image_token + 1) % arch.vocab_size
@@ -102,7 +103,7 @@ def _seen(texts: list[Tensor], arch: ModelArch, generator: torch.Generator) -> l
 
 @torch.no_grad()
 def _of_transformers(hf: Path, model: MegatronModel, prompts: list[Prompt], cast_to: torch.dtype | None) -> Tensor:
-    """Logits [tokens, vocabulary]; of a critic the values [prompts, 1] of the last tokens."""
+    """Returns logits [tokens, vocabulary]; for a critic the values [prompts, 1] of the last tokens."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils import logging
 
@@ -126,7 +127,7 @@ def _of_transformers(hf: Path, model: MegatronModel, prompts: list[Prompt], cast
 def _of_seeing_transformers(
     hf: Path, model: MegatronModel, prompts: list[Prompt], cast_to: torch.dtype | None
 ) -> Tensor:
-    """As `_of_transformers`, which has no model of scores that sees pictures: their head is applied here."""
+    """Same as `_of_transformers`, which has no vision-language model with a score head: the head is applied here."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config, vision = AutoConfig.from_pretrained(hf, trust_remote_code=False, local_files_only=True), model.arch.vision
@@ -188,7 +189,7 @@ def _of_megatron(model: MegatronModel, prompts: list[Prompt], meshes: Meshes) ->
 
 
 def _packed(prompts: list[Prompt], vision: VisionArch | None) -> PackedBatch:
-    """Whose output is wanted at every token."""
+    """Returns a batch that outputs every token."""
     seen = [prompt.grid for prompt in prompts if prompt.pixels is not None]
     rollout = Rollout.of(
         0,

@@ -1,4 +1,4 @@
-"""Is this Megatron checkpoint that Hugging Face model? Names, shapes and bits of every tensor."""
+"""Comparison of tensors between a Megatron checkpoint and a Hugging Face model: names, shapes and bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCK_BYTES = 32 << 20
 
 @dataclass
 class Group:
-    """All parameters of one kind, layers and experts taken together. dtypes: Hugging Face's, Megatron's."""
+    """All parameters of one kind, across layers and experts. dtypes: pairs of Hugging Face's and Megatron's."""
 
     name: str
     hf: tuple[str, ...]
@@ -36,7 +36,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """problems: tensors that one side lacks, or that nothing takes."""
+    """Result of a comparison. problems: tensors that one side lacks, or that nothing uses."""
 
     groups: tuple[Group, ...]
     problems: tuple[str, ...]
@@ -52,9 +52,9 @@ class Comparison:
 
 
 def compare_tensors(hf: HFCheckpoint, model: MegatronModel, names: Names, allow_pickle: bool) -> Comparison:
-    """Bit for bit; where the dtypes differ, after casting Hugging Face's tensor as a conversion would.
+    """Compares bit for bit; if the dtypes differ, after casting Hugging Face's tensor as a conversion would.
 
-    A value head that the Hugging Face directory lacks has to be zero.
+    A value head that the Hugging Face directory lacks must be zero.
     """
     table = weight_table(model.arch, model.role)
     megatron = MegatronCheckpoint(model.weights, names, model.arch)
@@ -92,7 +92,9 @@ def _compare(group: Group, name: str, here: Rows, there: Rows) -> None:
 
 
 def _differing(here: Rows, there: Rows) -> int:
-    """How many values are not the same bits, in Megatron's dtype. Both sides are read at once, block by block."""
+    """Returns the number of values with different bits, in Megatron's dtype. Reads both sides in parallel, block by
+    block.
+    """
     wrong = 0
     with ThreadPoolExecutor(2) as readers:
         for start, count in row_blocks(there.shape, there.dtype.itemsize, BLOCK_BYTES):

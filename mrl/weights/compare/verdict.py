@@ -1,4 +1,4 @@
-"""`mrl verify`: the comparison of a Hugging Face directory with a Megatron checkpoint, and how it is shown."""
+"""`mrl verify`: the comparison of a Hugging Face directory with a Megatron checkpoint, and its display."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDTH = 160  # where there is no terminal
 
 @dataclass(frozen=True)
 class Verdict:
-    """logits: None where they were not asked for, or where the tensors differ already."""
+    """Result of `mrl verify`. logits: None if logits were skipped, or if the tensors differ."""
 
     hf: Path
     megatron: Path
@@ -49,7 +49,7 @@ class Verdict:
         }
 
     def show(self) -> None:
-        """A table, what is wrong, and the verdict, on the terminal."""
+        """Prints a table, the differences, and the verdict to the terminal."""
         console = Console()
         if not console.is_terminal:
             console = Console(width=WIDTH)
@@ -89,7 +89,7 @@ def judge(
     allow_pickle: bool = False,
     skip_logits: bool = False,
 ) -> Verdict:
-    """Compares tensors, then logits if the tensors are equal. Raises WeightError for what cannot be read."""
+    """Compares tensors, then logits if the tensors are equal. Raises WeightError for unreadable models."""
     with open_megatron(megatron, part, model_files, role) as model:
         here = load_arch(hf)
         if (here.family, here.vocab_size) != (model.arch.family, model.arch.vocab_size):

@@ -1,4 +1,4 @@
-"""Adapters out of a run's checkpoint, into a directory as PEFT writes it."""
+"""Export of adapters from a run's checkpoint into a directory in PEFT's format."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from mrl.weights.model.export import Describe
 def adapter_of_run(
     path: Path, target: Path, part: str | None, model_files: Path | None, describe: Describe | None = None
 ) -> int:
-    """Writes `target`, all or nothing; the number of tensors. path: a run's checkpoint, step_N; part, model_files: as
-    `open_megatron` takes them; describe: as `save_hf` takes it. Raises WeightError."""
+    """Writes `target`, all or nothing, and returns the number of tensors.
+
+    path: a run's checkpoint, step_N; part, model_files: as in `open_megatron`; describe: as in `save_hf`. Raises
+    WeightError.
+    """
     with open_megatron(path, part, model_files, adapters=True) as model:
         assert model.adapters is not None
         lora = lora_of(model.adapters)

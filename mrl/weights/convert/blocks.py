@@ -1,7 +1,7 @@
-"""The moving of bytes: blocks of rows are read from one place and written to another.
+"""Moving bytes: blocks of rows are read from one place and written to another.
 
-A worker is a thread with one bucket, whatever the model's size. What takes time (reading, casting, writing, waiting for
-the disk) runs outside of the interpreter's lock, so that while one worker reads, another writes.
+A worker is a thread with one bucket, independent of the model's size. The slow operations (reading, casting, writing,
+waiting for the disk) release the GIL, so that one worker reads while another writes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from mrl.weights.disk.rows import Rows, memory, require_finite
 from mrl.weights.disk.torch_dist_files import Extent
 from mrl.weights.errors import WeightError
 
-FLUSH_BYTES = 32 << 20  # the disk is not left idle until the kernel thinks it time to write
+FLUSH_BYTES = 32 << 20  # flush early, so that the disk does not idle until the kernel starts writing
 
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes of a file that exists."""
+    """Bytes of an existing file."""
 
     file: Path
     offset: int
@@ -41,7 +41,7 @@ class TensorBlock:
 
 @dataclass(frozen=True)
 class Block:
-    """`rows` rows of `source` from `start`, cast to `dtype`, are to be written to `target`."""
+    """`rows` rows of `source` from `start`, to be cast to `dtype` and written to `target`."""
 
     source: Rows
     start: int
@@ -56,7 +56,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker does. `archive`: the file that it writes each TensorBlock to, and `objects` before them."""
+    """Work of one worker. `archive`: file for every TensorBlock, with `objects` before them."""
 
     blocks: tuple[Block, ...]
     archive: Path | None = None
@@ -64,9 +64,9 @@ class Share:
 
 
 def move(share: Share, stopped: Callable[[], bool]) -> list[Extent]:
-    """Does a share, durably; where each TensorBlock lies now. Ends between two blocks once it is `stopped`.
+    """Writes a share durably and returns the extents of its TensorBlocks. Stops between two blocks if `stopped`.
 
-    Raises WeightError, naming the file.
+    Raises WeightError, which names the file.
     """
     where = str(share.archive or "the weight files")
     try:
@@ -78,7 +78,7 @@ def move(share: Share, stopped: Callable[[], bool]) -> list[Extent]:
 
 
 def cut(blocks: Sequence[Block], shares: int) -> list[tuple[Block, ...]]:
-    """Consecutive blocks of about the same number of bytes for each share."""
+    """Splits blocks into `shares` consecutive parts of about the same number of bytes."""
     total = sum(block.nbytes for block in blocks) or 1
     parts: list[list[Block]] = [[] for _ in range(shares)]
     done = 0
@@ -95,8 +95,9 @@ class _Bucket:
         self._memory = torch.empty(max((block.nbytes for block in share.blocks), default=0), dtype=torch.uint8)
 
     def read(self, block: Block) -> Tensor:
-        """Its rows [rows, columns], in a storage of just their size; good until the next call. NaN or infinity, which
-        no training could go on from, is an error."""
+        """Returns the block's rows [rows, columns], in a storage of exactly their size, valid until the next call.
+        Raises WeightError for NaN or infinity.
+        """
         columns = block.source.shape[1]
         out = torch.frombuffer(memory(self._memory), dtype=block.dtype, count=block.rows * columns)
         values = out.view(block.rows, columns)

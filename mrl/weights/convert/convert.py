@@ -1,7 +1,7 @@
-"""Hugging Face directory -> Megatron checkpoint, and back, block by block.
+"""Conversion of a Hugging Face directory to a Megatron checkpoint, and back, block by block.
 
-Both ways are the same: a list of blocks (rows here, rows there), cut into shares, moved by a crew. All that is a matter
-of names and shapes is settled first, so that leftovers on either side and a full disk are found before a byte has been
+Both directions work alike: a list of blocks (source rows, target rows), split into shares, moved by a worker pool.
+Names and shapes are checked first, so that unused tensors on either side and a full disk are found before a byte is
 written.
 """
 
@@ -50,10 +50,11 @@ BUCKET_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Options:
-    """dtype: of everything that is written, as it is stored where None. bucket_bytes: a worker holds one bucket.
+    """Options of a conversion.
 
-    part: which model of a run's checkpoint; model_files: where config.json is, if the Megatron side does not tell.
-    describe: what else is written into a Hugging Face directory.
+    dtype: of everything that is written; None: as stored. bucket_bytes: size of a worker's bucket.
+    part: model of a run's checkpoint; model_files: directory of config.json, if the Megatron side does not name it.
+    describe: writes further files into a Hugging Face directory.
     """
 
     dtype: torch.dtype | None = None
@@ -70,7 +71,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Report:
-    """seconds: of reading and writing, until it is on the disk."""
+    """Result of a conversion. seconds: for reading and writing, until the data is durable."""
 
     role: Role
     tensors: int
@@ -82,9 +83,9 @@ class Report:
 def hf_to_megatron(path: Path, target: Path, options: Options, meshes: Meshes) -> Report:
     """Writes `target`: a torch_dist checkpoint that every layout loads, and the model's other files. Collective.
 
-    The embedding has the vocabulary's rows and no padding: Megatron pads with zeros when it loads. A critic that is
-    made of a policy loses the lm_head and gets a value head of zeros. Raises WeightError on every rank, listing
-    everything that is wrong; `target` is then as it was.
+    The embedding has the vocabulary's rows and no padding: Megatron pads with zeros when it loads. A critic made from a
+    policy drops the lm_head and gets a value head of zeros. Raises WeightError on every rank, with a list of all
+    problems; `target` is then unchanged.
     """
     role, arch = options.role or role_of(path), load_arch(path)
     source = Source(path, arch, role, stored_names(arch, str(path), role, meshes))
@@ -146,7 +147,7 @@ def megatron_to_hf(path: Path, target: Path, options: Options, meshes: Meshes) -
 
 
 def check_megatron(checkpoint: MegatronCheckpoint, source: Source) -> None:
-    """Raises WeightError that lists the tensors which are missing, damaged, of a wrong shape or without a use."""
+    """Raises WeightError that lists tensors which are missing, damaged, of a wrong shape or unused."""
     table = weight_table(source.arch, source.role)
     problems = list(unused_tensors(checkpoint, source.arch, table, source.role))
     for row in table.values():
@@ -159,7 +160,7 @@ def check_megatron(checkpoint: MegatronCheckpoint, source: Source) -> None:
 
 
 def _checked(path: Path, arch: ModelArch, role: Role, allow_pickle: bool) -> HFCheckpoint:
-    """Raises WeightError as `check_megatron`."""
+    """Opens the Hugging Face side. Raises WeightError as `check_megatron`."""
     checkpoint = HFCheckpoint(path, allow_pickle)
     table = weight_table(arch, role)
     problems = list(unused_tensors(checkpoint, arch, table, role))

@@ -1,4 +1,4 @@
-"""Who does the shares of a conversion: threads of this process, and of every rank of the world."""
+"""Worker pool of a conversion: threads on every rank of the world."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mrl.weights.convert.blocks import Share, move
 from mrl.weights.disk.torch_dist_files import Extent
 from mrl.weights.errors import WeightError
 
-END_TIMEOUT_S = 30.0  # for workers that were told to stop, before what they have written is removed
+END_TIMEOUT_S = 30.0  # wait for stopped workers, before their files are removed
 
 
 class Crew:
-    """`workers` threads a rank of the world. Every method is collective over the world.
+    """Worker pool with `workers` threads on each rank. Every method is collective over the world.
 
     timeout_s: longest wait for the slowest worker.
     """
@@ -35,11 +35,13 @@ class Crew:
         return rank() == 0
 
     def on_main(self, what: str, action: Callable[[], object]) -> None:
-        """`action` on rank 0; its error, if any, on every rank."""
+        """Runs `action` on rank 0; raises its error, if any, on every rank."""
         self._ranks.together(f"{what} failed", action if self.is_main else lambda: None)
 
     def move(self, shares: Sequence[Share]) -> list[Extent]:
-        """One share a worker; where the blocks lie, on every rank. Raises the same WeightError on every rank."""
+        """Moves one share a worker; returns the extents of the blocks on every rank. Raises the same WeightError on
+        every rank.
+        """
         mine = [share for share in shares[rank() :: world_size()] if share.blocks or share.objects]
         everyone = self._ranks.each("the conversion failed", lambda: self._move_at_once(mine))
         return [item for items in everyone for item in items]
@@ -49,11 +51,11 @@ class Crew:
         stop = threading.Event()
 
         def work(share: Share) -> None:
-            torch.set_num_threads(1)  # of this thread, both: they end with it
+            torch.set_num_threads(1)  # thread-local settings, as is the next one
             set_crc32_options(False)  # a checksum would take as long as the writing, and no reader asks for it
             try:
                 done.put(move(share, stop.is_set))
-            except Exception as error:  # noqa: BLE001 (raised again by who waits)
+            except Exception as error:  # noqa: BLE001 (raised again by the waiting thread)
                 done.put(error)
 
         workers = [threading.Thread(target=work, args=(share,), daemon=True) for share in shares]

@@ -1,4 +1,4 @@
-"""What a conversion writes, and the rows that each part of it comes from: names and shapes, no bytes yet."""
+"""Plan of a conversion: the files to write and the source rows of each part, from names and shapes alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mrl.weights.model.export import OutputFile, plan_files
 
 @dataclass(frozen=True)
 class Source:
-    """The model that is converted; `names` are those of its Megatron side."""
+    """Model to convert; `names` are those of its Megatron side."""
 
     path: Path
     arch: ModelArch
@@ -41,7 +41,9 @@ class Source:
 
 @dataclass
 class TorchDistPlan:
-    """blocks to write, shape and dtype of each key, and the empty objects that Megatron's layers ask for."""
+    """Plan of a torch_dist checkpoint: blocks to write, shape and dtype of each key, and the empty objects that
+    Megatron's layers require.
+    """
 
     blocks: list[Block] = field(default_factory=list)
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
@@ -57,7 +59,9 @@ class SafetensorsPlan:
 def plan_torch_dist(
     checkpoint: HFCheckpoint, source: Source, dtype: torch.dtype | None, allow_pickle: bool, bucket_bytes: int
 ) -> TorchDistPlan:
-    """Raises WeightError if what becomes one tensor comes in several dtypes and none was chosen."""
+    """Plans a torch_dist checkpoint. Raises WeightError if the tensors of one key have several dtypes and `dtype` is
+    None.
+    """
     found = {
         name: (row, parameter_rows(checkpoint, row, source.arch, allow_pickle))
         for name, row in weight_table(source.arch, source.role).items()
@@ -80,7 +84,7 @@ def plan_torch_dist(
 def _dtypes(
     found: Mapping[str, tuple[Row, Rows]], source: Source, chosen: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """Of each key. Zeros that stand for a missing value head take the dtype of the others."""
+    """Returns the dtype of each key. Zeros in place of a missing value head take the dtype of the others."""
     by_key: dict[str, set[torch.dtype]] = {}
     for name, (_, rows) in found.items():
         by_key.setdefault(source.names.place(name)[0], set()).update(source_dtypes(rows))
@@ -108,7 +112,7 @@ def plan_safetensors(
     max_file_bytes: int,
     bucket_bytes: int,
 ) -> SafetensorsPlan:
-    """Blocks of the files that `plan_files` cuts the model into, in `directory`; `create_files` makes them."""
+    """Plans the blocks of the files from `plan_files`, in `directory`; `create_files` makes these files."""
     table = weight_table(source.arch, source.role)
     shapes = stored_shapes(table.values())
     found: dict[str, Rows] = {name: checkpoint.rows(name) for name in shapes}
@@ -133,7 +137,7 @@ def plan_safetensors(
 
 
 def header_of(tensors: Sequence[TensorMeta]) -> bytes:
-    """What a safetensors file begins with; then the tensors follow, one after the other."""
+    """Returns the header of a safetensors file; the tensors follow it, one after the other."""
     names = {dtype: name for name, dtype in FLOATS.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -147,7 +151,7 @@ def header_of(tensors: Sequence[TensorMeta]) -> bytes:
 
 
 def create_files(files: Sequence[OutputFile], directory: Path) -> None:
-    """Files of their final size: header, and room for the tensors."""
+    """Creates files of their final size: header, and space for the tensors."""
     for file in files:
         header = header_of(file.tensors)
         with (directory / file.name).open("xb") as out:

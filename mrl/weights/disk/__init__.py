@@ -1,1 +1,1 @@
-"""Models in directories: what of them lies where in which file, read by rows and written whole or not at all."""
+"""Models on disk: location of each tensor in the files, reads by rows, and atomic writes of directories."""

@@ -1,7 +1,7 @@
-"""A directory of adapters in PEFT's form: adapter_config.json, adapter_model.safetensors, and what only mrl notes.
+"""Directory of adapters in PEFT's format: adapter_config.json, adapter_model.safetensors, and mrl's own notes.
 
-SGLang reads `lora_alpha / r` and nothing else of how B A is scaled: what is written here has the whole scale in that,
-which is the same for PEFT.
+SGLang reads `lora_alpha / r` and nothing else of the scaling of B A: mrl therefore writes the whole scale into that
+ratio, which PEFT computes identically.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mrl.foreign import read_json
 from mrl.weights.errors import WeightError
 
 CONFIG, WEIGHTS, NOTES = "adapter_config.json", "adapter_model.safetensors", "mrl_adapter.json"
-_MUST_BE: dict[str, tuple[Any, ...]] = {  # what this program would compute otherwise
+_MUST_BE: dict[str, tuple[Any, ...]] = {  # other values change the computation in a way that mrl does not implement
     "peft_type": ("LORA",),
     "bias": (None, "none"),
     "fan_in_fan_out": (None, False),
@@ -37,11 +37,11 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {  # what this program would compute othe
     "kasa_config": (None,),
     "monteclora_config": (None,),
 }
-_CHANGES_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")  # PEFT takes their start out of the weights
+_CHANGES_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")  # PEFT subtracts their initial value from the weights
 
 
 def write_config(directory: Path, base_name: str, arch: ModelArch, role: Role, lora: LoRA, base_digest: str) -> None:
-    """adapter_config.json and mrl's notes."""
+    """Writes adapter_config.json and mrl's notes."""
     (directory / CONFIG).write_text(json.dumps(peft_config(base_name, arch, role, lora), indent=2) + "\n")
     notes = {"version": 1, "base_digest": base_digest, "lora": lora.record()}
     (directory / NOTES).write_text(json.dumps(notes, indent=2) + "\n")
@@ -49,9 +49,9 @@ def write_config(directory: Path, base_name: str, arch: ModelArch, role: Role, l
 
 @dataclass(frozen=True)
 class Found:
-    """What a directory of adapters says of them.
+    """Description of the adapters in a directory.
 
-    scores_steps: their head does; base_digest: of the weights they belong to, where mrl wrote them
+    scores_steps: their score head scores steps; base_digest: of the base weights, if mrl wrote the adapters
     """
 
     scale: float
@@ -62,7 +62,9 @@ class Found:
 
 
 def read_config(directory: Path) -> Found:
-    """Raises WeightError for what is not there or that `merge` would compute otherwise than PEFT, naming the key."""
+    """Reads adapter_config.json and mrl's notes. Raises WeightError, which names the key, for missing settings and
+    those that `merge` would compute differently from PEFT.
+    """
     config = _object(directory / CONFIG)
     wrong = [
         f"{key} is {json.dumps(config.get(key))}" for key, known in _MUST_BE.items() if config.get(key) not in known

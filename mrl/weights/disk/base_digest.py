@@ -1,6 +1,6 @@
-"""A digest of the weights of a Hugging Face directory: what adapters were trained beside, and nothing else, they fit.
+"""Digest of the weights of a Hugging Face directory: adapters fit only the weights that they were trained with.
 
-It is of the tensors (names, types, shapes, bytes), whatever files they are in.
+The digest covers the tensors (names, dtypes, shapes, bytes), independent of the files that hold them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mrl.weights.disk.safetensors_io import HFCheckpoint
 
 
 def base_digest(path: str | Path, allow_pickle: bool = False) -> str:
-    """64 hex digits. Each rank reads a part of the tensors. Collective; raises WeightError on every rank."""
+    """Returns 64 hex digits. Each rank reads a part of the tensors. Collective; raises WeightError on every rank."""
 
     def of_mine() -> list[tuple[str, str]]:
         with closing(HFCheckpoint(path, allow_pickle)) as checkpoint:
@@ -31,7 +31,7 @@ def base_digest(path: str | Path, allow_pickle: bool = False) -> str:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """Of its type, shape and bytes."""
+    """Returns the digest of the tensor's dtype, shape and bytes; any shape."""
     whole = tensor.detach().cpu().contiguous()
     found = hashlib.sha256(f"{whole.dtype} {tuple(whole.shape)} ".encode())
     found.update(platform.host_bytes(whole))
@@ -39,5 +39,5 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def joined(digests: Iterable[tuple[str, str]]) -> str:
-    """Of a model, from its tensors' names and digests, in any order."""
+    """Returns the digest of a model from the names and digests of its tensors, in any order."""
     return hashlib.sha256("\n".join(f"{name} {digest}" for name, digest in sorted(digests)).encode()).hexdigest()

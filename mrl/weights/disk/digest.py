@@ -13,19 +13,21 @@ PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def weight_files(model: Path) -> list[Path]:
-    """Of a Hugging Face directory: its safetensors or, without any, its pickles."""
+    """Returns the weight files of a Hugging Face directory: safetensors or, without any, pickles."""
     return next((found for pattern in PATTERNS if (found := sorted(model.glob(pattern)))), [])
 
 
 def file_digests(files: list[Path]) -> dict[str, str]:
-    """The file's name -> 64 hex digits. About a second for 1.5 GB; what has not changed since is not read again."""
+    """Returns 64 hex digits by file name. Takes about a second for 1.5 GB; unchanged files are cached."""
     with ThreadPoolExecutor(READERS) as pool:
         found = pool.map(lambda file: _digest(file, file.stat().st_size, file.stat().st_mtime_ns), files)
         return {file.name: digest for file, digest in zip(files, found, strict=True)}
 
 
 def whole_digest(digests: Mapping[str, str]) -> str:
-    """One for all files: of the only one, or of what `sha256sum *.safetensors` prints for several; empty for none."""
+    """Returns one digest for all files: the digest of a single file, or that of the output of `sha256sum *.safetensors`
+    for several; empty for none.
+    """
     if len(digests) < 2:
         return next(iter(digests.values()), "")
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))

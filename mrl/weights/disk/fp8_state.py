@@ -1,8 +1,8 @@
-"""What layers keep beside their parameters: without fp8 an empty tensor, with it bytes; transformer-engine's a pickle
-that they run when they get it back, mrl's own (mrl.models.precision) numbers behind a mark.
+"""fp8 state that layers keep beside their parameters: an empty tensor without fp8; with fp8, transformer-engine's is a
+pickle that its layers run when they load it, and mrl's own (mrl.models.precision) is plain numbers behind a marker.
 
-With delayed scaling the next scales follow from what is in there, and must not be lost; so it is given back, once it
-has been read here with nothing let in but tensors, plain values and transformer-engine's own recipes.
+Delayed scaling computes the next scales from this state, so it must not be lost. It is restored after a check here that
+it contains only tensors, plain values and transformer-engine's own recipes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ RECIPES = "transformer_engine.common.recipe"
 
 
 def given_back(stored: Any, name: str) -> Tensor | None:
-    """Of an object `[value]` as Megatron stores it what its layer is to get: None unless that says something.
+    """Returns the tensor that a layer may restore from an object `[value]` as Megatron stores it; None if it holds no
+    state.
 
-    Raises WeightError, with `name`, for bytes that hold anything else.
+    The result is uint8 [n]. Raises WeightError, with `name`, for bytes that hold anything else.
     """
     value = stored[0] if isinstance(stored, list) and len(stored) == 1 else None
     if not isinstance(value, Tensor) or value.dtype != torch.uint8 or value.numel() == 0:
@@ -54,5 +55,5 @@ class _State(pickle.Unpickler):
 
 
 def _storage(content: bytes) -> Any:
-    """As torch's own of this name, which would run what the bytes say."""
+    """Replaces torch's function of the same name, which would run code from the bytes."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
