@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face directory as rows: straight from a safetensors file wherever they lie there in one."""
+"""Rows of the tensors of a Hugging Face directory, read directly from a safetensors file where possible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mrl.weights.kinds import TURNED, parameter_shape, segments, to_megatron
 
 @dataclass(frozen=True)
 class IndexedRows:
-    """A tensor, or the block of it that an alias names, read through its own library: fused experts, pickled files."""
+    """A tensor, or the block of it that an alias names, read by its own library: fused experts, pickled files."""
 
     path: Path
     allow_pickle: bool
@@ -33,7 +33,7 @@ class IndexedRows:
         return f"{self.path}: {self.name}"
 
     def read(self, start: int, out: Tensor) -> None:
-        """Fills `out` [n, columns]. One thread at a time opens the file: a pickled one comes into memory whole."""
+        """Fills `out` [n, columns]. One thread at a time opens the file: a pickled file is loaded into memory whole."""
         with _OPENING:
             source = _opened(self.path, self.allow_pickle).source(self.name)
         if self.alias is None or not isinstance(source, TensorSource):
@@ -42,19 +42,19 @@ class IndexedRows:
             out.copy_(source.narrow(self.alias.ranges, 2)[start : start + out.shape[0]])
 
 
-_OPENING = threading.Lock()  # of a file once, not by each of several threads: a pickled one comes into memory whole
+_OPENING = threading.Lock()  # a file is opened once, not once a thread: a pickled file is loaded into memory whole
 
 
 @lru_cache(maxsize=2)
 def _opened(path: Path, allow_pickle: bool) -> HFCheckpoint:
-    """Once a process."""
+    """Opens a checkpoint once a process."""
     return HFCheckpoint(path, allow_pickle)
 
 
 def hf_rows(checkpoint: HFCheckpoint, row: Row, index: int, allow_pickle: bool) -> Rows:
-    """The tensor number `index` of a row, in whichever of its on-disk forms the checkpoint has; it is not read.
+    """Returns tensor number `index` of a row, unread, in whichever of its on-disk forms the checkpoint has.
 
-    Raises WeightError if it is not there, or has another shape.
+    Raises WeightError if it is missing, or has another shape.
     """
     name, shape = row.hf[index], row.shapes[index]
     alias = row.aliases[index] if row.aliases else None
@@ -70,7 +70,9 @@ def hf_rows(checkpoint: HFCheckpoint, row: Row, index: int, allow_pickle: bool) 
 
 
 def parameter_rows(checkpoint: HFCheckpoint, row: Row, arch: ModelArch, allow_pickle: bool) -> Rows:
-    """The whole Megatron parameter of a row. One that the checkpoint may lack, and lacks, is zero."""
+    """Returns the whole Megatron parameter of a row, unread. An optional parameter that the checkpoint lacks is
+    zero.
+    """
     if row.optional and not any(name in checkpoint for name in row.hf):
         return ZeroRows(flat_shape(row.shapes[0]), torch.float32)
     parts = [hf_rows(checkpoint, row, i, allow_pickle) for i in range(len(row.hf))]
@@ -85,7 +87,7 @@ def _turned(row: Row, arch: ModelArch, values: Tensor) -> Tensor:
 
 
 def source_dtypes(rows: Rows) -> set[torch.dtype]:
-    """Of the file's tensors; none for zeros, which go along with any."""
+    """Returns the dtypes of the file's tensors; none for zeros, which are compatible with any dtype."""
     if isinstance(rows, Mosaic):
         return {piece.source.dtype for piece in rows.pieces}
     return set() if isinstance(rows, ZeroRows) else {rows.dtype}

@@ -1,4 +1,4 @@
-"""Where a Megatron checkpoint keeps its weights and what it is: a converted model, a run's checkpoint, a bare one."""
+"""Megatron checkpoint directories: a converted model, a run's checkpoint, or a bare torch_dist directory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _ADAPTERS_ALONE = "adapters alone: `mrl convert megatron-to-hf --adapter` writes
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """weights: a torch_dist directory. model_files: a directory with its config.json and tokenizer.
+    """A Megatron checkpoint on disk.
 
-    names: what the checkpoint's tensors are called; without keys if it does not say so itself.
-    adapters: what a run's checkpoint says of them, where it holds adapters in place of weights
+    weights: a torch_dist directory. model_files: a directory with its config.json and tokenizer.
+    names: names of the checkpoint's tensors; without keys if the checkpoint does not record them.
+    adapters: description of the adapters, for a run's checkpoint that holds adapters in place of weights
     """
 
     weights: Path
@@ -50,11 +51,11 @@ def open_megatron(
     *,
     adapters: bool = False,
 ) -> Iterator[MegatronModel]:
-    """What `path` holds; a run does not remove its checkpoint meanwhile.
+    """Opens the model at `path`, and keeps a run from removing its checkpoint meanwhile.
 
-    part: which model of a run's checkpoint, "actor" where not given; model_files: where the model's config.json and
-    tokenizer are, if `path` does not tell; role: if neither tells; adapters: they are what is asked for, not weights.
-    Raises WeightError for what is incomplete, damaged, contradictory or no Megatron checkpoint.
+    part: model of a run's checkpoint, by default "actor"; model_files: directory of the model's config.json and
+    tokenizer, if `path` does not name it; role: if neither names it; adapters: expect adapters, not weights.
+    Raises WeightError for a checkpoint that is incomplete, damaged, contradictory or not Megatron's.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -84,14 +85,14 @@ def _find(path: Path, part: str | None, model_files: Path | None, role: Role | N
 
 
 def converted(path: Path) -> MegatronModel:
-    """Raises ValueError if the directory is not complete."""
+    """Returns a converted model. Raises ValueError if the directory is not complete."""
     manifest = read_converted(path)
     names = Names(manifest["keys"], ())
     return MegatronModel(path / RELEASE, path, manifest["role"], load_arch(path), names)
 
 
 def _is_ours(path: Path) -> bool:
-    """Also if it is not complete; `converted` says so."""
+    """Returns True for mrl's format, also if the directory is incomplete, which `converted` reports."""
     return not (path / MANIFEST).is_file() or read_manifest(path).get("format") == FORMAT
 
 
@@ -122,7 +123,7 @@ def _model_of_run(config: Path, part: str) -> Path:
 
 
 def _tracked(path: Path) -> Path:
-    """As Megatron-LM lays checkpoints out: a file with the iteration, a directory of it."""
+    """Returns the weights in Megatron-LM's layout: a file with the iteration, and a directory for it."""
     tracker = path / TRACKER
     if not tracker.is_file():
         raise WeightError(f"{path} holds no Megatron checkpoint: neither {METADATA} nor {TRACKER} nor {RUN_STATE}")

@@ -1,4 +1,6 @@
-"""A Megatron checkpoint read as if it were a Hugging Face one: the same names, the same slices, any layout on disk."""
+"""Megatron checkpoint that reads like a Hugging Face one: the same names and slices, independent of the on-disk
+layout.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,18 @@ from mrl.weights.disk.torch_dist_files import ArchiveRows, Extent, StoredTensor,
 from mrl.weights.errors import WeightError
 from mrl.weights.kinds import TURNED, parameter_shape, segments, to_hf
 
-OTHER_STATE = ("optimizer.", "chained_", "rng_state", "rerun_state")  # of training, beside the model
+OTHER_STATE = ("optimizer.", "chained_", "rng_state", "rerun_state")  # training state beside the model
 
 
 class MegatronCheckpoint:
-    """The tensors of a torch_dist directory under their Hugging Face names; what has none keeps its key.
+    """Tensors of a torch_dist directory under their Hugging Face names; tensors without such a name keep their key.
 
-    Raises WeightError, naming directory and tensor, for: no or unreadable metadata, a tensor that is not there, of
-    another shape or with parts that nobody has written, a block that is cut off.
+    Raises WeightError, which names directory and tensor, for missing or unreadable metadata, a tensor that is missing,
+    of another shape or partly unwritten, and a truncated block.
     """
 
     def __init__(self, path: str | Path, names: Names, arch: ModelArch, table: Mapping[str, Row] | None = None) -> None:
-        """table: of what is read; None: the model's weights"""
+        """Opens the checkpoint. table: rows of the tensors to read; None: the model's weights"""
         self.path, self._arch, self._names = Path(path), arch, names
         self._stored = read_metadata(self.path)
         self._blocks: dict[str, dict[tuple[int, ...], list[Extent]]] = {}
@@ -58,13 +60,15 @@ class MegatronCheckpoint:
         yield from (key for key in self._stored if key not in known and not key.startswith(OTHER_STATE))
 
     def close(self) -> None:
-        """Nothing stays open between two reads."""
+        """Does nothing: no file stays open between two reads."""
 
     def source(self, name: str, shape: tuple[int, ...]) -> RowsTensor:
         return RowsTensor(self.rows(name), shape)
 
     def rows(self, name: str) -> Rows:
-        """The tensor `name`, of all its slices where files have them in one, unread."""
+        """Returns the tensor `name` unread, joined from all its slices if Hugging Face files store them in one
+        tensor.
+        """
         if name in self._slices:
             return SlicesRows(tuple(map(self.rows, self._slices[name])))
         row_name, row, index = self._home[name]
@@ -80,7 +84,7 @@ class MegatronCheckpoint:
         return stacked([part for _, part in sorted(parts, key=lambda each: each[0])])
 
     def _parameter(self, name: str, row: Row) -> Mosaic:
-        """The Megatron parameter, put together from its blocks; padded rows of the vocabulary are left out."""
+        """Returns the Megatron parameter, assembled from its blocks, without padded rows of the vocabulary."""
         key, lead = self._place(name)
         if key not in self._stored:
             raise WeightError(f"{self.path}: no tensor {key}, which holds {', '.join(row.hf)}")

@@ -1,4 +1,4 @@
-"""What belongs to a model beside its weights: configuration, tokenizer, chat template, generation defaults."""
+"""Files of a model besides its weights: configuration, tokenizer, chat template, generation defaults."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from mrl.families import (
 from mrl.families.table import Role
 from mrl.foreign import TEMPLATES, read_json
 
-CHAT_TEMPLATE = "chat_template.jinja"  # before which what tokenizer_config.json says has no effect
+CHAT_TEMPLATE = "chat_template.jinja"  # takes precedence over tokenizer_config.json
 GENERATION = "generation_config.json"
 _KEPT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", TEMPLATES)
 
 
 def copy_model_files(source: Path, target: Path, dtype: torch.dtype, arch: ModelArch, role: Role) -> None:
-    """Everything of a model directory but its weights; config.json says the weights' dtype, that they are plain, and
-    that no layers guess further tokens.
+    """Copies all files of a model directory except its weights. config.json gets the weights' dtype, no quantization,
+    and no draft layers.
 
-    A critic becomes what transformers calls a sequence classifier with one label a head, or a token classifier: a score
-    head and no lm_head. It is padded with a token that no text ends with: transformers takes the score of the last one
-    that is not padding, which with EOS for that would be the token before the end.
+    A critic becomes transformers' sequence classifier with one label a head, or a token classifier: a score head and no
+    lm_head. Its padding token is one that ends no text: transformers takes the score of the last token that is not
+    padding. With EOS as padding, that would be the token before the end.
     """
-    config = read_hf_config(source)  # which refuses links out of the directory
+    config = read_hf_config(source)  # raises for links that leave the directory
     for pattern in _KEPT_PATTERNS:
         for found in source.glob(pattern):
             _copy(found, target / found.name)
@@ -50,7 +50,7 @@ def copy_model_files(source: Path, target: Path, dtype: torch.dtype, arch: Model
     ):
         part[key] = str(dtype).removeprefix("torch.")
     config |= {key: 0 for key in FAMILIES[arch.family].draft_keys if key in config}
-    config.pop("quantization_config", None)  # what is written is plain
+    config.pop("quantization_config", None)  # the written weights are not quantized
     if role == "critic":
         config |= _classifier(config, arch)
         _pad(target, config)
@@ -58,12 +58,12 @@ def copy_model_files(source: Path, target: Path, dtype: torch.dtype, arch: Model
 
 
 def name_ends(directory: Path, base: Path, ends: Collection[int], eos_token: str | None) -> None:
-    """Writes what a model has learnt to stop with beside its weights, or its adapters.
+    """Writes the end tokens that a model has learnt beside its weights, or its adapters.
 
     Args:
-        base: the model that it is made of, whose own ends stay.
-        ends: ids that generation_config.json then has among its eos_token_id.
-        eos_token: that the tokenizer's settings then name, where they lie in `directory`; None: they stay.
+        base: base model, whose own end tokens stay.
+        ends: ids to add to generation_config.json's eos_token_id.
+        eos_token: EOS token for the tokenizer's settings, if they are in `directory`; None: unchanged.
     """
     if eos_token is not None:
         _name_token(directory, "eos_token", eos_token)
@@ -80,7 +80,7 @@ def name_ends(directory: Path, base: Path, ends: Collection[int], eos_token: str
 
 
 def role_of(source: Path) -> Role:
-    """What config.json says that the model is."""
+    """Returns the role of the model according to config.json."""
     return "policy" if architecture_of(read_hf_config(source)).endswith(GENERATES_SUFFIXES) else "critic"
 
 
@@ -96,8 +96,9 @@ def _classifier(config: dict[str, Any], arch: ModelArch) -> dict[str, Any]:
 
 
 def _pad(directory: Path, config: dict[str, Any]) -> None:
-    """In config.json and in the tokenizer's settings, which have to agree. Without a token for it, the first id that
-    ends no text."""
+    """Sets the padding token in config.json and in the tokenizer's settings, which must agree. Without a suitable
+    token, takes the first id that ends no text.
+    """
     try:
         tokens = special(directory)
     except (OSError, ValueError, AttributeError, TypeError, KeyError):

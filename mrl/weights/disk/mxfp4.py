@@ -1,4 +1,4 @@
-"""Matrices in four bits a number (MXFP4): 32 of a row share a scale, a power of two. Read, never written.
+"""Matrices in four bits a number (MXFP4): 32 numbers of a row share a scale, a power of two. Read, never written.
 
 Files have `NAME_blocks` uint8 [experts, rows, columns / 32, 16], two numbers a byte, the lower half first, and
 `NAME_scales` uint8 [experts, rows, columns / 32] in place of `NAME` [experts, columns, rows].
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
-BIAS, NOT_A_NUMBER = 127, 255  # of a scale's exponent; what it is where there is none
-BLOCK = 32  # numbers of a scale
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and their negatives
+BIAS, NOT_A_NUMBER = 127, 255  # exponent bias of a scale; scale that encodes NaN
+BLOCK = 32  # numbers that share a scale
 
 
 class Bytes(Protocol):
-    """uint8 on disk."""
+    """uint8 tensor on disk."""
 
     @property
     def label(self) -> str: ...
@@ -30,13 +30,14 @@ class Bytes(Protocol):
 
 
 class UnpackedSource:
-    """One expert's matrix [columns, rows] in bfloat16, which holds every such number but the largest: those become
-    infinite, and readers refuse them. Indexing unpacks all of it."""
+    """One expert's matrix [columns, rows] in bfloat16, which represents every MXFP4 number except the largest: those
+    become infinite, and readers refuse them. Indexing unpacks the whole matrix.
+    """
 
     dtype = torch.bfloat16
 
     def __init__(self, blocks: Bytes, scales: Bytes) -> None:
-        """blocks [rows, columns / 32, 16], scales [rows, columns / 32]"""
+        """Takes blocks [rows, columns / 32, 16] and scales [rows, columns / 32]."""
         self._blocks, self._scales = blocks, scales
         self.label = blocks.label
         rows, groups, _ = blocks.shape
@@ -47,7 +48,9 @@ class UnpackedSource:
 
 
 def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
-    """bfloat16 [rows, columns] of blocks uint8 [rows, columns / 32, 16] and scales uint8 [rows, columns / 32]."""
+    """Returns bfloat16 [rows, columns] from blocks uint8 [rows, columns / 32, 16] and scales uint8 [rows, columns /
+    32].
+    """
     table = torch.tensor([*VALUES, *(-value for value in VALUES)])
     numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
     exponents = scales.int() - BIAS

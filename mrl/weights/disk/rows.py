@@ -1,7 +1,7 @@
-"""Matrices in files, read by rows into memory that the caller owns. Nothing is mapped and nothing is kept.
+"""Matrices in files, read by rows into memory that the caller owns. Nothing is memory-mapped or cached.
 
-A vector is a matrix of one column. Whatever a converter does to a parameter, it moves whole rows (`kinds.segments`), so
-every conversion is a list of rows that are read from one place and written to another.
+A vector is a matrix of one column. Every conversion of a parameter moves whole rows (`kinds.segments`), so a conversion
+is a list of rows that are read from one place and written to another.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from mrl.weights.errors import WeightError
 
-CAST_BYTES = 1 << 20  # read at a time where they have to be cast: they stay in the processor's cache
+CAST_BYTES = 1 << 20  # size of a read that is cast: it stays in the processor's cache
 
 
 class Rows(Protocol):
-    """Several threads may read at once."""
+    """Matrix on disk, [rows, columns]. Several threads may read at once."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -31,7 +31,7 @@ class Rows(Protocol):
 
     @property
     def label(self) -> str:
-        """What an error calls them: file and tensor."""
+        """File and tensor, for error messages."""
 
     def read(self, start: int, out: Tensor) -> None:
         """Fills the contiguous `out` [n, columns], of any dtype, with the rows from `start`."""
@@ -39,7 +39,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class FileRows:
-    """Rows that lie in a file one after the other, from byte `offset`."""
+    """Contiguous rows of a file, from byte `offset`."""
 
     file: Path
     offset: int
@@ -52,7 +52,7 @@ class FileRows:
         return f"{self.file}: {self.name}"
 
     def read(self, start: int, out: Tensor) -> None:
-        """Fills `out` [n, columns]; where it has another dtype, a piece at a time."""
+        """Fills `out` [n, columns]; casts piece by piece if the dtypes differ."""
         row_bytes = self.shape[1] * self.dtype.itemsize
         if out.dtype == self.dtype:
             read_at(self.file, self.offset + start * row_bytes, out)
@@ -76,7 +76,7 @@ class ZeroRows:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `row` .. `row + rows` of `source`, all its columns, at (`at_row`, `at_col`) of a mosaic."""
+    """Piece of a mosaic: rows `row` .. `row + rows` of `source`, all its columns, at (`at_row`, `at_col`)."""
 
     at_row: int
     rows: int
@@ -87,7 +87,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Mosaic:
-    """A matrix put together from others, which cover it exactly."""
+    """Matrix assembled from other matrices, which cover it exactly."""
 
     pieces: tuple[Piece, ...]
     shape: tuple[int, int]
@@ -98,7 +98,7 @@ class Mosaic:
         return self.pieces[0].source.label
 
     def read(self, start: int, out: Tensor) -> None:
-        """Fills `out` [n, columns] from the pieces that lie there."""
+        """Fills `out` [n, columns] from the pieces in that range."""
         stop = start + out.shape[0]
         for piece in self.pieces:
             first, last = max(start, piece.at_row), min(stop, piece.at_row + piece.rows)
@@ -112,7 +112,9 @@ class Mosaic:
 
 
 def covers(pieces: Sequence[Piece], shape: tuple[int, int]) -> bool:
-    """Whether each place of a matrix is in one piece and no more, and none is outside of it."""
+    """Returns True if each place of a matrix of `shape` is in exactly one piece, and no piece extends beyond the
+    matrix.
+    """
     boxes = [(p.at_row, p.at_row + p.rows, p.at_col, p.at_col + p.source.shape[1]) for p in pieces]
     cuts = [sorted({0, shape[side], *(at for box in boxes for at in box[2 * side : 2 * side + 2])}) for side in (0, 1)]
     rows, columns = ({at: index for index, at in enumerate(along)} for along in cuts)
@@ -124,7 +126,7 @@ def covers(pieces: Sequence[Piece], shape: tuple[int, int]) -> bool:
 
 
 def stacked(parts: Sequence[tuple[Rows, int, int]]) -> Mosaic:
-    """(source, first row, rows) one below the other."""
+    """Stacks (source, first row, rows) vertically."""
     pieces, at = [], 0
     for source, row, rows in parts:
         pieces.append(Piece(at, rows, source, row))
@@ -135,8 +137,10 @@ def stacked(parts: Sequence[tuple[Rows, int, int]]) -> Mosaic:
 
 @dataclass(frozen=True)
 class TurnedRows:
-    """The rows [n, columns] of what `turn` makes of a tensor, none of whose rows are rows of it: all of it is read for
-    each block of them, so `whole` should fit into one. shape: of that tensor, one or two dimensions."""
+    """Rows [n, columns] of the transformation `turn` of a tensor. They are not rows of the tensor itself, so every read
+    of a block reads the whole tensor: `whole` should fit into one block. whole_shape: shape of that tensor, one or
+    two dimensions.
+    """
 
     whole: Rows
     turn: Callable[[Tensor], Tensor]
@@ -161,7 +165,7 @@ class TurnedRows:
 
 @dataclass(frozen=True)
 class SlicesRows:
-    """A tensor by its first dimension: each row [columns] is one slice, all of it."""
+    """Tensor stored slice by slice along its first dimension: each row [columns] is one whole slice."""
 
     slices: tuple[Rows, ...]
 
@@ -185,7 +189,7 @@ class SlicesRows:
 
 @dataclass(frozen=True)
 class RowsTensor:
-    """Rows that are indexed like a tensor of `shape`, by slices."""
+    """Rows that are indexed by slices like a tensor of `shape`."""
 
     rows: Rows
     shape: tuple[int, ...]
@@ -203,13 +207,16 @@ class RowsTensor:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether a tensor of any shape is without NaN and infinity. One pass at the memory's speed, and no second
-    tensor."""
+    """Returns True if a tensor of any shape has neither NaN nor infinity. One pass at memory speed, without a second
+    tensor.
+    """
     return all(bool(extreme.isfinite()) for extreme in values.aminmax())
 
 
 def require_finite(rows: Rows, start: int, values: Tensor) -> None:
-    """Raises WeightError, naming file and tensor, if `values` [n, columns], read from `start`, hold NaN or infinity."""
+    """Raises WeightError, which names file and tensor, if `values` [n, columns], read from `start`, hold NaN or
+    infinity.
+    """
     if all_finite(values):
         return
     stop = start + values.shape[0]
@@ -224,13 +231,14 @@ def require_finite(rows: Rows, start: int, values: Tensor) -> None:
 
 
 def flat_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """[n] -> (n, 1); [n, m] -> (n, m); of more dimensions the first alone counts rows."""
+    """Maps [n] to (n, 1), [n, m] to (n, m); with more dimensions, the first alone counts rows."""
     return shape[0], torch.Size(shape[1:]).numel()
 
 
 def read_at(file: Path, offset: int, out: Tensor) -> None:
     """Fills `out`, contiguous and of any shape, with the file's bytes from `offset`. Raises WeightError if the file
-    ends before."""
+    ends early.
+    """
     done, view = 0, memory(out)
     descriptor = os.open(file, os.O_RDONLY)
     try:
@@ -244,12 +252,12 @@ def read_at(file: Path, offset: int, out: Tensor) -> None:
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor of any shape, not copied."""
+    """Returns the bytes of a contiguous CPU tensor of any shape, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def row_blocks(shape: tuple[int, int], itemsize: int, max_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first row, rows) of blocks of at most `max_bytes`, but at least one row."""
+    """Yields (first row, rows) of blocks of at most `max_bytes`, but at least one row."""
     step = max(1, max_bytes // max(1, shape[1] * itemsize))
     for start in range(0, shape[0], step):
         yield start, min(step, shape[0] - start)

@@ -1,4 +1,4 @@
-"""What a safetensors file says of itself, held against the file: stricter than the library that reads it."""
+"""Safetensors header, checked against its file: stricter than the library that reads it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a safetensors file: its bytes are those from `start`, `nbytes` of them."""
+    """A tensor of a safetensors file: `nbytes` bytes from `start`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -28,7 +28,9 @@ class Entry:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """By name. Raises WeightError unless the tensors fill the file, one after the other, from the header to its end."""
+    """Returns the entries by name. Raises WeightError unless the tensors fill the file from the header to its end
+    without gaps.
+    """
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
@@ -53,7 +55,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def _entry(name: str, value: Any, data: int) -> Entry:
-    """What the header says of a tensor; `data` is where the tensors begin. Raises ValueError."""
+    """Returns the header's entry of a tensor; `data` is the offset of the first tensor. Raises ValueError."""
     try:
         dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
         known = isinstance(dtype, str) and len(dtype) <= 16
@@ -68,7 +70,9 @@ def _entry(name: str, value: Any, data: int) -> Entry:
 
 
 def checked_name(name: Any, longest: int = MAX_NAME) -> str:
-    """Of a tensor or a file. Raises ValueError for one that no model has: empty, too long, with a NUL or the like."""
+    """Returns the name of a tensor or a file. Raises ValueError for an invalid one: empty, too long, or not
+    printable.
+    """
     if not isinstance(name, str) or not name or len(name) > longest or not name.isprintable():
         raise ValueError(f"{str(name)[:80]!r} is no name (1 to {longest} printable characters)")
     return name

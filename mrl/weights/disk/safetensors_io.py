@@ -1,7 +1,7 @@
 """Hugging Face weight files: opened lazily, read by slices, written in files of bounded size.
 
-Files that Python's pickle wrote (`pytorch_model.bin`) can run code when they are opened, so they are refused unless
-the caller asks for them by name, and then read with `weights_only=True`.
+Pickled files (`pytorch_model.bin`) can run code when they are opened. They are refused unless the caller allows them,
+and are then read with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PICKLE_SINGLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json
 
 
 class TensorSource:
-    """A tensor of a file. Indexing reads that part and nothing else."""
+    """A tensor of a file. Indexing reads only that part."""
 
     def __init__(self, file: Path, name: str, part: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.file, self.name, self.shape, self.dtype = file, name, shape, dtype
@@ -43,12 +43,14 @@ class TensorSource:
         return value
 
     def narrow(self, ranges: Sequence[tuple[int, int]], dims: int) -> NarrowedSource:
-        """The block `ranges` as a source of `dims` dimensions; surplus leading ranges are one wide and dropped."""
+        """Returns the block `ranges` as a source of `dims` dimensions; surplus leading ranges have size one and are
+        dropped.
+        """
         return NarrowedSource(self, ranges, dims)
 
 
 class NarrowedSource:
-    """A block of a TensorSource that reads like a tensor of its own."""
+    """Block of a TensorSource that reads like a tensor of its own."""
 
     def __init__(self, base: TensorSource, ranges: Sequence[tuple[int, int]], dims: int) -> None:
         self._base = base
@@ -69,11 +71,11 @@ class NarrowedSource:
 
 
 class HFCheckpoint:
-    """The tensors of a Hugging Face directory, by name, and slices of them. A context manager; closing it unmaps the
-    files.
+    """Tensors of a Hugging Face directory, by name, and slices of them. A context manager; closing it unmaps the files.
 
-    Raises WeightError, naming file and tensor, for: no weights, an unreadable index, an index that points outside of
-    the directory, a missing or truncated file, a tensor that the index promises and the file lacks, a wrong shape.
+    Raises WeightError, which names file and tensor, for missing weights, an unreadable index, an index that points
+    outside of the directory, a missing or truncated file, a tensor that is in the index but not in the file, a wrong
+    shape.
     """
 
     def __init__(self, path: str | Path, allow_pickle: bool = False) -> None:
@@ -106,8 +108,9 @@ class HFCheckpoint:
         return len(self._file_of)
 
     def source(self, name: str, shape: tuple[int, ...] | None = None) -> TensorSource | NarrowedSource | UnpackedSource:
-        """The tensor `name`, or the slice that it says, unread. Raises WeightError if it is missing, quantized, or not
-        of `shape` where that is given."""
+        """Returns the tensor `name`, or the slice that the name denotes, unread. Raises WeightError if it is missing,
+        quantized, or of another shape than `shape`, if given.
+        """
         part = slice_of(name)
         return self._source(name, shape) if part is None else self._slice(*part, shape)
 
@@ -151,8 +154,8 @@ class HFCheckpoint:
         return TensorSource(file, name, part, found, FLOATS.get(dtype, torch.uint8))
 
     def place(self, name: str, shape: tuple[int, ...]) -> tuple[Path, int, torch.dtype] | None:
-        """(file, first byte, dtype) of a tensor in a safetensors file, without mapping it; None of one that lies
-        otherwise: in a pickled file, packed.
+        """Returns (file, first byte, dtype) of a tensor in a safetensors file, without mapping it; None for a tensor
+        stored otherwise: pickled, or packed.
 
         Raises WeightError as `source` does.
         """

@@ -1,4 +1,4 @@
-"""A model's directory that appears whole or not at all, written by all ranks."""
+"""Staging of a model directory: it appears whole or not at all, written by all ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mrl.weights.agreement import WeightAgreement
 
 @contextlib.contextmanager
 def staged(target: Path, needed_bytes: int, *, overwrite: bool = False) -> Iterator[Staging]:
-    """What will be `target`: begun and ended by rank 0, for which it is to commit, and known to all. Collective.
+    """Yields the staging of `target`. Rank 0 begins, commits and ends it. Collective.
 
-    Raises WeightError on every rank if it cannot be written there.
+    Raises WeightError on every rank if `target` cannot be written.
     """
     staging = Staging(target, needed_bytes, overwrite=overwrite)
     begin = f"beginning {target} failed"

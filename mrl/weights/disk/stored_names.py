@@ -1,10 +1,10 @@
-"""What Megatron's checkpoints call the parameters of the weight table.
+"""Names of the weight table's parameters in Megatron's checkpoints.
 
-Megatron stacks what repeats: all layers' matrices of one kind are one tensor [layers, ...], those of experts one
-[layers, experts, ...]. So a name with its numbers taken out has one key, and the numbers are the first indices. Layers
-that differ are not stacked, their experts are: the layer's number is in the key then. Nothing of a vision tower is,
-since Megatron does not know it: its keys are the whole names. The keys are Megatron's own: they are read off a model of
-a few layers that holds no memory.
+Megatron stacks repeated parameters: all layers' matrices of one kind are one tensor [layers, ...], those of experts one
+[layers, experts, ...]. A name without its numbers therefore has one key, and the numbers are the leading indices.
+Layers that differ are not stacked (but their experts are): the key then contains the layer's number. A vision tower is
+not stacked, since Megatron does not know it: its keys are the whole names. The keys are Megatron's own: they are read
+from a skeleton model of a few layers without memory.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _ONE_PROCESS = ParallelConfig()
 
 
-# the one key that Megatron's two specs of a layer of experts disagree about: the local one's, transformer-engine's
+# the one key in which Megatron's two MoE layer specs differ: the local one's, transformer-engine's
 OF_EXPERTS = (".mlp.linear_fc1.layer_norm_weight", ".pre_mlp_layernorm.weight")
 _LAYER = re.compile(r"^decoder\.layers\.\d+\.")
 _ANY_LAYER = "decoder.layers.{}."
 
 
 def stored_key(key: str, stored: Container[str]) -> str:
-    """What a checkpoint with the keys `stored` calls `key`: itself, or the same in the other spec's words."""
+    """Returns the key that a checkpoint with the keys `stored` uses for `key`: itself, or its name in the other layer
+    spec.
+    """
     ours, theirs = OF_EXPERTS
     other = key.removesuffix(ours) + theirs
     return other if key.endswith(ours) and key not in stored and other in stored else key
@@ -46,21 +48,24 @@ def stored_key(key: str, stored: Container[str]) -> str:
 
 @dataclass(frozen=True)
 class Names:
-    """keys: Megatron's key of each pattern of names, with {} for the number of a layer that is not stacked. objects:
-    keys of the (empty) objects beside the parameters."""
+    """Names of parameters in a checkpoint. keys: Megatron's key for each pattern of names, with {} for the number of a
+    layer that is not stacked. objects: keys of the (empty) objects beside the parameters.
+    """
 
     keys: Mapping[str, str]
     objects: tuple[tuple[str, tuple[int, ...]], ...]  # key, stacked dimensions
 
     def place(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """(key, leading indices) of a parameter of the weight table. What is not listed is not stacked."""
+        """Returns (key, leading indices) of a parameter of the weight table. A parameter that is not listed is not
+        stacked.
+        """
         pattern, numbers = _stacked(name)
         key = self.keys.get(pattern, pattern)
         return (key.format(numbers[0]), numbers[1:]) if "{}" in key else (key, numbers)
 
 
 class Unstacked(Names):
-    """Of what mrl itself names, such as adapters: every tensor has its whole name."""
+    """Names of mrl's own tensors, such as adapters: every tensor has its whole name as key."""
 
     def __init__(self) -> None:
         super().__init__({}, ())
@@ -74,20 +79,24 @@ def pattern_of(name: str) -> str:
 
 
 def _stacked(name: str) -> tuple[str, tuple[int, ...]]:
-    """(pattern, numbers) of a parameter's name; of the tower's the whole name and none."""
+    """Returns (pattern, numbers) of a parameter's name; for the vision tower the whole name and no numbers."""
     if name.startswith(TOWER):
         return name, ()
     return pattern_of(name), tuple(int(number) for number in _NUMBER.findall(name))
 
 
 def leading_shape(arch: ModelArch, dimensions: int) -> tuple[int, ...]:
-    """The stacked dimensions: none, (layers,) or (layers, experts); of layers that differ none or (experts,)."""
+    """Returns the stacked dimensions: none, (layers,) or (layers, experts); for layers that differ none or
+    (experts,).
+    """
     experts = (arch.experts.count if arch.experts else 0,)
     return (experts if arch.layers_differ else (arch.num_layers, *experts))[:dimensions]
 
 
 def stored_names(arch: ModelArch, hf_path: str, role: Role, meshes: Meshes) -> Names:
-    """Collective over the world, as every Mesh is. Raises WeightError if Megatron does not stack as said above."""
+    """Returns the names in Megatron's checkpoints. Collective over the world, as every Mesh is. Raises WeightError if
+    Megatron does not stack parameters as the module docstring says.
+    """
     mesh = meshes.get(_ONE_PROCESS)
     kinds = tuple(dict.fromkeys(arch.layers))
     count = 2 if arch.vision is None else max(2, len(arch.vision.deep))
@@ -110,7 +119,7 @@ def stored_names(arch: ModelArch, hf_path: str, role: Role, meshes: Meshes) -> N
 
 
 def _objects(entry: ShardedObject, arch: ModelArch, kinds: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
-    """Those of the whole model that one of the small model's stands for."""
+    """Returns the objects of the whole model that one object of the small model stands for."""
     if not arch.layers_differ or _LAYER.match(entry.key) is None:
         return {entry.key: leading_shape(arch, len(entry.global_shape))}
     kind = kinds[int(_NUMBER.findall(entry.key)[0])]

@@ -1,8 +1,8 @@
-"""The files of Megatron's `torch_dist` format, read and written without unpickling anything but plain descriptions.
+"""Files of Megatron's `torch_dist` format, read and written without unpickling anything but plain descriptions.
 
-A `.distcp` file is a row of torch archives (`torch.save`), one a block of a tensor; `.metadata`, a pickle of torch's
-own classes, says which block lies where. Torch opens `.metadata` with pickle, which can run code; here only the
-classes that describe tensors are let in.
+A `.distcp` file is a sequence of torch archives (`torch.save`), one for each block of a tensor; `.metadata`, a pickle
+of torch's own classes, locates the blocks. Torch opens `.metadata` with pickle, which can run code; here only the
+classes that describe tensors are allowed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ _ENTRIES = (dcp.TensorStorageMetadata, dcp.BytesStorageMetadata)
 
 @dataclass(frozen=True)
 class Extent:
-    """A block of the tensor `key`, or with sizes None an object: bytes `offset` .. `offset + length` of `file`."""
+    """Location of a block of the tensor `key`, or of an object if sizes is None: bytes `offset` .. `offset + length` of
+    `file`.
+    """
 
     key: str
     offsets: tuple[int, ...]
@@ -75,7 +77,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def load_metadata(directory: Path) -> dcp.Metadata:
-    """What `.metadata` says, as torch wants it. Raises WeightError if it cannot be read or trusted."""
+    """Returns the content of `.metadata` in torch's form. Raises WeightError if it cannot be read or trusted."""
     file = directory / METADATA
     try:
         content = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
@@ -95,7 +97,7 @@ def load_metadata(directory: Path) -> dcp.Metadata:
 
 
 def read_metadata(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by key; objects are left out. Raises WeightError as `load_metadata`."""
+    """Returns the tensors of a checkpoint by key, without objects. Raises WeightError as `load_metadata`."""
     content, file = load_metadata(directory), directory / METADATA
     try:
         return {
@@ -119,7 +121,7 @@ def _stored(key: str, entry: dcp.TensorStorageMetadata, places: Mapping[Any, Any
 
 
 def read_plain(file: Path | IO[bytes], name: str | Path) -> Any:
-    """What torch.save has written, if that is tensors and plain values; nothing else is let in.
+    """Reads a file of torch.save that holds only tensors and plain values.
 
     Raises WeightError, with `name`, for anything else.
     """
@@ -136,7 +138,7 @@ def read_plain(file: Path | IO[bytes], name: str | Path) -> Any:
 def write_metadata(
     directory: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], items: Iterable[Extent]
 ) -> None:
-    """`tensors`: shape and dtype of every key."""
+    """Writes `.metadata`. `tensors`: shape and dtype of every key."""
     described: dict[str, Any] = {
         key: dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), torch.Size(shape), [])
         for key, (shape, dtype) in tensors.items()
@@ -157,7 +159,7 @@ def write_metadata(
 
 @dataclass(frozen=True)
 class ArchiveRows:
-    """A tensor inside of a `.distcp` file, seen as a matrix of `shape`."""
+    """Tensor inside of a `.distcp` file, viewed as a matrix of `shape`."""
 
     directory: Path
     item: Extent
@@ -169,12 +171,12 @@ class ArchiveRows:
         return f"{self.directory / self.item.file}: {self.item.key}"
 
     def read(self, start: int, out: Tensor) -> None:
-        """Fills `out` [n, columns]. Raises WeightError unless the archive holds just this tensor, contiguous."""
+        """Fills `out` [n, columns]. Raises WeightError unless the archive holds exactly this tensor, contiguous."""
         FileRows(self.directory / self.item.file, self._data, self.shape, self.dtype).read(start, out)
 
     @cached_property
     def _data(self) -> int:
-        """Where the tensor's bytes begin. Raises WeightError unless the archive holds just this tensor, contiguous."""
+        """Offset of the tensor's bytes. Raises WeightError unless the archive holds exactly this tensor, contiguous."""
         file = self.directory / self.item.file
         try:
             with file.open("rb") as whole:
@@ -195,8 +197,9 @@ class ArchiveRows:
 
 
 def _data_offset(archive: _Part, record: zipfile.ZipInfo) -> int:
-    """Where the bytes of a record begin: after its header, its name and an extra field. Not through zipfile, which
-    would compare checksums that torch leaves out if it is told to."""
+    """Returns the offset of a record's bytes: after its header, its name and an extra field. Avoids zipfile, which
+    would verify checksums that torch can be told to omit.
+    """
     archive.seek(record.header_offset + 26)
     lengths = archive.read(4) or b""
     name, extra = lengths[:2], lengths[2:]
@@ -216,7 +219,7 @@ class _Found:
 
 
 class _TensorPickle(pickle.Unpickler):
-    """Reads how a saved tensor lies in its storage; makes nothing but a `_Found`."""
+    """Reads the layout of a saved tensor in its storage; creates nothing but a `_Found`."""
 
     def persistent_load(self, pid: Any) -> str:
         return str(pid[2])
@@ -232,7 +235,7 @@ class _TensorPickle(pickle.Unpickler):
 
 
 class _Part(io.RawIOBase):
-    """Bytes `start` .. `start + length` of a file, as a file."""
+    """File object over bytes `start` .. `start + length` of a file."""
 
     def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -260,7 +263,7 @@ class _Part(io.RawIOBase):
 
 
 def pickled(value: Any) -> bytes:
-    """An object as Megatron stores it: a list of the values of this key."""
+    """Returns an object as Megatron stores it: a list of the values of this key."""
     stream = io.BytesIO()
     torch.save([value], stream)
     return stream.getvalue()

@@ -1,7 +1,7 @@
 """Megatron's own loading of a `torch_dist` checkpoint, without its unpickling.
 
-As they come, torch and Megatron run what a pickle says in three places: `.metadata`, `common.pt` (if an environment
-variable asks for it) and the objects between the tensors. Here all three are read with closed lists of plain values.
+By default, torch and Megatron run code from pickles in three places: `.metadata`, `common.pt` (if an environment
+variable asks for it) and the objects between the tensors. Here all three are read with allow-lists of plain values.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _FIELDS = {field.name for field in fields(CheckpointingConfig)}
 
 
 def load(state: dict[str, Any], directory: Path, metadata: Metadata) -> dict[str, Any]:
-    """Collective. Fills the sharded tensors of `state`; returns them as plain ones, beside the common values. Objects
-    come back as None, but for what layers keep of fp8 (`fp8_state`).
+    """Fills the sharded tensors of `state`; returns them as plain tensors of the local shape, beside the common values.
+    Objects are returned as None, except the layers' fp8 state (`fp8_state`). Collective.
 
-    metadata: as `load_metadata` read it. Raises WeightError, or torch's CheckpointException around it.
+    metadata: from `load_metadata`. Raises WeightError, or torch's CheckpointException around it.
     """
     _require_format(directory / FORMAT)
     return dist_checkpointing.load(
@@ -59,7 +59,7 @@ def load(state: dict[str, Any], directory: Path, metadata: Metadata) -> dict[str
 
 
 def _require_format(file: Path) -> None:
-    """Megatron reads the same file again, and would say less."""
+    """Raises a clearer error than Megatron, which reads the same file again."""
     try:
         content = read_json(file)
     except FileNotFoundError:
@@ -85,7 +85,7 @@ class _Sharded(TorchDistLoadShardedStrategy):
         self._metadata = metadata
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        """Megatron's, with another reader and planner."""
+        """Replicates Megatron's method with another reader and planner."""
         tensors = [t for t in nested_values(sharded_state_dict) if isinstance(t, ShardedTensor)]
         planner = _Planner(
             shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
@@ -106,11 +106,13 @@ class _Reader(dcp.FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self) -> Metadata:
-        """Without further arguments, or torch would look for a file of each rank next."""
+        """Takes no further arguments, or torch would look for a file of each rank next."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """File after file, so that an error can name it. Tensors are read as such: torch asks for weights alone."""
+        """Reads file by file, so that an error can name the file. Tensors are read safely: torch uses weights_only for
+        them.
+        """
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -126,7 +128,7 @@ class _Reader(dcp.FileSystemReader):
 
 class _Planner(MCoreLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Torch would run what an object's pickle says, and transformer-engine what is in the object."""
+        """Loads the checked fp8 state only: torch would run an object's pickle, and transformer-engine its content."""
         name = read_item.storage_index.fqn
         kept = given_back(read_plain(value, name), name)
         super().load_bytes(read_item, io.BytesIO(pickled(kept)))

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that a model has no use for."""
+"""Tensors of a checkpoint that a model does not use."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class Checkpoint(Protocol):
 def unused_tensors(
     checkpoint: Checkpoint, arch: ModelArch, table: Mapping[str, Row], role: Role, *, compare_tied: bool = True
 ) -> Iterator[str]:
-    """Complaints about tensors that nothing takes. Where config.json ties the output layer to the embedding, one of
-    its own may be there if it has the same values; `compare_tied` looks, and reads both."""
+    """Yields complaints about tensors that nothing uses. If config.json ties the output layer to the embedding, a
+    separate output layer is allowed if it has the same values; `compare_tied` reads and compares both.
+    """
     known = {name for row in table.values() for name in row.hf}
     known |= {alias.name for row in table.values() for alias in row.aliases}
     if role == "critic" or arch.tied_embeddings:
@@ -58,7 +59,9 @@ def unused_tensors(
 
 
 def _drafts(arch: ModelArch, name: str) -> bool:
-    """Whether it belongs to a layer behind the last one, of a family that has such layers to guess further tokens."""
+    """Returns True for a tensor of a layer behind the last one, in a family with such draft layers (multi-token
+    prediction).
+    """
     found = re.match(r"model\.layers\.(\d+)\.", name) if FAMILIES[arch.family].draft_keys else None
     return found is not None and int(found[1]) >= arch.num_layers
 
@@ -72,7 +75,7 @@ def _not_zero(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Iter
 
 
 def _more_slices(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Iterator[str]:
-    """Of a tensor whose slices are taken one by one, and which may be packed: slices that nothing takes."""
+    """Yields a complaint if a tensor that is read by slices, possibly packed, has slices that nothing uses."""
     try:
         checkpoint.source(f"{name}[{shape[0]}]", shape[1:])
     except WeightError:

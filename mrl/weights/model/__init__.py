@@ -1,1 +1,1 @@
-"""Into Megatron models and out of them: loading from a directory, exporting as a stream or to one."""
+"""Weights in and out of Megatron models: loading from a directory, export as a stream or to a directory."""

@@ -1,4 +1,4 @@
-"""Megatron model -> Hugging Face tensors, as a stream or as a directory on disk."""
+"""Export of a Megatron model to Hugging Face tensors, as a stream or as a directory on disk."""
 
 from __future__ import annotations
 
@@ -33,23 +33,21 @@ from mrl.weights.model.names import named_parameters, trained_parameters
 
 GIB = 1 << 30
 
-# writes what a model is into the directory where it lies whole; its files of weights -> SHA-256
+# writes a model's description into its complete directory; argument: SHA-256 by name of the weight file
 Describe = Callable[[Path, dict[str, str]], None]
 
 
 class Exporter:
-    """The weights of a model under their Hugging Face names, as files have them. Construction is collective over the
-    world.
+    """Weights of a model under their Hugging Face names, as files have them. Construction is collective over the world.
 
     Each tensor has one sender: the first tensor-parallel rank of data- and context-parallel replica 0 of the pipeline
-    stage that holds it, for experts the first expert-tensor-parallel rank of their expert-parallel rank. What files
-    have of all experts in one tensor is brought together on the first expert-parallel rank, a tensor at a time.
+    stage that holds it; for experts the first expert-tensor-parallel rank of their expert-parallel rank. Tensors that
+    files stack over all experts are gathered on the first expert-parallel rank, one tensor at a time.
 
-    A model with a value head is a critic: its backbone and `score.weight` are exported. `read` may give something else
-    that is laid out like the parameter, its gradient say; the metas still describe the parameters.
+    A model with a value head is a critic: its backbone and `score.weight` are exported. `read` may return another
+    tensor with the parameter's layout, such as its gradient; the metas still describe the parameters.
 
-    lora: export the adapters that the model has been given, and a value head, in place of its weights
-
+    lora: export the model's adapters, and a value head, in place of its weights
     Raises WeightError on every rank if a parameter has no row in the weight table, or a row no parameter.
     """
 
@@ -68,7 +66,7 @@ class Exporter:
         table = weight_table(arch, self.role) if lora is None else adapter_table(arch, self.role, lora)
         problems: list[str] = []
         self._mine: list[tuple[Row, nn.Parameter]] = []
-        self._stacks: dict[str, list[tuple[Row, nn.Parameter]]] = {}  # by what files have these in
+        self._stacks: dict[str, list[tuple[Row, nn.Parameter]]] = {}  # by name of the stacked tensor in files
         self._shapes = stored_shapes(table.values())
         for name, parameter in parameters:
             row = table.get(name)
@@ -81,16 +79,16 @@ class Exporter:
         raise_together(problems, f"the model cannot be exported ({arch.family}, {self.role}, {mesh})")
 
     def metas(self) -> list[TensorMeta]:
-        """Every tensor of the model, the same list on all ranks; a sender's are in the order of its stream."""
+        """Returns every tensor of the model, the same list on all ranks; a sender's are in the order of its stream."""
         return self._metas
 
     @torch.no_grad()
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor of its full shape) of the tensors that this rank sends; empty on the others.
+        """Yields (name, tensor of its full shape) for the tensors that this rank sends; nothing on other ranks.
 
-        Every rank has to run it to the end: the ranks of a sender's tensor-parallel group bring their parts. Tensors
-        are contiguous and on the model's device; some are views of parameters: use them before the next update, and do
-        not write to them. Raises WeightError, on every rank, for parameters that are not on the device.
+        Every rank must exhaust the stream: the ranks of a sender's tensor-parallel group contribute their shards.
+        Tensors are contiguous and on the model's device; some are views of parameters: use them before the next update,
+        and do not write to them. Raises WeightError, on every rank, for parameters that are not on the device.
         """
         for name, parameter in self._all:
             if parameter.numel() and not parameter.untyped_storage().nbytes():
@@ -105,7 +103,7 @@ class Exporter:
                 yield from ((name, shards[0].new_zeros(shape)) for name, shape in row.zeros)
 
     def _take(self, row: Row, parameter: nn.Parameter) -> None:
-        """Of a stack its first slice stands for all."""
+        """Adds a parameter; the first slice of a stack represents all of them."""
         whole = stored_name(row.hf[0])
         if whole != row.hf[0]:
             self._stacks.setdefault(whole, []).append((row, parameter))
@@ -113,7 +111,9 @@ class Exporter:
             self._mine.append((row, parameter))
 
     def _together(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """A tensor that every expert-parallel rank has a run of slices of, in turn; on the first of them."""
+        """Gathers a tensor of which every expert-parallel rank holds consecutive slices; yields it on the first of
+        these ranks.
+        """
         parts, is_first = self._stacks[name], self.mesh.ep_rank == 0
         first = self._read(parts[0][1])
         whole = first.new_empty(self._shapes[name]) if is_first else None
@@ -132,7 +132,7 @@ class Exporter:
         return self.mesh.dp_rank == 0 and self.mesh.cp_rank == 0
 
     def _gather(self, row: Row, shard: Tensor) -> list[Tensor] | None:
-        """All shards on the sender, None elsewhere."""
+        """Returns all shards on the sender, None elsewhere."""
         tp, tp_rank = self.mesh.tensor_cut(row.expert)
         if row.tp_dim is None or tp == 1:
             return [shard] if tp_rank == 0 else None
@@ -170,7 +170,7 @@ class OutputFile:
 
 
 def plan_files(metas: Sequence[TensorMeta], max_bytes: int) -> list[OutputFile]:
-    """Cuts each sender's tensors, in order, into files of at most `max_bytes` (a larger tensor has its own)."""
+    """Splits each sender's tensors, in order, into files of at most `max_bytes` (a larger tensor has its own)."""
     groups: list[list[TensorMeta]] = []
     size = 0
     for meta in metas:
@@ -196,16 +196,15 @@ def save_hf(
     overwrite: bool = False,
     describe: Describe | None = None,
 ) -> None:
-    """Writes a complete Hugging Face directory; collective over the world, `dst_dir` on a file system all ranks share.
+    """Writes a complete Hugging Face directory; collective over the world, `dst_dir` on a file system that all ranks
+    share.
 
-    describe: what else rank 0 writes there, before the directory gets its name
-
-    Weights come from the exporter, at most one file's worth of them at a time on a sender; config.json (with the
-    weights' dtype), tokenizer, generation config and chat template from `src_dir`. Everything is written next to
-    `dst_dir` and renamed when it is durable, so a directory of that name is complete or was not touched.
-
-    Raises WeightError on every rank if `dst_dir` is not empty (unless `overwrite`) or a file cannot be written; nothing
-    of it is left then.
+    describe: writes further files on rank 0, before the directory gets its name
+    Weights come from the exporter, at most one file's worth at a time on a sender; config.json (with the weights'
+    dtype), tokenizer, generation config and chat template from `src_dir`. Everything is written next to `dst_dir` and
+    renamed when it is durable, so a directory of that name is complete or was not touched.
+    Raises WeightError on every rank if `dst_dir` is not empty (unless `overwrite`) or a file cannot be written; no
+    partial directory remains then.
     """
     target, metas = Path(dst_dir), exporter.metas()
     files = plan_files(metas, max_file_bytes)
@@ -229,8 +228,9 @@ def save_hf(
 def write_weights(
     exporter: Exporter, files: Sequence[OutputFile], directory: Path, digests: dict[str, str] | None = None
 ) -> list[str]:
-    """Writes this rank's files, and down what they have become. After an error the stream is still drained, or its
-    other ranks would wait for ever."""
+    """Writes this rank's files and adds their digests to `digests`; returns the problems. After an error the stream is
+    still exhausted, or its other ranks would wait for ever.
+    """
     todo = [file for file in files if file.sender == rank()]
     pending: dict[str, Tensor] = {}
     problems: list[str] = []

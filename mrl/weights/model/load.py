@@ -1,4 +1,4 @@
-"""Hugging Face directory -> this rank's part of a Megatron model."""
+"""Loading of a Hugging Face directory into this rank's part of a Megatron model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mrl.weights.model.names import named_parameters
 
 @dataclass(frozen=True)
 class Item:
-    """A parameter of this rank and the tensors that it is read from."""
+    """A parameter of this rank and its source tensors."""
 
     name: str
     parameter: nn.Parameter
@@ -41,7 +41,7 @@ class Item:
 
 
 class Stored(Sliceable, Protocol):
-    """A tensor on disk; `label` is what an error calls it: file and tensor."""
+    """A tensor on disk; `label` names file and tensor in errors."""
 
     @property
     def label(self) -> str: ...
@@ -56,9 +56,10 @@ def load_pretrained(
     role: Role = "policy",
     allow_pickle: bool = False,
 ) -> None:
-    """`load_hf` from a Hugging Face directory or from a converted one, which has the same tensors in Megatron's form.
+    """Loads by `load_hf` from a Hugging Face directory, or from a converted one, which has the same tensors in
+    Megatron's form.
 
-    A critic that is loaded from a converted policy starts with a value head as it was built, as from Hugging Face.
+    A critic that is loaded from a converted policy keeps its value head as built, as from Hugging Face.
     """
     if not is_converted(path):
         load_hf(chunks, arch, path, mesh, role=role, allow_pickle=allow_pickle)
@@ -85,16 +86,15 @@ def load_hf(
 ) -> None:
     """Fills the parameters of `chunks` (wrapped or not) in place; collective over the world.
 
-    Every rank reads only the slices that it holds, one parameter at a time. Rows that pad the vocabulary become zero,
+    Every rank reads only the slices that it holds, one parameter at a time. Padding rows of the vocabulary become zero,
     both copies of tied embeddings are written, values are cast to the parameter's dtype. An optimizer that was built
-    before has to take its main parameters from the model again.
+    before must copy its main parameters from the model again.
 
     role "critic": an lm_head in the checkpoint is ignored (the critic may be started from a policy, tied or not) and
     the value head stays as built unless the checkpoint has `score.weight`, as a reward model must.
 
-    Raises WeightError on every rank, listing everything that is wrong: tensors that the checkpoint lacks, tensors and
-    parameters that nothing uses, an output layer beside tied embeddings that differs from them, wrong shapes,
-    unreadable files, NaN or infinity.
+    Raises WeightError on every rank, with a list of all problems: missing tensors, tensors and parameters that nothing
+    uses, an output layer that differs from the tied embedding, wrong shapes, unreadable files, NaN or infinity.
     """
     _load(chunks, arch, path, mesh, role, lambda: _open_hf(path, role, allow_pickle))
 
@@ -145,7 +145,7 @@ def _load(
 def _match(
     chunks: Sequence[nn.Module], table: Mapping[str, Row], problems: list[str]
 ) -> tuple[dict[str, nn.Parameter], list[str]]:
-    """This rank's parameters by global name, and the table's rows that no rank of the world holds."""
+    """Returns this rank's parameters by global name, and the table's rows that no rank of the world holds."""
     held: dict[str, nn.Parameter] = {}
     for name, parameter in named_parameters(chunks):
         if name in table:
@@ -180,7 +180,7 @@ def _plan(
 
 
 def _source(checkpoint: Checkpoint, row: Row, i: int) -> Stored:
-    """The i-th tensor of a row, in whichever of its on-disk forms the checkpoint has."""
+    """Returns the i-th tensor of a row, in whichever of its on-disk forms the checkpoint has."""
     if row.hf[i] not in checkpoint and row.aliases:
         alias = row.aliases[i]
         if alias.name in checkpoint:
@@ -214,9 +214,9 @@ def _fill(item: Item, arch: ModelArch, mesh: Mesh) -> None:
 
 
 def _mark(item: Item, tp: int) -> None:
-    """Sets Megatron's tensor-parallel attributes, which the gradient norm goes by; refuses contradictory ones.
+    """Sets Megatron's tensor-parallel attributes, which the gradient norm relies on; refuses contradictory ones.
 
-    Of experts the table's word counts: transformer-engine, which is not told how they are cut, says dimension 0 of all.
+    For experts the table decides: transformer-engine is not told how they are sharded, and marks dimension 0 of all.
     """
     attributes = vars(item.parameter)
     cut, dim = attributes.get("tensor_model_parallel"), attributes.get("partition_dim", -1)
@@ -232,7 +232,7 @@ def _mark(item: Item, tp: int) -> None:
 
 
 def _tied_problems(items: Iterable[Item], mesh: Mesh) -> list[str]:
-    """With pipeline parallelism both ends hold the tied embedding; they must be the same bits."""
+    """Checks that the tied embeddings of the first and last pipeline stage have the same bits."""
     if mesh.pp == 1:
         return []
     copies = {item.name: _digest(item.parameter) for item in items if item.row.kind == "vocab"}

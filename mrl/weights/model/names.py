@@ -11,13 +11,14 @@ from mrl.models.naming import global_name, unwrap
 
 
 def named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """(global name, parameter) of all weights of the model that this rank holds, chunk after chunk; chunks may be
-    wrapped. Adapters are not among them."""
+    """Yields (global name, parameter) of all weights of the model that this rank holds, chunk after chunk; chunks may
+    be wrapped. Adapters are excluded. Parameters have their local (sharded) shapes.
+    """
     yield from ((name, parameter) for name, parameter in _all_parameters(chunks) if not is_adapter(name))
 
 
 def trained_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """The same of what takes gradients: of a model with adapters these, and a value head."""
+    """Yields the same for trainable parameters: in a model with adapters these, and a value head."""
     yield from ((name, parameter) for name, parameter in _all_parameters(chunks) if parameter.requires_grad)
 
 

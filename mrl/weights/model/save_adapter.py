@@ -1,4 +1,4 @@
-"""A model's adapters -> a directory that PEFT and SGLang load."""
+"""Export of a model's adapters to a directory that PEFT and SGLang load."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ def save_adapter(
     describe: Describe | None = None,
 ) -> None:
     """Writes `target`, all or nothing, on a file system that all ranks share; collective over the world. A critic's
-    score head is beside its adapters.
+    score head is saved beside its adapters.
 
-    base_name, base_digest: of the weights that the adapters belong to; describe: as `save_hf` takes it
-
+    base_name, base_digest: of the base weights; describe: as in `save_hf`
     Raises WeightError on every rank.
     """
     exporter = Exporter(chunks, arch, mesh, lora=lora)

@@ -1,8 +1,8 @@
-"""A model's state out of a checkpoint that other layers may have written.
+"""Model state from a checkpoint that another layer implementation may have written.
 
-transformer-engine's layers keep their fp8 state in objects, empty without fp8, which other layers do not have. Empty
-ones are written too, since Megatron's own loader asks for them. What a checkpoint has none of is not asked for, and
-what nothing takes is left there: it fits every kind of layer.
+transformer-engine's layers keep their fp8 state in objects (empty without fp8), which other layers do not have. Empty
+objects are written too, since Megatron's own loader asks for them. Objects missing from a checkpoint are not requested,
+and unused ones are ignored: a checkpoint fits every kind of layer.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ BESIDE = "_extra_state"
 
 
 def wanted(sharded: Mapping[str, Any], stored: Container[str]) -> dict[str, Any]:
-    """Of a `sharded_state_dict`, nested or not, what a checkpoint with the keys `stored` can be asked for: parameters,
-    there or not, and such objects as it has."""
+    """Returns the entries of a `sharded_state_dict`, nested or not, to request from a checkpoint with the keys
+    `stored`: all parameters, and the objects that it has.
+    """
     return {
         name: wanted(entry, stored) if isinstance(entry, dict) else entry
         for name, entry in sharded.items()
@@ -42,8 +43,9 @@ def _is_beside(entry: Any) -> bool:
 
 
 def sharded_adapters(chunk: nn.Module, arch: ModelArch, role: Role, lora: LoRA, mesh: Mesh) -> dict[str, ShardedTensor]:
-    """What is trained of a model with adapters, by its name in the chunk, in the form that `sharded_state_dict` has. A
-    tensor is kept under its global name, whole under any layout."""
+    """Returns the trainable parameters of a model with adapters, by name in the chunk, in the form of
+    `sharded_state_dict`. A tensor is stored whole under its global name, under any layout.
+    """
     table = adapter_table(arch, role, lora)
     found = {}
     for local, parameter in chunk.named_parameters():
@@ -60,8 +62,9 @@ def sharded_adapters(chunk: nn.Module, arch: ModelArch, role: Role, lora: LoRA, 
 
 
 def fill(chunk: nn.Module, state: dict[str, Any]) -> None:
-    """Puts `state` into the parameters, beside adapters into what is trained alone. Raises WeightError if one of them,
-    or of the state, is left over."""
+    """Loads `state` into the parameters; with adapters, into the trainable ones alone. Raises WeightError if a
+    parameter or an entry of the state is left over.
+    """
     left = chunk.load_state_dict(state, strict=False)
     parameters = dict(chunk.named_parameters())
     is_adapted = any(map(is_adapter, parameters))
