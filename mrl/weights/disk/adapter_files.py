@@ -37,7 +37,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {  # other values change the computation 
     "kasa_config": (None,),
     "monteclora_config": (None,),
 }
-_CHANGES_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")  # PEFT subtracts their initial value from the weights
+_CHANGES_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")  # PEFT subtracts their start from the weights
 
 
 def write_config(directory: Path, base_name: str, arch: ModelArch, role: Role, lora: LoRA, base_digest: str) -> None:

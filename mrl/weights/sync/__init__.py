@@ -1,1 +1,1 @@
-"""From the trainer to the engines: a push, how its bytes travel, and the proof that they arrived."""
+"""Weight sync from the trainer to the engines: the sync itself, its transports, and its verification."""

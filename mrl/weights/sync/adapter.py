@@ -1,8 +1,8 @@
-"""Pushing the actor's adapters themselves: the engine keeps the model that the run began with, and multiplies by A and
-B beside it, as the trainer does. Nothing is merged, so nothing is rounded, and a push is a few megabytes.
+"""Weight sync of the actor's adapters: the engine keeps the base model, and multiplies by A and B beside it, as the
+trainer does. Nothing is merged, so nothing is rounded, and a sync is a few megabytes.
 
-SGLang takes an adapter under a name that it does not know yet, and requests ask for it by that name. What SGLang cannot
-compute as the trainer does is refused by `mrl.config.checks.lora`.
+SGLang loads an adapter under a new name, and requests ask for it by that name. Settings that SGLang computes
+differently from the trainer are refused by `mrl.config.checks.lora`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from mrl.weights.sync.engine_sync import EngineSync, Guard, SyncReport
 from mrl.weights.sync.payload import WeightSource, pickle_by_name
 from mrl.weights.sync.transports import Hops
 
-OURS = "mrl-"  # begins the names of adapters that runs have pushed
+OURS = "mrl-"  # prefix of the names of adapters that runs have synced
 TRANSPORT = "adapter"
 
 
 class AdapterSync(EngineSync):
-    """Keeps engines at the adapters of `exporter`, beside the weights of `base`, which they have read from the model's
-    directory: that these are the trainer's is proved at the first push to each engine, whatever `sync.verify` says.
+    """Keeps engines at the adapters of `exporter`, beside the weights of `base`, which engines read from the model's
+    directory. The first sync to each engine verifies these base weights, whatever `sync.verify` says.
 
-    exporter: of the adapters, under PEFT's names without prefix; lora: which they are; the rest as EngineSync takes it
+    exporter: of the adapters, under PEFT's names without prefix; lora: their configuration; the rest as in EngineSync
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class AdapterSync(EngineSync):
         self._metas = exporter.metas()
         self._run = self._agreement.on_main("naming the run's adapters", lambda: secrets.token_hex(4))
         self._pushes = 0
-        self._base: Mapping[Key, str] | None = None  # the hashes of its parameters
-        self._with_base: set[str] = set()  # engines by address that have been found to have it
+        self._base: Mapping[Key, str] | None = None  # hashes of the base parameters
+        self._with_base: set[str] = set()  # addresses of engines whose base weights are verified
 
     def _push(self, verify: bool, again: bool, started: float) -> SyncReport:
         try:
             return self._pushed(verify, again, started)
-        except SyncError:  # an engine may be another one afterwards
+        except SyncError:  # an engine may be replaced afterwards
             self._with_base.clear()
             raise
 
@@ -94,7 +94,7 @@ class AdapterSync(EngineSync):
         self._with_base.discard(client.url)
 
     def _prove_base(self) -> None:
-        """Of engines that have not been seen before."""
+        """Verifies the base weights of new engines."""
         unseen = {client.url for client in self._engines.clients} - self._with_base
         if not unseen:
             return
@@ -111,7 +111,7 @@ class AdapterSync(EngineSync):
         return [(name, tensor.cpu().clone()) for name, tensor in self._exporter.stream()]
 
     def _load(self, name: str, parts: Sequence[Mapping[str, Tensor]], again: bool, verify: bool) -> None:
-        """Rank 0: gives every engine the adapter, and takes the former ones from it."""
+        """Loads the adapter into every engine, and unloads the former ones, on rank 0."""
         tensors = {PREFIX + key: tensor for part in parts for key, tensor in part.items()}
         if len(tensors) != len(self._metas):
             raise WeightError(f"{len(tensors)} tensors of adapters have come, not {len(self._metas)}")
@@ -122,7 +122,7 @@ class AdapterSync(EngineSync):
 
         def load(client: EngineClient) -> None:
             if again:
-                with contextlib.suppress(EngineError):  # it is there only if a former attempt broke off
+                with contextlib.suppress(EngineError):  # it is loaded only if an earlier attempt failed
                     client.unload_adapter(name)
             payloads = [payload] * self._engines.tensor
             held = client.load_adapter(name, config, payloads, sums)
@@ -134,8 +134,9 @@ class AdapterSync(EngineSync):
 
 
 def zeros_beside(arch: ModelArch, lora: LoRA, like: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """(name, zeros) of the adapters that are missing beside others of the same joined layer: with q_proj alone SGLang
-    would look for v_proj's. like: some tensors of their dtype."""
+    """Returns (name, zeros) of the adapters that are missing beside others of the same fused layer: with q_proj alone
+    SGLang would look for v_proj's. like: some tensors of their dtype; shapes [r, in] and [out, r].
+    """
     dtype = next(iter(like.values())).dtype
     found = []
     for _, row in adapted_rows(arch):

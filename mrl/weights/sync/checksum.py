@@ -1,8 +1,8 @@
-"""The engine's own parameter hashes, computed on the trainer as the tensors pass by.
+"""The engine's own parameter hashes, computed on the trainer while the tensors are streamed.
 
 SGLang hashes each parameter of each of its processes: on CPU the first 8 bytes of SHA-256 over its bytes, on a GPU a
-sum of mixed 32-bit words (`TileHash`). Both are fed part by part here, so nothing of a parameter is kept but what
-arrives out of order or on several ranks.
+sum of mixed 32-bit words (`TileHash`). Both are updated part by part here; only parts that arrive out of order or on
+several ranks are buffered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _M32 = 0xFFFFFFFF
 
 
 class ParamHash(ABC):
-    """The hash of one engine parameter. Parts may be added on several ranks; `merge` brings their states together."""
+    """Hash of one engine parameter. Parts may be added on several ranks; `merge` combines their states."""
 
     def __init__(self, param: EngineParam) -> None:
         self.param = param
@@ -33,23 +33,27 @@ class ParamHash(ABC):
 
     @abstractmethod
     def add(self, index: int, part: Tensor) -> None:
-        """Part number `index`, already cut; of any shape, since its bytes count."""
+        """Adds part number `index`, already cut; of any shape, since only its bytes count."""
 
     @abstractmethod
     def state(self) -> Any:
-        """What another rank needs to continue; only for parameters whose parts are on several ranks."""
+        """Returns the state that another rank needs to continue; only for parameters whose parts are on several
+        ranks.
+        """
 
     @abstractmethod
     def merge(self, state: Any) -> None:
-        """Takes in another rank's `state`."""
+        """Merges another rank's `state`."""
 
     @abstractmethod
     def hexdigest(self) -> str:
-        """16 hex digits, as the engine writes it. Every part must have been added."""
+        """Returns 16 hex digits, as the engine formats them. Every part must have been added."""
 
 
 class Sha256Hash(ParamHash):
-    """Parts that come before their turn wait; so do all parts but the first rank's when several ranks have some."""
+    """SHA-256 of a parameter. Parts that arrive early are buffered; so are all parts but the first rank's if several
+    ranks have some.
+    """
 
     def __init__(self, param: EngineParam) -> None:
         super().__init__(param)
@@ -70,11 +74,11 @@ class Sha256Hash(ParamHash):
         self._next += 1
 
     def state(self) -> dict[int, Tensor]:
-        """Part number -> its bytes, uint8 [n]: those that still wait for an earlier one."""
+        """Returns the bytes, uint8 [n], of the parts that still wait for an earlier one, by part number."""
         return self._waiting
 
     def merge(self, state: Mapping[int, Tensor]) -> None:
-        """Takes in the parts of another rank: uint8 [n] each, by number."""
+        """Adds the parts of another rank: uint8 [n] each, by number."""
         for index in sorted(state):
             self.add(index, state[index])
 
@@ -126,7 +130,7 @@ class TileHash(ParamHash):
         self._sums &= _M32
 
     def state(self) -> Tensor | None:
-        """The sums of this rank's words, int64 [2, tiles] on the CPU; None if it has seen no part."""
+        """Returns the sums of this rank's words, int64 [2, tiles] on the CPU; None if it has seen no part."""
         return None if self._sums is None else self._sums.cpu()
 
     def merge(self, state: Tensor | None) -> None:
@@ -170,12 +174,14 @@ def _splitmix(x: int) -> int:
 
 
 class StreamHasher:
-    """Hashes of all parameters of an engine, fed with this rank's part of the export stream."""
+    """Hashes of all parameters of an engine, updated with this rank's part of the export stream."""
 
     def __init__(
         self, params: Mapping[Key, EngineParam], senders: Mapping[str, int], rank: int, kind: type[ParamHash]
     ) -> None:
-        """senders: the world rank that streams each HF tensor. The hash of a parameter ends up on `owner(key)`."""
+        """Prepares the hashes. senders: the world rank that streams each HF tensor. The rank that streams a parameter's
+        first part owns its hash.
+        """
         self._params, self._senders, self._rank = params, senders, rank
         self._hashes: dict[Key, ParamHash] = {}
         self._uses: dict[str, list[tuple[Key, int]]] = {}
@@ -187,17 +193,19 @@ class StreamHasher:
                     self._uses.setdefault(part.name, []).append((key, index))
 
     def _holders(self, param: EngineParam) -> list[int]:
-        """The ranks that stream parts of it, in order of the parts; the first one owns it."""
+        """Returns the ranks that stream parts of a parameter, in order of the parts; the first one owns its hash."""
         return list(dict.fromkeys(self._senders[source] for source in param.sources))
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Hashes the exported tensor `name`, of its full shape, wherever the engine's parameters have a part of it."""
+        """Hashes the exported tensor `name`, of its full shape, into every engine parameter that has a part of it."""
         for key, index in self._uses.get(name, ()):
             hashing = self._hashes[key]
             hashing.add(index, hashing.param.parts[index].cut(tensor))
 
     def shared(self) -> list[tuple[Key, list[int]]]:
-        """Parameters with parts on several ranks, and these ranks: the same list everywhere. Merge before `digests`."""
+        """Returns the parameters with parts on several ranks, and these ranks: the same list everywhere. Merge before
+        `digests`.
+        """
         found = ((key, self._holders(param)) for key, param in self._params.items())
         return [(key, holders) for key, holders in found if len(holders) > 1]
 
@@ -208,7 +216,7 @@ class StreamHasher:
         self._hashes[key].merge(state)
 
     def digests(self) -> dict[Key, str]:
-        """Of the parameters that this rank owns."""
+        """Returns the digests of the parameters that this rank owns."""
         return {
             key: hashing.hexdigest()
             for key, hashing in self._hashes.items()

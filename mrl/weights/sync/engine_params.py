@@ -1,7 +1,8 @@
-"""The parameters of an engine: which of the exported Hugging Face tensors, cut and joined how, make each of them.
+"""Parameters of an engine: the exported Hugging Face tensors that form each of them, and how they are sharded and
+fused.
 
-SGLang fuses q, k, v and gate, up, stacks experts, pads the vocabulary to a multiple of 64 rows and cuts everything over
-its tensor-parallel ranks; an engine that keeps the Hugging Face names is the case without any of that.
+SGLang fuses q, k, v and gate, up, stacks experts, pads the vocabulary to a multiple of 64 rows and shards everything
+over its tensor-parallel ranks. An engine that keeps the Hugging Face names is the case without any of that.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ WIDE_BYTES = 4  # of a float32
 
 @dataclass(frozen=True)
 class Part:
-    """`size` rows (dim 0) or columns (dim 1, ...) of an HF tensor, from `start`; the whole tensor with dim None.
+    """Part of an HF tensor: `size` rows (dim 0) or columns (dim 1, ...), from `start`; the whole tensor if dim is None.
 
-    turned: its last two dimensions then change places; wide: in float32; nbytes: as the engine has it
+    turned: its last two dimensions are transposed; wide: in float32; nbytes: in the engine's memory
     """
 
     name: str
@@ -35,14 +36,16 @@ class Part:
     wide: bool = False
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """The part of the exported tensor `tensor`: a view, of the same shape but for `dim`, or turned."""
+        """Returns this part of the exported tensor `tensor`: a view of the same shape except for `dim`, or
+        transposed.
+        """
         part = tensor if self.dim is None else tensor.narrow(self.dim, self.start, self.size)
         return part.mT if self.turned else part.float() if self.wide else part
 
 
 @dataclass(frozen=True)
 class EngineParam:
-    """A parameter of one engine process: the parts end to end in memory, then `padding` zero bytes."""
+    """Parameter of one engine process: contiguous parts, then `padding` zero bytes."""
 
     name: str
     parts: tuple[Part, ...]
@@ -59,7 +62,7 @@ class EngineParam:
 
 @dataclass(frozen=True)
 class EngineShape:
-    """What has to be known of an engine to say what it holds. `names`: its parameters, the same on all its ranks."""
+    """Shape of an engine. `names`: its parameters, the same on all its ranks; tensor: tensor-parallel size."""
 
     names: tuple[str, ...]
     tensor: int
@@ -72,7 +75,9 @@ class EngineShape:
 def engine_params(
     shape: EngineShape, rank: int, metas: Sequence[TensorMeta], arch: ModelArch
 ) -> tuple[dict[str, EngineParam], list[str]]:
-    """({engine name: its parts} of the engine's tensor-parallel rank `rank`, engine names that nothing here fills)."""
+    """Returns (parameters of the engine's tensor-parallel rank `rank` by engine name, engine names without source
+    tensors).
+    """
     cutter = _Cutter(shape, rank, {meta.name: meta for meta in metas}, arch)
     params: dict[str, EngineParam] = {}
     unknown: list[str] = []
@@ -92,14 +97,14 @@ class _Cutter:
         self.sources = fused_parameters(arch) if shape.fuses else plain_parameters(arch)
 
     def param(self, name: str) -> EngineParam | None:
-        """None when no exported tensor fills it."""
+        """Returns the engine parameter; None if no exported tensor fills it."""
         sources = self.sources.get(name, ())
         if not sources or any(source.name not in self.metas for source in sources):
             return None
         parts = tuple(part for source in sources for part in self._parts(source))
         is_padded = sources[0].row.kind == "vocab" and self.cuts_vocab
         padding = self._vocab_padding(parts[0]) if is_padded else 0
-        if sources[0].is_stack and not parts[0].nbytes:  # biases of experts' results: rank 0's alone, 0 on others
+        if sources[0].is_stack and not parts[0].nbytes:  # output biases of experts: on rank 0 only, 0 elsewhere
             padding = _nbytes(sources[0], self.metas[sources[0].name], True)
         return EngineParam(name, parts, padding)
 
@@ -121,7 +126,9 @@ class _Cutter:
             first += rows
 
     def _of_stack(self, source: Source, meta: TensorMeta) -> Part:
-        """This engine rank's share of all experts: of what their first product gives, and their second one takes."""
+        """Returns this engine rank's part of stacked experts: column-parallel up projection, row-parallel down
+        projection.
+        """
         turned, wide = source.is_turned and self.shape.fuses, source.is_wide and self.shape.fuses
         nbytes = _nbytes(source, meta, self.shape.fuses)
         if self.tp == 1:
@@ -134,7 +141,9 @@ class _Cutter:
         return Part(meta.name, nbytes // self.tp, dim, self.rank * size, size, turned, wide)
 
     def _range(self, row: Row, index: int, rows: int, meta: TensorMeta) -> tuple[int, int, int] | None:
-        """(dim, start, size) of this engine rank's share of `rows` rows, which are number `index` of the row's."""
+        """Returns (dim, start, size) of this engine rank's part of `rows` rows, which are number `index` of the
+        row's.
+        """
         kind = row.kind
         if kind == "vocab" and not self.cuts_vocab:
             return None
@@ -144,7 +153,7 @@ class _Cutter:
             return 0, start, min(rows, start + per_rank) - start
         if kind == "qkv" and index > 0:
             kv_heads = self.arch.num_kv_heads
-            shares = min(kv_heads, self.tp)  # fewer heads than ranks: neighbours hold the same one
+            shares = min(kv_heads, self.tp)  # fewer heads than ranks: adjacent ranks hold the same head
             return 0, self.rank * shares // self.tp * (rows // shares), rows // shares
         if row.tp_dim is None or row.joined is not None:
             return None
@@ -152,7 +161,7 @@ class _Cutter:
         return row.tp_dim, self.rank * size, size
 
     def _vocab_rows(self) -> int:
-        """Rows of the padded vocabulary on each engine rank."""
+        """Returns the number of rows of the padded vocabulary on each engine rank."""
         multiple = VOCAB_MULTIPLE
         if _round_up(self.arch.vocab_size, multiple) % self.tp:
             multiple *= self.tp
@@ -164,7 +173,7 @@ class _Cutter:
 
 
 def _nbytes(source: Source, meta: TensorMeta, fused: bool) -> int:
-    """Of an exported tensor in the engine's memory."""
+    """Returns the size of an exported tensor in the engine's memory."""
     return meta.nbytes // meta.dtype.itemsize * WIDE_BYTES if fused and source.is_wide else meta.nbytes
 
 

@@ -1,5 +1,4 @@
-"""What every way of keeping engines at the trainer's weights has in common: who the engines are, one outcome on every
-rank, the name of the weights, and the proof that they have arrived."""
+"""Common base of all weight syncs: the engines, one outcome on every rank, the weight version, and the verification."""
 
 from __future__ import annotations
 
@@ -21,15 +20,16 @@ from mrl.weights.sync.transports import RELAY_GRACE_S, Deadline, Engines, Hops
 from mrl.weights.sync.verify import Verifier, ask_shape, check
 
 CLEANUP_TIMEOUT_S = 5.0
-GRACE_S = 2 * RELAY_GRACE_S  # a rank whose own wait has just timed out still has to say so to the others
+GRACE_S = 2 * RELAY_GRACE_S  # a rank that has just timed out still has to report that to the others
 T = TypeVar("T")
 Guard = Callable[[str], None]  # of an engine's URL: raises EngineError if that engine must not get weights now
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """seconds: wall time; bytes, tensors: what was exported; verified: tensors proved equal (none or all); hops: where
-    seconds and bytes went; adapter: the name that requests have to ask for, where adapters were sent."""
+    """Report of one weight sync. seconds: wall time; bytes, tensors: exported; verified: tensors proved equal (none or
+    all); hops: seconds and bytes by hop; adapter: name that requests ask for, if adapters were sent.
+    """
 
     seconds: float
     bytes: int
@@ -40,19 +40,20 @@ class SyncReport:
     adapter: str | None = None
 
     def metrics(self) -> dict[str, float]:
-        """perf/sync_s, sync/bytes: of the whole push, a byte of the model counted once; perf/sync_gather_s,
-        sync/network_bytes, ...: the hops that there were."""
+        """Returns perf/sync_s and sync/bytes of the whole sync, a byte of the model counted once, and
+        perf/sync_gather_s, sync/network_bytes, ... of the hops that were used.
+        """
         hops = {name: value for name, value in asdict(self.hops).items() if value}
         named = {f"perf/sync_{name}" if name.endswith("_s") else f"sync/{name}": value for name, value in hops.items()}
         return {"perf/sync_s": self.seconds, "sync/bytes": float(self.bytes), **named}
 
 
 class EngineSync(ABC):
-    """Keeps engines at some weights. Construction is collective over the world and asks no engine.
+    """Keeps engines at some weights. Construction is collective over the world and contacts no engine.
 
-    proved: the weights whose bytes engines are asked for
-    engine_tensor: tensor-parallel size of each engine. access: what opens them. guard: rank 0's.
-    in_flight: requests may be running: they are held for the push, and go on by the new weights
+    proved: the weights that engines are verified against
+    engine_tensor: tensor-parallel size of each engine. access: credentials. guard: rank 0's.
+    in_flight: requests may be running: they are paused during the sync, and continue with the new weights
     """
 
     def __init__(
@@ -76,32 +77,30 @@ class EngineSync(ABC):
         self._verifier: Verifier | None = None
 
     def push(self, version: str, *, verify: bool = False) -> SyncReport:
-        """Brings every engine to the current weights and names them `version`; collective over all ranks.
+        """Syncs every engine to the current weights as weight version `version`; collective over all ranks.
 
-        Prefix caches are flushed. With sync.verify, or with `verify` for this push alone, every parameter of every
-        engine is compared with what was sent.
-        Raises SyncError, or SyncMismatch from the comparison, the same on every rank, within sync.timeout_s, and within
-        GRACE_S more where ranks wait for each other.
+        Flushes prefix caches. With sync.verify, or with `verify` for this sync alone, every parameter of every engine
+        is compared with the trainer's. Raises SyncError, or SyncMismatch from the comparison, the same on every rank,
+        within sync.timeout_s, plus GRACE_S if ranks wait for each other.
         """
         self._version = version
         return self._timed(verify=verify or self._cfg.verify == "checksum", again=False)
 
     def restore(self, url: str) -> SyncReport:
-        """Brings the engine at `url`, which was started anew or has come, to the weights and the name that the last
-        push gave to all; collective over all ranks, which must not have changed them since. Always verified; raises as
-        `push`."""
+        """Syncs the engine at `url`, which was restarted or has joined, to the weights and version of the last sync;
+        collective over all ranks, which must not have changed the weights since. Always verified; raises as `push`.
+        """
         urls = [client.url for client in self._engines.clients]
         self.use([*urls, *({url} - {*urls})], [url])
         with self._engines.only(url):
             return self._timed(verify=True, again=True)
 
     def renew(self, urls: Sequence[str]) -> None:
-        """The engines at these addresses are other processes than they were; as `use`."""
+        """Marks the engines at these addresses as new processes; local, to be called on every rank, as `use`."""
         self.use([client.url for client in self._engines.clients], urls)
 
     def use(self, urls: Sequence[str], new: Sequence[str] = ()) -> None:
-        """From now on these are the engines; local, to be called on every rank. new: those that are other processes
-        than had these addresses before."""
+        """Sets the engines; local, to be called on every rank. new: addresses whose engine is a new process."""
         known = {client.url: client for client in self._engines.clients}
         for url, client in known.items():
             if url in new or url not in urls:
@@ -112,17 +111,17 @@ class EngineSync(ABC):
         self._engines.clients = tuple(made)
 
     def close(self) -> None:
-        """Leaves the engines as they are; local."""
+        """Closes the connections, and leaves the engines as they are; local."""
         for client in self._engines.clients:
             client.close()
 
     @abstractmethod
     def _push(self, verify: bool, again: bool, started: float) -> SyncReport:
-        """again: for an engine that lacks what the last push gave to all; started: time.monotonic() at the start"""
+        """Syncs. again: for an engine that lacks the last sync; started: time.monotonic() at the start"""
 
     @abstractmethod
     def _forget(self, client: EngineClient) -> None:
-        """The engine has gone, or is a new process."""
+        """Forgets an engine that has gone, or is a new process."""
 
     def _timed(self, verify: bool, again: bool) -> SyncReport:
         self._engines.deadline = Deadline(self._cfg.timeout_s)
@@ -139,7 +138,7 @@ class EngineSync(ABC):
         return report
 
     def _go_on_all_the_same(self) -> None:
-        """After a failure: an engine that is left paused would be mute. It may be gone, which is no news."""
+        """Resumes the engines after a failure: a paused engine would not answer. An engine that is gone is ignored."""
         if self._rank == 0:
             with contextlib.suppress(EngineError):
                 self._engines.call(EngineClient.go_on, CLEANUP_TIMEOUT_S)
@@ -150,8 +149,9 @@ class EngineSync(ABC):
                 self._guard(client.url)
 
     def _settle(self, version: str) -> None:
-        """The engines forget cached prefixes, and have the name of what they hold now. A request that is none of ours,
-        a health check perhaps, may be running: it is waited for."""
+        """Flushes the engines' prefix caches and sets their weight version. Waits for running requests of others, such
+        as health checks.
+        """
         self._engines.call(self._flush)
         self._engines.call(lambda client: client.update_weight_version(version))
 
@@ -166,30 +166,30 @@ class EngineSync(ABC):
             text = f"{error.text} (paused, as rollout.overlap: bounded needs: is this SGLang older than 0.5.23?)"
             raise EngineError(client.url, error.endpoint, error.status, text) from error
 
-    # ---- the proof
+    # ---- verification
 
     def _get_verifier(self) -> Verifier:
-        """First verified push only: learn the engines' parameters."""
+        """Learns the engines' parameters, in the first verified sync only."""
         if self._verifier is None:
             asked = self._on_rank_0("asking the engines for checksums", lambda: ask_shape(self._engines))
             self._verifier = Verifier(*asked, self._proved.metas(), self._proved.arch)
         return self._verifier
 
     def _expected(self, verifier: Verifier, hasher: StreamHasher) -> Mapping[Key, str]:
-        """The trainer's hashes, once `hasher` has seen this rank's part of the stream. Collective."""
+        """Returns the trainer's hashes, after `hasher` has seen this rank's part of the stream. Collective."""
         return verifier.expected(hasher, self._agreement)
 
     def _verify(self, verifier: Verifier, expected: Mapping[Key, str]) -> None:
         self._on_rank_0("verifying the engines' weights", lambda: check(verifier, self._engines, expected))
 
-    # ---- together
+    # ---- collective calls
 
     def _everywhere(self, doing: str, action: Callable[[], T]) -> list[T]:
-        """`action` on every rank; all results, by rank, or one SyncError on every rank."""
+        """Runs `action` on every rank; returns all results, by rank, or raises one SyncError on every rank."""
         return self._agreement.each(self._at(doing), action)
 
     def _on_rank_0(self, doing: str, action: Callable[[], T]) -> T:
-        """`action` on rank 0; its result, or its error, on every rank."""
+        """Runs `action` on rank 0; returns its result, or raises its error, on every rank."""
         return self._agreement.on_main(self._at(doing), action)
 
     def _at(self, doing: str) -> str:

@@ -1,4 +1,4 @@
-"""From the export stream to full buckets."""
+"""Filling of buckets from the export stream."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mrl.weights.sync.payload import Bucket
 from mrl.weights.sync.transports import Transport
 from mrl.weights.sync.transports.background import InBackground
 
-LATE_S = 5.0  # a delivery ends by itself when the push's time is over; this is for one that does not
+LATE_S = 5.0  # extra wait for a delivery that does not end at the sync's deadline
 
 
 class Filler:
-    """Writes the stream's tensors into buckets; delivers each full one in a thread, while the next is filled."""
+    """Copies the stream's tensors into buckets; a thread delivers each full bucket while the next one is filled."""
 
     def __init__(self, transport: Transport, buckets: Sequence[Bucket], hasher: StreamHasher | None) -> None:
         self._transport, self._hasher = transport, hasher
@@ -29,9 +29,9 @@ class Filler:
         self.waiting_s = 0.0  # for deliveries
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Puts the stream's next tensor, of any shape, into its place; sends the bucket that it fills.
+        """Copies the stream's next tensor, of any shape, into its slot; sends the bucket when it is full.
 
-        Raises WeightError if this is not the tensor that the plan has next, and what went wrong with an earlier bucket.
+        Raises WeightError if the plan has another tensor next, and the error of an earlier bucket's delivery.
         """
         if self._next == len(self._todo):
             raise WeightError(f"the export stream has {name} after the last planned tensor")
@@ -50,11 +50,11 @@ class Filler:
         if slot is bucket.slots[-1]:
             flat, self._flat = self._flat, None
             self.delivered()
-            platform.synchronize()  # what is in the bucket is there for another thread
+            platform.synchronize()  # makes the bucket's content visible to another thread
             self._delivery = InBackground(lambda: self._transport.deliver(bucket, flat))
 
     def delivered(self) -> None:
-        """Returns when no bucket is on its way. Raises what was wrong with the last one."""
+        """Blocks until no delivery is running. Raises the error of the last one."""
         delivery, self._delivery = self._delivery, None
         if delivery is not None:
             began = time.monotonic()

@@ -1,7 +1,7 @@
-"""Buckets: a sender's tensors end to end in one flat byte buffer, and the pickles that describe them to an engine.
+"""Buckets: a sender's tensors contiguous in one flat byte buffer, and the pickles that describe them to an engine.
 
 An engine unpickles with an allow-list of torch's own rebuild functions, so nothing here refers to an engine's classes:
-by value and shared memory use a list of (HF name, tensor); the flat form uses plain namespaces as its metadata.
+transfers by value and shared memory use a list of (HF name, tensor); the flat form uses plain namespaces as metadata.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from mrl.weights.meta import TensorMeta
 
 
 class WeightSource(Protocol):
-    """`mrl.weights.model.export.Exporter`, as far as the sync needs it."""
+    """Source of weights for the sync: the used part of `mrl.weights.model.export.Exporter`."""
 
     @property
     def arch(self) -> ModelArch: ...
     def metas(self) -> Sequence[TensorMeta]: ...
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor of the shape that `metas` says) of the tensors that this rank sends, in their order."""
+        """Yields (name, tensor of its shape in `metas`) of the tensors that this rank sends, in their order."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor's place in a bucket: bytes [start, end)."""
+    """Position of a tensor in a bucket: bytes [start, end)."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,13 +47,13 @@ class Slot:
     end: int
 
     def view(self, flat: Tensor) -> Tensor:
-        """The tensor's place in the bucket's bytes, `flat` uint8 [n], under its own shape and dtype."""
+        """Returns the tensor's slot in the bucket's bytes, `flat` uint8 [n], as a view of its own shape and dtype."""
         return flat[self.start : self.end].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Slots without gaps, each aligned to its own dtype; `flat` buffers that hold it are uint8 of `nbytes` or more."""
+    """Slots without gaps, each aligned to its own dtype; `flat` buffers for it are uint8 of `nbytes` or more."""
 
     slots: tuple[Slot, ...]
 
@@ -62,19 +62,18 @@ class Bucket:
         return self.slots[-1].end
 
     def views(self, flat: Tensor) -> list[tuple[str, Tensor]]:
-        """(name, view) of the tensors, each in its own shape, in the bucket's bytes `flat` uint8 [n]."""
+        """Returns (name, view) of the tensors, each in its own shape, in the bucket's bytes `flat` uint8 [n]."""
         return [(slot.name, slot.view(flat)) for slot in self.slots]
 
 
 def plan_buckets(
     metas: Sequence[TensorMeta], limit: int, at_once: Mapping[str, str] | None = None
 ) -> tuple[Bucket, ...]:
-    """One sender's tensors in stream order, cut into buckets of at most `limit` bytes.
+    """Splits one sender's tensors, in stream order, into buckets of at most `limit` bytes.
 
-    at_once: names of tensors that an engine takes only with others of the same value: they, and what is between them,
-    travel in one bucket, as large as it may be. So does a tensor larger than the limit in its own. A bucket also ends
-    where the next tensor would be misaligned, so that it can be received without knowing more than names, dtypes and
-    shapes.
+    at_once: groups of tensors that an engine loads only together, by name: they, and the tensors between them, are in
+    one bucket of any size. A tensor larger than the limit has its own bucket. A bucket also ends before a tensor that
+    would be misaligned, so that a receiver needs only names, dtypes and shapes.
     """
     buckets: list[Bucket] = []
     slots: list[Slot] = []
@@ -93,7 +92,7 @@ def plan_buckets(
 
 
 def _runs(metas: Sequence[TensorMeta], at_once: Mapping[str, str]) -> Iterator[list[TensorMeta]]:
-    """The tensors in their order, in pieces that no bucket may cut."""
+    """Yields the tensors in order, in runs that no bucket may split."""
     last = {at_once[meta.name]: i for i, meta in enumerate(metas) if meta.name in at_once}
     run: list[TensorMeta] = []
     end = 0
@@ -107,10 +106,10 @@ def _runs(metas: Sequence[TensorMeta], at_once: Mapping[str, str]) -> Iterator[l
 
 @functools.cache
 def start_manager() -> None:
-    """Torch's process that clears up what this one leaves in /dev/shm, which takes .2 s; once a process.
+    """Starts torch's shared-memory manager process, which removes leftovers in /dev/shm; takes 0.2 s, once a process.
 
-    It lives 2 s longer than this process, and would hold its connections open as long: its peers would wait for it.
-    No signal comes meanwhile: torch, interrupted where it reads what that process says, would never go on.
+    The manager outlives this process by 2 s. It must not inherit connections, since their peers would wait as long.
+    Signals are blocked meanwhile: torch hangs if it is interrupted while it reads from the manager.
     """
     for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2:
@@ -124,7 +123,7 @@ def start_manager() -> None:
 
 
 class SharedBuffer:
-    """A flat uint8 buffer in /dev/shm that another process can map by name. Freed with the last user of it."""
+    """Flat uint8 buffer [n] in /dev/shm that another process can map by name. The last user frees it."""
 
     def __init__(self, size: int) -> None:
         start_manager()
@@ -132,11 +131,12 @@ class SharedBuffer:
         self.flat: Tensor = torch.empty(0, dtype=torch.uint8).set_(self._storage)
 
     def pickle(self, bucket: Bucket, readers: int) -> str:
-        """base64 pickle of [(name, tensor)] whose tensors live in this buffer; valid for `readers` processes.
+        """Returns the base64 pickle of [(name, tensor)] whose tensors live in this buffer; valid for `readers`
+        processes.
 
-        Each reader gives back one reference when it maps the buffer, so as many are taken here. A reader is sent to
-        the shared-memory manager process of its own tree (b""): as a client of ours it would keep ours running, and
-        what we leave behind in /dev/shm, until it ends itself.
+        Each reader releases one reference when it maps the buffer, so as many are taken here. A reader uses the
+        shared-memory manager of its own process tree (b""): as a client of ours it would keep our manager, and its
+        leftovers in /dev/shm, alive until it exits.
         """
         _, handle, size = self._storage._share_filename_cpu_()
         for _ in range(readers):
@@ -155,17 +155,21 @@ class SharedBuffer:
 
 
 def pickle_by_value(bucket: Bucket, flat: Tensor) -> str:
-    """base64 pickle of [(name, tensor)], the bytes included; `flat` must be on the CPU."""
+    """Returns the base64 pickle of [(name, tensor)] with the bytes, [n] uint8 in `flat`, which must be on the CPU."""
     return _encode([(name, view.clone()) for name, view in bucket.views(flat)])
 
 
 def pickle_by_name(tensors: Mapping[str, Tensor]) -> str:
-    """base64 pickle of {name: tensor}, the bytes included: tensors on the CPU, each with a storage of its own."""
+    """Returns the base64 pickle of {name: tensor} with the bytes: CPU tensors of any shape, each with its own
+    storage.
+    """
     return _encode(dict(tensors))
 
 
 def pickle_flat(bucket: Bucket, flat: tuple[Callable[..., Any], tuple[Any, ...]]) -> str:
-    """base64 pickle of {"flattened_tensor", "metadata"}; `flat` is the call that rebuilds the uint8 tensor."""
+    """Returns the base64 pickle of {"flattened_tensor", "metadata"}; `flat` is the call that rebuilds the uint8 tensor
+    [n].
+    """
     metadata = [
         SimpleNamespace(
             name=slot.name,
@@ -181,7 +185,7 @@ def pickle_flat(bucket: Bucket, flat: tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class _Call:
-    """Pickles as `function(*args)`; one object referred to twice is rebuilt once."""
+    """Object that pickles as `function(*args)`; an object referenced twice is rebuilt once."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function, self.args = function, args

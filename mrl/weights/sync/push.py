@@ -1,8 +1,7 @@
-"""Pushing the trainer's weights into running engines.
+"""Weight sync from the trainer to running engines.
 
-A push is collective over all ranks and goes in phases: open a session, prepare, send, close, verify. After each phase
-all ranks agree on its outcome, so that whatever fails on whichever rank, every rank raises the same error and none
-waits for the engine or for another rank any longer.
+A sync is collective over all ranks and has phases: open a session, prepare, send, close, verify. All ranks agree on the
+outcome after each phase: if any rank fails, every rank raises the same error and stops waiting for engines and ranks.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ __all__ = ["SyncError", "SyncMismatch", "SyncReport", "WeightSync"]
 
 
 class WeightSync(EngineSync):
-    """Keeps engines at the weights of `exporter`. Construction is collective over the world and asks no engine.
+    """Keeps engines at the weights of `exporter`. Construction is collective over the world and contacts no engine.
 
-    engine_tensor: tensor-parallel size of each engine. access: what opens them.
-    directory: where the disk transport writes, seen by all senders and engines under the same path; a temporary
-    directory, which needs one machine, when None. plain: as `transports.resolve` takes it.
-    nodes, homes: of the world, and the nodes of each engine that the run started, by its address, in the order of its
-    tensor-parallel ranks, where there are several nodes.
-    apart: the engines have nodes of their own, whatever machine that is: no transport of one machine is used.
-    guard: rank 0's, of an engine's URL: raises EngineError if that engine must not get weights now.
-    in_flight: as EngineSync takes it.
+    engine_tensor: tensor-parallel size of each engine. access: credentials for the engines.
+    directory: target of the disk transport, under the same path on all senders and engines; if None a temporary
+    directory, which requires a single machine. plain: as in `transports.resolve`.
+    nodes, homes: nodes of the world, and the nodes of each engine that the run started, by its address, in the order of
+    its tensor-parallel ranks; with several nodes only.
+    apart: the engines have nodes of their own, on whatever machine: single-machine transports are not used.
+    guard: on rank 0, takes an engine's URL; raises EngineError if that engine must not get weights now.
+    in_flight: as in EngineSync.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class WeightSync(EngineSync):
         )
 
     def close(self) -> None:
-        """Leave the engines' process groups and remove temporary files; local."""
+        """Leaves the engines' process groups and removes temporary files; local."""
         if self._transport is not None:
             self._transport.close()
         super().close()
@@ -115,7 +114,7 @@ class WeightSync(EngineSync):
     # ---- phases
 
     def _connect(self) -> Transport:
-        """First push only: choose the transport."""
+        """Returns the transport, which the first sync chooses."""
         if self._transport is None:
             self._choose_transport()
         assert self._transport is not None
@@ -161,7 +160,7 @@ class WeightSync(EngineSync):
             transport.prepare(self._buckets)
 
     def _send(self, transport: Transport, hasher: StreamHasher | None) -> Hops:
-        """Runs the export stream to its end even after an error: other ranks gather their shards in it."""
+        """Exhausts the export stream even after an error: other ranks gather their shards in it."""
         filler = Filler(transport, self._buckets, hasher)
         problem: Exception | None = None
         transport.hops, began = Hops(), time.monotonic()
@@ -170,7 +169,7 @@ class WeightSync(EngineSync):
                 if problem is None:
                     try:
                         filler.take(name, tensor)
-                    except Exception as caught:  # raised when the stream is over
+                    except Exception as caught:  # raised after the stream ends
                         problem = caught
             gather_s = time.monotonic() - began - filler.waiting_s
             try:
@@ -197,7 +196,9 @@ class WeightSync(EngineSync):
             client.end_weight_update()
 
     def _abandon_sessions(self) -> None:
-        """After a failure: an engine left in a session would refuse the next push. It may be gone, which is no news."""
+        """Closes sessions after a failure: an engine in a session would refuse the next sync. An engine that is gone is
+        ignored.
+        """
         with contextlib.suppress(EngineError):
             self._engines.call(self._end_session, CLEANUP_TIMEOUT_S)
         self._open_sessions.clear()

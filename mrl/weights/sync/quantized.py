@@ -1,8 +1,8 @@
-"""The actor's weights as an engine in fp8 wants them: matrices of the layers as e4m3 in blocks of 128 x 128, each with
-its scale's inverse beside it, under the names that quantised checkpoints of the hub have (`weight_scale_inv`).
+"""The actor's weights for an engine in fp8: the layers' matrices as e4m3 in blocks of 128 x 128, each with the inverse
+of its scale beside it, under the names of the hub's quantized checkpoints (`weight_scale_inv`).
 
-The engine is started with that form (mrl.rollout.sglang.command); embedding, head, norms and routers stay as they are.
-Written from SGLang's sources, and given to no engine on a GPU yet.
+The engine is started with that format (mrl.rollout.sglang.command); embedding, head, norms and routers stay
+unquantized. Written from SGLang's sources; not yet tested with an engine on a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Proof that the engines hold the trainer's bytes: one hash a parameter, on both sides."""
+"""Verification that the engines hold the trainer's bytes: one hash a parameter, on both sides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_LISTED = 8
 
 
 class Verifier:
-    """What the engines' hashes are to be compared with. Construction is local, `expected` is collective.
+    """Comparison of the engines' hashes with the trainer's. Construction is local, `expected` is collective.
 
     Raises WeightError if the engines' parameters and the exported tensors do not cover each other.
     """
@@ -44,11 +44,11 @@ class Verifier:
             )
 
     def hasher(self, rank: int) -> StreamHasher:
-        """For one push."""
+        """Returns the hasher of one sync."""
         return StreamHasher(self._params, self._senders, rank, self._kind)
 
     def expected(self, hasher: StreamHasher, agreement: SyncAgreement) -> dict[Key, str]:
-        """Collective: the trainer's hash of every parameter of an engine."""
+        """Returns the trainer's hash of every parameter of an engine. Collective."""
         what = "hashing the exported weights"
         for key, holders in hasher.shared():
             mine = hasher.state(key) if agreement.rank in holders[1:] else None
@@ -60,8 +60,9 @@ class Verifier:
         return {key: digest for part in parts for key, digest in part.items()}
 
     def mismatches(self, url: str, expected: Mapping[Key, str], held: Sequence[RankChecksums]) -> list[Mismatch]:
-        """The parameters of the engine at `url` whose digest is not the expected one; one that it alone has, or does
-        not speak of, is among them."""
+        """Returns the parameters of the engine at `url` whose digest differs from the expected one, including those
+        that only one side has.
+        """
         has = {(rank.tp_rank, name): digest for rank in held for name, digest in rank.checksums.items()}
         has = {key: digest for key, digest in has.items() if key in expected or not key[1].endswith(DERIVED)}
         found = []
@@ -74,7 +75,7 @@ class Verifier:
 
 
 def ask_shape(engines: Engines) -> tuple[EngineShape, type[ParamHash]]:
-    """What the engines hold and how they hash it, from the engines. Raises WeightError if they are not all alike."""
+    """Asks the engines for their parameters and the kind of their hashes. Raises WeightError if the engines differ."""
     shapes: list[tuple[EngineShape, type[ParamHash]]] = []
     for client in engines.clients:
         client.timeout_s = engines.deadline.left()

@@ -1,4 +1,4 @@
-"""Ways to bring weights from the trainer's senders to the engines; all of them do what `base.Transport` says."""
+"""Transports of weights from the trainer's senders to the engines; all of them implement `base.Transport`."""
 
 from __future__ import annotations
 
@@ -52,9 +52,10 @@ TRANSPORTS: dict[str, type[Transport]] = {
 
 
 def resolve(transport: str, colocated: bool, directory: Path | None, plain: bool = False) -> str:
-    """The name of the transport to use. `auto`: through memory on one machine, over a process group between machines.
+    """Returns the name of the transport to use. `auto`: through memory on one machine, a process group between
+    machines.
 
-    plain: the engines know CPU tensors and files only, neither GPU memory nor process groups
+    plain: the engines support CPU tensors and files only, neither GPU memory nor process groups
     Raises WeightError for a transport that cannot reach engines on another machine.
     """
     if transport == "auto":
@@ -70,15 +71,14 @@ def resolve(transport: str, colocated: bool, directory: Path | None, plain: bool
 
 
 def begin_early(transport: str) -> None:
-    """On a sender, while engines start: what takes its time of the transport that is used if they are on this machine,
-    which can be asked once they answer."""
+    """Does the slow preparation of the transport for engines on this machine, while these start. Called on a sender."""
     if resolve(transport, True, None) == SharedMemory.name:
-        with contextlib.suppress(RuntimeError):  # it may not be needed, and says the same again where it is
+        with contextlib.suppress(RuntimeError):  # it may not be needed; if it is, the error is raised again
             start_manager()
 
 
 def is_local(urls: Sequence[str]) -> bool:
-    """Whether every engine runs on this machine: its address is one of our own."""
+    """Returns True if every engine runs on this machine, judged by its address."""
     return all(_address_is_ours(url) for url in urls)
 
 

@@ -1,4 +1,4 @@
-"""Calls that may never come back, in threads that somebody watches."""
+"""Calls that may never return, in monitored threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mrl.weights.errors import WeightError
 
 
 class InBackground:
-    """A call in a thread of its own, on this process' device. A thread whose call hangs is left behind."""
+    """Call in its own thread, on this process' device. A thread whose call hangs is abandoned."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._error: Exception | None = None
@@ -33,12 +33,12 @@ class InBackground:
         return self.done and self._error is not None
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it is done, which is waited for this long."""
+        """Waits up to `timeout_s`; returns True if the call is done."""
         self._thread.join(timeout_s)
         return self.done
 
     def result(self, timeout_s: float, what: str) -> None:
-        """Raises what the call raised, or WeightError if it takes longer."""
+        """Raises the call's error, or WeightError if the call takes longer than `timeout_s`."""
         if not self.wait(timeout_s):
             raise WeightError(f"{what}: not done after {timeout_s:.0f} s")
         if self._error is not None:

@@ -1,4 +1,4 @@
-"""What every way of bringing a bucket to the engines has in common."""
+"""Base of all transports that bring a bucket to the engines."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mrl.rollout.protocol import LoadFormat
 from mrl.weights.sync.payload import Bucket
 
 MIB = 1 << 20
-RELAY_GRACE_S = 10.0  # ranks wait longer for each other than for engines: whose engine is silent says so first
+RELAY_GRACE_S = 10.0  # added between ranks, so that the rank of a silent engine reports it first
 T = TypeVar("T")
 
 
 class Deadline:
-    """A budget of seconds that several waits share."""
+    """Deadline that several waits share."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -36,20 +36,20 @@ class Deadline:
         return time.monotonic() > self._end
 
     def left(self) -> float:
-        """Seconds left, at least 0.1: a wait that starts too late still fails by itself, with its own message."""
+        """Returns the seconds left, at least 0.1: a late wait still fails by itself, with its own message."""
         return max(0.1, self._end - time.monotonic())
 
 
 @dataclass
 class Engines:
-    """The engines to update, from one rank's point of view. `tensor`: tensor-parallel size of each."""
+    """Engines to update, from one rank's point of view. `tensor`: tensor-parallel size of each."""
 
     clients: tuple[EngineClient, ...]
     tensor: int
     deadline: Deadline
 
     def call(self, what: Callable[[EngineClient], None], timeout_s: float | None = None) -> None:
-        """`what(client)` for every engine at once. Raises the first failure after all have answered."""
+        """Calls `what(client)` for every engine in parallel. Raises the first failure after all have answered."""
         for client in self.clients:
             client.timeout_s = self.deadline.left() if timeout_s is None else timeout_s
         if len(self.clients) == 1:
@@ -62,7 +62,7 @@ class Engines:
 
     @contextmanager
     def only(self, url: str) -> Iterator[EngineClient]:
-        """Meanwhile the engine at `url` is the only one."""
+        """Restricts the engines to the one at `url` within the context."""
         everyone = self.clients
         (client,) = self.clients = tuple(c for c in everyone if c.url == url)
         try:
@@ -73,10 +73,10 @@ class Engines:
 
 @dataclass
 class Hops:
-    """What a push has cost, hop by hop: one rank's, or all ranks'.
+    """Cost of a sync by hop, for one rank or for all ranks.
 
     gather: of shards, on senders; network: from senders to other nodes; engine: from a node's rank to its engines.
-    Seconds: of the rank that needed longest; hops overlap. bytes: what was sent, over all receivers.
+    Seconds: of the slowest rank; hops overlap. bytes: total sent, over all receivers.
     """
 
     gather_s: float = 0.0
@@ -87,7 +87,7 @@ class Hops:
 
     @classmethod
     def of_all(cls, ranks: Sequence[Hops]) -> Hops:
-        """Of all ranks, or of all of a rank's parts that run at once."""
+        """Combines the hops of all ranks, or of all concurrent parts of a rank."""
         found = cls()
         for one in fields(cls):
             values = [getattr(hops, one.name) for hops in ranks]
@@ -97,7 +97,7 @@ class Hops:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands: its world rank, the model's device, a directory that all senders and engines can see."""
+    """Location of this rank: its world rank, the model's device, a directory that all senders and engines can see."""
 
     rank: int
     device: torch.device
@@ -105,39 +105,40 @@ class Place:
 
 
 class Transport(ABC):
-    """One rank's end of a way to the engines. A push calls, in this order:
+    """Transport of one rank. A sync calls, in this order:
 
     `prepare` on every sender, `buffer` and, in a thread, `deliver` for each of a sender's buckets, `commit` on rank 0
-    when all senders are done, `release` on every rank whatever happened. A bucket is filled while the one before it is
-    delivered. Every failure is an exception; none of them may wait longer than `engines.deadline`, but for other ranks
-    RELAY_GRACE_S more.
+    when all senders are done, `release` on every rank in any case. A bucket is filled while the previous one is
+    delivered. Every failure is an exception; no call may wait longer than `engines.deadline`, plus RELAY_GRACE_S for
+    other ranks.
     """
 
     name: ClassVar[str]
-    uses_session: ClassVar[bool] = True  # the engine wants begin_weight_update around it, where it knows sessions
+    uses_session: ClassVar[bool] = True  # call begin_weight_update first, if the engine supports sessions
     one_machine: ClassVar[bool] = False  # senders and engines have to share one
     needs_directory: ClassVar[bool] = False  # that senders and engines see: `Place.directory`
 
     def __init__(self, engines: Engines, place: Place) -> None:
         self.engines, self.place = engines, place
-        self.hops = Hops()  # of the present push
+        self.hops = Hops()  # of the current sync
 
     @abstractmethod
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        """Get ready to send these. Raises WeightError where there is no room for them, or EngineError."""
+        """Prepares to send these buckets. Raises WeightError if there is no space for them, or EngineError."""
 
     @abstractmethod
     def buffer(self, bucket: Bucket) -> Tensor:
-        """uint8 [at least bucket.nbytes], which the bucket's tensors are to be written into; valid until its `send`
-        returns. Asked once a bucket, while the one before it may be on its way."""
+        """Returns uint8 [at least bucket.nbytes] for the bucket's tensors; valid until its `send` returns. Called once
+        a bucket, possibly while the previous bucket is being sent.
+        """
 
     @contextmanager
     def relaying(self) -> Iterator[None]:
-        """Around all of a push's `deliver`, on every rank: what a rank does meanwhile for other ranks' buckets."""
+        """Context around all `deliver` calls of a sync, on every rank: relays other ranks' buckets."""
         yield
 
     def deliver(self, bucket: Bucket, flat: Tensor) -> None:
-        """`send`, counted in `hops`."""
+        """Calls `send`, and counts it in `hops`."""
         began = time.monotonic()
         self.send(bucket, flat)
         self.hops.engine_s += time.monotonic() - began
@@ -145,34 +146,38 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, bucket: Bucket, flat: Tensor) -> None:
-        """Returns when every engine has loaded the bucket, which is in `flat` uint8 [n] from its first byte on.
+        """Blocks until every engine has loaded the bucket, which is in `flat` uint8 [n] from its first byte on.
 
         Raises WeightError or EngineError.
         """
 
     def commit(self, version: str) -> None:  # noqa: B027 - most transports are done when the last bucket is
-        """Rank 0, after every sender has sent everything."""
+        """Finishes the sync on rank 0, after every sender has sent everything."""
 
     def release(self, failed: bool) -> None:  # noqa: B027 - not all take something
-        """Give back what `prepare` took."""
+        """Releases the resources of `prepare`."""
 
     def forget(self, client: EngineClient) -> None:  # noqa: B027 - most share nothing with an engine between pushes
-        """The engine is a new process."""
+        """Forgets an engine that is a new process."""
 
     def close(self) -> None:
-        """The last push is over."""
+        """Releases everything after the last sync."""
         self.release(failed=False)
 
 
 class ByHandle(Transport):
-    """A bucket stays in the memory of this node, and a request carries handles of it: good here and nowhere else."""
+    """Transport by handles: a bucket stays in this node's memory, and requests carry handles that are valid on this
+    node only.
+    """
 
     one_machine = True
-    load_format: ClassVar[LoadFormat | None] = None  # of what a handle stands for
+    load_format: ClassVar[LoadFormat | None] = None  # format of a handle's content
 
     @abstractmethod
     def handles(self, bucket: Bucket, flat: Tensor) -> list[str]:
-        """Of the bucket in `flat` uint8 [n], for the `engines.tensor` processes of one engine, each for one of them."""
+        """Returns handles of the bucket in `flat` uint8 [n], one for each of the `engines.tensor` processes of one
+        engine.
+        """
 
     def send(self, bucket: Bucket, flat: Tensor) -> None:
         def update(client: EngineClient) -> None:
@@ -182,7 +187,7 @@ class ByHandle(Transport):
 
 
 def by_turns(make: Callable[[], T], buckets: Sequence[Bucket]) -> Iterator[T]:
-    """Two, in turns without end, one to be filled while the other is sent; of a single bucket one."""
+    """Cycles over two buffers, one filled while the other is sent; over one buffer for a single bucket."""
     return cycle([make() for _ in buckets[:2]])
 
 

@@ -18,10 +18,10 @@ _DEVICE_ARGUMENT = 6  # of reductions.rebuild_cuda_tensor
 
 
 class CudaIpc(ByHandle):
-    """A buffer a bucket on the sender's own GPU. Every engine process must see that GPU (CUDA_VISIBLE_DEVICES).
+    """One buffer a bucket on the sender's own GPU. Every engine process must see that GPU (CUDA_VISIBLE_DEVICES).
 
-    No buffer is written again: the reply comes from the engine's first rank, and the others may still read. torch keeps
-    a shared block until every reader has given it back.
+    Buffers are never reused: the engine's first rank replies while the others may still read. torch keeps a shared
+    block until every reader has released it.
     """
 
     name = "cuda_ipc"
@@ -36,13 +36,13 @@ class CudaIpc(ByHandle):
         super().__init__(engines, place)
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        """Nothing: a buffer is made for each bucket."""
+        """Does nothing: a buffer is allocated for each bucket."""
 
     def buffer(self, bucket: Bucket) -> Tensor:
         return torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.place.device)
 
     def handles(self, bucket: Bucket, flat: Tensor) -> list[str]:
-        """One export a reader: each gives back the reference it was handed."""
+        """Exports once a reader: each releases its own reference."""
         platform.synchronize()
         return [pickle_flat(bucket, _exported(flat)) for _ in range(self.engines.tensor)]
 
@@ -51,7 +51,9 @@ class CudaIpc(ByHandle):
 
 
 def _exported(flat: Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The call that maps `flat` elsewhere. The GPU is named by its UUID: its index differs between processes."""
+    """Returns the call that maps `flat` in another process. The GPU is named by UUID: its index differs between
+    processes.
+    """
     _, arguments = reductions.reduce_tensor(flat)
     uuid = platform.device_uuid(arguments[_DEVICE_ARGUMENT])
     return reductions.rebuild_cuda_tensor, (

@@ -1,4 +1,4 @@
-"""The whole model as safetensors files in a directory of this push, which the engines then load."""
+"""Transport by disk: the whole model as safetensors files in a temporary directory, which the engines then load."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mrl.weights.sync.transports.base import Transport, by_turns, largest
 
 
 class Disk(Transport):
-    """Every sender writes its own files, rank 0 has the engines load the directory and removes it.
+    """Every sender writes its own files; rank 0 makes the engines load the directory and removes it.
 
-    The directory must be the same place for all senders and engines: `Place.directory`, which without one given is a
-    temporary directory and so needs everybody on one machine.
+    The directory must be the same for all senders and engines: `Place.directory`. By default that is a temporary
+    directory, which requires a single machine.
     """
 
     name = "disk"
@@ -62,5 +62,5 @@ class Disk(Transport):
 
 
 def make_directory(parent: Path | None) -> Path:
-    """A fresh directory that only this run uses."""
+    """Creates a directory that only this run uses."""
     return Path(tempfile.mkdtemp(prefix="mrl-weights-", dir=parent))

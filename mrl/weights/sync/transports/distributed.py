@@ -1,7 +1,7 @@
-"""Broadcasts over a process group of the sender and one engine's processes: gloo, or nccl between GPUs.
+"""Transport by broadcasts over a process group of the sender and one engine's processes: gloo, or nccl between GPUs.
 
-Each (sender, engine) pair has a group of its own. With one group over several engines, two senders at once could wait
-for each other: engine A inside the first one's broadcast, engine B inside the second one's.
+Each (sender, engine) pair has its own group. With one group over several engines, two concurrent senders could
+deadlock: engine A inside the first one's broadcast, engine B inside the second one's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POLL_S = 0.005
 
 @dataclass
 class _Joined:
-    """A group that we are in with an engine, and the last broadcast in it."""
+    """Process group with an engine, and the last broadcast in it."""
 
     name: str
     group: Any
@@ -41,11 +41,11 @@ class _Joined:
 
 
 class Distributed(Transport):
-    """Groups are joined in the first push and kept; a failed push drops them, the next one joins new ones.
+    """Groups are joined in the first sync and kept; a failed sync drops them, and the next one joins new groups.
 
-    The engine is in its receive only after it has accepted the request for it, and NCCL's first broadcast returns only
-    when both are in theirs: it makes the connection. So request and broadcast run in a thread each, and a refused
-    request leaves the broadcast, and with it the group, to itself.
+    The engine receives only after it has accepted the request, and NCCL's first broadcast returns only when both sides
+    are in it, since it connects them. Request and broadcast therefore run in a thread each. A refused request abandons
+    the broadcast, and with it the group.
     """
 
     name = "distributed"
@@ -89,7 +89,7 @@ class Distributed(Transport):
         joined.broadcast = broadcast = InBackground(lambda: _broadcast(joined.group, part, left))
         while not reply.wait(POLL_S):
             if broadcast.failed:
-                reply.wait(CLEANUP_TIMEOUT_S)  # an engine that is gone says so itself, more plainly
+                reply.wait(CLEANUP_TIMEOUT_S)  # the request's own error describes a dead engine better
                 break
         what = f"engine {client.url}: the broadcast to it"
         if reply.done:
@@ -116,7 +116,7 @@ class Distributed(Transport):
         self._leave()
 
     def _leave(self) -> None:
-        """Ask the engines to leave the groups, which also ends a broadcast that nobody receives."""
+        """Makes the engines leave the groups, which also ends a broadcast without receiver."""
         groups, self._groups = self._groups, {}
         for client, joined in groups.items():
             client.timeout_s = CLEANUP_TIMEOUT_S
@@ -129,7 +129,7 @@ class Distributed(Transport):
                 self._abandoned.append(joined)
 
     def _join(self, client: EngineClient) -> None:
-        """Become rank 0 of a new group whose other ranks are the engine's processes, unless there is one already."""
+        """Joins as rank 0 a new group whose other ranks are the engine's processes, unless there is one already."""
         if client in self._groups:
             return
         timeout = timedelta(seconds=self.engines.deadline.left())
@@ -155,7 +155,7 @@ class Distributed(Transport):
         self._groups[client] = _Joined(name, group)
 
     def _await_first_key(self, store: dist.TCPStore, empty: int, reply: InBackground, what: str) -> None:
-        """Until the engine has written to the store: only then is it safe to enter the rendezvous and block."""
+        """Blocks until the engine has written to the store: only then is it safe to enter the blocking rendezvous."""
         while store.num_keys() == empty:
             if reply.done and store.num_keys() == empty:
                 reply.result(0, what)
@@ -165,8 +165,11 @@ class Distributed(Transport):
             time.sleep(POLL_S)
 
     def _rendezvous(self, store: dist.Store, name: str, size: int, timeout: timedelta, address: str) -> Any:
-        """Our end of the group that the engine makes with torch's own helper: same backend, same keys in the store.
-        With gloo it listens at this address of ours alone; nccl takes its own, of the interface NCCL_SOCKET_IFNAME."""
+        """Creates our side of the group that the engine makes with torch's helper: same backend, same keys in the
+        store.
+
+        gloo listens at this address only; nccl uses its own address, of the interface NCCL_SOCKET_IFNAME.
+        """
         keys = dist.PrefixStore(f"{self._device.type}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
         if self._backend == "gloo":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -179,7 +182,7 @@ class Distributed(Transport):
 
 
 def _store_at(address: str, timeout: timedelta) -> dist.TCPStore:
-    """A store that can be reached at this address of ours alone: by itself a TCPStore listens on all of them."""
+    """Returns a store that listens at this address only: by default a TCPStore listens on all addresses."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
         listener.bind((address, 0))
         listener.listen()
@@ -195,7 +198,7 @@ def _store_at(address: str, timeout: timedelta) -> dist.TCPStore:
 
 
 def _broadcast(group: Any, flat: Tensor, timeout: timedelta) -> None:
-    """Returns when `flat` may be written again."""
+    """Blocks until `flat` may be written again."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.asyncOp = True
@@ -204,7 +207,9 @@ def _broadcast(group: Any, flat: Tensor, timeout: timedelta) -> None:
 
 
 def own_address(url: str) -> str:
-    """This machine's address as the engine at `url` sees it. Raises WeightError if that cannot be reached."""
+    """Returns this machine's address as the engine at `url` sees it. Raises WeightError if the engine is
+    unreachable.
+    """
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     try:

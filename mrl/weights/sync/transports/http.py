@@ -1,4 +1,6 @@
-"""Buckets by value in the request itself: works wherever the engine's port can be reached, and is the slowest."""
+"""Transport of buckets by value in the request itself: works wherever the engine's port is reachable; the slowest
+one.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""To engines on every node of the trainer: a bucket crosses the network once a node, and memory from there.
+"""Transport to engines on every node of the trainer: a bucket crosses the network once a node, then moves through
+memory.
 
-Its sender broadcasts it to one rank of every other node that has engines, which hands it to those as a sender there
-would: through shared memory, or by CUDA IPC from its own GPU. No rank ever holds more than a bucket a sender.
+Its sender broadcasts it to one rank of every other node with engines. That rank delivers it as a local sender would:
+through shared memory, or by CUDA IPC from its own GPU. No rank ever holds more than one bucket a sender.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Spread:
-    """nodes: of the world. homes: the nodes of the engine at each address, several of one that is larger than a node.
-    buckets: every sender's, by its rank."""
+    """Distribution over nodes. nodes: of the world. homes: the nodes of the engine at each address, several if it is
+    larger than a node. buckets: every sender's, by its rank.
+    """
 
     nodes: Nodes
     homes: Mapping[str, tuple[int, ...]]
@@ -39,13 +41,13 @@ class Spread:
 
     @property
     def is_over_nodes(self) -> bool:
-        """Whether a sender and an engine are on different nodes. Never for engines of which nobody knows where."""
+        """True if a sender and an engine are on different nodes; False for engines at unknown locations."""
         places = self.engine_nodes | {self.nodes.of[sender] for sender in self.buckets}
         return bool(self.homes) and len(places) > 1
 
     @property
     def engine_nodes(self) -> set[int]:
-        """All that have an engine, or a part of one."""
+        """All nodes that have an engine, or a part of one."""
         return {node for home in self.homes.values() for node in home}
 
     @property
@@ -54,9 +56,9 @@ class Spread:
 
 
 class Route:
-    """A sender's way to the other nodes. Construction is collective over the world.
+    """Route from a sender to the other nodes. Construction is collective over the world.
 
-    relays: the rank of each that receives; a sender each, as far as a node's ranks go round
+    relays: the receiving rank of each node; each sender has its own, as far as a node has enough ranks
     """
 
     def __init__(self, spread: Spread, sender: int, index: int, timeout_s: float) -> None:
@@ -71,28 +73,32 @@ class Route:
         self._bytes = dist.new_group(self._members, backend="nccl", timeout=limit) if on_gpu else self._words
 
     def tell(self, word: int) -> None:
-        """The sender's: GO before a bucket, STOP if there will be no more."""
+        """Sends a command from the sender: GO before a bucket, STOP after the last one."""
         dist.broadcast(torch.tensor([word]), self.sender, group=self._words)
 
     def hear(self) -> int:
-        """A relay's: what the sender tells."""
+        """Receives the sender's command, on a relay."""
         word = torch.empty(1, dtype=torch.int64)
         dist.broadcast(word, self.sender, group=self._words)
         return int(word)
 
     def bring(self, mine: T) -> dict[int, T]:
-        """To the sender: what it and each of its relays bring (small, picklable), by node. To the others: nothing."""
+        """Gathers small, picklable values of the sender and its relays to the sender, by node; an empty dict on the
+        others.
+        """
         values: list[Any] | None = [None] * len(self._members) if self._nodes.rank == self.sender else None
         dist.gather_object(mine, values, dst=self.sender, group=self._words)
         return dict(zip((self._nodes.of[member] for member in self._members), values or [], strict=False))
 
     def start(self, part: Tensor) -> Any:
-        """Starts the broadcast of a bucket's bytes, into `part` on relays; `wait()` of it waits."""
+        """Starts the broadcast of a bucket's bytes, uint8 [n], into `part` on relays; returns a handle with
+        `wait()`.
+        """
         return dist.broadcast(part, self.sender, group=self._bytes, async_op=True)
 
 
 class OverNodes(Transport):
-    """`kind`, from a rank of every node. Construction is collective over the world."""
+    """Transport `kind`, from one rank of every node. Construction is collective over the world."""
 
     def __init__(self, kind: type[Transport], engines: Engines, place: Place, spread: Spread) -> None:
         super().__init__(engines, place)
@@ -128,7 +134,7 @@ class OverNodes(Transport):
             if self._here.engines.clients:
                 self._here.deliver(bucket, flat)
         except Exception:
-            with contextlib.suppress(RuntimeError):  # what failed here comes first
+            with contextlib.suppress(RuntimeError):  # the local error takes precedence
                 under_way.wait()
                 platform.synchronize()
             raise
@@ -139,13 +145,13 @@ class OverNodes(Transport):
 
     @contextlib.contextmanager
     def relaying(self) -> Iterator[None]:
-        """Raises the error of a relay here: its node's engines lack a bucket."""
+        """Relays within the context. Raises the error of a relay on this rank: its node's engines lack a bucket."""
         relays = [self._relay(route) for route in self._routes if route.is_relay]
         try:
             yield
         finally:
             if self._mine is not None and self._mine.relays and self._untold:
-                with contextlib.suppress(RuntimeError):  # its relays are gone, and their nodes say so
+                with contextlib.suppress(RuntimeError):  # its relays are gone, which their nodes report
                     self._mine.tell(STOP)
             for relay in relays:
                 relay.join(self.engines.deadline)
@@ -158,11 +164,11 @@ class OverNodes(Transport):
         self._here.release(failed)
 
     def _relay(self, route: Route) -> Relay:
-        """Begins to receive."""
+        """Starts to receive."""
         return Relay(route, self._spread, self._local())
 
     def _local(self) -> Transport:
-        """To the engines of this node alone, or to the part of one that is here, of those that are meant now."""
+        """Returns the transport to the current engines of this node, or to the part of an engine on this node."""
         homes, here = self._spread.homes, self._spread.nodes.mine
         clients = tuple(client for client in self.engines.clients if here in homes[client.url])
         tensor = self.engines.tensor // self._spread.nodes_per_engine
@@ -170,10 +176,10 @@ class OverNodes(Transport):
 
 
 class Relay:
-    """Receives a sender's buckets and hands them on, in a thread: this rank may have shards to bring meanwhile.
+    """Receives a sender's buckets and delivers them, in a thread: this rank may have to contribute shards meanwhile.
 
-    A bucket that cannot be handed on is the end of it for this node; the others are received all the same, since the
-    sender's broadcast is for all nodes at once.
+    After a failed delivery this node delivers no more, but still receives all buckets, since the sender's broadcast is
+    for all nodes at once.
     """
 
     def __init__(self, route: Route, spread: Spread, local: Transport) -> None:
@@ -186,14 +192,14 @@ class Relay:
         self._thread.start()
 
     def join(self, deadline: Deadline) -> None:
-        """Until the last bucket is through."""
+        """Blocks until the last bucket is delivered."""
         self._thread.join(deadline.left() + RELAY_GRACE_S)
         if self._thread.is_alive():
             limit = f"sync.timeout_s = {deadline.seconds:g} s and {RELAY_GRACE_S:g} s"
             self._problem = WeightError(f"buckets of rank {self._route.sender} were not there within {limit}")
 
     def result(self) -> None:
-        """Raises WeightError, with this node's number, if its engines do not have everything."""
+        """Raises WeightError, with this node's number, if its engines lack a bucket."""
         if self._problem is not None:
             raise WeightError(f"node {self._node}: {self._problem}") from self._problem
 
@@ -232,7 +238,7 @@ class Relay:
                 self._problem = error
 
     def _scratch(self) -> Tensor:
-        """For what nobody here gets any more."""
+        """Returns a buffer for buckets that no engine here needs."""
         if self._thrown_away is None:
             self._thrown_away = torch.empty(largest(self._buckets), dtype=torch.uint8, device=platform.device())
         return self._thrown_away

@@ -1,4 +1,6 @@
-"""Buckets in /dev/shm: the engine maps them by name and copies straight into its parameters. Same machine only."""
+"""Transport by /dev/shm: the engine maps buckets by name and copies them directly into its parameters. Same machine
+only.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ SHM = "/dev/shm"
 
 
 class SharedMemory(ByHandle):
-    """Two buffers a sender, each as large as its largest bucket, used in turns and freed after each push."""
+    """Two buffers a sender, each as large as its largest bucket, used alternately and freed after each sync."""
 
     name = "shared_memory"
     _turns: Iterator[Tensor] = iter(())

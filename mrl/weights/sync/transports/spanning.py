@@ -1,7 +1,7 @@
-"""To engines that are larger than a node: every process of one reads a bucket in the memory of its own node.
+"""Transport to engines that are larger than a node: every process of an engine reads a bucket in its own node's memory.
 
-A bucket comes to a rank of every node as `OverNodes` brings it. A handle is good on its own node alone, so each of
-these ranks makes those for the processes beside it, and the sender puts all of an engine's into one request.
+A bucket reaches one rank of every node as in `OverNodes`. A handle is valid on its own node only, so each of these
+ranks makes the handles for the processes on its node, and the sender puts all of an engine's handles into one request.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ DONE = 2  # the engines have read the bucket, or will not
 
 @dataclass(frozen=True)
 class Handles:
-    """A node's, for the processes of an engine that it has; problem: why there are none."""
+    """Handles of one node, for an engine's processes there; problem: the reason why there are none."""
 
     handles: list[str]
     problem: str | None = None
 
 
 class Spanning(OverNodes):
-    """Construction is collective over the world."""
+    """Transport to engines over several nodes. Construction is collective over the world."""
 
     _kind: type[ByHandle]
 
@@ -56,7 +56,7 @@ class Spanning(OverNodes):
         try:
             self._ask(bucket, route.bring(_handles(self._here, bucket, flat)))
         finally:
-            with contextlib.suppress(RuntimeError):  # a relay is gone, and its node says so
+            with contextlib.suppress(RuntimeError):  # a relay is gone, which its node reports
                 route.tell(DONE)
         self.hops.engine_s += time.monotonic() - began
         self.hops.engine_bytes += bucket.nbytes * len(self.engines.clients) * self._spread.nodes_per_engine
@@ -77,7 +77,7 @@ class Spanning(OverNodes):
 
 
 class HandleRelay(Relay):
-    """Hands on no bucket by itself; keeps each until the sender's request has been answered."""
+    """Delivers no bucket itself; keeps each bucket until the sender's request has been answered."""
 
     def _received(self, bucket: Bucket, flat: Tensor, wanted: bool) -> None:
         mine = _handles(self.local, bucket, flat) if wanted else Handles([])
@@ -90,7 +90,7 @@ class HandleRelay(Relay):
 
 
 def _handles(local: Transport, bucket: Bucket, flat: Tensor) -> Handles:
-    """None where no engine is meant here. Whatever fails, the sender has to hear of it."""
+    """Returns the handles, or none if no engine is addressed here. Any error is reported to the sender."""
     if not local.engines.clients:
         return Handles([])
     try:
