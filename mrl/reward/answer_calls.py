@@ -1,9 +1,9 @@
-"""Runs inside the sandbox: a program, then calls of what it defines, answered with the values they gave.
+"""Runs inside the sandbox: executes a program, then evaluates calls of its definitions and returns their values.
 
-The interpreter gets its source as text, so it must need nothing of mrl. It reads a line of JSON on stdin and answers
-with one on stdout, again and again: {"run": source} with [], {"values": [expressions]} with their values as
-`plain_values` decodes them, null where something was raised. The first source is the program. Nothing here is kept from
-it: it may answer itself, but it is not told what is expected, nor what is asked next.
+The interpreter gets this source as text, so it must not depend on mrl. It reads a line of JSON on stdin and answers
+with one on stdout, repeatedly: {"run": source} with [], {"values": [expressions]} with their values as `plain_values`
+decodes them, null after an exception. The first source is the program. The program has full access here: it may forge
+answers, but it never sees the expected values or the next request.
 """
 
 # mypy: allow-untyped-defs, no-check-untyped-defs
@@ -18,7 +18,7 @@ MAX_ITEMS = 1_000_000
 
 
 def encoded(value, depth=0, left=None):
-    """Values of subclasses as those of their plain base; ValueError for what is too large."""
+    """Encodes a value for JSON; a subclass as its plain base. Raises ValueError for a value that is too large."""
     left = [MAX_ITEMS] if left is None else left
     left[0] -= 1
     if depth > MAX_DEPTH or left[0] < 0:
@@ -68,7 +68,7 @@ def main():
     os.dup2(nowhere, 1)
     solution = types.ModuleType("solution")
     sys.modules["solution"] = solution
-    # what a program overwrites in builtins or os is its own affair: an honest one is still answered
+    # bound early: a program that overwrites builtins or os by accident is still answered
     run, evaluated, names = exec, eval, vars(solution)
     text_of, loads, write = json.JSONEncoder().encode, json.loads, os.write
     for line in requests:

@@ -1,8 +1,8 @@
-"""Tests that are Python text, split: what is run and called inside the sandbox, what is compared outside.
+"""Tests that are Python text, split into code that runs inside the sandbox and comparisons that run outside.
 
 `assert f(args) == literal` becomes the call `f(args)`, which the program answers, and a comparison with `literal`,
-which it never sees. What a program could pass without knowing the literal is no such test: it is refused here, with
-the reason, or, where it is to be trusted, run inside as a whole.
+which the program never sees. A test that a program could pass without knowing the literal is refused here with the
+reason or, in trust mode, run inside as a whole.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Test = tuple[Step, ...]
 
 
 def split(texts: Sequence[str], *, trust: bool = False) -> list[Test]:
-    """The tests of one answer: a text each, or a text that asserts nothing together with the next one. Functions named
-    test... are called as pytest would.
+    """Returns the tests of one answer: one a text, where a text without assertion belongs to the next one. Functions
+    named test... are called as in pytest.
 
-    `trust`: what cannot be split is one statement that passes where it raises nothing; else it raises Unsplit.
-    ValueError for what is no test.
+    `trust`: a test that cannot be split becomes one statement that passes unless it raises; otherwise Unsplit is
+    raised. Raises ValueError for text that is not a test.
     """
     splitter, tests, steps = _Statements(), list[Test](), list[Step]()
     for number, text in enumerate(texts, 1):
@@ -57,7 +57,7 @@ class _Statements(Expressions):
     called: set[str] = field(default_factory=set)  # of `checks`
 
     def text(self, text: str, trust: bool) -> tuple[list[Step], bool]:
-        """Its steps, and whether they are a test."""
+        """Returns the steps of the text, and True if they are a test."""
         tree, before = parse(text), self.copy()
         self.steps = []
         try:
@@ -80,7 +80,7 @@ class _Statements(Expressions):
         return _Statements(**{name: vars(self)[name].copy() for name in of_names})
 
     def whole(self, text: str, tree: ast.Module) -> list[Step]:
-        """Everything that the text may mention, then the text."""
+        """Returns definitions of everything that the text may mention, then the text."""
         for name in sorted(self.known):
             self.tell(name)
         self.steps += [Run(ast.unparse(node)) for node in self.checks.values()]
@@ -144,7 +144,9 @@ class _Statements(Expressions):
         self.steps.append(Run(ast.unparse(node)))
 
     def bind(self, target: ast.expr, value: ast.expr) -> None:
-        """Where the value is plain the program is told only when it is asked for something that mentions it."""
+        """Binds a target. The program learns a plain value only when it is asked for an expression that mentions the
+        target.
+        """
         self.seen.clear()
         self.without_value.clear()
         found = self.value(value)

@@ -1,4 +1,4 @@
-"""What is scored, and what comes of it: plain values, which travel to worker processes and over HTTP."""
+"""Inputs and outcomes of scoring: plain values, which are sent to worker processes and over HTTP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """One response. `prompt` is text: of a list of chat messages the last one's content (the row holds them all)."""
+    """One response to score. `prompt` is text: for a list of chat messages the last one's content (the row holds them
+    all).
+    """
 
     prompt: str
     response: str
@@ -24,24 +26,24 @@ class Call:
     response_tokens: int = 0
     sample: Sample | None = field(default=None, compare=False, repr=False)  # for models; functions do not get it
     image: np.ndarray | None = field(default=None, compare=False)  # [channels, height, width] uint8, in place of text
-    pictures: tuple[bytes, ...] | None = None  # of the prompt, as PNG; None: nobody asks for them
+    pictures: tuple[bytes, ...] | None = None  # images of the prompt, as PNG; None: not requested
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and response, as a model of text alone is told them: with one image token a picture."""
+        """Token ids of prompt and response for a text-only model, with one image token an image."""
         return [] if self.sample is None else [*self.sample.request.prompt.told_ids, *self.sample.response_ids.tolist()]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A component's score, and what else its function returned."""
+    """A component's score, and further values that its function returned."""
 
     score: float
     parts: dict[str, float] = field(default_factory=dict)
 
 
 def settle(future: Future[Outcome], result: Outcome | Exception) -> None:
-    """Unless it is settled already: the pool may be closed while an answer arrives."""
+    """Sets the result of a future unless it has one: the pool may be closed while an answer arrives."""
     with suppress(InvalidStateError):
         if isinstance(result, Outcome):
             future.set_result(result)
@@ -50,7 +52,7 @@ def settle(future: Future[Outcome], result: Outcome | Exception) -> None:
 
 
 class Unsettled:
-    """The futures of what is still to be scored. After `end` there are no new ones, and all raise its error."""
+    """Futures of samples that are not yet scored. After `end` there are no new ones, and all raise its error."""
 
     def __init__(self) -> None:
         self.ended: Exception | None = None
@@ -58,7 +60,7 @@ class Unsettled:
         self._futures: dict[int, Future[Outcome]] = {}
 
     def new(self) -> Future[Outcome]:
-        """A future for one more sample. Raises what `end` was given, if that has been called."""
+        """Returns a future for one more sample. Raises the error of `end` if that has been called."""
         future: Future[Outcome] = Future()
         with self._lock:
             if self.ended is not None:
@@ -68,7 +70,7 @@ class Unsettled:
         return future
 
     def end(self, error: Exception) -> None:
-        """The first error stays."""
+        """Fails all futures with `error`; after several calls, new futures raise the first error."""
         with self._lock:
             self.ended = self.ended or error
             futures = list(self._futures.values())

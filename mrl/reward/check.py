@@ -1,4 +1,4 @@
-"""What can be known of rewards before there is anything to score."""
+"""Checks of rewards before anything is scored."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 
 def row_check(cfg: RewardConfig, data: DataConfig) -> Callable[[Mapping[str, Any]], str | None]:
-    """f(row): why no response to this row could be scored; None if one could. With `on_error: zero` a row may lack its
-    answer: it scores 0 and is counted. With `leave_out` it may not, since nothing would be learnt from it. JSON must be
-    able to hold what a reward server is sent."""
+    """Returns f(row): the reason why no response to this row could be scored; None if it could.
+
+    With `on_error: zero` a row may lack its answer: it scores 0 and is counted. With `leave_out` a row must have its
+    answer, since nothing would be learnt from it. Rows for a reward server must be valid JSON.
+    """
     plan, zero = make_plan(cfg), cfg.on_error == "zero"
 
     def check(row: Mapping[str, Any]) -> str | None:
@@ -41,14 +43,15 @@ def row_check(cfg: RewardConfig, data: DataConfig) -> Callable[[Mapping[str, Any
 
 
 def _is_sent(cfg: RewardConfig, plan: Plan, mix: Mix) -> bool:
-    """Whether a reward server is sent the row."""
+    """Returns True if the row is sent to a reward server."""
     servers = [component.spec for name in mix if (component := plan.components[name]).kind == "server"]
     return any(cfg.servers[name].api == "mrl" for name in servers)
 
 
 def check_hidden(cfg: RewardConfig, paths: Mapping[str, str]) -> None:
-    """RewardError where the programs that the built-in `code` shuts in could read one of `paths`, each by what it is
-    called."""
+    """Raises RewardError if the sandboxed programs of the built-in `code` could read one of `paths`, given by
+    description.
+    """
     specs = {component.spec for component in make_plan(cfg).components.values()}
     if "code" not in specs or cfg.code.isolation == "none":
         return
@@ -63,7 +66,7 @@ def check_hidden(cfg: RewardConfig, paths: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """A row of the data for functions to be tried out on. where: file and row; pictures: as in `Call`"""
+    """A row of the data to try functions on. where: file and row; pictures: as in `Call`"""
 
     where: str
     row: dict[str, Any]
@@ -71,10 +74,10 @@ class Trial:
 
 
 def check_functions(cfg: RewardConfig, data: DataConfig, trials: Iterable[Trial] = ()) -> list[str]:
-    """Loads every function once, in a process of its own that is given STARTUP_TIMEOUT_S, and has each of the user's
-    own score the first of the `trials` that it is for, answered with the row's own answer: what went wrong there.
+    """Loads every function once, in its own process within STARTUP_TIMEOUT_S, and lets each of the user's functions
+    score the first suitable row of `trials`, with the row's own answer as the response. Returns the problems found.
 
-    RewardError if one cannot be imported, is none, or takes other arguments.
+    Raises RewardError if a function cannot be imported, is not a function, or takes other arguments.
     """
     plan = make_plan(cfg)
     setup = pool_setup(cfg, plan, data.answer_key)
@@ -95,14 +98,14 @@ def check_functions(cfg: RewardConfig, data: DataConfig, trials: Iterable[Trial]
 def _matched(
     plan: Plan, untried: dict[str, Component], key: str, trials: Iterable[Trial]
 ) -> Iterator[tuple[Component, Trial]]:
-    """Each component once, as long as there are rows for it."""
+    """Yields each component once, as long as there are rows for it."""
     waiting = dict(untried)
     for trial in trials:
         if not waiting:
             return
         try:
             mix = plan.mix_of(trial.row, key)
-        except RewardError:  # said of the row
+        except RewardError:  # reported by the row check
             continue
         for name in waiting.keys() & mix.keys():
             yield waiting.pop(name), trial

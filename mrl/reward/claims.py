@@ -1,4 +1,4 @@
-"""Expressions of tests, split: what the program is asked for inside, and what is compared with it outside."""
+"""Expressions of tests, split into queries to the program inside and comparisons outside."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
 
 
 class Unsplit(ValueError):
-    """A test whose verdict would be the program's: why."""
+    """A test whose verdict the program would decide; the message says why."""
 
 
 class NoValue(Unsplit):
@@ -25,14 +25,14 @@ class NoValue(Unsplit):
 
 @dataclass(frozen=True)
 class Run:
-    """A statement inside; the test fails where it raises."""
+    """A statement to run inside; the test fails if it raises."""
 
     source: str
 
 
 @dataclass(frozen=True)
 class Check:
-    """Expressions inside, and what their values must make true outside."""
+    """Expressions to evaluate inside, and the condition on their values to check outside."""
 
     claims: tuple[str, ...]
     expression: ast.expr
@@ -43,23 +43,24 @@ Step = Run | Check
 
 @dataclass
 class Expressions:
-    """Reads expressions in order. What it knows of names is what the tests' own text bound them to."""
+    """Reads expressions in order. Names are known only as the tests' own text binds them."""
 
     known: dict[str, Any] = field(default_factory=dict)  # values that the program has not been told
-    told: set[str] = field(default_factory=set)  # of `known`, those that it has
+    told: set[str] = field(default_factory=set)  # names of `known` that the program has been told
     helpers: set[str] = field(default_factory=set)  # bound by the tests to something of their own
     modules: dict[str, str] = field(default_factory=lambda: {"math": "math", "collections": "collections"})
     steps: list[Step] = field(default_factory=list)
     claims: list[str] = field(default_factory=list)
-    seen: dict[int, ast.Constant | None] = field(default_factory=dict)  # of this statement: what `value` has found
-    without_value: dict[int, str] = field(default_factory=dict)  # why, of those of `seen` that are the tests' alone
+    seen: dict[int, ast.Constant | None] = field(default_factory=dict)  # results of `value` in this statement
+    without_value: dict[int, str] = field(default_factory=dict)  # reasons, for the tests' own expressions
     of_program: bool = False  # names of FUNCTIONS are the program's
 
     def check(self, node: ast.expr) -> None:
-        """Notes what an assertion asks of the program and what must then be true. Raises Unsplit for one that cannot be
-        split, or can never hold."""
+        """Adds the steps of an assertion: queries to the program, and the condition on their values. Raises Unsplit for
+        an assertion that cannot be split, or can never hold.
+        """
         names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} - self.known.keys()
-        # assert sum(10, 15) == 6: of a program that defines sum
+        # assert sum(10, 15) == 6: the program defines its own sum
         self.of_program = not self.helpers & names and all(hasattr(builtins, name) for name in names)
         self.claims = []
         checked = self.outside(node, False)
@@ -72,7 +73,7 @@ class Expressions:
         self.of_program = False
 
     def value(self, node: ast.expr) -> ast.Constant | None:
-        """If the program has no part in it."""
+        """Returns the expression's value as a constant if the program has no part in it, else None."""
         if id(node) in self.seen:
             return self.seen[id(node)]
         claims, steps, told = self.claims, list(self.steps), set(self.told)
@@ -92,13 +93,15 @@ class Expressions:
         return plain
 
     def outside(self, node: ast.expr, compared: bool) -> ast.expr:
-        """The expression with its calls of the program claimed. `compared`: with something that is hard to guess."""
+        """Returns the expression with its calls of the program claimed. `compared`: with a value that is hard to
+        guess.
+        """
         before = len(self.claims)
         found = self.parts(node, compared)
         return found if len(self.claims) > before or isinstance(found, ast.Constant) else self.folded(found)
 
     def folded(self, node: ast.expr) -> ast.Constant:
-        """The value of an expression that holds no claim, as a constant. Raises Unsplit where it has none."""
+        """Returns the value of an expression without claims, as a constant. Raises Unsplit if it has none."""
         if isinstance(node, ast.Constant):
             return node
         try:
@@ -107,7 +110,7 @@ class Expressions:
             raise NoValue(f"{shown(node)} has no plain value: {error or type(error).__name__}") from None
 
     def parts(self, node: ast.expr, compared: bool) -> ast.expr:
-        """The expression as it is evaluated outside: values that are known, and claims for the program to tell."""
+        """Returns the expression as it is evaluated outside: known values, and claims that the program answers."""
         match node:
             case ast.Constant():
                 return node
@@ -140,10 +143,9 @@ class Expressions:
         return self.claim(node, compared)
 
     def sides(self, nodes: list[ast.expr], compared: bool | None) -> list[ast.expr]:
-        """Operands. Of two beside each other the program must not tell both (Unsplit is raised): it could make them
-        equal.
+        """Returns the operands. Raises Unsplit if the program answers two adjacent operands: it could make them equal.
 
-        `compared` None: with each other, where a truth value or None is easy to guess.
+        `compared` None: operands are compared with each other; a truth value or None is easy to guess.
         """
         plain = [self.value(node) for node in nodes]
         for one, other, node, after in zip(plain, plain[1:], nodes, nodes[1:], strict=False):
@@ -157,14 +159,15 @@ class Expressions:
         return [side or self.outside(node, compared) for side, node in zip(plain, nodes, strict=True)]
 
     def function(self, node: ast.Call) -> str | None:
-        """Its name in FUNCTIONS."""
+        """Returns the function's name in FUNCTIONS; None if it is not there."""
         name = dotted(node.func, self.modules)
         taken = name in self.helpers or name in self.known or (self.of_program and "." not in name)
         return name if name in FUNCTIONS and not taken else None
 
     def call(self, node: ast.Call, compared: bool) -> ast.expr:
-        """The call of a function that is known outside, with its arguments split. Raises Unsplit for one that is not
-        plain."""
+        """Returns the call of a function that is known outside, with its arguments split. Raises Unsplit for a call
+        that is not plain.
+        """
         name = self.function(node) or ""
         keywords = [self.value(keyword.value) for keyword in node.keywords if keyword.arg]
         if len(keywords) != len(node.keywords) or not all(keywords):
@@ -179,7 +182,7 @@ class Expressions:
         return ast.Call(ast.Name(name, ast.Load()), arguments, plain)
 
     def of_plain(self, node: ast.Subscript | ast.Call, compared: bool) -> ast.expr:
-        """An item or method of a plain value."""
+        """Returns an item or method call of a plain value."""
         if isinstance(node, ast.Subscript):
             return ast.Subscript(self.outside(node.value, True), self.outside(node.slice, compared), ast.Load())
         assert isinstance(node.func, ast.Attribute)
@@ -190,8 +193,9 @@ class Expressions:
         return ast.Call(ast.Attribute(base, node.func.attr, ast.Load()), [a for a in arguments if a], [])
 
     def claim(self, node: ast.expr, compared: bool) -> ast.Constant:
-        """The program is asked for this expression's value. Raises Unsplit where it could give one that decides the
-        test."""
+        """Adds a query for this expression's value. Raises Unsplit if the program could answer with a value that
+        decides the test.
+        """
         if not isinstance(node, (ast.Call, ast.Attribute, ast.Subscript, ast.Name, *_COMPREHENSIONS)):
             raise Unsplit(f"{shown(node)} is a {type(node).__name__}")
         asked = node.elt if isinstance(node, _COMPREHENSIONS) else node
@@ -208,7 +212,7 @@ class Expressions:
         return constant(Claimed(len(self.claims) - 1))
 
     def refuse_comparisons(self, node: ast.AST) -> None:
-        """Raises Unsplit for comparisons of what the program gives: its objects may be equal to everything."""
+        """Raises Unsplit for comparisons of the program's objects inside: they may be equal to everything."""
         own = {name for name in self.known if not self.may_have_changed(name)}
         for inner in ast.walk(node):
             if isinstance(inner, ast.comprehension) and self.value(inner.iter) is not None:
@@ -223,7 +227,7 @@ class Expressions:
     # names
 
     def is_helper(self, name: str | None) -> bool:
-        """Is what it is bound to something that the tests brought, and not the program?"""
+        """Returns True if the name is bound by the tests, and not by the program."""
         return name is None or name in ("eval", "exec") or name in self.helpers or self.is_builtin(name)
 
     def is_builtin(self, name: str) -> bool:
@@ -244,14 +248,14 @@ class Expressions:
 
 
 def unchanging(value: Any) -> bool:
-    """Whether the value cannot be changed in place, all that it holds included."""
+    """Returns True if the value is immutable, including its contents."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(unchanging, value))
     return isinstance(value, _UNCHANGING)
 
 
 def tellable(value: Any) -> bool:
-    """Is its text that of a value that the program can be told?"""
+    """Returns True if the program can be told the value as text."""
     if isinstance(value, dict):
         return type(value) is dict and all(map(tellable, (*value, *value.values())))
     if type(value) in (list, tuple, set, frozenset):

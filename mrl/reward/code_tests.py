@@ -1,7 +1,7 @@
 """Built-in reward "code": the response's program against the row's tests, each run in the sandbox.
 
-What is expected never enters the sandbox: a program prints or returns something, and that is compared out here. It can
-say what it likes, but it is not told what would pass.
+Expected values never enter the sandbox: a program prints or returns a value, and that is compared outside. The program
+can answer anything, but does not know what would pass.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ VALUES_KIB = 16384  # of all that a program's calls return, beside output_kib; m
 
 @dataclass(frozen=True)
 class CodeReward:
-    """f(response, answer): 1.0 if the program passes every test; with `partial_credit` the share that it passes.
+    """f(response, answer): 1.0 if the program passes every test; with `partial_credit` the share of tests that it
+    passes.
 
-    `mrl.reward.extract.program` finds the program in the response: the last fenced block of Python that defines what
-    the tests call. `answer` (or JSON text of it) is {"inputs": [...], "outputs": [...]}, or a list of {"input": ...,
-    "output": ...}: what the program reads from stdin and has to print, compared line by line without the white space at
-    their ends; or Python text that asserts, or a list of it: see `assertions`, also for the tests that are refused
-    unless `unsplit` is "trust". All tests of a response together have `limits.wall_s`, and those with assertions one
-    process.
+    `mrl.reward.extract.program` finds the program in the response: the last fenced block of Python that defines the
+    functions that the tests call. `answer` (or JSON text of it) is {"inputs": [...], "outputs": [...]}, or a list of
+    {"input": ..., "output": ...}: stdin and expected stdout, compared line by line without trailing white space; or
+    Python text that asserts, or a list of it. See `assertions`, also for the tests that are refused unless `unsplit` is
+    "trust". All tests of a response together have `limits.wall_s`; tests with assertions share one process.
     """
 
     limits: Limits
@@ -64,7 +64,7 @@ class CodeReward:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            output_kib = self.limits.output_kib + len(wanted.encode()) // 1024 + 1  # what is wanted fits in any case
+            output_kib = self.limits.output_kib + len(wanted.encode()) // 1024 + 1  # the expected output always fits
             limits = replace(self.limits, wall_s=left, output_kib=output_kib)
             ended = run_python(program, given, limits=limits, isolation=self.isolation)
             yield ended.ok and _lines(ended.stdout) == _lines(wanted)
@@ -78,8 +78,9 @@ class CodeReward:
 
 
 def _talk(program: str, tests: list[Test], passed: list[bool], deadline: float) -> Talk:
-    """Asks for one step after the other. After a test has failed only its statements are run: later tests may need
-    them."""
+    """Sends one step after the other. After a failure only the statements of a test are run: later tests may need
+    them.
+    """
     if (yield _request(Run(program))) == b"null":
         return
     for test in tests:
@@ -99,30 +100,32 @@ def _request(step: Step) -> bytes:
 
 
 def _holds(step: Step, answer: bytes) -> bool:
-    """`answer` is the program's word."""
+    """Returns True if the step passed. `answer` comes from the program and is not trusted."""
     try:
         values = decode(answer)
         if values is None or isinstance(step, Run):
             return values == []
         return len(values) == len(step.claims) and bool(evaluate(step.expression, values))
-    except Exception:  # as in an assertion, whatever these values raise
+    except Exception:  # an exception fails the test, as in an assertion
         return False
 
 
 def make(isolation: Isolation, partial_credit: bool, unsplit: Literal["refuse", "trust"], **limits: Any) -> CodeReward:
-    """Of the keys of reward.code."""
+    """Makes the reward from the keys of reward.code."""
     return CodeReward(Limits(**limits), isolation, partial_credit, unsplit)
 
 
 def check_answer(answer: Any, unsplit: Literal["refuse", "trust"]) -> None:
-    """ValueError that says why no program can be judged by it, and what to do."""
+    """Raises ValueError, which says why and what to do, if no program can be judged by the answer."""
     texts, _ = read_tests(answer)
     if texts:
         split(texts, trust=unsplit == "trust")
 
 
 def read_tests(answer: Any) -> tuple[list[str], list[tuple[str, str]]]:
-    """The answer's texts that assert, or its inputs and outputs; ValueError that says what it should have been."""
+    """Returns the answer's texts that assert, or its (input, output) pairs. Raises ValueError, which says what was
+    expected.
+    """
     if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "["):
         try:
             answer = json.loads(answer)
@@ -148,7 +151,7 @@ def read_tests(answer: Any) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _is_pair(test: Any) -> bool:
-    """{"input", "output"} of one test, as some data sets have them in a list."""
+    """Returns True for {"input", "output"} of one test, as some data sets have them in a list."""
     return isinstance(test, dict) and {"input", "output"} <= test.keys() and test.get("testtype", "stdin") == "stdin"
 
 

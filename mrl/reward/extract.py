@@ -1,8 +1,8 @@
 r"""Final answers and programs in a model's response. Standard library only: reward workers start quickly.
 
-Thoughts and tool output never hold the answer: they are removed first (`visible`). Of the rest the last \boxed{} or
-\fbox{} counts, else the last line `#### 42`, else the last "the answer is ..." that can be read, else whatever the
-reader finds in the text (`finals`). Programs are taken from fenced blocks (`program`).
+Thoughts and tool output never hold the answer: they are removed first (`visible`). In the rest the last \boxed{} or
+\fbox{} counts, else the last line `#### 42`, else the last readable "the answer is ...", else whatever the reader finds
+in the text (`finals`). Programs are taken from fenced blocks (`program`).
 """
 
 from __future__ import annotations
@@ -46,15 +46,14 @@ _PYTHON = ("py", "python", "python3", "py3")
 _WORDS = ("", "latex", "tex", "math", "text", "txt", "plaintext", "markdown", "md")  # blocks that may hold an answer
 MAX_STRING_CHECKS = 50
 MAX_PHRASE = 1000  # characters of an answer in a sentence
-MAX_SAID = 20  # sentences that are looked at, the last ones
+MAX_SAID = 20  # number of last sentences to examine
 
 
 def visible(response: str) -> str:
-    """The response without thoughts, tool calls and their results.
+    """Returns the response without thoughts, tool calls and their results.
 
-    A thought that is not closed reaches to the end, so nothing after it is an answer; a closing tag without an opening
-    one ends a thought that the prompt has opened. If there is an <answer> with content, the last one is all that
-    counts.
+    An unclosed thought reaches to the end, so nothing after it is an answer; a closing tag without an opening one ends
+    a thought that the prompt has opened. If there is an <answer> with content, only the last one counts.
     """
     text = _END_TOKENS.sub("", response.replace("\r\n", "\n"))
     text = text.rpartition(_HARMONY_FINAL)[2]
@@ -68,7 +67,7 @@ def visible(response: str) -> str:
             and text[tag.end() : tag.end() + 1] == text[tag.start() - 1]
         )
         if quoted or (not opened and name in ("/tool_call", "/tool_response")):
-            continue  # a tag that is spoken of; the end of a call that no tag has begun
+            continue  # a quoted tag, or the end of a call without opening tag
         if not opened:
             kept = [] if name[0] == "/" else [*kept, text[at : tag.start()]]
             opened = "" if name[0] == "/" else name
@@ -85,17 +84,17 @@ def visible(response: str) -> str:
 
 
 class Final(NamedTuple):
-    """Text that may hold the answer. is_marked: it is the answer; else the answer is somewhere in it."""
+    """Text that may hold the answer. is_marked: the text is the answer; otherwise the answer is somewhere in it."""
 
     text: str
     is_marked: bool = True
 
 
 def finals(response: str) -> Iterator[Final]:
-    """The final answers of a response, the one that counts first; a reader takes the first that it can read.
+    """Yields the final answers of a response, by priority; a reader takes the first that it can read.
 
-    After a box or a `####` line there are no others: an answer that was marked and cannot be read is no answer. Else
-    the last sentences of "the answer is" come first, then the whole text.
+    A box or a `####` line is the only answer: a marked answer that cannot be read is no answer. Otherwise the last
+    sentences of "the answer is" come first, then the whole text.
     """
     text = _without_programs(visible(response))
     found = boxed(text)
@@ -111,14 +110,17 @@ def finals(response: str) -> Iterator[Final]:
 
 
 def hashed(text: str) -> str:
-    """The last line `#### 42` without its marks; "" if there is none. A heading of the fourth level is not one."""
+    """Returns the last line `#### 42` without its marks; "" if there is none. A heading of the fourth level does not
+    count.
+    """
     found = _HASHES.findall(text)
     return found[-1].strip() if found else ""
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last box that has any; of boxes that follow each other ("\boxed{2} and \boxed{3}") all, with
-    commas. None if there is no box; "" if the last one is not closed, as in a response that was cut."""
+    r"""Returns the content of the last nonempty box; of consecutive boxes ("\boxed{2} and \boxed{3}") all, joined by
+    commas. Returns None if there is no box; "" if the last one is not closed, as in a truncated response.
+    """
     boxes: list[tuple[int, int, str]] = []  # (start, end, content)
     for match in _BOX.finditer(text):
         if boxes and match.start() < boxes[-1][1]:
@@ -155,7 +157,7 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def _phrase(text: str) -> str:
-    """The sentence that `text` begins with, or the formula, if it begins with one."""
+    """Returns the sentence that `text` begins with, or the formula, if it begins with one."""
     for opening, closing in _MATHS:
         if text.startswith(opening):
             end = text.find(closing, len(opening))
@@ -166,7 +168,7 @@ def _phrase(text: str) -> str:
 
 
 def _without_programs(text: str) -> str:
-    """The text without fenced blocks of programs and of what they print; lines that are fences go, too."""
+    """Returns the text without fence lines and fenced blocks of programs and program output."""
     kept = []
     for block in _parts(text):
         if not block.fenced or block.language in _WORDS:
@@ -187,16 +189,16 @@ class Block:
 
     @property
     def text(self) -> str:
-        """Its lines, dedented."""
+        """The block's lines, dedented."""
         return textwrap.dedent("\n".join(self.lines))
 
 
 def program(response: str, names: Collection[str] = ()) -> str:
-    """The program of a response that is asked to define `names`.
+    """Returns the program of a response that is asked to define `names`.
 
-    Of the fenced blocks named Python, else of those without a name, it is the last of those that define most of
-    `names`; of those that are Python and do more than state a value, if there are any. Without such a block it is all
-    that is left of the response without thoughts.
+    Candidates are the fenced blocks named Python, else those without a name. The last of those that define most of
+    `names` wins; among equals, blocks that are Python and do more than state a value are preferred. Without a fenced
+    block the program is the whole response without thoughts.
     """
     text = visible(response)
     blocks = [block for block in _parts(text) if block.fenced]
@@ -207,7 +209,9 @@ def program(response: str, names: Collection[str] = ()) -> str:
 
 
 def _fitness(text: str, names: Collection[str]) -> tuple[int, bool]:
-    """How many of `names` it defines, and whether it is Python that does more than state a value."""
+    """Returns the number of `names` that the text defines, and True if it is Python that does more than state a
+    value.
+    """
     try:
         tree = parse(text)
     except ValueError:
@@ -219,9 +223,9 @@ def _fitness(text: str, names: Collection[str]) -> tuple[int, bool]:
 
 
 def _parts(text: str) -> list[Block]:
-    """A response as Markdown has it, line by line: fenced blocks and what is between them.
+    """Splits a response as Markdown does, line by line, into fenced blocks and the text between them.
 
-    A fence in a triple-quoted string of a block of Python does not close it. A block without a closing fence ends where
+    A fence in a triple-quoted string of a Python block does not close it. A block without a closing fence ends where
     another named one begins, or with the text.
     """
     parts, opening, prefix = [Block()], "", ""
@@ -257,7 +261,7 @@ def _parts(text: str) -> list[Block]:
 
 
 def _ends_in_string(text: str) -> bool:
-    """Whether Python text ends inside a triple-quoted string."""
+    """Returns True if Python text ends inside a triple-quoted string."""
     try:
         parse(text)
     except ValueError as error:
@@ -266,14 +270,14 @@ def _ends_in_string(text: str) -> bool:
 
 
 def _language(info: str) -> str:
-    """The first word of ``` python title="x"```, ```{.python}```."""
+    """Returns the language in ``` python title="x"```, ```{.python}```."""
     found = re.search(r"[\w+#-]+(?:\.\w+)*", info)
     word = found[0].lower() if found else ""
     return "python" if word.endswith(".py") else word
 
 
 def _unindented(line: str, prefix: str) -> str:
-    """Without what stands before the fence of its block: marks of a quotation, indentation."""
+    """Removes the prefix of the block's fence from a line: marks of a quotation, indentation."""
     for _ in range(prefix.count(">")):
         line = re.sub(r"^[ \t]*> ?", "", line)
     width = 0 if ">" in prefix else len(prefix)

@@ -21,15 +21,15 @@ _ALONE = re.compile(r"[\W_]*([A-Ja-j])[\W_]*")
 
 
 def exact_match(response: str, answer: str) -> float:
-    """1.0 if the response is the answer, white space at the ends apart."""
+    """Returns 1.0 if the response equals the answer, ignoring white space at the ends."""
     return float(response.strip() == answer.strip())
 
 
 def sorted_digits(response: str, answer: str) -> dict[str, float]:
-    """The mean of exact match (0 or 1) and the fraction of right positions, both also reported by themselves.
+    """Returns the mean of exact match (0 or 1) and the fraction of right positions, and both values by themselves.
 
-    For the task "31542=" -> "12345.": one full stop at the end is not compared, since it is what the model stops at.
-    Positions are the answer's; characters beyond it earn nothing and spoil the exact match.
+    For the task "31542=" -> "12345.": one trailing full stop is not compared, since the model stops at it. Positions
+    are the answer's; characters beyond it earn nothing and spoil the exact match.
     """
     got, want = response.strip().removesuffix("."), answer.strip().removesuffix(".")
     exact = float(got == want)
@@ -38,7 +38,7 @@ def sorted_digits(response: str, answer: str) -> dict[str, float]:
 
 
 def multiple_choice(response: str, answer: str) -> float:
-    r"""1.0 if the response's choice, one letter A to J, is the answer's ("B", "(b)", "B) Paris").
+    r"""Returns 1.0 if the response's choice, one letter A to J, is the answer's ("B", "(b)", "B) Paris").
 
     The response's choice is its last \boxed{B}, else its last "answer is B" or "answer: (B)", else the response itself
     if it is nothing more ("B", "(B).", "**B**"); see `mrl.reward.extract`. Raises ValueError for an answer without a
@@ -51,7 +51,7 @@ def multiple_choice(response: str, answer: str) -> float:
 
 
 def chosen(response: str) -> str | None:
-    """The letter, in upper case, that `multiple_choice` reads; None if it finds none."""
+    """Returns the letter, in upper case, that `multiple_choice` reads; None if it finds none."""
     for final in finals(response):
         text = _LATEX.sub("", final.text).strip()
         found = _ALONE.fullmatch(text) or (_LETTER.match(text) if final.is_marked else None)
@@ -61,14 +61,15 @@ def chosen(response: str) -> str | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in the text ("1,234.50", "-3", ".5", "2e3"); None if there is none."""
+    """Returns the last number in the text ("1,234.50", "-3", ".5", "2e3"); None if there is none."""
     found = _NUMBER.findall(text.replace(_MINUS, "-"))
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
 def final_number(text: str) -> Decimal | Fraction | None:
-    r"""The number of a final answer: of "42 (6 * 7)" 42, of "3 + 4 = 7" 7, of "\frac{84}{2}" 42, of "she has 42" 42;
-    None if there is none."""
+    r"""Returns the number of a final answer: 42 for "42 (6 * 7)", 7 for "3 + 4 = 7", 42 for "\frac{84}{2}", 42 for "she
+    has 42"; None if there is none.
+    """
     text = text.replace(_MINUS, "-").strip()
     if (fraction := _FRACTION.fullmatch(text)) is not None:
         sign, *parts = fraction.groups()
@@ -84,11 +85,11 @@ def final_number(text: str) -> Decimal | Fraction | None:
 
 
 def arithmetic(response: str, answer: str) -> float:
-    """1.0 if the response's final number equals the answer's ("72" or "... #### 72").
+    """Returns 1.0 if the response's final number equals the answer's ("72" or "... #### 72").
 
-    It is that of the last \\boxed{}, else of the last `#### 72`, else of the last "the answer is 72", else the last
-    number; see `mrl.reward.extract`. Compared as decimals: 0.10 is 0.1, and 0.30000000000000004 is not 0.3. Raises
-    ValueError for an answer without a number.
+    The final number is that of the last \\boxed{}, else of the last `#### 72`, else of the last "the answer is 72",
+    else the last number; see `mrl.reward.extract`. Compared as decimals: 0.10 is 0.1, and 0.30000000000000004 is not
+    0.3. Raises ValueError for an answer without a number.
     """
     want = number_of(answer)
     if want is None:
@@ -97,6 +98,6 @@ def arithmetic(response: str, answer: str) -> float:
 
 
 def number_of(text: str) -> Decimal | Fraction | None:
-    """The number that `arithmetic` reads; None if it finds none."""
+    """Returns the number that `arithmetic` reads; None if it finds none."""
     found = (final_number(final.text) if final.is_marked else last_number(final.text) for final in finals(text))
     return next((number for number in found if number is not None), None)

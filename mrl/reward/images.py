@@ -1,5 +1,6 @@
 """Rewards of images: a user's function of (images, prompts, rows), and built-ins. `images` is float32 [n, channels,
-height, width] in 0..1."""
+height, width] in 0..1.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +21,17 @@ JPEG_QUALITY = 95
 
 
 def brightness(images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> list[float]:
-    """[n]: the mean over all pixels and channels, 0..1."""
+    """Returns the mean over all pixels and channels of each image, [n] in 0..1."""
     return [float(value) for value in images.mean((1, 2, 3))]
 
 
 def jpeg_incompressibility(images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> list[float]:
-    """[n]: kilobytes (1000 bytes) of each image as a JPEG of quality 95 (arXiv 2305.13301)."""
+    """Returns the size of each image as a JPEG of quality 95, [n] in kilobytes of 1000 bytes (arXiv 2305.13301)."""
     return [_jpeg_bytes(image) / 1000 for image in images]
 
 
 def jpeg_compressibility(images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> list[float]:
-    """[n]: minus `jpeg_incompressibility`."""
+    """Returns minus `jpeg_incompressibility`, [n]."""
     return [-value for value in jpeg_incompressibility(images, prompts, rows)]
 
 
@@ -42,7 +43,9 @@ BUILTINS: dict[str, Callable[..., Any]] = {
 
 
 def load_images(spec: str, where: str, settings: Settings) -> Callable[[Sequence[Call]], Any]:
-    """What `spec`, the value of reward.`where`, names, as a function of calls that have images. Raises RewardError."""
+    """Returns the function that `spec`, the value of reward.`where`, names, for calls that have images. Raises
+    RewardError.
+    """
     if ":" in spec:
         function = load_file(spec, f"reward.{where}", ([], [], []), "(images, prompts, rows)")
     elif spec in BUILTINS:
@@ -69,7 +72,7 @@ def _jpeg_bytes(image: np.ndarray) -> int:
 
 
 def file_of(levels: np.ndarray, kind: str, **settings: Any) -> bytes:
-    """The file of this kind (PIL's name) of an image [1 or 3, H, W] uint8."""
+    """Returns an image [1 or 3, H, W] uint8 as a file of this kind (PIL's name)."""
     from PIL import Image
 
     buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""From a function's name to a callable, with the errors a user can act on. No torch here: workers start quickly."""
+"""Loading of reward functions by name, with errors that a user can act on. No torch here: workers start quickly."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 RewardFunction = Callable[[Call], Any]
-_LARGEST = 3.4028234e38  # in float32, which all that is learnt from is
-Settings = Mapping[str, Mapping[str, Any]]  # of the built-ins that have a section, by their names
+_LARGEST = 3.4028234e38  # in float32, the dtype of all training inputs
+Settings = Mapping[str, Mapping[str, Any]]  # settings of built-ins that have a section, by name
 
 
 def load(
@@ -31,10 +31,11 @@ def load(
     *,
     pictures: bool = False,
 ) -> RewardFunction:
-    """What `spec`, the value of reward.`where`, names: a built-in or `path/to/file.py:name`, as a function of a Call.
+    """Returns the function that `spec`, the value of reward.`where`, names, as a function of a Call: a built-in or
+    `path/to/file.py:name`.
 
-    A user's function gets (prompt, response, row), and with `pictures` a list of PIL images. Raises RewardError that
-    says what is missing and what comes near.
+    A user's function gets (prompt, response, row), and with `pictures` a list of PIL images. Raises RewardError, which
+    says what is missing and suggests similar names.
     """
     if ":" not in spec:
         return _load_builtin(spec, answer_key, f"reward.{where} {spec!r}", settings)
@@ -47,7 +48,9 @@ def load(
 
 
 def load_batch(spec: str, where: str = "function", *, pictures: bool = False) -> Callable[[Sequence[Call]], Any]:
-    """The same for a user's function of (prompts, responses, rows), three lists of one length, or four."""
+    """Returns a user's batch function of (prompts, responses, rows), lists of equal length; with `pictures` a fourth
+    list.
+    """
     words = "(prompts, responses, rows, pictures)" if pictures else "(prompts, responses, rows)"
     function = load_file(spec, f"reward.{where}", ([],) * (3 + pictures), words)
 
@@ -59,14 +62,16 @@ def load_batch(spec: str, where: str = "function", *, pictures: bool = False) ->
 
 
 def _opened(call: Call) -> list[Image.Image]:
-    """The pictures, which mrl itself has written."""
+    """Opens the images, which mrl itself has written."""
     from PIL import Image
 
     return [Image.open(io.BytesIO(png), formats=("PNG",)) for png in call.pictures or ()]
 
 
 def load_file(spec: str, key: str, arguments: tuple[Any, ...], signature: str) -> Callable[..., Any]:
-    """The function of `path/to/file.py:name`, the value of `key`: see `mrl.user_functions.load`. Raises RewardError."""
+    """Returns the function `path/to/file.py:name`, the value of `key`: see `mrl.user_functions.load`. Raises
+    RewardError.
+    """
     try:
         return user_functions.load(spec, key, arguments, signature)
     except user_functions.FunctionError as error:
@@ -100,7 +105,8 @@ def _of_environment(row: Mapping[str, Any]) -> Any:
 def answer_problem(
     spec: str, row: Mapping[str, Any], key: str, unsplit: Literal["refuse", "trust"] = "refuse"
 ) -> str | None:
-    """Why the built-in `spec` could not score a response to this row; None if it can, or needs no answer.
+    """Returns the reason why the built-in `spec` could not score a response to this row; None if it could, or needs no
+    answer.
 
     `unsplit` is reward.code's.
     """
@@ -130,7 +136,9 @@ def _plain_answer(row: Mapping[str, Any], key: str) -> str:
 
 
 def check_result(result: object) -> Outcome:
-    """What a reward function returned for one sample; ValueError or TypeError that says what is wrong with it."""
+    """Returns the outcome of a reward function's result for one sample. Raises ValueError or TypeError, which says what
+    is wrong with it.
+    """
     if not isinstance(result, dict):
         return Outcome(_number("the score", result))
     if "score" not in result:
@@ -142,8 +150,9 @@ def check_result(result: object) -> Outcome:
 
 
 def check_results(results: object, count: int) -> list[Any]:
-    """What a batch function returned, one item a sample (each still to be checked). Raises TypeError or ValueError if
-    it is no list of `count` items."""
+    """Returns the results of a batch function, one item a sample (each still to be checked). Raises TypeError or
+    ValueError unless it is a list of `count` items.
+    """
     if isinstance(results, (str, bytes, dict)) or not hasattr(results, "__len__") or not hasattr(results, "__iter__"):
         raise TypeError(f"must return a list of {count} scores, got {type(results).__name__} {str(results)[:80]!r}")
     if len(results) != count:

@@ -1,4 +1,4 @@
-"""Scores samples as `reward` says: each component on its own, then their weighted sum."""
+"""Reward manager: scores samples as `reward` says, each component separately, then as a weighted sum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT_HEAD_CHARS = 80
 
 
 class Source(Protocol):
-    """What scores the samples of some components. `flush`: those of these futures are all that is scored together."""
+    """Scorer of some components' samples. `flush`: the samples of these futures form one batch, which is complete."""
 
     def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]: ...
 
@@ -31,15 +31,14 @@ class Source(Protocol):
 
 
 class RewardManager:
-    """Scores samples while others are still generated: `submit` each as it is finished, then `collect` them all.
+    """Scores samples while others are still generated: `submit` each when it is finished, then `collect` them all.
 
-    `score` is the weighted sum of the components' scores. Where the configuration has several components,
-    `score_parts` holds each one's score by its name and its further parts as "name/part"; of a single one, its parts.
-
-    Where a component fails on a sample, `on_error` "stop" makes `collect` raise RewardError; otherwise the sample's
-    `reward_error` holds the reason and `failures` counts it. With "zero" it scores 0; with "leave_out" it has no score
-    (NaN), and its `left_out` says so. The keys are those of `data`;
-    `max_response_tokens` is what `overlong` measures by. The constructor returns when all components are ready.
+    `score` is the weighted sum of the components' scores. With several components, `score_parts` holds each one's score
+    by its name and its further parts as "name/part"; with a single one, its parts. If a component fails on a sample,
+    `on_error` "stop" makes `collect` raise RewardError; otherwise the sample's `reward_error` holds the reason and
+    `failures` counts it. With "zero" it scores 0; with "leave_out" its score is NaN, and its `left_out` holds the
+    reason. The keys are those of `data`; `overlong` uses `max_response_tokens`. The constructor blocks until all
+    components are ready.
     """
 
     def __init__(
@@ -62,7 +61,9 @@ class RewardManager:
             self._open = stack.pop_all()
 
     def submit(self, sample: Sample) -> None:
-        """Start scoring `sample` (its response_text must be set). RewardError if its row does not say by what."""
+        """Starts scoring `sample` (its response_text must be set). Raises RewardError if its row does not name its
+        scorers.
+        """
         call, label = self._call(sample)
         self._running[sample] = {
             name: self._sources[name].submit(self.plan.components[name], call, label)
@@ -72,15 +73,16 @@ class RewardManager:
             future.add_done_callback(self.on_scored)
 
     def collect(self, samples: Sequence[Sample]) -> None:
-        """Wait for `samples` and fill score, score_parts and reward_error; those not submitted yet are submitted now.
+        """Waits for `samples` and fills score, score_parts and reward_error; submits samples that are not submitted
+        yet.
 
-        Bounded: every call has its time-out. Where `on_error` is "stop", raises RewardError at the first failure but
+        Bounded: every call has its time-out. If `on_error` is "stop", raises RewardError at the first failure except
         NoVerdict; the other samples' results are then dropped.
         """
         for sample in samples:
             if sample not in self._running:
                 self.submit(sample)
-        for component in sorted(self.plan.components.values(), key=lambda c: c.kind == "model"):  # which blocks: last
+        for component in sorted(self.plan.components.values(), key=lambda c: c.kind == "model"):  # a model blocks
             running = [self._running[sample] for sample in samples]
             futures = [each[component.name] for each in running if component.name in each]
             self._sources[component.name].flush(component, futures)
@@ -98,13 +100,15 @@ class RewardManager:
                 self._running.pop(sample, None)
 
     def use_model(self, score: ScoreSamples) -> None:
-        """What runs the reward model, if the configuration has one; before the first `collect`."""
+        """Sets the function that runs the reward model, if the configuration has one; call before the first
+        `collect`.
+        """
         for source in self._sources.values():
             if isinstance(source, ModelSource):
                 source.score = score
 
     def close(self) -> None:
-        """End workers and connections; safe to call twice. Whoever still waits in `collect` gets a RewardError."""
+        """Ends workers and connections; safe to call twice. A caller that waits in `collect` gets a RewardError."""
         self._open.close()
 
     def __enter__(self) -> RewardManager:
@@ -154,7 +158,9 @@ class RewardManager:
 
 
 def longest_call_s(cfg: RewardConfig) -> float:
-    """Seconds that one call of a function or a server takes at most, with its retries, once its turn has come."""
+    """Returns the longest duration in seconds of one call of a function or a server, with its retries, without
+    queueing.
+    """
     servers = [
         sum(server.timeout_s + server.backoff_s * 2**retry for retry in range(server.retries + 1))
         for server in cfg.servers.values()
@@ -165,7 +171,7 @@ def longest_call_s(cfg: RewardConfig) -> float:
 def _open_sources(
     cfg: RewardConfig, plan: Plan, answer_key: str, max_response_tokens: int, stack: ExitStack
 ) -> dict[str, Source]:
-    """By the components' names: one pool for all functions, a client for each server."""
+    """Returns sources by component name: one pool for all functions, a client for each server."""
     sources: dict[str, Source] = {}
     setup = pool_setup(cfg, plan, answer_key, max_response_tokens)
     if setup is not None:
@@ -183,7 +189,7 @@ def _open_sources(
 def pool_setup(
     cfg: RewardConfig, plan: Plan, answer_key: str = "answer", max_response_tokens: int = 0
 ) -> PoolSetup | None:
-    """Of the plan's functions; None if it has none."""
+    """Returns the setup of the plan's functions; None if it has none."""
     functions = tuple(c for c in plan.components.values() if c.kind in ("function", "batch"))
     if not functions:
         return None
@@ -192,7 +198,7 @@ def pool_setup(
 
 
 def _settings(cfg: RewardConfig, max_response_tokens: int) -> dict[str, dict[str, Any]]:
-    """Of the built-ins that have a section. Plain values: a worker imports no pydantic."""
+    """Returns settings of built-ins that have a section, as plain values: a worker imports no pydantic."""
     found = {"format": cfg.format.model_dump(), "code": cfg.code.model_dump()}
     if cfg.length is not None:
         found["length"] = cfg.length.model_dump()
@@ -206,7 +212,7 @@ def _parts(name: str, outcome: Outcome) -> dict[str, float]:
 
 
 def prompt_text(prompt: object) -> str:
-    """A prompt as one string; of a list of chat messages the last one's content (the row holds them all)."""
+    """Returns a prompt as one string; for a list of chat messages the last one's content (the row holds them all)."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
         return str(prompt[-1].get("content", ""))
     return str(prompt)

@@ -1,12 +1,12 @@
-r"""Built-in reward "math": mathematical equivalence through the math-verify library.
+r"""Built-in reward "math": mathematical equivalence by the math-verify library.
 
-Importing that library costs half a second, hence this module of its own. math-verify bounds its work with SIGALRM, so
-this must run in a process's main thread: a reward worker's is.
+A separate module, because importing that library takes half a second. math-verify limits its time with SIGALRM, so it
+must run in a process's main thread, as in a reward worker.
 
-What is sought in a response is `mrl.reward.extract`'s. Forms that math-verify 0.9.0 reads wrongly are written anew
-before it sees them (`_plain`): currency, `1e3` (e is Euler's number to it), `1 234` (1 + 234), `1\,234`, `10_000`,
-`0.\overline{3}`, `½`, `√3`, `sqrt(3)`, `°`, `\approx`, words after a number; and answers that are words are compared as
-words (`yes` is e*s*y to it, which equals `eys`).
+`mrl.reward.extract` finds the answer in a response. Forms that math-verify 0.9.0 misreads are rewritten first
+(`_plain`): currency, `1e3` (e is Euler's number to it), `1 234` (1 + 234), `1\,234`, `10_000`, `0.\overline{3}`, `½`,
+`√3`, `sqrt(3)`, `°`, `\approx`, words after a number. Answers that are words are compared as words (`yes` is e*s*y to
+it, which equals `eys`).
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ _PAIR = re.compile(r"(?<![\\$])\$(?!\$)([^$\n]*?)(?<!\\)\$(?!\d)")
 
 
 def math(response: str, answer: str) -> float:
-    r"""1.0 if the response's final answer equals `answer` as mathematics ("1/2", "\frac{1}{2}" and "0.5" are equal).
+    r"""Returns 1.0 if the response's final answer equals `answer` mathematically ("1/2", "\frac{1}{2}" and "0.5" are
+    equal).
 
     The answer may be bare, an amount of money, or hold its own \boxed{}, `####` or $...$. In the response, the last
-    \boxed{} counts, else `####`, else "the answer is", else the last LaTeX or number. Of "x = 7" the right-hand side
-    counts; with "1 = 7" the response is wrong. Raises ValueError for an answer that cannot be read, and NoVerdict where
-    math-verify reaches none.
+    \boxed{} counts, else `####`, else "the answer is", else the last LaTeX or number. For "x = 7" the right-hand side
+    counts; with "1 = 7" the response is wrong. Raises ValueError for an unreadable answer, and NoVerdict if math-verify
+    reaches no verdict.
     """
     gold = read_answer(answer)
     for final in finals(response):
@@ -67,7 +68,7 @@ def math(response: str, answer: str) -> float:
 
 
 def read_answer(answer: str) -> list[Any]:
-    """The answer of a row as math-verify reads it. Raises ValueError if it cannot."""
+    """Returns the answer of a row as math-verify reads it. Raises ValueError if it cannot."""
     gold = _read(_marked(answer))
     if _words(_marked(answer)) or (gold and not isinstance(gold[0], str)):
         return gold
@@ -75,7 +76,7 @@ def read_answer(answer: str) -> list[Any]:
 
 
 def _marked(answer: str) -> str:
-    """The part of a row's answer that is compared."""
+    """Returns the part of a row's answer that is compared."""
     return boxed(answer) or hashed(answer) or answer
 
 
@@ -108,7 +109,7 @@ def _same(gold: Any, guess: Any) -> bool:
 
 
 def _read(text: str) -> list[Any]:
-    """A final answer as math-verify reads it: [expression, text], or [text] if it cannot; [] for no text."""
+    """Returns a final answer as math-verify reads it: [expression, text], or [text] if it cannot; [] for no text."""
     if len(text) > MAX_CHARS:
         return [text]
     plain = _plain(text)
@@ -118,7 +119,7 @@ def _read(text: str) -> list[Any]:
 
 
 def _loose(text: str) -> list[Any]:
-    """The last formula or number of a text."""
+    """Returns the last formula or number of a text."""
     return _parsed(_without_currency(text.replace("`", "")), [_BOX, _ANY])
 
 
@@ -133,7 +134,7 @@ def _parsed(text: str, kinds: list[Any]) -> list[Any]:
 
 
 def _without_currency(text: str) -> str:
-    """Without dollar signs that are amounts and not the ends of a formula, as in "$5 and $7"."""
+    """Removes dollar signs of amounts, as in "$5 and $7", but keeps those that delimit a formula."""
     text, kept, at = text.replace(r"\$", ""), [], 0
     while (match := _PAIR.search(text, at)) is not None:
         inside = match[1]
@@ -146,7 +147,7 @@ def _without_currency(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """LaTeX that math-verify reads as it was meant."""
+    """Rewrites a text as LaTeX that math-verify reads correctly."""
     text = "".join(unicodedata.normalize("NFKC", sign) if sign not in _SIGNS else sign for sign in text)
     text = re.sub(r"(\d*)(\d)⁄(\d+)", r"\1\\frac{\2}{\3}", text) if "⁄" in text else text
     text = _TEXT.sub(lambda match: match[1] if re.search(r"\d", match[1]) else match[0], text)
@@ -171,13 +172,13 @@ def _fraction(match: re.Match[str]) -> str:
 
 
 def _words(text: str) -> str:
-    """In lower case, if the text is words and no mathematics; else ""."""
+    """Returns the text in lower case if it is words without mathematics; else ""."""
     text = _TEXT.sub(r"\1", text).replace("$", "").strip().strip("*_").rstrip(".").strip()
     return " ".join(text.casefold().split()) if _WORDS.fullmatch(text) and _PROSE.search(text) else ""
 
 
 def _says_what_is_false(guess: object) -> bool:
-    """Are two numbers equal in it that are not?"""
+    """Returns True if the expression equates two numbers that are different."""
     equations = guess.atoms(Eq) if isinstance(guess, Basic) else ()
     numbers = [(e.lhs, e.rhs) for e in equations if e.lhs.is_number and e.rhs.is_number]
     return not all(_same(left, right) for left, right in numbers)

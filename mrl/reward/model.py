@@ -1,4 +1,4 @@
-"""Scores of a reward model that runs on the trainer's own ranks: all samples at once, when the last one is there."""
+"""Scores of a reward model on the trainer's own ranks: all samples at once, after the last one is submitted."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ ScoreSamples = Callable[["Sequence[Sample]"], Sequence[float]]
 
 
 class ModelSource:
-    """Keeps samples until `flush` has the model score them, in the thread that calls it."""
+    """Collects samples; `flush` runs the model on them, in the thread that calls it."""
 
     def __init__(self) -> None:
         self.score: ScoreSamples | None = None
         self._waiting: list[tuple[Call, str, Future[Outcome]]] = []
 
     def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]:
-        """A future that `flush` settles: the model scores all samples at once."""
+        """Returns a future that `flush` settles: the model scores all samples at once."""
         future: Future[Outcome] = Future()
         self._waiting.append((call, label, future))
         return future
 
     def flush(self, component: Component, futures: Collection[Future[Outcome]]) -> None:
-        """Scores all that it keeps. Raises what the model raises."""
+        """Scores all collected samples. Raises the model's errors."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return

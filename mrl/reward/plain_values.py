@@ -1,9 +1,8 @@
-"""Plain values: what a shut-in program claims that its calls gave, and expressions over them, evaluated without it.
+"""Plain values: results that a sandboxed program claims for its calls, and expressions over them, evaluated outside.
 
-A value is None or of exactly bool, int, float, complex, Decimal, Fraction, str, bytes, range, list, tuple, dict, set
-or frozenset, or `Items` of something else that can only be iterated. Neither text from a program nor an expression
-from a data set can do more here than be wrong: both are bounded in size, and nothing is called but what FUNCTIONS and
-METHODS name.
+A value is None or of exactly bool, int, float, complex, Decimal, Fraction, str, bytes, range, list, tuple, dict, set or
+frozenset, or `Items` of any other iterable. Text from a program and expressions from a data set are harmless here: both
+are bounded in size, and nothing is called except FUNCTIONS and METHODS.
 """
 
 from __future__ import annotations
@@ -22,20 +21,21 @@ from typing import Any
 
 MAX_DEPTH = 100
 MAX_OF_HASH = 100  # keys or members with one hash: a set of many would take minutes to make
-MAX_ITEMS = 1_000_000  # of what an expression makes
+MAX_ITEMS = 1_000_000  # of an expression's result
 MAX_BITS = 1_000_000
 MAX_DIGITS, MAX_EXPONENT = 10_000, 1000  # of a Decimal: int() of a larger one would take minutes
 MAX_WIDTH = 1000  # of a text that % makes of one value
 
 
 class NotPlain(ValueError):
-    """Not a value or an expression of this module, or too large a one."""
+    """Not a value or an expression of this module, or too large."""
 
 
 @dataclass(frozen=True)
 class Items:
-    """What a generator, a view or the like holds: equal to nothing but itself, or, of a dict's keys or items, to a set
-    of the same."""
+    """Items of a generator, a view or the like: equal only to itself or, for a dict's keys or items, to a set of the
+    same.
+    """
 
     values: list[Any]
     is_set: bool = False
@@ -52,14 +52,15 @@ class Items:
 
 @dataclass(frozen=True)
 class Claimed:
-    """Stands in an expression's Constant for the claim of this number."""
+    """Placeholder in an expression's Constant for the claim of this number."""
 
     number: int
 
 
 def decode(line: bytes) -> list[Any] | None:
-    """The values of one line of `answer_calls`; None where something was raised. Raises NotPlain if it is no such
-    line."""
+    """Returns the values of one line of `answer_calls`; None after an exception. Raises NotPlain for an invalid
+    line.
+    """
     try:
         found = json.loads(line)
         return None if found is None else _decoded_items(found, 0)
@@ -96,7 +97,7 @@ def _decimal(text: str) -> Decimal:
 
 
 def _hashed(make: Callable[..., Any]) -> Callable[..., Any]:
-    """`make` of items that are few enough, and few enough of one hash."""
+    """Returns `make` with limits on the number of items, and of items with one hash."""
 
     def made(items: Any = (), **named: Any) -> Any:
         keys = list(items)
@@ -186,7 +187,9 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 
 def evaluate(node: ast.expr, claims: Sequence[Any] = ()) -> Any:
-    """The value of an expression whose calls are named as FUNCTIONS has them; NotPlain, or what Python raises."""
+    """Returns the value of an expression with calls of FUNCTIONS. Raises NotPlain, or any error of Python's
+    operations.
+    """
 
     def value(node: ast.expr) -> Any:
         return evaluate(node, claims)
@@ -244,7 +247,7 @@ def _compare(node: ast.Compare, value: Callable[[ast.expr], Any]) -> Any:
 
 
 def unknown_operator(node: ast.expr) -> str | None:
-    """The name of an operator in the expression that `evaluate` does not know; None if it knows all."""
+    """Returns the name of an operator in the expression that `evaluate` does not know; None if it knows all."""
     operators = (inner.op for inner in ast.walk(node) if isinstance(inner, ast.BinOp))
     return next((type(op).__name__ for op in operators if type(op) not in _BINARY), None)
 

@@ -1,4 +1,4 @@
-"""Which components score which sample, with which weights: every manager is such a table."""
+"""Plan of rewards: the components that score each sample, with their weights. Every manager is such a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Mix = Mapping[str, float]  # component name -> weight
 
 @dataclass(frozen=True)
 class Component:
-    """`name` is what its score is logged by; `spec` a function's, or a server's name."""
+    """Scorer. `name`: name of its score in the logs; `spec`: the function's or the server's name."""
 
     name: str
     spec: str
@@ -33,7 +33,9 @@ class Plan:
     mixes: dict[str, Mix]  # by the row's data_source, `ANY` for those that are not named
 
     def mix_of(self, row: Mapping[str, Any], key: str) -> Mix:
-        """Of the row's data source, which it has under `key`. Raises RewardError for one that nothing scores."""
+        """Returns the mix of the row's data source, which is under `key`. Raises RewardError for a source that nothing
+        scores.
+        """
         data_source = row.get(key)
         found = self.mixes.get("" if data_source is None else str(data_source), self.mixes.get(ANY))
         if found is None:
@@ -44,7 +46,7 @@ class Plan:
 
 
 def make_plan(cfg: RewardConfig) -> Plan:
-    """Of a checked configuration."""
+    """Returns the plan of a checked configuration."""
     if cfg.manager == "recipe":
         mixes = cfg.recipe.items()
         made = {label: [(_component(key, cfg), weight) for key, weight in mix.items()] for label, mix in mixes}
@@ -66,12 +68,12 @@ def make_plan(cfg: RewardConfig) -> Plan:
 
 
 def component_name(spec: str) -> str:
-    """Of a built-in or server its name, of `path/to/file.py:name` the last part."""
+    """Returns the name of a built-in or server, or the last part of `path/to/file.py:name`."""
     return spec.rpartition(":")[2]
 
 
 def _component(key: str, cfg: RewardConfig) -> Component:
-    """What a recipe names."""
+    """Returns the component that a recipe names."""
     if key in cfg.servers:
         return Component(key, key, "server", f"servers.{key}")
     if key == MODEL:

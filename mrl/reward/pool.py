@@ -1,4 +1,4 @@
-"""Reward functions in worker processes, so that a hang or a crash of one call costs one sample and nothing else."""
+"""Worker pool of reward functions: a hang or a crash of one call costs one sample and nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_JOBS_A_MESSAGE = 32
 
 @dataclass(frozen=True)
 class PoolSetup:
-    """What every worker loads, and its limits. pictures: the user's functions get those of the prompts."""
+    """Setup and limits of every worker. pictures: the user's functions get the prompts' images."""
 
     components: tuple[Component, ...]
     settings: Settings
@@ -44,9 +44,9 @@ class PoolSetup:
 class FunctionPool:
     """Calls the components' functions in `setup.workers` processes, as samples are submitted, from any thread.
 
-    A call that takes longer than `timeout_s`, raises, ends its process or returns no finite score fails: its future
-    raises SampleError, and its worker is replaced where needed. The constructor returns when a worker has loaded the
-    functions; RewardError if that fails.
+    A call fails if it takes longer than `timeout_s`, raises, ends its process or returns no finite score: its future
+    raises SampleError, and its worker is replaced where needed. The constructor blocks until a worker has loaded the
+    functions, and raises RewardError if that fails.
     """
 
     def __init__(self, setup: PoolSetup) -> None:
@@ -72,7 +72,9 @@ class FunctionPool:
             raise
 
     def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]:
-        """Starts scoring; of batches and images, remembers it until `flush`. RewardError if no worker can get it."""
+        """Starts scoring; queues batches and images until `flush`. Raises RewardError if the row cannot be sent to a
+        worker.
+        """
         future = self._unsettled.new()
         if component.kind in ("batch", "images"):
             with self._lock:
@@ -82,8 +84,9 @@ class FunctionPool:
         return future
 
     def flush(self, component: Component, futures: Collection[Future[Outcome]]) -> None:
-        """One call of the batch function with the samples of these futures; of others that were submitted to it, such
-        as those of later steps, when theirs are given."""
+        """Calls the batch function once with the samples of these futures. Samples of other futures, such as those of
+        later steps, stay queued.
+        """
         mine = set(map(id, futures))
         with self._lock:
             every = self._batches.pop(component.name, [])
@@ -93,7 +96,7 @@ class FunctionPool:
             self._queue_job(component, calls, labels, futures)
 
     def close(self) -> None:
-        """End all workers and the thread; safe to call twice. Unanswered futures raise RewardError."""
+        """Ends all workers and the thread; safe to call twice. Unanswered futures raise RewardError."""
         with self._lock:
             if self._closed:
                 return
@@ -114,7 +117,7 @@ class FunctionPool:
         return self._unsettled.ended is not None
 
     def take_jobs(self) -> list[Job]:
-        """Many at once while there are many, one by one towards the end."""
+        """Returns queued jobs: many at once from a long queue, one by one towards the end."""
         with self._lock:
             share = -(-len(self._queue) // (4 * self.setup.workers))
             return [self._queue.popleft() for _ in range(min(share, MAX_JOBS_A_MESSAGE))]
@@ -124,7 +127,7 @@ class FunctionPool:
             self._queue.extendleft(reversed(jobs))
 
     def wait(self, connections: Sequence[Connection], seconds: float | None) -> None:
-        """Until one of them has something, or a job has been submitted."""
+        """Blocks until a connection has data, a job has been submitted, or `seconds` have passed."""
         sources: list[int | Connection] = [self._wake_read, *connections]
         if self._wake_read in wait(sources, seconds):
             os.read(self._wake_read, 4096)
@@ -148,7 +151,7 @@ class FunctionPool:
 
 
 class _Dispatcher:
-    """The pool's thread: hands out jobs, takes answers, replaces workers that hang or die."""
+    """The pool's thread: dispatches jobs, receives answers, replaces workers that hang or die."""
 
     def __init__(self, pool: FunctionPool) -> None:
         self.pool = pool
@@ -237,7 +240,7 @@ class _Dispatcher:
             culprit.fail(f"ended its process ({how})")
 
     def _retire(self, worker: Worker, jobs: list[Job]) -> str:
-        """End a worker, give its jobs back, and say how it ended; `run` starts another."""
+        """Ends a worker, returns its jobs to the queue, and says how it ended; `run` starts another."""
         self.workers.remove(worker)
         how = worker.kill()
         self.pool.give_back(jobs)

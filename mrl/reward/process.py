@@ -1,4 +1,4 @@
-"""The pool's handle on one worker process. Used by the pool's own thread only."""
+"""Handle on one worker process, used by the pool's own thread only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mrl.reward.errors import SampleError
 from mrl.reward.plan import Component
 
 STARTUP_TIMEOUT_S = 120.0
-SOCKET_TIMEOUT_S = 10  # for a message under way; only a stopped process takes so long
+SOCKET_TIMEOUT_S = 10  # for a message in transit; only a stopped process takes so long
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -36,7 +36,7 @@ class Job:
     futures: list[Future[Outcome]]
 
     def fail(self, reason: str, place: int | None = None, error: type[SampleError] = SampleError) -> None:
-        """For the whole job, or for the sample at `place` of it."""
+        """Fails the whole job, or only the sample at `place` of it."""
         places = range(len(self.futures)) if place is None else [place]
         for i in places:
             what = f"reward function {self.component.spec!r} on {self._who(place)} {reason}"
@@ -50,20 +50,20 @@ class Job:
 
 @dataclass
 class Worker:
-    """A child process that answers jobs in order; `jobs` are those it holds, the first is the one it works on."""
+    """A child process that answers jobs in order; `jobs` are its jobs, of which the first is being processed."""
 
     process: subprocess.Popen[bytes]
     connection: Connection
     ready: bool = False
     jobs: deque[Job] = field(default_factory=deque)
-    since: float = field(default_factory=time.monotonic)  # when the present job (or the start) began
+    since: float = field(default_factory=time.monotonic)  # start time of the current job (or of the process)
 
     @staticmethod
     def start(setup: dict[str, Any]) -> Worker:
-        """Start a worker with `setup` (see `mrl.reward.worker`), in a session of its own: Ctrl-C is the trainer's
-        business. It reports ready by itself.
+        """Starts a worker with `setup` (see `mrl.reward.worker`), in its own session: the trainer handles Ctrl-C. The
+        worker reports ready by itself.
 
-        The calling thread must live as long as the worker: the kernel ties the child's life to it.
+        The calling thread must live as long as the worker: the kernel kills the child when that thread ends.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -82,7 +82,7 @@ class Worker:
         return worker
 
     def give(self, jobs: list[Job]) -> bool:
-        """Hand over jobs; False, and nothing taken, if the worker does not read any more."""
+        """Sends jobs to the worker; returns False, with nothing taken, if the worker no longer reads."""
         if not self._send([job.payload for job in jobs]):
             return False
         self.jobs.extend(jobs)
@@ -90,7 +90,9 @@ class Worker:
         return True
 
     def receive(self) -> tuple[list[dict[str, Any]], bool]:
-        """All messages that have arrived, and whether more can come (False: the worker is dead or talks nonsense)."""
+        """Returns all messages that have arrived, and False if no more can come (the worker is dead or sends invalid
+        data).
+        """
         messages: list[dict[str, Any]] = []
         try:
             while self.connection.poll():
@@ -100,13 +102,13 @@ class Worker:
         return messages, True
 
     def deadline(self, timeout_s: float) -> float | None:
-        """When what it does now is overdue (time.monotonic); None while it has nothing to do."""
+        """Returns the deadline of the current job (time.monotonic); None if the worker is idle."""
         if not self.ready:
             return self.since + STARTUP_TIMEOUT_S
         return self.since + timeout_s if self.jobs else None
 
     def kill(self) -> str:
-        """End the worker and all it started, reap it, and say how it ended: "exit code 3" or "signal SIGSEGV"."""
+        """Kills the worker and its children, reaps it, and says how it ended: "exit code 3" or "signal SIGSEGV"."""
         self.connection.close()
         try:
             os.killpg(self.process.pid, signal.SIGKILL)  # does not change how a dead, unreaped process ended

@@ -1,4 +1,4 @@
-"""Python as text: what a statement binds, what an expression hangs on."""
+"""Analysis of Python text: names that a statement binds, and the name that an expression starts from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_TEXT = 1_000_000
 
 
 def parse(text: str) -> ast.Module:
-    """Raises ValueError for what is no Python, or longer than MAX_TEXT characters."""
+    """Parses Python. Raises ValueError for text that is not Python, or longer than MAX_TEXT characters."""
     if len(text) > MAX_TEXT:
         raise ValueError(f"is longer than {MAX_TEXT} characters")
     try:
@@ -21,12 +21,12 @@ def parse(text: str) -> ast.Module:
 
 
 def asserts(node: ast.AST) -> bool:
-    """Whether there is an assertion anywhere in it."""
+    """Returns True if there is an assertion anywhere in the node."""
     return any(isinstance(inner, ast.Assert) for inner in ast.walk(node))
 
 
 def bound(node: ast.AST) -> Iterator[str]:
-    """Names that this node itself, without those in it, gives a value to or takes it from."""
+    """Yields names that this node itself, without nested nodes, binds or deletes."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del)):
         yield node.id
     elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -36,13 +36,15 @@ def bound(node: ast.AST) -> Iterator[str]:
 
 
 def bound_in(target: ast.AST) -> Iterator[str]:
-    """The same of all that is in it."""
+    """Yields names that the node and all nested nodes bind or delete."""
     for node in ast.walk(target):
         yield from bound(node)
 
 
 def asked_names(texts: Iterable[str]) -> set[str]:
-    """Names that tests use and neither bind themselves nor have from Python; of texts that are no Python none."""
+    """Returns names that tests use and neither bind themselves nor get from Python; text that is not Python has
+    none.
+    """
     used: set[str] = set()
     own: set[str] = set()
     for text in texts:
@@ -63,25 +65,25 @@ def asked_names(texts: Iterable[str]) -> set[str]:
 
 
 def root_name(node: ast.expr) -> str | None:
-    """The name that all of it hangs on; None if that is no name."""
+    """Returns the name that the expression starts from; None if it does not start from a name."""
     while isinstance(node, (ast.Call, ast.Attribute, ast.Subscript)):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else None
 
 
 def dotted(node: ast.expr, modules: dict[str, str]) -> str:
-    """As "math.isclose", however it was imported; "" if it is no name."""
+    """Returns a name as in "math.isclose", independent of the form of its import; "" if it is not a name."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return f"{modules.get(node.value.id, '')}.{node.attr}"
     return modules.get(node.id, node.id) if isinstance(node, ast.Name) else ""
 
 
 def constant(value: Any) -> ast.Constant:
-    """Of any value, where a parser's is a literal."""
+    """Returns a Constant of any value, not only of a literal."""
     return ast.Constant(value)
 
 
 def shown(node: ast.AST) -> str:
-    """Its text, on one line and in quotes, cut at 80 characters."""
+    """Returns the node's text, on one line and in quotes, cut at 80 characters."""
     text = " ".join(ast.unparse(node).split())
     return repr(text if len(text) <= 80 else f"{text[:80]} ...")

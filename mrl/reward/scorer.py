@@ -1,5 +1,6 @@
-"""Built-in reward of images "scorer": how well an image goes with its prompt, by a model that knows both. Its own
-module, so that only who uses it imports torch."""
+"""Built-in image reward "scorer": the similarity of an image and its prompt by a vision-language model. A separate
+module, so that only its users import torch.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from mrl.reward.errors import RewardError
 
 
 class Scorer:
-    """A directory of transformers with a tower for images and one for text (CLIP, SigLIP, PickScore), on the CPU.
+    """Model from a transformers directory with an image and a text encoder (CLIP, SigLIP, PickScore), on the CPU.
 
-    threads: that one process computes with. Raises RewardError for a directory that is none.
+    threads: number of threads of each process. Raises RewardError for another kind of directory.
     """
 
     def __init__(self, path: str, threads: int) -> None:
@@ -36,7 +37,9 @@ class Scorer:
 
     @torch.no_grad()
     def __call__(self, images: np.ndarray, prompts: list[str], rows: list[dict[str, Any]]) -> list[float]:
-        """[n]: the cosine of the image's and the prompt's embeddings, -1..1. Prompts that are too long are cut."""
+        """Returns the cosine of the image's and the prompt's embeddings, [n] in -1..1, for images [n, channels, H, W]
+        in 0..1. Long prompts are truncated.
+        """
         levels = (images * 255).round().astype(np.uint8).transpose(0, 2, 3, 1)
         pictures = [Image.fromarray(np.repeat(each, 3, 2) if each.shape[2] == 1 else each) for each in levels]
         given = self._processor(

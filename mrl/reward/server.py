@@ -1,4 +1,4 @@
-"""Samples scored by a server over HTTP, in batches, while others are still generated."""
+"""Reward server client: samples are scored over HTTP, in batches, while others are still generated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class _Again(Exception):
-    """Failed in a way that another attempt may mend."""
+    """Failure that a retry may fix."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,12 @@ class _Item:
 
 
 class ServerClient:
-    """Asks one server. A call carries up to `batch_size` of the samples that wait; `connections` are under way at once.
+    """Client of one server. A call carries up to `batch_size` waiting samples; up to `connections` calls run
+    concurrently.
 
-    A call has `timeout_s` in all. Time-outs, lost connections and the statuses `RETRIED` are tried again. Redirects are
-    not followed, compressed answers not unpacked, and longer ones than `max_answer_mib` not read. What remains fails
-    each sample of the call with a SampleError; a score that is no finite number fails its own sample alone.
+    A call has `timeout_s` in total. Time-outs, lost connections and the statuses `RETRIED` are retried. Redirects are
+    not followed, compressed answers are refused, and answers over `max_answer_mib` are not read. A failed call fails
+    each of its samples with a SampleError; a score that is not a finite number fails only its own sample.
     """
 
     def __init__(self, name: str, cfg: ServerConfig) -> None:
@@ -62,7 +63,7 @@ class ServerClient:
         self._thread.start()
 
     def submit(self, component: Component, call: Call, label: str) -> Future[Outcome]:
-        """A sample that JSON cannot hold fails at once."""
+        """Queues a sample; a sample that JSON cannot represent fails at once."""
         future = self._unsettled.new()
         try:
             item = _Item(self.api.item(call), label, future)
@@ -73,10 +74,10 @@ class ServerClient:
         return future
 
     def flush(self, component: Component, futures: Collection[Future[Outcome]]) -> None:
-        """Nothing waits for a batch to be full."""
+        """Does nothing: calls do not wait for full batches."""
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Ends the client; safe to call twice."""
         if self._unsettled.ended is None:
             self._unsettled.end(RewardError("the reward client is closed"))
             self._loop.call_soon_threadsafe(self._main.cancel)
@@ -107,7 +108,7 @@ class ServerClient:
                 await self._look_at_the_model()
 
     async def _look_at_the_model(self) -> None:
-        """Warns of scores that cannot be right. A server that does not say what it serves is taken as it is."""
+        """Warns of scores that cannot be right. A server that does not describe its model is accepted."""
         url = self.cfg.url.rstrip("/") + "/model_info"
         try:
             async with asyncio.timeout(self.cfg.timeout_s), self._http.stream("GET", url) as reply:
@@ -133,7 +134,7 @@ class ServerClient:
                 settle(item.future, result)
 
     async def _results(self, items: Sequence[_Item]) -> list[Outcome | str]:
-        """For each item its outcome, or why it has none."""
+        """Returns the outcome of each item, or the reason why it has none."""
         body, attempt = self.api.body([item.text for item in items]), 0
         while True:
             attempt += 1
@@ -165,7 +166,7 @@ class ServerClient:
         raise _Again(problem) if reply.status_code in RETRIED else BadAnswer(problem)
 
     async def _read(self, reply: httpx.Response) -> bytes:
-        """The whole answer, within its limits."""
+        """Returns the whole answer, within its limits."""
         if reply.headers.get("content-encoding", "identity") != "identity":
             raise BadAnswer(f"the answer is compressed ({reply.headers['content-encoding']}), which was not asked for")
         limit, data = self.cfg.max_answer_mib << 20, bytearray()

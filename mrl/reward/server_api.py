@@ -1,4 +1,4 @@
-"""What a reward server is asked, and what it may answer."""
+"""Protocols of reward servers: requests and permitted answers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ BIASED_IN_SGLANG = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassific
 
 
 class BadAnswer(ValueError):
-    """The server answered 200 with something that is not what was asked for."""
+    """Answer of the server that does not have the expected form."""
 
 
 @dataclass(frozen=True)
 class Api:
-    """path: below the server's address
-    item: one sample as JSON text; raises ValueError, TypeError or RecursionError for what JSON cannot hold
-    body: the items of a call
-    results: what the answer, read from JSON, holds for each of the items. BadAnswer if it has another form
+    """Protocol of a reward server.
+
+    path: below the server's address
+    item: one sample as JSON text; raises ValueError, TypeError or RecursionError for values that JSON cannot represent
+    body: request body from the items of a call
+    results: result of each item in an answer, parsed from JSON; raises BadAnswer for another form
     """
 
     path: str
@@ -34,7 +36,7 @@ class Api:
 
 
 def read_answer(api: Api, data: bytes, count: int) -> list[Outcome | str]:
-    """For each sample its outcome, or what is wrong with it. Raises BadAnswer if there is not one result a sample."""
+    """Returns the outcome of each sample, or its error. Raises BadAnswer unless there is one result a sample."""
     try:
         answer = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -47,7 +49,7 @@ def read_answer(api: Api, data: bytes, count: int) -> list[Outcome | str]:
 
 
 def head(data: bytes) -> str:
-    """The beginning of an answer, for messages."""
+    """Returns the beginning of an answer, for messages."""
     return repr(data[:200].decode(errors="replace"))
 
 
@@ -69,7 +71,7 @@ def _sample(call: Call) -> str:
 
 
 def unsendable(row: Mapping[str, Any]) -> str | None:
-    """What of a row JSON cannot hold, and why; None if it can hold all."""
+    """Returns the first value of a row that JSON cannot represent, and why; None if there is none."""
     for key, value in row.items():
         try:
             json.dumps(value, allow_nan=False)
@@ -86,7 +88,7 @@ def _scores(answer: Any) -> list[Any]:
 
 
 def _embeddings(answer: Any) -> list[Any]:
-    """A reward model's score is an "embedding" of length 1."""
+    """Returns the scores: a reward model's score is an "embedding" of length 1."""
     if not isinstance(answer, list) or not all(isinstance(item, dict) for item in answer):
         raise BadAnswer(f'expected [{{"embedding": [score]}}, ...], got {head(json.dumps(answer).encode())}')
     found = [item.get("embedding") for item in answer]
@@ -98,7 +100,7 @@ def _embeddings(answer: Any) -> list[Any]:
 
 
 def doubt(about: Any) -> str:
-    """What is known to be wrong with the model of this /model_info; empty if nothing is."""
+    """Returns a known defect of the model of this /model_info; empty if there is none."""
     found = about.get("architectures") if isinstance(about, dict) else None
     names = [name for name in BIASED_IN_SGLANG if isinstance(found, list) and name in found]
     if not names:

@@ -1,9 +1,10 @@
-"""A reward worker: `python -m mrl.reward.worker FD PARENT_PID`, started by `mrl.reward.process`.
+"""Reward worker: `python -m mrl.reward.worker FD PARENT_PID`, started by `mrl.reward.process`.
 
-On the socket FD it gets a pickled setup (sys_path, components, answer_key, settings, pictures), says {"ready": true} or
-{"load_error": text}, then takes lists of jobs, each a pickled (component's name, calls), and answers each at once with
-one JSON object, in order: {"results": [{"score", "parts"} or {"error"}, one a call]}, or {"error": text, "no_verdict":
-bool}. It ends when the other side closes, and the kernel kills it when the thread that started it ends.
+On the socket FD it receives a pickled setup (sys_path, components, answer_key, settings, pictures) and sends {"ready":
+true} or {"load_error": text}. It then receives lists of jobs, each a pickled (component's name, calls), and answers
+each at once with one JSON object, in order: {"results": [{"score", "parts"} or {"error"}, one a call]}, or {"error":
+text, "no_verdict": bool}. It exits when the other side closes, and the kernel kills it when the thread that started it
+ends.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def _die_with(parent: int) -> None:
-    """SIGKILL for this process when its parent ends, however that happens and whatever runs here."""
+    """Kills this process when its parent ends, whatever the reason and whatever runs here."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -60,7 +61,7 @@ def _die_with(parent: int) -> None:
 
 
 def _load(component: Component, answer_key: str, settings: Settings, pictures: bool) -> BatchFunction:
-    """Every function as one of a list of calls."""
+    """Returns a component's function as a function of a list of calls."""
     if component.kind in ("batch", "images"):
         if component.kind == "images":
             batch = load_images(component.spec, component.where, settings)
@@ -89,7 +90,7 @@ def _checked(result: object) -> dict[str, Any]:
 
 
 def _describe(error: BaseException) -> str:
-    """The traceback below this file's own frame."""
+    """Returns the traceback below this file's own frame."""
     inner = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, inner))
     return text if len(text) <= MAX_TRACEBACK_CHARS else "...\n" + text[-MAX_TRACEBACK_CHARS:]

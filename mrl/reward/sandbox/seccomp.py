@@ -1,10 +1,10 @@
-"""System calls that a shut-in program has no use for, as the BPF program that PR_SET_SECCOMP takes.
+"""System calls that a sandboxed program does not need, as the BPF program for PR_SET_SECCOMP.
 
-Namespaces hide things; they do not close the doors behind which memory is had beyond RLIMIT_AS and the size of /tmp
-(System V segments, memfd, extended attributes, pages and inotify marks that the kernel holds, larger buffers of
-sockets), network families that know no namespaces (vsock), and rarely used parts of the kernel. A refused call fails
-with EPERM. clone3, whose flags a filter cannot read, fails with ENOSYS: the C library then uses clone. Without root the
-sandbox's first process is of the program's own user: nobody's limits but one's own can be set.
+Namespaces hide resources, but do not block: memory beyond RLIMIT_AS and the size of /tmp (System V segments, memfd,
+extended attributes, pages and inotify marks that the kernel holds, larger socket buffers), network families without
+namespaces (vsock), and rarely used parts of the kernel. A refused call fails with EPERM. clone3, whose flags a filter
+cannot read, fails with ENOSYS: the C library then uses clone. Without root the sandbox's first process runs as the
+program's own user: a process can set only its own limits.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _Instruction = tuple[int, int, str, str]  # code, operand, label if true, label 
 
 
 def filter_program() -> bytes | None:
-    """For this machine's processor; None for one that it does not know."""
+    """Returns the filter for this machine's processor; None for an unknown one."""
     machines = {"x86_64": (_X86_64, 0), "aarch64": (_AARCH64, 1)}
     if platform.machine() not in machines:
         return None
@@ -101,7 +101,7 @@ def _instructions(arch: int, column: int) -> list[_Instruction]:
 
 
 def _assemble(head: list[_Instruction]) -> bytes:
-    """The checks, then what their labels stand for. A jump counts the instructions that it leaps over."""
+    """Assembles the checks, then the targets of their labels. A jump counts the instructions that it skips."""
     labelled: list[tuple[str, _Instruction]] = [
         ("clone", (_LOAD, _FIRST_ARGUMENT, "", "")),
         ("", (_JUMP_SET, _NEW_NAMESPACES, "refuse", "allow")),

@@ -1,4 +1,4 @@
-"""Speaks with a program: gives it what it reads, reads what it says, and stops waiting at its limits."""
+"""Communication with a program: writes its input, reads its output, and stops waiting at its limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 CHUNK = 1 << 16
-Talk = Generator[bytes, bytes, None]  # what is given to the program; each is answered by its next line
+Talk = Generator[bytes, bytes, None]  # yields input for the program; each is answered by its next line
 
 
 @dataclass
@@ -31,7 +31,9 @@ class Watched:
 
 
 class _Input:
-    """The program's stdin: `text`, then its end; with `talk` an answer to each line that it prints, until that ends."""
+    """The program's stdin: `text`, then end of file; with `talk` a reply to each line that it prints, until `talk`
+    ends.
+    """
 
     def __init__(self, pipe: IO[bytes], text: bytes, talk: Talk | None) -> None:
         self.pipe, self.pending, self.talk = pipe, text, talk
@@ -48,7 +50,7 @@ class _Input:
             self.pending = b""
 
     def hear(self, stdout: bytearray) -> bool:
-        """Answers what is new. False: all has been said."""
+        """Replies to new lines. Returns False when `talk` has ended."""
         while self.talk is not None and (end := stdout.find(b"\n", self.heard)) >= 0:
             line, self.heard = bytes(stdout[self.heard : end]), end + 1
             try:
@@ -58,7 +60,7 @@ class _Input:
         return True
 
     def settle(self, selector: selectors.BaseSelector) -> None:
-        """Waits for the pipe where there is more to write; closes it where there never will be."""
+        """Waits for the pipe if there is more to write; closes it if there never will be."""
         if self.waits != bool(self.pending):
             self.waits = bool(self.pending)
             if self.waits:
@@ -72,10 +74,10 @@ class _Input:
 def watch(
     process: subprocess.Popen[bytes], ready: int, text: bytes, talk: Talk | None, limits: tuple[float, float, int]
 ) -> Watched:
-    """Until the process or `talk` has ended, or it is past its limits; it is not killed.
+    """Watches until the process or `talk` has ended, or a limit is exceeded; does not kill the process.
 
-    `limits`: seconds for the start, seconds for the program, bytes of output. The pipe `ready` (see `enter`) is closed
-    by the start of the program: its seconds count from there.
+    `limits`: seconds for the start, seconds for the program, bytes of output. The program's start closes the pipe
+    `ready` (see `enter`): its seconds count from there.
     """
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     start_s, wall_s, max_output = limits
@@ -123,7 +125,7 @@ def _read(fd: int, into: bytearray) -> bool:
 
 
 def _how(code: int) -> str:
-    """bwrap reports a signal as a shell does."""
+    """Returns the end of a process by its exit code; bwrap reports a signal as a shell does."""
     number = -code if code < 0 else code - 128
     if number in {int(s) for s in signal.Signals}:
         return f"signal {signal.Signals(number).name}"
