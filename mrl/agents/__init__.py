@@ -1,2 +1,3 @@
-"""Agents: responses of several turns, between which an environment of the user's has its say. Workers start with this:
-nothing is imported here."""
+"""Agents: multi-turn responses, with a user's environment between the turns. Workers import this first: it imports
+nothing.
+"""

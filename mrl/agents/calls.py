@@ -1,9 +1,9 @@
-"""Tool calls in a turn of the model, read by a cursor. The standard library only: environments' processes read it.
+"""Tool calls in a turn of the model, parsed by a cursor. Standard library only: environments' processes import it.
 
-A built-in parser accounts for every character of a call. Text that is no call by the format's grammar (something left
-over, a parameter given twice, two functions in one call, a call that is not closed) is an error with its line, column
-and reason, which the program can tell the model; the other calls of the turn are kept. Types of values that a format
-writes as plain text come from the tools' schemas. Calls inside of <think>...</think> are not calls.
+A built-in parser accounts for every character of a call. Text that violates the format's grammar (leftover text, a
+repeated parameter, two functions in one call, an unclosed call) is an error with its line, column and reason, which the
+program can pass to the model; the other calls of the turn are kept. If a format writes values as plain text, their
+types come from the tools' schemas. Calls inside of <think>...</think> are not calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GLM_NAME = re.compile(r"\s*([^\s<>]+)\s*(?=<arg_key>|</tool_call>)")
 
 
 class BadCall(ValueError):
-    """Raised for a call that cannot be read, with the reason for the model. at: index in the text, if that is known"""
+    """Raised for a call that cannot be read, with the reason for the model. at: index in the text, if known"""
 
     def __init__(self, why: str, at: int | None = None) -> None:
         super().__init__(why)
@@ -33,7 +33,7 @@ class BadCall(ValueError):
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the tool `name` with arguments by their names."""
+    """Call of the tool `name` with arguments by name."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -41,8 +41,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Found:
-    """A turn that was read. error: why some calls could not be read, empty if all could; content: the text around the
-    calls that were"""
+    """Result of parsing a turn. error: reasons why calls could not be read, empty if all could; content: the text
+    around the parsed calls
+    """
 
     calls: tuple[Call, ...]
     error: str
@@ -53,7 +54,7 @@ Parser = Callable[[str, Sequence[Tool]], Found]
 
 
 class Cursor:
-    """A place in a text, which moves on as the text is read. Methods raise BadCall where the text is something else."""
+    """Position in a text, which advances as the text is read. Methods raise BadCall if the text does not match."""
 
     def __init__(self, text: str, at: int) -> None:
         self.text, self.at = text, at
@@ -63,7 +64,7 @@ class Cursor:
             self.at += 1
 
     def has(self, literal: str) -> bool:
-        """Whether the literal is here; if so, moves behind it."""
+        """Returns True and moves behind the literal if it is next; otherwise returns False."""
         if found := self.text.startswith(literal, self.at):
             self.at += len(literal)
         return found
@@ -75,11 +76,13 @@ class Cursor:
             raise BadCall(f"expected {literal}, found {self.here()}{hint}", self.at)
 
     def here(self) -> str:
-        """The next characters, for messages."""
+        """Returns the next characters, for messages."""
         return repr(self.text[self.at : self.at + 24]) if self.at < len(self.text) else "the end of the turn"
 
     def until(self, end: str, *never: str) -> str:
-        """The text before `end`, behind which it moves; none of `never` may be in it."""
+        """Returns the text before `end`, and moves behind it. Raises BadCall if `end` is missing, or one of `never` is
+        before it.
+        """
         after = self.text.find(end, self.at)
         found = self.text[self.at : after if after >= 0 else len(self.text)]
         for literal in never:
@@ -91,7 +94,7 @@ class Cursor:
         return found
 
     def name(self, end: str, *never: str) -> str:
-        """A name without white space before `end`, behind which it moves."""
+        """Returns a name without white space before `end`, and moves behind it. Raises BadCall."""
         at = self.at
         name = self.until(end, *never).strip()
         if not name or re.search(r"[\s<>]", name):
@@ -99,7 +102,7 @@ class Cursor:
         return name
 
     def object(self, what: str) -> dict[str, Any]:
-        """A JSON object, behind which it moves."""
+        """Returns a JSON object, and moves behind it. Raises BadCall."""
         self.skip_space()
         at = self.at
         try:
@@ -113,8 +116,9 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Format:
-    """A way to write calls. open, close: around a call; body: reads what is between them; section: what stands around
-    all calls of a turn; stray: never stands outside of a call"""
+    """Syntax of calls. open, close: around a call; body: parses the text between them; section: markers around all
+    calls of a turn; stray: markers that never stand outside of a call
+    """
 
     open: str
     close: str
@@ -223,7 +227,7 @@ Read = tuple[list[tuple[Call, Span]], list[BadCall]]
 
 
 def _read_format(text: str, start: int, tools: Sequence[Tool], form: Format) -> Read:
-    """The calls with their places, and the errors, of text[start:]."""
+    """Returns the calls with their spans, and the errors, of text[start:]."""
     begin, end = form.section or ("", "")
     marks = [mark for mark in (form.open, form.close, begin, end, *form.stray) if mark]
     calls: list[tuple[Call, Span]] = []
@@ -262,8 +266,9 @@ def _read_format(text: str, start: int, tools: Sequence[Tool], form: Format) -> 
 
 
 def _behind(text: str, form: Format, at: int) -> int:
-    """Where to read on after a call that failed at `at`: at the next call if that begins right there, else behind the
-    end of this one."""
+    """Returns the position to continue at after a call that failed at `at`: the next call if that begins right there,
+    else behind the end of the failed call.
+    """
     if text.startswith(form.open, at):
         return at
     close = text.find(form.close, at)
@@ -271,7 +276,9 @@ def _behind(text: str, form: Format, at: int) -> int:
 
 
 def _read_fenced(text: str, start: int, tools: Sequence[Tool]) -> Read:
-    """Blocks of code as CommonMark has them: a fence closes with as many signs as it opens with, alone on a line."""
+    """Parses code blocks as in CommonMark: a closing fence is at least as long as the opening one, and alone on its
+    line.
+    """
     calls: list[tuple[Call, Span]] = []
     opened: tuple[int, str, int, str] | None = None  # place, signs, indent, language
     code: list[str] = []
@@ -295,8 +302,9 @@ def _read_fenced(text: str, start: int, tools: Sequence[Tool]) -> Read:
 
 
 def _apart(text: str, read: Callable[[str, int, Sequence[Tool]], Read], tools: Sequence[Tool]) -> Found:
-    """What is read behind the model's thoughts. A chat template may have opened them, so that </think> alone ends
-    them, unless it is part of a call."""
+    """Parses the text behind the model's thoughts. A chat template may have opened them, so that a lone </think> closes
+    them, unless it is part of a call.
+    """
     end = text.find(ANSWER)
     behind = len(text) if end < 0 else end + len(ANSWER)
     if text.lstrip().startswith(THOUGHTS):
@@ -323,8 +331,9 @@ def _placed(text: str, error: BadCall) -> str:
 
 
 def _gpt_oss(text: str, tools: Sequence[Tool]) -> Found:
-    """Messages of OpenAI's harmony format: HEADER<|message|>BODY and <|end|>, <|call|> or <|return|>. A call is one
-    whose header has to=functions.NAME; the content is that of the channels final and commentary."""
+    """Parses OpenAI's harmony format: HEADER<|message|>BODY and <|end|>, <|call|> or <|return|>. The header of a call
+    has to=functions.NAME; the content is that of the channels final and commentary.
+    """
     calls: list[Call] = []
     errors: list[BadCall] = []
     content: list[str] = []
@@ -390,8 +399,10 @@ WITH_SPECIAL_TOKENS = ("deepseek_v3", "deepseek_v31", "kimi_k2", "gpt_oss")
 
 
 def load_parser(name: str) -> Parser:
-    """Returns a built-in parser, or the user's of path/to/file.py:name: a function of the text and the tools that gives
-    (name, arguments) of each call and may raise ValueError, which is told to the model. Raises FunctionError."""
+    """Returns a built-in parser, or the user's in path/to/file.py:name: a function of the text and the tools that
+    returns (name, arguments) of each call and may raise ValueError, whose text goes to the model. Raises
+    FunctionError.
+    """
     if name in PARSERS:
         return PARSERS[name]
     own = user_functions.load(name, KEY, ("", []), "(text, tools)")

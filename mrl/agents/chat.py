@@ -1,9 +1,8 @@
-"""What harnesses ask at an endpoint of OpenAI's kind (/v1/chat/completions), and the answers. The standard library
-only.
+"""Chat completion requests of harnesses (OpenAI's /v1/chat/completions), and the answers. Standard library only.
 
-The run's configuration decides how turns are sampled: the parameters in THE_RUNS are accepted and not followed. Every
-other parameter that would change the answer (several choices, stop words, biases, penalties, a forced format) is
-refused by its name, and so is every unknown one.
+The run's configuration decides how turns are sampled: the parameters in THE_RUNS are accepted and ignored. Every other
+parameter that would change the answer (several choices, stop words, biases, penalties, a forced format) is refused by
+name, and so is every unknown one.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from mrl import strict_json
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MODEL = "policy"  # what the model is called, whatever the client calls it
+MODEL = "policy"  # the model's name, whatever name the client uses
 MAX_MESSAGES = 10_000
 READ = ("messages", "tools", "tool_choice", "stream", "stream_options")
 THE_RUNS = ("model", "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens", "seed")
@@ -25,7 +24,7 @@ SAYS_NOTHING = ("user", "metadata", "store", "service_tier", "safety_identifier"
 
 
 class BadChat(ValueError):
-    """A request that cannot be answered. param: of which field; status: of HTTP"""
+    """A request that cannot be answered. param: name of the field; status: of HTTP"""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -33,15 +32,16 @@ class BadChat(ValueError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As OpenAI's interface says it."""
+        """Error body in the form of OpenAI's API."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A request. messages: without what says nothing; has_stream: the answer is wanted as events, and with_usage: its
-    tokens too"""
+    """Parsed request. messages: normalised; has_stream: stream the answer as events; with_usage: including token
+    counts
+    """
 
     messages: list[Message]
     tools: list[Message]
@@ -50,12 +50,12 @@ class Chat:
 
     @property
     def question(self) -> Message:
-        """What rank 0 is asked."""
+        """Question to rank 0."""
         return {"messages": self.messages, "tools": self.tools}
 
 
 def read(body: Any) -> Chat:
-    """Raises BadChat, which names what is wrong and where."""
+    """Parses a request body. Raises BadChat, which names the field and the problem."""
     if not isinstance(body, dict):
         raise BadChat("the body must be a JSON object")
     messages = body.get("messages")
@@ -113,7 +113,7 @@ def _tools(body: Mapping[str, Any]) -> list[Message]:
 
 
 def _message(message: Any, where: str) -> Message:
-    """With text as content, and no key that says nothing, so that an answer that comes back is known again."""
+    """Normalises a message: text content and no empty keys, so that an answer is recognised when it is sent back."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise BadChat(f"{where} must be an object with a role of {', '.join(ROLES)}", f"{where}.role")
     found: Message = {"role": message["role"], "content": _text(message.get("content"), f"{where}.content")}
@@ -163,7 +163,7 @@ def _call(call: Any, where: str) -> Message:
 
 
 def sent(message: Message) -> Message:
-    """A message in the form of OpenAI's interface: arguments of calls are text."""
+    """Returns a message in the form of OpenAI's API: arguments of calls are text."""
     if "tool_calls" not in message:
         return message
     calls = [
@@ -174,13 +174,13 @@ def sent(message: Message) -> Message:
 
 
 def completion(number: int, message: Message, finish: str, tokens: list[int]) -> Message:
-    """The answer as one object. number: of the turn; tokens: of the prompt, and of the answer."""
+    """Returns the answer as one object. number: of the turn; tokens: number in the prompt, and in the answer."""
     choice = {"index": 0, "message": sent(message), "finish_reason": _finish(message, finish), "logprobs": None}
     return {**_head(number, "chat.completion"), "choices": [choice], "usage": _usage(tokens)}
 
 
 def events(number: int, message: Message, finish: str, tokens: list[int], with_usage: bool) -> Iterator[str]:
-    """The answer as events, each the data of one."""
+    """Yields the data of the answer's events."""
     head, delta = _head(number, "chat.completion.chunk"), sent(message)
     if "tool_calls" in delta:
         delta = {**delta, "tool_calls": [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]}

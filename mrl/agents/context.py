@@ -1,4 +1,4 @@
-"""What a user's agent program gets, in its worker process. The standard library only: workers start with it.
+"""Context of a user's agent program, in its worker process. Standard library only: workers start with it.
 
 A program is `async def rollout(ctx, prompt)` or a class with `reset(row, rng)` and `step(turn)`, as in Gymnasium.
 """
@@ -28,21 +28,22 @@ Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 Program = Callable[["Context", str], Awaitable[Any]]
 
 
-MAX_OVERS = 32  # times that a program is told that there is no turn left, before it is ended
+MAX_OVERS = 32  # number of Over errors before a program is ended
 
 
 class Over(Exception):
-    """Raised where the model has no turn left: agent.max_turns or agent.max_tokens is reached, or its last turn was cut
-    off. A program that lets it pass ends with the rewards that it has given so far, and so does one that catches it and
-    asks on."""
+    """Raised if the model has no turn left: agent.max_turns or agent.max_tokens is reached, or its last turn was
+    truncated. A program that does not catch it ends with its rewards so far; so does one that catches it and keeps
+    asking for turns.
+    """
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model has said. finish: "stop", or "length" where max_new_tokens cut it off; number: from 0
+    """A turn of the model. finish: "stop", or "length" if max_new_tokens truncated it; number: from 0
 
-    calls: tool calls as agent.parser reads them; call_error: where and why others could not be read, for the model to
-    hear. A turn that was cut off has neither
+    calls: tool calls as agent.parser reads them; call_error: position and reason of unreadable calls, for the model. A
+    truncated turn has neither
     """
 
     text: str
@@ -56,11 +57,11 @@ class Turn:
 class Context:
     """One trajectory, of the prompt in `row`.
 
-    rng: random numbers that are the same whenever this trajectory is made
+    rng: random numbers that are the same whenever this trajectory is generated
     tools: declarations of tools in OpenAI's form, from which agent.parser takes the types of arguments; those of the
-        row, until the program sets others
-    why_over: why the model has no turn left, once the program was told so
-    endpoint: where agent.endpoint is set, what a harness asks for turns, in place of `generate`
+    row, until the program sets others
+    why_over: the reason why the model has no turn left, once the program has received it
+    endpoint: with agent.endpoint, the address at which a harness requests turns, in place of `generate`
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Context:
     ) -> None:
         self.tools, self.ended = tools, asyncio.Event()
         self._max_bytes, self._said_bytes, self._overs, self.why_over = max_bytes, 0, 0, ""
-        self._asked: asyncio.Future[dict[str, Any]] | None = None  # a turn that no program has got yet
+        self._asked: asyncio.Future[dict[str, Any]] | None = None  # a requested turn that the program has not received yet
         self._is_waiting = False
         self._parser, self._limits = parser, dict(limits or {})
         self.row, self.rng, self.endpoint = row, random.Random(seed), endpoint
@@ -84,10 +85,10 @@ class Context:
         self._ask, self._said = ask, list[Message | str]()
 
     async def generate(self) -> Turn:
-        """Returns the model's next turn, after all that was said to it.
+        """Returns the model's next turn, after everything that was said to it.
 
-        Raises Over if there is none, RuntimeError where agent.endpoint is set or another call of this trajectory waits
-        for its turn. A call that was cancelled, as by asyncio.wait_for, is gone on with: the next one returns its turn.
+        Raises Over if there is none, RuntimeError with agent.endpoint or if another call of this trajectory waits for
+        its turn. A cancelled call, as by asyncio.wait_for, is not lost: the next call returns its turn.
         """
         if self.endpoint is not None:
             raise RuntimeError("with agent.endpoint turns are asked for at ctx.endpoint")
@@ -118,8 +119,10 @@ class Context:
         return Turn(answer["text"], tuple(answer["ids"]), answer["finish"], answer["number"], calls, error)
 
     async def sandbox(self, code: str, stdin: str = "") -> Ended:
-        """What came of a Python program (`how`, `ok`, `stdout`, `stderr`), shut in as agent.sandbox says; others go on
-        meanwhile. Whatever the program does is no error; raises SandboxError where it cannot be shut in."""
+        """Runs a Python program in a sandbox as agent.sandbox says, and returns its result (`how`, `ok`, `stdout`,
+        `stderr`); other trajectories continue meanwhile. A failure of the program is not an error; raises
+        SandboxError if it cannot be sandboxed.
+        """
         from mrl.reward.sandbox import Limits, run_python
 
         limits = dict(self._limits)
@@ -127,15 +130,17 @@ class Context:
         return await asyncio.to_thread(run_python, code, stdin, limits=Limits(**limits), isolation=isolation)
 
     def say(self, words: Words) -> None:
-        """Adds what the model reads before its next turn, of which it learns nothing: messages, such as [{"role":
-        "user", "content": "lower"}], or text where data.chat_template is false. Raises ValueError for half a character,
-        which no tokenizer takes, and for NaN and infinities, which JSON does not hold."""
+        """Adds text for the model before its next turn, which is not trained on: messages, such as [{"role": "user",
+        "content": "lower"}], or text if data.chat_template is false. Raises ValueError for an unpaired surrogate,
+        which no tokenizer accepts, and for NaN and infinities, which JSON does not allow.
+        """
         self._said_bytes += len(strict_json.dumps(words, default=str, ensure_ascii=False).encode())
         self._said += [words] if isinstance(words, str) else words
 
     def reward(self, value: float) -> None:
-        """Adds to the score, for the last turn: what gae and reinforce_plus_plus learn of turns before it is more.
-        Raises ValueError for what is no finite number."""
+        """Adds to the score, as a reward for the last turn: gae and reinforce_plus_plus also credit earlier turns.
+        Raises ValueError unless the value is a finite number.
+        """
         value = float(value)
         if not math.isfinite(value):
             raise ValueError(f"a reward is {value!r}, expected a finite number")
@@ -143,21 +148,22 @@ class Context:
         self._new_reward += value
 
     def take_reward(self) -> float:
-        """What was given since this was asked last."""
+        """Returns the rewards since the last call."""
         value, self._new_reward = self._new_reward, 0.0
         return value
 
 
 def found_in(turn: Mapping[str, Any], parser: Parser | None, tools: Sequence[Tool]) -> Found | None:
-    """Returns what the parser reads in a turn; None without a parser and for a turn that was cut off."""
+    """Returns the parser's result for a turn; None without a parser and for a truncated turn."""
     if parser is None or turn["finish"] != "stop":
         return None
     return parser(turn["text"] if turn.get("shown") is None else turn["shown"], tools)
 
 
 def load_program(spec: str, has_endpoint: bool = False) -> Program:
-    """The program of `path/to/file.py:name`. Raises FunctionError for what is none. has_endpoint: turns are asked for
-    there; a plain function may then wait for them, in a thread of its own."""
+    """Returns the program of `path/to/file.py:name`. Raises FunctionError for an invalid one. has_endpoint: turns are
+    requested at the endpoint; a plain function may then block on them, in its own thread.
+    """
     found = user_functions.find(spec, "agent.rollout")
     if has_endpoint:
         return _of_harness(found, spec)
@@ -184,7 +190,9 @@ def _of_harness(found: Any, spec: str) -> Program:
 
 
 async def _in_a_thread(found: Callable[[Context, str], Any], ctx: Context, prompt: str) -> Any:
-    """Of its own: all wait for turns at once, and a pool has fewer threads than there may be trajectories."""
+    """Runs the function in its own thread: all may wait for turns at once, and a thread pool may have fewer threads
+    than there are trajectories.
+    """
     loop, ended = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
     def tell(value: Any, error: BaseException | None) -> None:
@@ -211,8 +219,9 @@ async def _in_a_thread(found: Callable[[Context, str], Any], ctx: Context, promp
 
 
 def _of_environment(kind: type[Any]) -> Program:
-    """A class: reset(row, rng) begins, and may give what is said after the prompt; step(turn) gives (what it says, the
-    reward, whether that was all); close(), if there is one, ends."""
+    """Returns the program of a class: reset(row, rng) begins, and may return text after the prompt; step(turn) returns
+    (text, reward, done); close(), if there is one, ends.
+    """
 
     async def play(ctx: Context, prompt: str) -> None:
         environment = kind()
@@ -237,8 +246,9 @@ async def _maybe(value: Any) -> Any:
 
 
 def score_of(result: Any, ctx: Context) -> dict[str, float]:
-    """What a program has returned, with the rewards that it gave on the way: "score", and other numbers by name. Raises
-    ValueError for what is no score."""
+    """Returns a program's result plus its rewards: "score", and other numbers by name. Raises ValueError for an invalid
+    score.
+    """
     if isinstance(result, Mapping):
         parts = {str(name): value for name, value in result.items()}
     else:

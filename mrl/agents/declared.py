@@ -21,7 +21,7 @@ _KINDS: dict[type, str] = {
 
 
 def declared_types(tools: Sequence[Tool], name: str, parameter: str) -> set[str] | None:
-    """Returns the JSON types that the tool `name` declares for a parameter; None where it declares none."""
+    """Returns the JSON types that the tool `name` declares for a parameter; None if it declares none."""
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == name:
@@ -35,10 +35,10 @@ def declared_types(tools: Sequence[Tool], name: str, parameter: str) -> set[str]
 
 
 def converted(text: str, types: set[str] | None) -> Any:
-    """Returns the value that `text` writes: the text itself where no type or a string is declared, else strict JSON.
+    """Returns the value of `text`: the text itself if no type or a string is declared, else strict JSON.
 
-    `null` is null wherever null is declared. True, False and None are read for boolean and null, as chat templates
-    show them in earlier turns. Raises ValueError where the value has none of the types.
+    `null` is null wherever null is declared. True, False and None are read for boolean and null, since chat templates
+    show them in earlier turns. Raises ValueError if the value has none of the types.
     """
     if types is None:
         return text
@@ -88,7 +88,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str] | N
 
 
 def _referenced(root: Any, ref: str) -> Any:
-    """The part of a schema that a local reference such as #/$defs/City names; None if there is none."""
+    """Returns the part of a schema that a local reference such as #/$defs/City names; None if there is none."""
     found = root if ref.startswith("#") else None
     for part in filter(None, ref.lstrip("#").split("/")):
         name = part.replace("~1", "/").replace("~0", "~")

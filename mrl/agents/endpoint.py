@@ -1,5 +1,5 @@
-"""An endpoint of OpenAI's kind in a worker process, for harnesses that are not written for mrl. The standard library
-only. It listens on this machine alone; each trajectory has a key of its own, for as long as its program runs.
+"""OpenAI-compatible endpoint in a worker process, for harnesses that are not written for mrl. Standard library only. It
+listens on this machine only; each trajectory has its own key while its program runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mrl.agents import chat
 from mrl.agents.chat import BadChat, Message
 
 HOST = "127.0.0.1"
-MAX_REFUSALS = 32  # of one trajectory; then nothing is asked any more, and agent.step_timeout_s ends it
+MAX_REFUSALS = 32  # of one trajectory; later requests are not forwarded, and agent.step_timeout_s ends it
 MAX_STRANGERS = 1000  # connections that have not shown a valid key; one more ends the oldest of them
 MAX_HEAD_BYTES = 16 << 10  # of a request before its body: all that is read without a valid key
 HEAD_S = 10.0  # until a new connection has sent the head of its first request
@@ -35,28 +35,28 @@ CHAT, MODELS = "/v1/chat/completions", "/v1/models"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What a program of one trajectory gives its harness: the address (`base_url`) and the key (`api_key`)."""
+    """Address (`base_url`) and key (`api_key`) that a program passes to its harness, for one trajectory."""
 
     url: str
     key: str = field(repr=False)
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment's variables of this process with them, for a harness that is a program of its own."""
+        """Environment variables of this process plus the endpoint, for a harness in its own process."""
         return {**os.environ, "OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key}
 
 
 class Session:
-    """One trajectory's requests, one after the other.
+    """Requests of one trajectory, one after the other.
 
-    arrived: the last answer, unless its harness was gone; why_over: why the model has no turn left, once the harness
-    was told so
+    arrived: the last answer, unless its harness was gone; why_over: the reason why the model has no turn left, once the
+    harness has received it
 
     Args:
-        ask: sends a question to rank 0, which `answer` answers.
+        ask: sends a question to rank 0, which replies by `answer`.
         parse: makes the message of an answer, from its number and the request's tools.
-        timeout_s: seconds until rank 0 has answered.
-        max_bytes: of a request's messages and tools; longer ones are refused without asking.
+        timeout_s: seconds to wait for rank 0.
+        max_bytes: of a request's messages and tools; longer ones are refused at once.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class Session:
 
     async def generate(self, question: Message) -> tuple[int, Message, str, list[int]]:
         """Returns number, message, finish and tokens of the model's next turn. Raises BadChat. The caller holds
-        `turn`."""
+        `turn`.
+        """
         if self._refusals >= MAX_REFUSALS:
             raise BadChat(f"{MAX_REFUSALS} requests were refused: the harness is to end")
         size = len(strict_json.dumps(question, ensure_ascii=False).encode("utf-8", "replace"))
@@ -114,13 +115,13 @@ class Session:
         return waits
 
     def answer(self, message: Message) -> None:
-        """Takes what rank 0 says."""
+        """Receives rank 0's reply."""
         with self._state:
             if self._waits is not None and not self._waits.done():
                 self._waits.set_result(message)
 
     def close(self) -> None:
-        """Refuses what still comes."""
+        """Refuses all further requests."""
         self.answer({"ended": True})
         with self._state:
             self._is_closed = True
@@ -131,11 +132,10 @@ def _ended() -> BadChat:
 
 
 class Door:
-    """The endpoint's HTTP server, in a thread with a loop of its own: programs may block the worker's.
+    """HTTP server of the endpoint, in a thread with its own event loop: programs may block the worker's loop.
 
-    A connection counts as a stranger's until it has sent the key of a trajectory that runs. Strangers share
-    MAX_STRANGERS connections, of each of which MAX_HEAD_BYTES are read within HEAD_S; their requests are never read
-    further than the head.
+    A connection is unauthenticated until it has sent the key of a running trajectory. Unauthenticated connections share
+    MAX_STRANGERS slots; each sends at most MAX_HEAD_BYTES within HEAD_S, and only the head of its request is read.
     """
 
     def __init__(self) -> None:
@@ -144,20 +144,20 @@ class Door:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._most = MAX_STRANGERS if most == resource.RLIM_INFINITY else min(MAX_STRANGERS, most // 4)
-        for name in ("no_proxy", "NO_PROXY"):  # clients would look for the address elsewhere
+        for name in ("no_proxy", "NO_PROXY"):  # clients must not use a proxy for this address
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), HOST)))
         listening = socket.create_server((HOST, 0), backlog=BACKLOG)
         self._port: int = listening.getsockname()[1]
         threading.Thread(target=lambda: asyncio.run(self._serve(listening)), daemon=True, name="endpoint").start()
 
     def open(self, session: Session) -> Endpoint:
-        """Lets requests of the session in, by a new key."""
+        """Admits the session's requests with a new key."""
         key = secrets.token_urlsafe(32)
         self._sessions[_digest(key)] = session
         return Endpoint(f"http://{HOST}:{self._port}/v1", key)
 
     def shut(self, endpoint: Endpoint) -> None:
-        """Its key opens nothing any more."""
+        """Revokes the endpoint's key."""
         if (session := self._sessions.pop(_digest(endpoint.key), None)) is not None:
             session.close()
 
@@ -177,13 +177,13 @@ class Door:
             while await self._request(reader, writer):
                 pass
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
-            pass  # a connection that breaks, or is too slow, is the client's affair
+            pass  # broken or slow connections are the client's problem
         finally:
             self._strangers.pop(writer, None)
             writer.close()
 
     async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Answers one request; returns whether the connection stays open."""
+        """Answers one request; returns True if the connection stays open."""
         limit_s = HEAD_S if writer in self._strangers else IDLE_S
         head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), limit_s)).decode("latin-1")
         first, *lines = head.strip().split("\r\n")
@@ -211,7 +211,7 @@ class Door:
             return await _reply(writer, error.status, error.body, stays)
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             raise
-        except Exception as error:  # of the user's parser: the harness, and so the run, hears of it
+        except Exception as error:  # from the user's parser: reported to the harness, and so to the run
             return await _reply(writer, 500, BadChat(f"{type(error).__name__}: {error}", status=500).body, False)
 
     async def _chat(
@@ -259,7 +259,7 @@ async def _body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head
 async def _reply(
     writer: asyncio.StreamWriter, status: int, answer: Any, stays: bool, kind: str = "application/json"
 ) -> bool:
-    """Sends an answer, a text or what becomes JSON; returns `stays`."""
+    """Sends an answer, which is text or a JSON value; returns `stays`."""
     data = (answer if isinstance(answer, str) else strict_json.dumps(answer)).encode()
     head = f"HTTP/1.1 {int(status)} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\n"
     head += f"Content-Length: {len(data)}\r\n" + ("" if stays else "Connection: close\r\n") + "\r\n"

@@ -1,7 +1,8 @@
-"""Environments of other people's kinds as classes that `agent.rollout` takes: Gymnasium's, and OpenEnv's over HTTP. The
-standard library only.
+"""Adapters of other environments to classes for `agent.rollout`: Gymnasium's, and OpenEnv's over HTTP. Standard library
+only.
 
     from mrl.agents.environments import of_gymnasium
+
     Lake = of_gymnasium(lambda row: gymnasium.make("FrozenLake-v1"), act=lambda turn: "<v>^".index(turn.text))
 """
 
@@ -26,11 +27,11 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 class OpenEnvError(RuntimeError):
-    """A server does not answer as OpenEnv's do."""
+    """The server does not follow OpenEnv's protocol."""
 
 
 class Gymnasium(Protocol):
-    """What is used of `gymnasium.Env`."""
+    """Used part of `gymnasium.Env`."""
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -44,9 +45,14 @@ class Gymnasium(Protocol):
 def of_gymnasium(
     make: Callable[[dict[str, Any]], Gymnasium], act: Act, show: Show = str, options: str | None = None
 ) -> type[Any]:
-    """A class for `agent.rollout`. make: the environment of a row of the data; act: from a turn to an action, or
-    ValueError, whose text the model is told; show: from an observation to what the model reads, text, or messages where
-    there is a chat template; options: the row's key of what `reset` gets as its own."""
+    """Returns a class for `agent.rollout`.
+
+    Args:
+        make: makes the environment of a row of the data.
+        act: maps a turn to an action; may raise ValueError, whose text goes to the model.
+        show: maps an observation to text for the model, or to messages with a chat template.
+        options: the row's key of the options for `reset`.
+    """
 
     class Environment:
         def reset(self, row: dict[str, Any], rng: random.Random) -> Words:
@@ -73,9 +79,11 @@ def of_gymnasium(
 
 
 def of_openenv(url: str | Callable[[dict[str, Any]], str], act: Act, show: Show = strict_json.dumps) -> type[Any]:
-    """As `of_gymnasium`, of a server of OpenEnv: POST /reset and /step, GET /state. url: of the server, or of a row's;
-    one that holds a single episode serves one trajectory at a time, and a second one is found out by its state. act
-    gives the action's fields."""
+    """Returns a class for `agent.rollout` that uses an OpenEnv server: POST /reset and /step, GET /state.
+
+    url: of the server, or a function of the row. A server with a single episode serves one trajectory at a time; its
+    state reveals a second one. act: returns the action's fields; otherwise as in `of_gymnasium`
+    """
 
     class Environment:
         async def reset(self, row: dict[str, Any], rng: random.Random) -> Words:
@@ -110,7 +118,7 @@ def of_openenv(url: str | Callable[[dict[str, Any]], str], act: Act, show: Show 
 
 
 def _told(error: str, like: Words) -> Words:
-    """Why a turn was no action, as an observation is said."""
+    """Returns the reason why a turn was not an action, in the form of an observation."""
     return error if isinstance(like, str) else [{**like[-1], "content": error}]
 
 

@@ -1,7 +1,9 @@
-"""What goes wrong with agents that is not the model's fault."""
+"""Errors of agents that are not the model's fault."""
 
 from __future__ import annotations
 
 
 class AgentError(RuntimeError):
-    """The user's program, its process or the tokens of its words; never scored as if the model had failed."""
+    """Failure of the user's program, its process or the tokenisation of its words; never scored as a failure of the
+    model.
+    """

@@ -1,7 +1,7 @@
-"""Trajectories: turns of the model and words of an environment, as one sequence of tokens that only grows.
+"""Trajectories: turns of the model and words of an environment, as one token sequence that only grows.
 
-Turns go in waves: all trajectories that ask for one are sampled together, then their environments go on. Which tokens a
-trajectory gets does not depend on the others.
+Turns are sampled in batches: all trajectories that request a turn are sampled together, then their environments
+continue. A trajectory's tokens do not depend on the others.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from mrl.data import Tokenizer, TokenizerError
 from mrl.rollout.seeds import sample_seed
 
 DAY_S = 86400.0
-BYTES_PER_TOKEN = 16  # more are not tokenised: text in any language has 2 to 6, code that is mostly spaces up to 12
+BYTES_PER_TOKEN = 16  # longer text is not tokenised: any language has 2 to 6, code that is mostly spaces up to 12
 WORLD_STREAM = 1 << 46  # keeps the seeds of environments apart from samples'
 
 Generate = Callable[[list[Request], SamplingParams], list[Sample]]
 OnSamples = Callable[[list[Sample]], None]
-More = Callable[[bool], list[Request]]  # further ones, to be waited for if it is said
-Begins = Callable[[Prompt], tuple[list[Message], Message]]  # a prompt's messages, and what else its template is told
+More = Callable[[bool], list[Request]]  # returns further requests; argument: wait for them
+Begins = Callable[[Prompt], tuple[list[Message], Message]]  # a prompt's messages, and its further template variables
 
 
 class Agents:
-    """Plays trajectories with the program of `cfg`, in processes of their own. Close it.
+    """Plays trajectories with the program of `cfg`, in worker processes. Must be closed.
 
-    stops: tokens that end a turn; is_chat: the model is talked to by its chat template; by_turn: samples have the
-    rewards of each turn; begins: of prompts under a chat template, for histories that are written anew; turn_timeout_s:
-    until `generate` has drawn the turns of a wave at the latest
+    stops: tokens that end a turn; is_chat: the prompts use a chat template; by_turn: samples have the rewards of each
+    turn; begins: messages of a prompt under a chat template, for rewritten histories; turn_timeout_s: longest duration
+    of `generate` for one turn batch
     Raises AgentError if the program cannot be loaded, or the template does not allow several turns.
     """
 
@@ -66,7 +66,9 @@ class Agents:
     def sample(
         self, requests: list[Request], params: SamplingParams, generate: Generate, on_samples: OnSamples
     ) -> list[Sample]:
-        """One sample a request, in their order; `on_samples` gets those that finish together. Raises as `play`."""
+        """Returns one sample a request, in their order; `on_samples` receives those that finish together. Raises as
+        `play`.
+        """
         samples: list[Sample] = []
         todo = [requests]
 
@@ -78,9 +80,11 @@ class Agents:
         return sorted(samples, key=lambda sample: sample.request.sample_id)
 
     def play(self, more: More, params: SamplingParams, generate: Generate, on_samples: OnSamples) -> None:
-        """Plays all that `more` gives, until that is nothing when nothing else is played; sample ids are unique.
-        A trajectory that has failed more than `retries` times is a sample that is `left_out`, or raises AgentError, as
-        `on_error` says. Raises what `generate` raises."""
+        """Plays all requests from `more`, until it returns none while no trajectory is live; sample ids must be unique.
+
+        A trajectory that has failed more than `retries` times becomes a sample that is `left_out`, or raises
+        AgentError, as `on_error` says. Raises the errors of `generate`.
+        """
         self._pool.drop()
         live: dict[int, Trajectory] = {}
         messages: dict[int, Message] = {}
@@ -124,7 +128,7 @@ class Agents:
     def _tell(
         self, turns: list[Sample], asking: dict[int, int], live: dict[int, Trajectory], messages: dict[int, Message]
     ) -> list[Sample]:
-        """Each what the model has said, unless that is too late for it; those that are left out then."""
+        """Passes each turn to its trajectory, unless that is late; returns the samples that are left out."""
         left_out: list[Sample] = []
         texts = self._tokenizer.decode_all([turn.response_ids for turn in turns])
         for turn, text in zip(turns, texts, strict=True):
@@ -137,7 +141,7 @@ class Agents:
         return left_out
 
     def _shown(self, turn: Sample) -> str:
-        """The text of a turn with its special tokens, without the one that ended it."""
+        """Returns the text of a turn with its special tokens, without the one that ended it."""
         ids = turn.response_ids.tolist()
         return self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._stops else ids, special=True)
 
@@ -158,8 +162,9 @@ class Agents:
     def _failed(
         self, trajectory: Trajectory, answer: Message, live: dict[int, Trajectory], messages: dict[int, Message]
     ) -> list[Sample]:
-        """Begins it anew, with the same seeds; or, if that was done too often, what is left in its place. One whose
-        neighbour has ended its process has no part in that."""
+        """Restarts a trajectory with the same seeds or, after too many failures, returns the sample in its place. A
+        failure counts only against the trajectory that caused it, not against others in the same process.
+        """
         faults = trajectory.faults + (not answer.get("neighbour"))
         if faults <= self.cfg.retries:
             self._begin(Trajectory(trajectory.request, faults), live, messages)
@@ -174,13 +179,13 @@ class Agents:
         return [Sample(trajectory.request, np.zeros(0), np.zeros(0), "abort", "0", left_out=why)]
 
     def _late(self, number: int, live: dict[int, Trajectory], messages: dict[int, Message]) -> list[Sample]:
-        """Of one that waits for its turn."""
+        """Fails a late trajectory that waits for its turn."""
         self._pool.end(number)
         why = f"was not done within {self.cfg.trajectory_timeout_s:g} s (agent.trajectory_timeout_s)"
         return self._failed(live.pop(number), {"fault": why}, live, messages)
 
     def _no_turn(self, trajectory: Trajectory, answer: Message, turn_tokens: int) -> Message | None:
-        """Finds out where the next turn is drawn; what is answered if nowhere."""
+        """Sets the position of the next turn; returns the message for the program if there is no next turn."""
         if len(trajectory.turns) >= self.cfg.max_turns:
             return {"over": f"agent.max_turns = {self.cfg.max_turns}"}
         if "chat" in answer:
@@ -196,7 +201,7 @@ class Agents:
         return None
 
     def _heard(self, trajectory: Trajectory, words: list[Any]) -> str | None:
-        """Takes in what was said before the next turn; why there is none, if so."""
+        """Adds the environment's words before the next turn; returns the reason if there is no next turn."""
         if not trajectory.turns:
             trajectory.next = Next(Line(self._first(trajectory.request.prompt, words)), (), words)
             return None
@@ -216,7 +221,7 @@ class Agents:
         return None
 
     def _first(self, prompt: Prompt, words: list[Any]) -> tuple[int, ...]:
-        """Ids before the first turn. words: what an environment says after the prompt"""
+        """Returns the ids before the first turn. words: the environment's words after the prompt"""
         if not words:
             return prompt.token_ids
         if not self._is_chat:
@@ -226,7 +231,7 @@ class Agents:
         return tuple(self.suffix.whole([*begin, *self.suffix.messages(words)], more))
 
     def _tools(self, prompt: Prompt) -> list[Message]:
-        """The tools that the prompt's row declares, whether or not a chat template is told of them."""
+        """Returns the tools that the prompt's row declares, whether or not a chat template receives them."""
         tools: list[Message] = self._begins(prompt)[1].get("tools", []) if self._begins is not None else []
         return tools
 

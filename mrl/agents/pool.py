@@ -1,4 +1,4 @@
-"""The worker processes that agents' programs run in, as rank 0 has them."""
+"""Worker pool of agents' programs, on rank 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mrl import strict_json
 from mrl.agents.errors import AgentError
 
 STARTUP_TIMEOUT_S = 120.0
-SOCKET_TIMEOUT_S = 10  # of one message under way; only a stopped process takes so long
+SOCKET_TIMEOUT_S = 10  # of one message in transit; only a stopped process takes so long
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 LATE = "or another one in its process was not done in time (agent.trajectory_timeout_s)"
@@ -28,7 +28,7 @@ Message = dict[str, Any]
 
 
 class Worker:
-    """One process. setup: as `mrl.agents.worker` gets it. Raises AgentError if it does not come up."""
+    """One worker process. setup: as in `mrl.agents.worker`. Raises AgentError if it does not start."""
 
     def __init__(self, setup: Message) -> None:
         ours, theirs = socket.socketpair()
@@ -53,14 +53,16 @@ class Worker:
             raise AgentError(message.get("load_error") or ended)
 
     def send(self, message: Message) -> None:
-        """What cannot be sent is not answered, which `exchange` finds. A row of a Parquet file may hold NaN."""
+        """Sends a message. A failure to send shows up in `exchange` as a missing answer. A row of a Parquet file may
+        hold NaN.
+        """
         try:
             self.connection.send_bytes(json.dumps(message, default=str).encode())
         except OSError:
             pass
 
     def receive(self) -> Message:
-        """The next message; {"gone"} if there will be none."""
+        """Returns the next message; {"gone"} if there will be none."""
         try:
             message: Message = strict_json.loads(self.connection.recv_bytes())
         except (EOFError, OSError, ValueError):
@@ -68,7 +70,7 @@ class Worker:
         return message
 
     def kill(self) -> str:
-        """Ends it with all that it has started; says how it had ended, if it had."""
+        """Kills the process and its children; returns how it had ended, if it had."""
         self.connection.close()
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -79,9 +81,9 @@ class Worker:
 
 
 class Pool:
-    """Trajectories by number, number n in process n % workers. For one thread at a time.
+    """Worker pool: trajectory number n runs in process n % workers. For one thread at a time.
 
-    setup: of each; step_timeout_s: of an environment between two turns
+    setup: of each process; step_timeout_s: longest step of an environment between two turns
     """
 
     def __init__(self, setup: Message, workers: int, step_timeout_s: float) -> None:
@@ -96,10 +98,13 @@ class Pool:
             raise
 
     def exchange(self, messages: Mapping[int, Message], ends: Mapping[int, float]) -> dict[int, Message]:
-        """Tells each trajectory something, and gives what each says to it: {"say"}, {"done"}, {"error"}, or {"fault":
-        why} where its process ended or gave no answer in time, and "neighbour" if it had answered itself. Who ends
-        while its question is answered is told nothing any more. All that are alive must be among them. ends: until when
-        each must have answered, whatever is left of its step, by the monotonic clock."""
+        """Sends each trajectory a message and returns each one's answer.
+
+        Answers are {"say"}, {"done"}, {"error"}, or {"fault": why} if its process ended or did not answer in time, with
+        "neighbour" if the trajectory itself had answered. A trajectory that ends while its request is answered receives
+        no further message. All live trajectories must be included. ends: deadline of each by the monotonic clock, which
+        overrides the rest of its step.
+        """
         waiting: dict[Worker, set[int]] = {}
         answers = {number: self._early.pop(number) for number in messages if number in self._early}
         for number, message in messages.items():
@@ -132,7 +137,7 @@ class Pool:
         return answers | self._replaced(gone, messages, answers)
 
     def _late(self, waiting: Mapping[Worker, set[int]], ends: Mapping[int, float], end: float) -> dict[Worker, str]:
-        """Of processes that are waited for those that are late now, with what for; end: of this step's time"""
+        """Returns the processes that are late now, with the reason. end: of this step's time"""
         now = time.monotonic()
         if now >= end:
             return dict.fromkeys(waiting, f"gave no answer within {self._timeout_s:g} s (agent.step_timeout_s)")
@@ -141,8 +146,9 @@ class Pool:
     def _replaced(
         self, gone: Mapping[Worker, str], messages: Mapping[int, Message], answers: Mapping[int, Message]
     ) -> dict[int, Message]:
-        """The faults of trajectories whose processes are lost, which others take the places of. Of these processes
-        all are lost but those that are done."""
+        """Replaces lost processes; returns the faults of their trajectories, which are all lost except finished
+        ones.
+        """
         faults: dict[int, Message] = {
             number: {"fault": gone[worker], "neighbour": number in answers}
             for number in messages
@@ -167,7 +173,7 @@ class Pool:
             worker.send({"drop": True})
 
     def end(self, number: int) -> None:
-        """Ends one that waits for its turn, and leaves the others of its process alone."""
+        """Ends one trajectory that waits for its turn; others in its process continue."""
         self._early.pop(number, None)
         self._of(number).send({"id": number, "drop": True})
 

@@ -1,8 +1,8 @@
-"""What stands between two turns of the model, as tokens. Nothing that was said before is ever tokenised again.
+"""Tokens between two turns of the model. Earlier text is never tokenised again.
 
-With a chat template the tokens of new messages are what they add to a conversation of any other words: rendered after a
-dummy turn of the assistant's, without that turn. That holds if the template, given more messages, shows the earlier
-ones as before; which kinds of messages it holds for is found out at the start.
+With a chat template, the tokens of new messages are those that they add to any conversation: rendered after a dummy
+turn of the assistant, without that turn. This requires that the template renders earlier messages unchanged when more
+follow; a probe at the start finds the roles of messages for which that holds.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _DUMMY: list[Message] = [
 ]
 _PLAIN: list[Message] = [{"role": "user", "content": "d"}, {"role": "assistant", "content": "d"}]
 KINDS = ("user", "tool")
-MOST_BASES = 256  # dummies that are kept rendered, one for each of what templates are told
+MOST_BASES = 256  # cached renderings of the dummy, one for each set of template variables
 
 
 class Suffix:
-    """Of one tokenizer. stops: tokens that end a turn; needed: whether there is no other way to go on, then raises
-    AgentError if no kind of message can be said.
+    """Tokens of new messages, for one tokenizer.
 
-    kinds: roles of the messages that an environment may say; none where there is no chat template
+    stops: tokens that end a turn; needed: raise AgentError if messages of no role can be said (there is no alternative)
+    kinds: roles of the messages that an environment may say; none without a chat template
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[int, ...], is_chat: bool, needed: bool = True) -> None:
@@ -57,8 +57,9 @@ class Suffix:
     def __call__(
         self, said: Sequence[Message | str], last: int, more: Mapping[str, Any] | None = None
     ) -> list[int] | None:
-        """Ids of what was said after a turn with the token `last` at its end; None where that turn was cut off. more:
-        what else the chat template is told, such as `tools`. Raises AgentError for what cannot be said."""
+        """Returns the ids of the words after a turn whose last token is `last`; None if that turn was truncated. more:
+        further variables of the chat template, such as `tools`. Raises AgentError for words that cannot be said.
+        """
         if not self._is_chat:
             texts = [each for each in said if isinstance(each, str)]
             if len(texts) < len(said):
@@ -78,21 +79,22 @@ class Suffix:
 
     @staticmethod
     def messages(said: Sequence[Message | str]) -> list[Message]:
-        """What was said, where there is a chat template. Raises AgentError for text."""
+        """Returns the words as messages, for a chat template. Raises AgentError for text."""
         if texts := [each for each in said if isinstance(each, str)]:
             raise AgentError(f"{texts[0][:40]!r} is text, and the model is talked to in messages (data.chat_template)")
         return [each for each in said if isinstance(each, dict)]
 
     def whole(self, messages: Sequence[Message], more: Mapping[str, Any] | None = None) -> list[int]:
-        """Ids of a conversation up to where the model's next turn begins. Raises AgentError for one that the chat
-        template refuses."""
+        """Returns the ids of a conversation up to the start of the model's next turn. Raises AgentError for a
+        conversation that the chat template refuses.
+        """
         try:
             return self._rendered([*messages], whole=False, more=more)
         except ValueError as error:
             raise AgentError(str(error)) from error
 
     def _tail(self, messages: list[Message], more: Mapping[str, Any] | None = None) -> list[int]:
-        """From after the token that ends the dummy turn, to where the model's next one begins."""
+        """Returns the ids from the end token of the dummy turn, exclusive, to the start of the model's next turn."""
         key = json.dumps(more or {}, default=str)
         if key not in self._bases:
             if len(self._bases) >= MOST_BASES:
@@ -110,7 +112,7 @@ class Suffix:
 
     @cached_property
     def _end(self) -> int | None:
-        """The token that ends a turn, the last special one of the dummy's; None where the next one's beginning does."""
+        """Token that ends a turn, the last special one of the dummy's; None if the start of the next turn ends it."""
         before = self._rendered(self._dummy[:1], whole=False)
         same = next((i for i, (a, b) in enumerate(zip(before, self._base)) if a != b), len(before))
         special = {self._tokenizer.eos_id, *self._tokenizer.hf.added_tokens_decoder}
@@ -118,7 +120,7 @@ class Suffix:
 
     @cached_property
     def _dummy(self) -> list[Message]:
-        """With a call and thoughts, where the template knows such."""
+        """The dummy turn, with a call and thoughts if the template supports them."""
         try:
             self._rendered(_DUMMY, whole=True)
         except ValueError:
@@ -131,7 +133,7 @@ class Suffix:
         return self._encoded(dress(control.hidden(messages), **control.hidden(dict(more or {}))), is_hidden=True)
 
     def _encoded(self, text: str, is_hidden: bool = False) -> list[int]:
-        """Names of control tokens in an environment's words are text."""
+        """Encodes text; names of control tokens in an environment's words become text."""
         control = self._tokenizer.control
         hidden = text if is_hidden else control.hidden(text)
         ids = control.encode(hidden)

@@ -1,7 +1,7 @@
-"""A trajectory in the making: turns of the model and what was said between them, as sequences of tokens that only grow.
+"""Trajectory in progress: turns of the model and the words between them, as token sequences that only grow.
 
-Mostly it is one sequence. Another one begins where the history is written anew: thoughts that a template takes back, or
-a harness that sends other messages than it has been answered.
+Usually it is one sequence. A new sequence begins when the history is rewritten: by a template that drops thoughts, or a
+harness that sends other messages than it received.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ TURN_STREAM, CHAT_STREAM = 1 << 45, 1 << 47  # keep the seeds of later turns and
 
 @dataclass
 class Line:
-    """A sequence. prompt: what it begins with, of which nothing is learnt; ids: what follows; log_probs, rewards,
-    versions: of those that are drawn; experts: as in `Sample`, of all tokens but the last, if they are asked for"""
+    """One token sequence. prompt: its first tokens, which are not trained on; ids: the following tokens; drawn: action
+    mask of `ids`; log_probs, rewards, versions: of generated tokens; experts: as in `Sample`, of all tokens but the
+    last, if requested
+    """
 
     prompt: tuple[int, ...]
     ids: list[int] = field(default_factory=list)
@@ -46,12 +48,12 @@ class Line:
         return (*self.prompt, *self.ids)
 
     def hear(self, ids: Sequence[int]) -> None:
-        """What nothing is learnt of."""
+        """Appends tokens that are not trained on."""
         self.ids += ids
         self.drawn += [False] * len(ids)
 
     def take(self, turn: Sample) -> None:
-        """A turn of the model's."""
+        """Appends a turn of the model."""
         ids = turn.response_ids.tolist()
         self.ids += ids
         self.drawn += [True] * len(ids)
@@ -64,8 +66,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Node:
-    """Where a chat has been: all messages up to an answer, which is the last of `messages`, and so many tokens of a
-    line. last: of them; is_whole: the answer was not cut off"""
+    """State of a chat: all messages up to an answer, which is the last of `messages`, as the first `length` tokens of a
+    line. last: the last token; is_whole: the answer was not truncated
+    """
 
     messages: list[Message]
     tools: list[Message]
@@ -77,8 +80,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Next:
-    """What the next turn is drawn after: `said` at the end of a line (one of the trajectory's, or a new one), which are
-    the tokens of `words`. chat: the messages and tools of a request for it"""
+    """Position of the next turn: after the tokens `said` of `words`, at the end of a line (the trajectory's, or a new
+    one). chat: the messages and tools of its request
+    """
 
     line: Line
     said: Sequence[int]
@@ -88,8 +92,7 @@ class Next:
 
 @dataclass
 class Trajectory:
-    """Turns and words of one sample. faults: how often it was begun anew; ends_at: by the monotonic clock, it is late
-    after that"""
+    """Turns and words of one sample. faults: number of restarts; ends_at: deadline by the monotonic clock"""
 
     request: Request
     faults: int = 0
@@ -99,16 +102,16 @@ class Trajectory:
     messages: list[Message] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     next: Next | None = None
-    asked: dict[int, int] = field(default_factory=dict)  # how often a chat was after the same tokens
+    asked: dict[int, int] = field(default_factory=dict)  # number of chats after the same tokens
     offered: tuple[Next, Sample] | None = None  # an answer of a chat that may not have arrived
-    _last: Line | None = None  # which has the last turn
+    _last: Line | None = None  # line of the last turn
 
     @property
     def name(self) -> str:
         return f"sample {self.request.sample_id} (data row {self.request.prompt.index})"
 
     def limit(self, seconds: float | None) -> None:
-        """From now on."""
+        """Sets the deadline, counted from now."""
         self.ends_at = math.inf if seconds is None else time.monotonic() + seconds
 
     @property
@@ -116,14 +119,16 @@ class Trajectory:
         return time.monotonic() > self.ends_at
 
     def next_request(self) -> Request:
-        """For the turn that `next` says."""
+        """Returns the request for the turn at `next`."""
         assert self.next is not None
         prompt, line = self.request.prompt, self.next.line
         ids, known = (*line.all_ids, *self.next.said), 0 if line.experts is None else len(line.experts)
         return replace(self.request, prompt=Prompt(prompt.index, ids, {}), seed=self._seed(ids), experts_from=known)
 
     def _seed(self, ids: Sequence[int]) -> int:
-        """Of a chat by what is before it: requests that come at once are answered the same in any order."""
+        """Returns the seed; for a chat from the tokens before it, so that concurrent requests get the same answers in
+        any order.
+        """
         assert self.next is not None
         seed, turn = self.request.seed, len(self.turns)
         if self.next.chat is None:
@@ -132,8 +137,9 @@ class Trajectory:
         return sample_seed(seed, CHAT_STREAM + self.asked.get(number, 0), number)
 
     def take(self, turn: Sample, text: str, shown: str | None = None) -> Message:
-        """Adds the turn that was drawn after `next`; returns what the program is told of it. shown: its text with
-        special tokens, for a parser that reads them"""
+        """Adds the turn that was generated at `next`; returns the message for the program. shown: text with special
+        tokens, for parsers that need them
+        """
         assert self.next is not None and self.next.chat is None
         self._add(self.next, turn, {"role": "assistant", "content": text})
         ids = turn.response_ids.tolist()
@@ -151,15 +157,17 @@ class Trajectory:
         self._last = line
 
     def reward(self, value: float) -> None:
-        """What was given after the last turn; before the first one it is of the whole."""
+        """Adds a reward given after the last turn; rewards before the first turn count for the whole trajectory."""
         if self._last is not None and value:
             self._last.rewards[-1] += value
 
     # ---- chats
 
     def follow(self, chat: Message, suffix: Suffix) -> Next:
-        """Where a request's turn is drawn: after the longest conversation before it that its messages go on with, by
-        the tokens of that, or else in a sequence of its own. Raises AgentError for what the template cannot show."""
+        """Returns the position of a request's turn: after the longest earlier conversation that its messages extend,
+        with the tokens of that, or else in a sequence of its own. Raises AgentError for messages that the template
+        cannot render.
+        """
         messages, tools = chat["messages"], chat["tools"]
         more = {"tools": tools} if tools else {}
         known = [node for node in self.nodes if node.tools == tools and _begins(messages, node.messages)]
@@ -177,14 +185,16 @@ class Trajectory:
         return Next(Line(tuple(suffix.whole(messages, more))), (), messages, chat)
 
     def offer(self, turn: Sample, text: str, shown: str | None = None) -> Message:
-        """The answer to a chat, which counts once it has arrived; what the harness is told of it."""
+        """Returns the answer to a chat for the harness; the turn counts once the answer has arrived."""
         assert self.next is not None
         self.offered = self.next, turn
         tokens = [len(self.next.line) + len(self.next.said), len(turn.response_ids)]
         return {"answer": {"text": text, "shown": shown, "finish": turn.finish_reason, "tokens": tokens}}
 
     def settle(self, message: Message | None) -> None:
-        """As what the answer that was offered last, if there was one, has arrived; None: it has not."""
+        """Adds the turn of the last offered answer, if any, as the message that has arrived; None: it has not
+        arrived.
+        """
         if self.offered is None:
             return
         (after, turn), self.offered = self.offered, None
@@ -201,7 +211,7 @@ class Trajectory:
     # ---- the end
 
     def sample(self, scores: dict[str, float], by_turn: bool) -> Sample:
-        """by_turn: with what was given after each turn."""
+        """Returns the finished sample. scores: of the environment; by_turn: include the rewards of each turn"""
         first, *others = self.lines
         ids = [*first.ids, *(i for line in others for i in line.all_ids)]
         drawn = [*first.drawn, *(d for line in others for d in ([False] * len(line.prompt) + line.drawn))]
@@ -231,7 +241,7 @@ def _digest(ids: Sequence[int]) -> int:
 
 
 def _written(word: Any) -> Message:
-    """As it is written down: an answer in a history that is shown anew is not one of the model's turns."""
+    """Returns a word as recorded: an answer in a rewritten history is not one of the model's turns."""
     if isinstance(word, str):
         return {"role": "environment", "content": word}
     return {**word, "role": "given answer"} if word["role"] == "assistant" else dict(word)

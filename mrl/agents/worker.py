@@ -1,15 +1,15 @@
-"""A worker that runs agents' programs: `python -m mrl.agents.worker FD`, started by `mrl.agents.pool`.
+"""Worker that runs agents' programs: `python -m mrl.agents.worker FD`, started by `mrl.agents.pool`.
 
-On the socket FD come JSON objects. First the setup {"sys_path", "rollout", "parser", "sandbox", "endpoint",
-"answer_timeout_s", "max_bytes"}, answered by {"ready": true} or {"load_error": text}. Then {"id", "start": {"row",
-"tools", "prompt", "seed"}} begins a trajectory, {"id", "turn": {...}} and {"id", "over": why} answer one that has
-asked, {"drop": true} ends all, with an "id" that one. Of each trajectory come {"id", "say": [...]}, which asks for a
-turn, and at its end {"id", "done": {"score", ...}, "over": why} or {"id", "error": one line, "traceback": text}; with
-each "reward", what was given since the one before.
+The socket FD carries JSON objects. The setup {"sys_path", "rollout", "parser", "sandbox", "endpoint",
+"answer_timeout_s", "max_bytes"} is answered by {"ready": true} or {"load_error": text}. Then {"id", "start": {"row",
+"tools", "prompt", "seed"}} begins a trajectory, {"id", "turn": {...}} and {"id", "over": why} answer its request,
+{"drop": true} ends all trajectories, with an "id" only that one. Each trajectory sends {"id", "say": [...]}, which
+requests a turn, and at its end {"id", "done": {"score", ...}, "over": why} or {"id", "error": one line, "traceback":
+text}; each message has "reward", the sum of the rewards since the previous one.
 
-With an endpoint a turn is asked for by {"id", "chat": {"messages", "tools"}}, and answered by {"id", "answer": {"text",
-"finish", "tokens"}}, {"id", "over": why} or {"id", "refused": why}; "arrived" then comes with the next question or the
-end: the message that the last answer was to the harness, null if that was gone.
+With an endpoint, {"id", "chat": {"messages", "tools"}} requests a turn, and {"id", "answer": {"text", "finish",
+"tokens"}}, {"id", "over": why} or {"id", "refused": why} answers it. The next request or the end then has "arrived":
+the message that the harness received as the last answer, null if the harness was gone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mrl.user_functions import FunctionError
 
 MAX_TRACEBACK_CHARS = 1 << 20  # the middle of a longer one, such as of an endless recursion, is left out
 MAX_LINE_CHARS = 2000
-CLEAN_UP_S = 1.0  # of a program that is ended, for its `finally`
+CLEAN_UP_S = 1.0  # time for the `finally` of a program that is cancelled
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 class _Trajectories:
-    """All of this process, each a task of its loop."""
+    """All trajectories of this process, each a task of its event loop."""
 
     def __init__(
         self, connection: Connection, program: Program, parser: Parser | None, door: Door | None, setup: dict[str, Any]
@@ -71,8 +71,9 @@ class _Trajectories:
         await asyncio.Event().wait()  # for ever: the thread ends the process
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Ends the process, whatever its programs do, when the other side is gone. Answers to chats need no loop, which
-        a program may block that waits for one."""
+        """Receives messages, and ends the process when the other side is gone. Answers to chats bypass the event loop,
+        which a program that waits for one may block.
+        """
         try:
             while True:
                 message = json.loads(self._connection.recv_bytes())
@@ -105,7 +106,7 @@ class _Trajectories:
         async def ask(question: dict[str, Any]) -> dict[str, Any]:
             self._waiting[number] = asyncio.get_running_loop().create_future()
             self._say({"id": number, **question, "reward": ctx.take_reward()})
-            return await self._waiting[number]  # as long as rank 0 may take, at whose end this process ends
+            return await self._waiting[number]  # without time-out: this process ends with rank 0
 
         def ask_chat(question: dict[str, Any]) -> None:
             self._say({"id": number, **question, "reward": ctx.take_reward(), "arrived": session.arrived})
@@ -132,7 +133,7 @@ class _Trajectories:
             except Over:
                 result = None
             except Exception:
-                if not session.why_over:  # how a harness fails that is told so is its own affair
+                if not session.why_over:  # a harness may fail in any way after it was told that
                     raise
                 result = None
             return {"done": score_of(result, ctx), "over": ctx.why_over or session.why_over}
@@ -145,7 +146,7 @@ class _Trajectories:
             return {"error": line[:MAX_LINE_CHARS], "traceback": text}
 
     async def _until_ended(self, ctx: Context, prompt: str) -> Any:
-        """What the program returns; None where it asks on for turns although it was told that there are none."""
+        """Returns the program's result; None if it keeps requesting turns after it was told that there are none."""
         program = asyncio.ensure_future(self._program(ctx, prompt))
         ended = asyncio.ensure_future(ctx.ended.wait())
         try:
@@ -158,7 +159,7 @@ class _Trajectories:
                 await asyncio.wait({program}, timeout=CLEAN_UP_S)
 
     def _message(self, answer: dict[str, Any], number: int, tools: Sequence[Tool]) -> dict[str, Any]:
-        """A turn as a harness gets it. A call that cannot be read stays text."""
+        """Returns a turn as the harness's message. An unreadable call stays text."""
         found = found_in(answer, self._parser, tools)
         if found is None:
             return {"role": "assistant", "content": answer["text"]}

@@ -1,4 +1,4 @@
-"""How good the scores of a reward model are, on rows of a file: for `mrl eval reward`."""
+"""Accuracy of a reward model's scores on rows of a file, for `mrl eval reward`."""
 
 from mrl.scoring.accuracy import Judged, Report, report
 from mrl.scoring.measure import judge, theirs

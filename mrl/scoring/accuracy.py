@@ -1,4 +1,4 @@
-"""From scores to accuracies: by subset, by section as RewardBench has them, and by length."""
+"""Accuracies from scores: by subset, by RewardBench's sections, and by length."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ SECTIONS: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True)
 class Judged:
-    """One row. scores, tokens: of its responses, the best first; goodness: of each, the higher the better; subset: None
-    where it has none."""
+    """One scored row. scores, tokens: of its responses, the best first; goodness: of each response, higher is better;
+    subset: None if it has none.
+    """
 
     scores: tuple[float, ...]
     tokens: tuple[int, ...]
@@ -53,21 +54,23 @@ class Judged:
 
     @property
     def is_right(self) -> bool:
-        """The best response has the highest score; a tie is wrong."""
+        """True if the best response has the highest score; a tie is wrong."""
         return self.margin > 0
 
     @property
     def margin(self) -> float:
-        """Of the best response's score over those of all that are worse."""
+        """Score of the best response minus the highest score of all worse ones."""
         worse = [score for score, good in zip(self.scores, self.goodness, strict=True) if good < self.goodness[0]]
         return self.scores[0] - max(worse)
 
 
 @dataclass(frozen=True)
 class Report:
-    """accuracy, margin: of all rows; subsets: (name, rows, accuracy, margin); sections: RewardBench's, of which all
-    subsets are there; final: the mean of its four sections, None unless all are there
-    longer, shorter: accuracy where the best response is the longer one of two, or the shorter one; None: there is none
+    """Accuracies of a reward model.
+
+    accuracy, margin: of all rows; subsets: (name, rows, accuracy, margin); sections: RewardBench's sections with all
+    subsets present; final: the mean of its four sections, None unless all are present
+    longer, shorter: accuracy if the best response is the longer one of two, or the shorter one; None: no such rows
     length_correlation: of the scores with the responses' lengths
     """
 
@@ -85,7 +88,7 @@ class Report:
 
 
 def report(judged: Sequence[Judged]) -> Report:
-    """judged: one row or more."""
+    """Returns the report on one or more rows."""
     names = sorted({row.subset for row in judged if row.subset is not None})
     subsets = []
     for name in names:

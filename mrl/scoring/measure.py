@@ -1,4 +1,4 @@
-"""The scores of a reward model's directory, by mrl's own model in one process, and by transformers'."""
+"""Scores of a reward model by mrl's own model in one process, and by transformers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ ROWS_AT_ONCE = 64
 
 
 def read(model: str, data: str, subset_key: str, chat: bool | None, max_tokens: int | None) -> PreferenceDataset:
-    """Pairs, or ranked lists, of a file. chat: None: where the tokenizer has a chat template; max_tokens: None: the
-    model's positions. Raises DataError, or TokenizerError."""
+    """Reads pairs, or ranked lists, from a file. chat: None: use a chat template if the tokenizer has one; max_tokens:
+    None: the model's positions. Raises DataError, or TokenizerError.
+    """
     tokenizer, source = load_tokenizer(model, None), SourceConfig(path=data)
     max_tokens = max_tokens or load_arch(model).max_positions
     cfg = RewardDataConfig(
@@ -45,8 +46,12 @@ def read(model: str, data: str, subset_key: str, chat: bool | None, max_tokens: 
 
 
 def judge(model: str, data: PreferenceDataset, tokens: int, note: Callable[[int, int], None]) -> list[Judged]:
-    """Of every row, by mrl, in one process. An ensemble's mean counts. tokens: of a pass, at most; note: takes the rows
-    that are done, and all."""
+    """Scores every row by mrl, in one process; an ensemble's score is its mean.
+
+    Args:
+        tokens: maximum number of tokens in a forward pass.
+        note: receives the number of finished rows, and of all rows.
+    """
     train = TrainConfig(max_tokens_per_microbatch=tokens)
     dtype = torch.float32 if platform.device().type == "cpu" else torch.bfloat16
     found: list[Judged] = []
@@ -67,7 +72,7 @@ def judge(model: str, data: PreferenceDataset, tokens: int, note: Callable[[int,
 
 @torch.no_grad()
 def theirs(model: str, data: PreferenceDataset, rows: int) -> Tensor:
-    """[n] scores of the first rows' responses, by transformers in float32, one text at a time."""
+    """Returns the scores [n] of the first rows' responses, by transformers in float32, one text at a time."""
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
@@ -84,7 +89,9 @@ def theirs(model: str, data: PreferenceDataset, rows: int) -> Tensor:
 
 
 def _theirs_of_pictures(model: str, texts: Rollout, eyes: Eyes, store: PictureStore) -> Tensor:
-    """transformers has a body that sees pictures, and no classifier with one: the head is applied here."""
+    """Scores with images: transformers has a vision-language body, but no classifier with one, so the head is applied
+    here.
+    """
     from transformers import AutoModel
 
     body: Any = AutoModel.from_pretrained(model, dtype=torch.float32, trust_remote_code=False, local_files_only=True)

@@ -1,4 +1,4 @@
-"""A report as a table."""
+"""Report as a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from mrl.scoring.accuracy import Report
 
 
 def lines(found: Report) -> Iterator[str]:
-    """Text: subsets, RewardBench's sections where all of their subsets are there, all rows, and the length's part."""
+    """Yields lines of text: subsets, RewardBench's sections with all subsets present, all rows, and the influence of
+    length.
+    """
     width = max([len("all rows"), *(len(name) for name, *_ in found.subsets), *map(len, found.sections)])
     yield f"{'':{width}}  {'rows':>6} {'accuracy':>9} {'margin':>9}"
     for name, rows, accuracy, margin in found.subsets:
