@@ -77,7 +77,7 @@ class Context:
     ) -> None:
         self.tools, self.ended = tools, asyncio.Event()
         self._max_bytes, self._said_bytes, self._overs, self.why_over = max_bytes, 0, 0, ""
-        self._asked: asyncio.Future[dict[str, Any]] | None = None  # a requested turn that the program has not received yet
+        self._asked: asyncio.Future[dict[str, Any]] | None = None  # a turn not yet received
         self._is_waiting = False
         self._parser, self._limits = parser, dict(limits or {})
         self.row, self.rng, self.endpoint = row, random.Random(seed), endpoint
