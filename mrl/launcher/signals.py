@@ -40,7 +40,7 @@ def raise_swallowed() -> None:
 def collected() -> Iterator[list[int]]:
     """Collects stopping signals in a list instead of ending on them. Ignored signals (nohup) stay ignored.
 
-    After the block the process counts as past the run, no longer as not begun.
+    Restores the previous handlers after the block, except `preemption.not_begun`, since the run has begun.
     """
     received: list[int] = []
     wanted = [number for number in (*AT_ONCE, *WARNINGS) if signal.getsignal(number) != signal.SIG_IGN]
