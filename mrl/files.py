@@ -1,6 +1,6 @@
-"""Files that other processes rely on: whole or not there, made durable, and held while they are read.
+"""Files that other processes rely on: atomic writes, durability, locks.
 
-The standard library only, and none of its slow parts: the launcher reads it before torch is there.
+Standard library only, without its slow modules: the launcher uses it before torch is imported.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ _WITHOUT = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 class NoLocks(OSError):
-    """A file system without locks."""
+    """The file system has no locks."""
 
 
 def make_private(directory: Path) -> None:
-    """The directory is there; if it is new, its owner's alone (mode 0700). Its parents are as the umask has them."""
+    """Creates the directory with mode 0700 if it is new; its parents follow the umask."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     directory.mkdir(0o700, exist_ok=True)
 
 
 def write_atomically(file: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """The content as `replacing` writes it. Its mode is as the umask has it. durable: as there."""
+    """Writes the content as `replacing` does, with the umask's mode. durable: as in `replacing`"""
     with replacing(file, durable=durable) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_privately(file: Path, content: str) -> None:
-    """As `write_atomically`, and readable by its owner alone (mode 0600), from the first byte on."""
+    """Writes like `write_atomically`, with mode 0600 from the first byte on."""
     with replacing(file) as temporary:
         temporary.unlink(missing_ok=True)
         temporary.touch(0o600, exist_ok=False)
@@ -46,14 +46,15 @@ def write_privately(file: Path, content: str) -> None:
 
 @contextmanager
 def replacing(file: Path, *, durable: bool = False) -> Iterator[Path]:
-    """A hidden neighbour to write, which is `file` after that: a reader finds the old content or the new one, never a
+    """Yields a hidden neighbour to write, which then becomes `file`: readers find the old or the new content, never a
     part.
 
-    If that fails (disk full) or is broken off by a signal, the old content stays and nothing is left of the new one. A
-    killed process can leave the neighbour, .NAME.PID.RANDOM.tmp. Processes may write the same file, also those of
-    several machines: the last one wins.
+    If that fails (disk full) or a signal interrupts it, the old content stays and the new one is removed. A killed
+    process
+    can leave the neighbour, .NAME.PID.RANDOM.tmp. Several processes and machines may write the same file: the last one
+    wins.
 
-    durable: it survives a power cut from then on
+    durable: the content then survives a power cut
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     try:
@@ -69,7 +70,7 @@ def replacing(file: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Of a file or a folder: it survives a power cut."""
+    """Syncs a file or folder to disk, so that it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -78,28 +79,29 @@ def sync(path: Path) -> None:
 
 
 def sync_folders(directory: Path) -> None:
-    """Of a tree: the names in it survive a power cut. What the files hold is for who writes them."""
+    """Syncs all names of a tree, so that they survive a power cut; not the files' content."""
     for folder in [*(path for path in directory.rglob("*") if path.is_dir()), directory]:
         sync(folder)
 
 
 def rename_durably(path: Path, final: Path) -> None:
-    """A file or a folder, within its folder; it has the new name after a power cut, too."""
+    """Renames a file or folder within its folder; the new name survives a power cut."""
     os.rename(path, final)
     sync(final.parent)
 
 
 def sizes(directory: Path) -> dict[str, int]:
-    """Path within `directory` -> bytes, of all files in the tree: for a manifest, which is written after them."""
+    """Returns path within `directory` -> bytes for all files of the tree, for a manifest, which is written later."""
     files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
     return {str(path.relative_to(directory)): path.stat().st_size for path in files}
 
 
 def lock_for_reading(file: IO[Any], timeout_s: float = LOCK_TIMEOUT_S) -> None:
-    """Shared, until the file is closed. Who removes what it stands for locks it for a moment. Does nothing where the
-    file system has no locks: no run writes there, or removes anything.
+    """Takes a shared lock until the file is closed; a process that removes what the file stands for locks it
+    exclusively.
 
-    Raises ValueError if somebody holds it longer than `timeout_s`.
+    Does nothing if the file system has no locks, since no run writes or removes anything there. Raises ValueError if
+    another process holds the lock longer than `timeout_s`.
     """
     with contextlib.suppress(NoLocks):
         if not lock(file, shared=True, timeout_s=timeout_s):
@@ -107,8 +109,10 @@ def lock_for_reading(file: IO[Any], timeout_s: float = LOCK_TIMEOUT_S) -> None:
 
 
 def lock(file: IO[Any] | int, *, shared: bool = False, timeout_s: float = 0.0) -> bool:
-    """Whether an open file's lock could be had within `timeout_s`: alone, or shared with others who share it. It is
-    held until the file, and what processes have inherited of it, is closed. Raises NoLocks."""
+    """Returns True if the open file's lock was taken within `timeout_s`, exclusively or shared.
+
+    The lock is held until the file, and every inherited copy of it, is closed. Raises NoLocks.
+    """
     end = time.monotonic() + timeout_s
     while True:
         try:
@@ -136,8 +140,8 @@ def _without_locks(file: IO[Any] | int, error: OSError) -> str:
 
 
 def file_error(error: BaseException) -> BaseException:
-    """`error`, or the OSError that torch.save hides: on a full disk it complains of its own archive, with a plain
-    RuntimeError, while the file's error is being handled."""
+    """Returns `error`, or the OSError that torch.save hides behind a RuntimeError about its archive when the disk is
+    full."""
     below = error.__context__ if type(error) is RuntimeError else None
     while below is not None and not isinstance(below, OSError):
         below = below.__context__

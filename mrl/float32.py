@@ -1,4 +1,4 @@
-"""The normal numbers of float32, in which optimizers, losses and rotary embeddings compute: below TINY counts as 0."""
+"""Bounds of normal float32 numbers, in which optimizers, losses and rotary embeddings compute: below TINY is 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that others wrote: read in bounded time, and never from outside of the directory that they belong to."""
+"""Reads files of foreign origin in bounded time, and never from outside of their directory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from typing import Any
 from mrl.strict_json import unique_keys
 
 MAX_JSON_BYTES = 256 << 20
-NAMED_WEIGHTS = 5  # of those that are missing
+NAMED_WEIGHTS = 5  # missing weights named at most
 TEMPLATES = "additional_chat_templates"  # the one folder that belongs to a model's own files
 
 
 def read_json(file: Path) -> Any:
-    """The content of a JSON file. Raises OSError, or ValueError in one line that names the file: no JSON, too large,
-    nested too deep, the same key twice, no regular file (a pipe would be waited for without end)."""
+    """Returns the content of a JSON file.
+
+    Raises OSError, or ValueError in one line that names the file: not JSON, too large, nested too deeply, a duplicate
+    key, or not a regular file (a pipe would block).
+    """
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
         raise ValueError(f"{file} is no regular file")
@@ -31,7 +34,7 @@ def read_json(file: Path) -> Any:
 
 
 def parse_json(text: bytes) -> Any:
-    """Raises ValueError where `read_json` does."""
+    """Returns the parsed JSON. Raises ValueError in the cases of `read_json`."""
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
@@ -41,8 +44,10 @@ def parse_json(text: bytes) -> Any:
 
 
 def complete(loaded: tuple[Any, Mapping[str, Any]], folder: str | Path) -> Any:
-    """The model that diffusers or transformers has read, with its `output_loading_info`. Raises ValueError where the
-    folder's files lack weights of it, which the libraries fill with whatever they begin with."""
+    """Returns the model that diffusers or transformers loaded with its `output_loading_info`.
+
+    Raises ValueError if files of the folder lack weights, which the libraries would leave at their initial values.
+    """
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         named = ", ".join(missing[:NAMED_WEIGHTS]) + (", ..." if len(missing) > NAMED_WEIGHTS else "")
@@ -51,9 +56,9 @@ def complete(loaded: tuple[Any, Mapping[str, Any]], folder: str | Path) -> Any:
 
 
 def own_file(directory: Path, name: str | Path) -> Path:
-    """directory / name. Raises ValueError if that is a link out of the directory.
+    """Returns directory / name. Raises ValueError if that is a link out of the directory.
 
-    The links of a Hugging Face cache are allowed: snapshots/COMMIT/name -> blobs/HASH of the same model.
+    Links of a Hugging Face cache are allowed: snapshots/COMMIT/name -> blobs/HASH of the same model.
     """
     file, root = directory / name, Path(os.path.realpath(directory))
     real = Path(os.path.realpath(file))

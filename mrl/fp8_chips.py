@@ -1,5 +1,4 @@
-"""What transformer-engine's fp8 recipes ask of a GPU and of CUDA; numbers alone, so that a plan can be made without
-either."""
+"""GPU and CUDA requirements of transformer-engine's fp8 recipes; plain numbers, so that a plan needs neither."""
 
 from __future__ import annotations
 
@@ -10,7 +9,8 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Needs:
-    """capability: of the GPU, from `capability` and below `below`; cuda: that torch is built with, at least."""
+    """Requirements of a recipe. capability, below: bounds of the GPU's compute capability; cuda: oldest CUDA of torch's
+    build"""
 
     capability: Version
     below: Version | None = None
@@ -26,7 +26,7 @@ RECIPES = {
 
 
 def chip_problem(recipe: str, capability: Version, cuda: Version | None, chip: str = "this GPU") -> str | None:
-    """Why a GPU of this compute capability, with this CUDA where that is known, cannot compute it; None if it can."""
+    """Returns why a GPU of this compute capability, with this CUDA if known, cannot run the recipe; None if it can."""
     needs = RECIPES[recipe]
     if capability < needs.capability or (needs.below is not None and capability >= needs.below):
         bound = f" and below {_dotted(needs.below)}" if needs.below is not None else ""

@@ -1,4 +1,4 @@
-"""One thread for all of gloo's groups of a process: each would have its own, which wakes a hundred times a second."""
+"""One shared thread for all gloo groups of a process; each group's own thread would wake a hundred times a second."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.distributed import distributed_c10d
 
 from mrl.ports import GLOO
 
-Meet = Callable[[Any, int, int, timedelta], None]  # of a group's store, this rank, how many there are, and the time-out
+Meet = Callable[[Any, int, int, timedelta], None]  # store of a group, this rank, number of ranks, timeout
 
-_devices: dict[tuple[int, str], list[Any]] = {}  # by the process and the interfaces that they listen on
+_devices: dict[tuple[int, str], list[Any]] = {}  # by process and interfaces
 
 
 def share(first: Meet | None = None) -> None:
-    """For all groups made from now on. first: what each does before gloo makes it."""
+    """Makes all later groups share a thread. first: called before gloo makes each group"""
     plain = distributed_c10d.ProcessGroupGloo
 
     class ProcessGroupGloo(plain):  # type: ignore[misc, valid-type]
@@ -32,8 +32,10 @@ def share(first: Meet | None = None) -> None:
 
 
 def devices(group: Any) -> list[Any]:
-    """Of the interfaces that the environment names, in a row with commas as torch has them, else of the address that
-    the host's name has. Made at the first use; a copy of this process has no thread for those that it inherits."""
+    """Returns the devices of the comma-separated interfaces in the environment, else of the host name's address.
+
+    They are made at first use, per process: a fork has no thread for inherited ones.
+    """
     names = os.environ.get(GLOO, "")
     key = os.getpid(), names
     if key not in _devices:

@@ -1,4 +1,4 @@
-"""The command that installs what is missing here, into the Python that is running."""
+"""Commands that install missing packages into the running Python."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ CHECKOUT = Path(__file__).parents[1]
 
 
 def pip_install(*requirements: str) -> str:
-    """Such as "/home/me/mrl/.venv/bin/python -m pip install 'nvidia-resiliency-ext<0.5,>=0.4.1'"."""
+    """Returns a command such as "/home/me/mrl/.venv/bin/python -m pip install 'nvidia-resiliency-ext<0.5,>=0.4.1'"."""
     return shlex.join([sys.executable, "-m", "pip", "install", *requirements])
 
 
 def pip_install_extra(extra: str) -> str:
-    """Of what one of mrl's extras (setup.py) asks for."""
+    """Returns the command that installs the requirements of one of mrl's extras (setup.py)."""
     requirements = list(_of_extra(extra))
     if requirements:
         return pip_install(*requirements)
-    return pip_install("--editable", f"{CHECKOUT}[{extra}]")  # its metadata are older than the extra
+    return pip_install("--editable", f"{CHECKOUT}[{extra}]")  # the installed metadata is older than the extra
 
 
 def missing_of_extra(extra: str) -> list[str]:
-    """What it asks for and is not installed, by name."""
+    """Returns the names of an extra's requirements that are not installed."""
     return [name for name in map(_name, _of_extra(extra)) if not _is_installed(name)]
 
 
@@ -55,12 +55,12 @@ def _of_extra(extra: str) -> Iterator[str]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of those that are installed."""
+    """Returns the versions of the packages that are installed."""
     return {name: metadata.version(name) for name in packages if _is_installed(name)}
 
 
 def commit(checkout: Path = CHECKOUT) -> str | None:
-    """Of the checkout that mrl runs from, or another, with a + where files differ from it; None if it is not one."""
+    """Returns the commit of mrl's checkout, or another, with a + if files differ from it; None without a checkout."""
     if not (checkout / ".git").exists():
         return None
     command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]

@@ -1,4 +1,4 @@
-"""Addresses on this machine for what this program starts: ranks that meet, engines."""
+"""Ports and addresses of this machine for rendezvous of ranks and for engines."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from collections.abc import Collection
 
 import psutil
 
-PORTS = range(26000, 32000)  # of slurm/run.sh are those from 20000; from 32768 outgoing connections are numbered
+PORTS = range(26000, 32000)  # slurm/run.sh uses ports from 20000; outgoing connections start at 32768
 HERE = "127.0.0.1"
-MEETING_VARIABLE = "MRL_MEETING"  # of the ranks that `mrl train` starts: the folder where they meet, in a file
+MEETING_VARIABLE = "MRL_MEETING"  # folder of the rendezvous file of ranks that `mrl train` starts
 GLOO = "GLOO_SOCKET_IFNAME"
-# The environment of ranks that talk to nobody but this machine: where their groups listen.
+# Environment of ranks that communicate within this machine only: interfaces of their groups.
 LOOPBACK = dict.fromkeys((GLOO, "NCCL_SOCKET_IFNAME"), "lo" if sys.platform == "linux" else "lo0")
 
-_claims: list[socket.socket] = []  # on the ports that `free_port` has given
+_claims: list[socket.socket] = []  # hold the ports that `free_port` returned
 
 
 class NoFreePort(RuntimeError):
-    """Nothing can be started here."""
+    """No free port was found."""
 
 
 def is_a_rank() -> bool:
-    """Whether the environment says so, as torchrun's and `mrl train`'s does."""
+    """True if the environment marks this process as a rank, as torchrun and `mrl train` do."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def world_problem() -> str | None:
-    """What is wrong with the place that the environment gives this process in a world; None if nothing is."""
+    """Returns what is wrong with this process's rank variables in the environment; None if nothing is."""
     number, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     said = f"RANK={number} and WORLD_SIZE={size} in the environment"
     if not (number.isdecimal() and size.isdecimal() and int(number) < int(size)):
@@ -45,9 +45,12 @@ def world_problem() -> str | None:
 
 
 def free_port(host: str = HERE, taken: Collection[int] = ()) -> int:
-    """At that address of this machine, and none of `taken`, where somebody will listen. Not one from which outgoing
-    connections are made: an engine that is started again must find its port free. Nobody else who asks here gets it
-    while this process lives: its UDP namesake is held. Raises NoFreePort after 100 tries."""
+    """Returns a free port at that address of this machine, outside of `taken`. Raises NoFreePort after 100 tries.
+
+    The port is outside the range of outgoing connections, since a restarted engine must find its port free. No other
+    caller
+    gets it while this process lives: the UDP port of the same number is held.
+    """
     for port in random.SystemRandom().sample([port for port in PORTS if port not in taken], 100):
         claim = socket.socket(type=socket.SOCK_DGRAM)
         try:
@@ -63,7 +66,7 @@ def free_port(host: str = HERE, taken: Collection[int] = ()) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listens on that address of this machine (a name: the first that it stands for) and on no other.
+    """Listens on that address of this machine (for a name: its first address) and on no other.
 
     Raises OSError if the address is not this machine's, or the port is taken.
     """
@@ -80,25 +83,28 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_towards(host: str) -> str:
-    """This machine's IPv4 address as `host` sees it; nothing is sent. Raises OSError where there is no way there."""
+    """Returns this machine's IPv4 address as seen by `host`; sends nothing. Raises OSError without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
 
 
 def interface_of(host: str) -> str:
-    """The name of the interface that has this IPv4 address, such as "lo" or "eth0". Raises OSError if none has."""
+    """Returns the interface with this IPv4 address, for example "lo" or "eth0". Raises OSError if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.family == socket.AF_INET and one.address == host for one in addresses):
             return name
-    if host.startswith("127."):  # all of them are the loopback's
+    if host.startswith("127."):  # the loopback interface has all of these
         return LOOPBACK[GLOO]
     raise OSError(f"no interface of this machine has the address {host}")
 
 
 def gloo_towards(host: str) -> dict[str, str]:
-    """The environment in which gloo's groups of this machine listen where `host` sees it, unless that is said already.
-    By themselves they do at this machine's name, which Debian's /etc/hosts has at 127.0.1.1."""
+    """Returns the environment that lets this machine's gloo groups listen where `host` sees them, unless it is set
+    already.
+
+    By default gloo listens at the host name's address, which Debian's /etc/hosts maps to 127.0.1.1.
+    """
     try:
         return {GLOO: os.environ.get(GLOO) or interface_of(address_towards(host))}
     except OSError:
@@ -107,7 +113,7 @@ def gloo_towards(host: str) -> dict[str, str]:
 
 @functools.cache
 def is_here(host: str) -> bool:
-    """Whether it is an address, or a name, of this machine."""
+    """True if `host` is an address or a name of this machine."""
     try:
         listen(host, 0).close()
     except OSError:

@@ -1,4 +1,4 @@
-"""What ranks import, some of it late: for the process that is copied for each of them (`launcher/nursery.py`)."""
+"""Imports of the ranks, including late ones, for their fork server (`launcher/nursery.py`)."""
 
 from mrl import platform
 
@@ -13,8 +13,8 @@ from mrl.config.trainers.table import TRAINERS  # noqa: E402
 from mrl.kernels import native  # noqa: E402
 
 if not platform.is_built_for_gpus():
-    native.problem()  # finds the library, or makes it
+    native.problem()  # finds or builds the library
 
 for trainer in TRAINERS.values():
-    if not trainer.packages:  # else it may not be installed, and would cost all others its imports
+    if not trainer.packages:  # optional packages may be absent, and would slow down all other trainers
         trainer.load_main()

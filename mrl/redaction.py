@@ -1,4 +1,4 @@
-"""What is written down or shown of a configuration has no passwords."""
+"""Removes passwords from configurations that are written or shown."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ _NAMES = ("password", "token", "secret", "api_key")
 
 
 def redact(text: str) -> str:
-    """`text` with *** for the user and password of addresses (http://user:password@host) and for what their query
-    gives as token, key, password, secret, signature or auth."""
+    """Returns `text` with *** for user and password of addresses (http://user:password@host).
+
+    Values of token, key, password, secret, signature and auth in their query are hidden too.
+    """
     return _FIELD.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", text))
 
 
 def redact_tree(value: Any, name: str = "") -> Any:
-    """As `redact`, of every text in lists and mappings; of keys that are called password, token, secret or api_key
-    nothing is left."""
+    """Redacts every text in lists and mappings; values of keys named password, token, secret or api_key are hidden
+    entirely."""
     if isinstance(value, dict):
         return {redact(key) if isinstance(key, str) else key: redact_tree(v, str(key)) for key, v in value.items()}
     if isinstance(value, (list, tuple)):

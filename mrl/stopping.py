@@ -1,7 +1,7 @@
-"""The exception by which a signal ends a process. Standard library only."""
+"""Exception by which a signal ends a process. Standard library only."""
 
 from __future__ import annotations
 
 
 class Stopped(SystemExit):
-    """A signal has told this process to end with this exit code; a user's `sys.exit` is a plain SystemExit."""
+    """Raised by a signal, to end this process with this exit code; a user's `sys.exit` is a plain SystemExit."""

@@ -1,7 +1,7 @@
-"""JSON as RFC 8259 defines it, without the extensions of Python's json module, in both directions.
+"""Strict JSON of RFC 8259, without the extensions of Python's json module, in both directions.
 
-Refused are NaN and Infinity, numbers such as 1e999 that no float holds, a key that an object has twice, half a
-character (a lone surrogate), and nesting that is too deep. The standard library only.
+Rejected are NaN and Infinity, numbers such as 1e999 that no float holds, duplicate keys, lone surrogates, and nesting
+that is too deep. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def loads(text: str | bytes) -> Any:
 
 
 def raw_decode(text: str, start: int) -> tuple[Any, int]:
-    """Returns the JSON value that begins at the index `start`, and the index after its last character.
+    """Returns the JSON value that begins at index `start`, and the index after its last character.
 
-    Raises ValueError, which is a JSONDecodeError with the place (`pos`) where the text is no JSON.
+    Raises ValueError; for invalid JSON a JSONDecodeError with the index (`pos`).
     """
     try:
         value, end = _DECODER.raw_decode(text, start)
@@ -40,19 +40,19 @@ def raw_decode(text: str, start: int) -> tuple[Any, int]:
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
         raise json.JSONDecodeError(f"{half} is half of a character (a lone surrogate)", text, start) from None
-    except ValueError as error:  # of the hooks below, and of whole numbers with more than 4300 digits
+    except ValueError as error:  # from the hooks below, or integers with more than 4300 digits
         raise json.JSONDecodeError(str(error), text, start) from None
     return value, end
 
 
 def dumps(value: Any, **options: Any) -> str:
     """Returns the JSON text of a value; options are those of `json.dumps`. Raises ValueError for NaN, an infinity or a
-    cycle, TypeError for what JSON has no form of."""
+    cycle, TypeError for a value without a JSON form."""
     return json.dumps(value, allow_nan=False, **options)
 
 
 def finite(value: Any) -> Any:
-    """Returns the same value with the texts "nan", "inf" and "-inf" for the floats that JSON cannot hold."""
+    """Returns the same value with the texts "nan", "inf" and "-inf" for floats that JSON cannot hold."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value))
     if isinstance(value, dict):
@@ -71,7 +71,7 @@ def _constant(name: str) -> Any:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object's content, as `object_pairs_hook`. Raises ValueError for a key that is there twice."""
+    """Returns an object's content, as `object_pairs_hook`. Raises ValueError for a duplicate key."""
     content = dict(pairs)
     if len(content) < len(pairs):
         seen = set[str]()

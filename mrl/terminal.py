@@ -1,4 +1,4 @@
-"""Rank 0's way to the terminal and to its log: a pseudo-terminal if there is a terminal, so that live displays live."""
+"""Copies rank 0's output to the terminal and to its log, through a pseudo-terminal if there is a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHUNK = 1 << 16
 
 
 class Terminal:
-    """Reads what rank 0 writes to `for_rank`; copies it to stdout as it is, and to the log as it finally stands."""
+    """Copies rank 0's output from `for_rank` to stdout unchanged, and to the log in its final form."""
 
     def __init__(self, log: Path) -> None:
         self._is_terminal = sys.stdout.isatty()
@@ -39,7 +39,7 @@ class Terminal:
         os.set_blocking(self._source, False)
         self._log_path, self._log_is_whole = log, True
         self._rank_side_open = True
-        self._is_in_a_line = False  # what was copied last had no end of line
+        self._is_in_a_line = False  # the last copied output had no newline
 
     def __enter__(self) -> Terminal:
         self._log = TidyLog(self._log_path.open("ab"))
@@ -57,17 +57,17 @@ class Terminal:
         self.rank_started()
         self._selector.close()
         os.close(self._source)
-        with contextlib.suppress(OSError):  # of a log that could not be written any more
+        with contextlib.suppress(OSError):  # the log may be unwritable
             self._log.close()
 
     def rank_started(self) -> None:
-        """Closes this process's copy of the rank's side: only then does the end of the rank end the stream."""
+        """Closes this process's copy of the rank's side, so that the rank's end closes the stream."""
         if self._rank_side_open:
             os.close(self.for_rank)
             self._rank_side_open = False
 
     def pump(self, timeout_s: float) -> None:
-        """Copies what has come; waits up to `timeout_s` for something."""
+        """Copies available output; waits up to `timeout_s` for it."""
         if self._selector.get_map():
             if self._selector.select(timeout_s):
                 self._copy()
@@ -75,22 +75,22 @@ class Terminal:
             time.sleep(timeout_s)
 
     def drain(self) -> None:
-        """Copies the rest, without waiting for processes that may still hold the other side."""
+        """Copies the remaining output, without waiting for processes that still hold the other side."""
         while self._selector.get_map() and self._copy():
             pass
 
     def say(self, text: str, prefix: str = "mrl: ") -> None:
-        """A line of the launcher's own; a rank may have died in the midst of one of its."""
+        """Prints a line of the launcher, on a new line even if a rank died within one."""
         end, self._is_in_a_line = "\n" * self._is_in_a_line, False
         with contextlib.suppress(OSError):
             print(f"{end}{prefix}{text}", file=sys.stderr, flush=True)
 
     def log(self, text: str) -> None:
-        """Lines for the log alone."""
+        """Writes lines to the log alone."""
         self._write(text.encode())
 
     def _write(self, data: bytes) -> None:
-        """To the log, as long as that can be written: the run does not depend on it."""
+        """Writes to the log while that is possible; the run does not depend on it."""
         if self._log_is_whole:
             try:
                 self._log.write(data)
@@ -103,14 +103,14 @@ class Terminal:
             data = os.read(self._source, _CHUNK)
         except BlockingIOError:
             return False
-        except OSError:  # how a pseudo-terminal says that its other side is closed
+        except OSError:  # a pseudo-terminal whose other side is closed
             data = b""
         if not data:
             self._selector.unregister(self._source)
             return False
         self._write(data)
         self._is_in_a_line = data[-1:] != b"\n"
-        with contextlib.suppress(OSError):  # nobody is there to read: the log still gets it
+        with contextlib.suppress(OSError):  # no reader left; the log still gets it
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
         return True
@@ -121,9 +121,9 @@ class Terminal:
 
 
 class TidyLog:
-    """A file of what a terminal would show in the end: redrawn lines are replaced, colours left out.
+    """File with a terminal's final content: redrawn lines are replaced, colours removed.
 
-    Live displays move up and draw again; the last `REACH` lines are taken back from the file when they do.
+    Live displays move the cursor up and redraw; the last `REACH` lines of the file are then rewritten.
     """
 
     REACH = 200

@@ -1,8 +1,8 @@
-"""What the items of a batch's tensors are: every field says it once, and cutting and joining batches follow from it.
+"""Units of a batch's tensors: every field declares its unit once, and slicing and joining of batches follow from it.
 
 A batch is a dataclass. `tokens: PerToken` declares a tensor whose first dimension counts tokens, and `rows: PerSample |
-None` one that may be missing. How many items of a unit each sample has is an attribute of the batch, which the unit
-names: items of another kind (turns, say) are one more `Unit`. A field may itself be a batch of the same samples.
+None` an optional one. The number of items that each sample has of a unit is an attribute of the batch, which the unit
+names: a new kind of item (turns, say) is one more `Unit`. A field may itself be a batch of the same samples.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Unit:
-    """What a tensor's first dimension counts. lengths: the batch's attribute [B] int64 that says how many of them each
-    sample has; None: one."""
+    """Meaning of a tensor's first dimension. lengths: attribute [B] int64 of the batch with the items per sample; None:
+    one."""
 
     name: str
     lengths: str | None = None
 
     def count(self, of: Any) -> int:
-        """How many the batch `of` has. Raises ValueError if it has no lengths for them."""
+        """Returns the number of items in the batch `of`. Raises ValueError if the batch has no lengths for them."""
         return of.num_samples if self.lengths is None else int(self._each(of).sum())
 
     def places(self, of: Any, samples: Tensor) -> Tensor:
-        """[m] int64: where the items of `samples` [b] int64 are in a tensor of the batch `of`, in that order. Raises
-        ValueError as `count`."""
+        """Returns [m] int64: indices of the items of `samples` [b] int64 in a tensor of the batch `of`, in that order.
+
+        Raises ValueError like `count`.
+        """
         if self.lengths is None:
             return samples
         each = self._each(of)
@@ -40,7 +42,7 @@ class Unit:
         return torch.arange(int(count.sum())) + (starts(each)[samples] - starts(count)).repeat_interleave(count)
 
     def span(self, of: Any, samples: range) -> slice:
-        """`places` of samples that follow each other."""
+        """Returns the slice of the items of consecutive samples."""
         if self.lengths is None:
             return slice(samples.start, samples.stop)
         each = self._each(of)
@@ -70,13 +72,14 @@ PerSequence = Annotated[Tensor, SEQUENCE]
 
 
 def starts(counts: Tensor) -> Tensor:
-    """Where the items of each begin, that has so many of them, one after the other."""
+    """Returns the start of each consecutive block with these counts."""
     return counts.cumsum(0) - counts
 
 
 def check(batch: object, of: object = None) -> None:
-    """Raises ValueError for a tensor that has not one item for each of its unit, TypeError for what is no tensor where
-    one is declared. of: the batch that knows the lengths, if not this one itself."""
+    """Raises ValueError for a tensor whose first dimension does not match its unit, TypeError for a declared tensor
+    that is
+    none. of: the batch that has the lengths, by default this one."""
     kind, of = type(batch).__name__, batch if of is None else of
     for name, (unit, *_) in declared(batch).items():
         value = getattr(batch, name)
@@ -89,14 +92,13 @@ def check(batch: object, of: object = None) -> None:
 
 
 def pick(batch: T, samples: Tensor, of: object = None) -> T:
-    """Of some of the samples, in the order of `samples` [b] int64, which may name one more than once. of: as in
-    `check`."""
+    """Returns some samples in the order of `samples` [b] int64, which may repeat. of: as in `check`"""
     of = batch if of is None else of
     return _taken(batch, lambda unit: unit.places(of, samples))
 
 
 def part(batch: T, samples: range, of: object = None) -> T:
-    """As `pick`, of samples that follow each other (step 1): the tensors are views of the batch's."""
+    """Returns consecutive samples (step 1) like `pick`; the tensors are views of the batch's."""
     of = batch if of is None else of
     return _taken(batch, lambda unit: unit.span(of, samples))
 
@@ -112,8 +114,10 @@ def _taken(batch: Any, where: Callable[[Unit], Tensor | slice]) -> Any:
 
 
 def join(batches: Sequence[T]) -> T:
-    """The samples of the first batch, then those of the next, ...; what has no unit is the first one's. Raises
-    ValueError for a field that only some of them have, TypeError for batches of several kinds."""
+    """Returns the samples of all batches in order; fields without a unit are the first batch's.
+
+    Raises ValueError for a field that only some batches have, TypeError for batches of several types.
+    """
     first: Any = batches[0]
     if len(kinds := {type(batch).__name__ for batch in batches}) > 1:
         raise TypeError(f"batches of several kinds: {', '.join(sorted(kinds))}")
@@ -131,8 +135,10 @@ def join(batches: Sequence[T]) -> T:
 
 
 def declared(batch: Any) -> Mapping[str, tuple[Any, ...]]:
-    """By name the unit, and what else is declared, of each field of a batch, or of its class, that holds a tensor.
-    Raises TypeError for a tensor without a unit."""
+    """Returns, by name, the unit and further declarations of each tensor field of a batch or its class.
+
+    Raises TypeError for a tensor without a unit.
+    """
     kind: Any = batch if isinstance(batch, type) else type(batch)
     return _declared(kind)
 
@@ -166,6 +172,6 @@ def _is_batch(value: object) -> bool:
 
 
 def _numbered_on(values: Sequence[Tensor]) -> list[Tensor]:
-    """Each one's numbers, from 0, after those of the ones before it."""
+    """Renumbers each tensor from 0 upwards to follow the numbers of those before it."""
     counts = torch.tensor([0, *(int(value.max()) + 1 for value in values[:-1])])
     return [value + before for value, before in zip(values, counts.cumsum(0), strict=True)]

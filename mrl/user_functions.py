@@ -1,4 +1,4 @@
-"""A user's own functions, `path/to/file.py:name`: from the name to a callable, with errors that a user can act on."""
+"""User functions `path/to/file.py:name`: loads a callable by name, with errors that a user can act on."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from typing import Any
 from mrl.stopping import Stopped
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-_FOLDERS: set[str] = set()  # of the files that were loaded
+_FOLDERS: set[str] = set()  # folders of loaded files
 
 
 class FunctionError(RuntimeError):
-    """A file does not have the function that is asked for."""
+    """A file lacks the requested function."""
 
 
 def load(
     spec: str, key: str, arguments: tuple[Any, ...], signature: str, named: Mapping[str, Any] = NOTHING
 ) -> Callable[..., Any]:
-    """The function of `path/to/file.py:name`, the value of the configuration's `key`; it must take `arguments` and
-    those `named`, which are `signature` in words. Raises FunctionError.
+    """Returns the function of `path/to/file.py:name`, the value of the configuration's `key`. Raises FunctionError.
 
-    The file's folder is put on sys.path, so that it can import its neighbours.
+    It must accept `arguments` and `named`, described by `signature`. The file's folder is added to sys.path, so that
+    the file can import its neighbours.
     """
     function = find(spec, key)
     _check_signature(function, f"{key} {spec!r}", arguments, named, signature)
@@ -39,7 +39,7 @@ def load(
 
 
 def find(spec: str, key: str) -> Any:
-    """What `path/to/file.py:name` names, as `load` finds it, whatever it is. Raises FunctionError."""
+    """Returns the object that `path/to/file.py:name` names, like `load`, without a check. Raises FunctionError."""
     path_text, _, name = spec.rpartition(":")
     where = f"{key} {spec!r}"
     path = Path(path_text)
@@ -55,7 +55,7 @@ def find(spec: str, key: str) -> Any:
 
 
 def near(name: str, candidates: Iterable[str]) -> str:
-    """What may be meant, as the end of a sentence; empty where there is nothing."""
+    """Returns suggestions for a misspelt name, as the end of a sentence; empty without any."""
     names = sorted(candidates)
     close = difflib.get_close_matches(name, names, n=3)
     if close:
@@ -64,7 +64,7 @@ def near(name: str, candidates: Iterable[str]) -> str:
 
 
 def _import_file(path: Path, where: str) -> ModuleType:
-    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]  # files of one stem lie in several folders
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]  # several folders may have files of one stem
     spec = importlib.util.spec_from_file_location(f"user_functions_{path.stem}_{digest}", path)
     if spec is None or spec.loader is None:
         raise FunctionError(f"{where}: {path} is not a Python file")
@@ -82,10 +82,10 @@ def _import_file(path: Path, where: str) -> ModuleType:
 
 
 def _put_first(folder: Path) -> None:
-    """Imports find the folder's own files, also where a file of another user's folder with that name is loaded."""
+    """Lets imports find the folder's own files, even if a module of that name from another user's folder is loaded."""
     _FOLDERS.add(str(folder))
     for name, module in list(sys.modules.items()):
-        known = vars(module) if isinstance(module, ModuleType) else {}  # no attribute: a lazy module would import
+        known = vars(module) if isinstance(module, ModuleType) else {}  # getattr would import a lazy module
         home = os.path.dirname(known.get("__file__") or "")
         home = os.path.dirname(home) if "__path__" in known else home
         is_here = (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
@@ -96,7 +96,7 @@ def _put_first(folder: Path) -> None:
 
 
 def _import_error(error: BaseException, path: Path) -> str:
-    """The error, and the line of the file itself that led to it."""
+    """Returns the error with the line of the file that led to it."""
     if isinstance(error, SyntaxError):  # the lines before show the place
         what = traceback.format_exception_only(error)[-1].strip()
     else:
@@ -120,4 +120,4 @@ def _check_signature(
     except TypeError as error:
         raise FunctionError(f"{where} must take {signature}: {error}") from error
     except ValueError:
-        return  # a C function that does not tell its signature
+        return  # a C function without a signature

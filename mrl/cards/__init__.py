@@ -1,5 +1,4 @@
-"""README.md of an exported model: what it is and how it was made, from the files of its run, or of what it was merged
-of, alone."""
+"""Model card (README.md) of an exported model, made from the files of its run, or of the models that were merged."""
 
 from mrl.cards.facts import Facts, Origin
 from mrl.cards.merged import merged_card

@@ -1,4 +1,4 @@
-"""What a model's directory tells of where the model comes from."""
+"""Origin of a model as its directory tells it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LICENSE_KEYS = ("license", "license_name", "license_link")
 
 @dataclass(frozen=True)
 class BaseModel:
-    """name: on the hub where the directory is one of its snapshots, else the directory's own; license: as the base's
-    card says, empty if it says nothing."""
+    """Base model. name: on the hub for a hub snapshot, else the directory's name; license: as in the base's card, empty
+    without one."""
 
     name: str
     revision: str | None
@@ -30,7 +30,7 @@ class BaseModel:
 
 
 def base_model(path: str | Path) -> BaseModel:
-    """Of the directory that a run has begun with. What cannot be read tells nothing."""
+    """Describes the directory that a run started from; unreadable files count as absent."""
     path = Path(path)
     name, revision = hub_name(str(path)) or (path.resolve().name, None)
     front = front_matter(path / "README.md")
@@ -39,7 +39,7 @@ def base_model(path: str | Path) -> BaseModel:
 
 
 def front_matter(card: Path) -> dict[str, Any]:
-    """The YAML that a model card begins with; empty without any."""
+    """Returns the YAML front matter of a model card; empty without any."""
     try:
         block = _FRONT.search(card.read_text(encoding="utf-8"))
         front = yaml.safe_load(block[1]) if block else None
@@ -49,8 +49,8 @@ def front_matter(card: Path) -> dict[str, Any]:
 
 
 def tokenizer_facts(model: Path) -> dict[str, str]:
-    """The digest of the chat template (16 hex digits of its SHA-256) and the special tokens that end and fill, of a
-    model's directory; without those it does not say."""
+    """Returns the chat template's digest (16 hex digits of its SHA-256) and the end and pad tokens of a model
+    directory, each if it is known."""
     config = _json(model / "tokenizer_config.json")
     template = config.get("chat_template")
     if (alone := model / "chat_template.jinja").is_file():
@@ -68,17 +68,20 @@ def tokenizer_facts(model: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Kind:
-    """What lies in a directory. architecture: config.json's first, empty if it has none or if they are adapters;
-    is_seeing_judge: it scores and sees pictures, of which transformers has no class"""
+    """Kind of an exported model.
 
-    task: str  # the hub's name of what the model does
+    architecture: the first of config.json, empty for adapters or without one; is_seeing_judge: a scoring model with
+    image input, for which transformers has no class
+    """
+
+    task: str  # task name of the hub
     is_adapter: bool = False
     architecture: str = ""
     is_seeing_judge: bool = False
 
 
 def kind_of(export: Path) -> Kind:
-    """Of a Hugging Face directory, or one of adapters in PEFT's form."""
+    """Returns the kind of a Hugging Face directory, or of a PEFT adapter directory."""
     if adapter := _json(export / "adapter_config.json"):
         task = {"SEQ_CLS": CLASSIFIES, "TOKEN_CLS": CLASSIFIES_TOKENS}.get(str(adapter.get("task_type")), GENERATES)
         return Kind(task, is_adapter=True)

@@ -1,4 +1,4 @@
-"""What is known of an exported model: of its run, its base, its data and itself."""
+"""Facts of an exported model: its run, its base, its data and its weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALSO = ("actor/loss", "actor/entropy", "kl/ref", "response/mean_tokens", "mismat
 
 @dataclass(frozen=True)
 class Measured:
-    """A metric over the run; best: None where neither more nor less is better."""
+    """A metric over the run; best: None if neither higher nor lower is better."""
 
     name: str
     first: float
@@ -36,7 +36,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Source:
-    """Of data, as it is told to strangers: several may have one name, by their digests they are told apart."""
+    """Data source in public form; sources with the same name differ in their digests."""
 
     name: str
     bytes: int
@@ -45,7 +45,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Origin:
-    """Which weights of which run. state: with the `config` and `data_contents` of a checkpoint; part: of its models"""
+    """Weights of a run. state: has a checkpoint's `config` and `data_contents`; part: name of the model"""
 
     run_dir: Path
     state: Mapping[str, Any]
@@ -63,7 +63,7 @@ class Origin:
 
     @property
     def base(self) -> Path | None:
-        """The directory that the weights began with; None if they were random."""
+        """Directory of the initial weights; None for random ones."""
         model, own = self.config["model"], self.config.get(self.part) or {}
         path = own.get("path") or (None if model.get("from_scratch") else model["path"])
         return Path(path) if path else None
@@ -74,10 +74,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class Facts:
-    """step: that the weights are of; config: as it is told to strangers
+    """Facts for a card. step: of the weights; config: in public form
 
-    notes: what was left out or cut of it, a sentence each
-    base: None for a model that began with random weights; base_digest, digest: see `whole_digest`, empty if not known
+    notes: rows left out or cut, one sentence each
+    base: None for random initial weights; base_digest, digest: see `whole_digest`, empty if unknown
     """
 
     name: str
@@ -97,9 +97,10 @@ class Facts:
 
     @classmethod
     def of(cls, origin: Origin, export: Path, digests: Mapping[str, str], base_digests: Mapping[str, str]) -> Facts:
-        """Of the weights in `export`. digests, base_digests: of the files of weights, there and of the base.
+        """Collects the facts of the weights in `export`. digests, base_digests: of the weight files there and of the
+        base.
 
-        Raises Unreadable if the run's metrics are not as a run writes them.
+        Raises Unreadable if the run's metrics are malformed.
         """
         found = {p: of for sources in dict(origin.state.get("data_contents", {})).values() for p, of in sources.items()}
         notes = read_data_notes(origin.run_dir)
@@ -127,7 +128,7 @@ class Facts:
         return method_of(self.config)
 
     def measured(self) -> list[Measured]:
-        """First, last and best of what tells how the run went, in the order of the table."""
+        """Returns first, last and best value of the main metrics, in the order of the table."""
         names = dict.fromkeys(name for row in self.rows for name in row)
         wanted = [*HIGHER, *LOWER, *(n for n in names if n.startswith("validation/") and n not in HIGHER + LOWER)]
         return [self._measured(name) for name in (*wanted, *ALSO) if name in names]
@@ -138,12 +139,12 @@ class Facts:
         return Measured(name, points[0][0], points[-1][0], *best)
 
     def total(self, prefix: str) -> float:
-        """The sum over the run's steps of the metrics that begin so."""
+        """Sums the metrics with this prefix over the run's steps."""
         return sum(value for row in self.rows for name, value in row.items() if name.startswith(prefix))
 
     @property
     def tokens(self) -> float:
-        """That the steps were counted in: drawn, or learnt from."""
+        """Returns the tokens of all steps, sampled or trained on."""
         return sum(
             row.get("perf/tokens_per_s", 0.0) * sum(v for name, v in row.items() if name.startswith("time/"))
             for row in self.rows

@@ -1,4 +1,4 @@
-"""The card of a model that adapters were merged into, from both directories alone."""
+"""Card of a model with merged adapters, made from the two directories alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mrl.weights.disk.digest import file_digests, weight_files, whole_digest
 
 
 def merged_card(base: Path, adapter: Path, export: Path, target: Path, layers: int, rounding: float) -> str:
-    """Writes README.md into `export`, which will be `target`; what stands against it, empty if nothing does.
+    """Writes README.md into `export`, which will become `target`; returns the reason if that fails, else "".
 
-    layers: with adapters; rounding: by how much of its length it has moved what they add
+    layers: number with adapters; rounding: relative error that rounding causes in the adapters' contribution
     """
     try:
         text = _text(base, adapter, export, target, layers, rounding)

@@ -1,4 +1,4 @@
-"""What of a configuration is told to strangers: no directory of a machine, no address, no name of an owner."""
+"""Public form of a configuration: without directories of a machine, addresses, or names of owners."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 from mrl.redaction import redact_tree
 
 _PATH = re.compile(r"^(~|/|\.{1,2}/|[A-Za-z]:\\)")
-_SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{7,40})/?$")  # of the hub's cache
+_SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{7,40})/?$")  # path in the hub's cache
 _ADDRESS = re.compile(r"^[a-zA-Z][\w+.-]*://")
-# keys of where a run was, not of what it did
+# keys of a run's place, not of its method
 OF_THE_MACHINE = ("root", "urls", "servers", "url", "uri", "api_key_file", "wandb", "mlflow")
 PATHS = ("path", "function", "train", "validation")  # keys of files and directories
 
 
 def portable(value: Any, key: str = "") -> Any:
-    """`value` without passwords and addresses; of a path the last part is left, of a user's `file.py:name` the file."""
+    """Returns `value` without passwords and addresses; a path keeps its last part, a user's `file.py:name` the file."""
     return _without(redact_tree(value), key)
 
 
 def hub_name(path: str) -> tuple[str, str] | None:
-    """(owner/name, revision) of a directory of the hub's cache."""
+    """Returns (owner/name, revision) of a directory in the hub's cache, else None."""
     found = _SNAPSHOT.search(path)
     return (f"{found[1]}/{found[2]}", found[3]) if found else None
 
 
 def last_part(path: str) -> str:
-    """Of a path, also one of another system; the model's name for one of the hub's cache."""
+    """Returns the last part of a path of any system; the model's name for a path in the hub's cache."""
     if found := hub_name(path):
         return found[0]
     return PurePosixPath(path.replace("\\", "/")).name

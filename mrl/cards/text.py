@@ -1,4 +1,4 @@
-"""A model card in Markdown. Every sentence is about something that the run has written down."""
+"""Model card in Markdown. Every sentence is about something that the run has recorded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HIDDEN_IN_TEXT = str.maketrans({"|": "\\|", "\n": " "})
 
 
 def render(facts: Facts, *, has_curve: bool) -> str:
-    """The whole README.md but its seal. has_curve: a picture FIRST_CURVE is beside it."""
+    """Returns the whole README.md except its seal. has_curve: FIRST_CURVE lies beside it."""
     measured = facts.measured()
     parts = [
         f"---\n{_front(facts, measured)}\n---",
@@ -43,7 +43,7 @@ def render(facts: Facts, *, has_curve: bool) -> str:
 
 
 def _front(facts: Facts, measured: list[Measured]) -> str:
-    """For the hub: what it shows and searches by."""
+    """Front matter with the hub's metadata."""
     counts = ("validation/scored", "validation/of")
     held_out = [m for m in measured if m.name.startswith("validation/") and not m.name.startswith(counts)]
     task, is_adapter = facts.kind.task, facts.kind.is_adapter
@@ -98,12 +98,12 @@ def _data(facts: Facts) -> list[tuple[str, ...]]:
 
 
 def _names(facts: Facts, part: str = "") -> list[str]:
-    """Of the data, those with this part: the hub's have a slash."""
+    """Names of the data sources that contain `part`; names on the hub have a slash."""
     return list(dict.fromkeys(of.name for of in facts.data if part in of.name))
 
 
 def usage(kind: Kind) -> Iterator[str]:
-    """How it is loaded, by transformers and SGLang."""
+    """Yields code that loads the model with transformers and SGLang."""
     if kind.is_seeing_judge:
         yield "## Use\n\n```python\nfrom transformers import AutoModel, AutoProcessor"
         yield '\nbody = AutoModel.from_pretrained(PATH, dtype="auto")'
@@ -154,7 +154,7 @@ def _making(facts: Facts) -> dict[str, str]:
 
 
 def _limits(facts: Facts) -> Iterator[str]:
-    """What the run itself says against its result."""
+    """Yields known limits of the result, as far as the run recorded them."""
     steps, skipped = _inner(facts.config, "run", "steps"), facts.total("actor/skipped")
     found = []
     if not any(name.startswith("validation/") for row in facts.rows for name in row):

@@ -1,4 +1,4 @@
-"""A card is written into the export before that gets its name. What a reader has changed is theirs."""
+"""Writes a card into an export before the export gets its final name; never overwrites edits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SEAL = re.compile(r"\n<!-- written by mrl, sha256 ([0-9a-f]{64}) -->\n\Z")
 
 
 def write_card(facts: Facts, export: Path, earlier: Path | None = None) -> str:
-    """Writes README.md and its picture into `export`; returns a note, empty if there is nothing to say.
+    """Writes README.md and its picture into `export`; returns a note, empty without one.
 
-    earlier: the directory that `export` will replace; a card there that somebody has edited is kept instead
+    earlier: the directory that `export` will replace; an edited card there is kept
     """
     if earlier is not None and is_edited(earlier / CARD):
         shutil.copyfile(earlier / CARD, export / CARD)
@@ -34,16 +34,16 @@ def write_card(facts: Facts, export: Path, earlier: Path | None = None) -> str:
 
 
 def without_card(export: Path, target: Path, error: Exception) -> str:
-    """Takes what there may be of a card out of `export`; says what stands against one of `target`."""
+    """Removes a partial card from `export`; returns the reason why `target` has none."""
     for half in (CARD, FIRST_CURVE):
         (export / half).unlink(missing_ok=True)
     return f"{target} has no {CARD}: {type(error).__name__}: {error}"
 
 
 def card_of(origin: Origin, export: Path, earlier: Path, digests: Mapping[str, str], base: Mapping[str, str]) -> str:
-    """As `write_card`, of a run's weights; what stands against a card is said in the note, and never an error.
+    """Writes the card of a run's weights like `write_card`; an error becomes the note and is never raised.
 
-    digests, base: SHA-256 of the files of weights in `export` and of the model that the run began with
+    digests, base: SHA-256 of the weight files in `export` and of the run's base model
     """
     try:
         return write_card(Facts.of(origin, export, digests, base), export, earlier)
@@ -52,12 +52,12 @@ def card_of(origin: Origin, export: Path, earlier: Path, digests: Mapping[str, s
 
 
 def sealed(text: str) -> str:
-    """`text` with a last line by which a change of it is found."""
+    """Returns `text` with a last line that reveals later changes."""
     return f"{text}\n<!-- written by mrl, sha256 {_digest(text)} -->\n"
 
 
 def is_edited(card: Path) -> bool:
-    """Whether there is a card that is not, to the letter, as mrl has written it."""
+    """True if the card exists and differs from what mrl wrote."""
     if not card.is_file():
         return False
     text = card.read_bytes().decode(errors="replace")

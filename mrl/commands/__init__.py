@@ -1,2 +1,4 @@
-"""The `mrl` command, a file a subcommand: `add` declares its arguments, `run` gives its exit code. Each imports what it
-needs when it runs."""
+"""The `mrl` command, one file a subcommand: `add` declares its arguments, `run` returns its exit code.
+
+Each subcommand imports what it needs when it runs.
+"""

@@ -1,4 +1,4 @@
-"""`mrl data`: what a configuration's data looks like to the model."""
+"""`mrl data`: shows a configuration's data as the model sees it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mrl.imports import importing
 
 
 def add(commands: Any) -> None:
-    """The subcommand's arguments."""
+    """Adds the subcommand and its arguments."""
     parser = commands.add_parser("data", help="show what a configuration's data looks like to the model")
     shared.add_config(parser, "data.chat_template=true")
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="prompts to show (default: 3)")
@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0; 1: the data cannot be used."""
+    """Shows the data. Returns exit code 0, or 1 if the data is unusable."""
     from mrl.config.problems import ConfigError
     from mrl.config.schema import Config
     from mrl.config.trainers.table import trainer_of

@@ -1,4 +1,4 @@
-"""`mrl doctor`: what this machine can do, and how to close each gap."""
+"""`mrl doctor`: shows what this machine can do, and the remedy for each gap."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def add(commands: Any) -> None:
-    """The subcommand, which has no arguments."""
+    """Adds the subcommand, which has no arguments."""
     parser = commands.add_parser("doctor", help="what this machine can do, what it lacks, and the commands for that")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Always exit code 0."""
+    """Prints the table. Returns exit code 0 always."""
     if find_spec("torch") is None:
         from mrl.packages import pip_install
 

@@ -1,4 +1,4 @@
-"""`mrl eval`: what a run's weights are like, measured after it or beside it."""
+"""`mrl eval`: evaluates a run's weights, during the run or after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """The subcommand's arguments."""
+    """Adds the subcommand and its arguments."""
     parser = commands.add_parser(
         "eval", help="how good a run's weights are on held-out rows; what fp8 would do to them"
     )
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table, draws the picture. Exit code 2: the configuration or an argument is wrong; 1: no samples."""
+    """Prints the table and draws the picture. Returns 2 for a wrong configuration or argument, 1 without samples."""
     if not args.precision_report:
         return evaluate_rows.run(args)
     from mrl.config.problems import ConfigError

@@ -1,4 +1,4 @@
-"""`mrl eval reward`: a reward model's scores of pairs or lists that people, or RewardBench, have ranked."""
+"""`mrl eval reward`: a reward model's scores of ranked pairs or lists, such as RewardBench."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPARED_ROWS, MOST_DIFFERENCE = 32, 1e-3
 
 
 def add(commands: Any) -> None:
-    """The subcommand's arguments."""
+    """Adds the subcommand and its arguments."""
     parser = commands.add_parser(NAME, help="accuracy of a reward model by subset, RewardBench's form, and by length")
     parser.add_argument("model", type=Path, metavar="DIR", help="a ...ForSequenceClassification, such as RUN_DIR/hf")
     parser.add_argument("data", type=Path, metavar="DATA", help="rows with prompt, chosen and rejected; see below")
@@ -42,8 +42,10 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table. Exit code 2: an argument is wrong, or the model is none that scores texts; 1: rows that cannot
-    be used, an accuracy below --at-least, scores that are not transformers'."""
+    """Prints the table. Returns 2 for a wrong argument or a model that scores no texts.
+
+    Returns 1 for unusable rows, an accuracy below --at-least, or scores that differ from transformers'.
+    """
     if problem := _wrong(args):
         print(f"mrl: {problem}", file=sys.stderr)
         return CONFIG_ERROR

@@ -1,4 +1,4 @@
-"""`mrl eval CONFIG|RUN_DIR`: how good a model is on held-out rows, as JSON, table and page."""
+"""`mrl eval CONFIG|RUN_DIR`: evaluates a model on held-out rows, with JSON, a table and a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is asked of held-out rows."""
+    """Adds the arguments for held-out rows."""
     parser.add_argument("--rows", type=int, metavar="N", help="the first of data.validation (default: all)")
     parser.add_argument("--per-prompt", type=int, default=1, metavar="N", help="answers to each prompt (default: 1)")
     parser.add_argument("--temperature", type=float, metavar="T", help="default: 0 for one answer, else 1")
@@ -26,8 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table, writes OUT/eval.json and eval.html. Exit code 2: the configuration or an argument is wrong; 1:
-    rows, weights or an engine that cannot be used."""
+    """Prints the table, writes OUT/eval.json and eval.html.
+
+    Returns 2 for a wrong configuration or argument, 1 for unusable rows, weights or engine.
+    """
     from mrl.config.problems import ConfigError
 
     if problem := _wrong(args):
@@ -64,7 +66,7 @@ def _wrong(args: argparse.Namespace) -> str | None:
 
 
 def _found(args: argparse.Namespace, cfg: Config, weights: str, run_dir: Path) -> dict[str, Any] | str:
-    """What was measured, or what is wrong."""
+    """Returns the measurements, or the problem as text."""
     from mrl.config.schema import RewardModelTrainerConfig
     from mrl.data import DataError, TokenizerError
     from mrl.evaluation import agreed, answered, held_out, unanswerable

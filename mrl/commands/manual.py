@@ -1,4 +1,4 @@
-"""`mrl config`: what a configuration can hold, with defaults and meaning."""
+"""`mrl config`: keys of a configuration, with defaults and meaning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mrl.commands import shared
 
 
 def add(commands: Any) -> None:
-    """The subcommand's arguments."""
+    """Adds the subcommand and its arguments."""
     parser = commands.add_parser("config", help="show what a configuration can hold, with defaults and meaning")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("key", nargs="?", metavar="SECTION|KEY", help="such as rollout or actor.optimizer.lr")
@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows what a section or key is; of none, which sections there are."""
+    """Shows a section or key; without one, the list of sections."""
     from mrl.config import manual
 
     try:

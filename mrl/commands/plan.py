@@ -1,4 +1,4 @@
-"""`mrl plan`: what a run will need, before it holds a GPU."""
+"""`mrl plan`: predicts a run's needs before it holds a GPU."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from mrl.plan.chips import Assumptions, Cluster
 
 DOES_NOT_FIT = 1
-DATA_BYTES = 64 << 20  # of data.train that a plan reads, at most
+DATA_BYTES = 64 << 20  # read of data.train at most
 DRIVER = Path("/proc/driver/nvidia")
 
 
 def add(commands: Any) -> None:
-    """The subcommand's arguments."""
+    """Adds the subcommand and its arguments."""
     parser = commands.add_parser("plan", help="does it fit, what takes how long, who is where: before a GPU is held")
     shared.add_config(parser, "actor.parallel.tensor=8")
     parser.add_argument(
@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan."""
+    """Prints the plan and returns the exit code."""
     from mrl.config.loader import ConfigError, load
     from mrl.config.schema import Config
     from mrl.config.trainers.table import trainer_of
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"mrl: {problem}", file=sys.stderr)
         return shared.CONFIG_ERROR
     try:
-        asked = None if args.search else args.gpus  # to be searched for, where the layout that is written is of another
+        asked = None if args.search else args.gpus  # a search may need another world size than the written layout
         cfg = load(args.config, args.overrides, planned=lambda cfg: machine_of(cfg, asked, args.per_node))
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -89,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _default_kind(cfg: AnyConfig, machine: Machine, needs_gpus: bool) -> tuple[str, str]:
-    """Returns the kind of this machine (its GPU, or "none" where a run fits into its memory), else the usual card, and
-    why."""
+    """Returns (kind, reason): this machine's kind (its GPU, or "none" if the run fits into its memory), else the usual
+    GPU."""
     import psutil
 
     from mrl.config.schema import Config
@@ -111,8 +111,10 @@ def _default_kind(cfg: AnyConfig, machine: Machine, needs_gpus: bool) -> tuple[s
 
 
 def _assumptions(cfg: Config) -> tuple[Assumptions, str]:
-    """Returns what a plan assumes, with the mean length of the run's own prompts where they and the tokenizer are on
-    this machine, and a line that says so."""
+    """Returns the plan's assumptions and a line about them.
+
+    The mean prompt length is the run's own if its prompts and the tokenizer are on this machine.
+    """
     from mrl.families import engine_arch
     from mrl.plan.chips import Assumptions
 
@@ -127,7 +129,7 @@ def _assumptions(cfg: Config) -> tuple[Assumptions, str]:
     try:
         tokenizer = load_tokenizer(cfg.model.path, cfg.model.eos_token, cfg.model.chat_template)
         prompts = PromptDataset(use.cfg.train, use.cfg, tokenizer).first(None)
-    except (DataError, TokenizerError, OSError):  # `mrl data` says what is wrong
+    except (DataError, TokenizerError, OSError):  # `mrl data` reports the problem
         return Assumptions(), ""
     lengths = [len(prompt.token_ids) for prompt in prompts]
     mean = sum(lengths) / len(lengths)
@@ -136,13 +138,13 @@ def _assumptions(cfg: Config) -> tuple[Assumptions, str]:
 
 
 def _gpu_model(information: Path) -> str:
-    """Returns a GPU's name by its driver. No torch is imported for it: a plan takes a second."""
+    """Returns a GPU's name from its driver, without importing torch, since a plan takes a second."""
     lines = dict(line.split(":", 1) for line in information.read_text().splitlines() if ":" in line)
     return lines.get("Model", "").strip()
 
 
 def _own(args: argparse.Namespace, cfg: AnyConfig, plan: OwnPlan) -> int:
-    """Of a trainer that plans itself."""
+    """Prints the plan of a trainer with its own planner."""
     if args.search or args.svg is not None:
         what = f"--search and --svg are made for language models, and this is trainer {cfg.trainer}"
         print(f"mrl: {what}", file=sys.stderr)
@@ -152,8 +154,8 @@ def _own(args: argparse.Namespace, cfg: AnyConfig, plan: OwnPlan) -> int:
 
 
 def dry_run(config: Path, overrides: Sequence[str], gpu: str | None) -> int:
-    """`mrl train --dry-run [--gpu KIND]`: needs config.json alone, and says which files are not here. Exit code 1: it
-    would fail."""
+    """`mrl train --dry-run [--gpu KIND]`: needs only config.json and names missing files. Returns 1 if the run would
+    fail."""
     from mrl.config.loader import ConfigError, load
     from mrl.config.schema import Config
     from mrl.config.trainers.table import trainer_of
@@ -183,7 +185,7 @@ def dry_run(config: Path, overrides: Sequence[str], gpu: str | None) -> int:
     run = DryRun(make(cfg, cluster, read_shapes(cfg), Assumptions()))
     for line in run.lines():
         print(line)
-    is_refused = not run.absent and shared.is_refused(cfg, machine)  # data and rewards, where they are here
+    is_refused = not run.absent and shared.is_refused(cfg, machine)  # checks local data and rewards
     return DOES_NOT_FIT if run.problems or is_refused else 0
 
 

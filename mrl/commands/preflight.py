@@ -1,4 +1,4 @@
-"""`mrl preflight`: everything that would stop a run, in one table, before it starts."""
+"""`mrl preflight`: one table of everything that would stop a run, before it starts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from mrl.preflight.finding import Finding
     from mrl.preflight.nodes import Meeting
 
-MEET_S = 120.0  # nodes import torch from a shared disk at first
+MEET_S = 120.0  # nodes may import torch from a shared disk first
 
 
 def add(commands: Any) -> None:
-    """The subcommand's arguments."""
+    """Adds the subcommand and its arguments."""
     parser = commands.add_parser("preflight", help="look for everything that would stop a run, before it starts")
     shared.add_config(parser, "run.root=/scratch/runs")
     parser.add_argument("--ranks", type=int, metavar="N", help="of the whole world, if other nodes take part")
@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows all that is wrong, in one table. Exit code 2: the configuration is wrong; 1: something else is."""
+    """Shows all problems in one table. Returns 2 for a wrong configuration, 1 for any other problem."""
     from mrl.preflight import network, nodes
 
     if args.network:
@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _found(args: argparse.Namespace) -> tuple[list[Finding], bool]:
-    """By this node, and whether the configuration is right. Of several nodes only the first looks at what all see."""
+    """Returns this node's findings and whether the configuration is valid. Only the first of several nodes checks what
+    all nodes share."""
     from mrl.config.derived import Machine
     from mrl.config.loader import ConfigError, load
     from mrl.config.schema import Config
@@ -126,14 +127,14 @@ def _meeting(args: argparse.Namespace) -> Meeting:
 
 
 def _joined(args: argparse.Namespace, gpus: int) -> Machine | None:
-    """The world of --ranks; None: the one that `mrl train` would start on this machine."""
+    """World of --ranks; None: the world that `mrl train` would start on this machine."""
     from mrl.config.derived import Machine
 
     return None if args.ranks is None else Machine(args.ranks, args.ranks_per_node or args.ranks, gpus, joined=True)
 
 
 def _memory_all_the_same(args: argparse.Namespace, machine: Machine | None) -> list[Finding]:
-    """Where files alone are wrong, of which a plan needs config.json only."""
+    """Memory findings if only files are wrong, since a plan needs config.json alone."""
     from mrl.config.derived import Machine
     from mrl.config.loader import ConfigError, load
     from mrl.config.schema import Config

@@ -1,4 +1,4 @@
-"""`mrl profile`: a few steps under torch's profiler."""
+"""`mrl profile`: trains a few steps under torch's profiler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mrl.commands import shared, train
 
 
 def add(commands: Any) -> None:
-    """The subcommand's arguments."""
+    """Adds the subcommand and its arguments."""
     parser = commands.add_parser("profile", help="train a few steps under torch's profiler")
     shared.add_config(parser, "run.nproc=4")
     parser.add_argument("--steps", default="2", metavar="N,N", help="numbers of steps, from 1 (default: 2)")
@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains a run of its own under the profiler. Exit codes as `mrl train`'s."""
+    """Trains a separate run under the profiler. Exit codes are those of `mrl train`."""
     from mrl.config.loader import ConfigError, load
 
     try:

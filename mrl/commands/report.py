@@ -1,4 +1,4 @@
-"""`mrl report`: a run's page."""
+"""`mrl report`: writes a run's page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def add(commands: Any) -> None:
-    """The subcommand's arguments."""
+    """Adds the subcommand and its arguments."""
     parser = commands.add_parser("report", help="write a run's report: one HTML page and the reward curve")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--follow", action="store_true", help="write it again as the run goes on, until it ends")
@@ -18,8 +18,11 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the report and prints answers before and after. Followed, it is written while the run goes on, or until
-    Ctrl-C, which leaves the page as it is by then. Exit code 1: there is no run, or a file of it is broken."""
+    """Writes the report and prints answers before and after training.
+
+    With --follow it rewrites the report until the run ends, or until Ctrl-C. Returns 1 if there is no run, or one of
+    its files is broken.
+    """
     run_dir = args.run_dir
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl")):
         what = "holds no run" if run_dir.is_dir() else "is no directory"

@@ -1,4 +1,4 @@
-"""`mrl serve`: the engines of a node that has no ranks of the trainer."""
+"""`mrl serve`: runs the engines of a node without trainer ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from mrl.config.schema import AnyConfig, RLConfig
 
 EXIT_AWAY = 69  # EX_UNAVAILABLE: there was no run to serve
-ANYWHERE = "192.0.2.1"  # kept for documentation (RFC 5737): the way there is the way to everywhere; nothing is sent
+ANYWHERE = "192.0.2.1"  # documentation address (RFC 5737); finds the default route, nothing is sent
 
 
 def add(commands: Any) -> None:
-    """The subcommand's arguments."""
+    """Adds the subcommand and its arguments."""
     parser = commands.add_parser("serve", help="the engines of a node that has no ranks of the trainer")
     shared.add_config(parser, "rollout.servers=2")
     parser.add_argument("--node", type=int, default=0, metavar="K", help="which engine node this is, from 0 on")
@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves."""
+    """Serves engines and returns the exit code."""
     from mrl.config.loader import ConfigError, load
 
     os.environ.setdefault(*COMPILED)
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _trainers(cfg: AnyConfig) -> Machine:
-    """What the configuration is checked for: the trainer's world, which is elsewhere."""
+    """The trainer's world, which runs elsewhere; the configuration is checked for it."""
     return replace(shared.whole_world(cfg), planned=True)
 
 
@@ -105,7 +105,7 @@ def _serve(cfg: RLConfig, args: argparse.Namespace, gpus: int) -> int:
 
 
 def _place(run_dir: Path, number: int) -> contextlib.AbstractContextManager[object]:
-    """Holds the node's number, for this process alone. Raises RunLocked."""
+    """Holds the node's number for this process alone. Raises RunLocked."""
     from mrl.observe.lock import Lock
     from mrl.rollout.registry import Registry
 

@@ -1,4 +1,4 @@
-"""What several subcommands say of a configuration."""
+"""Arguments and checks that several subcommands share."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ CONFIG_ERROR = 2
 
 
 def add_config(parser: argparse.ArgumentParser, example: str) -> None:
-    """CONFIG and KEY=VALUE..., as `args.config` and `args.overrides`."""
+    """Adds CONFIG and KEY=VALUE..., as `args.config` and `args.overrides`."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=f"such as {example}")
 
 
 def load_to_read(config: Path, overrides: Sequence[str]) -> AnyConfig:
-    """The configuration of a file, or of a run in the directory where it is now, for a command that reads its files
-    and starts none of its world. Raises ConfigError."""
+    """Loads a configuration file, or that of a run directory wherever it is now, for a command that only reads.
+
+    Raises ConfigError.
+    """
     from mrl.config.loader import load
 
     if not config.is_dir():
@@ -40,21 +42,21 @@ def load_to_read(config: Path, overrides: Sequence[str]) -> AnyConfig:
 
 
 def whole_world(cfg: AnyConfig) -> Machine:
-    """The world that the run is made for, of however many machines."""
+    """Returns the run's whole world, over all its machines."""
     from mrl.config.derived import Machine
 
     return replace(Machine.starting(cfg, nodes=cfg.run.nodes or 1), alone=False)
 
 
 def add_nodes(parser: argparse.ArgumentParser) -> None:
-    """--nodes, --node and --head: this node's place among several."""
+    """Adds --nodes, --node and --head: this node's place among several."""
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the world (default: this one)")
     parser.add_argument("--node", type=int, metavar="K", help="which one this is, from 0, the head, on")
     parser.add_argument("--head", metavar="HOST:PORT", help="where node 0 listens for the others")
 
 
 def misplaced(args: argparse.Namespace) -> str | None:
-    """What is wrong with --nodes, --node and --head."""
+    """Returns what is wrong with --nodes, --node and --head; None if nothing is."""
     if args.nodes == 1 and args.node is None and args.head is None:
         return None
     if args.nodes < 2 or args.node is None or args.head is None:
@@ -67,7 +69,7 @@ def misplaced(args: argparse.Namespace) -> str | None:
 
 
 def of_language(cfg: AnyConfig, command: str) -> Config | None:
-    """The configuration; None, and a word that the command is of language models, if it trains something else."""
+    """Returns the configuration; None, with a message, unless it trains a language model."""
     from mrl.config.schema import Config
 
     if isinstance(cfg, Config):
@@ -77,11 +79,10 @@ def of_language(cfg: AnyConfig, command: str) -> Config | None:
 
 
 def is_refused(cfg: AnyConfig, machine: Machine) -> bool:
-    """Says all that preflight finds wrong, or else its warnings about the tokenizer.
+    """Prints all problems that preflight finds, or else its warnings about the tokenizer; returns True for problems.
 
-    Of the ranks of a joined world rank 0 looks, and for its own machine the first one of every other node; not those
-    whose launcher `mrl train` has looked before it started them, nor restarted ones. Of a planned one memory is not
-    looked at: its plan has.
+    In a joined world rank 0 checks, and the first rank of every other node checks its own machine. Ranks whose launcher
+    `mrl train` has checked, and restarted ranks, check nothing. A planned world skips memory, which its plan covers.
     """
     from mrl.config.schema import Config
     from mrl.ports import MEETING_VARIABLE

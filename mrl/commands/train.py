@@ -1,4 +1,4 @@
-"""`mrl train`: checks first, then the processes."""
+"""`mrl train`: checks first, then starts the processes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from mrl.config.schema import AnyConfig
     from mrl.launcher import Nursery
 
-# Of ranks and engines. Torch's own place is in /tmp, by a name that anybody can take first; what is there is run.
+# For ranks and engines. Torch's default is in /tmp under a name that anybody can take first, and its content is run.
 COMPILED = ("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/mrl/torchinductor"))
 
 
-# what `run` is asked, for a world on this machine
+# arguments of `run` for a world on this machine
 ALONE = {"dry_run": False, "gpu": None, "nodes": 1, "node": None, "head": None}
 
 
 def add(commands: Any) -> None:
-    """The subcommand's arguments."""
+    """Adds the subcommand and its arguments."""
     parser = commands.add_parser("train", help="train as a configuration says")
     shared.add_config(parser, "actor.optimizer.lr=1e-6")
     parser.add_argument(
@@ -42,8 +42,10 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads and checks the configuration, then is a rank of the world around it, or starts one, whose ranks are copies
-    of this process as it is now, where they can be."""
+    """Loads and checks the configuration, then becomes a rank of the surrounding world or starts a world.
+
+    The ranks of a started world are forks of this process where possible.
+    """
     if problem := shared.misplaced(args) or _wrong(args):
         print(f"mrl: {problem}", file=sys.stderr)
         return shared.CONFIG_ERROR
@@ -79,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     for name, value in FOR_COPIES.items():
         os.environ.setdefault(name, value)
     _import_checks()
-    with _engine_nursery(cfg):  # with what has been imported here; both go on with the rest while this one looks
+    with _engine_nursery(cfg):  # forked with the imports so far; it imports the rest during the checks
         if cfg.run.launcher != "mrl" or args.nodes > 1:
             return _lead(args, None)
         with Nursery() as nursery:
@@ -95,8 +97,7 @@ def _wrong(args: argparse.Namespace) -> str | None:
 
 
 def _load(args: argparse.Namespace, **machine: Any) -> AnyConfig | int:
-    """The configuration, or the exit code of one that cannot be used. Of a world's ranks the first of a node says why,
-    and rank 0."""
+    """Returns the configuration, or the exit code if it is unusable. The first rank of each node prints the reason."""
     from mrl.config.loader import ConfigError, load
 
     try:
@@ -114,7 +115,7 @@ def _import_checks() -> None:
 
 
 def _engine_nursery(cfg: AnyConfig) -> contextlib.AbstractContextManager[object]:
-    """Where this machine starts engines, on a CPU."""
+    """Fork server for engines, if this machine starts engines on a CPU."""
     from mrl.config.engines import ENGINES
 
     engines = cfg.engines()
@@ -139,7 +140,7 @@ def _lead(args: argparse.Namespace, nursery: Nursery | None) -> int:
         return 1
     from mrl.launcher import signals
 
-    signals.raise_swallowed()  # while torch was imported: before there are other processes
+    signals.raise_swallowed()  # a Ctrl-C during the import of torch, before there are other processes
     if args.nodes > 1:
         return world.start_node(cfg, args)
     return world.start(cfg, args.config, args.overrides, nursery)

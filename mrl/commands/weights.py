@@ -1,4 +1,4 @@
-"""`mrl convert` and `mrl verify`: arguments, the world around them, what is printed. Imports torch when it runs."""
+"""`mrl convert`, `mrl verify` and `mrl merge`: arguments, process group, output. Imports torch when it runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 DIRECTIONS = ("hf-to-megatron", "megatron-to-hf")
 _NOT_OF_ADAPTERS = ("verify", "dtype", "role", "allow_pickle", "shard_gb", "workers")
 SHARD_GB = 5.0
-JOIN_TIMEOUT_S = 6 * 3600.0  # of the slowest rank of a world
+JOIN_TIMEOUT_S = 6 * 3600.0  # wait for the slowest rank of a world
 
 
 def add_parsers(commands: Any) -> None:
-    """The three subcommands."""
+    """Adds the three subcommands."""
     convert = commands.add_parser("convert", help="Hugging Face directory to Megatron checkpoint, and back")
     convert.add_argument("direction", choices=DIRECTIONS, metavar="|".join(DIRECTIONS))
     convert.add_argument("source", type=Path, metavar="SRC")
@@ -109,17 +109,17 @@ def _positive(text: str) -> int:
 
 
 def run_convert(args: argparse.Namespace) -> int:
-    """Exit code of `mrl convert`."""
+    """Returns the exit code of `mrl convert`."""
     return _in_a_world(lambda meshes: _convert(args, meshes))
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Exit code of `mrl verify`."""
+    """Returns the exit code of `mrl verify`."""
     return _in_a_world(lambda meshes: _verify(args.source, args.target, args, meshes, as_json=args.json))
 
 
 def run_merge(args: argparse.Namespace) -> int:
-    """Exit code of `mrl merge`."""
+    """Returns the exit code of `mrl merge`."""
     from mrl.cards import merged_card
     from mrl.weights.errors import WeightError
     from mrl.weights.merge import Merged, merge
@@ -139,7 +139,8 @@ def run_merge(args: argparse.Namespace) -> int:
 
 
 def _in_a_world(action: Callable[[Meshes], bool]) -> int:
-    """`action` in a process group on CPUs: torchrun's, or one of this process alone. 1 if it fails or says False."""
+    """Runs `action` in a process group on CPUs: torchrun's, or one of this process alone. 1 if it fails or returns
+    False."""
     import torch.distributed as dist
 
     from mrl.platform import WorldError, init_process_group
@@ -188,7 +189,7 @@ def _convert(args: argparse.Namespace, meshes: Meshes) -> bool:
 
 
 def _require_memory(args: argparse.Namespace, to_megatron: bool) -> None:
-    """To compare logits at the end. A policy's head is the larger one."""
+    """Checks memory for the final comparison of logits, with the policy's head, the larger one."""
     from mrl.families import load_arch
     from mrl.weights.compare.logits import require_memory
     from mrl.weights.disk.megatron_dirs import open_megatron
@@ -201,7 +202,7 @@ def _require_memory(args: argparse.Namespace, to_megatron: bool) -> None:
 
 
 def _convert_adapter(args: argparse.Namespace) -> bool:
-    """Of one process: adapters are small."""
+    """Converts adapters in one process, since they are small."""
     from mrl.parallel import world_size
     from mrl.weights.convert.adapter import adapter_of_run
 
@@ -238,7 +239,7 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _describe(source: Path, part: str, target: Path) -> Describe | None:
-    """Writes the card of a run's checkpoint (step_N); None for other sources, of which no run tells anything."""
+    """Returns the writer of a card for a run's checkpoint (step_N); None for other sources, which have no run."""
     from mrl.cards import Origin, card_of
     from mrl.foreign import read_json
     from mrl.weights.disk.digest import file_digests

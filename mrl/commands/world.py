@@ -1,4 +1,4 @@
-"""From a checked configuration to a world: starting one, or being one of its ranks."""
+"""Starts the world of a checked configuration, or runs one of its ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def gpus() -> int:
-    """GPUs that this process sees."""
+    """Returns the number of GPUs that this process sees."""
     with importing():
         from mrl.platform import gpu_count
 
@@ -28,22 +28,22 @@ def gpus() -> int:
 
 
 def joined() -> Machine:
-    """The world that a launcher has put this process in."""
+    """Returns the world in which a launcher started this process."""
     from mrl.config.derived import Machine
 
     return Machine.around(gpus())
 
 
 def of_nodes(nodes: int, gpus: int | None = None) -> Callable[[AnyConfig], Machine]:
-    """The world that a configuration starts on `nodes` like this one, which is one of them."""
+    """Returns a function from a configuration to its world on `nodes` nodes like this one, which is one of them."""
     from mrl.config.derived import Machine
 
     return lambda cfg: Machine.starting(cfg, gpus, nodes)
 
 
 def start(cfg: AnyConfig, config: Path, overrides: Sequence[str], nursery: Nursery | None) -> int:
-    """Exit code of a world of its own, on this machine, of `mrl train CONFIG OVERRIDES`. nursery: of the own launcher's
-    ranks."""
+    """Runs a world on this machine for `mrl train CONFIG OVERRIDES`; returns the exit code. nursery: fork server of the
+    own launcher's ranks."""
     from mrl.config.derived import Machine, is_on_one_machine
     from mrl.launcher import Elastic, LaunchError, launch, launch_elastic
     from mrl.observe import RunExists, refuse_existing
@@ -56,7 +56,7 @@ def start(cfg: AnyConfig, config: Path, overrides: Sequence[str], nursery: Nurse
     timeouts = cfg.resilience.timeouts_s
     try:
         os.environ.update(LOOPBACK if is_on_one_machine(cfg) else {GLOO: LOOPBACK[GLOO]})
-        if not (run_dir / "lock").exists():  # else rank 0 looks, who knows whether the run there is going on
+        if not (run_dir / "lock").exists():  # otherwise rank 0 checks, since it knows whether that run is active
             refuse_existing(cfg)
         if cfg.run.launcher == "mrl":
             command = [sys.executable, "-m", *arguments]
@@ -78,7 +78,8 @@ def start(cfg: AnyConfig, config: Path, overrides: Sequence[str], nursery: Nurse
 
 
 def start_node(cfg: AnyConfig, args: argparse.Namespace) -> int:
-    """Exit code of this node's part of a world over several: args, the command's, say which."""
+    """Runs this node's part of a multi-node world; returns the exit code. args: the command's, with the node's
+    place."""
     from mrl.config.derived import Machine
     from mrl.launcher import Elastic, LaunchError, NodePlace, launch_node
     from mrl.observe import RunExists, refuse_existing
@@ -106,7 +107,7 @@ def start_node(cfg: AnyConfig, args: argparse.Namespace) -> int:
 
 
 def _noted(exit_code: int, run_dir: Path) -> int:
-    """The same; that a run is to be continued is written down where no rank has come to that."""
+    """Returns the exit code; marks the run as one to resume if no rank has done so."""
     from mrl.resilience.protocol import EXIT_PREEMPTED, MARKER, note_leaving
 
     if exit_code == EXIT_PREEMPTED and run_dir.is_dir() and not (run_dir / MARKER).exists():
@@ -116,8 +117,11 @@ def _noted(exit_code: int, run_dir: Path) -> int:
 
 
 def be_a_rank(cfg: AnyConfig) -> int:
-    """Trains. The stopping signals become SystemExit, so that everything that is open gets closed; where checkpoints
-    are written, SIGTERM and SIGUSR1 let the run save first."""
+    """Trains as one rank.
+
+    Stopping signals become SystemExit, so that everything open is closed. If checkpoints are configured, SIGTERM and
+    SIGUSR1 let the run save first.
+    """
     from mrl.config.derived import summary
     from mrl.config.trainers.table import trainer_of
     from mrl.resilience import preemption

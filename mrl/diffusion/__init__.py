@@ -1,1 +1,1 @@
-"""Diffusion models whose denoising is a policy: sampled, rewarded, and taught what had a high reward."""
+"""Reinforcement learning of diffusion models, with denoising as the policy."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters in a diffusers net, by peft."""
+"""Low-rank adapters (LoRA) of a diffusers net, by peft."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ A, B, BASE = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight", ".base_layer"
 
 
 def add(net: nn.Module, cfg: DiffusionLoRAConfig) -> None:
-    """Freezes the net and gives it adapters in float32, which add nothing yet: A is normal, B is 0. Raises ValueError
-    for targets that name no linear layer, or something else."""
+    """Freezes the net and adds float32 adapters that start as zero: A is normal, B is 0.
+
+    Raises ValueError for targets that match no layer, or a layer that is not linear.
+    """
     for target in cfg.targets:
         found = [module for name, module in net.named_modules() if name == target or name.endswith(f".{target}")]
         if not found:
@@ -30,7 +32,7 @@ def add(net: nn.Module, cfg: DiffusionLoRAConfig) -> None:
     )
     peft.inject_adapter_in_model(lora, net, NAME)
     for layer in _layers(net):
-        layer.cast_input_dtype_enabled = False  # what the net computes in: autocast's business, without a copy
+        layer.cast_input_dtype_enabled = False  # autocast sets the dtype without a copy
     for name, parameter in net.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()
@@ -38,7 +40,7 @@ def add(net: nn.Module, cfg: DiffusionLoRAConfig) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a weight of this name is trained."""
+    """True if a weight of this name belongs to an adapter."""
     return name.endswith((A, B))
 
 
@@ -48,7 +50,7 @@ def _layers(net: nn.Module) -> list[LoraLayer]:
 
 @contextlib.contextmanager
 def off(net: nn.Module) -> Iterator[None]:
-    """The net computes as it was before `add`."""
+    """Turns the adapters off: the net computes as before `add`."""
     for layer in _layers(net):
         layer.set_scale(NAME, 0.0)
     try:
@@ -59,7 +61,7 @@ def off(net: nn.Module) -> Iterator[None]:
 
 
 def merged(weights: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """The weights of the net without adapters that computes the same, in float32, by the names it had before `add`."""
+    """Returns the float32 weights of the equivalent net without adapters, by their names before `add`."""
     found = {}
     for name, weight in weights.items():
         if is_adapter(name):
@@ -72,7 +74,7 @@ def merged(weights: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
 
 
 def alone(weights: Mapping[str, Tensor], scale: float, prefix: str) -> dict[str, Tensor]:
-    """The adapters as `load_lora_weights` of diffusers takes them: alpha is the rank, so the scale is in B."""
+    """Returns the adapters for diffusers' `load_lora_weights`; alpha is the rank, so B contains the scale."""
     return {
         f"{prefix}.{name.replace(f'.{NAME}.', '.')}": weight * (scale if name.endswith(B) else 1.0)
         for name, weight in weights.items()

@@ -1,4 +1,4 @@
-"""Scores of images -> advantages. The same on every rank, as all scores are."""
+"""Advantages from the scores of images; equal on every rank, as all scores are."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ EPSILON = {"batch": 1e-8, "prompt": 1e-6, "group": 1e-4}
 
 
 class PromptStats:
-    """The last `buffer_size` scores of each prompt, over all ranks: state of the run.
+    """The last `buffer_size` scores of each prompt over all ranks; part of the run's state.
 
-    A prompt with fewer than `min_count` of them is held against the whole batch (reference of arXiv 2305.13301).
+    A prompt with fewer than `min_count` scores is normalized by the whole batch (reference of arXiv 2305.13301).
     """
 
     def __init__(self, buffer_size: int, min_count: int) -> None:
@@ -22,7 +22,7 @@ class PromptStats:
         self._scores: dict[str, deque[float]] = {}
 
     def advantages(self, prompts: Sequence[str], scores: np.ndarray) -> np.ndarray:
-        """[B] float64; takes the scores up first. Deviations are of the population."""
+        """Adds the scores and returns the advantages [B] float64. Standard deviations are of the population."""
         found = np.empty(len(scores))
         for prompt in dict.fromkeys(prompts):
             mine = np.array([other == prompt for other in prompts])
@@ -40,13 +40,15 @@ class PromptStats:
 
 
 def of_batch(scores: np.ndarray) -> np.ndarray:
-    """[B]: held against all scores of the step."""
+    """Returns advantages [B], normalized over all scores of the step."""
     return (scores - scores.mean()) / (scores.std() + EPSILON["batch"])
 
 
 def of_groups(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """[B]: held against the images of the same prompt in this step (GRPO, arXiv 2402.03300; deviation of the
-    population). A group of one, or of equal scores, has advantage 0."""
+    """Returns advantages [B], normalized over the images of the same prompt (GRPO, arXiv 2402.03300).
+
+    The standard deviation is of the population. A group of one, or of equal scores, has advantage 0.
+    """
     found = np.zeros(len(scores))
     for group in np.unique(groups):
         mine = groups == group

@@ -1,4 +1,4 @@
-"""README.md of an export: what it is, from the files of its run."""
+"""Model card (README.md) of an export, made from the files of its run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ GRID, CURVE = "images.png", "reward.png"
 
 
 def card(run_dir: Path, export: Path, target: Path, step: int) -> None:
-    """Writes README.md, the newest grid of images and the curve of rewards into `export`, which will be `target`; a
-    card there that somebody has edited is kept. Raises Unreadable."""
+    """Writes README.md, the newest grid of images and the reward curve into `export`, which will become `target`.
+
+    An edited card in `target` is kept. Raises Unreadable.
+    """
     _, config = read_config(run_dir)
     earlier = target / CARD
     if is_edited(earlier):
@@ -47,7 +49,7 @@ def card(run_dir: Path, export: Path, target: Path, step: int) -> None:
 
 
 def _by_prompt(rows: list[Row]) -> list[str]:
-    """A table of the rewards of the prompts that the grid shows."""
+    """Table of the rewards of the grid's prompts."""
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(BY_PROMPT))
     found = {name: [row[name] for row in rows if name in row] for name in names}
     table = [

@@ -1,4 +1,4 @@
-"""What a net is told of its prompts: classes, or what text encoders make of words."""
+"""Conditioning inputs of a net: class labels, or text encodings of prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Told = dict[str, Tensor]  # [n, ...] each, by the net's arguments
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One row of the data. text: its prompt; label: its class, where rows have one; row: all of it, for the reward."""
+    """One row of the data. text: prompt; label: class, if rows have one; row: the whole row, for the reward."""
 
     text: str
     label: int | None
@@ -28,24 +28,24 @@ class PromptRow:
 
 class Conditions(Protocol):
     def encode(self, prompts: Sequence[PromptRow]) -> Told:
-        """Of n prompts, on the device."""
+        """Returns the conditioning of n prompts, on the device."""
 
     def blank(self, count: int) -> Told:
-        """The same for no prompt (or the negative one), which guidance leads away from."""
+        """Returns the conditioning of the empty (or negative) prompt, for classifier-free guidance."""
 
 
 def take(told: Told, rows: Tensor | slice) -> Told:
-    """Some of the rows."""
+    """Returns some of the rows."""
     return {name: values[rows.to(values.device) if isinstance(rows, Tensor) else rows] for name, values in told.items()}
 
 
 def joined(first: Told, second: Told) -> Told:
-    """The rows of both."""
+    """Concatenates the rows of both."""
     return {name: torch.cat([values, second[name]]) for name, values in first.items()}
 
 
 def where(chosen: Tensor, first: Told, second: Told) -> Told:
-    """The rows of `first` where `chosen` [n], of `second` elsewhere."""
+    """Returns the rows of `first` where `chosen` [n] is true, those of `second` elsewhere."""
     return {
         name: torch.where(chosen.view(-1, *(1,) * (values.dim() - 1)), values, second[name])
         for name, values in first.items()
@@ -53,7 +53,10 @@ def where(chosen: Tensor, first: Told, second: Told) -> Told:
 
 
 def conditions_of(path: Path, name: str, config: dict[str, Any], negative: str, dtype: torch.dtype) -> Conditions:
-    """Those of a net of this class and configuration, in a diffusers directory. Raises OSError or ValueError."""
+    """Returns the conditions of a net of this class and configuration in a diffusers directory.
+
+    Raises OSError or ValueError.
+    """
     kind = NETS[name]
     if kind.told == "labels":
         return Labels(blank_label(name, config))
@@ -61,13 +64,13 @@ def conditions_of(path: Path, name: str, config: dict[str, Any], negative: str, 
 
 
 class Labels:
-    """blank_label: that of no class; None: the net is told nothing at all."""
+    """Class labels as conditioning. blank_label: the label of no class; None: the net is unconditional."""
 
     def __init__(self, blank_label: int | None) -> None:
         self._blank = blank_label
 
     def encode(self, prompts: Sequence[PromptRow]) -> Told:
-        """Raises ValueError for a row without a class, or with one that the net does not have."""
+        """Returns the labels. Raises ValueError for a row without a class, or with a class that the net lacks."""
         if self._blank is None:
             return {}
         for prompt in prompts:
@@ -82,14 +85,14 @@ class Labels:
 
 
 class Text:
-    """encode_texts: what one kind of net is told of texts; nothing of it is trained"""
+    """Text conditioning by frozen encoders. encode_texts: encodes texts for one kind of net"""
 
     def __init__(self, encode_texts: Callable[[list[str]], Told], negative: str) -> None:
         self._encode_texts = encode_texts
         self._negative = self._encode_texts([negative])
 
     def encode(self, prompts: Sequence[PromptRow]) -> Told:
-        """Prompts longer than an encoder's longest are cut."""
+        """Returns the encodings; prompts longer than an encoder's limit are cut."""
         texts = list(dict.fromkeys(prompt.text for prompt in prompts))
         places = {text: i for i, text in enumerate(texts)}
         return take(self._encode_texts(texts), torch.tensor([places[prompt.text] for prompt in prompts]))

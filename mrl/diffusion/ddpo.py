@@ -1,4 +1,4 @@
-"""DDPO (arXiv 2305.13301) and Flow-GRPO (2505.05470): sample, score, hold against each other, learn.
+"""DDPO (arXiv 2305.13301) and Flow-GRPO (2505.05470): sample, score, normalize, update.
 
 Left out of the reference: its image hook (grids are written) and prompt functions (prompts are rows of data).
 """
@@ -32,13 +32,13 @@ from mrl.trainers.shared.run import started
 from mrl.trainers.shared.updates import named, over_updates
 
 TOGETHER = Together()
-NAME_CHARS = 60  # of a prompt, in the name of its metric
-SHUFFLE, ORDER = 1, 2  # streams of random numbers: of images in updates, of steps in an image
+NAME_CHARS = 60  # characters of a prompt in its metric's name
+SHUFFLE, ORDER = 1, 2  # random streams: order of images in updates, of steps in an image
 
 
 @dataclass
 class Work:
-    """What a step works with."""
+    """Objects that a step works with."""
 
     cfg: DDPOConfig
     run: DiffusionRun
@@ -51,7 +51,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Sampled:
-    """outcomes: of all images of the step; prompts likewise"""
+    """Samples of a step. outcomes, prompts: of all images of the step"""
 
     mine: Trajectories
     prompts: list[PromptRow]
@@ -59,7 +59,7 @@ class Sampled:
 
 
 def main(cfg: DDPOConfig) -> None:
-    """Trains to `run.steps`, going on from the run directory's last checkpoint. Called on every rank."""
+    """Trains to `run.steps`, resuming from the run directory's last checkpoint. Called on every rank."""
     with started(cfg) as start:
         data = TOGETHER.together("reading data.train", lambda: PromptRows(cfg.data, cfg.run.seed))
         stats = advantages.PromptStats(cfg.advantage.buffer_size, cfg.advantage.min_count)
@@ -93,8 +93,10 @@ def _policy(cfg: DDPOConfig, run: DiffusionRun) -> Policy:
 def reference_of(
     model: DiffusionModelConfig, train: DiffusionTrainConfig, loss: DiffusionLossConfig, pipeline: Pipeline
 ) -> Predict | None:
-    """What the net says that the run began with: without its adapters, or read again; None without a KL term.
-    Collective."""
+    """Returns the net of the run's beginning: the net without adapters, or a second copy; None without a KL term.
+
+    Collective.
+    """
     if not loss.kl_coef:
         return None
     if pipeline.lora is None:
@@ -109,7 +111,7 @@ def reference_of(
 
 
 def train_step(work: Work, step: int) -> None:
-    """One step: images, their rewards, advantages, updates."""
+    """Runs one step: images, rewards, advantages, updates."""
     run, cfg = work.run, work.cfg
     stats, began = run.saving.new_stats(step + 1), time.monotonic()
     with run.phase("rollout", stats):
@@ -177,14 +179,14 @@ def _learn(work: Work, step: int, sampled: Sampled, weights: Tensor, stats: Step
 
 
 def _by_prompt(work: Work, sampled: Sampled, scores: np.ndarray) -> dict[str, float]:
-    """The mean of this step's scores of each prompt of the grid, by its `prompt_names`."""
+    """Mean score in this step of each prompt of the grid, by `prompt_names`."""
     texts = np.array([prompt.text for prompt in sampled.prompts])
     shown = prompt_names(prompt.text for prompt in work.grids.prompts)
     return {name: float(scores[texts == text].mean()) for text, name in shown.items() if text in texts}
 
 
 def prompt_names(texts: Iterable[str]) -> dict[str, str]:
-    """reward_by_prompt/BEGINNING, by text; those that begin alike are numbered."""
+    """Returns reward_by_prompt/BEGINNING by text; equal beginnings are numbered."""
     names, seen = {}, Counter[str]()
     for text in dict.fromkeys(texts):
         beginning = text[:NAME_CHARS]
@@ -195,7 +197,7 @@ def prompt_names(texts: Iterable[str]) -> dict[str, str]:
 
 
 def _show(work: Work, steps: int) -> None:
-    """Writes the grid after so many steps. Collective."""
+    """Writes the grid after `steps` steps. Collective."""
     run = work.run
     images = work.grids.draw(work.policy, steps)
     if run.world.is_main:

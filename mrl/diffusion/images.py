@@ -1,4 +1,4 @@
-"""Pictures of what a run draws: RUN_DIR/images/step_N.png, after N steps, of the same noise and the same prompts."""
+"""Grids of images during a run: RUN_DIR/images/step_N.png after N steps, from the same noise and prompts."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from mrl.files import write_atomically
 from mrl.parallel import rank, world_size
 
 TOGETHER = Together()
-NO_STEP = 1 << 40  # of a run; its random streams are those of the grids
+NO_STEP = 1 << 40  # no real step number; seeds the random streams of the grids
 SMALLEST = 64  # pixels; smaller images are enlarged by a whole number
 
 
 class Grids:
-    """Of one run. The prompts are the first of the data, in turn."""
+    """Image grids of one run, for the first prompts of the data, in turn."""
 
     def __init__(self, cfg: DDPOConfig, data: PromptRows) -> None:
         self._cfg, self.prompts = cfg, data.first(cfg.images.count)
 
     def is_due(self, steps: int) -> bool:
-        """Before the first step, after the last, and every so many between."""
+        """True before the first step, after the last, and every `every_steps` steps."""
         return steps % self._cfg.images.every_steps == 0 or steps == self._cfg.run.steps
 
     def draw(self, policy: Policy, steps: int) -> Tensor:
-        """[count, C, H, W] after so many steps, the same whatever the number of ranks, each of which draws equally
-        many. Collective."""
+        """Returns images [count, C, H, W] after `steps` steps, equal for any number of ranks. Collective.
+
+        Each rank draws equally many images.
+        """
         count, what = self._cfg.images.count, f"drawing the images after step {steps}"
         each = -(-count // world_size())
         ids = range(rank() * each, (rank() + 1) * each)
@@ -50,7 +52,7 @@ class Grids:
 
 
 def grid(images: Tensor) -> bytes:
-    """A PNG of images [n, 1 or 3, H, W] in 0..1, in rows from left to right, as square as n allows."""
+    """Returns a PNG of images [n, 1 or 3, H, W] in 0..1, in rows from left to right, as square as n allows."""
     from PIL import Image
 
     columns = int(len(images) ** 0.5 + 0.999)

@@ -1,5 +1,7 @@
-"""The net's gradient and update, the same however images lie on ranks and in micro-batches: sums over rows (a row is
-one step of one image), divided by one number for the whole update."""
+"""Gradient and update of the net, equal for any placement of images on ranks and in micro-batches.
+
+The loss is a sum over rows (a row is one denoising step of one image), divided by one number for the whole update.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from mrl.diffusion.sharding import fill, is_sharded, local, whole
 from mrl.parallel import rank, world_size
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
-BUCKET = 1 << 24  # elements of gradients that are summed over ranks at once
+BUCKET = 1 << 24  # gradient elements of one all-reduce
 
 
 class DiffusionLearner:
-    """AdamW on the float32 weights of a net that have a gradient: every rank has them all, or its part of each.
+    """AdamW on the trained float32 weights of a net, whole on every rank or sharded.
 
-    parameters: these, on this rank; updates: made so far, those that were skipped not counted
+    parameters: trained weights of this rank; updates: number of applied updates, without skipped ones
     """
 
     def __init__(self, net: torch.nn.Module, cfg: OptimizerConfig) -> None:
@@ -34,7 +36,7 @@ class DiffusionLearner:
         self._adam = torch.optim.AdamW(self.parameters, cfg.lr, betas, cfg.eps, weight_decay=cfg.weight_decay)
 
     def accumulate(self, losses: Iterable[Tensor]) -> Tensor:
-        """Takes the gradient of each micro-batch's loss, which has its share of the whole; their sum, on this rank."""
+        """Adds the gradient of each micro-batch's loss, a share of the update's; returns this rank's sum of losses."""
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         total = torch.zeros((), device=self.parameters[0].device)
@@ -44,9 +46,9 @@ class DiffusionLearner:
         return total
 
     def step(self, sums: Sequence[Tensor]) -> tuple[list[float], dict[str, float]]:
-        """Sums gradients over ranks, and updates unless something is not finite. Collective.
+        """Sums gradients over ranks and updates, unless a value is not finite. Collective.
 
-        sums: scalars of this rank, the loss first; returned as summed over ranks, with metrics grad_norm, lr, skipped
+        sums: scalars of this rank, the loss first. Returns them summed over ranks, and metrics grad_norm, lr, skipped.
         """
         gradients = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         if world_size() > 1 and not self.is_sharded:
@@ -55,7 +57,7 @@ class DiffusionLearner:
         squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
         totals = torch.stack([total.double() for total in (*sums, squares)])
         if not self.is_sharded:
-            totals[-1] /= world_size()  # every rank has the whole of it
+            totals[-1] /= world_size()  # every rank has the whole sum
         if world_size() > 1:
             dist.all_reduce(totals)
         *found, square = totals.tolist()
@@ -75,8 +77,8 @@ class DiffusionLearner:
         self.updates += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """On rank 0 weights, Adam's moments and the count, whole and in host memory: nothing of it changes with the
-        training. Collective; nothing on the other ranks."""
+        """Returns copies of weights, Adam's moments and the count in host memory on rank 0, {} on other ranks.
+        Collective."""
         found: dict[str, Any] = {"weights": {}, **{moment: {} for moment in MOMENTS}}
         for name, parameter in self._named.items():
             moments = self._adam.state.get(parameter, {})
@@ -88,7 +90,7 @@ class DiffusionLearner:
         return {**found, "updates": self.updates} if rank() == 0 else {}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raises ValueError for the weights of another net, or of other adapters."""
+        """Raises ValueError for the weights of another net or of other adapters."""
         shapes = {name: tuple(value.shape) for name, value in state["weights"].items()}
         if shapes != {name: tuple(parameter.shape) for name, parameter in self._named.items()}:
             raise ValueError(
@@ -97,7 +99,7 @@ class DiffusionLearner:
             )
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Puts rank 0's state into every rank's weights and moments. Collective; None on the other ranks."""
+        """Loads rank 0's state into every rank's weights and moments. Collective; None on the other ranks."""
         counts = torch.zeros(2, dtype=torch.int64, device=platform.device())
         if state is not None:
             counts[0], counts[1] = state["updates"], len(state[MOMENTS[0]])
@@ -114,7 +116,7 @@ class DiffusionLearner:
             own["step"] = torch.tensor(float(self.updates))
 
     def share(self) -> None:
-        """Gives every rank rank 0's weights, which only a shared net has elsewhere. Collective."""
+        """Broadcasts rank 0's weights; a sharded net needs no broadcast. Collective."""
         if not self.is_sharded:
             for parameter in self.parameters:
                 fill(parameter, parameter)

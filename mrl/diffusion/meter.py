@@ -1,4 +1,4 @@
-"""What a computation takes, found by doing it on tensors without memory."""
+"""Cost of a computation, measured on tensors without memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 @dataclass(frozen=True)
 class Cost:
-    """flops: floating-point operations of matrix products, attention and convolutions; peak: bytes at once, beside what
-    was there before"""
+    """Cost of a computation. flops: of matrix products, attention and convolutions; peak: bytes beside those present
+    before"""
 
     flops: float
     peak: int
 
 
 def cost_of(compute: Callable[[], object]) -> Cost:
-    """Of a function of tensors on the device `meta`. Attention counts as a fused kernel's, which keeps no scores."""
+    """Returns the cost of a function of `meta` tensors. Attention counts as a fused kernel, which stores no scores."""
     counter, meter = FlopCounterMode(display=False), _Meter()
     with fused_attention(), counter, meter:
         compute()
@@ -34,7 +34,7 @@ def cost_of(compute: Callable[[], object]) -> Cost:
 
 
 class _Meter(TorchDispatchMode):
-    """Adds up the memory that operations give tensors, until nothing refers to it any more."""
+    """Tracks the memory of operations' results while they are alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _Meter(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fused_attention() -> Iterator[None]:
-    """Torch's attention is that of the fused kernel, which on `meta` it would not choose."""
+    """Makes torch's attention the fused kernel, which torch would not choose on `meta`."""
     kept = functional.scaled_dot_product_attention
 
     def fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **how: Any) -> Any:

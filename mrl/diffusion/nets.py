@@ -1,4 +1,4 @@
-"""Diffusers' nets: built for a run, and called, each kind in its own words."""
+"""Construction of diffusers' nets, and calls with the arguments of each class."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from mrl.parallel import rank
 
 
 def build(model: DiffusionModelConfig, train: DiffusionTrainConfig, *, frozen: bool = False) -> Any:
-    """The net on this rank's device, or its part of it; always in evaluation mode: whatever is random in it would make
-    every ratio differ from 1. Collective. Raises ValueError and OSError for a directory without such a net.
+    """Returns the net on this rank's device, or this rank's shard of it. Collective.
 
-    frozen: a reference, which nothing trains and which has no adapters
+    The net is always in evaluation mode, since dropout would make every ratio differ from 1. Raises ValueError and
+    OSError for a directory without such a net.
+
+    frozen: a reference, without training and adapters
     """
     folder, name, config = net_of(model.path)
     kind, dtype = getattr(diffusers, name), getattr(torch, model.dtype)
@@ -39,7 +41,7 @@ def build(model: DiffusionModelConfig, train: DiffusionTrainConfig, *, frozen: b
 
 
 def prepared(net: Any, model: DiffusionModelConfig, train: DiffusionTrainConfig, *, frozen: bool = False) -> Any:
-    """The net with its adapters, its weights trained or frozen and in their dtypes, wherever it is."""
+    """Returns the net with its adapters, its weights trained or frozen and in their dtypes, on any device."""
     net.float().eval()
     if frozen:
         net.requires_grad_(False)
@@ -54,22 +56,25 @@ def prepared(net: Any, model: DiffusionModelConfig, train: DiffusionTrainConfig,
 
 
 def call(name: str, net: Any, x: Tensor, times: Tensor, told: Told, guidance: float) -> Tensor:
-    """[n, C, H, W]: what a net of class `name` says of latents x at times [n]. guidance: for nets that are told it."""
+    """Returns the output [n, C, H, W] of a net of class `name` for latents x at times [n].
+
+    guidance: for nets with distilled guidance
+    """
     return CALLS.get(name, _plain)(net, x, times, told, guidance)
 
 
 def takes_guidance(net: Any) -> bool:
-    """Whether its guidance is distilled: a number that it is told, in place of a second call without the prompt."""
+    """True if guidance is distilled: a number as input replaces a second call without the prompt."""
     return bool(net.config.get("guidance_embeds", False))
 
 
 def _plain(net: Any, x: Tensor, times: Tensor, told: Told, guidance: float) -> Tensor:
     said: Tensor = net(x, timestep=times, **told).sample
-    return said[:, : x.shape[1]]  # a net that also says variances says them last
+    return said[:, : x.shape[1]]  # a net that also predicts variances returns them last
 
 
 def _flux(net: Any, x: Tensor, times: Tensor, told: Told, guidance: float) -> Tensor:
-    """Squares of 2 x 2 are its tokens; it is told where each stands."""
+    """Calls Flux with 2 x 2 patches as tokens, and their positions."""
     n, channels, height, width = x.shape
     rows, columns = height // 2, width // 2
     tokens = x.view(n, channels, rows, 2, columns, 2).permute(0, 2, 4, 1, 3, 5).reshape(n, rows * columns, channels * 4)
@@ -92,15 +97,17 @@ CALLS: dict[str, Callable[[Any, Tensor, Tensor, Told, float], Tensor]] = {FLUX: 
 
 
 def weights(net: nn.Module) -> dict[str, Tensor]:
-    """All that `save` writes, in this rank's host memory, by name; rank 0's alone where every rank has it. Collective
-    where the net is shared."""
+    """Returns all that `save` writes in this rank's host memory, by name; on rank 0 alone for a replicated net.
+
+    Collective for a sharded net.
+    """
     if rank() and not is_sharded(net):
         return {}
     return {name: whole(value) for name, value in net.state_dict().items()}
 
 
 def save(name: str, net: Any, stored: dict[str, Tensor], target: Path) -> None:
-    """Writes a folder that diffusers reads: a net of this class and the same configuration with these weights."""
+    """Writes a diffusers folder: a net of this class and configuration with these weights."""
     with torch.device("meta"):
         copy = getattr(diffusers, name).from_config(net.config)
     copy.load_state_dict(stored, assign=True)

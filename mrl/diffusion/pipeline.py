@@ -1,4 +1,4 @@
-"""A diffusers directory as what is trained (the net) and what is not: scheduler, encoders of prompts, decoder."""
+"""Parts of a diffusers directory: the trained net, and the frozen scheduler, prompt encoders and decoder."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ ADAPTER = "pytorch_lora_weights.safetensors"  # diffusers' name
 
 @dataclass
 class Pipeline:
-    """folder, name: of the net, and its class
-    vae: None where the net works on pixels
+    """Parts of a diffusers directory.
+
+    folder, name: of the net, and its class
+    vae: None if the net works on pixels
     shape: (channels, height, width) of a latent
-    lora: what the net's adapters are; None: all of it is trained
-    timing: what the scheduler is told besides the number of steps
+    lora: the net's adapters; None: the whole net is trained
+    timing: arguments of the scheduler besides the number of steps
     """
 
     path: Path
@@ -53,8 +55,10 @@ class Pipeline:
     def load(
         cls, cfg: DiffusionModelConfig, train: DiffusionTrainConfig | None = None, negative_prompt: str = ""
     ) -> Pipeline:
-        """From the directory or, with `from_scratch`, the net's weights from the random stream. Collective. Raises
-        ValueError or OSError for a directory that the checks of a configuration would refuse."""
+        """Loads the directory; with `from_scratch` the net's weights are random. Collective.
+
+        Raises ValueError or OSError for a directory that the configuration checks would reject.
+        """
         path, train, dtype = Path(cfg.path), train or DiffusionTrainConfig(), getattr(torch, cfg.dtype)
         folder, name, config = net_of(path)
         scheduler = _scheduler(path)
@@ -66,15 +70,15 @@ class Pipeline:
         return cls(path, folder.name, name, net, scheduler, told, vae, shape, dtype, train.lora, timing)
 
     def timing_of(self, steps: int) -> dict[str, Any]:
-        """What the scheduler's `set_timesteps` is told besides the number of steps, as diffusers' pipelines do."""
+        """Returns the arguments of `set_timesteps` besides the number of steps, as in diffusers' pipelines."""
         even = {"sigmas": np.linspace(1.0, 1 / steps, steps)} if self.name == FLUX else {}
         return {**self.timing, **even}
 
     def predict(self, x: Tensor, times: Tensor, told: Told, guidance: float, net: Any = None) -> Tensor:
-        """[n, C, H, W] float32: what the net says of latents x at times [n], led away from the blank prompt by
-        `guidance` (arXiv 2207.12598; 1: not at all) in one call of twice as many.
+        """Returns the net's output [n, C, H, W] float32 for latents x at times [n], with classifier-free guidance.
 
-        net: another one of the same kind, in place of the trained one
+        guidance: scale (arXiv 2207.12598; 1: none), in one call of twice the batch
+        net: another net of the same kind, in place of the trained one
         """
         net = self.net if net is None else net
         if guidance == 1 or nets.takes_guidance(net):
@@ -89,15 +93,18 @@ class Pipeline:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """[n, 3 or 1, H, W] in 0..1, rounded to the 256 levels of a picture's bytes, as rewards and files see it; in
-        float32, whatever the net's."""
+        """Returns images [n, 3 or 1, H, W] in 0..1, rounded to 256 levels, as rewards and files receive them.
+
+        Computes in float32, whatever the net's dtype.
+        """
         if self.vae is not None:
             latents = self.vae.decode(latents.float() / self.vae.config.scaling_factor + _shift(self.vae)).sample
         return ((latents.float() / 2 + 0.5).clamp(0, 1) * 255).round() / 255
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """The latents [n, C, h, w] of images [n, 3 or 1, H, W] in 0..1; of the decoder's distribution the mean."""
+        """Returns the latents [n, C, h, w] of images [n, 3 or 1, H, W] in 0..1; the mode of the encoder's
+        distribution."""
         x = images.to(platform.device()) * 2 - 1
         if self.vae is None:
             return x
@@ -105,30 +112,30 @@ class Pipeline:
 
     @property
     def scale(self) -> float:
-        """Of what the adapters add."""
+        """Scale of the adapters' contribution."""
         return self.lora.alpha / self.lora.rank if self.lora is not None else 1.0
 
     def base_digest(self) -> str:
-        """Of the files with the weights that adapters belong to; empty without adapters, and but for rank 0."""
+        """Digest of the adapters' base weight files; empty without adapters, and on other ranks than 0."""
         if self.lora is None or rank():
             return ""
         return whole_digest(file_digests(weight_files(self.path / self.folder)))
 
     def save(self, weights: Mapping[str, Tensor], target: Path) -> None:
-        """Makes a diffusers directory: the net with its `nets.weights`, everything else as it was. Adapters are added
-        to the weights that they belong to."""
+        """Writes a diffusers directory: the net from its `nets.weights`, all other parts unchanged. Adapters are
+        merged."""
         shutil.copytree(self.path, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(self.folder, ".*"))
         stored = adapters.merged(weights, self.scale) if self.lora is not None else dict(weights)
         nets.save(self.name, self.net, stored, target / self.folder)
 
     def save_adapter(self, weights: Mapping[str, Tensor], target: Path) -> None:
-        """Makes a folder for `load_lora_weights` of diffusers' pipelines."""
+        """Writes a folder for `load_lora_weights` of diffusers' pipelines."""
         stored = adapters.alone(weights, self.scale, self.folder)
         save_file({name: value.contiguous() for name, value in stored.items()}, target / ADAPTER)
 
 
 def _scheduler(path: Path) -> Any:
-    """Of schedulers with alphas DDIM's, whatever the directory's takes for its steps."""
+    """Scheduler of the directory; one with alphas is replaced by DDIM."""
     name, _ = component(path / "scheduler", SCHEDULER)
     found = getattr(diffusers, name).from_pretrained(path / "scheduler")
     is_flow = name in SCHEDULERS["flow_sde"]
@@ -141,7 +148,7 @@ def _vae(path: Path) -> Any:
         return None
     read = diffusers.AutoencoderKL.from_pretrained(folder, low_cpu_mem_usage=False, output_loading_info=True)
     vae = complete(read, folder)
-    vae.enable_slicing()  # image by image: its activations are large
+    vae.enable_slicing()  # one image at a time: activations are large
     return vae.float().to(platform.device()).eval().requires_grad_(False)
 
 
@@ -150,7 +157,7 @@ def _shift(vae: Any) -> float:
 
 
 def _timing(scheduler: Any, name: str, config: dict[str, Any], shape: tuple[int, int, int]) -> dict[str, Any]:
-    """With dynamic shifting, a straight line in the number of an image's tokens (diffusers' `calculate_shift`)."""
+    """Dynamic shifting, linear in the number of an image's tokens (diffusers' `calculate_shift`)."""
     cfg = scheduler.config
     if not cfg.get("use_dynamic_shifting", False):
         return {}

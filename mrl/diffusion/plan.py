@@ -1,5 +1,7 @@
-"""`mrl plan` of diffusion models: memory of a GPU and images a second, from the configurations of a diffusers directory
-alone. The net and the decoder compute on tensors without memory; everything else is arithmetic."""
+"""`mrl plan` of diffusion models: GPU memory and images a second, from a diffusers directory's configurations alone.
+
+Net and decoder run on tensors without memory; everything else is arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,14 @@ class Part:
 
 
 class DiffusionPlan:
-    """Of one rank: all have the same. problems: why it does not fit, one sentence each."""
+    """Plan of one rank, equal for all. problems: why it does not fit, one sentence each."""
 
     def __init__(self, cfg: DiffusionConfig, cluster: Cluster, assumed: Assumptions | None = None) -> None:
         assumed = assumed or Assumptions()
         self.cfg, self.cluster = cfg, cluster
         self.assumed = assumed if cluster.chip.is_gpu else assumed.without_gpu()
         self.shapes = Shapes.read(cfg)
-        denoising = SamplerConfig(guidance=1.0)  # it calls the net once
+        denoising = SamplerConfig(guidance=1.0)  # one net call a prediction
         self.sampler = cfg.sampler if isinstance(cfg, DDPOConfig) else denoising
         self.dtype = getattr(torch, cfg.model.dtype)
         with torch.device("meta"):
@@ -55,33 +57,33 @@ class DiffusionPlan:
         self.trained = sum(each.numel() for each in self.net.parameters() if each.requires_grad)
         self.frozen = elements(self.net) - self.trained
         self.largest = max((elements(block) for block in blocks(self.net)), default=0)
-        for parameter in self.net.parameters():  # what it computes in; trained ones too, as autocast gives them
+        for parameter in self.net.parameters():  # compute dtype; trained ones too, as under autocast
             parameter.data = parameter.data.to(self.dtype)
 
     @property
     def width(self) -> int:
-        """Bytes of an element that is computed with."""
+        """Bytes of an element in computation."""
         return 2 if self.dtype == torch.bfloat16 else FLOAT32
 
     @property
     def images(self) -> int:
-        """Of a rank and step."""
+        """Images of a rank and step."""
         return -(-images_per_step(self.cfg) // self.cluster.gpus)
 
     @property
     def doubled(self) -> int:
-        """Calls of the net for one prediction."""
+        """Net calls of one prediction."""
         return 1 if self.sampler.guidance == 1 or nets.takes_guidance(self.net) else 2
 
     @cached_property
     def drawing(self) -> Cost:
-        """One step of the images that are drawn at once."""
+        """Cost of one denoising step of a sampling batch."""
         with torch.no_grad():
             return cost_of(lambda: self._predict(min(self.sampler.batch, self.images)))
 
     @cached_property
     def learning(self) -> Cost:
-        """One pass of a micro-batch, forward and backward."""
+        """Cost of one micro-batch's forward and backward pass."""
         rows = self.micro_batch
         return cost_of(lambda: self._predict(rows).float().square().mean().backward())
 
@@ -91,7 +93,7 @@ class DiffusionPlan:
 
     @property
     def rows(self) -> int:
-        """Of all updates of a step on one rank: a row is one denoising step of one image."""
+        """Rows of all updates of a step on one rank; a row is one denoising step of one image."""
         if not isinstance(self.cfg, DDPOConfig):
             return self.images
         batch = self.cfg.batch
@@ -100,7 +102,7 @@ class DiffusionPlan:
 
     @cached_property
     def decoding(self) -> Cost:
-        """Of one image."""
+        """Cost of decoding one image."""
         if self.shapes.vae is None:
             return Cost(0, 0)
         with torch.device("meta"):
@@ -116,7 +118,7 @@ class DiffusionPlan:
         return nets.call(self.shapes.name, self.net, x, times, told, self.sampler.guidance)
 
     def resident(self) -> Iterator[Item]:
-        """What is there in every phase."""
+        """Yields memory that is in use in every phase."""
         ranks = self.cluster.gpus if self.cfg.actor.sharded else 1
         yield Item("CUDA and NCCL", self.assumed.trainer_context + self.assumed.communicators * (self.cluster.gpus > 1))
         yield Item("net", (self.trained * FLOAT32 + self.frozen * self.width) / ranks)
@@ -136,7 +138,7 @@ class DiffusionPlan:
                 yield Item("vae", elements(diffusers.AutoencoderKL.from_config(self.shapes.vae)) * FLOAT32)
 
     def phases(self) -> dict[str, list[Item]]:
-        """Memory of a rank, by phase."""
+        """Returns the memory of a rank, by phase."""
         peaks = {"update": [Item(f"activations of {self.micro_batch} rows", self.learning.peak)]}
         if isinstance(self.cfg, DDPOConfig):
             drawn = min(self.sampler.batch, self.images)
@@ -150,14 +152,15 @@ class DiffusionPlan:
         return found
 
     def host(self) -> Iterator[Item]:
-        """Of rank 0's process."""
+        """Yields host memory of rank 0's process."""
         if isinstance(self.cfg, DDPOConfig):
             latents = self.images * (self.sampler.steps + 1) * math.prod(self.shapes.latent)
             yield Item("trajectories", latents * FLOAT32)
         yield Item("a checkpoint that is written", self.trained * (FLOAT32 + ADAM))
 
     def parts(self) -> list[Part]:
-        """Seconds of a step; none without GPUs. Nothing is assumed to overlap, and rewards are not counted."""
+        """Returns the seconds of a step's parts; none without GPUs. Nothing is assumed to overlap; rewards are not
+        counted."""
         chip = self.cluster.chip
         if not chip.is_gpu:
             return []
@@ -175,7 +178,7 @@ class DiffusionPlan:
 
     @property
     def images_per_s(self) -> float:
-        """0 without GPUs."""
+        """Images a second; 0 without GPUs."""
         seconds = sum(part.seconds for part in self.parts())
         return images_per_step(self.cfg) / seconds if seconds else 0.0
 
@@ -197,7 +200,7 @@ class DiffusionPlan:
         return found
 
     def data(self) -> dict[str, Any]:
-        """All of it in plain values; bytes, seconds."""
+        """Returns the plan as plain values, in bytes and seconds."""
         return {
             "gpus": self.cluster.gpus,
             "chip": self.cluster.chip.name,
@@ -210,7 +213,7 @@ class DiffusionPlan:
         }
 
     def lines(self) -> Iterator[str]:
-        """For a terminal."""
+        """Yields lines for a terminal."""
         cluster, chip = self.cluster, self.cluster.chip
         count = f"{cluster.gpus} x {chip.name}" if chip.is_gpu else f"{cluster.gpus} processes without GPUs"
         yield f"{self.cfg.run.name}: {count} on {cluster.nodes} node{'s' * (cluster.nodes > 1)}"
@@ -243,7 +246,7 @@ class DiffusionPlan:
             yield "Assumed, measured by nobody with mrl", rows
 
     def verdict(self) -> str:
-        """Whether it fits, and how fast it is."""
+        """Returns whether the run fits, and its speed."""
         if self.problems:
             return "\n".join(["It does not fit:", *(f"  {problem}" for problem in self.problems)])
         totals = {name: sum(item.nbytes for item in items) for name, items in self.phases().items()}

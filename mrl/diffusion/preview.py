@@ -1,4 +1,4 @@
-"""`mrl data` of diffusion models: how many rows there are, what they say, whether their pictures can be read."""
+"""`mrl data` of diffusion models: number of rows, prompts, and readability of pictures."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ SHOWN_CLASSES = 10
 
 
 def preview(cfg: DiffusionConfig, samples: int) -> Iterator[str]:
-    """Lines for a terminal. Every row is read, and of denoising every picture of the first `samples` rows. Raises
-    DataError for one that cannot be used."""
+    """Yields lines for a terminal. Raises DataError for an unusable row.
+
+    Every row is read; for denoising, also the pictures of the first `samples` rows.
+    """
     rows = PromptRows(cfg.data, cfg.run.seed)
     found = list(rows.all())
     texts, classes = {row.text for _, row in found}, Counter(row.label for _, row in found if row.label is not None)

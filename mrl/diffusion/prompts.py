@@ -1,4 +1,4 @@
-"""The rows of the data, in the order of the run."""
+"""Data rows in the order of the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mrl.foreign import own_file
 
 
 class PromptRows:
-    """Which rows a step gets depends on (seed, step) alone: there is no state to save.
+    """Rows of the data; the rows of a step depend on (seed, step) alone, so there is no state to save.
 
     Raises DataError for a source without rows.
     """
@@ -32,28 +32,28 @@ class PromptRows:
         self._order = Order(cfg.train, [len(rows) for rows in self._rows], cfg.shuffle)
 
     def of_step(self, step: int, count: int) -> list[tuple[int, PromptRow]]:
-        """(number of the source, row), `count` of them. Raises DataError for a row without text and without class."""
+        """Returns `count` pairs (source number, row). Raises DataError for a row without text and class."""
         return [(s, self._read(s, i)) for s, i in self._order.of_step(step, count, self._seed)]
 
     def all(self) -> Iterator[tuple[int, PromptRow]]:
-        """(number of the source, row) of every row. Raises DataError as `of_step`."""
+        """Yields (source number, row) of every row. Raises DataError like `of_step`."""
         for source, rows in enumerate(self._rows):
             for i in range(len(rows)):
                 yield source, self._read(source, i)
 
     def first(self, count: int) -> list[PromptRow]:
-        """The first `count` rows in their own order, from the beginning again where there are fewer."""
+        """Returns the first `count` rows in file order, repeated if there are fewer."""
         rows = [self._read(s, i) for s, i in self._order.first(count)]
         return [rows[i % len(rows)] for i in range(count)]
 
     def image(self, source: int, prompt: PromptRow, channels: int, size: tuple[int, int]) -> Tensor:
-        """[channels, height, width] float32 in 0..1, of the file that the row names. Raises DataError."""
+        """Returns [channels, height, width] float32 in 0..1 from the row's image file. Raises DataError."""
         picture = self._picture(source, prompt).convert("L" if channels == 1 else "RGB").resize(size[::-1])
         levels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
         return levels.view(size[0], size[1], -1).permute(2, 0, 1).float() / 255
 
     def picture_size(self, source: int, prompt: PromptRow) -> str:
-        """Name and size of the file that the row names. Raises DataError."""
+        """Returns name and size of the row's image file. Raises DataError."""
         width, height = self._picture(source, prompt).size
         return f"{prompt.row[self._cfg.image_key]}: {width} x {height}"
 

@@ -1,4 +1,4 @@
-"""Scores of images, from a pool of processes of each rank or a server: they score while the next images are drawn."""
+"""Scores of images from a worker pool of each rank or from a server, computed while the next images are sampled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mrl.reward.server import ServerClient
 
 
 class Together(Agreement[str]):
-    """What fails on one rank while it samples is one error on all."""
+    """Collective error check: a failure of one rank during sampling raises on all."""
 
     def report(self, error: BaseException) -> str:
         return failure.describe(error)
@@ -32,14 +32,15 @@ class Together(Agreement[str]):
 
 
 class ImageRewards:
-    """Of one rank. The constructor returns when a worker has loaded the function; RewardError if that fails."""
+    """Image rewards of one rank. The constructor returns once a worker has loaded the function; RewardError if that
+    fails."""
 
     def __init__(self, cfg: ImageRewardConfig) -> None:
         self._component, self._source = _source(cfg)
         self._running: dict[int, Future[Outcome]] = {}
 
     def submit(self, ids: range, images: Tensor, prompts: Sequence[PromptRow], step: int) -> None:
-        """Starts one call with these images [n, C, H, W] in 0..1, which are samples `ids` of the step."""
+        """Submits images [n, C, H, W] in 0..1, samples `ids` of the step, for scoring."""
         levels = (images * 255).round().byte().numpy()
         for i, image, prompt in zip(ids, levels, prompts, strict=True):
             call = Call(prompt.text, "", prompt.row, image=image)
@@ -48,13 +49,15 @@ class ImageRewards:
         self._source.flush(self._component, [self._running[i] for i in ids])
 
     def collect(self) -> list[Outcome]:
-        """Of all that was submitted since the last call, by sample. Raises SampleError, which names the sample, for a
-        call that failed, took too long, or gave no finite score for each of its images."""
+        """Returns the outcomes of all samples submitted since the last call, in sample order.
+
+        Raises SampleError, which names the sample, if a call failed, timed out, or returned no finite score.
+        """
         running, self._running = self._running, {}
         return [running[i].result() for i in sorted(running)]
 
     def close(self) -> None:
-        """Ends workers and connections; safe to call twice."""
+        """Stops workers and connections; safe to call twice."""
         self._source.close()
 
 
@@ -68,7 +71,7 @@ def _source(cfg: ImageRewardConfig) -> tuple[Component, FunctionPool | ServerCli
 
 
 def parts_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """reward/NAME: the mean of each further number that the function gave."""
+    """Returns reward/NAME: the mean of each further number that the function returned."""
     names = sorted({name for outcome in outcomes for name in outcome.parts})
     found = {name: [outcome.parts[name] for outcome in outcomes if name in outcome.parts] for name in names}
     return {f"reward/{name}": sum(values) / len(values) for name, values in found.items()}

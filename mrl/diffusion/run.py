@@ -1,4 +1,4 @@
-"""What both trainers of diffusion models begin with, hold and save: all but the model as in other trainers."""
+"""Setup, run state and saving shared by both diffusion trainers; all but the model is as in other trainers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ TOGETHER = Together()
 
 
 class Kept:
-    """What a checkpoint holds: rank 0 writes what is trained and its optimizer.
+    """Checkpoint content: rank 0 writes the trained weights and their optimizer.
 
-    base: digest of the frozen weights that adapters belong to; empty where there are none
+    base: digest of the adapters' frozen base weights; empty without adapters
     """
 
     def __init__(self, learner: DiffusionLearner, base: str) -> None:
@@ -39,11 +39,11 @@ class Kept:
         self._read: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Collective."""
+        """Returns the state. Collective."""
         return {"base": self._base, **self._learner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """On rank 0, which keeps it for `share`. Raises CheckpointError for that of another net."""
+        """Stores the state on rank 0 for `share`. Raises CheckpointError for the state of another net."""
         if state.get("base", "") != self._base:
             raise CheckpointError(
                 "the checkpoint's adapters belong to other weights than model.path has now: give it the net that the "
@@ -56,7 +56,7 @@ class Kept:
         self._read = state
 
     def share(self, is_resumed: bool) -> None:
-        """What rank 0 has read, or else its weights, tensor by tensor on every rank. Collective."""
+        """Broadcasts the loaded state, or else rank 0's weights, tensor by tensor. Collective."""
         if is_resumed:
             self._learner.load_state_dict(self._read)
         else:
@@ -65,17 +65,17 @@ class Kept:
 
 
 class DiffusersExports:
-    """Diffusers directories, with a card. All methods are collective; step: that the weights are of."""
+    """Diffusers directories with a card. All methods are collective; `step` is the step of the weights."""
 
     def __init__(self, phase: Phases, pipeline: Pipeline) -> None:
         self._phase, self._pipeline = phase, pipeline
 
     def of_step(self, step: int) -> None:
-        """RUN_DIR/hf_step_N."""
+        """Writes RUN_DIR/hf_step_N."""
         self.whole(f"hf_step_{step}", step)
 
     def whole(self, name: str, step: int) -> None:
-        """RUN_DIR/name, with a card."""
+        """Writes RUN_DIR/name, with a card."""
 
         def write(weights: dict[str, Tensor], folder: Path) -> None:
             self._pipeline.save(weights, folder)
@@ -84,12 +84,12 @@ class DiffusersExports:
         self._export(name, write)
 
     def adapter(self, name: str, step: int) -> None:
-        """RUN_DIR/name, the adapters alone, if there are any."""
+        """Writes the adapters alone to RUN_DIR/name, if there are any."""
         if self._pipeline.lora is not None:
             self._export(name, lambda weights, target: self._pipeline.save_adapter(weights, target))
 
     def _export(self, name: str, write: Callable[[dict[str, Tensor], Path], None]) -> None:
-        """Raises WeightError."""
+        """Writes an export from rank 0. Raises WeightError."""
         target, weights = self._phase.run_dir / name, nets.weights(self._pipeline.net)
         try:
             self._phase.world.from_main(f"writing {name}", lambda: self._write(target, weights, write))
@@ -116,13 +116,13 @@ class DiffusionRun(Loop):
     kept: Kept
 
     def resume(self) -> None:
-        """Goes on from the newest checkpoint; all ranks begin with the same weights in any case. Collective."""
+        """Resumes from the newest checkpoint; all ranks start with the same weights in any case. Collective."""
         super().resume()
         self.kept.share(is_resumed=self.start_step > 0)
 
 
 def begin(start: Start, cfg: DiffusionConfig, sampler: SamplerConfig, states: dict[str, PromptStats]) -> DiffusionRun:
-    """A run at its first step, or where its last checkpoint was made. Collective."""
+    """Returns a run at its first step, or at its last checkpoint. Collective."""
     pipeline = TOGETHER.together(
         f"loading {cfg.model.path}", lambda: Pipeline.load(cfg.model, cfg.actor, sampler.negative_prompt)
     )

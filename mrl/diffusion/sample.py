@@ -1,4 +1,4 @@
-"""Images and how they came about, from each sample's own random stream: the same in every world."""
+"""Sampling of images with their trajectories, each from its own random stream: equal in every world size."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mrl.rollout.seeds import sample_seed
 
 
 class DiffusionError(RuntimeError):
-    """Sampling or training cannot go on; the message names the sample."""
+    """Sampling or training cannot continue; the message names the sample."""
 
 
 @dataclass(frozen=True)
 class Trajectories:
-    """What this rank has sampled, in host memory.
+    """Samples of this rank, in host memory.
 
-    ids [n]: places in the step
+    ids [n]: indices in the step
     latents [n, S + 1, C, H, W] float32, from noise to the end
-    log_probs [n, S] float32; 0 at steps that have no probability
-    told: what the net was told, on the device
+    log_probs [n, S] float32; 0 at deterministic steps
+    told: the net's conditioning, on the device
     """
 
     ids: range
@@ -38,7 +38,7 @@ class Trajectories:
 
 
 def share(total: int, of_rank: int | None = None) -> range:
-    """Which of `total` samples a rank has, this one where none is named."""
+    """Returns the samples of a rank among `total`; this rank by default."""
     place = rank() if of_rank is None else of_rank
     return range(place * total // world_size(), (place + 1) * total // world_size())
 
@@ -52,12 +52,12 @@ def draw(
     seeds: tuple[int, int],
     on_images: Callable[[range, Tensor], None],
 ) -> Trajectories:
-    """Samples `ids`, `cfg.batch` at a time. seeds: of the run and the number of the step.
+    """Samples `ids`, `cfg.batch` at a time. seeds: of the run, and the number of the step.
 
-    on_images: is given the ids and the images [n, C, H, W] of each batch as it is ready
+    on_images: called with the ids and images [n, C, H, W] of each finished batch
 
-    Raises DiffusionError for a latent that is not finite, and what `on_images` raises, the first of them when all is
-    drawn: ranks that share a net call it equally often.
+    Raises DiffusionError for a non-finite latent, and the errors of `on_images`; the first one is raised after all
+    samples, since ranks that share a net must call it equally often.
     """
     count, places = len(ids), len(steps.times)
     problems: list[Exception] = []
@@ -94,7 +94,7 @@ def _draw_batch(
     latents: Tensor,
     log_probs: Tensor,
 ) -> Tensor:
-    """Fills latents and log_probs; returns the last latents, on the device."""
+    """Fills latents and log_probs; returns the last latents on the device."""
     streams = [torch.Generator().manual_seed(sample_seed(*seeds, i)) for i in ids]
 
     def noise() -> Tensor:

@@ -1,4 +1,4 @@
-"""Denoising of given images: the net learns to say the noise, the image or the velocity at a random time."""
+"""Denoising of given images: the net predicts the noise, the image or the velocity at a random time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOGETHER = Together()
 
 @dataclass(frozen=True)
 class Batch:
-    """latents, noise [n, C, H, W]; places of their times among the scheduler's [n]; what the net is told"""
+    """Training batch. latents, noise [n, C, H, W]; places [n]: indices of their scheduler times; told: conditioning"""
 
     latents: Tensor
     noise: Tensor
@@ -35,7 +35,7 @@ class Batch:
 
 
 def main(cfg: DiffusionSFTConfig) -> None:
-    """Trains to `run.steps`, going on from the run directory's last checkpoint. Called on every rank."""
+    """Trains to `run.steps`, resuming from the run directory's last checkpoint. Called on every rank."""
     with started(cfg) as start:
         data = TOGETHER.together("reading data.train", lambda: PromptRows(cfg.data, cfg.run.seed))
         run = begin(start, cfg, SamplerConfig(), {})
@@ -46,7 +46,7 @@ def main(cfg: DiffusionSFTConfig) -> None:
 
 
 def train_step(cfg: DiffusionSFTConfig, run: DiffusionRun, data: PromptRows, step: int) -> None:
-    """One update."""
+    """Makes one update."""
     stats, total = run.saving.new_stats(step + 1), cfg.batch.images_per_step
     ids = share(total)
     with run.phase("update", stats):
@@ -62,7 +62,7 @@ def train_step(cfg: DiffusionSFTConfig, run: DiffusionRun, data: PromptRows, ste
 
 
 def _batch(cfg: DiffusionSFTConfig, run: DiffusionRun, data: PromptRows, step: int, ids: range) -> Batch:
-    """Of this rank's images, each from its own random stream."""
+    """Batch of this rank's images, each from its own random stream."""
     pipeline = run.pipeline
     rows = data.of_step(step, cfg.batch.images_per_step)[ids.start : ids.stop]
     scale = pixels_a_latent(pipeline.vae.config if pipeline.vae is not None else None)
@@ -82,7 +82,7 @@ def _batch(cfg: DiffusionSFTConfig, run: DiffusionRun, data: PromptRows, step: i
 
 
 def _loss(run: DiffusionRun, batch: Batch, rows: slice) -> Tensor:
-    """The sum over images of the mean squared error of a latent's elements."""
+    """Sum over images of the mean squared error over a latent's elements."""
     latents, noise, places = batch.latents[rows], batch.noise[rows], batch.places[rows]
     noisy, times, target = noised(run.pipeline.scheduler, latents, noise, places)
     said = run.pipeline.predict(noisy, times, take(batch.told, rows), guidance=1.0)
@@ -90,7 +90,7 @@ def _loss(run: DiffusionRun, batch: Batch, rows: slice) -> Tensor:
 
 
 def noised(scheduler: Any, latents: Tensor, noise: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The latents at their times, what the net is told of these, and what it is to say."""
+    """Returns (noisy latents, net times, targets)."""
     count = scheduler.config.num_train_timesteps
     if not hasattr(scheduler, "alphas_cumprod"):  # a rectified flow
         sigma = ((places + 1).float() / count).view(-1, 1, 1, 1)

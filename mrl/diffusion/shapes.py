@@ -1,4 +1,4 @@
-"""What the configurations of a diffusers directory say of its parts, without their weights."""
+"""Shapes of a diffusers directory's parts, from its configurations without weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLIP_TOKENS = 77
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the configurations of a diffusers directory say. text_elements: of its text encoders' weights"""
+    """Shapes of a diffusers directory's parts. text_elements: weights of the text encoders"""
 
     name: str
     config: dict[str, Any]
@@ -31,7 +31,7 @@ class Shapes:
 
     @classmethod
     def read(cls, cfg: DiffusionConfig) -> Shapes:
-        """Raises ValueError for a directory that the checks of a configuration would refuse."""
+        """Reads the shapes. Raises ValueError for a directory that the configuration checks would reject."""
         path = Path(cfg.model.path)
         _, name, config = net_of(path)
         vae = vae_of(path)
@@ -40,7 +40,7 @@ class Shapes:
         return cls(name, config, vae, latent_shape(name, config, vae, cfg.model.image_size), text)
 
     def told(self, n: int, dtype: torch.dtype) -> Told:
-        """Of n prompts, without values; on the default device."""
+        """Returns the conditioning of n prompts without values, on the default device."""
         kind, config = NETS[self.name].told, self.config
         if kind == "labels":
             has_labels = self.name != "UNet2DModel" or config.get("num_class_embeds")
@@ -54,7 +54,7 @@ class Shapes:
 
 
 def elements(module: nn.Module) -> int:
-    """Of its weights."""
+    """Returns the number of a module's weights."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 

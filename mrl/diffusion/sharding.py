@@ -1,4 +1,4 @@
-"""A net whose weights the ranks share (FSDP2), and tensors that are whole or shared."""
+"""FSDP2 sharding of a net, and helpers for whole and sharded tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from mrl.parallel import rank, world_size
 
 
 def shard(net: nn.Module, dtype: torch.dtype) -> None:
-    """Gives each rank its part of every block's weights. Gradients are then summed over ranks by each backward pass, in
-    float32; every rank must call the net equally often. Collective.
+    """Shards every block's weights over the ranks. Collective.
 
-    dtype: what weights travel in and are computed with
+    Each backward pass then sums gradients over ranks in float32; every rank must call the net equally often.
+
+    dtype: of weights in communication and computation
     """
     mesh = init_device_mesh(platform.device().type, (world_size(),))
     computed = None if dtype == torch.float32 else dtype
@@ -31,12 +32,14 @@ def shard(net: nn.Module, dtype: torch.dtype) -> None:
     for module in net.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # sums, not means
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
 
 
 def blocks(net: nn.Module) -> Iterator[nn.Module]:
-    """What computes at once, and is whole then: items of the net's lists, its middle, and before these what a net
-    calls by itself though it lies in one of them, as a DiT does with the embeddings of its first block."""
+    """Yields the units that are gathered at once: items of the net's lists and its middle block.
+
+    Modules in these that the net calls directly come first, such as the embeddings in a DiT's first block.
+    """
     yield from (module for module in net.modules() if isinstance(module, CombinedTimestepLabelEmbeddings))
     for name, child in net.named_children():
         if isinstance(child, nn.ModuleList):
@@ -50,12 +53,12 @@ def is_sharded(net: nn.Module) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
+    """Returns this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it in host memory, a copy. Collective where it is shared."""
+    """Returns the whole tensor as a copy in host memory. Collective for a sharded tensor."""
     found = tensor.detach()
     if isinstance(found, DTensor):
         found = found.full_tensor()
@@ -64,7 +67,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill(target: Tensor, given: Tensor | None) -> None:
-    """Puts rank 0's `given`, a whole tensor, into every rank's `target`. Collective."""
+    """Copies rank 0's whole tensor `given` into every rank's `target`. Collective."""
     value: Any = given.to(target.device, target.dtype) if given is not None and rank() == 0 else None
     if isinstance(target, DTensor):
         if value is None:

@@ -1,6 +1,6 @@
-"""One step of a sampler as a Gaussian policy: its mean and standard deviation, from what the net says. In float32.
+"""Sampler steps as Gaussian policies: mean and standard deviation from the net's output, in float32.
 
-A sampler is made of a scheduler's own noise levels, so that what is trained is what diffusers would sample.
+A sampler uses its scheduler's own noise levels, so that the trained process is the one that diffusers samples.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Steps:
-    """All steps of a sampler, by their place i from 0 (pure noise) to S - 1.
+    """All steps of a sampler, by index i from 0 (pure noise) to S - 1.
 
-    times [S]: what the net is told
-    stds [S]: 0 for a step that is deterministic, which has no probability and takes no part in training
+    times [S]: times for the net
+    stds [S]: 0 for a deterministic step, which has no probability and is not trained
     mean: (output, x, i [n]) -> the mean of the next latent, all [n, ...] float32
     """
 
@@ -29,27 +29,30 @@ class Steps:
 
     @property
     def counted(self) -> list[int]:
-        """Places of the steps that have a probability."""
+        """Returns the indices of the stochastic steps."""
         return (self.stds > 0).nonzero().flatten().tolist()
 
     def next(self, output: Tensor, x: Tensor, i: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """The next latent [n, ...], and its mean."""
+        """Returns the next latent [n, ...] and its mean."""
         mean = self.mean(output.float(), x.float(), i)
         return mean + _like(self.stds.to(x.device)[i], x) * noise, mean
 
     def log_prob(self, latent: Tensor, mean: Tensor, i: Tensor) -> Tensor:
-        """[n]: log-density of `latent` under the step, the mean over its elements (DDPO, arXiv 2305.13301): the size
-        of an image does not move what a clip range means. NaN is never made: steps with std 0 must not be asked for."""
+        """Returns the log-density [n] of `latent` under the step, as the mean over elements (DDPO, arXiv 2305.13301).
+
+        The mean makes the clip range independent of the image size. A step with std 0 must not be passed; NaN never
+        occurs.
+        """
         std = _like(self.stds.to(mean.device)[i], mean)
         each = -((latent.float() - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
         return each.flatten(1).mean(1)
 
 
 def ddim(scheduler: Any, steps: int, eta: float, **timing: Any) -> Steps:
-    """The step of DDIM (arXiv 2010.02502, eq. 12 and 16); eta 1 is as random as DDPM.
+    """Returns the steps of DDIM (arXiv 2010.02502, eq. 12 and 16); eta 1 is as random as DDPM.
 
-    The time before the last step is at least 0, as in the reference of DDPO: there the step still has noise where the
-    scheduler's own last one would have none. Nets may say the noise, the image or v.
+    The time before the last step is at least 0, as in DDPO's reference: its last step still has noise, where the
+    scheduler's has none. Nets may predict the noise, the image or v.
     """
     scheduler.set_timesteps(steps, **timing)
     kind, alphas = scheduler.config.prediction_type, scheduler.alphas_cumprod.float()
@@ -76,10 +79,10 @@ def ddim(scheduler: Any, steps: int, eta: float, **timing: Any) -> Steps:
 
 
 def flow_sde(scheduler: Any, steps: int, level: float, **timing: Any) -> Steps:
-    """The stochastic step of a rectified flow whose net says the velocity (Flow-GRPO, arXiv 2505.05470, eq. 9): the
-    marginals of the flow, with noise of `level` sqrt(sigma / (1 - sigma)) a root of time.
+    """Returns the stochastic steps of a rectified flow with velocity prediction (Flow-GRPO, arXiv 2505.05470, eq. 9).
 
-    At sigma 1 the denominator takes the second sigma, as there. timing: what the scheduler is told besides `steps`
+    The steps keep the flow's marginals, with noise of `level` sqrt(sigma / (1 - sigma)) a root of time. At sigma 1 the
+    denominator uses the second sigma, as in the reference. timing: arguments of the scheduler besides `steps`
     """
     scheduler.set_timesteps(steps, **timing)
     sigmas = scheduler.sigmas.double().cpu()
@@ -99,5 +102,5 @@ STEPS: dict[str, Callable[..., Steps]] = {"ddim": ddim, "flow_sde": flow_sde}  #
 
 
 def _like(values: Tensor, x: Tensor) -> Tensor:
-    """[n] as [n, 1, ...], to be multiplied with x."""
+    """Reshapes [n] to [n, 1, ...], to multiply with x."""
     return values.view(-1, *(1,) * (x.dim() - 1))

@@ -1,4 +1,4 @@
-"""Words as nets of each kind are told them, by the frozen text encoders of a diffusers directory."""
+"""Text conditioning for each kind of net, by the frozen text encoders of a diffusers directory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TOKENIZERS = {  # by the encoder's class
     "CLIPTextModelWithProjection": "CLIPTokenizer",
     "T5EncoderModel": "T5TokenizerFast",
 }
-SD3_TOKENS, FLUX_TOKENS = 256, 512  # of T5, as diffusers' pipelines have them
+SD3_TOKENS, FLUX_TOKENS = 256, 512  # T5 tokens, as in diffusers' pipelines
 EncodeTexts = Callable[[list[str]], dict[str, Tensor]]
 
 
 class Encoder:
     """A text encoder and its tokenizer. suffix: "" or "_2", ...; longest: tokens of a prompt; None: the tokenizer's.
 
-    Raises OSError or ValueError for parts that cannot be read.
+    Raises OSError or ValueError for unreadable parts.
     """
 
     def __init__(self, path: Path, suffix: str, dtype: torch.dtype, longest: int | None = None) -> None:
@@ -42,7 +42,7 @@ class Encoder:
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> Any:
-        """All that the model gives, of texts that are filled up to `longest` tokens."""
+        """Returns the model's full output for texts padded to `longest` tokens."""
         given = self._tokenizer(
             texts, padding="max_length", max_length=self._longest, truncation=True, return_tensors="pt"
         )
@@ -50,14 +50,14 @@ class Encoder:
 
 
 def clip(path: Path, config: dict[str, Any], dtype: torch.dtype) -> EncodeTexts:
-    """Stable Diffusion 1 and 2: the encoder's last states [n, L, D]."""
+    """Stable Diffusion 1 and 2: the encoder's last hidden states [n, L, D]."""
     encoder = Encoder(path, "", dtype)
     return lambda texts: {"encoder_hidden_states": encoder(texts)[0].float()}
 
 
 def sd3(path: Path, config: dict[str, Any], dtype: torch.dtype) -> EncodeTexts:
-    """Stable Diffusion 3: two CLIPs' last states but one, beside each other; T5's after them (zeros where the directory
-    has none); both CLIPs' projections."""
+    """Stable Diffusion 3: penultimate states of two CLIPs side by side, then T5's (zeros if absent); both CLIPs'
+    projections."""
     clips = [Encoder(path, suffix, dtype) for suffix in ("", "_2")]
     t5 = Encoder(path, "_3", dtype, SD3_TOKENS) if (path / "text_encoder_3").is_dir() else None
     width = config["joint_attention_dim"]
@@ -74,7 +74,7 @@ def sd3(path: Path, config: dict[str, Any], dtype: torch.dtype) -> EncodeTexts:
 
 
 def flux(path: Path, config: dict[str, Any], dtype: torch.dtype) -> EncodeTexts:
-    """Flux: T5's states, and CLIP's pooled one."""
+    """Flux: T5's hidden states, and CLIP's pooled output."""
     pooled, words = Encoder(path, "", dtype), Encoder(path, "_2", dtype, FLUX_TOKENS)
     return lambda texts: {
         "encoder_hidden_states": words(texts)[0].float(),

@@ -1,4 +1,4 @@
-"""One update of DDPO: which steps of which images, their losses, the gradient."""
+"""One DDPO update: the chosen steps of images, their losses, the gradient."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Predict = Callable[[Tensor, Tensor, Told, float], Tensor]  # `Pipeline.predict`
 
 @dataclass(frozen=True)
 class Policy:
-    """What log-probs are made with. reference: what the run's first weights say; None: no KL term."""
+    """Policy of denoising steps. reference: output of the initial net; None: no KL term."""
 
     pipeline: Pipeline
     steps: Steps
@@ -44,14 +44,16 @@ class Policy:
         micro_batch: int,
         reference: Predict | None = None,
     ) -> Policy:
-        """With the steps that `sampler` asks for."""
+        """Returns a policy with the steps of `sampler`."""
         level = sampler.eta if sampler.kind == "ddim" else sampler.noise_level
         steps = STEPS[sampler.kind](pipeline.scheduler, sampler.steps, level, **pipeline.timing_of(sampler.steps))
         return cls(pipeline, steps, sampler, loss, micro_batch, reference)
 
     def log_probs(self, data: Trajectories, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """[n] float32 with gradient, of rows [n, 2]: (place among the rank's samples, step); and the KL divergence [n]
-        from the reference, 0 without one."""
+        """Returns log-probs [n] float32 with gradient, and KL divergences [n] from the reference, 0 without one.
+
+        rows [n, 2]: (index among the rank's samples, step)
+        """
         device = platform.device()
         sample, place = rows[:, 0], rows[:, 1].to(device)
         x, after = (data.latents[sample, rows[:, 1] + later].to(device) for later in (0, 1))
@@ -68,7 +70,8 @@ class Policy:
 
 
 def chosen_steps(counted: Sequence[int], fraction: float, seeds: Sequence[int]) -> list[int]:
-    """The steps of one image that an update learns from: the first `fraction` (at least 1) of an order of its own."""
+    """Returns the steps of one image for an update: the first `fraction` (at least 1) in an image's own random
+    order."""
     order = np.random.default_rng(list(seeds)).permutation(counted)
     return [int(place) for place in order[: max(1, math.floor(len(counted) * fraction))]]
 
@@ -76,7 +79,7 @@ def chosen_steps(counted: Sequence[int], fraction: float, seeds: Sequence[int]) 
 def make_update(
     policy: Policy, learner: DiffusionLearner, data: Trajectories, advantages: Tensor, places: dict[int, list[int]]
 ) -> dict[str, float]:
-    """One update from the images in `places` (id in the step -> its steps), wherever they lie. Collective.
+    """Makes one update from the images in `places` (id in the step -> its steps) on all ranks. Collective.
 
     advantages [B] float32: of the whole step. Returns loss, grad_norm, lr, skipped and the means of METRICS over rows.
     """
@@ -92,17 +95,18 @@ def make_update(
 
 
 def _passes(policy: Policy, places: dict[int, list[int]], count: int) -> int:
-    """Of the rank that has most: all ranks call a shared net equally often. count: images of the step."""
+    """Passes of the rank with most rows, since all ranks must call a sharded net equally often. count: images of the
+    step."""
     owned = (share(count, each) for each in range(world_size()))
     return max(-(-sum(len(places.get(i, ())) for i in ids) // policy.micro_batch) for ids in owned)
 
 
 def _filled_up(rows: Tensor, passes: int, policy: Policy) -> tuple[Tensor, Tensor]:
-    """Rows of weight 0 at the end, one in each pass that is wanting."""
+    """Pads with rows of weight 0, one for each missing pass."""
     missing = passes - -(-len(rows) // policy.micro_batch)
     if missing <= 0:
         return rows, torch.ones(len(rows))
-    rest = -len(rows) % policy.micro_batch  # the last pass that there is becomes a whole one
+    rest = -len(rows) % policy.micro_batch  # fills up the last existing pass
     extra = rest + (missing - 1) * policy.micro_batch + 1
     idle = torch.tensor([[0, policy.steps.counted[0]]]).expand(extra, 2)
     return torch.cat([rows, idle]), torch.cat([torch.ones(len(rows)), torch.zeros(extra)])
@@ -111,7 +115,7 @@ def _filled_up(rows: Tensor, passes: int, policy: Policy) -> tuple[Tensor, Tenso
 def _losses(
     policy: Policy, data: Trajectories, advantages: Tensor, rows: Tensor, counts: Tensor, total: int, sums: Tensor
 ) -> Iterator[Tensor]:
-    """Of each micro-batch, its share of the update's loss; adds up the metrics in `sums`."""
+    """Yields each micro-batch's share of the update's loss; adds the metrics to `sums`."""
     device, ids = platform.device(), torch.arange(data.ids.start, data.ids.stop)
     for start in range(0, len(rows), policy.micro_batch):  # a rank may have none of an update's images
         part, weights = (each[start : start + policy.micro_batch] for each in (rows, counts))

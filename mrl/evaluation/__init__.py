@@ -1,5 +1,4 @@
-"""What a model is worth: how likely held-out rows are to it, how many of its answers are right, how often it prefers
-what people do."""
+"""Evaluation of a model: likelihood of held-out rows, correct answers, agreement with human preferences."""
 
 from mrl.evaluation.agreed import agreed
 from mrl.evaluation.answers import answered, unanswerable

@@ -1,4 +1,4 @@
-"""How often a reward model prefers what people did: data.validation of its run, in one process."""
+"""Agreement of a reward model with human preferences on its run's data.validation, in one process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from mrl.scoring import judge
 
 
 def agreed(cfg: RewardModelTrainerConfig, weights: str, rows: int | None) -> dict[str, Any]:
-    """`agreement` (the best response has the strictly highest score), also by source, and `margin` to the best of the
-    others, with their intervals, of the first rows.
+    """Returns `agreement` (share of rows whose best response has the strictly highest score), also by source, and
+    `margin`.
 
-    weights: a directory of a ...ForSequenceClassification, or a converted one
-    Raises DataError, TokenizerError or WeightError; ValueError for scores or steps, of which none is preferred.
+    `margin` is the lead over the best other response. All have intervals and are over the first `rows` rows.
+
+    weights: a ...ForSequenceClassification directory, or a converted one
+    Raises DataError, TokenizerError or WeightError; ValueError for rows with scores or steps, which have no preference.
     """
     own, held = cfg.reward_model, cfg.data.validation
     assert held is not None

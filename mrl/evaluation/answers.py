@@ -1,4 +1,4 @@
-"""How many of a model's answers are right: prompts of data.validation -> engine -> the run's own reward."""
+"""Correct answers of a model: prompts of data.validation, sampled by an engine, scored by the run's reward."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from mrl.reward.errors import RewardError
 from mrl.reward.manager import RewardManager
 from mrl.rollout import sample_seed, start_engine
 
-STREAM = 1 << 42  # of seeds, apart from a run's own
+STREAM = 1 << 42  # random stream apart from a run's own
 
 
 def unanswerable(cfg: Config, weights: str) -> str | None:
-    """Why an engine that is started here would not answer with these weights, or its answers not be scored; None if
-    they would."""
+    """Returns why a local engine cannot answer with these weights, or its answers cannot be scored; None if they
+    can."""
     reward, engines = cfg.rewards(), cfg.engines()
     assert reward is not None and engines is not None
     rollout, _ = engines
@@ -52,11 +52,13 @@ def unanswerable(cfg: Config, weights: str) -> str | None:
 def answered(
     cfg: Config, weights: str, logs: Path, prompts: int, samples: int, temperature: float, right_from: float
 ) -> dict[str, Any]:
-    """`mean_score`, `exact` (right ones among all), `pass@k` and `maj@k` for k = 1, 2, 4, ... and `samples`, by name
-    with their intervals, and the samples with their scores; `failed`: of all, if the reward of some has.
-    `scored`, `of`: prompts whose answers all have a score, which these are about, and all prompts.
+    """Returns estimates of the answers' quality by name with intervals, and the samples with their scores.
 
-    weights: a Hugging Face directory; right_from: a score from there on is right; temperature: 0 with one sample
+    Estimates are `mean_score`, `exact` (share of correct ones), and `pass@k` and `maj@k` for k = 1, 2, 4, ... and
+    `samples`. `scored`: prompts whose answers all have a score, which the estimates are about; `of`: all prompts;
+    `failed`: share of failed rewards, if any.
+
+    weights: a Hugging Face directory; right_from: lowest score of a correct answer; temperature: 0 with one sample
     Raises DataError, TokenizerError, RewardError, RolloutError, EngineUnavailable or EngineStartError.
     """
     reward, engines = cfg.rewards(), cfg.engines()
@@ -98,9 +100,10 @@ def answered(
 
 
 def summary(found: Sequence[Sample], n: int, right_from: float) -> dict[str, Any]:
-    """Estimates over the prompts all of whose samples have a score. Raises RewardError if there is none.
+    """Returns estimates over the prompts whose samples all have a score. Raises RewardError if there is none.
 
-    found: n samples of each prompt, one after the other"""
+    found: n consecutive samples of each prompt
+    """
     asked = [found[first : first + n] for first in range(0, len(found), n)]
     groups = [group for group in asked if not any(sample.left_out for sample in group)]
     if not groups:
@@ -111,7 +114,7 @@ def summary(found: Sequence[Sample], n: int, right_from: float) -> dict[str, Any
         "mean_score": Estimate.of([sum(s.score for s in group) / n for group in groups]),
         "exact": Estimate.of([sum(good) / n for good in right]),
     }
-    if any(s.reward_error for s in found):  # left out with their prompts, or 0, as reward.on_error says
+    if any(s.reward_error for s in found):  # left out with their prompts, or scored 0, by reward.on_error
         estimates["failed"] = Estimate.of([sum(bool(s.reward_error) for s in group) / n for group in asked])
     for k in sorted({2**power for power in range(n.bit_length())} | {n}):
         estimates[f"pass@{k}"] = pass_at(k, [sum(good) for good in right], n)

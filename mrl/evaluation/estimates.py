@@ -1,4 +1,4 @@
-"""Shares of right answers from n samples a prompt, with intervals of the bootstrap: prompts are drawn again."""
+"""Shares of correct answers from n samples a prompt, with bootstrap intervals over prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """value, and from where to where it may be with 95 % confidence (percentiles of the bootstrap over prompts)."""
+    """Value with its 95 % confidence interval (percentiles of the bootstrap over prompts)."""
 
     value: float
     low: float
@@ -23,7 +23,7 @@ class Estimate:
 
     @classmethod
     def of(cls, each: Sequence[float], seed: int = 0) -> Estimate:
-        """The mean of one number a prompt. Raises ValueError without any."""
+        """Returns the mean of one number a prompt. Raises ValueError without any."""
         values = np.asarray(each, dtype=np.float64)
         if not len(values):
             raise ValueError("no prompts")
@@ -34,9 +34,9 @@ class Estimate:
 
 
 def pass_at(k: int, right: Sequence[int], n: int) -> Estimate:
-    """That one of k samples is right: 1 - C(n - c, k) / C(n, k), without bias (Chen et al., arXiv 2107.03374).
+    """Unbiased probability that one of k samples is correct: 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
 
-    right: of each prompt's n samples, how many are. Raises ValueError for k above n.
+    right: number of correct ones among each prompt's n samples. Raises ValueError for k above n.
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs at least {k} samples a prompt, there are {n}")
@@ -44,8 +44,9 @@ def pass_at(k: int, right: Sequence[int], n: int) -> Estimate:
 
 
 def majority_at(k: int, answers: Sequence[Sequence[str]], right: Sequence[Sequence[bool]]) -> Estimate:
-    """That the most frequent of k answers is right (self-consistency, arXiv 2203.11171): the mean over each prompt's
-    groups of k samples, one after the other; of answers that are equally frequent the share of right ones.
+    """Probability that the most frequent of k answers is correct (self-consistency, arXiv 2203.11171).
+
+    It is the mean over each prompt's consecutive groups of k samples; a tie counts with its share of correct answers.
 
     answers, right: of each prompt's samples; a remainder of fewer than k is left out. Raises ValueError for a prompt
     with fewer.

@@ -1,4 +1,4 @@
-"""How likely held-out rows are to a model's directory, in one process: what `validation/...` says in training."""
+"""Likelihood of held-out rows under a model directory, in one process: `validation/...` as in training."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ NAME = "validation"
 
 
 def held_out(cfg: Config, of: SFTDataConfig, weights: str, rows: int | None) -> dict[str, float]:
-    """`validation/loss` and the others of the first rows of data.validation, all if None. Without GPUs in float32.
+    """Returns `validation/loss` and related metrics of the first rows of data.validation, all if None.
 
-    of: the section of the rows; weights: a Hugging Face directory, or a converted one
+    Without GPUs it computes in float32.
+
+    of: the data section of the rows; weights: a Hugging Face directory, or a converted one
     Raises DataError, TokenizerError or WeightError.
     """
     assert of.validation is not None

@@ -1,4 +1,4 @@
-"""Results as a table, and as a page of their own."""
+"""Results as a table, and as a separate page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN_LINES, LINE_CHARS = 3, 160
 
 
 def _cells(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Name, value, interval."""
+    """Yields (name, value, interval)."""
     for name, value in found.get("metrics", {}).items():
         yield name, f"{value:.6g}", ""
     for name, estimate in found.get("estimates", {}).items():
@@ -23,7 +23,7 @@ def _cells(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Text: a name, its value, and where it may be with 95 % confidence; then some answers with their scores."""
+    """Yields text lines: name, value and 95 % interval; then some answers with their scores."""
     cells = list(_cells(found))
     width = max(len(name) for name, _, _ in cells)
     for name, value, interval in cells:
@@ -34,7 +34,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _short(text: str, end: bool = False) -> str:
-    """The text in one line; of a long one its beginning, or its end."""
+    """Returns the text in one line; a long text is cut to its beginning, or its end."""
     line = repr(text)[1:-1]
     if len(line) <= LINE_CHARS:
         return line
@@ -42,7 +42,7 @@ def _short(text: str, end: bool = False) -> str:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The whole page as HTML: the table, and the first samples with their scores."""
+    """Returns the page as HTML: the table, and the first samples with their scores."""
     head = f'<header><h1>Evaluation</h1><span class="sub">{escape(found["weights"])}, {escape(found["data"])}</span>'
     table = html.table(("", "value", "95 % interval"), list(_cells(found)))
     rows = [

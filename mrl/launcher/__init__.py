@@ -1,5 +1,7 @@
-"""Starts the ranks of one machine, by itself or through torchrun or ft_launcher, alone or as one node of several, and
-lets none of them outlive it."""
+"""Starts the ranks of one machine, by itself or through torchrun or ft_launcher, alone or as one node of several.
+
+No rank outlives the launcher.
+"""
 
 from mrl.launcher.elastic import Elastic, launch_elastic
 from mrl.launcher.environment import FOR_COPIES

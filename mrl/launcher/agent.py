@@ -1,8 +1,8 @@
-"""torchrun, or nvidia-resiliency-ext's ft_launcher, for a node's ranks: `python -m mrl.launcher.agent torchrun|ft ...`.
+"""Runs torchrun or nvidia-resiliency-ext's ft_launcher for a node: `python -m mrl.launcher.agent torchrun|ft ...`.
 
-Its store and its sockets unpickle what comes: they lie in a folder where nobody else can write or put another in their
-place. ft_launcher's rank monitors, which it forks, end with it however it ends, and what they print goes to its log.
-Ranks come out of a nursery, after a restart too.
+Their store and sockets unpickle what they receive, so they lie in a folder where no other account can write. The rank
+monitors that ft_launcher forks end with it however it ends, and their output goes to its log. A fork server starts the
+ranks, after a restart too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROGRAMS = {
     "torchrun": "torch.distributed.run",
     "ft": "nvidia_resiliency_ext.fault_tolerance.launcher",
 }
-_STARTERS = {  # the modules where they start ranks
+_STARTERS = {  # modules in which they start ranks
     "torchrun": "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
     "ft": "nvidia_resiliency_ext.fault_tolerance._torch_elastic_compat.multiprocessing.subprocess_handler"
     ".subprocess_handler",
@@ -49,13 +49,15 @@ def main() -> None:
 def _start(
     handler: Any, nursery: Nursery, otherwise: Any, command: Sequence[str], env: dict[str, str]
 ) -> Child | subprocess.Popen[bytes]:
-    """A rank, for torchrun or ft_launcher; they never send its output elsewhere than theirs."""
+    """Starts a rank for torchrun or ft_launcher, which never redirect its output."""
     return nursery.start(command, env, (0, 1, 2)) or otherwise(handler, command, env)
 
 
 def _let_restarts_restart() -> None:
-    """Left alone, the monitor of a rank that ends before its first section, when it has been started again, answers no
-    later one: every further restart would fail."""
+    """Fixes the monitor of a restarted rank that ends before its first section.
+
+    Without the fix, the monitor ignores later connections, and every further restart fails.
+    """
     machine: Any = importlib.import_module(_MONITOR_STATES).RankMonitorStateMachine
     lost = machine.handle_ipc_connection_lost
 

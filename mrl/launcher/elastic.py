@@ -1,7 +1,7 @@
-"""torchrun or ft_launcher as the launcher of this machine's ranks, started and watched by `mrl train`.
+"""Runs torchrun or ft_launcher as the launcher of this machine's ranks, started and watched by `mrl train`.
 
-The ranks behave as under the own launcher: rank 0's output goes to the terminal and to its log, the others write to
-theirs, and an error is shown once. What torchrun or ft_launcher itself has to say goes to a log of its own.
+Ranks behave as under mrl's own launcher: rank 0's output goes to the terminal and to its log, the others write to their
+logs, and an error is shown once. The output of torchrun or ft_launcher goes to a log of its own.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from mrl.resilience.protocol import EXIT_PREEMPTED, LOG_DIR_VARIABLE, MARKER
 from mrl.terminal import Terminal
 
 _POLL_S = 0.1
-_STOP_S = 2  # for ranks to end by themselves before a restart; they have nothing to save
+_STOP_S = 2  # for ranks to end by themselves before a restart, with nothing to save
 _NAMES = {"torchrun": "torchrun", "ft": "ft_launcher"}
 
 
 @dataclass(frozen=True)
 class Elastic:
-    """How the ranks are started. arguments: of `python -m`. save_s: what they need to save, None if they cannot.
+    """Job of torchrun or ft_launcher. arguments: of `python -m`. save_s: seconds to save, None without saving.
 
-    limits: seconds by section, and ft_config the file that tells them to ft_launcher; torchrun has neither
+    limits: seconds by section; ft_config: ft_launcher's file with these limits. torchrun has neither
     """
 
     kind: Literal["torchrun", "ft"]
@@ -51,14 +51,14 @@ class Elastic:
 
 
 def missing(launcher: str) -> str | None:
-    """What `run.launcher` needs and is not installed, with the command that installs it; None if nothing is."""
+    """Returns which package `run.launcher` lacks, with the command that installs it; None if nothing is missing."""
     if launcher != "ft" or importlib.util.find_spec("nvidia_resiliency_ext") is not None:
         return None
     return f"run.launcher: ft needs nvidia-resiliency-ext: {pip_install_extra('resilience')}"
 
 
 def launch_elastic(job: Elastic, run_dir: Path, grace_s: float = 30.0) -> int:
-    """Runs the job to its end; the exit code is that of `launch`, or 1 when the ranks failed once too often.
+    """Runs the job to its end; returns the exit code of `launch`, or 1 after one failure of the ranks too many.
 
     Raises LaunchError if another launcher writes there, or ft_launcher is not installed.
     """
@@ -74,7 +74,7 @@ def launch_elastic(job: Elastic, run_dir: Path, grace_s: float = 30.0) -> int:
 
 
 class _Watch:
-    """Until the launcher below has ended. SIGINT is due to it at `end_at`, SIGKILL at `kill_at`."""
+    """Watches the launcher process until it ends, which gets SIGINT at `end_at` and SIGKILL at `kill_at`."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class _Watch:
         self.warned: set[int] = set()
 
     def wait(self, received: Sequence[int]) -> int:
-        """`received`: the stopping signals so far, filled in from outside."""
+        """Returns the exit code. `received`: stopping signals so far, filled in by the signal handler."""
         try:
             while self.process.poll() is None:
                 self.terminal.pump(_POLL_S)
@@ -101,14 +101,15 @@ class _Watch:
                 self._stop_if_due(received)
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # the monitors too
+                os.killpg(self.process.pid, signal.SIGKILL)  # includes the monitors
             self.process.wait()
         self.terminal.drain()
         self.restarts.finish()
         return self._outcome(received)
 
     def _stop_if_due(self, received: Sequence[int]) -> None:
-        """A warning goes to the ranks themselves: the launcher below would give them a time limit of its own."""
+        """Stops the job if due. A warning goes to the ranks directly, since the launcher would impose a time limit of
+        its own."""
         now = time.monotonic()
         warning = signals.warning(received, self.job.save_s is not None)
         if warning is not None:
@@ -119,7 +120,7 @@ class _Watch:
             self.kill_at = now + self.grace_s
             self.process.send_signal(signal.SIGINT)
         if now >= self.kill_at or received.count(signal.SIGINT) > 1:
-            self.process.kill()  # and the kernel the ranks
+            self.process.kill()  # the kernel then kills the ranks
 
     def _warn(self, number: signal.Signals, now: float) -> None:
         if not self.warned:
@@ -158,11 +159,11 @@ class _Watch:
 
 
 def _start(job: Elastic, log_dir: Path, meeting: str, grace_s: float, terminal: Terminal) -> subprocess.Popen[bytes]:
-    """meeting: a folder that is this account's alone, for whatever the launcher below and the ranks meet over."""
+    """Starts the launcher. meeting: private folder of this account, for stores and sockets"""
     environment = {
         **{**FOR_RANKS, **os.environ},
         **{LOG_DIR_VARIABLE: str(log_dir.absolute()), MEETING_VARIABLE: meeting},
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else torchrun opens one for the ranks, to everybody
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # torchrun's shared store would be open to every account
     }
     own = ["-m", "mrl.launcher.agent", job.kind, "--nnodes=1"]
     own += ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1"]
@@ -182,7 +183,7 @@ def _start(job: Elastic, log_dir: Path, meeting: str, grace_s: float, terminal: 
 
 
 def elastic_arguments(job: Elastic, grace_s: float) -> list[str]:
-    """What torchrun or ft_launcher is told of the job, wherever its ranks meet."""
+    """Returns the arguments of torchrun or ft_launcher for the job, except the rendezvous."""
     longest = math.ceil((job.save_s or 0.0) + grace_s)
     told = [f"--nproc-per-node={job.nproc}"]
     if job.kind == "torchrun":

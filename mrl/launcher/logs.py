@@ -1,4 +1,4 @@
-"""The ranks' logs, and the errors that ranks leave beside them."""
+"""Logs of the ranks, and the failure files that ranks leave beside them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mrl.resilience.protocol import EXIT_PREEMPTED
 from mrl.terminal import Terminal
 
 TAIL_LINES = 30
-RESERVED = 1 << 16  # bytes, for a rank's error with its traceback
+RESERVED = 1 << 16  # bytes reserved for a rank's error and traceback
 LEFT = (
     f"left before its end (exit code {EXIT_PREEMPTED}): the same command goes on, from the last checkpoint if there is "
     "one"
@@ -33,27 +33,27 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Log:
-    """A rank's log; this launch's part of it begins at byte `start`."""
+    """Log of a rank; this launch's part begins at byte `start`."""
 
     path: Path
     start: int
 
     def tail(self) -> str:
-        """The last lines that this attempt has written; empty if there are none."""
+        """Returns the last lines of this attempt; empty if there are none."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(max(self.start, self.path.stat().st_size - 200 * TAIL_LINES))
             return "\n".join(file.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
         return ""
 
     def last_written(self) -> float:
-        """Unix time; 0 where somebody has removed the log."""
+        """Returns the Unix time of the last write; 0 if the log is gone."""
         with contextlib.suppress(FileNotFoundError):
             return self.path.stat().st_mtime
         return 0.0
 
     @property
     def failure_file(self) -> Path:
-        """Where the rank writes its error down for this process."""
+        """File in which the rank reports its error to the launcher."""
         return self.path.with_suffix(".failure")
 
 
@@ -72,7 +72,7 @@ def _open_log(log_dir: Path, number: int, nproc: int, command: Sequence[str]) ->
 
 
 def take_failures(logs: Sequence[Log], terminal: Terminal) -> dict[int, Failure]:
-    """rank -> its error. The tracebacks go to the ranks' logs; the files that brought them are removed."""
+    """Returns the error of each failed rank. Moves tracebacks to the ranks' logs and removes the failure files."""
     found = {}
     for number, log in enumerate(logs):
         error = failure.read(log.failure_file)
@@ -89,8 +89,10 @@ def take_failures(logs: Sequence[Log], terminal: Terminal) -> dict[int, Failure]
 
 
 def cause(failures: Mapping[int, Failure], killed: bool) -> tuple[int, Failure] | None:
-    """The first rank with the failure that explains the others, and the failure; None if a rank was killed and the
-    others only lost contact with it."""
+    """Returns the first rank whose failure explains the others, with that failure.
+
+    Returns None if a rank was killed and the others only lost contact with it.
+    """
     own = [found for found in failures.values() if not found.lost_contact]
     rest = [] if killed else list(failures.values())
     first = min(own or rest, key=lambda found: found.unix_time, default=None)
@@ -100,14 +102,14 @@ def cause(failures: Mapping[int, Failure], killed: bool) -> tuple[int, Failure] 
 
 
 def report(found: tuple[int, Failure], log: Log, terminal: Terminal) -> None:
-    """The one error that the user sees; `log` is the rank's that had it."""
+    """Shows the one error to the user. log: of the rank with that error"""
     terminal.say(f"error: {found[1].message}")
     terminal.say(f"details: {log.path}")
 
 
 @contextlib.contextmanager
 def owned(log_dir: Path) -> Iterator[BinaryIO]:
-    """One launcher a directory. Raises LaunchError if another one writes there."""
+    """Holds the directory for this launcher alone. Raises LaunchError if another launcher writes there."""
     make_private(log_dir.parent)
     log_dir.mkdir(exist_ok=True)
     with (log_dir / ".launcher.lock").open("a+b") as marker:

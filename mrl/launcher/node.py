@@ -1,5 +1,7 @@
-"""One node's launcher of a world over several nodes: torchrun or ft_launcher, one a node, started and watched by
-`mrl train --nodes`. They find each other at the head; all that the ranks say goes to this node's output."""
+"""Launcher of one node of a multi-node world: one torchrun or ft_launcher a node, watched by `mrl train --nodes`.
+
+The launchers meet at the head node. All output of the ranks goes to this node's output.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class NodePlace:
-    """number: this node's, from 0, the head's, on. head: HOST:PORT, where node 0 listens and all others find it."""
+    """Place of a node. number: from 0, the head's. head: HOST:PORT, where node 0 listens for the others."""
 
     number: int
     count: int
@@ -35,16 +37,18 @@ class NodePlace:
 
     @property
     def words(self) -> str:
-        """For messages."""
+        """Text for messages."""
         return f"node {self.number} of {self.count} ({os.uname().nodename})"
 
 
 def launch_node(job: Elastic, run_dir: Path, place: NodePlace, grace_s: float = 30.0) -> int:
-    """Runs this node's `job.nproc` ranks to their end: 0, EXIT_PREEMPTED where the run is to be continued, 128 + the
-    number of a signal that stopped it at once, else 1.
+    """Runs this node's `job.nproc` ranks to their end and returns the exit code.
 
-    run_dir: seen by all nodes. Stopping signals mean what they mean for `mrl.launcher.launch`; a warning may have
-    reached the ranks already.
+    The code is 0, EXIT_PREEMPTED if the run is to be resumed, 128 + the number of a signal that stopped it at once,
+    else 1.
+
+    run_dir: visible to all nodes. Stopping signals act as in `mrl.launcher.launch`; a warning may have reached the
+    ranks already.
     """
     began = time.time()
     with signals.collected() as received, tempfile.TemporaryDirectory(prefix="mrl-node-") as folder:
@@ -60,7 +64,7 @@ def launch_node(job: Elastic, run_dir: Path, place: NodePlace, grace_s: float = 
         _say(place, f"stopped by {signal.Signals(received[0]).name}; its ranks have ended")
         return 128 + received[0]
     marker = run_dir / MARKER
-    if marker.exists() and marker.stat().st_mtime >= began - 1:  # another machine's clock
+    if marker.exists() and marker.stat().st_mtime >= began - 1:  # allows for the clock of another machine
         _say(place, LEFT)
         return EXIT_PREEMPTED
     if warned and process.returncode:
@@ -76,12 +80,12 @@ def launch_node(job: Elastic, run_dir: Path, place: NodePlace, grace_s: float = 
 
 
 def _start(job: Elastic, place: NodePlace, folder: str, grace_s: float) -> subprocess.Popen[bytes]:
-    """folder: this account's alone, for the launcher's sockets."""
+    """Starts the node's launcher. folder: private folder of this account, for sockets"""
     host, head = str(place.number == 0).lower(), place.head.rpartition(":")[0]
     meet = [f"--nnodes={place.count}", f"--rdzv-endpoint={place.head}"]
     if job.kind == "torchrun":
         meet += ["--rdzv-backend=static", f"--node-rank={place.number}"]
-    else:  # which knows no other, and numbers the nodes itself
+    else:  # ft_launcher has only this backend, and numbers the nodes itself
         meet += ["--rdzv-backend=c10d", f"--rdzv-conf=is_host={host}", f"--rdzv-id={place.head}"]
         meet += [f"--local-addr={address_towards(head)}"]
     own = ["-m", "mrl.launcher.agent", job.kind, *meet, *elastic_arguments(job, grace_s)]
@@ -100,7 +104,8 @@ def _start(job: Elastic, place: NodePlace, folder: str, grace_s: float) -> subpr
 def _watch(
     process: subprocess.Popen[bytes], folder: Path, received: Sequence[int], save_s: float | None, grace_s: float
 ) -> None:
-    """Until it has ended. A warning goes to the ranks themselves; SIGINT is due to it at `end_at`, then SIGKILL."""
+    """Watches the launcher until it ends. A warning goes to the ranks directly; SIGINT follows at `end_at`, then
+    SIGKILL."""
     end_at = kill_at = math.inf
     warned: set[int] = set()
     while process.poll() is None:
@@ -122,7 +127,7 @@ def _watch(
 
 
 def _ranks(folder: Path) -> Iterator[int]:
-    """Process ids of the ranks of this node, as they have written them down."""
+    """Process ids that the ranks of this node have written."""
     for file in folder.glob("rank_*.place"):
         yield Place(**json.loads(file.read_text())).pid
 

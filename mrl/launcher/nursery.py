@@ -1,9 +1,9 @@
-"""A process that has imported what ranks need, and is copied for each: they start at once, and share its memory.
+"""Fork server: a process that has imported the ranks' modules and is forked for each rank, which starts at once.
 
-It is a copy of this process, made when this one has imported what it needs itself, and opened nothing. A rank is a copy
-of it, becomes this process's child, and does what `python -m MODULE ...` would do in the environment and with the files
-that it is given, in a session of its own. Where that cannot be (no Linux, an import that fails, starts threads or opens
-a GPU) ranks are started as programs.
+The fork server is a fork of this process, made after this process's own imports and before it opens anything. A rank is
+a fork of it, becomes this process's child, and runs `python -m MODULE ...` with the given environment and files in its
+own session. If forking is impossible (no Linux, an import that fails, starts threads or opens a GPU), ranks start as
+programs.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from mrl.copies import (
 from mrl.imports import importing
 from mrl.launcher.environment import FOR_COPIES
 
-IMPORTS_S = 600.0  # if they take longer, ranks are started as programs
+IMPORTS_S = 600.0  # timeout of the imports, after which ranks start as programs
 
 _ADOPT_ORPHANS = 36  # of prctl
 _READY = b"!"
 
 
 class Child(Process):
-    """A process that a nursery has made."""
+    """A process made by a fork server."""
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -54,10 +54,11 @@ class Child(Process):
 
 
 class Nursery:
-    """Make it where nothing is open that a rank would close: a rank ends by SystemExit out of the constructor."""
+    """Client of a fork server. Construct it while nothing is open that a rank would close: a rank leaves the
+    constructor by SystemExit."""
 
     def __init__(self, module: str = "mrl.preload") -> None:
-        """module: imported there, while this process goes on."""
+        """Starts the fork server. module: imported there while this process goes on."""
         self._line: socket.socket | None = None
         self._is_ready = False
         if sys.platform != "linux" or cannot_be_copied():
@@ -81,10 +82,10 @@ class Nursery:
         self.close()
 
     def is_settled(self, timeout_s: float) -> bool:
-        """Does it know by then whether it can start ranks?"""
+        """Waits up to `timeout_s`; returns True once it is known whether the fork server works."""
         if self._line is None or self._is_ready:
             return True
-        poll = select.poll()  # `select` knows the first 1024 files alone
+        poll = select.poll()  # `select` is limited to 1024 files
         poll.register(self._line, select.POLLIN)
         if poll.poll(timeout_s * 1000):
             self._is_ready = self._line.recv(1) == _READY
@@ -93,7 +94,7 @@ class Nursery:
         return self._line is None or self._is_ready
 
     def close(self) -> None:
-        """Its ranks live on."""
+        """Ends the fork server; its ranks live on."""
         if self._line is not None:
             self._line.close()
             self._line = None
@@ -101,8 +102,11 @@ class Nursery:
             os.waitpid(self._pid, 0)
 
     def start(self, command: Sequence[str], env: Mapping[str, str], files: tuple[int, int, int]) -> Child | None:
-        """A child of this process, with those files as stdin, stdout and stderr. Waits for the imports. None: `command`
-        is to be started as a program, since it is not this Python's `-m`, or this cannot."""
+        """Returns a child of this process with these stdin, stdout and stderr, after the imports are done.
+
+        Returns None if `command` must start as a program: it is not `-m` of this Python, or the fork server is
+        unavailable.
+        """
         python, *options = command
         unbuffered = options[:1] == ["-u"]
         if python != sys.executable or options[unbuffered : unbuffered + 1] != ["-m"]:
@@ -119,7 +123,7 @@ class Nursery:
         try:
             order.send(self._line, files)
             pid = read_number(self._line)
-        except TimeoutError:  # not to be started otherwise: it may still come
+        except TimeoutError:  # no start as a program: the fork may still come
             self.close()
             raise TimeoutError(f"the process that ranks are copied from made none within {BIRTH_S:g} s") from None
         except OSError:
@@ -133,7 +137,7 @@ class Nursery:
 
 
 def serve(line: socket.socket, module: str) -> Order:
-    """The nursery, at its end of the line. It returns in copies alone, with stdin, stdout and stderr theirs."""
+    """Runs the fork server at its end of the socket. Returns only in forks, with their stdin, stdout and stderr set."""
     parent = os.getppid()
     try:
         os.setsid()
@@ -143,7 +147,7 @@ def serve(line: socket.socket, module: str) -> Order:
             os.dup2(said.fileno(), stream)
         os.environ |= FOR_COPIES | os.environ
         before = dict(os.environ)
-        with importing():  # and else each copy would write to all the pages at its first collection
+        with importing():  # without it, each fork would copy all pages at its first collection
             importlib.import_module(module)
         made = {name: value for name, value in os.environ.items() if before.get(name) != value}
         if cannot_be_copied():
@@ -156,17 +160,17 @@ def serve(line: socket.socket, module: str) -> Order:
                 speak_through(files)
                 if order.env.get("RANK") == "0":
                     _pass_on(said)
-                return replace(order, env={**order.env, **made})  # as the imports would have set it there
+                return replace(order, env={**order.env, **made})  # as the imports would set it in a program
             for file in files:
                 os.close(file)
             line.sendall(packed(pid))
-    except BaseException:  # ranks meet the same when they are started as programs, and say it
+    except BaseException:  # ranks that start as programs meet and report the same error
         os._exit(1)
     os._exit(0)
 
 
 def _bear(parent: int) -> int:
-    """The id of a copy of this process; 0 in the copy. It is left by its own parent, so that `parent` adopts it."""
+    """Returns the id of a fork of this process, 0 in the fork, whose own parent exits so that `parent` adopts it."""
     reading, writing = os.pipe()
     between = os.fork()
     if between == 0:
@@ -193,11 +197,11 @@ def _bear(parent: int) -> int:
 
 
 def _pass_on(said: BinaryIO) -> None:
-    """What the imports had to say."""
+    """Prints the output of the imports."""
     said.seek(0)
     os.write(2, said.read())
 
 
 def _adopt_orphans(wanted: bool) -> None:
-    """Does this process become the parent of a grandchild whose parent ends?"""
+    """Sets whether this process becomes the parent of orphaned grandchildren."""
     ctypes.CDLL(None, use_errno=True).prctl(_ADOPT_ORPHANS, int(wanted), 0, 0, 0)

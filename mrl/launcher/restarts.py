@@ -1,4 +1,4 @@
-"""The story of a run's restarts, read from where its ranks say that they are: one line a restart."""
+"""Log of a run's restarts, one line each, read from the sections that its ranks report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SLACK_S = 0.2  # between the rank's own clock of a section and its monitor's
 
 @dataclass(frozen=True)
 class Fault:
-    """What ended an attempt. section: where the rank was, None between two sections."""
+    """End of an attempt. section: the rank's section, None between two sections."""
 
     kind: Literal["died", "failed", "hung"]
     ranks: tuple[int, ...]
@@ -31,7 +31,7 @@ class Fault:
 
 
 class Restarts:
-    """limits: seconds a section may last. record: gets a JSON line a restart."""
+    """Tracks restarts. limits: seconds a section may last. record: file that gets a JSON line a restart."""
 
     def __init__(
         self, logs: Sequence[Log], limits: Mapping[str, float], allowed: int, record: Path, terminal: Terminal
@@ -40,13 +40,13 @@ class Restarts:
         self._dir, self._terminal = logs[0].path.parent, terminal
         self._attempt = 0
         self._recovering: Fault | None = None
-        self.fault: Fault | None = None  # of the present attempt
+        self.fault: Fault | None = None  # of the current attempt
         self.places: list[Place] = []
         for number in range(len(logs)):
             place_file(self._dir, number).unlink(missing_ok=True)
 
     def look(self) -> None:
-        """Reads where the ranks are; says so when they have recovered from a fault."""
+        """Reads the ranks' sections; reports when they have recovered from a fault."""
         places = read_places(self._dir, len(self._logs))
         newest = max((place.attempt for place in places), default=0)
         if newest > self._attempt:
@@ -60,7 +60,7 @@ class Restarts:
             self.fault = self._diagnose(lost) if lost else None
 
     def finish(self) -> None:
-        """After the launcher's end: a fault that it did not answer is left in `fault`."""
+        """Called after the launcher's end; a fault without a restart remains in `fault`."""
         self.look()
         if self._recovering is not None:
             self._say(self._recovering, None)
@@ -72,7 +72,7 @@ class Restarts:
         self._recovering, self.fault, self._attempt = self.fault or unseen, None, number
 
     def _is_running(self) -> bool:
-        """Every rank is there and through with its setup."""
+        """True if every rank is present and past its setup."""
         return len(self.places) == len(self._logs) and all(place.section != "setup" for place in self.places)
 
     def _diagnose(self, lost: Sequence[Place]) -> Fault:
@@ -110,7 +110,7 @@ def _where(place: Place) -> str:
 
 
 def _is_alive(pid: int) -> bool:
-    """A zombie counts as gone."""
+    """True for a living process; a zombie counts as dead."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

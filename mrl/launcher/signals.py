@@ -1,4 +1,4 @@
-"""The signals that stop a run, and how a process is tied to the life of this one."""
+"""Signals that stop a run, and death signals that tie a child process to this one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from mrl.resilience import preemption
 
 AT_ONCE = (signal.SIGINT, signal.SIGHUP)
-WARNINGS = (signal.SIGTERM, signal.SIGUSR1)  # a scheduler's: ranks that can save do that first
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1)  # of a scheduler; ranks that can save do so first
 
 
 _interrupts: list[int] = []  # since `note_interrupts`
 
 
 def note_interrupts() -> None:
-    """From now on Ctrl-C is not lost where imported code swallows the KeyboardInterrupt: see `raise_swallowed`."""
+    """Records Ctrl-C, so that `raise_swallowed` can raise a KeyboardInterrupt that imported code swallowed."""
 
     def raised(number: int, frame: object) -> None:
         _interrupts.append(number)
@@ -30,7 +30,7 @@ def note_interrupts() -> None:
 
 
 def raise_swallowed() -> None:
-    """Raises KeyboardInterrupt if there was one and this process has gone on."""
+    """Raises KeyboardInterrupt if one occurred and this process went on."""
     if _interrupts:
         _interrupts.clear()
         raise KeyboardInterrupt
@@ -38,8 +38,10 @@ def raise_swallowed() -> None:
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[int]]:
-    """Collects the stopping signals in a list instead of dying of them. Ignored ones (nohup) stay ignored. After that
-    the run is over, and no more one that has not begun."""
+    """Collects stopping signals in a list instead of ending on them. Ignored signals (nohup) stay ignored.
+
+    Restores the previous handlers after the block, except `preemption.not_begun`, since the run has begun.
+    """
     received: list[int] = []
     wanted = [number for number in (*AT_ONCE, *WARNINGS) if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, lambda got, _: received.append(got)) for number in wanted}
@@ -51,15 +53,17 @@ def collected() -> Iterator[list[int]]:
 
 
 def warning(received: Sequence[int], can_save: bool) -> signal.Signals | None:
-    """The signal by which ranks are to save and leave, unless they are to end at once."""
+    """Returns the signal that tells ranks to save and leave; None if there is none, or they must end at once."""
     if not received or not can_save or any(number in AT_ONCE for number in received):
         return None
     return signal.Signals(received[0])
 
 
 def as_child(ignored: Collection[signal.Signals] = ()) -> Callable[[], None]:
-    """What a child calls before it becomes another program: SIGINT works there even if it is ignored here, `ignored`
-    ones do not, and the kernel is to kill it when its parent dies, however that dies (Linux)."""
+    """Returns a function that a child calls before exec.
+
+    It restores SIGINT, ignores `ignored`, and lets the kernel kill the child when its parent dies (Linux).
+    """
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
     parent, set_death_signal = os.getpid(), 1
 

@@ -1,7 +1,7 @@
-"""The own launcher: starts the ranks of one machine itself.
+"""mrl's own launcher, which starts the ranks of one machine itself.
 
 Every rank leads its own process group, and the kernel kills it when the launcher dies (Linux). Rank 0's output goes to
-the terminal, as it comes, and to its log; the others write to theirs.
+the terminal, as it comes, and to its log; the others write to their logs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _POLL_S = 0.05
 
 @dataclass
 class Rank:
-    """One process; `code` is its exit code, or minus the signal that killed it."""
+    """A rank's process; `code` is its exit code, or minus the signal that killed it."""
 
     number: int
     process: subprocess.Popen[bytes] | Child
@@ -40,20 +40,20 @@ class Rank:
     code: int | None = None
 
     def poll(self) -> bool:
-        """Has it ended? Its children that are still there are then killed before its id can be used again."""
+        """True if the rank has ended. Its remaining children are killed before the process id can be reused."""
         if self.code is None and os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             self.kill_group()
             self.code = self.process.wait()
         return self.code is not None
 
     def signal(self, number: signal.Signals) -> None:
-        """A stopped process goes on to hear it."""
+        """Sends a signal; a stopped process is continued to receive it."""
         if self.code is None:
             os.kill(self.process.pid, number)
             os.kill(self.process.pid, signal.SIGCONT)
 
     def is_stopped(self) -> bool:
-        """By SIGSTOP, SIGTSTP or a debugger (Linux)."""
+        """True if SIGSTOP, SIGTSTP or a debugger has stopped the process (Linux)."""
         with contextlib.suppress(OSError):
             return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
         return False
@@ -75,13 +75,14 @@ def launch(
     nursery: Nursery | None = None,
 ) -> int:
     """Runs `command` as ranks 0..nproc-1 of one world; returns 0, or the exit code of the first rank that failed.
-    `nursery` starts them, if it can, and is closed.
 
-    After a failure the others get `settle_s` seconds to report the same error and end by themselves, then SIGINT, then
-    after `grace_s` SIGKILL with all their children; `settle_s` after rank 0, which has the most to close, has ended:
-    a rank that waits in gloo for one that has ended hears nothing. SIGINT and SIGHUP here end the ranks in the same way
-    (a second SIGINT at once) and give 128 + the signal's number. So do SIGTERM and SIGUSR1, unless the ranks can save:
-    then they get that signal, `save_s` seconds on top, and the exit code is EXIT_PREEMPTED.
+    nursery: fork server that starts the ranks if it can, and is then closed
+
+    After a failure the other ranks get `settle_s` seconds to report the same error and end by themselves, then SIGINT,
+    and `grace_s` later SIGKILL with all their children. SIGKILL comes `settle_s` after rank 0, which has the most to
+    close, has ended, since a rank that waits in gloo for an ended one never notices. SIGINT and SIGHUP here end the
+    ranks in the same way (a second SIGINT at once) and return 128 + the signal's number. So do SIGTERM and SIGUSR1,
+    unless ranks can save: then ranks get that signal and `save_s` more seconds, and the exit code is EXIT_PREEMPTED.
 
     Logs: log_dir/rank_N.log, appended to. Raises LaunchError if another launcher writes there.
     """
@@ -96,19 +97,19 @@ def launch(
 
 
 class _World:
-    """The ranks, and the two clocks of their ending: SIGINT is due at `end_at`, SIGKILL at `kill_at`."""
+    """The ranks, with the times of their end: SIGINT at `end_at`, SIGKILL at `kill_at`."""
 
     def __init__(
         self, ranks: list[Rank], grace_s: float, settle_s: float, save_s: float | None, terminal: Terminal
     ) -> None:
         self.ranks, self.grace_s, self.settle_s, self.save_s, self.terminal = ranks, grace_s, settle_s, save_s, terminal
         self.failed: Rank | None = None
-        self.stopped: list[Rank] = []  # when the first one failed
+        self.stopped: list[Rank] = []  # ranks stopped when the first one failed
         self.end_at = self.kill_at = math.inf
         self.sent: signal.Signals | None = None
 
     def wait(self, received: Sequence[int]) -> int:
-        """`received`: the stopping signals so far, filled in from outside."""
+        """Returns the exit code. `received`: stopping signals so far, filled in by the signal handler."""
         try:
             while self._running():
                 self.terminal.pump(_POLL_S)
@@ -139,7 +140,8 @@ class _World:
         return sum(not rank.poll() for rank in self.ranks)
 
     def _note_failure(self) -> None:
-        """Of ranks that are found failed together: one that was killed, or the one that stopped writing first."""
+        """Picks the first failure among ranks that failed together: a killed rank, or the rank that stopped writing
+        first."""
         failed = [rank for rank in self.ranks if rank.code]
         if failed and self.failed is None:
             self.failed = min(failed, key=lambda rank: ((rank.code or 0) > 0, rank.log.last_written()))
@@ -175,7 +177,7 @@ class _World:
             report(found, self.ranks[found[0]].log, self.terminal)
 
     def _report_silent(self, first: Rank) -> None:
-        """Of ranks that could not or did not write down what happened to them."""
+        """Reports ranks that wrote no failure file."""
         self.terminal.say(f"error: rank {first.number} failed first ({_how(first)}); its log: {first.log.path}")
         if first.number and first.code != -signal.SIGKILL:
             self.terminal.say(first.log.tail(), prefix="")
@@ -213,7 +215,7 @@ def _start(
 
 
 def _wait_for(nursery: Nursery, received: Sequence[int]) -> None:
-    """Until it can start ranks. Told to stop, or after IMPORTS_S seconds, without it."""
+    """Waits for the fork server; gives it up on a stopping signal or after IMPORTS_S seconds."""
     end = time.monotonic() + IMPORTS_S
     while not nursery.is_settled(_POLL_S):
         if received or time.monotonic() > end:

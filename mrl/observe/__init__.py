@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows: run directory, metrics, samples, progress display, report."""
+"""Run directory, metrics, samples, progress display and report of a run."""
 
 from mrl.observe import trackers
 from mrl.observe.files import (

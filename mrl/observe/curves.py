@@ -1,4 +1,4 @@
-"""The curves of a run, drawn with matplotlib. Each takes the rows of metrics.jsonl; None if it has nothing to show."""
+"""Curves of a run, drawn with matplotlib from the rows of metrics.jsonl; None if there is nothing to show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PALETTE = ["#3b6ea8", "#d1783a", "#4c9a6a", "#9a5fa8", "#b8496b", "#7b8794", "#c2a83e", "#3fa3ad"]
 INK, FAINT = "#2b3440", "#e4e8ee"
 SMOOTH_FROM = 15  # points; shorter curves are drawn as they are
-LOG_FROM = 10.0  # times the smallest value; a logarithmic axis over less has hardly a number on it
+LOG_FROM = 10.0  # ratio of largest to smallest value; a logarithmic axis below it shows hardly any tick
 ROUND_OFF = 1e-6
 ROOM_ABOVE = 1.05  # a line does not run along the upper edge
 
@@ -27,7 +27,7 @@ class Line:
     metrics: tuple[str, ...]  # the first one that the run has
     label: str
     markers: bool = False  # few points, never smoothed
-    zero: str = ""  # a line that is 0 at every step, but for round-off, is said in these words instead of drawn
+    zero: str = ""  # text that replaces a line that is 0 at every step, up to round-off
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Curve:
     title: str
     lines: tuple[Line, ...]
     note: str = ""
-    rl_note: str = ""  # instead, in a run that learns from samples
-    log: bool = False  # where the values are powers of ten apart
+    rl_note: str = ""  # replaces `note` in a run that learns from samples
+    log: bool = False  # logarithmic axis, for values that span powers of ten
     floor: float | None = None  # the axis shows at least from here ...
     ceiling: float | None = None  # ... to here
 
@@ -160,7 +160,7 @@ MACHINE_CURVES = [
 
 
 def draw(curve: Curve, rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) -> Figure | None:
-    """One set of axes, None without a line to draw; noisy lines are faint with their moving mean on top."""
+    """Draws one set of axes; None without a line to draw. Noisy lines are faint, with their moving mean on top."""
     found: list[tuple[Line, np.ndarray, np.ndarray]] = []
     for line in curve.lines:
         x, y = series(rows, line)
@@ -185,13 +185,13 @@ def draw(curve: Curve, rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) 
 
 
 def is_zero(rows: list[Row], line: Line) -> bool:
-    """Whether the line is there, 0 at every step but for round-off, and has words for that."""
+    """True if the line exists, stays at 0 up to round-off, and has words for that."""
     _, y = series(rows, line)
     return bool(line.zero) and len(y) > 0 and bool(np.abs(y).max() < ROUND_OFF)
 
 
 def draw_phases(rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) -> Figure | None:
-    """Seconds of each phase, stacked; phases that a step did not have count 0."""
+    """Draws the seconds of each phase, stacked; a phase that a step does not have counts as 0."""
     steps = [row for row in rows if any(name.startswith("time/") for name in row) and row["step"] > 0]
     names = list(dict.fromkeys(name for row in steps for name in row if name.startswith("time/")))
     if not steps:
@@ -218,14 +218,14 @@ def draw_phases(rows: list[Row], size: tuple[float, float] = (5.4, 2.9)) -> Figu
 
 
 def to_bytes(figure: Figure, kind: str) -> bytes:
-    """The picture as "svg" or "png"."""
+    """Returns the picture as "svg" or "png"."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format=kind, dpi=150, bbox_inches="tight", facecolor="white")
     return buffer.getvalue()
 
 
 def series(rows: list[Row], line: Line) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, values), both float64 [n], of the first of the line's metrics that the run has."""
+    """Returns (steps, values), both float64 [n], of the first of the line's metrics that the run has."""
     name = next((m for m in line.metrics if any(m in row for row in rows)), None)
     points = [(row["step"], row[name]) for row in rows if name is not None and name in row]
     table = np.array(points, dtype=np.float64).reshape(-1, 2)
@@ -249,7 +249,7 @@ def moving_mean(y: np.ndarray, half: int) -> np.ndarray:
 
 
 def blank(size: tuple[float, float]) -> tuple[Figure, Axes]:
-    """One set of axes over steps, as all pictures of a run have them."""
+    """Returns empty axes over steps in the style of a run's pictures."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -268,7 +268,7 @@ def blank(size: tuple[float, float]) -> tuple[Figure, Axes]:
 
 
 def _steps(rows: list[Row]) -> tuple[float, float]:
-    """The same for all curves of a run, whenever each begins."""
+    """Limits of the step axis, equal for all curves of a run."""
     first, last = rows[0]["step"], rows[-1]["step"]
     margin = max(0.5, 0.03 * (last - first))
     return first - margin, last + margin

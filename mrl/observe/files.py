@@ -1,4 +1,4 @@
-"""The files of a run directory: lines of JSON, and the configuration."""
+"""Files of a run directory: JSON lines and the configuration."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import yaml
 from mrl import strict_json
 from mrl.files import write_atomically
 
-PLAN, RANKS = "plan.json", "ranks.svg"  # of a run directory: what the plan says of the run, who is where
-METRICS = "metrics.jsonl"  # a line a step, as the next ones
-ENGINES = "engines.jsonl"  # what each engine had to do
+PLAN, RANKS = "plan.json", "ranks.svg"  # the run's plan, and a diagram of its ranks
+METRICS = "metrics.jsonl"  # one line a step, like the next ones
+ENGINES = "engines.jsonl"  # load of each engine
 STRAGGLERS = "stragglers.jsonl"  # the ranks' times
 NONFINITE = "nonfinite.jsonl"  # the samples of skipped updates
-LEFT_OUT = "left_out.jsonl"  # why samples of agents are left out (agent.on_error), with their tracebacks
+LEFT_OUT = "left_out.jsonl"  # agent samples left out (agent.on_error), with tracebacks
 BY_STEP = (METRICS, ENGINES, STRAGGLERS, NONFINITE, LEFT_OUT)
-DATA_NOTES = "data_notes.json"  # of a run directory: what was left out or cut of the rows, a sentence each
-_SECTIONS = ("run", "model", "data", "batch", "algorithm")  # those that are read here
+DATA_NOTES = "data_notes.json"  # rows left out or cut, one sentence each
+_SECTIONS = ("run", "model", "data", "batch", "algorithm")  # sections read here
 
 
 class NotWritten(OSError):
-    """Something that the run was to write down; nothing half-written is left of it."""
+    """A file of the run could not be written; no partial content is left."""
 
 
 class Unreadable(ValueError):
-    """A file of a run directory that is not as a run writes it."""
+    """A file of a run directory does not have the format that runs write."""
 
 
 def read_data_notes(run_dir: Path) -> list[str]:
-    """What a run has said of its rows; nothing where it has no such file, or that is none."""
+    """Returns the run's notes on its rows; empty if the file is missing or malformed."""
     try:
         found = json.loads((run_dir / DATA_NOTES).read_bytes())
     except (OSError, ValueError):
@@ -42,7 +42,7 @@ def read_data_notes(run_dir: Path) -> list[str]:
 
 
 def write_down(what: str, write: Callable[[], object], on_error: str, note: Callable[[str], None]) -> None:
-    """Calls `write`. Where it fails (disk full): raises NotWritten, or with checkpoint.on_error: warn says so."""
+    """Calls `write`. If that fails (disk full), raises NotWritten, or notes it with checkpoint.on_error: warn."""
     try:
         write()
     except OSError as error:
@@ -53,19 +53,19 @@ def write_down(what: str, write: Callable[[], object], on_error: str, note: Call
 
 
 def write_jsonl(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """A line a row. NaN and infinities become text, which JSON has no numbers for."""
+    """Writes one line a row. NaN and infinities become text, since JSON has no numbers for them."""
     lines = (strict_json.dumps(strict_json.finite(row), ensure_ascii=False, default=str) + "\n" for row in rows)
     write_atomically(file, "".join(lines))
 
 
 def append_jsonl(file: Path, row: dict[str, Any]) -> None:
-    """One more line; half a line of a killed process is removed first. Not-a-number and infinities become text."""
+    """Appends one line, after removing a partial line of a killed process. NaN and infinities become text."""
     drop_torn_line(file)
     append(file, strict_json.dumps(strict_json.finite(row)) + "\n")
 
 
 def append(file: Path, content: str | bytes) -> None:
-    """All of it or, if that fails (disk full), nothing."""
+    """Appends all of the content or, if that fails (disk full), nothing. Raises OSError."""
     with file.open("ab", buffering=0) as handle:
         end, data = handle.tell(), content.encode() if isinstance(content, str) else content
         try:
@@ -77,7 +77,7 @@ def append(file: Path, content: str | bytes) -> None:
 
 
 def drop_torn_line(file: Path) -> None:
-    """A killed run can leave half a line, on which the next one must not be glued."""
+    """Removes a partial last line of a killed run, so that the next line does not join it."""
     if not file.is_file():
         return
     data = file.read_bytes()
@@ -87,7 +87,7 @@ def drop_torn_line(file: Path) -> None:
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """All rows; a last line that is still being written is left out. No file: no rows. Raises Unreadable."""
+    """Returns all rows, without a last line that is still being written; empty without a file. Raises Unreadable."""
     if not file.is_file():
         return []
     rows = []
@@ -102,13 +102,13 @@ def read_jsonl(file: Path) -> list[dict[str, Any]]:
 
 
 def numbered(folder: Path, name: str) -> list[tuple[int, Path]]:
-    """(number, file) by number, of the folder's files that are called `name` with digits in place of its `*`."""
+    """Returns (number, file), sorted by number, of the folder's files named `name` with digits in place of its `*`."""
     pattern = re.compile(re.escape(name).replace(r"\*", "([0-9]+)"))
     return sorted((int(match[1]), file) for file in folder.glob(name) if (match := pattern.fullmatch(file.name)))
 
 
 def read_config(run_dir: Path) -> tuple[str, dict[str, Any]]:
-    """RUN_DIR/config.yaml as text and as what it holds; both empty if there is none. Raises Unreadable."""
+    """Returns RUN_DIR/config.yaml as text and parsed; both empty if there is none. Raises Unreadable."""
     file = run_dir / "config.yaml"
     if not file.is_file():
         return "", {}

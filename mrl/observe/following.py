@@ -1,4 +1,4 @@
-"""The report of a run that goes on, written again as it does."""
+"""Rewrites the report of a run while the run goes on."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ WATCHED = (METRICS, "rollouts", "config.yaml")
 
 
 def follow(run_dir: Path, every_s: float, say: Callable[[str], None]) -> str:
-    """Writes the page at once and after every change, until the run has ended; returns how that was seen.
+    """Writes the page at once and after every change until the run ends; returns the reason for which it counts as
+    ended.
 
-    A run that nobody owns any more, or whose last step is logged, has ended. Raises Unreadable.
+    A run has ended when no process owns it, or its last step is logged. Raises Unreadable.
     """
     seen, written = None, None
     while True:
@@ -43,6 +44,6 @@ def _last_step(run_dir: Path) -> int:
 
 
 def _state(run_dir: Path) -> list[int]:
-    """Changes with what the page shows."""
+    """Modification times that change with the page's content."""
     files = [run_dir / name for name in WATCHED]
     return [file.stat().st_mtime_ns if file.exists() else 0 for file in files]

@@ -1,4 +1,4 @@
-"""The look of a run's page, and the pieces that it is made of."""
+"""HTML building blocks and style of a run's page."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ summary { cursor: pointer; color: var(--accent); }
 
 
 def page(title: str, sections: Iterable[str], refresh_s: float | None) -> str:
-    """A complete document. refresh_s: after so many seconds a browser loads it again; None: never"""
+    """Returns a complete document. refresh_s: seconds after which a browser reloads it; None: never"""
     again = f'<meta http-equiv="refresh" content="{max(1, round(refresh_s))}">' if refresh_s is not None else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -60,17 +60,17 @@ def page(title: str, sections: Iterable[str], refresh_s: float | None) -> str:
 
 
 def card(title: str, note: str, inside: str) -> str:
-    """inside: HTML, beneath a title and a line of text"""
+    """Returns a card. inside: HTML below a title and a line of text"""
     return f'<div class="card"><h3>{escape(title)}</h3><p>{escape(note) or "&nbsp;"}</p>{inside}</div>'
 
 
 def picture(title: str, data: bytes, kind: str = "svg+xml") -> str:
-    """An <img> that has the whole SVG (or PNG) in it; nothing in that can run or load anything."""
+    """Returns an <img> with the SVG (or PNG) embedded, which cannot run or load anything."""
     return f'<img alt="{escape(title)}" src="data:image/{kind};base64,{base64.b64encode(data).decode()}">'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Plain text by rows; all columns but the first hold numbers. A column in which nothing stands is left out."""
+    """Returns a table of plain text by rows; all columns but the first hold numbers. An empty column is left out."""
     kept = [i for i in range(len(head)) if any(row[i] for row in rows)]
     kinds = ["" if i == 0 else ' class="number"' for i in range(len(head))]
     top = "".join(f"<th{kinds[i]}>{escape(head[i])}</th>" for i in kept)

@@ -1,4 +1,4 @@
-"""One owner a run directory: a lock file with host and process, kept fresh by a heart-beat."""
+"""Exclusive ownership of a run directory: a lock file with host and process, refreshed by a heartbeat."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from mrl.files import LOCK_TIMEOUT_S, lock, write_atomically
 
 HEARTBEAT_S = 5.0
-FORGOTTEN_S = 120.0  # without a heart-beat, by this host's clock, for those who only look
-SILENCE_S = 20.0  # an owner on another host that lets this pass without a heart-beat is taken for dead
+FORGOTTEN_S = 120.0  # since the last heartbeat, by this host's clock; for readers that do not take the lock
+SILENCE_S = 20.0  # without a heartbeat, after which an owner on another host counts as dead
 
 
 class RunLocked(RuntimeError):
@@ -38,11 +38,11 @@ class Owner:
 
 
 class Lock:
-    """Held from construction to `release()`.
+    """Ownership of a run directory, held from construction to `release()`.
 
-    A lock whose process is gone is taken over. A process on this host is looked up; one on another host counts as
-    alive if its heart-beat moves within `silence_s`. Raises RunLocked if the owner lives, NoLocks where the file system
-    has no locks, by which one process of this host at a time looks.
+    The lock of a dead process is taken over. A process on this host is looked up; a process on another host counts as
+    alive if its heartbeat changes within `silence_s`. One process of this host at a time checks the lock. Raises
+    RunLocked if the owner is alive, NoLocks if the file system has no locks.
     """
 
     def __init__(self, file: Path, silence_s: float = SILENCE_S, heartbeat_s: float = HEARTBEAT_S) -> None:
@@ -63,7 +63,7 @@ class Lock:
         self._thread.start()
 
     def release(self) -> None:
-        """Ends the heart-beat and removes the file, unless somebody else owns it by now."""
+        """Stops the heartbeat and removes the file, unless another process owns it by now."""
         self._stop.set()
         self._thread.join()
         if read_owner(self.file) == self._me:
@@ -71,14 +71,14 @@ class Lock:
 
     def _beat(self, every_s: float) -> None:
         while not self._stop.wait(every_s):
-            with suppress(OSError, RunLocked):  # a file server that fails once is asked again
+            with suppress(OSError, RunLocked):  # a file server may fail once; the next heartbeat retries
                 if read_owner(self.file) == self._me:
                     os.utime(self.file)
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One process of this host at a time looks at the lock and replaces it."""
+    """Lets one process of this host at a time check and replace the lock."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         if not lock(handle, timeout_s=LOCK_TIMEOUT_S):
@@ -89,8 +89,11 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def read_owner(file: Path) -> Owner | None:
-    """Who has written the lock file; None if there is none, or nothing in it: what a crashed machine leaves of one, as
-    it is put in its place whole. Raises RunLocked for a file that is no lock."""
+    """Returns the owner in the lock file; None if the file is missing or empty.
+
+    A crashed machine may leave an empty file, since the file is replaced as a whole. Raises RunLocked for a file that
+    is not a lock.
+    """
     try:
         text = file.read_text().strip("\0")
         return Owner(**json.loads(text)) if text else None
@@ -101,8 +104,7 @@ def read_owner(file: Path) -> Owner | None:
 
 
 def is_owned(file: Path) -> bool:
-    """Whether a process of this host that lives, or one elsewhere that was heard of lately, has written the lock file;
-    waits for nobody."""
+    """True if the lock's owner lives on this host, or has a recent heartbeat on another one; never waits."""
     try:
         owner = read_owner(file)
     except RunLocked:
@@ -138,7 +140,7 @@ def _beats(file: Path) -> int | None:
 
 
 def _born(pid: int) -> str:
-    """Start time of a living process in kernel ticks; empty if there is none (a zombie counts as gone)."""
+    """Start time of a living process in kernel ticks; empty if there is none (a zombie counts as dead)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""How a run uses its machine, for its page: time by phase, engines, pushes of weights, memory, who is where."""
+"""Hardware section of a run's page: time by phase, engines, weight sync, memory, placement of ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mrl.observe.metrics import Row
 from mrl.observe.time_line import draw_time_line
 
 GIB = 1 << 30
-MOST_ENGINES = 16  # that are shown
-HOPS = {  # of a push: the metric's name, and what it is
+MOST_ENGINES = 16  # shown at most
+HOPS = {  # parts of a weight sync: metric and label
     "gather": "gathering shards, on the ranks that send",
     "network": "from there to other nodes",
     "engine": "from a rank of each node to its engines",
@@ -25,7 +25,7 @@ HOPS = {  # of a push: the metric's name, and what it is
 
 
 def section(run_dir: Path, rows: list[Row]) -> str:
-    """A section of the page as HTML, empty before the first step; what the run directory does not have is left out.
+    """Returns a section of the page as HTML, empty before the first step, without parts that the run directory lacks.
     Raises Unreadable."""
     plan, steps = read_plan(run_dir), [row for row in rows if "perf/tokens_per_s" in row]
     if not steps:
@@ -36,7 +36,7 @@ def section(run_dir: Path, rows: list[Row]) -> str:
 
 
 def read_plan(run_dir: Path) -> dict[str, Any]:
-    """RUN_DIR/plan.json; empty for a run that has none. Raises Unreadable."""
+    """Returns RUN_DIR/plan.json; empty for a run without one. Raises Unreadable."""
     file = run_dir / PLAN
     if not file.is_file():
         return {}
@@ -119,7 +119,7 @@ def _engines(run_dir: Path, steps: list[Row]) -> str:
 
 
 def _engine_rows(loads: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """One an engine, as they are numbered; of more than are shown, the slowest first."""
+    """One row an engine in the engines' order; with more engines than are shown, the slowest first."""
     speeds = {url: load["tokens"] / load["seconds"] for url, load in loads.items() if load["seconds"]}
     urls = sorted(loads, key=lambda url: speeds.get(url, 0.0)) if len(loads) > MOST_ENGINES else list(loads)
     forms = {"requests": ",", "tokens": ",", "mean": ".1f", "most": ""}
@@ -151,12 +151,12 @@ def _memory(steps: list[Row], plan: dict[str, Any]) -> str:
     if kind is None:
         return ""
     prefix = f"memory/{kind}/"
-    ordered = [steps[-1], *steps]  # the first step has what came before it, too
+    ordered = [steps[-1], *steps]  # the first step also has the phases before it
     phases = [name.removeprefix(prefix) for row in ordered for name in row if name.startswith(prefix)]
     models = any(phase.endswith("_update") for phase in phases)
     table = []
     for phase in dict.fromkeys(phases):
-        if phase == "update" and models:  # its moments before the first model's
+        if phase == "update" and models:  # the phase begins before the first model's part
             continue
         planned = "actor_update" if phase == "update" else phase
         peak = max(row[prefix + phase] for row in steps if prefix + phase in row)
@@ -177,7 +177,7 @@ def _ranks(run_dir: Path, plan: dict[str, Any]) -> str:
 
 
 def _middle(rows: Sequence[Row], name: str) -> float | None:
-    """The median, of the steps after the first where there are some; None without any."""
+    """Median over the steps after the first if there are any; None without values."""
     values = [row[name] for row in rows if name in row]
     return median(values[1:] or values) if values else None
 
@@ -195,7 +195,7 @@ def _ratio(measured: float | None, plan: float | None) -> str:
 
 
 def _size(nbytes: float | None) -> str:
-    """Such as "1.5 GiB"."""
+    """Formats bytes, for example as "1.5 GiB"."""
     if nbytes is None:
         return ""
     unit, size = next(((u, s) for u, s in (("GiB", GIB), ("MiB", 1 << 20)) if nbytes >= s), ("KiB", 1 << 10))

@@ -1,4 +1,4 @@
-"""What kind of training a configuration is, in the words of the field."""
+"""Name of a configuration's training method, in the field's terms."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _TRAINERS = {
 
 
 def method_of(config: dict[str, Any]) -> str:
-    """Such as "PPO", "GRPO", "supervised fine-tuning" or "preference learning (sigmoid)", of a run's config.yaml as
-    read; empty if that does not say."""
+    """Returns the method of a parsed config.yaml, for example "PPO", "GRPO", "supervised fine-tuning" or "preference
+    learning (sigmoid)"; empty if the configuration does not say."""
     trainer = str(config.get("trainer", ""))
     if trainer == "rl":
         estimator = str(_section(config, "algorithm").get("adv_estimator", ""))

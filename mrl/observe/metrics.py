@@ -16,10 +16,10 @@ Row = dict[str, float]
 
 
 class MetricsFile:
-    """Appends `{"step", "unix_time", metric: value, ..., "time/<phase>": seconds}` a line.
+    """Appends lines of `{"step", "unix_time", metric: value, ..., "time/<phase>": seconds}`.
 
-    Not-a-number and infinities become null (JSON has neither); `write` returns their names. A row is
-    written whole or not at all (OSError).
+    NaN and infinities become null, since JSON has neither; `write` returns their names. A row is written whole or not
+    at all (OSError).
     """
 
     def __init__(self, file: Path) -> None:
@@ -28,7 +28,8 @@ class MetricsFile:
         append(file, "")
 
     def write(self, stats: StepStats) -> list[str]:
-        """Names of the metrics that are not finite. Raises OSError, and then nothing is written."""
+        """Appends a row and returns the names of its non-finite metrics. Raises OSError, and then nothing is
+        written."""
         values = flatten(stats)
         bad = [name for name, value in values.items() if not math.isfinite(value)]
         row: dict[str, Any] = {"step": stats.step, "unix_time": round(time.time(), 3)}
@@ -38,16 +39,15 @@ class MetricsFile:
 
 
 def flatten(stats: StepStats) -> Row:
-    """metric -> value, and "time/<phase>" -> seconds."""
+    """Returns metric -> value, and "time/<phase>" -> seconds."""
     times = {f"time/{phase}": seconds for phase, seconds in stats.seconds.items()}
     return {name: float(value) for name, value in {**stats.metrics, **times}.items()}
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
-    """The run's rows by rising step. Nulls are left out of a row.
+    """Returns the run's rows in order of steps, without nulls.
 
-    A run that went on from a checkpoint repeats the steps after it; what the abandoned attempt wrote is left out.
-    Raises Unreadable.
+    A run resumed from a checkpoint repeats later steps; rows of the abandoned attempt are left out. Raises Unreadable.
     """
     rows: list[Row] = []
     file = run_dir / METRICS
@@ -61,5 +61,5 @@ def read_metrics(run_dir: Path) -> list[Row]:
 
 
 def _is_number(value: Any) -> bool:
-    """Or the null that stands for one that was not finite."""
+    """True for a finite number, or for null, which stands for a non-finite one."""
     return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)

@@ -1,5 +1,7 @@
-"""MLflow: `run.trackers: [mlflow]`, with the keys of `run.mlflow`. The package mlflow-skinny is enough. User and
-password, or token, come from the environment (MLFLOW_TRACKING_USERNAME and the like)."""
+"""MLflow tracker: `run.trackers: [mlflow]`, with the keys of `run.mlflow`. The package mlflow-skinny is enough.
+
+User and password, or token, come from the environment (MLFLOW_TRACKING_USERNAME and the like).
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from mrl.config.loader import dump_tree
 from mrl.config.schema import AnyConfig
 from mrl.observe.sender import Outcome, Remote, TrackedStep
 
-METRICS_A_CALL, PARAMS_A_CALL, PARAM_CHARS = 1000, 100, 500  # what a server takes
-ENVIRONMENT = {  # unless it is set: one failure is enough to be told of, the sender tries again itself
+METRICS_A_CALL, PARAMS_A_CALL, PARAM_CHARS = 1000, 100, 500  # limits of a server
+ENVIRONMENT = {  # defaults; MLflow fails at once, since the sender retries by itself
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
     "MLFLOW_ALLOW_FILE_STORE": "true",
@@ -80,7 +82,7 @@ class Mlflow(Remote):
 
 
 def _plain(name: str) -> str:
-    """What a server takes as a name."""
+    """Replaces characters that a server refuses in a name."""
     return re.sub(r"[^\w\-. /]", "_", name)
 
 

@@ -1,4 +1,4 @@
-"""What the user sees while training: a live panel in a terminal, one plain line a step anywhere else."""
+"""Progress display: a live panel in a terminal, one plain line a step elsewhere."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rich.text import Text
 
 from mrl.core import StepStats
 
-RECENT_STEPS = 20  # whose mean time the ETA is made of
-PLAIN_TICK_S = 30.0  # between signs of life of a long phase in a log file
+RECENT_STEPS = 20  # averaged for the ETA
+PLAIN_TICK_S = 30.0  # between lines of a long phase in a log file
 
-THREE_DIGITS = ".3g"  # as a format; of large numbers all digits before the point
+THREE_DIGITS = ".3g"  # format; large numbers show all digits before the point
 
-# (label, metrics of which the first one present is shown, format)
+# (label, metrics whose first present one is shown, format)
 HEADLINES: list[tuple[str, tuple[str, ...], str]] = [
     ("reward", ("reward/mean",), ".3f"),
     ("validation", ("validation/score", "validation/mean"), ".3f"),
@@ -47,8 +47,10 @@ HEADLINES: list[tuple[str, tuple[str, ...], str]] = [
 
 
 def headlines(metrics: dict[str, float]) -> list[tuple[str, str]]:
-    """Returns (label, value as text) of the headline metrics that are there. The loss of a policy gradient is left out:
-    it is about 0 by construction, and says nothing of the progress."""
+    """Returns (label, value as text) of the headline metrics that are present.
+
+    The policy-gradient loss is left out: it is about 0 by construction and says nothing about progress.
+    """
     shown = []
     for label, names, form in HEADLINES:
         name = next((n for n in names if n in metrics), None)
@@ -62,14 +64,16 @@ def headlines(metrics: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def number(value: float, form: str) -> str:
-    """In this format; no sign of what rounds to 0."""
+    """Formats a number, without a sign if it rounds to 0."""
     text = format(value, ",.0f" if form == THREE_DIGITS and value >= 100 else form)
     return text.lstrip("-") if not text.strip("-+0.e%") else text
 
 
 def shares(stats: StepStats, digits: int) -> str:
-    """Such as "rollout 3.0s (75%)  update 1.0s (25%)"; where the metrics have what the plan says, "rollout 3.0s (75%,
-    plan 2.1s)", and at the end the planned phases together."""
+    """Returns text such as "rollout 3.0s (75%)  update 1.0s (25%)".
+
+    With a plan in the metrics, it is "rollout 3.0s (75%, plan 2.1s)", followed by the sum of the planned phases.
+    """
     total = sum(stats.seconds.values()) or 1.0
     plan = {name[5:-2]: value for name, value in stats.metrics.items() if name.startswith("plan/")}
     parts = []
@@ -83,14 +87,14 @@ def shares(stats: StepStats, digits: int) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as "1h05m", "5m07s" or "7s"."""
+    """Formats seconds as "1h05m", "5m07s" or "7s"."""
     whole = int(seconds)
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"
 
 
 class Progress:
-    """Where the run is. Changed by the recorder, drawn by a display."""
+    """Position of the run. The recorder changes it, a display draws it."""
 
     def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
@@ -111,7 +115,7 @@ class Progress:
         self._ends.append((stats.step, time.monotonic()))
 
     def eta_s(self) -> float | None:
-        """Seconds to the last step by the mean of the latest ones; None before two steps have ended."""
+        """Seconds to the last step, by the mean of recent steps; None before two steps have ended."""
         if len(self._ends) < 2:
             return None
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
@@ -131,7 +135,7 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """One line a step; in long phases a line every half minute, by a thread of its own."""
+    """Prints one line a step and, in long phases, a line every half minute from its own thread."""
 
     def __init__(self, progress: Progress, console: Console | None = None) -> None:
         self._progress = progress
@@ -175,7 +179,7 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A panel that redraws itself four times a second."""
+    """Panel that redraws itself four times a second."""
 
     def __init__(self, progress: Progress, console: Console | None = None) -> None:
         self._progress = progress
@@ -186,7 +190,7 @@ class LiveDisplay:
         self._live.refresh()
 
     def tick(self) -> None:
-        """The panel redraws itself."""
+        """Does nothing: the panel redraws itself."""
 
     def note(self, text: str) -> None:
         self._live.console.print(Text(text, style="dim"))
@@ -195,7 +199,7 @@ class LiveDisplay:
         self._live.stop()
 
     def render(self) -> RenderableType:
-        """The panel as it is at this moment; rich asks for it four times a second."""
+        """Returns the current panel; rich calls it four times a second."""
         p = self._progress
         body: list[RenderableType] = [self._bars(), Text(), self._metrics()]
         if p.latest.seconds:

@@ -1,4 +1,4 @@
-"""Where the loop says what happens: phases, samples finished, metrics of a step, notes."""
+"""Recorder of a run's events: phases, finished samples, step metrics, notes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ NO_TRACKERS: Mapping[str, Tracker | Sender] = MappingProxyType({})
 
 
 class SilentRecorder:
-    """For the ranks that report nothing: times the phases and is quiet."""
+    """Recorder of ranks that report nothing: times phases and prints nothing."""
 
     @contextmanager
     def phase(self, name: str, stats: StepStats | None = None) -> Iterator[None]:
-        """Adds the seconds of a part of the step to `stats.seconds[name]`, also where it fails."""
+        """Adds the seconds of a phase to `stats.seconds[name]`, even if it fails."""
         began = time.monotonic()
         try:
             yield
@@ -50,22 +50,22 @@ class SilentRecorder:
         pass
 
     def tracker_runs(self) -> dict[str, str]:
-        """Ids of the trackers' own runs, by tracker, for a checkpoint."""
+        """Run ids by tracker, for a checkpoint."""
         return {}
 
     def go_on_with(self, tracker_runs: Mapping[str, str]) -> None:
-        """What `tracker_runs` gave when the checkpoint was made."""
+        """Resumes the trackers' runs. tracker_runs: as `tracker_runs` returned them for the checkpoint"""
 
     def write_down(self, what: str, write: Callable[[], object]) -> None:
         write()
 
 
 class Recorder(SilentRecorder):
-    """Rank 0's recorder: metrics.jsonl, trackers by name, and a display. Use as a context manager or `close()`.
+    """Recorder of rank 0: metrics.jsonl, trackers by name, and a display. Use as a context manager or call `close()`.
 
-    For one thread, the loop's: engines report their samples in the thread that has asked for them.
+    Only the loop's thread may use it: engines report their samples in the thread that requested them.
 
-    live: redraw a panel (True), print a line a step (False), or by whether stdout is a terminal (None).
+    live: redraw a panel (True), print a line a step (False), or decide by whether stdout is a terminal (None).
     on_error: as checkpoint.on_error, "stop" or "warn"
     """
 
@@ -89,7 +89,7 @@ class Recorder(SilentRecorder):
 
     @contextmanager
     def phase(self, name: str, stats: StepStats | None = None) -> Iterator[None]:
-        """Times a part of the step into `stats.seconds[name]` and shows it while it lasts."""
+        """Times a phase into `stats.seconds[name]` and shows it while it lasts."""
         self._phases.append(name)
         self._progress.enter(name)
         try:
@@ -100,16 +100,16 @@ class Recorder(SilentRecorder):
             self._progress.enter(self._phases[-1] if self._phases else "between phases")
 
     def expect(self, total: int) -> None:
-        """The current phase will `advance` this many times."""
+        """Announces `total` calls of `advance` in the current phase."""
         self._progress.finished, self._progress.expected = 0, total
 
     def advance(self, count: int = 1) -> None:
-        """`count` more of the expected items are finished."""
+        """Counts `count` more of the expected items as finished."""
         self._progress.finished += count
         self._display.tick()
 
     def note(self, text: str) -> None:
-        """One line for the user. What begins with a key of the data is kept for the model's card."""
+        """Shows one line to the user. A line that begins with a key of the data is kept for the model card."""
         self._display.note(redact(text))
         if text.startswith(DATA_KEYS):
             self._about_data.append(redact(text))
@@ -117,7 +117,7 @@ class Recorder(SilentRecorder):
             self.write_down("what was left out of the data", lambda: write_atomically(self._of_data, f"{content}\n"))
 
     def log(self, stats: StepStats) -> None:
-        """The end of a step: writes its metrics and shows them; says which of them are not finite."""
+        """Ends a step: writes and shows its metrics, and names the non-finite ones."""
         bad: list[str] = []
         self.write_down("the step's metrics", lambda: bad.extend(self._file.write(stats)))
         for name, tracker in self._trackers.items():
@@ -137,7 +137,7 @@ class Recorder(SilentRecorder):
                 sender.go_on_with(tracker_runs[name])
 
     def write_down(self, what: str, write: Callable[[], object]) -> None:
-        """Calls `write`; what it means if that fails is the configuration's to say. Raises NotWritten."""
+        """Calls `write`; checkpoint.on_error decides what its failure means. Raises NotWritten."""
         write_down(what, write, self._on_error, self.note)
 
     def close(self, outcome: Outcome = "finished") -> None:

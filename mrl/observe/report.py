@@ -1,4 +1,4 @@
-"""RUN_DIR/report.html: one self-contained page with the curves of a run, sampled answers and the configuration."""
+"""RUN_DIR/report.html: one self-contained page with a run's curves, sampled answers and configuration."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ BY_PROMPT = "reward_by_prompt/"  # metrics
 
 @dataclass(frozen=True)
 class Run:
-    """What the page is made of, as far as it exists yet."""
+    """Content of the page, as far as the run has produced it."""
 
     name: str
     rows: list[Row]
     config: dict[str, Any]
     config_text: str
     answers: BeforeAfter | None
-    machine: str  # of the page, as HTML
-    pictures: list[Path]  # grids of what a run of images has drawn, by step
+    machine: str  # section of the page, as HTML
+    pictures: list[Path]  # grids of generated images, by step
 
     @property
     def total_steps(self) -> int | None:
-        """run.steps, None if config.yaml does not say."""
+        """run.steps; None if config.yaml does not have it."""
         steps = self.config.get("run", {}).get("steps")
         return steps if isinstance(steps, int) else None
 
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def updates_once_a_step(self) -> bool:
-        """All of a step's samples in one update, as far as the configuration tells."""
+        """True if all samples of a step go into one update, as far as the configuration tells."""
         batch = self.config.get("batch", {})
         prompts, each = batch.get("prompts_per_step"), batch.get("samples_per_prompt")
         if not isinstance(prompts, int) or not isinstance(each, int):
@@ -62,10 +62,10 @@ class Run:
 def write_report(run_dir: str | Path, refresh_s: float | None = None) -> Path:
     """Writes RUN_DIR/report.html and, once there is a first curve, RUN_DIR/reward_curve.png; returns the page.
 
-    refresh_s: after so many seconds a browser loads the page again; None: never
+    refresh_s: seconds after which a browser reloads the page; None: never
 
-    Works on a run in progress and on one that has logged nothing. Raises FileNotFoundError for a missing directory,
-    Unreadable for a file in it that no run has written so.
+    It works during a run and before the first logged step. Raises FileNotFoundError for a missing directory, Unreadable
+    for a file that is not in the format of a run.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -80,7 +80,7 @@ def write_report(run_dir: str | Path, refresh_s: float | None = None) -> Path:
 
 
 def first_curve(name: str, rows: list[Row]) -> bytes | None:
-    """A PNG of what tells most of the run of this name: reward, accuracy or loss; None before there is any."""
+    """Returns a PNG of the run's main curve: reward, accuracy or loss; None before there is one."""
     for curve in CURVES[:3]:
         picture = draw(curve, rows, size=(7.2, 4.0))
         if picture is not None:
@@ -90,7 +90,7 @@ def first_curve(name: str, rows: list[Row]) -> bytes | None:
 
 
 def load_run(run_dir: Path) -> Run:
-    """What the run directory holds so far. Raises Unreadable."""
+    """Reads the run directory's current content. Raises Unreadable."""
     text, config = read_config(run_dir)
     rows = read_metrics(run_dir)
     page = machine.section(run_dir, rows)
@@ -98,7 +98,7 @@ def load_run(run_dir: Path) -> Run:
 
 
 def render(run: Run, refresh_s: float | None = None) -> str:
-    """The whole page as HTML, pictures and all; what a run has not made yet is left out."""
+    """Returns the whole page as HTML, pictures included, without parts that the run has not produced yet."""
     seen = [_curves(run), _images(run.pictures), _by_prompt(run.rows), _answers(run.answers)]
     return html.page(run.name, [_header(run), _tiles(run), *seen, run.machine, _config(run.config_text)], refresh_s)
 
@@ -160,7 +160,7 @@ def _curves(run: Run) -> str:
 
 
 def _zeros(run: Run) -> str:
-    """Lines that never leave 0, in words."""
+    """Lists the lines that stay at 0."""
     found = [line.zero for curve in CURVES for line in curve.lines if is_zero(run.rows, line)]
     if not found:
         return ""
@@ -173,12 +173,12 @@ def _zeros(run: Run) -> str:
 
 
 def grids(run_dir: Path) -> list[Path]:
-    """RUN_DIR/images/step_N.png, by N."""
+    """RUN_DIR/images/step_N.png, sorted by N."""
     return [file for _, file in numbered(run_dir / "images", "step_*.png")]
 
 
 def _images(pictures: list[Path]) -> str:
-    """The first, the last, and some in between."""
+    """Shows the first grid, the last, and some between them."""
     if not pictures:
         return ""
     last = len(pictures) - 1
@@ -190,7 +190,7 @@ def _images(pictures: list[Path]) -> str:
 
 
 def _by_prompt(rows: list[Row]) -> str:
-    """The first and the last mean reward of each prompt that a run of images shows."""
+    """Table of the first and the last mean reward of each prompt of an image run."""
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(BY_PROMPT))
     if not names:
         return ""
@@ -225,7 +225,7 @@ def _seen(pictures: Sequence[Path]) -> str:
 
 
 def _response(text: str, score: float | None, turns: tuple[Said, ...] = ()) -> str:
-    """Of an agent turn by turn, its environment's words in another colour."""
+    """Table cell of a response; an agent's is shown by turns, with the environment's text in another colour."""
     kind = "" if score is None or score <= 0 else "full" if score >= 1 else "some"
     number_shown = "no score" if score is None else f"{score:.2f}"
     shown = escape(text)

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint makes the steps after it again: what was written down of them goes first."""
+"""Drops records of steps after a checkpoint, since a run that resumes repeats those steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ _SAMPLES = re.compile(r"(?:validation_|validation_ema_)?step_(\d+)\.jsonl")
 
 
 def rewind(run_dir: Path, step: int) -> str:
-    """Drops all rows of the run's own files with a line a step, and files of RUN_DIR/rollouts, that are of more than
-    `step` steps; of 0 steps, everything. Says what, such as "2 rows of metrics.jsonl, 2 files of rollouts/"; empty if
-    there was nothing.
+    """Drops rows and files of RUN_DIR/rollouts of steps after `step`; everything for step 0.
 
-    Each file is cut or removed at once, and a writer that appends to it may have it open.
+    Returns text such as "2 rows of metrics.jsonl, 2 files of rollouts/", empty if nothing was dropped. Each file is cut
+    or removed at once, and a writer that appends to it may have it open.
     """
     dropped = []
     for file in filter(Path.is_file, (run_dir / name for name in sorted(BY_STEP))):
@@ -32,7 +31,7 @@ def rewind(run_dir: Path, step: int) -> str:
 
 
 def _cut(file: Path, step: int) -> int:
-    """Ends the file before its first row of a later step, or half a line; returns the number of rows that are gone."""
+    """Truncates the file before its first row of a later step or partial line; returns the number of dropped rows."""
     lines = file.read_bytes().splitlines(keepends=True)
     kept = 0
     for number, line in enumerate(lines):
@@ -44,7 +43,8 @@ def _cut(file: Path, step: int) -> int:
 
 
 def _is_late(name: str, step: int) -> bool:
-    """step_K holds the samples that step K learns from; validation_step_K is made after K steps."""
+    """True for files of later steps: step_K has the training samples of step K, validation_step_K is made after K
+    steps."""
     match = _SAMPLES.fullmatch(name)
     return match is not None and (step == 0 or int(match[1]) > step)
 

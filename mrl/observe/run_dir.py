@@ -1,4 +1,4 @@
-"""The run directory: ROOT/NAME/{config.yaml, metrics.jsonl, rollouts/, checkpoints/, logs/, lock}."""
+"""Run directory: ROOT/NAME/{config.yaml, metrics.jsonl, rollouts/, checkpoints/, logs/, lock}."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from mrl.files import make_private, write_atomically
 from mrl.observe.lock import Lock, Owner, read_owner
 from mrl.resilience.protocol import MARKER
 
-LAUNCH = "launch"  # torchrun or ft_launcher, whose ranks have begun to write there
+LAUNCH = "launch"  # the launcher (torchrun or ft_launcher) whose ranks write to the directory
 # of the directory, not of what a run has made
 KEEP = ("logs", "checkpoints", "engines", "lock", "ft.yaml", MARKER, LAUNCH)
 
 
 class RunExists(RuntimeError):
-    """The directory holds what another run has written, and no checkpoint from which this one could go on."""
+    """The directory holds another run's files and no checkpoint to resume from."""
 
 
 class RunDir:
-    """An owned run directory; a context manager that gives the ownership back. One that is made is its owner's alone
-    (mode 0700)."""
+    """An owned run directory; as a context manager it releases the ownership. A new one has mode 0700."""
 
     def __init__(self, path: Path) -> None:
         make_private(path)
@@ -37,7 +36,7 @@ class RunDir:
     def open(cls, cfg: AnyConfig, check: Callable[[], None] | None = None) -> RunDir:
         """Creates or reopens ROOT/NAME and saves the resolved configuration in it, without its passwords.
 
-        check: looks at what is there before anything is changed; raises to give the directory back as it was
+        check: inspects the directory before anything changes; if it raises, the directory stays as it was
 
         Raises RunLocked if another live process owns it.
         """
@@ -62,18 +61,20 @@ class RunDir:
 
 
 def note_launch(run_dir: Path) -> None:
-    """What is there from now on is of the launcher that has started this process."""
+    """Records this process's launcher as the origin of the run directory's files."""
     Owner.of(os.getppid()).write(run_dir / LAUNCH)
 
 
 def is_of_this_launch(run_dir: Path) -> bool:
-    """Whether the launcher that has started this process has had ranks before that wrote there."""
+    """True if earlier ranks of this process's launcher wrote to the run directory."""
     return read_owner(run_dir / LAUNCH) == Owner.of(os.getppid())
 
 
 def refuse_existing(cfg: AnyConfig) -> None:
-    """Raises RunExists if a run without a checkpoint has written there, and neither run.existing moves that aside nor
-    that run was told to stop, to be started again."""
+    """Raises RunExists if a run without a checkpoint has written to the directory.
+
+    run.existing: move_aside permits it, and so does a run that was told to stop in order to be restarted.
+    """
     run_dir = Path(cfg.run.root) / cfg.run.name
     if cfg.run.existing == "move_aside" or (run_dir / MARKER).exists():
         return
@@ -85,7 +86,7 @@ def refuse_existing(cfg: AnyConfig) -> None:
 
 
 def written(run_dir: Path) -> Sequence[Path]:
-    """What a run has made there, if it has come as far as metrics, samples or weights."""
+    """Returns the files of a run that has got as far as metrics, samples or weights; else an empty list."""
     names = ("*.jsonl", "rollouts/*.jsonl", "hf*")
     if not any(path.is_dir() or path.stat().st_size for name in names for path in run_dir.glob(name)):
         return []
@@ -93,7 +94,7 @@ def written(run_dir: Path) -> Sequence[Path]:
 
 
 def move_aside(run_dir: Path) -> Path:
-    """To RUN_DIR/earlier_N, which is what the run directory was: `mrl report` reads it."""
+    """Moves a run's files to RUN_DIR/earlier_N, which `mrl report` can read; returns that directory."""
     earlier = [int(path.name[8:]) for path in run_dir.glob("earlier_*") if path.name[8:].isdigit()]
     aside = run_dir / f"earlier_{max(earlier, default=0) + 1}"
     aside.mkdir()

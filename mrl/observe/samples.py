@@ -1,4 +1,4 @@
-"""Samples of a run in readable form, and the same validation prompts before and after training."""
+"""Readable samples of a run, and the same validation prompts before and after training."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from mrl.core import Sample
 from mrl.files import write_atomically
 from mrl.observe.files import Unreadable, numbered, read_config, read_jsonl, write_jsonl
 
-SHOWN = 12  # prompts of the first and the last validation side by side
+SHOWN = 12  # prompts compared side by side
 PICTURES = "rollouts/pictures"
 
 
 def save_samples(run_dir: Path, name: str, rows: Iterable[dict[str, Any]]) -> Path:
-    """RUN_DIR/rollouts/NAME.jsonl, a line for each `sample_row`, in their order; returns the file."""
+    """Writes RUN_DIR/rollouts/NAME.jsonl, one line for each `sample_row` in order; returns the file."""
     file = run_dir / "rollouts" / f"{name}.jsonl"
     write_jsonl(file, rows)
     return file
 
 
 def save_pictures(run_dir: Path, samples: Sequence[Sample]) -> None:
-    """Of a validation's samples, those of the prompts that the run's page shows, once."""
+    """Saves, once, the pictures of the validation prompts that the run's page shows."""
     for prompt in {sample.request.prompt.index: sample.request.prompt for sample in samples[:SHOWN]}.values():
         for number, png in enumerate(prompt.pictures):
             if not (picture := run_dir / PICTURES / f"{prompt.index}_{number}.png").exists():
@@ -37,7 +37,7 @@ def save_pictures(run_dir: Path, samples: Sequence[Sample]) -> None:
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:
-    """A line of the file; a sample that is left out has neither a number in the step nor a score."""
+    """Returns one line of the file; a sample that is left out has neither an id in the step nor a score."""
     prompt = sample.request.prompt
     return {
         "sample_id": None if sample.left_out else sample.request.sample_id,
@@ -56,14 +56,14 @@ def sample_row(sample: Sample) -> dict[str, Any]:
     }
 
 
-Said = tuple[bool, str]  # whether the model has said it, and what
+Said = tuple[bool, str]  # (is from the model, text)
 _COMPARED = {"index": int, "prompt": str, "response": str, "score": int | float | None, "row": dict}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One validation prompt at the first and at the last validation. score_...: None where a response has none.
-    pictures: PNG files"""
+    """One prompt at the first and the last validation. score_...: None if a response has no score. pictures: PNG
+    files"""
 
     prompt: str
     answer: str
@@ -71,15 +71,18 @@ class Comparison:
     after: str
     score_before: float | None
     score_after: float | None
-    turns_before: tuple[Said, ...] = ()  # of an agent, with its environment's words; empty for one response
+    turns_before: tuple[Said, ...] = ()  # turns of an agent and its environment; empty for a single response
     turns_after: tuple[Said, ...] = ()
     pictures: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
 class BeforeAfter:
-    """The first and the last validation. mean_...: over the `compared` responses to the same prompts that have a score
-    at both, of the `asked` that the larger one has; None if there are none."""
+    """The first and the last validation.
+
+    mean_...: over the `compared` responses with a score at both validations, None if there are none; `asked` is the
+    number of responses of the larger validation
+    """
 
     first_step: int
     last_step: int
@@ -91,7 +94,7 @@ class BeforeAfter:
 
     @property
     def means(self) -> str:
-        """Such as "0.250 → 1.000", and of how many responses if some are missing."""
+        """Text such as "0.250 → 1.000", with the number of responses if some are missing."""
         if self.mean_before is None or self.mean_after is None:
             return f"unknown: none of {self.asked} responses has a score at both"
         some = (
@@ -101,7 +104,7 @@ class BeforeAfter:
 
 
 def before_after(run_dir: Path, limit: int = SHOWN) -> BeforeAfter | None:
-    """The first `limit` prompts that both the first and the last validation have; None without any validation."""
+    """Compares the first `limit` prompts that the first and the last validation share; None without any validation."""
     files = validation_files(run_dir)
     if not files:
         return None
@@ -126,7 +129,7 @@ def before_after(run_dir: Path, limit: int = SHOWN) -> BeforeAfter | None:
 
 
 def _by_prompt(rows: list[dict[str, Any]]) -> dict[tuple[int, str, int], dict[str, Any]]:
-    """(index, prompt, which of the responses to it) -> row"""
+    """Maps (index, prompt, number of the response to it) to its row."""
     found: dict[tuple[int, str, int], dict[str, Any]] = {}
     seen: Counter[tuple[int, str]] = Counter()
     for row in rows:
@@ -137,7 +140,7 @@ def _by_prompt(rows: list[dict[str, Any]]) -> dict[tuple[int, str, int], dict[st
 
 
 def _turns(row: dict[str, Any]) -> tuple[Said, ...]:
-    """Raises Unreadable for messages that no run has written."""
+    """Turns of a sample. Raises Unreadable for malformed messages."""
     messages = row.get("messages", [])
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         raise Unreadable("a sample's messages are no list of messages")
@@ -171,12 +174,12 @@ def _question(sample: dict[str, Any], keys: dict[str, Any]) -> str:
 
 
 def validation_files(run_dir: Path) -> list[tuple[int, Path]]:
-    """(step, file) of every validation, by step."""
+    """Returns (step, file) of every validation, sorted by step."""
     return numbered(run_dir / "rollouts", "validation_step_*.jsonl")
 
 
 def before_after_table(run_dir: Path, limit: int = 12, console: Console | None = None) -> None:
-    """Prints the same prompts' answers at the first and the last validation."""
+    """Prints the answers to the same prompts at the first and the last validation."""
     console = console or Console()
     found = before_after(Path(run_dir), limit)
     if found is None:

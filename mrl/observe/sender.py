@@ -1,7 +1,7 @@
-"""Metrics on their way to a tracker that may be slow or down: training never waits for it, and nothing is lost.
+"""Sends metrics to a tracker that may be slow or down; training never waits for it, and no metrics are lost.
 
-What is not sent yet lies in metrics.jsonl anyway. A run that goes on, in this process or in a later one, sends what the
-tracker lacks, under the same run id.
+Unsent metrics remain in metrics.jsonl. A run that resumes, in this process or a later one, sends what the tracker
+lacks under the same run id.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mrl.observe.files import Unreadable
 from mrl.observe.metrics import Row, flatten, read_metrics
 
 FIRST_RETRY_S, LAST_RETRY_S = 5.0, 120.0
-CLOSE_S = 30.0  # for what is left to be sent when the run ends
+CLOSE_S = 30.0  # to send the rest of the queue when the run ends
 FOLDER = "trackers"  # in the run directory
 Outcome = Literal["finished", "stopped", "failed"]
 
@@ -39,34 +39,37 @@ class TrackedStep:
 
 
 class Remote(ABC):
-    """A tracker that others run. All methods but the constructor are called in one thread, which is not the main one;
-    any exception means that it is down at the moment."""
+    """Interface of an external tracker.
 
-    package: ClassVar[str]  # has to be installed, and is imported by nothing but the tracker's own methods
+    All methods but the constructor run in one thread, which is not the main one. Any exception means that the tracker
+    is currently down.
+    """
+
+    package: ClassVar[str]  # must be installed; only the tracker's own methods import it
 
     @abstractmethod
     def __init__(self, cfg: AnyConfig, run_dir: Path) -> None:
-        """Asks nobody anything."""
+        """Contacts no server."""
 
     @abstractmethod
     def open(self, run_id: str | None) -> str:
-        """Goes on with that run, or begins one; returns its id."""
+        """Resumes the given run, or begins one; returns its id."""
 
     @abstractmethod
     def where(self) -> str:
-        """Of the open run, for a reader: an address or a folder."""
+        """Address or folder of the open run, for a reader."""
 
     @abstractmethod
     def send(self, rows: Sequence[TrackedStep]) -> None:
-        """Steps in their order; one that was sent before may come again, made anew."""
+        """Sends steps in order; a step may be sent again with new values."""
 
     @abstractmethod
     def close(self, outcome: Outcome) -> None:
-        """Of an open run."""
+        """Ends the open run with its outcome."""
 
 
 class Sender:
-    """A `Remote` with what waits for it. For the loop's thread; `notes` are for the user, and come out of the other."""
+    """Queue of a `Remote`. The loop's thread calls it; `notes` come from the sending thread and are for the user."""
 
     def __init__(self, name: str, remote: Remote, run_dir: Path, retry_s: float = FIRST_RETRY_S) -> None:
         self.name, self._remote, self._run_dir, self._retry_s = name, remote, run_dir, retry_s
@@ -79,7 +82,8 @@ class Sender:
         self._thread: threading.Thread | None = None
 
     def write(self, stats: StepStats) -> None:
-        """Returns at once. The first step of this process takes along what the tracker lacks of those before it."""
+        """Queues a step and returns at once. The first step of this process also queues earlier steps that the tracker
+        lacks."""
         first = self._thread is None
         rows = self._missed(stats.step) if first else []
         with self._news:
@@ -90,17 +94,17 @@ class Sender:
             self._thread.start()
 
     def go_on_with(self, run_id: str) -> None:
-        """Before the first step: the run of the checkpoint, unless the run directory knows better."""
+        """Resumes the checkpoint's run, unless the run directory knows a newer id. Called before the first step."""
         self.run_id = self.run_id or run_id
 
     def notes(self) -> list[str]:
-        """What has happened since the last call."""
+        """Returns the messages since the last call."""
         with self._news:
             notes, self._notes = self._notes, []
         return notes
 
     def close(self, outcome: Outcome) -> None:
-        """Gives it CLOSE_S to take what is left; a note says what it lacks then."""
+        """Waits up to CLOSE_S for the queue to empty; a note then names what the tracker lacks."""
         if self._thread is None:
             return
         with self._news:
@@ -117,14 +121,14 @@ class Sender:
                 self._notes.append(f"{self.name} has not said within {CLOSE_S:g} s that it has stored everything")
 
     def _missed(self, step: int) -> list[TrackedStep]:
-        self._sent = min(self._sent, step - 1)  # later ones are made again
+        self._sent = min(self._sent, step - 1)  # later steps run again
         with suppress(Unreadable, OSError):
             rows = [row for row in read_metrics(self._run_dir) if self._sent < row["step"] < step]
             return [TrackedStep(int(row.pop("step")), row.pop("unix_time", 0.0), row) for row in rows]
         return []
 
     def _serve(self) -> None:
-        """Until the run has ended and everything is sent, or could not be in a last try."""
+        """Sends until the run has ended and the queue is empty, or a last try failed."""
         is_open, failures = False, 0
         while True:
             rows, outcome = self._await_work(failures)
@@ -139,14 +143,14 @@ class Sender:
                 if outcome is not None and not self._waiting:
                     self._remote.close(outcome)
                     return
-            except Exception as error:  # of a foreign library: whatever it likes
+            except Exception as error:  # a tracker's library may raise anything
                 self._failed(error, failures)
                 failures += 1
                 if outcome is not None:
                     return
 
     def _await_work(self, failures: int) -> tuple[list[TrackedStep], Outcome | None]:
-        """What is to be sent, and how the run has ended if it has. After failures it waits, longer after each."""
+        """Waits for steps to send, or for the outcome; after failures it backs off exponentially."""
         patience = min(LAST_RETRY_S, self._retry_s * 2 ** (failures - 1)) if failures else None
         with self._news:
             self._news.wait_for(lambda: self._outcome is not None or (bool(self._waiting) and not failures), patience)
@@ -184,7 +188,7 @@ class Sender:
 
 
 def _read(file: Path) -> tuple[str | None, int]:
-    """(id of the tracker's run, last step that it has); (None, -1) of a run that is new to it."""
+    """Returns (the tracker's run id, its last sent step); (None, -1) for a new run."""
     try:
         content = json.loads(file.read_text())
         return str(content["run_id"]), int(content["sent_to_step"])

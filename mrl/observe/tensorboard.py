@@ -1,4 +1,4 @@
-"""RUN_DIR/tensorboard: the metrics of every step as scalars."""
+"""TensorBoard files in RUN_DIR/tensorboard: the metrics of every step as scalars."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from mrl.observe.sender import Outcome
 
 
 class TensorboardWriter:
-    """Scalars in RUN_DIR/tensorboard. A step is written whole or not at all (OSError), at once, in this thread:
-    tensorboard's own writer has one of its own, which ends for good, with a traceback, when a disk is full."""
+    """Writes scalars to RUN_DIR/tensorboard, each step whole or not at all (OSError), in the calling thread.
+
+    tensorboard's own writer uses a thread that ends for good, with a traceback, when a disk is full.
+    """
 
     package: ClassVar[str] = "tensorboard"
 
@@ -32,13 +34,13 @@ class TensorboardWriter:
         now, step = time.time(), stats.step
         values = [Summary.Value(tag=name, simple_value=value) for name, value in flatten(stats).items()]
         events = [Event(wall_time=now, step=step, summary=Summary(value=values))]
-        if not self._file.exists() or not self._file.stat().st_size:  # an earlier attempt at these steps is not shown
+        if not self._file.exists() or not self._file.stat().st_size:  # hides an earlier attempt at these steps
             start = Event(wall_time=now, step=step, session_log=SessionLog(status=SessionLog.START))
             events = [Event(wall_time=now, file_version="brain.Event:2"), start, *events]
         self._append(events)
 
     def close(self, outcome: Outcome) -> None:
-        """Every step is in the file already."""
+        """Does nothing: every step is in the file already."""
 
     def _append(self, events: Sequence[Any]) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter

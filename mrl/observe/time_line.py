@@ -1,4 +1,4 @@
-"""Who worked when in the last steps of a run: engines and trainer, as two rows of bars."""
+"""Timeline of a run's last steps: engines and trainer as two rows of bars."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 SHOWN = 6  # steps
 WAITING, PHASE = "rollout", "time/"
-LATE = {WAITING: 1, "sync": 2, "validation": 3}  # where samples that are drawn ahead are waited for after learning
-ENGINES, TRAINER = 1, 0  # places of the rows
+LATE = {WAITING: 1, "sync": 2, "validation": 3}  # order of phases that follow training if samples are prefetched
+ENGINES, TRAINER = 1, 0  # vertical positions of the rows
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Seconds from the beginning of what is shown. place: ENGINES or TRAINER"""
+    """Bar in seconds from the beginning of the timeline. place: ENGINES or TRAINER"""
 
     place: int
     what: str
@@ -29,8 +29,11 @@ class Bar:
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
-    """Of the last steps. What is drawn ahead begins with the step before it is learnt; a step that waits for samples
-    that are drawn ahead one step does so at its end."""
+    """Returns the bars of the last steps.
+
+    Prefetched generation begins with the step before its training step. A step that prefetches one step ahead waits for
+    its samples at its end.
+    """
     steps = [row for row in rows if row["step"] > 0 and PHASE + WAITING in row][-SHOWN:]
     found: list[Bar] = []
     at = before = 0.0
@@ -51,7 +54,7 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
 
 
 def draw_time_line(rows: Sequence[Row], size: tuple[float, float] = (11.2, 2.2)) -> Figure | None:
-    """None where nothing was sampled."""
+    """Draws the timeline; None if nothing was sampled."""
     found = bars(rows)
     if not found:
         return None

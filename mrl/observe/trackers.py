@@ -1,4 +1,4 @@
-"""Where the metrics of every step go besides metrics.jsonl: what `run.trackers` names."""
+"""Metric trackers of `run.trackers`, besides metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from mrl.packages import pip_install, pip_install_extra
 
 
 class TrackerMissing(RuntimeError):
-    """A tracker is asked for whose package is not installed."""
+    """A requested tracker's package is not installed."""
 
 
 class Tracker(Protocol):
-    """Made on rank 0 from the run's configuration and its directory. Called in one thread."""
+    """A tracker, made on rank 0 from the run's configuration and directory, and called in one thread."""
 
-    package: ClassVar[str]  # has to be installed, and is imported by nothing but the tracker's own methods
+    package: ClassVar[str]  # must be installed; only the tracker's own methods import it
 
     def __init__(self, cfg: AnyConfig, run_dir: Path) -> None: ...
 
     def write(self, stats: StepStats) -> None:
-        """The end of a step, whole or not at all. Raises OSError; what that means is checkpoint.on_error's to say."""
+        """Writes a step whole or not at all. Raises OSError, which checkpoint.on_error handles."""
 
     def close(self, outcome: Outcome) -> None:
-        """The end of the run, a failed one too."""
+        """Ends the run, also after a failure."""
 
 
-# One that others run, or that may be down, is a Remote: metrics are sent to it beside the training.
+# An external tracker, which may be down, is a Remote: a thread sends metrics to it during training.
 TRACKERS: dict[str, type[Tracker] | type[Remote]] = {
     "tensorboard": TensorboardWriter,
     "wandb": Wandb,
@@ -43,7 +43,7 @@ TRACKERS: dict[str, type[Tracker] | type[Remote]] = {
 
 
 def missing(run: RunConfig) -> Iterator[str]:
-    """Of each tracker that cannot work here: why, and what to do."""
+    """Yields, for each tracker that cannot work here, the reason and the remedy."""
     for name in run.trackers:
         package = TRACKERS[name].package
         if find_spec(package) is None:
@@ -55,7 +55,7 @@ def missing(run: RunConfig) -> Iterator[str]:
 
 
 def make(cfg: AnyConfig, run_dir: Path) -> dict[str, Tracker | Sender]:
-    """The trackers of a run, by name. Raises TrackerMissing for one that cannot work here."""
+    """Returns the trackers of a run by name. Raises TrackerMissing for one that cannot work here."""
     for problem in missing(cfg.run):
         raise TrackerMissing(problem)
     return {name: _made(TRACKERS[name], name, cfg, run_dir) for name in cfg.run.trackers}

@@ -1,5 +1,7 @@
-"""Weights & Biases: `run.trackers: [wandb]`, with the keys of `run.wandb`. Its key comes from WANDB_API_KEY or `wandb
-login`; offline, `wandb sync` sends the folder later."""
+"""Weights & Biases tracker: `run.trackers: [wandb]`, with the keys of `run.wandb`.
+
+The API key comes from WANDB_API_KEY or `wandb login`. Offline, `wandb sync` sends the folder later.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ INIT_S = 60.0
 
 
 class Wandb(Remote):
-    """A step's number is a metric of its own, `step`, which all others are drawn over: wandb itself takes no step that
-    it has had before, and a run that goes on from a checkpoint makes some again."""
+    """Weights & Biases run whose curves are drawn over a metric of its own, `step`.
+
+    wandb rejects a step that it has seen, and a run resumed from a checkpoint repeats some.
+    """
 
     package: ClassVar[str] = "wandb"
 

@@ -1,4 +1,4 @@
-"""What every section and every set of options is made of."""
+"""Base classes and types of all configuration sections and options."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MAX_INT = 2**31 - 1
 
 
 def _in_float32(value: float) -> float:
-    """Optimizers and losses compute in float32, where 1e-50 is 0."""
+    """Checks that a value is 0 or a normal float32, in which optimizers and losses compute: 1e-50 is 0 there."""
     if value and not float32.TINY <= value <= float32.MAX:
         raise ValueError(f"must be 0 or a float32 between {float32.TINY:.2g} and {float32.MAX:.2g}")
     return value
 
 
 def _address(url: str) -> str:
-    """As a request can be sent to it."""
+    """Checks that a request can be sent to the URL."""
     try:
         parts = urlsplit(url)
         host, _ = (parts.hostname or "").encode("idna"), parts.port  # ValueError where they are none
@@ -35,7 +35,7 @@ def _address(url: str) -> str:
 
 
 def _at_home(path: str) -> str:
-    """With `~` and `~user` as a shell has them."""
+    """Expands `~` and `~user` like a shell."""
     found = os.path.expanduser(path)
     if found.startswith("~"):
         user = path.partition("/")[0]
@@ -44,7 +44,7 @@ def _at_home(path: str) -> str:
 
 
 def _of_a_function(value: Any) -> float | str | bool:
-    """As it is written: 3 stays an integer, since functions may count with it."""
+    """Checks a function's option and returns it unchanged: 3 stays an integer, since functions may count with it."""
     if isinstance(value, str | bool) or (isinstance(value, int | float) and math.isfinite(value)):
         return value
     raise ValueError("must be a finite number, a string, true or false")
@@ -67,14 +67,14 @@ class Section(BaseModel):
 
 
 class Options(Section):
-    """What one algorithm alone reads. A class of its own for each; `class Mine(LossOptions, name="mine")` enters it."""
+    """Options of one algorithm alone, a class each; `class Mine(LossOptions, name="mine")` registers it."""
 
-    renamed: ClassVar[Mapping[str, str]] = {}  # names that keys had before -> their names
-    implied_by: ClassVar[str | None] = None  # the key that chooses this algorithm where nothing else is chosen
+    renamed: ClassVar[Mapping[str, str]] = {}  # former names of keys -> their names
+    implied_by: ClassVar[str | None] = None  # the key that selects this algorithm if nothing else is selected
 
     @classmethod
     def present_names(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """`given` by the names of today. ValueError for a key under both names."""
+        """Returns `given` with former names replaced by current ones. Raises ValueError for a key under both names."""
         for old, new in cls.renamed.items():
             if old in given and new in given:
                 raise ValueError(f"{old} is the former name of {new}: give one of them")
@@ -82,7 +82,8 @@ class Options(Section):
 
     @classmethod
     def filled(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Every option: as given, else its default. Bounds are the algorithm's to check. TypeError for another key."""
+        """Returns every option, as given or by default. Raises TypeError for an unknown key; the algorithm checks
+        bounds."""
         given = cls.present_names(given)
         fields = cls.model_fields
         if unknown := sorted(given.keys() - fields.keys()):

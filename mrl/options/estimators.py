@@ -1,4 +1,4 @@
-"""The advantage estimators: a class each, of the keys that this one alone reads, with its defaults.
+"""Advantage estimators: one class each, with the keys that this estimator alone reads and their defaults.
 
 The functions are in mrl.algo, by the same names; their arguments are these keys.
 """
@@ -11,7 +11,7 @@ from mrl.options.base import FilePath, Fraction, Options, OwnOptions, PositiveFl
 
 
 class EstimatorOptions(Options):
-    """What an estimator says of itself, besides its keys."""
+    """Properties of an estimator, besides its keys."""
 
     compares_group: ClassVar[bool] = True  # it needs two responses to a prompt, or more
     takes_values: ClassVar[Literal["never", "maybe", "always"]] = "never"  # of a critic
@@ -26,12 +26,12 @@ class EstimatorOptions(Options):
 
     @property
     def score_parts(self) -> tuple[str, ...]:
-        """The components of the reward that it needs, by name."""
+        """Names of the reward components that the estimator needs."""
         return ()
 
     @property
     def is_scale_free(self) -> bool:
-        """Whether scores that are all twice as large give the same advantages."""
+        """True if scaling all scores leaves the advantages unchanged."""
         return False
 
 
@@ -39,14 +39,14 @@ ESTIMATORS: dict[str, type[EstimatorOptions]] = {}  # by adv_estimator
 
 
 class Whitening(EstimatorOptions):
-    """Of the estimators that may whiten their advantages."""
+    """Options of estimators that can whiten their advantages."""
 
     whiten_advantages: bool = True  # to mean 0 and deviation 1 over a step's tokens
     whiten_shift_mean: bool = True  # false: whitening changes their scale only, not their mean
 
 
 class GroupScale(EstimatorOptions):
-    """Of the estimators that may divide by the group's standard deviation."""
+    """Options of estimators that can divide by the group's standard deviation."""
 
     norm_adv_by_std_in_grpo: bool = True  # divide by the group's standard deviation; false: Dr.GRPO
 
@@ -71,7 +71,7 @@ class GRPO(GroupScale, name="grpo"):
 
 
 class GRPOPassK(GRPO, name="grpo_passk"):
-    """Pass@k (arXiv 2503.19595): the best response of a group alone has an advantage."""
+    """Pass@k (arXiv 2503.19595): only the best response of a group has an advantage."""
 
 
 class RLOO(EstimatorOptions, name="rloo"):
@@ -79,7 +79,7 @@ class RLOO(EstimatorOptions, name="rloo"):
 
 
 class OPO(EstimatorOptions, name="opo"):
-    """On-policy optimal baseline (arXiv 2505.23585)."""
+    """Optimal on-policy baseline (arXiv 2505.23585)."""
 
 
 class GPG(EstimatorOptions, name="gpg"):
@@ -89,7 +89,7 @@ class GPG(EstimatorOptions, name="gpg"):
 
 
 class GDPO(Whitening, GroupScale, name="gdpo"):
-    """GDPO (arXiv 2601.05242): grpo's advantage of each component of the reward, their weighted sum, whitened."""
+    """GDPO (arXiv 2601.05242): the weighted sum of grpo's advantages of each reward component, whitened."""
 
     gdpo_reward_keys: tuple[str, ...] = ()  # required: components of the reward, "score" among them if it is one
     gdpo_reward_weights: tuple[float, ...] | None = None  # of gdpo_reward_keys; all 1 when null
@@ -113,14 +113,14 @@ class ReinforcePlusPlusBaseline(Whitening, name="reinforce_plus_plus_baseline"):
 
 
 class ReMax(EstimatorOptions, name="remax"):
-    """ReMax (arXiv 2310.10505): the score of the greedy response to the same prompt is the baseline."""
+    """ReMax (arXiv 2310.10505): the baseline is the score of the greedy response to the same prompt."""
 
     compares_group: ClassVar[bool] = False
     needs_greedy: ClassVar[bool] = True
 
 
 class TokenBaseline(EstimatorOptions, name="optimal_token_baseline"):
-    """A baseline of its own for every token of a group (arXiv 2602.07078)."""
+    """Separate baseline for every token position of a group (arXiv 2602.07078)."""
 
     needs_distribution: ClassVar[bool] = True
 
@@ -128,7 +128,7 @@ class TokenBaseline(EstimatorOptions, name="optimal_token_baseline"):
 
 
 class TIRTokenBaseline(EstimatorOptions, name="tir_optimal_token_baseline"):
-    """The same for responses with observations in them, which do not count as places."""
+    """Separate baseline for every token position of a group, where observations do not count as positions."""
 
     needs_distribution: ClassVar[bool] = True
 

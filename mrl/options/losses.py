@@ -1,4 +1,4 @@
-"""The policy losses: a class each, of the keys that this loss alone reads, with the defaults of its paper.
+"""Policy losses: one class each, with the keys that this loss alone reads and the defaults of its paper.
 
 The functions are in mrl.algo, by the same names; their arguments are these keys.
 """
@@ -14,19 +14,19 @@ from mrl.options.base import FilePath, Options, OwnOptions, PositiveFloat
 
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 TokenShare = Annotated[float, Field(gt=0, le=1)]
-Wrong = tuple[tuple[str, ...], str]  # keys, the first of which is to be changed, and what is wrong with them
+Wrong = tuple[tuple[str, ...], str]  # keys, the one to change first, and the mistake
 NEVER_CLIPPED = "else the ratio would never be clipped from below"
 
 
 class LossOptions(Options):
-    """What a policy loss says of itself, besides its keys."""
+    """Properties of a policy loss, besides its keys."""
 
-    usual_aggregate: ClassVar[AggMode] = "token-mean"  # where loss_agg_mode is null
-    is_fixed_aggregate: ClassVar[bool] = False  # no other one is possible
+    usual_aggregate: ClassVar[AggMode] = "token-mean"  # if loss_agg_mode is null
+    is_fixed_aggregate: ClassVar[bool] = False  # other aggregations are impossible
     one_weight_a_response: ClassVar[bool] = False  # importance weights of tokens become one of the response
     uses_ratio: ClassVar[bool] = True
-    uses_whole_ratio: ClassVar[bool] = False  # of a response: it corrects for the old policy by itself
-    needs_moved_policy: ClassVar[bool] = False  # while the ratio is 1 it is the plain policy gradient
+    uses_whole_ratio: ClassVar[bool] = False  # ratio of a response: the loss itself corrects for the old policy
+    needs_moved_policy: ClassVar[bool] = False  # at ratio 1 the loss is the plain policy gradient
     chooses_tokens: ClassVar[bool] = False  # by the function of the same name in mrl.algo.token_choice
 
     def __init_subclass__(cls, name: str | None = None, **kwargs: Any) -> None:
@@ -35,7 +35,7 @@ class LossOptions(Options):
             POLICY_LOSSES[name] = cls
 
     def wrong(self) -> Iterator[Wrong]:
-        """What bounds of single keys cannot say."""
+        """Yields mistakes that bounds of single keys cannot express."""
         yield from ()
 
 
@@ -43,9 +43,11 @@ POLICY_LOSSES: dict[str, type[LossOptions]] = {}  # by loss_mode
 
 
 class Vanilla(LossOptions, name="vanilla"):
-    """PPO's clipped surrogate (arXiv 1707.06347) with the dual clip (arXiv 1912.09729). DAPO's (arXiv 2503.14476) is
-    this with clip_ratio_high 0.28. Aggregated by token-mean, as all that say nothing else, unless loss_agg_mode says
-    otherwise."""
+    """PPO's clipped surrogate (arXiv 1707.06347) with the dual clip (arXiv 1912.09729).
+
+    DAPO's loss (arXiv 2503.14476) is this one with clip_ratio_high 0.28. Unless loss_agg_mode says otherwise, this loss
+    and all that name no other aggregation use token-mean.
+    """
 
     clip_ratio_low: PositiveFloat = 0.2  # ratios count down to 1 - this
     clip_ratio_high: PositiveFloat = 0.2  # ratios count up to 1 + this
@@ -101,7 +103,7 @@ class SAPO(LossOptions, name="sapo"):
 
 
 class ClipCov(LossOptions, name="clip_cov"):
-    """Clip-Cov (arXiv 2505.22617): PPO's clipped surrogate, and a few tokens of high covariance learn nothing."""
+    """Clip-Cov (arXiv 2505.22617): PPO's clipped surrogate, without gradient for a few tokens of high covariance."""
 
     chooses_tokens: ClassVar[bool] = True
 
@@ -119,7 +121,7 @@ class ClipCov(LossOptions, name="clip_cov"):
 
 
 class KLCov(LossOptions, name="kl_cov"):
-    """KL-Cov (arXiv 2505.22617): nothing is clipped, and the few tokens of highest covariance get a KL penalty."""
+    """KL-Cov (arXiv 2505.22617): no clip; the few tokens of highest covariance get a KL penalty."""
 
     chooses_tokens: ClassVar[bool] = True
     needs_moved_policy: ClassVar[bool] = True
@@ -129,8 +131,8 @@ class KLCov(LossOptions, name="kl_cov"):
 
 
 class DPPOTV(LossOptions, name="dppo_tv"):
-    """DPPO (arXiv 2602.04879): a token that has moved too far in its advantage's direction learns nothing. How far is
-    |p - p_old|, no ratio."""
+    """DPPO (arXiv 2602.04879): no gradient for a token that has moved too far in its advantage's direction. The
+    distance is |p - p_old|, not a ratio."""
 
     renamed: ClassVar[Mapping[str, str]] = {"clip_ratio_low": "divergence_low", "clip_ratio_high": "divergence_high"}
 
@@ -144,7 +146,7 @@ class DPPOTV(LossOptions, name="dppo_tv"):
 
 
 class DPPOKL(LossOptions, name="dppo_kl"):
-    """DPPO (arXiv 2602.04879), where how far a token has moved is KL(p_old || p) of "this token or another"."""
+    """DPPO (arXiv 2602.04879) with KL(p_old || p) of "this token or another" as the distance."""
 
     renamed: ClassVar[Mapping[str, str]] = {"clip_ratio_low": "divergence_low", "clip_ratio_high": "divergence_high"}
 
@@ -154,7 +156,7 @@ class DPPOKL(LossOptions, name="dppo_kl"):
 
 
 class DRO(LossOptions, name="dro"):
-    """Direct reward optimisation: a pull back to the policy that sampled in place of a clip."""
+    """Direct reward optimisation: a quadratic pull towards the sampling policy replaces the clip."""
 
     dro_beta: PositiveFloat = 0.1  # half of it weighs the squared log-ratio
 
@@ -166,8 +168,8 @@ class GPG(LossOptions, name="gpg"):
 
 
 class Vespo(LossOptions, name="vespo"):
-    """Variational sequence-level soft policy optimisation (arXiv 2602.10693): a response counts by
-    W^k * exp(lambda * (1 - W)), W its whole ratio."""
+    """Variational sequence-level soft policy optimisation (arXiv 2602.10693): a response has the weight
+    W^k * exp(lambda * (1 - W)), where W is the ratio of the whole response."""
 
     uses_whole_ratio: ClassVar[bool] = True
 
@@ -178,7 +180,7 @@ class Vespo(LossOptions, name="vespo"):
 
 
 class OwnLoss(LossOptions, name="function"):
-    """A loss of your own: see docs/extending.md. `function` alone chooses this mode."""
+    """A loss of your own: see docs/extending.md. `function` alone selects this mode."""
 
     implied_by: ClassVar[str | None] = "function"
 

@@ -1,4 +1,4 @@
-"""The losses of preference learning: a class each, of the keys that this loss alone reads, with its defaults.
+"""Preference losses: one class each, with the keys that this loss alone reads and their defaults.
 
 The functions are in mrl.algo, by the same names; these keys are their arguments. Names are TRL's.
 """
@@ -12,20 +12,20 @@ from pydantic import Field
 
 from mrl.options.base import NonNegativeFloat, Options, PositiveFloat
 
-Wrong = tuple[str, str]  # a key, and what is wrong with it
+Wrong = tuple[str, str]  # a key, and the mistake
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 LabelNoise = Annotated[float, Field(ge=0, lt=0.5)]
 
 
 class PreferenceOptions(Options):
-    """What a loss says of itself, besides its keys."""
+    """Properties of a preference loss, besides its keys."""
 
-    is_unpaired: ClassVar[bool] = False  # of single responses with a label, not of pairs
+    is_unpaired: ClassVar[bool] = False  # single responses with a label, not pairs
     uses_reference: ClassVar[bool] = True
     couples_rows: ClassVar[bool] = False  # a row's gradient depends on other rows' sums, not on their number alone
     needs_kl: ClassVar[bool] = False  # an estimate of the KL to the reference, from responses to other prompts
-    sums_whole: ClassVar[bool] = False  # of all tokens alike: ld_alpha is none of its
-    rewards_of_means: ClassVar[bool] = False  # its rewards are of log-probs a token
+    sums_whole: ClassVar[bool] = False  # sums all tokens alike, without ld_alpha
+    rewards_of_means: ClassVar[bool] = False  # rewards use log-probs per token
 
     weight: PositiveFloat = 1.0  # what it is multiplied by in the sum of the losses
 
@@ -35,7 +35,7 @@ class PreferenceOptions(Options):
             PREFERENCE_LOSSES[name] = cls
 
     def wrong(self) -> Iterator[Wrong]:
-        """What bounds of single keys cannot say."""
+        """Yields mistakes that bounds of single keys cannot express."""
         yield from ()
 
 
@@ -43,13 +43,13 @@ PREFERENCE_LOSSES: dict[str, type[PreferenceOptions]] = {}
 
 
 class Temperature(PreferenceOptions):
-    """Of the losses with a temperature of 0.1."""
+    """Options of losses with a temperature of 0.1."""
 
     beta: PositiveFloat = 0.1  # the larger, the closer the policy stays to the reference
 
 
 class FDivergence(Temperature):
-    """Of the losses that compare two log-ratios, which may be those of another divergence (arXiv 2309.16240)."""
+    """Options of losses that compare two log-ratios, possibly those of another divergence (arXiv 2309.16240)."""
 
     # the divergence from the reference whose rewards are compared; reverse_kl: the log-ratios themselves
     f_divergence_type: Divergence = "reverse_kl"
@@ -62,7 +62,7 @@ class FDivergence(Temperature):
 
 
 class Sigmoid(FDivergence, name="sigmoid"):
-    """DPO (arXiv 2305.18290); with label_smoothing the conservative one. With reference_free: CPO's."""
+    """DPO (arXiv 2305.18290); with label_smoothing conservative DPO, with reference_free CPO."""
 
     label_smoothing: LabelNoise = 0.0  # share of pairs taken to be the wrong way round
 
@@ -78,11 +78,12 @@ class Hinge(FDivergence, name="hinge"):
 
 
 class IPO(FDivergence, name="ipo"):
-    """IPO (arXiv 2310.12036): the squared distance of the log-ratios a token from 1 / (2 beta); beta is its tau."""
+    """IPO (arXiv 2310.12036): squared distance of the log-ratios per token from 1 / (2 beta); beta is the paper's
+    tau."""
 
 
 class SigmoidNorm(FDivergence, name="sigmoid_norm"):
-    """Length-normalised DPO (Tulu 3, arXiv 2411.15124): log-ratios a token."""
+    """Length-normalised DPO (Tulu 3, arXiv 2411.15124): log-ratios per token."""
 
     beta: PositiveFloat = 5.0  # the larger, the closer the policy stays to the reference
 
@@ -130,13 +131,13 @@ class APODown(Temperature, name="apo_down"):
 
 
 class DiscoPOP(FDivergence, name="discopop"):
-    """The loss that a language model has found (arXiv 2406.08414)."""
+    """DiscoPOP (arXiv 2406.08414): a loss that a language model discovered."""
 
     discopop_tau: PositiveFloat = 0.05  # temperature of its mixture of logistic and exponential loss
 
 
 class SFT(PreferenceOptions, name="sft"):
-    """The negative log-likelihood a token of the chosen responses, beside other losses (RPO, MPO, CPO, ORPO)."""
+    """Negative log-likelihood per token of the chosen responses, beside other losses (RPO, MPO, CPO, ORPO)."""
 
     uses_reference: ClassVar[bool] = False
     sums_whole: ClassVar[bool] = True
@@ -145,7 +146,7 @@ class SFT(PreferenceOptions, name="sft"):
 
 
 class SimPO(PreferenceOptions, name="simpo"):
-    """SimPO (arXiv 2405.14734), without a reference: log-probs a token and a margin. AlphaPO (arXiv 2501.03884)."""
+    """SimPO (arXiv 2405.14734), without a reference: log-probs per token and a margin. AlphaPO (arXiv 2501.03884)."""
 
     uses_reference: ClassVar[bool] = False
     sums_whole: ClassVar[bool] = True
@@ -158,7 +159,7 @@ class SimPO(PreferenceOptions, name="simpo"):
 
 
 class ORPO(Temperature, name="orpo"):
-    """ORPO's odds ratio (arXiv 2403.07691), without a reference; the whole of the paper's has `sft` beside it."""
+    """ORPO's odds ratio (arXiv 2403.07691), without a reference; the paper's full loss also has `sft`."""
 
     uses_reference: ClassVar[bool] = False
     sums_whole: ClassVar[bool] = True
@@ -166,7 +167,7 @@ class ORPO(Temperature, name="orpo"):
 
 
 class Unpaired(Temperature):
-    """Of the losses of single responses with a label."""
+    """Options of losses of single responses with a label."""
 
     is_unpaired: ClassVar[bool] = True
     sums_whole: ClassVar[bool] = True
@@ -182,14 +183,14 @@ class KTO(Unpaired, name="kto"):
 
 
 class APOZeroUnpaired(Unpaired, name="apo_zero_unpaired"):
-    """KTO with an estimate of 0."""
+    """KTO with 0 as the KL estimate."""
 
     desirable_weight: PositiveFloat = 1.0  # of responses with a true label
     undesirable_weight: PositiveFloat = 1.0  # of the others
 
 
 class BCO(Unpaired, name="bco"):
-    """BCO (arXiv 2404.04656): classification, with the moving average of the mean reward as its threshold."""
+    """BCO (arXiv 2404.04656): binary classification with the moving average of the mean reward as threshold."""
 
     couples_rows: ClassVar[bool] = True
 

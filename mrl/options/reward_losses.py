@@ -1,4 +1,4 @@
-"""The losses of a reward model: a class each, of the keys that this loss alone reads, with its defaults.
+"""Reward model losses: one class each, with the keys that this loss alone reads and their defaults.
 
 The functions are in mrl.algo.reward_losses, by the same names; these keys are their arguments. Names are TRL's.
 """
@@ -14,7 +14,7 @@ Form = Literal["pairs", "scores", "lists", "steps"]
 
 
 class RewardLossOptions(Options):
-    """What a loss says of itself, besides its keys."""
+    """Properties of a reward model loss, besides its keys."""
 
     form: ClassVar[Form] = "pairs"  # what a row of the data is
 
@@ -28,7 +28,7 @@ REWARD_LOSSES: dict[str, type[RewardLossOptions]] = {}  # by reward_model.loss
 
 
 class Centred(RewardLossOptions):
-    """Of the losses that see differences of rewards alone."""
+    """Options of losses that depend on differences of rewards alone."""
 
     center_rewards_coefficient: NonNegativeFloat = 0.0  # of the squared sum of a pair's rewards; 0.01 keeps it near 0
 
@@ -41,13 +41,14 @@ class BradleyTerry(Centred, name="bradley_terry"):
 
 
 class PlackettLuce(Centred, name="plackett_luce"):
-    """Of ranked lists: the best is drawn first by softmax of the rewards, then the next of what is left."""
+    """Plackett-Luce loss of ranked lists: the best response is drawn first by softmax of the rewards, then the next of
+    the rest."""
 
     form: ClassVar[Form] = "lists"
 
 
 class Pairwise(Centred, name="pairwise"):
-    """Of ranked lists: bradley_terry's mean over all pairs of a list that are not tied (arXiv 2203.02155)."""
+    """Pairwise loss of ranked lists: bradley_terry's mean over all untied pairs of a list (arXiv 2203.02155)."""
 
     form: ClassVar[Form] = "lists"
 
@@ -55,14 +56,14 @@ class Pairwise(Centred, name="pairwise"):
 
 
 class Regression(RewardLossOptions, name="regression"):
-    """Of responses with a score: the squared error."""
+    """Squared error of responses with a score."""
 
     form: ClassVar[Form] = "scores"
 
 
 class Process(RewardLossOptions, name="process"):
-    """Of solutions in steps with a label each (arXiv 2305.20050): binary cross-entropy of the score at the end of each
-    step."""
+    """Process reward loss of solutions in labelled steps (arXiv 2305.20050): binary cross-entropy of the score at the
+    end of each step."""
 
     form: ClassVar[Form] = "steps"
 

@@ -1,4 +1,4 @@
-"""The machine: the only room that touches `torch.cuda` or changes other libraries.
+"""Hardware and library adaptation: the only package that touches `torch.cuda` or changes other libraries.
 
 Call `install()` before the first `import megatron.core`, in training processes only.
 """

@@ -1,8 +1,8 @@
-"""`install()`, which applies the registered adaptations to this process.
+"""`install()` applies the registered adaptations to this process.
 
-The stand-ins for `torch.cuda` are needed only where CUDA is absent. The repairs of megatron-core are needed only where
-the fault is, and each looks for the fault itself; with CUDA and transformer-engine there none of them applies.
-`MRL_PLATFORM_OFF=a,b` (or `all`) leaves adaptations out, so that a failure can be traced to the one that prevents it.
+The stand-ins for `torch.cuda` are needed only without CUDA. The fixes of megatron-core are needed only where the fault
+is, and each tests for the fault itself; with CUDA and transformer-engine none of them applies. `MRL_PLATFORM_OFF=a,b`
+(or `all`) leaves adaptations out, so that a failure can be traced to the adaptation that prevents it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from mrl.platform import cpu_matmul, gloo, kept_memory, megatron_fixes, torch_cu
 from mrl.platform.fused import check_kernels
 from mrl.platform.registry import REGISTRY, Stage
 
-# Read when a GPU is first asked for. One queue keeps a rank's copies and collectives in the order in which they were
-# given, which overlap of tensor and context parallelism counts on before Blackwell.
+# Read when CUDA starts. One queue keeps a rank's copies and collectives in the order in which they were
+# issued, which overlap of tensor and context parallelism requires before Blackwell.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-SWITCHES = ("MRL_PLATFORM_OFF", "MRL_KERNELS")  # that a user may set
+SWITCHES = ("MRL_PLATFORM_OFF", "MRL_KERNELS")  # variables that a user may set
 
 _applied: list[str] = []
 _installed = False
 
 
 def switched_off() -> frozenset[str]:
-    """Names in MRL_PLATFORM_OFF. Raises ValueError for a name that is no adaptation."""
+    """Returns the names in MRL_PLATFORM_OFF. Raises ValueError for an unknown adaptation."""
     names = frozenset(filter(None, (n.strip() for n in os.environ.get("MRL_PLATFORM_OFF", "").split(","))))
     unknown = names - REGISTRY.keys() - {"all"}
     if unknown:
@@ -41,8 +41,8 @@ def switched_off() -> frozenset[str]:
 
 
 def check_switches() -> None:
-    """Raises ValueError for a word in MRL_PLATFORM_OFF or MRL_KERNELS that means nothing, or a name that is nearly one
-    of these."""
+    """Raises ValueError for an unknown value of MRL_PLATFORM_OFF or MRL_KERNELS, or for a variable that is nearly one
+    of these names."""
     switched_off()
     check_kernels()
     for name in os.environ:
@@ -55,12 +55,12 @@ def check_switches() -> None:
 
 
 def applied() -> tuple[str, ...]:
-    """Adaptations in force in this process, in the order in which they were applied."""
+    """Returns the adaptations in force in this process, in order of application."""
     return tuple(_applied)
 
 
 def install() -> None:
-    """Make megatron-core usable here. Call before the first `import megatron.core`; later calls do nothing."""
+    """Makes megatron-core usable here. Call before the first `import megatron.core`; later calls do nothing."""
     global _installed
     if _installed:
         return
@@ -81,7 +81,7 @@ def _run(stage: Stage, off: frozenset[str]) -> None:
 
 @contextlib.contextmanager
 def _without(package: str) -> Iterator[None]:
-    """As if it were not installed, where nobody has imported it yet."""
+    """Hides a package that has not been imported yet, as if it were not installed."""
     if package in sys.modules:
         yield
         return
@@ -93,8 +93,10 @@ def _without(package: str) -> Iterator[None]:
 
 
 def _import_megatron_quietly() -> None:
-    """Megatron warns at import about every optional package that is absent; `mrl doctor` has them in a table. It goes
-    without wandb, which takes a second to import and would be for Megatron's own logging."""
+    """Imports Megatron without its warnings about absent optional packages, which `mrl doctor` lists.
+
+    wandb is hidden: it takes a second to import and serves only Megatron's own logging.
+    """
     with warnings.catch_warnings(), _without("wandb"):
         warnings.simplefilter("ignore")
         import megatron.core.distributed
@@ -106,4 +108,4 @@ def _import_megatron_quietly() -> None:
         for category in (UserWarning, DeprecationWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=category, module=module)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # megatron's calls
-    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # says that it exists
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # logs only its existence

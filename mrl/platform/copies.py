@@ -1,7 +1,7 @@
-"""Many tensors to the device and back, with one wait instead of one a tensor.
+"""Batched copies of many tensors to the device and back, with one wait instead of one a tensor.
 
-A copy between a GPU and ordinary host memory is made through a small page-locked buffer of the driver's, and the host
-waits for each. What is page-locked can be copied while both sides go on.
+A copy between a GPU and pageable host memory goes through a small pinned buffer of the driver, and the host waits for
+each. A copy from or to pinned memory is asynchronous.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-_ALIGN = 16  # bytes: any dtype may begin there
-_SLOT_BYTES = 64 << 20  # of page-locked memory, twice; larger ones are hardly faster
+_ALIGN = 16  # bytes; a valid alignment for any dtype
+_SLOT_BYTES = 64 << 20  # of each of two pinned buffers; larger ones are hardly faster
 
 
 def to_device(tensors: Sequence[Tensor], where: torch.device) -> list[Tensor]:
-    """The tensors on `where`; the same ones if that is the CPU. Elsewhere they are views of one block, which is copied
-    once, out of page-locked memory: nothing waits for it but what uses them."""
+    """Returns the tensors on `where`; the same tensors if that is the CPU.
+
+    On a GPU they are views of one block, which is copied once from pinned memory; only users of the views wait for it.
+    """
     if where.type == "cpu":
         return list(tensors)
     starts, total = _places(tensors)
@@ -30,8 +32,10 @@ def to_device(tensors: Sequence[Tensor], where: torch.device) -> list[Tensor]:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in ordinary host memory, which are complete. From a GPU they come through two page-locked buffers in turn,
-    one being filled while the other is emptied."""
+    """Returns complete copies in pageable host memory.
+
+    Copies from a GPU alternate between two pinned buffers: one is filled while the other is emptied.
+    """
     on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
     copies = iter(through_buffers(on_gpu, _SLOT_BYTES) if on_gpu else ())
     return [next(copies) if tensor.is_cuda else tensor.detach().to("cpu", copy=True) for tensor in tensors]
@@ -51,7 +55,7 @@ def through_buffers(tensors: Sequence[Tensor], slot_bytes: int) -> list[Tensor]:
 
 
 class _Slot:
-    """A page-locked buffer, and where what comes into it is to go."""
+    """Pinned buffer with the destinations of its content."""
 
     def __init__(self, nbytes: int) -> None:
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -75,7 +79,7 @@ class _Slot:
 
 
 def _pieces(tensors: Iterable[Tensor], copies: Iterable[Tensor], most: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The bytes of each tensor and of its copy, in pieces of `most` at most."""
+    """Pairs the bytes of each tensor with those of its copy, in pieces of at most `most` bytes."""
     for tensor, copy in zip(tensors, copies, strict=True):
         pair = (_bytes(tensor.detach().contiguous()), _bytes(copy))
         yield from zip(*(flat.split(most) for flat in pair), strict=True)
@@ -86,7 +90,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _places(tensors: Iterable[Tensor]) -> tuple[list[int], int]:
-    """Where each begins in a block of bytes, and the block's length."""
+    """Returns the offset of each tensor in a block of bytes, and the block's length."""
     starts, end = [], 0
     for tensor in tensors:
         starts.append(end)
@@ -95,6 +99,6 @@ def _places(tensors: Iterable[Tensor]) -> tuple[list[int], int]:
 
 
 def _view(block: Tensor, start: int, like: Tensor) -> Tensor:
-    """The part of `block` that holds a tensor of this shape and dtype."""
+    """View of `block` at `start` with the shape and dtype of `like`."""
     nbytes = math.prod(like.shape) * like.dtype.itemsize
     return block[start : start + nbytes].view(like.dtype).view(like.shape)

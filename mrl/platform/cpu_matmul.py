@@ -1,7 +1,7 @@
 """Faster float32 matrix products on CPUs where torch's default library does not use the widest instructions.
 
-MKL keeps to AVX2 on AMD processors; oneDNN, which torch carries too, uses AVX-512 there and is about twice as fast in
-full float32. `aten::mm` is redirected to it for products that are large enough to repay the call.
+MKL keeps to AVX2 on AMD processors. oneDNN, which torch also ships, uses AVX-512 there and is about twice as fast in
+full float32. `aten::mm` is redirected to oneDNN for products that are large enough to repay the call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from mrl.platform.registry import Stage, adaptation
 
 WORTHWHILE = 1 << 20  # multiply-adds; below it MKL's smaller overhead wins
-LONG = 4  # times as many rows are summed as the result has, at most, rows or columns
+LONG = 4  # ratio of k to max(m, n) from which a product counts as a weight gradient
 _libraries: list[torch.library.Library] = []
 
 
@@ -44,12 +44,15 @@ def redirect_mm() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that a kernel of its own is being replaced, which is the point
         library.impl("mm", mm, "CPU")
-    _libraries.append(library)  # the redirection ends with the library object
+    _libraries.append(library)  # keeps the redirection alive
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """a [m, k] @ b [k, n]. Products that are small, not float32 or oddly strided go the usual way, as does a weight's
-    gradient, for which oneDNN would first copy both operands the other way round."""
+    """Returns a [m, k] @ b [k, n].
+
+    torch's default handles small, non-float32 and oddly strided products, and weight gradients, for which oneDNN would
+    first transpose both operands.
+    """
     m, k = a.shape
     n = b.shape[1]
     is_gradient = a.stride(1) != 1 and k >= LONG * max(m, n)
@@ -61,7 +64,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _plain(x: Tensor) -> bool:
-    """A float32 matrix without gaps, or the transpose of one."""
+    """True for a dense float32 matrix or the transpose of one."""
     return x.dtype == torch.float32 and (x.is_contiguous() or x.t().is_contiguous())
 
 

@@ -1,6 +1,6 @@
-"""The same bits from the same work again, on GPUs: at a price, and not everywhere.
+"""Bitwise reproducible GPU runs: slower, and not possible for every operation.
 
-On CPUs the same run has the same bits without it, and with it.
+CPU runs are bitwise reproducible with and without it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import os
 import torch
 import torch.utils.deterministic
 
-# Read by cuBLAS, NCCL and transformer-engine when they start. Other values of the first two that somebody has chosen
-# fix the order of sums as well, and stay; torch refuses one of the first that does not.
+# Read by cuBLAS, NCCL and transformer-engine when they start. Other values of the first two that the user has set
+# fix the order of sums as well and are kept; torch rejects a value of the first that does not.
 CHOSEN = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 REQUIRED = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
 
 def be_deterministic() -> None:
-    """This process takes algorithms with a fixed order of sums from now on, and torch refuses those that have none
-    (RuntimeError with the operation's name). Call it before CUDA starts and before models are built; what is started
-    later inherits the environment."""
+    """Selects algorithms with a fixed order of sums; torch then raises RuntimeError, with the name, for operations
+    without one.
+
+    Call it before CUDA starts and before models are built. Processes started later inherit the environment.
+    """
     os.environ.update({**CHOSEN, **{name: os.environ[name] for name in CHOSEN if name in os.environ}, **REQUIRED})
     torch.use_deterministic_algorithms(True)
     # mrl and Megatron write before they read; a property of the module, which type checkers do not see

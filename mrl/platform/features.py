@@ -1,4 +1,4 @@
-"""What is installed beside mrl, what it is for, and what happens without it (`mrl doctor`)."""
+"""Optional parts beside mrl, their use, and the effect of their absence (`mrl doctor`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mrl.platform.fused import (
 
 @dataclass(frozen=True)
 class Feature:
-    """`version` is None if the part is absent; `problem` says why an installed part cannot be used."""
+    """An optional part. `version` is None if it is absent; `problem` says why an installed part is unusable."""
 
     part: str
     version: str | None
@@ -39,7 +39,7 @@ class _Part:
     package: str
     used_for: str
     without: str
-    problem: Callable[[], str | None] = lambda: None  # where an installed version says little
+    problem: Callable[[], str | None] = lambda: None  # for parts whose version does not imply that they work
 
 
 def _transformer_engine() -> str | None:
@@ -78,7 +78,7 @@ _PARTS = (
 
 
 def features() -> list[Feature]:
-    """One row a part, CUDA first. Never raises for a part that is broken: its row says what is wrong."""
+    """Returns one row a part, CUDA first. Never raises for a broken part: its row has the problem."""
     cuda = torch.version.cuda if torch.cuda.is_available() else None
     rows = [Feature("CUDA", cuda, "GPUs, nccl", "CPU and gloo: the same code, for small models")]
     rows += [_feature(part) for part in _PARTS]
@@ -87,13 +87,13 @@ def features() -> list[Feature]:
 
 
 def _native() -> Feature:
-    """Compiled now, where they never were."""
+    """The C compiler; compiles the native kernels if they never were."""
     used_for = "kernels in C for layers, losses, advantages and engines on CPUs"
     return Feature("C compiler", native.compiler(), used_for, "the torch form of each kernel", native.problem())
 
 
 def _fp8() -> Feature:
-    """Which recipes; of those that are not there the reason, where a GPU is."""
+    """The usable fp8 recipes and, on a GPU, the reason against the others."""
     found = fp8_recipes()
     without = "fp8: {emulate: true} rounds the same on any machine"
     if torch.cuda.is_available() and (lacking := [recipe for recipe in RECIPES if recipe not in found]):
@@ -102,7 +102,7 @@ def _fp8() -> Feature:
 
 
 def _gpu_tests(usable: Mapping[str, bool]) -> Feature:
-    """The stages that find here what they need. usable: by part"""
+    """The GPU test stages whose requirements are met. usable: by part"""
     needed = {"cuda": "CUDA", "engine": "transformers", "transformer_engine": "transformer-engine"}
     needed |= {"fp8": "fp8", "trainers": "CUDA", "speed": "CUDA"}
     stages = [stage for stage, part in needed.items() if usable["CUDA"] and usable[part]]

@@ -1,4 +1,4 @@
-"""Which of transformer-engine's fp8 recipes the GPU of this process can compute, and if not why."""
+"""Support of transformer-engine's fp8 recipes on this process's GPU."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from packaging.version import InvalidVersion, Version
 from mrl.fp8_chips import RECIPES, chip_problem
 from mrl.platform.fused import TRANSFORMER_ENGINE, transformer_engine_problem
 
-VERSIONS = Version("2.9"), Version("2.12")  # of transformer-engine: from, and below, as megatron-core's extra has it
+VERSIONS = Version("2.9"), Version("2.12")  # of transformer-engine: first supported, first unsupported (megatron-core)
 
 
-_ASKS = {  # how transformer-engine is asked
+_ASKS = {  # transformer-engine's check of each recipe
     "current": "is_fp8_available",
     "delayed": "is_fp8_available",
     "blockwise": "is_fp8_block_scaling_available",
@@ -23,8 +23,10 @@ _ASKS = {  # how transformer-engine is asked
 
 
 def fp8_problem(recipe: str) -> str | None:
-    """Why this recipe cannot be computed here, in one line with both numbers; None if it can. transformer-engine is
-    asked too, where it is there, and its reason is passed on."""
+    """Returns why this recipe is impossible here, in one line with both numbers; None if it is possible.
+
+    It also passes on transformer-engine's own reason, if that is installed.
+    """
     if (problem := transformer_engine_problem()) is not None:
         return problem
     if (problem := version_problem(metadata.version("transformer-engine"))) is not None:
@@ -38,7 +40,7 @@ def fp8_problem(recipe: str) -> str | None:
 
 
 def version_problem(installed: str) -> str | None:
-    """Why a transformer-engine of this version is none that megatron-core computes fp8 with."""
+    """Returns why megatron-core cannot compute fp8 with this transformer-engine version; None if it can."""
     first, end = VERSIONS
     try:
         fits = first <= Version(installed) < end
@@ -48,7 +50,7 @@ def version_problem(installed: str) -> str | None:
 
 
 def fp8_recipes() -> list[str]:
-    """Those that can be computed here."""
+    """Returns the recipes that are possible here."""
     return [recipe for recipe in RECIPES if fp8_problem(recipe) is None]
 
 

@@ -1,4 +1,4 @@
-"""Whether the fused layers and kernels for GPUs can be used here, and if not why: decided once a process."""
+"""Availability of fused GPU layers and kernels, with the reason if they are missing; decided once a process."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ import torch
 
 from mrl.kernels import triton_here
 
-TRANSFORMER_ENGINE = "transformer_engine.pytorch"  # its top package is a shell, which hides what is wrong below it
-KERNELS = ("torch",)  # that MRL_KERNELS may name
-APEX_KERNEL = "fused_weight_gradient_mlp_cuda"  # what is wanted of apex; a build without CUDA has none
+TRANSFORMER_ENGINE = "transformer_engine.pytorch"  # the top package alone hides import errors below it
+KERNELS = ("torch",)  # values of MRL_KERNELS
+APEX_KERNEL = "fused_weight_gradient_mlp_cuda"  # the kernel used of apex; a build without CUDA lacks it
 
 
 @cache
 def import_problem(module: str) -> str | None:
-    """Why the module cannot be imported, in one line; None if it can. Its import may raise anything: of
-    transformer-engine RuntimeError (the shell alone), OSError (built against other libraries), AssertionError (parts
-    of different versions)."""
+    """Returns why the module cannot be imported, in one line; None if it can.
+
+    The import may raise anything. transformer-engine raises RuntimeError (the top package alone), OSError (built
+    against other libraries) or AssertionError (parts of different versions).
+    """
     if module == TRANSFORMER_ENGINE:
         _name_cudnn()
     try:
@@ -33,8 +35,11 @@ def import_problem(module: str) -> str | None:
 
 
 def _name_cudnn() -> None:
-    """It looks for cudnn in the CUDA toolkit before it takes torch's; of two in one process, attention fails with
-    CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED."""
+    """Points transformer-engine to torch's cudnn.
+
+    It would look in the CUDA toolkit first; with two cudnn in one process, attention fails with
+    CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED.
+    """
     try:
         found = importlib.util.find_spec("nvidia.cudnn")
     except ModuleNotFoundError:
@@ -46,7 +51,7 @@ def _name_cudnn() -> None:
 
 @cache
 def transformer_engine_fault() -> str | None:
-    """Why an installed transformer-engine cannot be imported; None if it is absent or can be."""
+    """Returns why an installed transformer-engine cannot be imported; None if it is absent or works."""
     if importlib.util.find_spec("transformer_engine") is None:
         return None
     return import_problem(TRANSFORMER_ENGINE)
@@ -54,7 +59,8 @@ def transformer_engine_fault() -> str | None:
 
 @cache
 def transformer_engine_problem() -> str | None:
-    """Why layers cannot be transformer-engine's here, in one line; None if they can. Imports Megatron if it may be."""
+    """Returns why transformer-engine layers are impossible here, in one line; None if they work. May import
+    Megatron."""
     if not torch.cuda.is_available():
         return "it needs CUDA"
     return import_problem(TRANSFORMER_ENGINE) or _megatron_problem()
@@ -72,12 +78,12 @@ def transformer_engine_usable() -> bool:
 
 
 def apex_usable() -> bool:
-    """CUDA is there, and the kernel that adds to gradients in place."""
+    """True with CUDA and apex's kernel that accumulates gradients in place."""
     return torch.cuda.is_available() and import_problem(APEX_KERNEL) is None
 
 
 def check_kernels() -> None:
-    """Raises ValueError for a word in MRL_KERNELS that chooses no kernels."""
+    """Raises ValueError for an unknown value of MRL_KERNELS."""
     word = os.environ.get("MRL_KERNELS", "")
     if word not in ("", *KERNELS):
         raise ValueError(f"MRL_KERNELS is {word!r}; known: {', '.join(KERNELS)}")
@@ -85,5 +91,5 @@ def check_kernels() -> None:
 
 @cache
 def triton_usable() -> bool:
-    """CUDA is there, and triton with what it needs to compile a kernel."""
+    """True with CUDA and a triton that can compile kernels."""
     return torch.cuda.is_available() and triton_here.problem() is None

@@ -1,4 +1,4 @@
-"""gloo's process groups, of which a mesh has some 25."""
+"""Construction of gloo process groups, of which a mesh has some 25."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def one_gloo_loop() -> None:
 
 
 def _wait_for_all(store: Any, rank: int, size: int, timeout: timedelta) -> None:
-    """Until all ranks of the group make it: while gloo itself waits for them, Ctrl-C is not heard. Rank 0 goes on last,
-    so that it alone never waits there for one that has been stopped; the launcher ends the others after it.
+    """Blocks until all ranks of the group are here, since Ctrl-C is not handled while gloo itself waits for them.
 
-    Raises WorldError if one does not come in time.
+    Rank 0 goes on last, so that it alone never waits inside gloo for a stopped rank; the launcher ends the others after
+    it. Raises WorldError if a rank does not come in time.
     """
     here = {f"rank {number} of {size}": number for number in range(size)}
     going_on = {f"{name} goes on": number for name, number in here.items() if number}

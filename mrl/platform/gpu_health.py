@@ -1,5 +1,8 @@
-"""Do this machine's GPUs compute, and is their memory free? Looked at in a process of its own, which prints a line a
-GPU: a sick GPU can hang whoever asks it, and contexts take memory."""
+"""Health check of this machine's GPUs: whether they compute, and whether their memory is free.
+
+A separate process checks them and prints a line a GPU, since a faulty GPU can hang its user and CUDA contexts take
+memory.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ import torch
 
 TIMEOUT_S = 60.0
 SIZE = 1024
-BUSY_SHARE = 0.1  # of memory that others hold
+BUSY_SHARE = 0.1  # share of memory held by other processes
 
 
 @dataclass(frozen=True)
 class GpuHealth:
-    """problem: why nothing should be run on it, "" where there is nothing. free, total: bytes; capability: CUDA's
-    number of what it can do"""
+    """Health of one GPU. problem: why it should not be used, "" if healthy. free, total: bytes; capability: CUDA
+    compute capability"""
 
     index: int
     name: str
@@ -30,13 +33,15 @@ class GpuHealth:
 
 
 class GpuTimeout(RuntimeError):
-    """The GPUs did not answer."""
+    """The GPUs did not answer in time."""
 
 
 @functools.cache
 def gpu_health(timeout_s: float = TIMEOUT_S) -> list[GpuHealth]:
-    """Of every GPU that this process may use, when it was asked first; none on a CPU machine. Raises GpuTimeout,
-    OSError."""
+    """Returns the health of every GPU that this process may use, as of the first call; empty without CUDA.
+
+    Raises GpuTimeout or OSError.
+    """
     if not torch.cuda.is_available():
         return []
     command = [sys.executable, "-c", "from mrl.platform.gpu_health import main; main()"]
@@ -51,7 +56,7 @@ def gpu_health(timeout_s: float = TIMEOUT_S) -> list[GpuHealth]:
 
 
 def judged(index: int, name: str, free: int, total: int, capability: tuple[int, int], product: float) -> GpuHealth:
-    """product: what came of ones [SIZE, SIZE] @ ones, an entry"""
+    """Returns the verdict on one GPU. product: an entry of ones [SIZE, SIZE] @ ones"""
     problem = ""
     if product != SIZE:
         problem = f"computes wrong: a product of ones gave {product:g} instead of {SIZE}"

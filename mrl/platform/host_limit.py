@@ -1,4 +1,4 @@
-"""Host memory that this process can still have: a job or a container may have less than the machine."""
+"""Host memory available to this process, since a job or container may have less than the machine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import psutil
 
-# files of a control group: the limit, what is used, and which part of that the kernel takes back when it is short
+# files of a control group: the limit, the use, and the part of it that the kernel can reclaim
 _V2 = ("memory.max", "memory.current", "inactive_file")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def free_host_memory(proc: Path = Path("/proc/self"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes: what the machine has free, or the control groups around this process leave of it (Linux)."""
+    """Returns bytes: the machine's free memory or, if less, what this process's control groups leave (Linux)."""
     free: float = psutil.virtual_memory().available
     with suppress(OSError):
         for line in (proc / "cgroup").read_text().splitlines():
@@ -30,7 +30,7 @@ def free_host_memory(proc: Path = Path("/proc/self"), mounted: Path = Path("/sys
 
 
 def _left(group: Path, limit: str, used: str, spare: str) -> float:
-    """Infinite where it has no limit, or is not there."""
+    """Bytes left in a control group; infinite without a limit or without the group."""
     try:
         most = float((group / limit).read_text().replace("max", "inf"))
         taken = int((group / used).read_text())

@@ -1,7 +1,7 @@
-"""Memory of the device that can be given up for a while: its bytes wait in host memory, tensors and views stay theirs.
+"""Offloads device memory to host memory and back; tensors and views stay valid.
 
-What is given up is a tensor's whole storage, which is resized to nothing and back. So every view of it, Megatron's
-buffers and the optimizer's references stay what they are, and the bytes come back where they were.
+Offloading resizes a tensor's whole storage to zero, and reloading resizes it back. So all views, Megatron's buffers and
+the optimizer's references keep their identity, and the bytes return to the same places.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, UntypedStorage
 
-ALIGNMENT = 512  # bytes, of a storage's place in the room
+ALIGNMENT = 512  # bytes, of a storage's offset in the buffer
 
 
 class HostRoom:
-    """Room in host memory for some storages, in one piece: made at the first use, used again while they have the same
-    sizes, pinned where there is CUDA. None of the storages may be read or written while it is away."""
+    """Host buffer for some storages in one piece, pinned with CUDA; made at first use and reused while the sizes match.
+
+    No storage may be read or written while it is offloaded.
+    """
 
     def __init__(self) -> None:
         self._room: Tensor | None = None
         self._sizes: list[int] = []
         self.is_away = False
-        self._away: list[tuple[UntypedStorage, int]] = []  # and the places of their bytes
-        self._offsets: dict[int, int] = {}  # of those, by identity
+        self._away: list[tuple[UntypedStorage, int]] = []  # with their offsets
+        self._offsets: dict[int, int] = {}  # the same offsets by storage identity
 
     def take(self, storages: Sequence[UntypedStorage], *, same: bool = False) -> int:
-        """Gives their device memory up; the bytes that were copied. If it raises (no host memory), nothing has changed.
+        """Offloads the storages; returns the copied bytes. If it raises (no host memory), nothing has changed.
 
-        same: they hold what the last `give_back` gave them, so nothing is copied
+        same: the storages still hold what the last `give_back` restored, so nothing is copied
         """
         assert not self.is_away
         if not all(storage.resizable() for storage in storages):
@@ -53,8 +55,8 @@ class HostRoom:
         return copied
 
     def give_back(self) -> int:
-        """Makes room on the device and brings the bytes back; their number. If it raises (no device memory), the
-        storages are still away."""
+        """Allocates device memory and reloads the bytes; returns their number. If it raises (no device memory), the
+        storages stay offloaded."""
         try:
             for (storage, _), size in zip(self._away, self._sizes, strict=True):
                 storage.resize_(size)
@@ -69,7 +71,7 @@ class HostRoom:
         return sum(self._sizes)
 
     def read(self, tensor: Tensor) -> Tensor | None:
-        """The same tensor in host memory if its storage is away, to be read or written there; else None."""
+        """Returns the host view of a tensor whose storage is offloaded, for reading and writing; else None."""
         place = self._offsets.get(tensor.untyped_storage()._cdata)
         if place is None:
             return None
@@ -80,7 +82,7 @@ class HostRoom:
 
     def _fit(self, sizes: list[int]) -> None:
         if self._room is None or sizes != self._sizes:
-            self._room, self._sizes = None, sizes  # first: two rooms may be too much
+            self._room, self._sizes = None, sizes  # freed first: two buffers may not fit
             self._room = host_memory(sum(map(_aligned, sizes)))
 
     def _places(self) -> list[int]:
@@ -99,14 +101,17 @@ def _aligned(size: int) -> int:
 
 
 def _flat(storage: UntypedStorage) -> Tensor:
-    """All its bytes."""
+    """All bytes of a storage."""
     flat: Tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return flat
 
 
 def host_memory(nbytes: int) -> Tensor:
-    """[nbytes] uint8 on pages of its own, pinned where there is CUDA (by torch it would be rounded up to a power of
-    two). Raises OSError or RuntimeError if there is not so much."""
+    """Returns [nbytes] uint8 on pages of its own, pinned with CUDA. Raises OSError or RuntimeError without enough
+    memory.
+
+    torch's own allocator would round pinned memory up to a power of two.
+    """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -120,8 +125,10 @@ def host_memory(nbytes: int) -> Tensor:
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, to be used while it lives. `numpy()` would forbid for ever that
-    its memory is given up."""
+    """Returns the bytes of a contiguous host tensor, valid while the tensor lives.
+
+    `numpy()` would prevent the tensor's memory from being released for good.
+    """
     if not tensor.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
@@ -129,7 +136,7 @@ def host_bytes(tensor: Tensor) -> memoryview:
 
 @contextlib.contextmanager
 def copying() -> Iterator[None]:
-    """Copies that are started inside, `non_blocking`, run on a stream of their own, and are done at the end."""
+    """Runs `non_blocking` copies of the block on a stream of their own; they are complete at its end."""
     if not torch.cuda.is_available():
         yield
         return

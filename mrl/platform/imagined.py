@@ -1,4 +1,4 @@
-"""One rank of a world that is not there, to look at what it would build."""
+"""Simulates one rank of a world that does not exist, to inspect what it would build."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mrl.platform import process
 
 @contextlib.contextmanager
 def imagined_rank(rank: int, world_size: int, device: str = "meta") -> Iterator[None]:
-    """This process is that rank, under torch's fake process group; models are built on `device`.
+    """Makes this process that rank under torch's fake process group; models are built on `device`.
 
-    On "meta" they have shapes and no memory. Shapes are right after every collective, values are not: an all-gather
+    On "meta" tensors have shapes and no memory. Shapes are right after every collective, values are not: an all-gather
     copies this rank's part to all places. Raises RuntimeError inside a real world.
     """
     if dist.is_initialized():
@@ -26,7 +26,7 @@ def imagined_rank(rank: int, world_size: int, device: str = "meta") -> Iterator[
     new_group, current_device = dist.new_group, torch.cuda.current_device
 
     def fake_group(*args: Any, **kwargs: Any) -> Any:
-        """Megatron asks for gloo by name, for checkpoints."""
+        """Replaces gloo, which Megatron requests by name for checkpoints."""
         return new_group(*args, **kwargs | {"backend": None})
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

@@ -1,8 +1,8 @@
-"""Memory that a CPU rank gives back and will want again stays with its process.
+"""Keeps freed memory of a CPU rank in its process for reuse.
 
-glibc takes large blocks from the system and gives them back at once. A training step wants the same blocks each time,
-and the system hands them out page by page, filled with zeros. The heap that keeps them is asked for in huge pages: a
-pass over a large tensor otherwise looks for 512 times as many.
+glibc takes large blocks from the system and returns them at once. A training step needs the same blocks each time, and
+the system hands them out page by page, filled with zeros. The heap uses huge pages, since a pass over a large tensor
+otherwise needs 512 times as many page look-ups.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 from mrl.platform.registry import Stage, adaptation
 
-KEPT_BYTES = 1 << 30  # blocks up to this size come from the heap, which keeps so much free at its end
+KEPT_BYTES = 1 << 30  # blocks up to this size come from the heap, which keeps as much free at its end
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-_HUGE_BYTES = KEPT_BYTES * 7 // 8  # below what would be given back when it is freed
+_HUGE_BYTES = KEPT_BYTES * 7 // 8  # below the size at which freeing it would return it
 
 
 def gives_back() -> bool:
-    """Whether a CPU rank would return large blocks at once."""
+    """True if a CPU rank would return large blocks at once."""
     return not torch.cuda.is_available() and hasattr(ctypes.CDLL(None), "mallopt")
 
 
@@ -38,8 +38,11 @@ def keep_memory() -> None:
 
 
 def _in_huge_pages(libc: ctypes.CDLL) -> None:
-    """Of the heap what it is about to grow by, up to what it keeps free at its end. Nothing is touched, so nothing is
-    used yet; a system without huge pages, or without room for so large a heap, leaves it as it is."""
+    """Requests huge pages for the heap's next growth, up to the size that it keeps free.
+
+    No page is touched, so no memory is used yet. A system without huge pages, or without space for so large a heap,
+    leaves the heap unchanged.
+    """
     libc.malloc.restype = ctypes.c_void_p
     if (start := libc.malloc(ctypes.c_size_t(_HUGE_BYTES))) is None:
         return

@@ -1,6 +1,6 @@
-"""Repairs of faults in megatron-core 0.16 that show where CUDA, transformer-engine or apex are absent.
+"""Fixes of faults in megatron-core 0.16 that appear without CUDA, transformer-engine or apex.
 
-Each `needed` check looks for the fault itself, so a repair retires when a release no longer has the fault.
+Each `needed` check tests for the fault itself, so a fix retires when a release no longer has the fault.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _distributed_optimizer() -> Any:
 
 
 def _adam_step_is_asked_for() -> bool:
-    """Load a state without `step`, as megatron saves it, into the state of torch's Adam, which has one."""
+    """True if loading a state without `step`, as megatron saves it, into torch's Adam fails."""
     from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 
     if HAVE_APEX_OR_TE:
@@ -217,6 +217,6 @@ def grad_norm() -> None:
 
 
 def norm_of_all(chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], *args: Any) -> Any:
-    """([1] float32 norm over all tensors, on their device; None), as amp_C.multi_tensor_l2norm gives it."""
+    """Returns ([1] float32 norm over all tensors, on their device; None), like amp_C.multi_tensor_l2norm."""
     norms = [norm for tensors in tensor_lists for norm in torch._foreach_norm(tensors)]
     return torch.linalg.vector_norm(torch.stack(norms).float()).view(1), None

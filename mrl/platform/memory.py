@@ -1,4 +1,4 @@
-"""Memory of this process: its peak, of its GPU where it has one, else its resident set; and what the GPU caches."""
+"""Peak memory of this process (GPU memory with CUDA, else resident set) and torch's GPU cache."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ STATUS = Path("/proc/self/status")
 
 
 def reset_peak_memory() -> bool:
-    """Start a new peak; False where that cannot be had: on a CPU it needs Linux, elsewhere the peak stays that of the
-    process' whole life."""
+    """Starts a new peak; returns False if that is impossible.
+
+    On a CPU it needs Linux; elsewhere the peak is that of the process's whole life.
+    """
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         return True
@@ -25,7 +27,7 @@ def reset_peak_memory() -> bool:
 
 
 def peak_memory_bytes() -> int:
-    """Bytes, since the last `reset_peak_memory`."""
+    """Returns the peak in bytes since the last `reset_peak_memory`."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     if STATUS.exists():
@@ -36,6 +38,6 @@ def peak_memory_bytes() -> int:
 
 
 def release_cached_memory() -> None:
-    """Gives the GPU what torch keeps of it without using it, for another process to take."""
+    """Releases torch's unused GPU cache to other processes."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

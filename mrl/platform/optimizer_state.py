@@ -1,4 +1,4 @@
-"""Torch Adam's state inside Megatron's distributed optimizer: to be there before a save, to be right after a load."""
+"""Torch Adam's state inside Megatron's distributed optimizer: created before a save, repaired after a load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Those among the parts that are torch's own Adam; transformer-engine's and apex' keep no step per parameter."""
+    """Yields the torch Adam optimizers; those of transformer-engine and apex have no step per parameter."""
     parts = optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]
     for part in parts:
         inner = part.optimizer
@@ -18,7 +18,7 @@ def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 
 
 def prime_adam(optimizer: Any) -> None:
-    """Give every parameter the zero state that torch's Adam makes at its first step; a sharded state dict needs it."""
+    """Gives every parameter the zero state of torch Adam's first step, which a sharded state dict needs."""
     for inner in _torch_optimizers(optimizer):
         for group in inner.param_groups:
             for p in group["params"]:
@@ -31,8 +31,11 @@ def prime_adam(optimizer: Any) -> None:
 
 
 def unshare_steps(optimizer: Any) -> None:
-    """Call after every load. Megatron puts ONE step tensor into all parameters' states; Adam adds 1 to it in place for
-    each parameter, so its bias correction would silently be that of many times the steps."""
+    """Gives each parameter its own step tensor. Call it after every load.
+
+    Megatron loads ONE step tensor into all parameters' states. Adam increments it in place for each parameter, so its
+    bias correction would silently be that of many times the steps.
+    """
     for inner in _torch_optimizers(optimizer):
         for state in inner.state.values():
             if "step" in state:

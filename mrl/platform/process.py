@@ -1,4 +1,4 @@
-"""This process' device, its communication backend and its place in the world."""
+"""Device, communication backend and world of this process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ import torch.distributed as dist
 
 from mrl.ports import MEETING_VARIABLE, listen, world_problem
 
-_POLL_S, _POLLED_RANKS = 0.01, 64  # as many ask that often; more of them, less often
+_POLL_S, _POLLED_RANKS = 0.01, 64  # polling interval up to that many ranks; longer for more ranks
 _EVERYBODY = "every rank"
 _imagined: torch.device | None = None  # see mrl.platform.imagined
 
 
 def device() -> torch.device:
-    """The GPU with this process' LOCAL_RANK where CUDA is there, else the CPU. A launcher may show each process its
-    own GPU alone: it is number 0 then, whatever LOCAL_RANK."""
+    """Returns the GPU with this process's LOCAL_RANK if there is CUDA, else the CPU.
+
+    A launcher may show each process its own GPU alone, which then is number 0 for any LOCAL_RANK.
+    """
     if _imagined is not None:
         return _imagined
     if torch.cuda.is_available():
@@ -33,8 +35,11 @@ def device() -> torch.device:
 
 
 def use_device() -> None:
-    """First in every thread that meets the model's tensors: a new thread's current device is GPU 0, and what waits for
-    its streams would wait for the wrong ones. Does nothing on a CPU."""
+    """Sets the current device of a thread; the first call in every thread that uses the model's tensors.
+
+    A new thread's current device is GPU 0, and waits for its streams would be for the wrong ones. Does nothing on a
+    CPU.
+    """
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
 
@@ -44,23 +49,23 @@ def backend() -> Literal["gloo", "nccl"]:
 
 
 class WorldError(RuntimeError):
-    """The world did not form; raised on every rank that is there, and names those that are not."""
+    """The world did not form; raised on every present rank, with the names of the absent ones."""
 
 
 def init_process_group(timeout_s: float, kind: Literal["gloo", "nccl"] | None = None) -> None:
-    """Join the world that the environment describes as torchrun does; a collective that waits longer than this fails.
+    """Joins the world that the environment describes as torchrun does; a collective that waits longer than this fails.
 
-    Ranks that `mrl train` has started meet in a file, which nobody else can open. Elsewhere rank 0's store listens on
-    MASTER_ADDR alone; torchrun's own, where that has one, listens where torchrun wants. A world of one needs no
-    environment. Does nothing if there already is a process group.
+    Ranks of `mrl train` meet in a file that no other account can open. Elsewhere rank 0's store listens on MASTER_ADDR
+    alone; torchrun's own store, if there is one, listens where torchrun decides. A world of one needs no environment.
+    Does nothing if there already is a process group.
 
-    kind: of the backend, by the device where None; on a GPU that becomes the process' current one first
-    Raises WorldError if the environment describes none, or a rank does not come within `timeout_s`.
+    kind: the backend; None: by the device. On a GPU, the rank's device becomes current first.
+    Raises WorldError if the environment describes no world, or a rank does not come within `timeout_s`.
     """
     if dist.is_initialized():
         return
     _allow_connections()
-    gc.freeze()  # full collections, one in each of Megatron's saves, need not walk over all that was imported
+    gc.freeze()  # full collections, one in each of Megatron's saves, then skip imported objects
     limit, kind = timedelta(seconds=timeout_s), kind or backend()
     if kind == "nccl":
         torch.cuda.set_device(device())
@@ -71,13 +76,13 @@ def init_process_group(timeout_s: float, kind: Literal["gloo", "nccl"] | None = 
             raise WorldError(problem)
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ["WORLD_SIZE"])
         store = _meet(rank, size, limit)
-    # without `device_id`, by which NCCL would make every group at once: most of a mesh's 25 are never used
+    # no `device_id`, with which NCCL would create every group at once: most of a mesh's 25 are never used
     dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=limit)
 
 
 @contextlib.contextmanager
 def world_of_one(timeout_s: float) -> Iterator[None]:
-    """This process is in a world, made for it where it is in none yet, which then ends."""
+    """Runs the block in a world; one made here ends with the block."""
     is_own = not dist.is_initialized()
     init_process_group(timeout_s)
     try:
@@ -88,21 +93,21 @@ def world_of_one(timeout_s: float) -> Iterator[None]:
 
 
 def _allow_connections() -> None:
-    """As many open files as the system lets this process have: a group by gloo has a connection to each of its ranks,
-    and the usual 1,024 files are those of a few hundred ranks."""
+    """Raises the limit of open files, since a gloo group connects to each rank and 1,024 files suffice for a few
+    hundred."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _meet(rank: int, size: int, limit: timedelta) -> dist.Store:
-    """The store of the world, once all its ranks have come to it."""
+    """Returns the world's store once all ranks have reached it."""
     folder, attempt = os.environ.get(MEETING_VARIABLE), _attempt()
     store = _listening_store(rank, limit) if folder is None else dist.FileStore(f"{folder}/{attempt}", size)
     store.set_timeout(limit)
     here, end = dist.PrefixStore(attempt, store), time.monotonic() + limit.total_seconds()
     here.set(f"rank {rank}", "here")
     names = [f"rank {number}" for number in range(size)]
-    for name in names if rank == 0 else [_EVERYBODY]:  # rank 0 looks for the others, who ask the store for one word
+    for name in names if rank == 0 else [_EVERYBODY]:  # rank 0 polls for all ranks, the others for one key
         while not here.check([name]):
             if time.monotonic() > end:
                 within = f"within run.timeout_s = {limit.total_seconds():g} s"
@@ -115,8 +120,10 @@ def _meet(rank: int, size: int, limit: timedelta) -> dist.Store:
 
 
 def _attempt() -> str:
-    """The same on all ranks, and another one after a restart. A store that rank 0 opens is new each time, and nodes do
-    not count alike: ft_launcher counts the failures of its own ranks."""
+    """Name of this attempt, equal on all ranks and new after a restart.
+
+    A store that rank 0 opens is new each time. Nodes may count differently: ft_launcher counts its own ranks' failures.
+    """
     opened = MEETING_VARIABLE not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return "the only attempt" if opened else f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
@@ -141,32 +148,32 @@ def _listening_store(rank: int, limit: timedelta) -> dist.Store:
 
 
 def synchronize() -> None:
-    """Wait until this process' device has done all its work."""
+    """Blocks until this process's device has finished all work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def collect_shared() -> None:
-    """Free GPU memory that other processes had mapped and have given back."""
+    """Frees GPU memory that other processes had mapped and have released."""
     if torch.cuda.is_available():
         torch.cuda.ipc_collect()
 
 
 def device_uuid(index: int) -> str:
-    """The GPU's own name, the same in every process whatever devices it may see."""
+    """Returns the GPU's UUID, equal in every process whatever devices it sees."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def gpu_count() -> int:
-    """GPUs that this process may use, 0 on a CPU machine. Starts nothing on them."""
+    """Returns the number of GPUs that this process may use, 0 on a CPU machine. Starts nothing on them."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def is_built_for_gpus() -> bool:
-    """Could this torch use a GPU, if there were one? Looks at none."""
+    """True if this torch could use a GPU; looks for none."""
     return torch.backends.cuda.is_built()
 
 
 def gpu_names() -> list[str]:
-    """Of each GPU that this process may use, by index."""
+    """Returns the name of each GPU that this process may use, by index."""
     return [torch.cuda.get_device_name(index) for index in range(gpu_count())]

@@ -1,4 +1,4 @@
-"""The states of all random generators of this process, as plain values and tensors."""
+"""States of all random generators of this process, as plain values and tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Python's, numpy's and torch's states, this device's, and those that Megatron keeps by name."""
+    """Returns the states of Python, numpy, torch, this device, and Megatron's named generators."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -22,7 +22,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """What `random_state` gave, here or in another process; the device's part is left out where there is none."""
+    """Restores a state of `random_state`, from this or another process; the device's part is skipped without a GPU."""
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))

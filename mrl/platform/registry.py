@@ -1,6 +1,6 @@
-"""What it takes to run Megatron-Core on this machine, by name.
+"""Registry of adaptations that Megatron-Core needs on this machine, by name.
 
-An adaptation is a small function with the reason for it and a check that it is needed.
+An adaptation is a small function with its reason and a check that it is needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REGISTRY: dict[str, Adaptation] = {}
 def adaptation(
     name: str, *, why: str, stage: Stage, needed: Callable[[], bool]
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Register the decorated function under `name`."""
+    """Registers the decorated function under `name`."""
 
     def register(function: Callable[[], None]) -> Callable[[], None]:
         REGISTRY[name] = Adaptation(name, why, stage, needed, function)

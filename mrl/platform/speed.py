@@ -1,4 +1,4 @@
-"""How fast this rank's processor and device are, for comparison with other ranks."""
+"""Speed of this rank's processor and device, for comparison with other ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _REPEATS = 5
 
 
 class PassTimer:
-    """One of the timers that Megatron's schedules start and stop around a pass, and the seconds of those that the
-    device has finished. It measures on the device itself, between two events of its stream, and waits for nothing."""
+    """Timer that Megatron's schedules start and stop around a pass.
+
+    It measures between two events of the device's stream and never waits; only finished passes count.
+    """
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -28,10 +30,10 @@ class PassTimer:
 
     def stop(self, barrier: bool = False) -> None:
         self._unfinished.append((self._began, _event()))
-        self.seconds()  # so that they do not pile up where nobody asks
+        self.seconds()  # drains finished passes if nobody else does
 
     def seconds(self) -> float:
-        """Of all passes that are over; one that the device is still at is counted in a later call."""
+        """Returns the seconds of all finished passes; a running pass counts in a later call."""
         while self._unfinished and self._unfinished[0][1].query():
             began, ended = self._unfinished.popleft()
             self._seconds += began.elapsed_time(ended) / 1e3
@@ -58,22 +60,24 @@ def _timer(name: str, log_level: int = 0) -> PassTimer | _Untimed:
 
 
 def pass_timers() -> Callable[..., Any] | None:
-    """What Megatron's configuration takes as `timers`: a pass's time on a GPU. None on a CPU, whose processor time says
-    it."""
+    """Returns Megatron's `timers` that measure passes on a GPU; None on a CPU, where processor time is enough."""
     return _timer if device().type == "cuda" else None
 
 
 def busy_seconds() -> float:
-    """Of work so far, without most of the waiting for other ranks. On a CPU this process' processor time. On a GPU the
-    time of its forward and backward passes, those that it is still at left out: its host spins where it waits, and
-    collectives inside a pass (tensor, context and expert parallelism) make the ranks of a group equally slow."""
+    """Returns the seconds of work so far, without most of the waiting for other ranks.
+
+    On a CPU it is this process's processor time. On a GPU it is the time of finished forward and backward passes: the
+    host spins while it waits, and collectives inside a pass (tensor, context and expert parallelism) make the ranks of
+    a group equally slow.
+    """
     if device().type == "cuda":
         return sum(timer.seconds() for timer in _PASSES.values())
     return time.process_time()
 
 
 def probe_seconds() -> float:
-    """Seconds for a fixed piece of matrix work on this process' device, the best of a few tries: 2 ms or less each."""
+    """Returns the best time of a few tries for a fixed matrix product on this process's device, each at most 2 ms."""
     where = device()
     size = 2048 if where.type == "cuda" else 192
     a = torch.ones(size, size, device=where)
@@ -88,8 +92,7 @@ def probe_seconds() -> float:
 
 
 def cpu_gflops(dtype: torch.dtype, size: int = 512, tries: int = 5) -> float:
-    """Returns the GFLOP/s of square matrix products on this CPU, with as many threads as torch uses: the best of some
-    tries."""
+    """Returns the best GFLOP/s of a few square matrix products on this CPU, with torch's number of threads."""
     left, right = (torch.rand(size, size).to(dtype) for _ in range(2))
     seconds = []
     for _ in range(tries):

@@ -1,4 +1,4 @@
-"""Stand-ins for `torch.cuda` where it is absent: megatron-core asks for a CUDA device, streams and events by name."""
+"""Stand-ins for an absent `torch.cuda`: megatron-core uses a CUDA device, streams and events by name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def no_compile() -> None:
 )
 def current_device() -> None:
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
-    torch.cuda.is_available = lambda: False  # asked by NVML it would go by the next line
+    torch.cuda.is_available = lambda: False  # with its NVML check it would follow the next line
     torch.cuda.device_count = lambda: 1
     torch.cuda.set_device = lambda device: None
 
@@ -103,7 +103,7 @@ def to_cuda() -> None:
     needed=_no_cuda,
 )
 def factories() -> None:
-    # `with torch.device(...)` knows the factories by identity, from the first look: it has to see the originals
+    # `with torch.device(...)` caches the factories by identity at first use, so it must see the originals
     _device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))

@@ -1,2 +1,2 @@
-"""What `mrl preflight` shows and `mrl train` demands before it starts a process: a look at each thing, one file for
-looks that go together."""
+"""Checks that `mrl preflight` shows and `mrl train` requires before it starts a process; one file for related
+checks."""

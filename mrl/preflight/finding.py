@@ -1,4 +1,4 @@
-"""What a look at one thing gives."""
+"""Result of one check."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ Verdict = Literal["ok", "warning", "problem", "skipped"]
 
 @dataclass(frozen=True)
 class Finding:
-    """text: what was seen, or what is wrong and where (file, row, key); remedy: what to do, where the text has not said
-    it; skipped: could not be looked at here."""
+    """Result of one check.
+
+    text: what was seen, or the mistake and its place (file, row, key); remedy: what to do, unless the text says it;
+    verdict "skipped": the check is impossible here
+    """
 
     check: str
     verdict: Verdict

@@ -1,5 +1,5 @@
-"""What `mrl data` shows and `mrl train` demands before it starts a process: rows, rewards and functions that can be
-used. Each look yields one finding a mistake."""
+"""Checks of rows, rewards and user functions for `mrl data` and `mrl train`; each check yields one finding a
+mistake."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from mrl.reward.check import Trial, check_functions, check_hidden, row_check
 from mrl.reward.errors import RewardError
 from mrl.user_functions import FunctionError
 
-TRIED_ROWS, TRIED_BYTES = 200, 1 << 20  # of each source, to find one for every function
+TRIED_ROWS, TRIED_BYTES = 200, 1 << 20  # of each source, searched for a row for every function
 
 
 def look_at_algorithm(cfg: Config) -> Iterator[Finding]:
-    """The user's own loss and estimator, tried out on a few tokens."""
+    """Tries out the user's loss and estimator on a few tokens."""
     algorithm = cfg.algorithm_used()
     if algorithm is None:
         return
@@ -45,7 +45,7 @@ def look_at_algorithm(cfg: Config) -> Iterator[Finding]:
 
 
 def look_at_rewards(cfg: Config) -> Iterator[Finding]:
-    """Functions are loaded, and each of the user's own gives a score to one row."""
+    """Loads the reward functions and scores one row with each user function."""
     rewards = cfg.rewards()
     if rewards is None:
         return
@@ -65,8 +65,11 @@ def look_at_rewards(cfg: Config) -> Iterator[Finding]:
 
 
 def look_at_data(cfg: Config) -> Iterator[Finding]:
-    """Of long data the first rows only: the run reads them all, with the same demands, before its first step. The
-    tokenizer is loaded where a chat template dresses the rows; else its files have been read with the configuration."""
+    """Checks the first rows of long data; the run itself checks all rows alike before its first step.
+
+    It loads the tokenizer only if a chat template formats the rows; otherwise the configuration check has read its
+    files.
+    """
     good = []
     for source, reader in _sources(cfg):
         try:
@@ -108,8 +111,8 @@ def look_at_data(cfg: Config) -> Iterator[Finding]:
 
 
 def look_at_eyes(cfg: Config) -> Iterator[Finding]:
-    """Of the models of a run that see pictures: these are decoded once, for all of them, as model.path's processor
-    says."""
+    """Checks that all models with image input normalize images alike, since images are decoded once, by model.path's
+    processor."""
     own = _normalisation(cfg, cfg.model.path)
     for name, use in cfg.models().items():
         theirs = None if use.path is None or own is None else _normalisation(cfg, use.path)
@@ -120,16 +123,16 @@ def look_at_eyes(cfg: Config) -> Iterator[Finding]:
 
 
 def _normalisation(cfg: Config, path: str) -> dict[str, Any] | None:
-    """None: of a model that sees no pictures, or whose processor cannot be loaded."""
+    """Image normalization of a model; None without image input, or if its processor cannot be loaded."""
     try:
         eyes = load_eyes(path, cfg.data) if cfg.sees_pictures else None
-    except DataError:  # of model.path's another look complains, and others need not have one
+    except DataError:  # another check reports model.path's; other models need none
         return None
     return None if eyes is None else eyes.normalisation
 
 
 def check_own(algorithm: AlgorithmConfig, has_values: bool) -> None:
-    """Loads the user's own loss and estimator, and tries them out on a few tokens."""
+    """Loads the user's loss and estimator and tries them out on a few tokens."""
     if isinstance(loss := algorithm.policy_loss, OwnLoss):
         own.load_loss(loss.function, loss.options)
     if isinstance(algorithm, OwnEstimator):
@@ -137,7 +140,7 @@ def check_own(algorithm: AlgorithmConfig, has_values: bool) -> None:
 
 
 def check_of_sampled(cfg: Config) -> RowCheck | None:
-    """What the reward demands of a row; None where nothing is scored."""
+    """Returns the reward's check of a row; None if nothing is scored."""
     rewards = cfg.rewards()
     return row_check(rewards, cfg.data) if rewards is not None else None
 
@@ -154,7 +157,7 @@ def _sources(cfg: Config) -> Iterator[tuple[SourceConfig, Reader]]:
 
 
 def _trials(cfg: Config) -> Iterator[Trial]:
-    """First rows of what is sampled, those that can be used."""
+    """Usable first rows of the sampled data."""
     for use in cfg.data_uses().values():
         if not use.is_sampled:
             continue

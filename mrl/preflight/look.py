@@ -1,4 +1,4 @@
-"""All looks, in the order of the table."""
+"""All checks in the order of the table."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ OF_NODE: tuple[Look, ...] = (
     machine.look_at_fp8,
     machine.look_at_quantization,
 )
-OF_ANY: tuple[Callable[[AnyConfig], Iterator[Finding]], ...] = (  # whatever is trained
+OF_ANY: tuple[Callable[[AnyConfig], Iterator[Finding]], ...] = (  # for any trainer
     space.look_at_directory,
     machine.look_at_services,
     machine.look_at_packages,
 )
-OF_MACHINE: tuple[Callable[[], Iterator[Finding]], ...] = (  # whatever runs there
+OF_MACHINE: tuple[Callable[[], Iterator[Finding]], ...] = (  # for any run
     machine.look_at_temporary_files,
     machine.look_at_switches,
     tested.look_at_versions,
@@ -46,15 +46,17 @@ OF_MACHINE: tuple[Callable[[], Iterator[Finding]], ...] = (  # whatever runs the
 
 
 def of_configuration(error: ConfigError | None) -> list[Finding]:
-    """A finding a mistake; of a configuration without any, that."""
+    """Returns one finding a mistake, or an "ok" finding without any."""
     if error is None:
         return [Finding("configuration", "ok", "keys, layout, models and files fit together")]
     return [Finding("configuration", "problem", str(problem)) for problem in error.problems]
 
 
 def look(cfg: AnyConfig, looks: Sequence[Look] = (*OF_RUN, *OF_NODE)) -> Iterator[Finding]:
-    """What is found of a checked configuration, one after the other. Only what a look needs itself is started. Of what
-    is no language model those of `looks` that know any."""
+    """Yields the findings of a checked configuration one by one; each check starts only what it needs.
+
+    A configuration that is not of a language model gets the general checks among `looks`.
+    """
     if isinstance(cfg, Config):
         for each in looks:
             yield from each(cfg)

@@ -1,4 +1,4 @@
-"""What this machine must have for the run: looked at on every node."""
+"""Checks of this machine, run on every node."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from mrl.rollout.errors import EngineUnavailable
 from mrl.rollout.launch import Part, ServerSpec, launcher
 
 CONNECT_S = 5.0
-SLOWER = 0.9  # bfloat16 than float32: such a difference is told
+SLOWER = 0.9  # speed of bfloat16 relative to float32 below which a warning is due
 DEFAULT_PORTS = {"https": 443, "http": 80}
 
 
 def look_at_temporary_files() -> Iterator[Finding]:
-    """Engines, torch and the sandbox make some."""
+    """Checks TMPDIR, which engines, torch and the sandbox write to."""
     wanted = os.environ.get("TMPDIR") or tempfile.gettempdir()
     if os.path.isdir(wanted) and os.access(wanted, os.W_OK | os.X_OK):
         yield Finding("temporary files", "ok", wanted)
@@ -38,7 +38,7 @@ def look_at_temporary_files() -> Iterator[Finding]:
 
 
 def look_at_switches() -> Iterator[Finding]:
-    """What the environment tells the platform."""
+    """Checks the environment variables of the platform."""
     try:
         platform.check_switches()
     except ValueError as error:
@@ -46,7 +46,7 @@ def look_at_switches() -> Iterator[Finding]:
 
 
 def look_at_layers(cfg: AnyConfig) -> Iterator[Finding]:
-    """Where transformer-engine's are asked for by name."""
+    """Checks transformer-engine if the configuration asks for it by name."""
     asked = asks_for_transformer_engine(cfg)
     if asked and (problem := platform.transformer_engine_problem()) is not None:
         text = f"{', '.join(asked)}: transformer_engine cannot be used here: {problem}"
@@ -54,7 +54,7 @@ def look_at_layers(cfg: AnyConfig) -> Iterator[Finding]:
 
 
 def look_at_dtype(cfg: AnyConfig) -> Iterator[Finding]:
-    """Where a CPU multiplies bfloat16 slower than float32, as those without instructions for it do."""
+    """Warns if this CPU multiplies bfloat16 slower than float32, as CPUs without bfloat16 instructions do."""
     if platform.gpu_count() or not isinstance(cfg, Config) or cfg.model.dtype != "bfloat16":
         return
     fast, slow = platform.cpu_gflops(torch.float32), platform.cpu_gflops(torch.bfloat16)
@@ -67,7 +67,7 @@ def look_at_dtype(cfg: AnyConfig) -> Iterator[Finding]:
 
 
 def look_at_fp8(cfg: AnyConfig) -> Iterator[Finding]:
-    """Where it is wanted, and not emulated."""
+    """Checks fp8 if it is configured and not emulated."""
     wanted = {name: model.train.precision.fp8 for name, model in cfg.built().items()}
     for recipe in {fp8.recipe for fp8 in wanted.values() if fp8.recipe != "none" and not fp8.emulate}:
         models = ", ".join(name for name, fp8 in wanted.items() if fp8.recipe == recipe and not fp8.emulate)
@@ -79,7 +79,7 @@ def look_at_fp8(cfg: AnyConfig) -> Iterator[Finding]:
 
 
 def look_at_quantization(cfg: AnyConfig) -> Iterator[Finding]:
-    """Engines in another precision than the trainer, and nothing that corrects for it."""
+    """Warns about engines with a lower precision than the trainer's without rollout correction."""
     (rollout, _), algorithm = cfg.engines() or (None, None), cfg.algorithm_used()
     if rollout is None or algorithm is None or rollout.quantization == "none":
         return
@@ -93,7 +93,7 @@ def look_at_quantization(cfg: AnyConfig) -> Iterator[Finding]:
 
 
 def look_at_packages(cfg: AnyConfig) -> Iterator[Finding]:
-    """Optional ones, which the configuration asks for: launcher, trackers, engine."""
+    """Checks the optional packages of the configured launcher, trackers and engine."""
     good = True
     wanted = (_not_installed(cfg, name) for name in trainer_of(cfg).packages)
     for problem in filter(None, (missing(cfg.run.launcher), *trackers.missing(cfg.run), *wanted)):
@@ -115,7 +115,7 @@ def look_at_packages(cfg: AnyConfig) -> Iterator[Finding]:
 
 
 def look_at_ports() -> Iterator[Finding]:
-    """Where ranks and engines meet."""
+    """Checks ports and addresses at which ranks and engines meet."""
     try:
         port = ports.free_port()
     except ports.NoFreePort as error:
@@ -127,8 +127,11 @@ def look_at_ports() -> Iterator[Finding]:
 
 
 def _interfaces() -> Iterator[Finding]:
-    """Gloo takes whole names. NCCL takes beginnings, with a port or without, of which one that is there is enough;
-    after = whole names; and after ^ those that it is to leave out."""
+    """Checks GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
+
+    Gloo takes whole names. NCCL takes prefixes, with or without a port, of which one must exist; after `=` it takes
+    whole names, and after `^` names to leave out.
+    """
     names = [name for _, name in socket.if_nameindex()]
     gloo, nccl = (os.environ.get(f"{library}_SOCKET_IFNAME", "") for library in ("GLOO", "NCCL"))
     asked = [name for name in gloo.split(",") if name]
@@ -146,7 +149,7 @@ def _interfaces() -> Iterator[Finding]:
 
 
 def _meeting_place() -> Iterator[Finding]:
-    """Of ranks that somebody else starts; `mrl train` gives its own another."""
+    """Checks MASTER_ADDR of ranks that another launcher starts; `mrl train` gives its own ranks another address."""
     host = os.environ.get("MASTER_ADDR")
     if host is None:
         return
@@ -167,7 +170,7 @@ def _not_installed(cfg: AnyConfig, name: str) -> str | None:
 
 
 def look_at_services(cfg: AnyConfig) -> Iterator[Finding]:
-    """Do engines and reward servers that somebody else has started answer a connection?"""
+    """Checks that external engines and reward servers accept a connection."""
     rollout, _ = cfg.engines() or (None, None)
     for url in rollout.urls if rollout is not None else ():
         if (problem := _unreachable(url)) is not None:
@@ -193,7 +196,7 @@ def _unreachable(url: str) -> str | None:
 
 
 def look_at_gpus() -> Iterator[Finding]:
-    """Each multiplies, and its memory is free."""
+    """Checks that each GPU computes and that its memory is free."""
     try:
         found = platform.gpu_health()
     except (platform.GpuTimeout, OSError) as error:

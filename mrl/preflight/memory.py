@@ -1,4 +1,4 @@
-"""Does the run fit into the GPUs' and this machine's memory? Counted as `mrl plan` does."""
+"""Checks that the run fits into GPU and host memory, counted as `mrl plan` does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mrl.preflight.finding import Finding
 
 
 def look_at_memory(cfg: Config, machine: Machine, kind: str | None = None) -> Iterator[Finding]:
-    """Of the world `machine`; kind: of its GPUs, one of `mrl plan --gpu`; None: what this machine has."""
+    """Checks the memory of the world `machine`. kind: GPU as in `mrl plan --gpu`; None: this machine's GPU."""
     try:
         chip = chips.KINDS[kind] if kind is not None else _chip_here()
     except (platform.GpuTimeout, OSError):
@@ -31,8 +31,8 @@ def look_at_memory(cfg: Config, machine: Machine, kind: str | None = None) -> It
 
 
 def _chip_here() -> Chip:
-    """The smallest of this machine's GPUs, as another process sees them: this one holds none of their memory. It can do
-    what all can."""
+    """Smallest of this machine's GPUs, with the lowest capability; measured by another process, since this one holds no
+    GPU memory."""
     found = platform.gpu_health()
     if not found:
         return chips.NO_GPU
@@ -59,7 +59,7 @@ def _of_gpus(plan: Plan) -> Iterator[Finding]:
 
 
 def _of_the_host(plan: Plan, is_node: bool) -> Finding:
-    """is_node: this machine is one of the run's"""
+    """Checks host memory. is_node: this machine is one of the run's"""
     memory, needed = psutil.virtual_memory(), plan.host_of_node
     ranks = min(plan.cluster.per_node, plan.cluster.gpus)
     what = "offloaded models, checkpoints being written and samples" if plan.on_gpu else "models, engines and samples"

@@ -1,5 +1,7 @@
-"""How fast do this world's ranks add up a buffer, and which node is slower than the others? `mrl preflight CONFIG
---network`, as every rank: by nccl where there are GPUs, by gloo elsewhere."""
+"""Measures the all-reduce of this world's ranks and finds slow nodes.
+
+`mrl preflight CONFIG --network` runs it as every rank, by nccl on GPUs and by gloo elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,16 @@ from mrl import platform
 TIMEOUT_S = 120.0
 WARM_UPS, REPEATS = 2, 5
 MIB = 1 << 20
-NAME_VARIABLE = "MRL_NODE_NAME"  # what messages call this rank's node
+NAME_VARIABLE = "MRL_NODE_NAME"  # name of this rank's node in messages
 SLOW_SHARE = 0.5  # of the nodes' median
 
 
 @dataclass(frozen=True)
 class Network:
-    """GB/s are those of the bus, as nccl-tests count: 2 (n - 1) / n x bytes / seconds, which does not depend on n.
+    """Bus bandwidth in GB/s, as nccl-tests count it: 2 (n - 1) / n x bytes / seconds, which does not depend on n.
 
-    gb_per_s: of an all-reduce over all ranks. pairs: of one between two neighbouring nodes, (node, node, GB/s of the
-    slowest two of their ranks, whose place on their nodes)
+    gb_per_s: all-reduce over all ranks. pairs: all-reduces between two neighbouring nodes, as (node, node, GB/s of the
+    slowest pair of ranks, local rank of that pair)
     """
 
     backend: str
@@ -42,7 +44,7 @@ class Network:
 
 
 class WrongSum(RuntimeError):
-    """An all-reduce gave something else than the sum."""
+    """An all-reduce returned something other than the sum."""
 
 
 def default_mib() -> int:
@@ -50,9 +52,9 @@ def default_mib() -> int:
 
 
 def measure(mib: int) -> Network:
-    """Of the world that the environment describes; collective. The median of a few all-reduces.
+    """Measures the world of the environment as the median of a few all-reduces. Collective.
 
-    Raises WorldError if a rank does not come, WrongSum if what comes out is wrong.
+    Raises WorldError if a rank does not come, WrongSum if a result is wrong.
     """
     platform.init_process_group(TIMEOUT_S)
     ranks = dist.get_world_size()
@@ -67,14 +69,14 @@ def measure(mib: int) -> Network:
 
 
 def _name() -> str:
-    """By the launcher's number too: on one machine there may be several nodes."""
+    """Name of the node, with the launcher's node number, since one machine may hold several nodes."""
     number = os.environ.get("GROUP_RANK")
     host = socket.gethostname()
     return os.environ.get(NAME_VARIABLE) or (host if number is None else f"node {number} ({host})")
 
 
 def _all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup | None, ranks: int) -> float:
-    """GB/s of the bus."""
+    """Bus bandwidth in GB/s."""
     seconds = []
     for _ in range(WARM_UPS + REPEATS):
         buffer.fill_(1.0)
@@ -91,14 +93,14 @@ def _all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup | None, ranks: in
 
 
 def _pairs(buffer: torch.Tensor, by_node: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, str, float, int]]:
-    """Each node with the next one, rank by rank; collective. In a round no node has two neighbours at once."""
+    """Measures each node with the next one, rank by rank. Collective. In a round no node has two neighbours at once."""
     nodes, rank = list(by_node), dist.get_rank()
     mine: dict[tuple[str, str], tuple[float, int]] = {}
     for edges in rounds(len(nodes)):
         own: list[tuple[tuple[str, str], int, dist.ProcessGroup]] = []
         for edge in ((nodes[one], nodes[other]) for one, other in edges):
             for place, members in enumerate(zip(by_node[edge[0]], by_node[edge[1]], strict=False)):
-                group = dist.new_group(list(members))  # waits for all ranks: all groups first, then all pairs at once
+                group = dist.new_group(list(members))  # blocks for all ranks: all groups before any pair
                 if rank in members:
                     own.append((edge, place, group))
         for edge, place, group in own:  # one, or none
@@ -112,7 +114,7 @@ def _pairs(buffer: torch.Tensor, by_node: Mapping[str, Sequence[int]]) -> Iterat
 
 
 def rounds(nodes: int) -> list[list[tuple[int, int]]]:
-    """A ring's edges, each node with the next one, in rounds in which every node has one at most."""
+    """Returns the edges of a ring of nodes, in rounds in which every node has at most one edge."""
     if nodes < 3:
         return [[(0, 1)]] if nodes == 2 else []
     edges = [(node, (node + 1) % nodes) for node in range(nodes)]
@@ -121,8 +123,11 @@ def rounds(nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def slow_nodes(found: Network, at_least: float | None) -> list[str]:
-    """What is wrong, one sentence a node. Slow is a node that is so with each of its neighbours: against the median of
-    all, where there are more than two, and against `at_least` GB/s."""
+    """Returns one sentence for each slow node.
+
+    A node is slow if it is slow with each of its neighbours: against the median of all nodes, if there are more than
+    two, and against `at_least` GB/s.
+    """
     best: dict[str, tuple[float, int]] = {}
     for one, other, speed, place in found.pairs:
         for name in (one, other):
@@ -140,7 +145,7 @@ def slow_nodes(found: Network, at_least: float | None) -> list[str]:
 
 
 def words(found: Network) -> str:
-    """One sentence."""
+    """Describes the result in one sentence."""
     where = f"{found.ranks} ranks on {found.nodes} node{'s' * (found.nodes > 1)}"
     said = f"all-reduce of {found.mib} MiB over {where} by {found.backend}: {found.gb_per_s:.2f} GB/s"
     speeds = [speed for _, _, speed, _ in found.pairs]
@@ -148,8 +153,10 @@ def words(found: Network) -> str:
 
 
 def main(mib: int | None, at_least: float | None, *, as_json: bool) -> int:
-    """Prints a line on rank 0, more where something is wrong. Exit code 1: no world, a wrong sum, a slow node, or less
-    than `at_least` GB/s."""
+    """Prints a line on rank 0, more if something is wrong.
+
+    Returns exit code 1 without a world, after a wrong sum, with a slow node, or with less than `at_least` GB/s.
+    """
     if "RANK" not in os.environ:
         print("mrl: --network is run as every rank: torchrun --nproc-per-node 8 -m mrl preflight ...", file=sys.stderr)
         return 1
@@ -165,7 +172,7 @@ def main(mib: int | None, at_least: float | None, *, as_json: bool) -> int:
 
 
 def _measured(mib: int) -> Network | None:
-    """None: it is said why not."""
+    """Measures the network; None after an error, which it prints."""
     try:
         return measure(mib)
     except (platform.WorldError, WrongSum, RuntimeError) as error:
@@ -176,7 +183,7 @@ def _measured(mib: int) -> Network | None:
             dist.destroy_process_group()
 
 
-if __name__ == "__main__":  # a rank of `mrl preflight --nodes`, which judges
+if __name__ == "__main__":  # a rank of `mrl preflight --nodes`, which evaluates the result
     if (seen := _measured(int(sys.argv[1]))) is None:
         sys.exit(1)
-    Path(sys.argv[2]).write_text(json.dumps(vars(seen)))  # not by stdout, which NCCL writes its own lines to
+    Path(sys.argv[2]).write_text(json.dumps(vars(seen)))  # a file, since NCCL writes to stdout

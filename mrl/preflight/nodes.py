@@ -1,7 +1,8 @@
-"""The nodes of a run before it starts: do all come, what does each find wrong, and how fast are they together?
+"""Checks the nodes of a run before it starts: whether all come, what each reports, and how fast their network is.
 
-`mrl preflight CONFIG --nodes N --node K --head HOST:PORT` on each. They meet in a store at the head, tell each other
-what they have found, and then each starts a rank a GPU (one, without GPUs) that measures the network. Every wait ends.
+`mrl preflight CONFIG --nodes N --node K --head HOST:PORT` runs on each node. The nodes exchange their findings in a
+store at the head. Each node then starts one rank a GPU (one without GPUs) that measures the network. Every wait has a
+timeout.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from mrl.launcher import NodePlace, signals
 from mrl.preflight import network
 from mrl.preflight.finding import Finding, problems
 
-MEET_S = 120.0  # for all nodes to come: the first import of torch from a shared disk takes its time
+MEET_S = 120.0  # timeout of the meeting; the first import of torch from a shared disk is slow
 MEASURE_S = 180.0
-SAY_S = 5.0  # for all nodes to have said what is wrong: a scheduler ends them with the first one
+SAY_S = 5.0  # timeout of the reports; a scheduler ends all nodes with the first one
 _POLL_S = 0.05
 
 
 class NodesMissing(RuntimeError):
-    """Nodes did not come in time; names them."""
+    """Nodes that did not come in time; the message names them."""
 
 
 @dataclass
 class Meeting:
-    """Of all nodes, this one being `place`. names: of the nodes, for messages"""
+    """Meeting of all nodes; this node is `place`. names: node names for messages"""
 
     place: NodePlace
     names: Sequence[str]
@@ -46,7 +47,7 @@ class Meeting:
     _store: Any = field(init=False, default=None)
 
     def exchange(self, what: str, own: object, timeout_s: float) -> list[Any]:
-        """Every node's `own` (plain data), in the nodes' order. Raises NodesMissing."""
+        """Returns every node's `own` (plain data) in the order of the nodes. Raises NodesMissing."""
         try:
             self._join(timeout_s).set(f"{what} {self.place.number}", json.dumps(own))
             end = time.monotonic() + timeout_s
@@ -65,8 +66,11 @@ class Meeting:
             raise NodesMissing(f"{text}, and a port that is free") from None
 
     def part(self, timeout_s: float = SAY_S) -> None:
-        """To be called when this node has said what it has to say: the others go after the head, which may be after all
-        have, so that a scheduler that ends all with the first one cuts nobody short."""
+        """Leaves the meeting once this node has reported.
+
+        Other nodes leave after the head, and the head after all have reported, so that a scheduler that ends all nodes
+        with the first one cuts off no report.
+        """
         if self._store is None:
             return
         awaited = ["said 0"] if self.place.number else [f"said {number}" for number in range(self.place.count)]
@@ -76,7 +80,7 @@ class Meeting:
             while not all(self._store.check([key]) for key in awaited) and time.monotonic() < end:
                 time.sleep(_POLL_S)
         if self.place.number == 0:
-            time.sleep(4 * _POLL_S)  # the others look once more, and it is the head that serves them
+            time.sleep(4 * _POLL_S)  # the head serves the others' last look
 
     def name(self, number: int) -> str:
         return f"node {number} ({self.names[number]})" if number < len(self.names) else f"node {number}"
@@ -96,8 +100,10 @@ class Meeting:
 
 
 def look_at_nodes(meeting: Meeting, found: Sequence[Finding], mib: int | None, at_least: float | None) -> list[Finding]:
-    """What is wrong on other nodes, or how fast they all are together; `found`: by this node. On every node the same,
-    but for its own."""
+    """Returns problems of other nodes, or the network's speed; equal on all nodes but for a node's own problems.
+
+    found: this node's findings
+    """
     place = meeting.place
     own = [str(finding) for finding in problems(found)]
     try:
@@ -121,7 +127,7 @@ def look_at_nodes(meeting: Meeting, found: Sequence[Finding], mib: int | None, a
 
 
 def _unlike(meeting: Meeting, gpus: Sequence[int]) -> Finding | None:
-    """Nodes with fewer GPUs than others."""
+    """Finding if some nodes have fewer GPUs than others."""
     few = [f"{meeting.name(number)} has {count}" for number, count in enumerate(gpus) if count < max(gpus)]
     if not few:
         return None
@@ -130,7 +136,7 @@ def _unlike(meeting: Meeting, gpus: Sequence[int]) -> Finding | None:
 
 
 def _measured(meeting: Meeting, head: str, mib: int | None) -> dict[str, Any]:
-    """{"network": of rank 0, on node 0 alone, "error": of this node's ranks, "" if none}."""
+    """Returns {"network": rank 0's result, on node 0 alone, "error": this node's error, "" if none}."""
     place, local = meeting.place, platform.gpu_count() or 1
     host, _, port = head.rpartition(":")
     env = os.environ | {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": str(place.count * local)}
@@ -147,7 +153,7 @@ def _measured(meeting: Meeting, head: str, mib: int | None) -> dict[str, Any]:
 
 
 def _start(number: int, mib: int, env: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
-    """What it prints, NCCL's lines among them, goes to a file: nobody reads a pipe while ranks wait for each other."""
+    """Starts a rank with its output in a file, since nobody reads a pipe while ranks wait for each other."""
     command = [sys.executable, "-m", "mrl.preflight.network", str(mib), str(folder / f"{number}.json")]
     with (folder / f"{number}.log").open("wb") as log:
         return subprocess.Popen(
@@ -156,7 +162,7 @@ def _start(number: int, mib: int, env: Mapping[str, str], folder: Path) -> subpr
 
 
 def _errors(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> Iterator[str]:
-    """Why each rank failed, "" if it has not; none is left."""
+    """Yields each rank's error, "" without one, and kills all ranks at the end."""
     end = time.monotonic() + MEASURE_S
     try:
         for number, rank in enumerate(ranks):
@@ -181,7 +187,7 @@ def _judged(meeting: Meeting, results: Sequence[dict[str, Any]], at_least: float
     if failed:
         return
     found = network.Network(**results[0]["network"])
-    is_steady = found.backend == "nccl" or at_least is not None  # other programs slow CPUs down
+    is_steady = found.backend == "nccl" or at_least is not None  # on CPUs, other programs disturb the measurement
     for text in network.slow_nodes(found, at_least):
         yield Finding(
             "network",

@@ -1,4 +1,4 @@
-"""Findings as a table, as lines, and for programs."""
+"""Findings as a table, as lines, and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST_BAD = ("ok", "skipped", "warning", "problem")
 
 
 def table(findings: Sequence[Finding], source: str) -> Table:
-    """A row a finding; what was looked at is named once."""
+    """Returns a table with one row a finding; each check is named once."""
     made = Table(title=f"preflight of {source} on {socket.gethostname()}", title_justify="left", show_lines=False)
     made.add_column("looked at")
     made.add_column("")
@@ -34,14 +34,14 @@ def table(findings: Sequence[Finding], source: str) -> Table:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """The line under the table."""
+    """Returns the line under the table."""
     wrong, warned = len(problems(findings)), sum(finding.verdict == "warning" for finding in findings)
     warnings = f", {warned} warning{'s' * (warned > 1)}" if warned else ""
     return f"{wrong} problem{'s' * (wrong > 1)}{warnings}" if wrong else f"ready to train{warnings}"
 
 
 def as_json(findings: Sequence[Finding], source: str, exit_code: int) -> str:
-    """{"config", "host", "exit_code", "findings": [{"check", "verdict", "text", "remedy"}, ...]}"""
+    """Returns {"config", "host", "exit_code", "findings": [{"check", "verdict", "text", "remedy"}, ...]}."""
     rows = [{name: redact(value) for name, value in vars(finding).items()} for finding in findings]
     head = {"config": source, "host": socket.gethostname(), "exit_code": exit_code}
     return json.dumps({**head, "findings": rows}, indent=1)

@@ -1,4 +1,4 @@
-"""Can the run directory be made, and is there room for what the run will write?"""
+"""Checks that the run directory can be created and that the disk has space for the run's files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mrl.preflight.finding import Finding
 
 
 def look_at_directory(cfg: AnyConfig) -> Iterator[Finding]:
-    """A file is made in it, or above it where it is not there yet, locked, and removed again."""
+    """Creates, locks and removes a file in the run directory, or in its first existing parent."""
     run_dir = Path(cfg.run.root).absolute() / cfg.run.name
     there = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
     try:
@@ -31,7 +31,7 @@ def look_at_directory(cfg: AnyConfig) -> Iterator[Finding]:
         text = f"run.root: no file can be made in {there}: {error.strerror}"
         yield Finding("run directory", "problem", text, "choose another run.root, or free space there")
         return
-    if not (run_dir / "lock").exists():  # else rank 0 looks, who knows whether the run there is going on
+    if not (run_dir / "lock").exists():  # otherwise rank 0 checks, since it knows whether that run is active
         try:
             refuse_existing(cfg)
         except RunExists as error:
@@ -41,7 +41,7 @@ def look_at_directory(cfg: AnyConfig) -> Iterator[Finding]:
 
 
 def look_at_space(cfg: Config) -> Iterator[Finding]:
-    """For checkpoints and exports, which are by far the largest of what a run writes."""
+    """Checks the disk for checkpoints and exports, which are by far the largest files of a run."""
     archs = _archs(cfg)
     use = disk_use(cfg, archs)
     if not use.turning + use.staying:
@@ -69,5 +69,5 @@ def _archs(cfg: Config) -> Archs:
 
 
 def _size_of(run_dir: Path) -> int:
-    """Bytes of checkpoints that an earlier start has left, whose place the next ones take."""
+    """Bytes of an earlier start's checkpoints, which the next ones replace."""
     return sum(file.stat().st_size for file in run_dir.glob("checkpoints/step_*/**/*") if file.is_file())

@@ -1,4 +1,4 @@
-"""The versions that CI tests together, on CPUs: those of constraints.txt, for the parts that decide what a run does."""
+"""Versions that CI tests together on CPUs: those of constraints.txt, for packages that decide a run's results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ TESTED = {
 
 
 def look_at_versions() -> Iterator[Finding]:
-    """A part outside of what mrl asks for is a problem; one inside, but not the one that is tested, a warning."""
+    """Yields a problem for a version that mrl does not support, and a warning for a supported one that is not
+    tested."""
     asked, good = _asked(), []
     for part, tested in TESTED.items():
         try:
@@ -48,7 +49,7 @@ def look_at_versions() -> Iterator[Finding]:
 
 
 def _asked() -> dict[str, Requirement]:
-    """What the installed package asks for, by name; nothing where it is not installed as one."""
+    """Requirements of the installed package by name; empty if mrl is not installed as a package."""
     try:
         lines = metadata.requires("mrl") or []
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Do the files of weights hold the models that their config.json describes? Reads what is in them, not the weights."""
+"""Checks that weight files match their config.json; reads headers, not weights."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MAX_SHOWN = 10
 
 
 def look_at_weights(cfg: Config) -> Iterator[Finding]:
-    """Of every model that starts from a directory: its tensors are there, with the shapes of config.json, and no
-    others; an output layer beside tied embeddings is the same."""
+    """Checks every model that starts from a directory: its tensors exist with the shapes of config.json, without
+    others; an output layer beside tied embeddings equals them."""
     for key, path, role in _models(cfg):
         if is_converted(path):
             yield Finding("weights", "ok", f"{key}: {path} is a converted model, complete by its manifest")
@@ -45,7 +45,7 @@ def look_at_weights(cfg: Config) -> Iterator[Finding]:
 
 
 def _models(cfg: Config) -> Iterator[tuple[str, str, Role]]:
-    """(key, directory, what the model is used as); each directory once for each use."""
+    """Yields (key, directory, role), each directory once a use."""
     seen = set()
     for name, use in cfg.models().items():
         if use.path is None and cfg.model.from_scratch:

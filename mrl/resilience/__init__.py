@@ -1,4 +1,4 @@
-"""What lets a run outlive faults: sections that are watched, restarts, a scheduler's warning, slow ranks."""
+"""Fault tolerance of a run: section timeouts, restarts, preemption warnings, stragglers."""
 
 from mrl.resilience.protocol import EXIT_PREEMPTED
 

@@ -1,4 +1,4 @@
-"""ft_launcher's configuration, from this program's."""
+"""ft_launcher's configuration, made from mrl's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from mrl.files import make_private, write_atomically
 from mrl.resilience.protocol import SECTIONS
 
 NAME = "ft.yaml"
-CHECK_S = 0.5  # between looks of a rank's monitor
+CHECK_S = 0.5  # interval of a rank monitor's checks
 
 
 def write(run_dir: Path, timeouts: SectionTimeouts) -> Path:
-    """RUN_DIR/ft.yaml, for --ft-cfg-path. Heart-beats are off: every part of a run is in a section or between two."""
+    """Writes RUN_DIR/ft.yaml for --ft-cfg-path and returns it.
+
+    Heartbeats are off, since every part of a run is in a section or between two.
+    """
     content = {
         "fault_tolerance": {
             "initial_rank_heartbeat_timeout": None,

@@ -1,7 +1,7 @@
-"""A scheduler's warning: SIGTERM or SIGUSR1 asks the run to save and leave before it is killed.
+"""Preemption: SIGTERM or SIGUSR1 asks the run to save and leave before the scheduler kills it.
 
-A signal may reach one rank alone, and none can leave a step alone: the handler only remembers it, and all ranks ask
-each other at the end of a step. SIGINT ends a rank at once, and so do the two others while nothing could be saved.
+A signal may reach one rank alone, and no rank can leave a step alone. So the handler only records it, and all ranks
+compare at the end of a step. SIGINT ends a rank at once, as do the two others while nothing can be saved.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from mrl.stopping import Stopped
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
 
 _due: float | None = None  # time.monotonic() by which the rank must have left
-_run_dir: Path | None = None  # once the run goes on in it
+_run_dir: Path | None = None  # set once the run has begun
 
 
 def begin_later() -> None:
-    """While `mrl train` has begun nothing: SIGTERM and SIGUSR1 end it as they end a run that goes on when it is started
-    again, in the midst of an import too. Ignored ones stay ignored."""
+    """Lets SIGTERM and SIGUSR1 end `mrl train` before a run has begun, with the exit code of a resumable run.
+
+    This works in the midst of an import too. Ignored signals stay ignored.
+    """
     for number in WARNINGS:
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, not_begun)
@@ -41,21 +43,20 @@ def not_begun(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def die_at_once() -> None:
-    """While nothing is open yet: a stopping signal ends the process without a word, in the midst of an import too."""
+    """Lets stopping signals end the process silently while nothing is open, in the midst of an import too."""
     for number in (signal.SIGINT, *WARNINGS):
         signal.signal(number, signal.SIG_DFL)
 
 
 def close_first() -> None:
-    """A stopping signal that would kill becomes SystemExit, so that all that is open gets closed; a second one is
-    ignored."""
+    """Turns a deadly stopping signal into SystemExit, so that everything open is closed; a second signal is ignored."""
     for number in (signal.SIGINT, *WARNINGS):
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, _end)
 
 
 def save_first(deadline_s: float) -> None:
-    """SIGTERM and SIGUSR1 only leave word from now on; after `deadline_s` more seconds the rank leaves as it is."""
+    """Lets SIGTERM and SIGUSR1 only be recorded; the rank leaves without saving `deadline_s` seconds later."""
 
     def warn(number: int, frame: FrameType | None) -> None:
         global _due
@@ -73,22 +74,22 @@ def is_warned() -> bool:
 
 
 def left_s(deadline_s: float) -> float:
-    """Seconds for saving, with some to spare for leaving; of all of `deadline_s` if only others were warned."""
+    """Returns the seconds left for saving, less a reserve for leaving; `deadline_s` counts if only other ranks were
+    warned."""
     return 0.9 * (deadline_s if _due is None else max(0.0, _due - time.monotonic()))
 
 
 def begin(run_dir: Path) -> None:
-    """The run goes on: what `leave` wrote down holds no longer."""
+    """Begins or resumes the run and removes the marker that `leave` wrote."""
     global _run_dir
     _run_dir = run_dir
     (run_dir / MARKER).unlink(missing_ok=True)
 
 
 def leave(run_dir: Path, step: int) -> NoReturn:
-    """Ends this rank after its state has been saved; that the run is to be continued is written down. step: the last
-    that is saved, 0 if none is.
+    """Ends this rank after its state is saved, and marks the run as one to resume. step: last saved, 0 without one.
 
-    Raises SystemExit. torchrun and ft_launcher take every exit code but 0 for a failure: under them it is 0.
+    Raises SystemExit, with code 0 under torchrun and ft_launcher, which take every other code for a failure.
     """
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     _note_leaving(run_dir, step or None)
@@ -96,7 +97,7 @@ def leave(run_dir: Path, step: int) -> NoReturn:
 
 
 def _note_leaving(run_dir: Path, step: int | None) -> None:
-    """On rank 0: the launcher finds it."""
+    """Writes the marker for the launcher, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         note_leaving(run_dir, step)
 
@@ -106,9 +107,9 @@ def _code() -> int:
 
 
 def _too_late(number: int, frame: FrameType | None) -> NoReturn:
-    with contextlib.suppress(OSError):  # of a full disk; and no print, in whose midst this may be
+    with contextlib.suppress(OSError):  # a full disk; no print, since the handler may interrupt one
         os.write(1, b"the step was not over, or not saved, within resilience.save_deadline_s: leaving without it\n")
-    code = EXIT_PREEMPTED  # a launcher that finds no word of it needs one that is not 0
+    code = EXIT_PREEMPTED  # without a marker, a launcher needs a nonzero code
     if _run_dir is not None:
         with contextlib.suppress(OSError):
             _note_leaving(_run_dir, None)

@@ -1,6 +1,6 @@
-"""What ranks and their launcher tell each other: exit codes, where a rank is, that it left in good order.
+"""Protocol between ranks and launcher: exit codes, a rank's section, orderly exit.
 
-Standard library only: the launcher reads it before torch is there.
+Standard library only, since the launcher uses it before torch is imported.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pathlib import Path
 
 from mrl.files import write_atomically
 
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL: saved and left after a signal; the same command goes on
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL: saved and left after a signal; the same command resumes
 LOG_DIR_VARIABLE = "MRL_LOG_DIR"  # set by the launcher for ranks that torchrun or ft_launcher starts for it
-FOLDER_VARIABLE = "MRL_LAUNCHER_FOLDER"  # of one node's launcher: where its ranks write down their process ids
-MARKER = "preempted"  # in the run directory; gone again when the run goes on
+FOLDER_VARIABLE = "MRL_LAUNCHER_FOLDER"  # folder of a node's launcher, where its ranks write their process ids
+MARKER = "preempted"  # in the run directory; removed when the run resumes
 
 SECTIONS = ("setup", "rollout", "reward", "update", "sync", "checkpoint")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is. attempt: one more with each restart. section: the innermost open one. since: Unix time."""
+    """Section of a rank. attempt: incremented by each restart. section: the innermost open one. since: Unix time."""
 
     rank: int
     pid: int
@@ -45,23 +45,22 @@ def place_file(log_dir: Path, rank: int) -> Path:
 
 
 def read_places(log_dir: Path, ranks: int) -> list[Place]:
-    """Of the ranks that have written one."""
+    """Returns the places of the ranks that have written one."""
     files = [place_file(log_dir, rank) for rank in range(ranks)]
     return [Place(**json.loads(file.read_text())) for file in files if file.exists()]
 
 
 def note_leaving(run_dir: Path, step: int | None) -> None:
-    """The run in that directory, which is there, is to be continued. step: the last that is saved; None: not known, or
-    there is none"""
+    """Marks the run of an existing directory as one to resume. step: last saved; None: unknown or none"""
     content = json.dumps({"step": step, "unix_time": round(time.time(), 3)}) + "\n"
     write_atomically(run_dir / MARKER, content)
 
 
 def attempt() -> int:
-    """How often torchrun or ft_launcher has started this launch's ranks anew."""
+    """Returns how often torchrun or ft_launcher has restarted the ranks of this launch."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def started_by_torchelastic() -> bool:
-    """Under torchrun or ft_launcher: they answer every exit code but 0 with a restart, or with their own code 1."""
+    """True under torchrun or ft_launcher, which answer a nonzero exit code with a restart, or with their own code 1."""
     return "TORCHELASTIC_RUN_ID" in os.environ

@@ -1,5 +1,8 @@
-"""What a rank does first. One that torchrun or ft_launcher has started for `mrl train` then behaves as one of the own
-launcher's ranks does: its log, its failure file, and its end with whoever started it."""
+"""First actions of a rank.
+
+A rank that torchrun or ft_launcher starts for `mrl train` behaves as under mrl's own launcher: it has a log and a
+failure file, and ends with its parent.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ from mrl.resilience.protocol import FOLDER_VARIABLE, LOG_DIR_VARIABLE, Place, st
 
 
 def log_dir() -> Path | None:
-    """Where `mrl train` keeps the ranks' logs; None if it has not started this world through another launcher."""
+    """Returns the folder of the ranks' logs; None unless `mrl train` started this world through another launcher."""
     name = os.environ.get(LOG_DIR_VARIABLE)
     return Path(name) if name else None
 
 
 def process_name(rank: int) -> str:
-    """Up to 15 characters."""
+    """Process name of a rank, up to 15 characters."""
     return f"mrl rank {rank}"
 
 
 def adopt() -> None:
-    """Takes the name that `top` shows. Rank 0's errors join its output, which the launcher shows; the other ranks write
-    to rank_N.log."""
+    """Sets the process name that `top` shows. Rank 0's errors join its output, which the launcher shows; other ranks
+    write to rank_N.log."""
     rank = int(os.environ["RANK"])
     with contextlib.suppress(OSError):  # no Linux
         Path("/proc/self/comm").write_text(process_name(rank))

@@ -1,7 +1,7 @@
-"""Which part of the run a rank is in, for those who watch it.
+"""Reports a rank's current section to its watchers.
 
-Under ft_launcher its monitor of this rank is told, and kills a rank that stays longer than the part's time-out. For
-`mrl train`, which started the launcher, the rank also writes it down. Elsewhere a section does nothing.
+Under ft_launcher, the rank's monitor kills a rank that exceeds the section's timeout. For `mrl train`, which started
+the launcher, the rank also writes the section to a file. Elsewhere a section does nothing.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mrl.resilience import ft_config
 from mrl.resilience.protocol import Place
 from mrl.resilience.rank import log_dir
 
-MONITOR_VARIABLE = "FT_RANK_MONITOR_IPC_SOCKET"  # ft_launcher's, in its ranks
-_STACK_AT = 0.95  # of a time-out: a rank that is about to be killed writes its stack to its log
+MONITOR_VARIABLE = "FT_RANK_MONITOR_IPC_SOCKET"  # set by ft_launcher in its ranks
+_STACK_AT = 0.95  # share of a timeout after which a rank writes its stack to its log
 
 
 class MonitorError(RuntimeError):
-    """ft_launcher watches for something else than the configuration says."""
+    """ft_launcher's timeouts differ from the configuration's."""
 
 
 class _Watched:
-    """This rank's line to its monitor and to the launcher."""
+    """Connection of this rank to its monitor and to the launcher."""
 
     def __init__(self, limits: dict[str, float], client: Any, directory: Path | None) -> None:
         self._limits, self._client, self._directory = limits, client, directory
@@ -52,10 +52,10 @@ class _Watched:
         self._tell()
 
     def fail(self, name: str) -> None:
-        """As `leave`, but what was written down stays: it says where the error came up."""
+        """Leaves the section like `leave`, but keeps the file, which shows where the error arose."""
         self._open.remove(name)
         if self._client is not None:
-            with contextlib.suppress(Exception):  # the monitor may be gone; the error under way says more
+            with contextlib.suppress(Exception):  # the monitor may be gone; the current error says more
                 self._client.end_section(name)
 
     def close(self) -> None:
@@ -79,10 +79,10 @@ _watched: _Watched | None = None
 
 @contextlib.contextmanager
 def watched(timeouts: SectionTimeouts, run_dir: Path) -> Iterator[Callable[[], None]]:
-    """From here on, with the process group there, the rank is watched, and in section `setup` until it calls what it
-    gets. Left by an error, it stays known as a rank that nobody has seen end in good order.
+    """Watches the rank from here on, in section `setup` until the yielded function is called.
 
-    Raises MonitorError if ft_launcher has been started with other time-outs, and writes the file for it to `run_dir`.
+    Call it once the process group exists. A rank that leaves by an error stays recorded as one without an orderly end.
+    Raises MonitorError, and writes ft_launcher's file to `run_dir`, if ft_launcher runs with other timeouts.
     """
     global _watched
     limits, directory = timeouts.model_dump(), log_dir()
@@ -105,8 +105,10 @@ def watched(timeouts: SectionTimeouts, run_dir: Path) -> Iterator[Callable[[], N
 
 @contextlib.contextmanager
 def section(name: str) -> Iterator[None]:
-    """Around a part of the run: one of protocol.SECTIONS. Sections may be nested, each with its own time-out. Of
-    other threads nothing is watched: the main thread is, where it waits for them."""
+    """Marks a part of the run, one of protocol.SECTIONS. Sections nest, each with its own timeout.
+
+    Only the main thread is watched, which waits for the others.
+    """
     watched = _watched
     if watched is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -121,7 +123,8 @@ def section(name: str) -> Iterator[None]:
 
 
 def _answered(say: Callable[[], None]) -> None:
-    """ft_launcher has the monitors close their ranks' connections before it stops the ranks, when one has failed."""
+    """Runs `say`; raises LostContact if the monitor does not answer, since ft_launcher closes monitors before stopping
+    ranks."""
     try:
         say()
     except Exception as error:

@@ -1,8 +1,8 @@
-"""Which rank is slow: every rank's own time by section, gathered every few steps.
+"""Straggler detection: every rank's own work time by section, gathered every few steps.
 
-Time is what the rank itself has worked (`platform.busy_seconds`), because in step with its peers a fast rank only waits
-longer. A GPU that is slow in itself shows in a fixed piece of work that every rank times on its device, also where
-collectives inside its passes make its peers wait for it there.
+Time is the rank's own work (`platform.busy_seconds`), since a fast rank in step with its peers only waits longer. A
+slow GPU shows in a fixed piece of work that every rank times on its device, even if collectives inside its passes make
+its peers wait for it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from mrl import platform
 
 DEVICE = "device"
 TIMED = ("rollout", "update", "sync", "checkpoint", DEVICE)
-JUDGED = ("update", DEVICE)  # in the others rank 0 has work of its own
-_TOO_SHORT_S = 1e-4  # to be compared
+JUDGED = ("update", DEVICE)  # in the other sections rank 0 has extra work
+_TOO_SHORT_S = 1e-4  # too short to compare
 
 Gather = Callable[[Sequence[float]], list[list[float]]]
 
 
 @dataclass
 class Stragglers:
-    """gather: a rank's numbers to all ranks; collective. peers: the same number on ranks that have the same work."""
+    """Collects work times. gather: gathers a rank's numbers on all ranks, collective. peers: equal on ranks with the
+    same work."""
 
     gather: Gather
     peers: int
@@ -35,7 +36,7 @@ class Stragglers:
 
     @contextmanager
     def timed(self, section: str) -> Iterator[None]:
-        """Adds the seconds of work of a part of the step to its section, also where it fails."""
+        """Adds the work seconds of a part of the step to its section, even if it fails."""
         began = platform.busy_seconds()
         try:
             yield
@@ -43,7 +44,7 @@ class Stragglers:
             self._busy[section] = self._busy.get(section, 0.0) + platform.busy_seconds() - began
 
     def end_of_step(self) -> Report | None:
-        """Every `every_steps` steps what the ranks needed in them. Collective then."""
+        """Returns the ranks' times every `every_steps` steps, else None. Collective if due."""
         self._steps += 1
         if self._steps < self.every_steps:
             return None
@@ -57,7 +58,8 @@ class Stragglers:
 
 @dataclass(frozen=True)
 class Report:
-    """peers, and seconds by section: a number a rank. steps: over which they are summed (not for the device)."""
+    """Work times of all ranks. peers, seconds by section: one number a rank. steps: summed over (not for the
+    device)."""
 
     peers: list[int]
     seconds: dict[str, list[float]]
@@ -65,7 +67,8 @@ class Report:
     ratio: float
 
     def slowest(self) -> tuple[float, int, str]:
-        """(times the median of its peers, rank, section) of the rank that stands out most; 1.0 if none has peers."""
+        """Returns (ratio to the median of its peers, rank, section) of the slowest rank; ratio 1.0 if no rank has
+        peers."""
         found = [(1.0, 0, JUDGED[0])]
         for section in JUDGED:
             for rank, value in enumerate(self.seconds[section]):
@@ -75,12 +78,12 @@ class Report:
         return max(found)
 
     def metrics(self) -> dict[str, float]:
-        """How many times its peers' median the slowest rank needs, and which one it is."""
+        """Returns the slowest rank and its ratio to the median of its peers."""
         slowdown, rank, _ = self.slowest()
         return {"straggler/slowdown": slowdown, "straggler/slowest_rank": float(rank)}
 
     def note(self) -> str | None:
-        """For the user, when a rank is slower than it should be."""
+        """Returns a message for the user if a rank is slower than `ratio` allows."""
         slowdown, rank, section = self.slowest()
         if slowdown < self.ratio:
             return None
@@ -89,6 +92,6 @@ class Report:
         return f"slow rank {rank}: {mine:.3g} s for {what}, {slowdown:.1f} times its peers' median of {median:.3g} s"
 
     def _median(self, section: str, peers: int) -> float:
-        """Of two, the smaller."""
+        """Median of a rank's peers; the smaller of two."""
         values = [value for value, other in zip(self.seconds[section], self.peers) if other == peers]
         return statistics.median_low(values)

@@ -1,4 +1,4 @@
-"""Preference learning: the log-probs of whole responses, against a reference's, in one of many losses."""
+"""Preference learning: log-probs of whole responses, against those of a reference, in one of many losses."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from mrl.trainers.shared.references import RefreshedReference
 from mrl.trainers.shared.run import started
 from mrl.trainers.shared.updates import named, require_gradient
 
-MOST_GAP = 0.1  # nats a token that rounding can make of one model, computed twice
+MOST_GAP = 0.1  # nats a token: bound on rounding between two computations of one model
 
 
 class Shift:
-    """The moving average that is bco's threshold, part of the run's state."""
+    """Moving average that is BCO's reward threshold; part of the run's state."""
 
     def __init__(self) -> None:
         self.value: float | None = None
@@ -47,7 +47,7 @@ class Shift:
         self.value = state["value"]
 
     def after(self, found: float | None, decay: float) -> float:
-        """The average with a step's own value, if it has one that is finite; 0 before the first."""
+        """Returns the average after a step's value, if that is finite; 0 before the first value."""
         if found is not None and math.isfinite(found):
             self.value = found if self.value is None else decay * self.value + (1 - decay) * found
         return self.value or 0.0
@@ -55,7 +55,7 @@ class Shift:
 
 @dataclass
 class DPORun(JudgedRun):
-    """reference: of `data`; held_out_reference: of `held_out`"""
+    """Run of preference learning. reference: of `data`; held_out_reference: of `held_out`."""
 
     cfg: DPOConfig
     data: PreferenceDataset
@@ -70,7 +70,7 @@ class DPORun(JudgedRun):
 
 
 def main(cfg: DPOConfig) -> None:
-    """Trains to `run.steps`, going on from the run directory's last checkpoint. Called on every rank."""
+    """Trains to `run.steps`, resuming from the run directory's last checkpoint. Called on every rank."""
     with open_run(cfg) as run:
         run.before_steps()
         for step in run.steps():
@@ -104,8 +104,10 @@ def train_step(run: DPORun, step: int) -> None:
 
 
 def first_gap(run: DPORun, ratios: Tensor, tokens: Tensor) -> dict[str, float]:
-    """Of the first step: how far policy and reference are apart before any update; said where they should be one.
-    ratios, tokens [B]: of the responses."""
+    """Returns dpo/first_gap, the largest log-ratio of policy and reference before the first update.
+
+    Notes a gap if policy and reference start from one model. ratios, tokens [B]: of the responses.
+    """
     if run.cfg.ref.path is None and float((ratios / tokens).abs().max()) > MOST_GAP:
         run.recorder.note(
             f"policy and reference differ by more than {MOST_GAP:g} nats a token before the first update, though they "
@@ -115,7 +117,7 @@ def first_gap(run: DPORun, ratios: Tensor, tokens: Tensor) -> dict[str, float]:
 
 
 def of_held_out(run: DPORun, data: PreferenceDataset) -> dict[str, float]:
-    """The losses and rewards of the first `validation.rows` rows, as one batch; bco's threshold is that of the last
+    """Returns losses and rewards of the first `validation.rows` rows as one batch, with BCO's threshold of the last
     step. Collective."""
     numbers = data.first(run.cfg.validation.rows)
     batch = data.batch(0, numbers)
@@ -126,7 +128,7 @@ def of_held_out(run: DPORun, data: PreferenceDataset) -> dict[str, float]:
 
 
 def step_targets(run: DPORun, batch: Rollout, numbers: Sequence[int], reference: Live | Cached | None) -> Targets:
-    """What the losses compare the policy with: the sums of these rows' reference, and kto's baseline. Collective."""
+    """Returns the loss targets of these rows: the reference's sums and KTO's baseline. Collective."""
     cfg = run.cfg.preference
     of_step = targets(batch, cfg.loss.chosen, run.data.per_row, cfg.ld_alpha, cfg.learns_prompts)
     of_step = replace(of_step, shift=run.shift.value or 0.0)
@@ -143,10 +145,9 @@ def step_targets(run: DPORun, batch: Rollout, numbers: Sequence[int], reference:
 
 
 def update(run: DPORun, batch: Rollout, of_step: Targets) -> tuple[Targets, Tensor, dict[str, float]]:
-    """One optimizer update: (what the losses were held against, the policy's sums [2, B] before it, metrics).
-    Collective.
+    """Makes one optimizer update: (loss targets, the policy's sums [2, B] before it, metrics). Collective.
 
-    In one pass where a row's gradient needs nothing of other rows and every pair fits into a micro-batch, else in two.
+    It takes one pass if a row's gradient is independent of other rows and every pair fits into a micro-batch, else two.
     """
     actor, samples = run.actor, range(batch.num_samples)
     fits = of_step.together == 1 or actor.split.fits(batch, of_step.together)
@@ -163,7 +164,7 @@ def update(run: DPORun, batch: Rollout, of_step: Targets) -> tuple[Targets, Tens
 
 
 def first_pass(run: DPORun, batch: Rollout, of_step: Targets) -> tuple[Targets, Tensor]:
-    """The policy's sums [2, B], and the rows' weights. Collective."""
+    """Returns the targets with the rows' weights, and the policy's sums [2, B]. Collective."""
     if run.cfg.preference.use_weighting:
         log_probs, _, squares = run.actor.distribution(batch, 1.0)
         likely = of_step.member.new_zeros(batch.num_samples, dtype=torch.float64)
@@ -174,7 +175,7 @@ def first_pass(run: DPORun, batch: Rollout, of_step: Targets) -> tuple[Targets, 
 
 
 def with_shift(run: DPORun, of_step: Targets, policy: Tensor) -> Targets:
-    """Moves bco's threshold. policy [2, B]: sums"""
+    """Updates BCO's threshold. policy [2, B]: sums"""
     if isinstance(bco := of_step.losses.get("bco"), BCO):
         responses = Sums(policy[0], of_step.reference, of_step.tokens)
         found = preference_unpaired.mean_reward(responses, of_step.labels, bco.beta)
@@ -213,7 +214,7 @@ def open_run(cfg: DPOConfig) -> Iterator[DPORun]:
 
 
 def balance_notes(cfg: DPOConfig, data: PreferenceDataset) -> Iterator[str]:
-    """Where kto's two kinds of rows weigh otherwise than its paper advises: the good ones 1 to 4/3 times the bad."""
+    """Warns if KTO's weighted counts leave the paper's advice: desirable rows 1 to 4/3 times the undesirable ones."""
     kto = cfg.preference.loss.kto
     if kto is None:
         return

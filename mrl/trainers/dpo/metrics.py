@@ -1,4 +1,4 @@
-"""What a step of preference learning reports, from the sums before its update. Names are TRL's where it has one."""
+"""Metrics of a preference-learning step, from the sums before its update. Names are TRL's where TRL has one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from mrl.learner.preference import Targets
 
 
 def of_step(t: Targets, policy: Tensor, rows: Sequence[Preference]) -> dict[str, float]:
-    """policy [2, B] float64: sums as of `Targets.sums`; rows: whose they are. Means over the step's rows."""
+    """Returns means over the step's rows. policy [2, B] float64: sums as of `Targets.sums`; rows: the rows of the
+    sums."""
     found = {f"dpo/loss_by_type/{name}": float(values.mean()) for name, values in t.by_loss(policy).items()}
     found["dpo/cut_share"] = sum(row.is_cut for row in rows) / len(rows)
     for name, labels in (("chosen", t.labels), ("rejected", ~t.labels)):
@@ -40,8 +41,10 @@ def of_step(t: Targets, policy: Tensor, rows: Sequence[Preference]) -> dict[str,
 
 
 def rewards_of(t: Targets, policy: Tensor) -> Tensor | None:
-    """[B]: beta times the log-ratios, a token where the loss has it so; of the first loss that has a beta, None if none
-    has."""
+    """Returns the implicit rewards [B]: beta times the log-ratios, per token if the loss uses means.
+
+    The first loss with a beta counts; None if no loss has one.
+    """
     for options in t.losses.values():
         beta = dict(options).get("beta")
         if beta is not None:
@@ -62,8 +65,8 @@ def _of_rewards(t: Targets, rewards: Tensor) -> dict[str, float]:
 
 
 def _accuracies(t: Targets, rewards: Tensor, rows: Sequence[Preference]) -> dict[str, float]:
-    """Pairs whose chosen response has the higher reward; a tie is wrong. Also by the data's sources, and of the pairs
-    whose chosen response is the longer, or the shorter, one."""
+    """Share of pairs whose chosen response has the higher reward; a tie is wrong. Also by data source, and by whether
+    the chosen response is longer or shorter."""
     right = (rewards[0::2] > rewards[1::2]).double()
     longer = t.tokens[0::2] - t.tokens[1::2]
     groups = {"chosen_longer": longer > 0, "chosen_shorter": longer < 0}

@@ -1,4 +1,4 @@
-"""The reference of a run of preference learning: its sums of log-probs for the responses of a step."""
+"""Reference of preference learning: its sums of log-probs for the responses of a step."""
 
 from __future__ import annotations
 
@@ -31,21 +31,23 @@ Live = Learner | RefreshedReference | ActorWithoutAdapters
 
 @dataclass(frozen=True)
 class Cached:
-    """sums [rows, responses of a row] float64, by the rows' numbers."""
+    """Cached reference. sums [rows, responses of a row] float64, by row number."""
 
     sums: Tensor
 
     def of(self, numbers: Sequence[int]) -> Tensor:
-        """[B] of the batch of these rows."""
+        """Returns the sums [B] of the batch of these rows."""
         return self.sums[list(numbers)].flatten()
 
 
 def cached_references(
     cfg: DPOConfig, start: Start, data: PreferenceDataset, held_out: PreferenceDataset | None
 ) -> tuple[Cached, Cached | None]:
-    """Of all rows, and of those that validations look at: read from files in the run directory where these were made
-    with the same tokens, weights, type and ld_alpha, else computed by a model that is let go, and written there.
-    Collective."""
+    """Returns the sums of all rows, and those of the validation rows. Collective.
+
+    Sums come from files in the run directory if these match tokens, weights, dtype and ld_alpha. Otherwise a temporary
+    model computes them, and they are written there.
+    """
     model = cache(lambda: build_learner(cfg, start.world, "policy", cfg.ref.path, cfg.actor, trainable=False))
     looked_at = None
     if held_out is not None:
@@ -56,7 +58,7 @@ def cached_references(
 def _cached(
     cfg: DPOConfig, start: Start, data: PreferenceDataset, rows: Sequence[int], name: str, model: Callable[[], Learner]
 ) -> Cached:
-    """Of these rows of the data; 0 for the others."""
+    """Returns the sums of these rows of the data; 0 for the others."""
     file, note = start.run_dir / name, start.recorder.note
 
     def find() -> tuple[str, Tensor | None]:
@@ -82,8 +84,10 @@ def _cached(
 
 
 def live_reference(cfg: DPOConfig, start: Start, actor: Learner) -> Live | None:
-    """A model of its own, or the actor as it was, or without its adapters; None where no loss asks for one, or it is
-    cached. Collective."""
+    """Returns a model of its own, the delayed actor, or the actor without adapters. Collective.
+
+    Returns None if no loss needs a reference, or if it is cached.
+    """
     if not cfg.preference.needs_reference or cfg.ref.policy == "cached":
         return None
     if cfg.ref.policy == "refreshed":
@@ -95,7 +99,7 @@ def live_reference(cfg: DPOConfig, start: Start, actor: Learner) -> Live | None:
 
 
 def sums_of(cfg: DPOConfig, policy: Live, batch: Rollout) -> Tensor:
-    """[B] float64: sums of log-probs of the responses, weighed as the losses do. Collective."""
+    """Returns sums [B] float64 of the responses' log-probs, weighted as in the losses. Collective."""
     together = 1 if cfg.preference.is_unpaired else 2
     of = targets(batch, {}, together, cfg.preference.ld_alpha)
     return of.sums(policy.log_probs(batch, 1.0)[0])[0]
@@ -109,7 +113,7 @@ def _key(cfg: DPOConfig, data: PreferenceDataset, rows: int) -> str:
 
 
 def _read(file: Path) -> tuple[Tensor | None, str]:
-    """The sums and what they were made of; (None, "") where there are none, or none that can be read."""
+    """Returns the sums and their key; (None, "") if the file is missing or unreadable."""
     try:
         with safe_open(file, "pt") as stored:
             return stored.get_tensor("sums"), (stored.metadata() or {}).get("key", "")

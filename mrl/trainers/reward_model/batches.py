@@ -1,4 +1,4 @@
-"""Rows of the data -> what the model is fed with, and what its scores are held against."""
+"""Builds model inputs and score targets from preference rows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mrl.learner.reward import RewardTargets
 
 @dataclass(frozen=True)
 class Scored:
-    """Some rows. texts: as they are; fed: as the model gets them; lengths [S]: tokens of each score's response;
-    sources: of the rows."""
+    """Batch of some rows. texts: as in the data; fed: as model input; lengths [S]: response tokens of each score;
+    sources: data source of each row."""
 
     texts: Rollout
     fed: Rollout
@@ -28,7 +28,7 @@ class Scored:
 
 
 def scored(cfg: RewardModelTrainerConfig, data: PreferenceDataset, step: int, numbers: Sequence[int]) -> Scored:
-    """The rows of these numbers."""
+    """Builds the batch of these row numbers."""
     own, rows = cfg.reward_model, [data.rows[number] for number in numbers]
     texts, steps = data.batch(step, numbers), None
     sources = [row.source for row in rows]
@@ -45,7 +45,8 @@ def scored(cfg: RewardModelTrainerConfig, data: PreferenceDataset, step: int, nu
 
 
 def ranks(texts: Rollout) -> Tensor:
-    """[B], 1 the best of its row, which is its first: one more than the row's best score has over a text's."""
+    """Returns ranks [B] by score: 1 for the best text of a row, which comes first, plus each text's distance to its
+    score."""
     first = (texts.group.diff(prepend=texts.group.new_tensor([-1])) > 0).nonzero()[:, 0]
     return 1 + texts.scores[first][texts.group] - texts.scores
 
@@ -57,11 +58,11 @@ def held_against(
     margin: Tensor,
     steps: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Rollout, RewardTargets]:
-    """(what the model is fed, what its scores are held against).
+    """Returns (model input, score targets).
 
-    texts: those of a row have one group, and the groups count up from 0
+    texts: the texts of a row share one group, and groups count up from 0
     targets [S], margin [rows]: as in RewardTargets
-    steps: of each text, after how many tokens of its response a step ends; None: the score is the text's
+    steps: for each text, the response token counts after which a step ends; None: one score per text
     """
     if steps is None:
         fed, places, row_of = at_last_tokens(texts), torch.arange(texts.num_samples), texts.group

@@ -1,4 +1,4 @@
-"""A reward model: the policy's body with a score head, trained on what people prefer."""
+"""Reward model training: the policy's body with a score head, trained on preference data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RewardModelRun(JudgedRun):
 
 
 def main(cfg: RewardModelTrainerConfig) -> None:
-    """Trains to `run.steps`, going on from the run directory's last checkpoint. Called on every rank."""
+    """Trains to `run.steps`, resuming from the run directory's last checkpoint. Called on every rank."""
     with open_run(cfg) as run:
         run.before_steps()
         for step in run.steps():
@@ -63,9 +63,9 @@ def train_step(run: RewardModelRun, step: int) -> None:
 
 
 def update(actor: Learner, batch: Scored) -> tuple[dict[str, float], Tensor]:
-    """Gradients of one optimizer step: (metrics, the scores [heads, S] float64 before it). Collective.
+    """Computes gradients of one optimizer step: (metrics, the scores [heads, S] float64 before it). Collective.
 
-    In one pass where the texts of every row fit into a micro-batch together, else in two.
+    It takes one pass if all texts of a row fit into a micro-batch together, else two.
     """
     t, fed = batch.targets, batch.fed
     samples = range(fed.num_samples)
@@ -78,7 +78,7 @@ def update(actor: Learner, batch: Scored) -> tuple[dict[str, float], Tensor]:
 
 
 def of_held_out(cfg: RewardModelTrainerConfig, actor: Learner, data: PreferenceDataset) -> dict[str, float]:
-    """The loss and the scores of the first `validation.rows` rows. Collective."""
+    """Returns the loss and the score metrics of the first `validation.rows` rows. Collective."""
     batch = scored(cfg, data, 0, data.first(cfg.validation.rows))
     scores = actor.scores(batch.fed)[:, batch.targets.places].double()
     found = reported.of_rows(batch.targets, scores, batch.lengths, batch.sources)
@@ -102,7 +102,7 @@ def open_run(cfg: RewardModelTrainerConfig) -> Iterator[RewardModelRun]:
 
 
 def start_head(cfg: RewardModelTrainerConfig, actor: Learner) -> None:
-    """The checkpoint's as it was read, else zero or drawn by the run's seed."""
+    """Initializes the score head: keeps the checkpoint's, else zeros it or draws it with the run's seed."""
     if cfg.starts_from_head():
         return
     for chunk in actor.bare:

@@ -1,5 +1,4 @@
-"""What the scores of some rows are like: of a step before its update, or of held-out rows. Names are TRL's where it has
-one."""
+"""Score metrics of a step before its update, or of held-out rows. Names are TRL's where TRL has one."""
 
 from __future__ import annotations
 
@@ -13,8 +12,10 @@ from mrl.learner.reward import RewardTargets
 
 
 def of_rows(t: RewardTargets, scores: Tensor, lengths: Tensor, sources: Sequence[str | None]) -> dict[str, float]:
-    """scores [heads, S] float64; lengths [S]: tokens of each one's response; sources: of the rows. Of several heads
-    their mean counts."""
+    """Returns metrics of the scores; several heads count with their mean.
+
+    scores [heads, S] float64; lengths [S]: response tokens of each score; sources: data source of each row
+    """
     mean = scores.mean(0)
     found = {
         "rewards/mean": float(mean.mean()),
@@ -40,7 +41,7 @@ def of_rows(t: RewardTargets, scores: Tensor, lengths: Tensor, sources: Sequence
 
 
 def _comparisons(t: RewardTargets, scores: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(the better one [C], its lead in score, and in length) of every two responses of a row that are not tied."""
+    """Returns (better text [C], its lead in score, its lead in length) for every untied pair of texts of a row."""
     table, is_there = t.table, t.present
     ranks = torch.cat([t.targets, t.targets.new_zeros(1)])[table]
     better = is_there[:, :, None] & is_there[:, None, :] & (ranks[:, :, None] < ranks[:, None, :])
@@ -52,7 +53,7 @@ def _comparisons(t: RewardTargets, scores: Tensor, lengths: Tensor) -> tuple[Ten
 def _shares(
     right: Tensor, row_of: Tensor, sources: Sequence[str | None], groups: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Of all, by group, and by the data's sources."""
+    """Accuracies over all, by group, and by data source."""
     of_source = [sources[row] for row in row_of.tolist()]
     named = {f"source/{name}": name for name in sorted({name for name in of_source if name is not None})}
     by_source = {key: torch.tensor([name == each for each in of_source]) for key, name in named.items()}

@@ -1,4 +1,4 @@
-"""Which validation of a run was the best so far, and whether it is time to end: part of the run's state."""
+"""Best validation of a run and early stopping; part of the run's state."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from mrl.config.schema import Config, HeldOutConfig
 
 
 class Best:
-    """value, step: of the best one, None before the first; stalled: validations since the last one that was better by
-    more than `min_delta`. rows: what is looked at, in words that change with it"""
+    """Tracks the best validation and the validations without progress.
+
+    value, step: of the best validation, None before the first. stalled: validations since the last improvement by more
+    than `min_delta`. rows: description of the held-out rows, which changes when the rows do.
+    """
 
     def __init__(self, cfg: HeldOutConfig, rows: str = "") -> None:
         self._cfg, self._rows = cfg, rows
@@ -23,7 +26,7 @@ class Best:
 
     @classmethod
     def of(cls, cfg: Config) -> Best | None:
-        """None where no held-out rows judge the run."""
+        """Returns None if no held-out rows judge the run."""
         held_out, sources = cfg.held_out(), cfg.data.validation
         if held_out is None or sources is None:
             return None
@@ -31,7 +34,7 @@ class Best:
         return cls(held_out, json.dumps([contents, held_out.rows]))
 
     def see(self, step: int, metrics: dict[str, float]) -> None:
-        """After `step` steps, with all metrics of the validation."""
+        """Records the validation after `step` steps; metrics: all metrics of that validation."""
         value = metrics[f"validation/{self._cfg.metric}"]
         better = math.isfinite(value) and (self.value is None or self._gain(value) > 0)
         progress = better and (self.value is None or self._gain(value) > self._cfg.min_delta)
@@ -41,12 +44,12 @@ class Best:
 
     @property
     def is_over(self) -> bool:
-        """Whether there has been no progress for too long."""
+        """True if more than `patience` validations in a row brought no progress."""
         return self._cfg.patience is not None and self.stalled >= self._cfg.patience
 
     @property
     def kept_step(self) -> int | None:
-        """Whose checkpoint is kept besides the last ones."""
+        """Step whose checkpoint is kept besides the newest ones, or None."""
         return self.step if self._cfg.keep_best else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -54,7 +57,7 @@ class Best:
         return seen | {"value": self.value, "step": self.step, "stalled": self.stalled}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of another metric or other rows nothing is known yet."""
+        """Restores the state; ignores a state of another metric or of other rows."""
         if state["metric"] == self._cfg.metric and state.get("rows", self._rows) == self._rows:
             self.value, self.step, self.stalled = state["value"], state["step"], state["stalled"]
 

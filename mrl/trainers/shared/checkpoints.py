@@ -1,4 +1,4 @@
-"""When a run is saved, what a failed save means for it, and how it goes on: the same for every trainer."""
+"""Checkpoint schedule, failed saves and resuming, shared by all trainers."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ MIB = 1 << 20
 
 class Kept(Protocol):
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values that nobody changes in place."""
+        """Returns tensors and plain values that nobody changes in place."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class AllKept:
-    """Several things that are kept, whose states have no key in common."""
+    """Several kept states whose keys are disjoint."""
 
     def __init__(self, *kept: Kept) -> None:
         self._kept = kept
@@ -59,7 +59,7 @@ class AllKept:
 
 
 class Exporting(Protocol):
-    """Each is collective; step: that the weights are of."""
+    """Exports of the weights after `step` steps. Every method is collective."""
 
     def of_step(self, step: int) -> None: ...
 
@@ -69,9 +69,11 @@ class Exporting(Protocol):
 
 
 def open_run_dir(cfg: AnyConfig, run_dir: Path, stack: ExitStack) -> Recorder:
-    """On rank 0, before anything is started: owns the run directory and, if that has a checkpoint, looks whether the
-    configuration can go on from it (ConfigChanged). What a run without one has left is never written over, except by a
-    restart of the same launch."""
+    """Takes ownership of the run directory on rank 0, before anything is started.
+
+    Files of a run without a checkpoint are moved aside, never overwritten, except by a restart of the same launch.
+    Raises ConfigChanged if the configuration cannot resume the directory's checkpoint.
+    """
     notes: list[str] = []
 
     def check() -> None:
@@ -81,7 +83,7 @@ def open_run_dir(cfg: AnyConfig, run_dir: Path, stack: ExitStack) -> Recorder:
             changes = resume.check_resume(stored, cfg, found)
             notes.extend(f"changed since the checkpoint: {change}" for change in changes)
             notes.extend(resume.unknown(stored, cfg))
-        elif not (attempt() and is_of_this_launch(run_dir)):  # an earlier attempt may not have come as far as this
+        elif not (attempt() and is_of_this_launch(run_dir)):  # an earlier attempt may have failed before this line
             refuse_existing(cfg)
             if written(run_dir):
                 notes.append(f"what an earlier run without a checkpoint had written is now in {move_aside(run_dir)}")
@@ -101,10 +103,10 @@ class Saving:
     """The checkpoints of one run. Construction and all methods but `close` are collective.
 
     parts: the trained models and copies of their weights by name, "actor" among them
-    states: what the loop keeps from step to step besides `updates`, by name, for JSON
-    kept: what rank 0 alone keeps
-    best: the best validation so far, where there are any that tell
-    exports: what is left for others to load; None: the actor
+    states: JSON state of the loop besides `updates`, by name
+    kept: state of rank 0 alone
+    best: the best validation so far, None without validations
+    exports: writes the Hugging Face exports; None: exports of the actor
     """
 
     def __init__(
@@ -126,13 +128,13 @@ class Saving:
         self._config = self._from_main("reading what the run is made of", lambda: resume.snapshot(cfg))
         self._exports = exports or self._of_actor(ends)
         self._since_row = StepStats(0)
-        self._step = 0  # steps that the learners have made
-        self._best_saved: int | None = None  # the best one's steps when the last save began
+        self._step = 0  # steps done by the learners
+        self._best_saved: int | None = None  # step of the best validation when the last save began
 
     def resume(self) -> int:
-        """Goes on from the newest complete checkpoint; returns how many steps it is of, 0 if there is none.
+        """Resumes from the newest complete checkpoint; returns its step, 0 if there is none.
 
-        What the run has written down after it (metrics, samples) is dropped: those steps are made again.
+        Metrics and samples after that step are dropped, since those steps run again.
         """
         path = self._from_main("looking for a checkpoint", lambda: checkpoint.latest(self._run_dir))
         state = checkpoint.load(path, self._parts) if path is not None else None
@@ -157,14 +159,14 @@ class Saving:
         return self._step
 
     def new_stats(self, step: int) -> StepStats:
-        """For the row of step `step`, which also says how long saving has taken since the last row."""
+        """Returns the stats of step `step`, with the seconds that saving has taken since the previous row."""
         stats, self._since_row = self._since_row, StepStats(0)
         stats.step = step
         return stats
 
     def after_step(self, step: int) -> None:
-        """Saves what is due after `step` steps. The step's metrics have been written down: a checkpoint is never of
-        more steps than they are."""
+        """Saves what is due after `step` steps. The caller has written the step's metrics: a checkpoint never covers
+        more steps than the metrics do."""
         self._step = step
         cfg, last = self._cfg.kept, step == self._cfg.run.steps or self.is_over
         is_best = self._best is not None and self._best.kept_step == step
@@ -178,8 +180,10 @@ class Saving:
                 self._attempt(lambda: self._exports.of_step(step))
 
     def save_now(self, deadline_s: float) -> int:
-        """Between two steps: the step that a restart would go on from. The newest, unless it could not be saved within
-        `deadline_s`; a note then says why."""
+        """Saves between two steps and returns the step that a restart resumes from.
+
+        That step is the newest, unless saving it takes longer than `deadline_s`; a note then gives the reason.
+        """
         end = time.monotonic() + deadline_s
         with self._phase("checkpoint", self._since_row):
             problem = self._try(lambda: self._saver.wait(deadline_s))
@@ -192,25 +196,25 @@ class Saving:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run ends before its last step, for want of progress."""
+        """True if early stopping ends the run before its last step."""
         return self._best is not None and self._best.is_over
 
     def finish(self) -> None:
-        """Waits until the last checkpoint is complete; then writes RUN_DIR/hf, adapter, hf_ema and hf_best, if asked
-        for. For hf_best the learners get the best weights."""
+        """Waits until the last checkpoint is complete, then writes the exports asked for: RUN_DIR/hf, adapter, hf_ema
+        and hf_best. For hf_best the learners load the best weights."""
         with self._phase("checkpoint", self._since_row):
             self._attempt(self._saver.wait)
             if self._cfg.kept.export_hf:
                 self._exports.whole("hf", self._step)
                 self._exports.adapter("adapter", self._step)
-                if isinstance(average := self._parts.get("ema"), PolicyCopy):  # beside the actor that was exported
+                if isinstance(average := self._parts.get("ema"), PolicyCopy):  # the exported actor's average
                     with average.in_place():
                         self._exports.whole("hf_ema", self._step)
                 if self._best is not None and self._best.kept_step is not None:
                     self._save_best(self._best.kept_step)
 
     def close(self) -> None:
-        """After a failure too: what is being written is given time to get whole."""
+        """Gives a save in progress time to complete, after a failure too."""
         self._saver.close()
 
     def _save(self) -> None:
@@ -222,7 +226,7 @@ class Saving:
         self._saver.save(self._step, self._parts, state, kept, self._best_saved)
 
     def _save_best(self, step: int) -> None:
-        """Exports the weights that were best. They are the run's last ones, or a checkpoint's."""
+        """Exports the best weights, which are the run's last ones or a checkpoint's."""
         said, kept = f"the best validation, {self._best}", step if step == self._step else self._load_best(step)
         if kept is None:
             self._recorder.note(f"{said}: neither its checkpoint nor one of a best before it could be written")
@@ -233,7 +237,7 @@ class Saving:
         self._exports.adapter("adapter_best", kept)
 
     def _load_best(self, step: int) -> int | None:
-        """Gives the learners the weights of the best checkpoint; of how many steps it is, None where there is none."""
+        """Loads the best checkpoint into the learners; returns its step, None if there is no such checkpoint."""
         path = checkpoint.of_step(self._run_dir, step)
         found = self._from_main(f"looking for {path}", lambda: checkpoint.best_of(path))
         if found is None:
@@ -251,7 +255,7 @@ class Saving:
             self._name_best(self._best.kept_step)
 
     def _name_best(self, step: int) -> None:
-        """If it is there."""
+        """Marks the checkpoint of `step` as the best, if it exists."""
         path = checkpoint.of_step(self._run_dir, step)
         if self._phase.world.is_main and checkpoint.best_of(path) == path:
             self._recorder.write_down("checkpoints/best", lambda: checkpoint.name_best(self._run_dir, step))
@@ -266,7 +270,7 @@ class Saving:
         return checkpoint.step_of(path) if path is not None else 0
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """A save that fails ends the run, or is counted and told, as configured."""
+        """Runs a save; its failure ends the run, or is counted and reported, as configured."""
         if self._cfg.checkpoint.on_error == "stop":
             action()
         elif problem := self._try(action):

@@ -1,4 +1,4 @@
-"""What a run leaves for others to load: the actor in the hub's form, its adapters in PEFT's, each with a card."""
+"""Exports of a run: the actor as a Hugging Face directory and its adapters in PEFT format, each with a model card."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mrl.weights.model.save_adapter import save_adapter
 
 
 class Exports:
-    """Of one run. All methods are collective; step: that the weights are of.
+    """Exports of one run. All methods are collective; `step` is the step of the weights.
 
-    config: what a checkpoint keeps of the configuration; ends: tokens that the actor learns to stop with, on rank 0
+    config: configuration as stored in checkpoints; ends: stop tokens that the actor learns, on rank 0
     """
 
     def __init__(
@@ -31,20 +31,20 @@ class Exports:
         self._template, self._eos, self._ends = cfg.model.chat_template, cfg.model.eos_token, ends
 
     def of_step(self, step: int) -> None:
-        """What is trained of the actor: RUN_DIR/adapter_step_N if it has adapters, else hf_step_N."""
+        """Writes RUN_DIR/adapter_step_N if the actor has adapters, else RUN_DIR/hf_step_N."""
         if self._actor.adapters is not None:
             self.adapter(f"adapter_step_{step}", step)
         else:
             self.whole(f"hf_step_{step}", step)
 
     def whole(self, name: str, step: int) -> None:
-        """RUN_DIR/name: a complete Hugging Face directory; adapters are merged."""
+        """Writes a complete Hugging Face directory to RUN_DIR/name, with adapters merged."""
         self._phase.memory.begin("export")
         target = self._phase.run_dir / name
         save_hf(self._actor.exporter, self._model, target, overwrite=True, describe=self._describe(target, step))
 
     def adapter(self, name: str, step: int) -> None:
-        """RUN_DIR/name: the adapters alone; nothing if the actor has none."""
+        """Writes the adapters alone to RUN_DIR/name; does nothing if the actor has none."""
         actor, target = self._actor, self._phase.run_dir / name
         if actor.adapters is None:
             return
@@ -74,7 +74,7 @@ class Exports:
 
 
 def _digests(files: list[Path]) -> dict[str, str]:
-    """Of all, each read by one rank; none if one cannot be read."""
+    """Digests of all files, each read by one rank; empty if a file cannot be read."""
     try:
         mine = file_digests(files[rank() :: world_size()])
     except OSError:

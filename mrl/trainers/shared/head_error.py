@@ -1,4 +1,4 @@
-"""What a loss head in fp8 does to a step's log-probs: measured on a few of its samples, before its first update."""
+"""Quantization error of an fp8 lm_head in the log-probs, measured on a few samples before a step's first update."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ SHARE = 16  # one in so many samples: at most a fiftieth of what the update cost
 
 
 def head_error(actor: Learner, rollout: Rollout, temperature: float) -> dict[str, float]:
-    """{} where the head is not in fp8, else actor/head_error_mean and _max: over the response tokens of the step's
-    first samples, nats that a log-prob is off the one of a head in model.dtype. Collective.
+    """Returns actor/head_error_mean and _max in nats; {} if the lm_head is not in fp8. Collective.
 
-    A pass of its own over samples that every layout chooses alike; the update itself waits for nothing.
+    The error is the distance of a log-prob to that of a head in model.dtype, over the response tokens of the step's
+    first samples. It takes a forward pass of its own over samples that are the same in every parallel layout.
     """
     if not actor.train.precision.fp8.head:
         return {}

@@ -1,4 +1,4 @@
-"""Runs that held-out rows judge: before the first step, every so many, and after the last."""
+"""Runs with validation on held-out rows: before the first step, every N steps, and after the last."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mrl.trainers.shared.run import Run
 
 @dataclass
 class JudgedRun(Run):
-    """best: of the validations; None: there are no held-out rows"""
+    """A run with held-out rows. best: the best validation; None without held-out rows."""
 
     best: Best | None
 
     def judge(self) -> dict[str, float]:
-        """validation/... of the held-out rows, validation/loss among them. Collective."""
+        """Returns the validation/... metrics of the held-out rows, validation/loss among them. Collective."""
         raise NotImplementedError
 
     def before_steps(self) -> None:
-        """The validation of step 0, where one is due and has not been made. Collective."""
+        """Validates at step 0 if a validation is due and has not been made. Collective."""
         cfg = self.cfg.held_out()
         if self.best is not None and self.start_step == 0 and cfg is not None and cfg.at_start:
             stats = StepStats(0)
@@ -28,7 +28,7 @@ class JudgedRun(Run):
             self.recorder.log(stats)
 
     def after_update(self, stats: StepStats) -> None:
-        """Adds the validation that is due after the step of `stats`. Collective then."""
+        """Validates if a validation is due after the step of `stats`, and adds its metrics. Collective if due."""
         cfg = self.cfg.held_out()
         if self.best is None or cfg is None:
             return

@@ -1,6 +1,6 @@
-"""Memory of a run by the phases of a step: the models' and the engines', moved by a table and by nothing else.
+"""Device memory by the phases of a step: models and engines move only as a table says.
 
-All ranks move at the same point. What one of them cannot do is one error on all, which names the rank and the phase.
+All ranks move at the same point. A failure on one rank raises on all of them and names the rank and the phase.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AWAKE = RELEASED_PARTS["all"]
 
 
 class OffloadError(RuntimeError):
-    """Memory could not be given up, or taken back; raised on every rank."""
+    """Memory could not be offloaded or reloaded; raised on every rank."""
 
 
 class _Together(Agreement[str]):
@@ -36,10 +36,10 @@ class _Together(Agreement[str]):
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one phase.
+    """Memory needs of one phase.
 
-    models: what must be on the device of each; one that is not named is left as it is
-    engine: what the engines must have awake; None: as it is
+    models: level of each model on the device; a model that is not named stays as it is
+    engine: memory parts that the engines keep awake; None: as they are
     """
 
     models: Mapping[str, Level]
@@ -47,8 +47,11 @@ class Needs:
 
 
 class EngineMemory(Protocol):
-    """The engines of a run. parts: what they can give up. Each call is collective; on every rank it returns whether an
-    engine lacks its weights now: it gave them up, or lost them with its life, and has got no others yet."""
+    """The engines of a run. parts: memory that engines can release.
+
+    Each call is collective. On every rank it returns True if an engine lacks its weights, because it released them or
+    was restarted, and has not received new ones.
+    """
 
     @property
     def parts(self) -> tuple[MemoryPart, ...]: ...
@@ -59,11 +62,11 @@ class EngineMemory(Protocol):
 
 
 class MemoryOrder:
-    """Who has which memory in which phase. All methods but `metrics` are collective.
+    """Moves the memory of models and engines at each phase. All methods but `metrics` are collective.
 
-    order: what the phases need, by name; one that it does not name needs nothing of it
-    learners: by the names that the order has for them
-    engines: None: their memory stays theirs
+    order: needs by phase; a phase that is not named moves nothing
+    learners: by their names in the order
+    engines: None: their memory is never moved
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class MemoryOrder:
         engines: EngineMemory | None = None,
     ) -> None:
         self.phase = ""
-        self.must_push = False  # an engine lacks its weights: who pushes them says so here
+        self.must_push = False  # an engine lacks its weights; the weight sync sets this
         self._order, self._learners, self._engines = order or {}, learners or {}, engines
         self._asleep: tuple[MemoryPart, ...] = ()
         self._seconds, self._copied = 0.0, 0
@@ -81,7 +84,7 @@ class MemoryOrder:
         self._has_peak = False
 
     def begin(self, phase: str) -> None:
-        """Moves to what the phase needs. What it does not need is given up first, on both sides."""
+        """Moves memory to the needs of the phase. Models and engines offload before anything is reloaded."""
         self._note_peak()
         self.phase, began = phase, time.monotonic()
         needs = self._order.get(phase, Needs({}))
@@ -98,15 +101,16 @@ class MemoryOrder:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """`begin`, and afterwards again the phase that it was. After an error nothing is moved."""
+        """Begins the phase, and returns to the previous phase afterwards. After an error nothing is moved."""
         outer = self.phase
         self.begin(phase)
         yield
         self.begin(outer)
 
     def metrics(self) -> dict[str, float]:
-        """Of this rank since the last call: GiB copied, either way; seconds of all moves, the engines' too; by phase
-        the peak of tensors on the GPU (peak_gib) or, on a CPU, of the process' memory (resident_gib)."""
+        """Returns this rank's memory metrics since the last call: GiB copied in either direction, seconds of all moves
+        (the engines' too), and by phase the peak of GPU tensors (peak_gib) or, on a CPU, of the process (resident_gib).
+        """
         self._note_peak()
         copied = sum(learner.memory.bytes_copied for learner in self._learners.values())
         kind = "peak_gib" if platform.gpu_count() else "resident_gib"
@@ -148,7 +152,7 @@ class MemoryOrder:
 
 
 def put_away(name: str, learner: Learner) -> None:
-    """Of a model that has just been built, all that its `offload` lets go, so that the next one finds room. Collective.
+    """Offloads what `offload` allows of a model that has just been built, to make room for the next one. Collective.
     Raises OffloadError."""
 
     def give_up() -> None:

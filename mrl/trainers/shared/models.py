@@ -1,4 +1,4 @@
-"""A model of a run, from its configuration."""
+"""Builds a model of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ def build_learner(
     replays: bool = False,
     pixels: PixelsOf | None = None,
 ) -> Learner:
-    """path: of a model with weights; None: the run's model, which may start at random. arch: None: the path's. pixels:
-    of the pictures that it is shown. Collective."""
+    """Builds one model of the run. Collective.
+
+    path: model with weights; None: the run's model, which may start at random. arch: None: the architecture of the
+    path.
+    pixels: pixels of the pictures in the prompts.
+    """
     where = path or cfg.model.path
     made = Learner(
         role,

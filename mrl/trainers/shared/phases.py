@@ -1,4 +1,4 @@
-"""The parts of a step: each has its memory, is timed and shown, watched as a section, and compared over the ranks."""
+"""Phases of a step: each moves memory, is timed and shown, has a timeout, and is compared over the ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECTION_OF = {
 
 @dataclass
 class Phases:
-    """Of one run. `phases(name, stats)` goes around a part of a step."""
+    """The phases of one run. Use `phases(name, stats)` as a context around a part of a step."""
 
     world: World
     run_dir: Path
@@ -47,7 +47,7 @@ class Phases:
         peers: int,
         memory: MemoryOrder,
     ) -> Phases:
-        """peers: the same number on ranks that have the same work"""
+        """Builds the phases of a run. peers: equal on ranks that have the same work"""
         stragglers = Stragglers(world.gather, peers, cfg.straggler_every_steps, cfg.straggler_ratio)
         return cls(world, run_dir, recorder, stragglers, cfg.save_deadline_s, memory)
 
@@ -59,7 +59,7 @@ class Phases:
             yield
 
     def end_of_step(self, stats: StepStats) -> None:
-        """Adds what was done with memory and, when it is time to compare, which rank was slowest. Collective then."""
+        """Adds memory metrics and, when a comparison is due, the slowest rank. Collective if due."""
         stats.metrics |= self.memory.metrics()
         report = self.stragglers.end_of_step()
         if report is None:
@@ -74,10 +74,10 @@ class Phases:
             self.recorder.note(f"step {stats.step}: {note}")
 
     def leave_if_warned(self, step: int, leave: Callable[[float], int]) -> None:
-        """Before a step: if a scheduler's signal has reached any rank, saves and ends this process. Collective.
+        """Saves and ends this process if a scheduler's signal has reached any rank. Called before a step. Collective.
 
-        step: how many are done. leave: takes the seconds that saving may need, gives the newest step on disk, 0 if
-        there is none
+        step: steps done. leave: takes the seconds that saving may need and returns the newest step on disk, 0 if there
+        is none
         """
         if not self.world.any(preemption.is_warned()):
             return

@@ -1,4 +1,4 @@
-"""The plan beside the run: files for its page, and what each step should have taken."""
+"""Plan of a run: files for the plan's page and predicted seconds of each step."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from mrl.plan.workload import models_of
 
 
 class Planned:
-    """Of a run on GPUs that the plan knows; rank 0's."""
+    """Plan of a run on GPUs that the planner knows; exists on rank 0."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
 
     @property
     def peak_flops(self) -> float:
-        """Operations a second of a GPU, at most, in bfloat16."""
+        """Peak operations per second of one GPU in bfloat16."""
         return self._plan.cluster.chip.bf16
 
     def metrics(self, stats: StepStats, learnt: Rollout) -> dict[str, float]:
-        """plan/PHASE_s: seconds that the plan has for a step with these samples, for the phases in `stats`;
-        plan/offload_s: of all moves of memory; plan/step_s: of all. A model counts where `stats` says of an update."""
+        """Predicted seconds of a step with these samples.
+
+        Returns plan/PHASE_s for the phases in `stats`, plan/offload_s for all moves of memory, and plan/step_s in
+        total. A model counts if `stats` has an update of it.
+        """
         prompts, responses = learnt.prompt_lens, learnt.response_lens
         samples = Samples(
             learnt.num_samples,
@@ -48,8 +51,11 @@ class Planned:
 
 
 def planned(cfg: Config, run_dir: Path, recorder: Recorder | SilentRecorder) -> Planned | None:
-    """On rank 0, once the models are built: writes RUN_DIR/plan.json and ranks.svg. None where the plan does not know
-    what this run is on, with a note that says so. A plan that cannot be made costs a note, not the run."""
+    """Writes RUN_DIR/plan.json and ranks.svg on rank 0, once the models are built.
+
+    Returns None, with a note, if the planner does not know this hardware. A plan that fails leaves a note, and the run
+    goes on.
+    """
     try:
         machine, (chip, why) = Machine.around(platform.gpu_count()), _chip(cfg)
         shapes = read_shapes(cfg)
@@ -59,7 +65,7 @@ def planned(cfg: Config, run_dir: Path, recorder: Recorder | SilentRecorder) -> 
         cluster = Cluster(chip, machine.world_size, machine.local_world_size) if chip is not None else None
         plan = make(cfg, cluster, shapes, Assumptions(), fused=fused) if cluster is not None else None
         data = text.data(plan) if plan is not None else {"gpu": None, "why": why}
-    except Exception as error:  # the run does without it
+    except Exception as error:  # a run works without a plan
         recorder.note(f"no plan beside this run: {type(error).__name__}: {error}")
         return None
     recorder.write_down("plan.json", lambda: _write(run_dir, data | places.data(), places))

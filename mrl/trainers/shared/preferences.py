@@ -1,4 +1,4 @@
-"""The rows of a run that learns from preferences."""
+"""Preference data of a run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from mrl.observe import Recorder, SilentRecorder
 def read_preferences(
     cfg: PreferencesConfig, recorder: Recorder | SilentRecorder
 ) -> tuple[PreferenceDataset, PreferenceDataset | None]:
-    """(what is learnt from, what is held out); notes say what was corrected, left out or cut. Raises DataError, or
-    TokenizerError, for what cannot be used."""
+    """Returns (training rows, held-out rows or None).
+
+    Notes report rows that were corrected, left out or cut. Raises DataError or TokenizerError for unusable data.
+    """
     found = open_preferences(cfg)
     for key, data in found.items():
         for line in preference_notes(key, data):
@@ -22,6 +24,6 @@ def read_preferences(
 
 
 def pictures_of(train: PreferenceDataset, held_out: PreferenceDataset | None) -> PictureStore | None:
-    """Of all rows that `read_preferences` has read; None: of a model that sees none."""
+    """Pictures of all rows that `read_preferences` returned; None for a text-only model."""
     sources = [*train.sources, *(held_out.sources if held_out is not None else ())]
     return None if train.eyes is None else PictureStore(sources, train.eyes)

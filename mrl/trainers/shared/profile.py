@@ -1,5 +1,8 @@
-"""Steps under torch's profiler, as `run.profile` says: RUN_DIR/profile/step_N_rank_R.json.gz is a trace for
-chrome://tracing or Perfetto, step_N_rank_R.txt the ten largest operations. Steps that it does not name cost nothing."""
+"""Profiles the steps of `run.profile` with torch's profiler; other steps cost nothing.
+
+RUN_DIR/profile/step_N_rank_R.json.gz is a trace for chrome://tracing or Perfetto, step_N_rank_R.txt lists the ten
+largest operations.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ LARGEST, NAMED = 10, 3
 
 @contextmanager
 def profiled(cfg: RunConfig, step: int, run_dir: Path, recorder: Recorder | SilentRecorder) -> Iterator[None]:
-    """Around step number `step`, from 1. Of a step that fails nothing is written."""
+    """Profiles step number `step`, counted from 1. A step that fails writes nothing."""
     if cfg.profile is None or step not in cfg.profile.steps or rank() not in cfg.profile.ranks:
         yield
         return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it says on stderr that it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences its messages on stderr
     import torch.profiler
 
     on_gpu = platform.backend() == "nccl"
@@ -47,7 +50,7 @@ def profiled(cfg: RunConfig, step: int, run_dir: Path, recorder: Recorder | Sile
 
 
 def table(largest: list[Any], total: float, on_gpu: bool) -> str:
-    """Lines of text: what of the time in operations themselves, without those that they call, each has taken.
+    """Returns lines of text: the share of self time of each operation.
 
     total: microseconds of all operations
     """
@@ -61,7 +64,7 @@ def table(largest: list[Any], total: float, on_gpu: bool) -> str:
 
 
 def _largest(events: Any, on_gpu: bool) -> tuple[list[Any], float]:
-    """The largest of them, and the microseconds of all."""
+    """Returns the largest events, and the microseconds of all events."""
     ordered = sorted(events, key=lambda event: -_self_us(event, on_gpu))
     return ordered[:LARGEST], sum(_self_us(event, on_gpu) for event in ordered) or 1.0
 

@@ -1,5 +1,4 @@
-"""What rank 0 tells the ranks that wait for it, and signs of life from either side meanwhile: a rank that stops or
-hangs is noticed, and named."""
+"""Heartbeat channel between rank 0 and the waiting ranks; detects and names a rank that stops or hangs."""
 
 from __future__ import annotations
 
@@ -17,22 +16,22 @@ import torch.distributed as dist
 
 from mrl.parallel import messages, rank
 
-EVERY, ANSWER = 0.1, 0.7  # of timeout_s: between two signs of life of rank 0, and for all others to answer one
+EVERY, ANSWER = 0.1, 0.7  # shares of timeout_s: interval of rank 0's heartbeats, time for the others to answer one
 
 
 class LostRank(RuntimeError):
-    """Another rank gives no sign of life."""
+    """Another rank sends no heartbeat."""
 
 
 @dataclass(frozen=True)
 class _Beat:
-    """Rank 0 is at work."""
+    """Heartbeat: rank 0 is at work."""
 
 
 class Activity:
-    """When rank 0 last got something done: a response, a score, an engine. Any thread may note it.
+    """Time of rank 0's last progress: a response, a score, an engine. Any thread may note it.
 
-    most_s: seconds that may pass without anything
+    most_s: maximum seconds without progress
     """
 
     def __init__(self, most_s: float) -> None:
@@ -40,35 +39,35 @@ class Activity:
         self._last = time.monotonic()
 
     def note(self, *_: object) -> None:
-        """Something was done just now."""
+        """Notes progress now."""
         self._last = time.monotonic()
 
     def left_s(self, since: float) -> float:
-        """Seconds that are left to somebody who waits since that time.monotonic()."""
+        """Seconds left for a caller that has waited since time.monotonic() was `since`."""
         return max(since, self._last) + self.most_s - time.monotonic()
 
 
 class Pulse:
-    """Construction is collective. `group`: the control group, of all ranks, by gloo.
+    """Heartbeat channel. Construction is collective. `group`: the control group of all ranks (gloo).
 
-    timeout_s: within it a rank that has stopped is noticed
-    activity: of rank 0, which may work at one thing as long as it gets something done
+    timeout_s: seconds within which a stopped rank is detected
+    activity: progress of rank 0, which may spend any time on one task while it makes progress
     """
 
     def __init__(self, timeout_s: float, activity: Activity) -> None:
         self._timeout_s, self._activity = timeout_s, activity
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self.talk = threading.RLock()  # of rank 0's threads: whose turn it is to have the other ranks' ear
+        self.talk = threading.RLock()  # serializes rank 0's threads on the channel
         self._problem: Exception | None = None
 
     def tell(self, message: Any) -> None:
-        """Rank 0, while all others `hear`. Raises LostRank."""
+        """Sends a message from rank 0 to the ranks that call `hear`. Raises LostRank."""
         with self.talk:
             self._meet(ANSWER * self._timeout_s)
             messages.send(message, self.group)
 
     def hear(self) -> Any:
-        """Rank 0's next message. Raises LostRank."""
+        """Receives rank 0's next message. Raises LostRank."""
         message: Any = _Beat()
         while isinstance(message, _Beat):
             self._meet(self._timeout_s)
@@ -77,9 +76,9 @@ class Pulse:
 
     @contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """Around what rank 0 does by itself, in its main thread; the others `hear` meanwhile.
+        """Sends heartbeats while rank 0 works alone in its main thread and the others call `hear`.
 
-        Raises LostRank as soon as a rank is lost, in the middle of the work.
+        Raises LostRank, in the middle of the work, as soon as a rank is lost.
         """
         if dist.get_world_size() == 1:
             yield
@@ -120,7 +119,7 @@ class Pulse:
             dist.monitored_barrier(self.group, timedelta(seconds=limit_s), wait_all_ranks=True)
         except RuntimeError as error:
             if time.monotonic() - began < limit_s:
-                raise  # a connection has been closed: whoever closed it knows why
+                raise  # the rank that closed the connection reports the reason
             silent = re.findall(r"\d+", str(error).partition(" failed to pass")[0].rpartition("]: ")[2])
             who = "rank 0" if rank() else " and ".join(f"rank {number}" for number in silent)
             said = f"no sign of life from {who} for {limit_s:g} s (run.timeout_s = {self._timeout_s:g})"

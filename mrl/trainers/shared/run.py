@@ -1,4 +1,4 @@
-"""What every trainer's run begins with, holds from step to step, and ends with."""
+"""Setup, loop state and end of a run, shared by all trainers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from mrl.trainers.shared.world import World
 
 @dataclass
 class Loop:
-    """What the loop of every trainer works with, on every rank, whatever its models are.
+    """State of every trainer's loop, on every rank.
 
-    start_step: steps that have been made by the launches before this one
+    start_step: steps done by earlier launches
     """
 
     cfg: AnyConfig
@@ -45,12 +45,14 @@ class Loop:
     _is_deadline_told: bool = field(default=False, init=False)
 
     def resume(self) -> None:
-        """Goes on from the run directory's newest complete checkpoint, if there is one. Collective."""
+        """Resumes from the run directory's newest complete checkpoint, if there is one. Collective."""
         self.start_step = self.saving.resume()
 
     def steps(self) -> Iterator[int]:
-        """Numbers of the steps that are left, from 0; none after a validation that ends the run. Before each the run
-        ends if a scheduler has told it to, after each it saves what is due. Collective."""
+        """Yields the numbers of the remaining steps, from 0; stops early if a validation ends the run. Collective.
+
+        Before each step the run ends if a scheduler has asked for it. After each step, due checkpoints are saved.
+        """
         for step in range(self.start_step, self.cfg.run.last_step):
             if self.saving.is_over:
                 return
@@ -62,7 +64,7 @@ class Loop:
             self._compare_with_deadline(step + 1, time.monotonic() - began)
 
     def _compare_with_deadline(self, step: int, seconds: float) -> None:
-        """Warns once if a step takes longer than a scheduler's warning leaves to end it and save."""
+        """Warns once if a step takes longer than the scheduler's warning leaves for finishing and saving it."""
         deadline = self.cfg.resilience.save_deadline_s
         if self._is_deadline_told or not self.cfg.kept.every_steps or seconds <= deadline:
             return
@@ -75,8 +77,7 @@ class Loop:
         )
 
     def leave_if_warned(self, step: int) -> None:
-        """Before a step, of which `step` are done: if a scheduler has told this run to stop, saves what is new and ends
-        this process. Collective."""
+        """Saves and ends this process if a scheduler has asked the run to stop. `step` steps are done. Collective."""
 
         def leave(deadline_s: float) -> int:
             saved = self.saving.save_now(deadline_s) if step > self.start_step else step
@@ -86,18 +87,20 @@ class Loop:
         self.phase.leave_if_warned(step, leave)
 
     def finish(self) -> None:
-        """After the last step. Raises NonFiniteError, with everything saved, if that one taught a model nothing."""
+        """Ends the run after the last step. Raises NonFiniteError, with everything saved, if that step updated no
+        weights of a model."""
         self.saving.finish()
         self.let_go()
         self.updates.end_of_run()
 
     def let_go(self) -> None:
-        """Everything is saved: what others will use after the run is left as they want it. Collective."""
+        """Leaves external resources, such as engines, as their next users need them, once everything is saved.
+        Collective."""
 
 
 @dataclass
 class Run(Loop):
-    """Of a language model. A trainer's own run adds its other models and its data."""
+    """Run of a language model. Each trainer's subclass adds its other models and its data."""
 
     actor: Learner
     memory: MemoryOrder
@@ -106,10 +109,10 @@ class Run(Loop):
 
 @dataclass
 class Start:
-    """A run that is being set up: it has the world and, on rank 0, its directory.
+    """A run during setup: it has the world and, on rank 0, its directory.
 
     stack: closes, on any exit, what the setup opens
-    is_set_up: to be called at the end of the setup, which is watched until then
+    is_set_up: must be called at the end of the setup, whose timeout runs until then
     """
 
     cfg: AnyConfig
@@ -129,14 +132,14 @@ class Start:
         best: Best | None = None,
         ends: Collection[int] = (),
     ) -> Run:
-        """What every run of a language model has, at step 0. Collective.
+        """Returns the run of a language model at step 0. Collective.
 
-        parts: what a checkpoint holds of models, by name; None: the actor alone
-        states: what a trainer's loop keeps from step to step, the same on every rank, for JSON
-        kept: what rank 0 alone keeps
-        memory: whose memory is needed in which phase; None: everything stays where it is
-        best: what validations say of the run, part of its state
-        ends: tokens that the actor learns to stop with; rank 0's count
+        parts: models in a checkpoint, by name; None: the actor alone
+        states: JSON state of a trainer's loop, equal on every rank
+        kept: state of rank 0 alone
+        memory: memory needs by phase; None: nothing is moved
+        best: the best validation, part of the run's state
+        ends: stop tokens that the actor learns; rank 0's count
         """
         memory = memory or MemoryOrder()
         cfg, run_dir, recorder = self.cfg, self.run_dir, self.recorder
@@ -149,9 +152,9 @@ class Start:
         return Run(cfg, self.world, run_dir, recorder, phase, updates, saving, 0, actor, memory, speed)
 
     def watch(self, peers: int, memory: MemoryOrder | None = None) -> tuple[Phases, Updates]:
-        """What times the parts of a step, and what counts its updates. Collective.
+        """Returns the phases and the update counters of the run. Collective.
 
-        peers: the same number on ranks that have the same work
+        peers: equal on ranks that have the same work
         """
         cfg, run_dir, recorder = self.cfg, self.run_dir, self.recorder
         phase = Phases.of(cfg.resilience, self.world, run_dir, recorder, peers, memory or MemoryOrder())
@@ -160,11 +163,11 @@ class Start:
 
 @contextlib.contextmanager
 def started(cfg: AnyConfig, longest_wait_s: float | None = None) -> Iterator[Start]:
-    """On every rank: joins the world and, on rank 0, owns the run directory; closes both, and what the setup has opened
-    besides, on any exit.
+    """Joins the world on every rank and owns the run directory on rank 0; closes both, and what the setup opened, on
+    exit.
 
-    longest_wait_s: how long rank 0 may work alone without getting anything done, if longer than `run.timeout_s`; during
-    the setup resilience.timeouts_s.setup, if that is longer
+    longest_wait_s: maximum seconds that rank 0 may work alone without progress, if longer than `run.timeout_s`; during
+    setup resilience.timeouts_s.setup applies, if that is longer
     """
     with contextlib.ExitStack() as stack, failure.noted():
         if cfg.run.deterministic:

@@ -1,4 +1,4 @@
-"""How much a step computes, how fast, and how fast by the plan: what `perf/...` and `plan/...` are in the metrics."""
+"""Throughput of a step, measured (`perf/...`) and planned (`plan/...`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ COMPUTING = ("experience", "update")  # phases in which the ranks' models run
 
 
 class Speed:
-    """Of the learners that it watches.
+    """Throughput of the watched learners.
 
     world_size: ranks that share the work; on GPUs a rank is a GPU
-    planned: rank 0's, where there is a plan to compare with
+    planned: on rank 0, where there is a plan to compare with
     """
 
     def __init__(self, world_size: int, planned: Planned | None = None) -> None:
@@ -22,20 +22,19 @@ class Speed:
         self._before = 0
 
     def watch(self, *learners: object) -> None:
-        """Those that are models of their own; copies compute in their learner's place."""
+        """Adds the learners among these; copies compute in their learner's place."""
         self._learners += [learner for learner in learners if isinstance(learner, Learner)]
 
     def metrics(self, stats: StepStats, learnt: Rollout, tokens: int, seconds: float) -> dict[str, float]:
-        """Of one step, whose phases and updates are in `stats`.
+        """Returns throughput metrics of one step, whose phases and updates are in `stats`.
 
-        learnt: the samples that it has learnt from; tokens: that it is counted in; seconds: all of it
+        learnt: the step's training samples; tokens: their count for the rate; seconds: of the whole step
 
         perf/tokens_per_s, perf/tokens_per_s_per_rank: over the whole step
-        perf/model_tflop: 10^12 operations of the models' forward and backward passes, attention with its causal half;
-        what is computed again (recompute), what the engines compute and what a reward model computes for them are not
-        counted
-        perf/tflop_per_s_per_rank: that over the seconds of the phases that the models run in
-        perf/mfu: that over what the GPU can do at most; plan/...: see `Planned.metrics`; both where there is a plan
+        perf/model_tflop: 10^12 operations of the models' forward and backward passes, with the causal half of
+        attention; recomputation, the engines and their reward models are not counted
+        perf/tflop_per_s_per_rank: over the seconds of the phases in which the models run
+        perf/mfu: share of the GPU's peak; plan/...: see `Planned.metrics`; both only with a plan
         """
         flops = self._since()
         busy = sum(stats.seconds.get(phase, 0.0) for phase in COMPUTING)
@@ -51,7 +50,7 @@ class Speed:
         return found
 
     def leave_out(self) -> None:
-        """What has been computed since the last step, such as a validation, is no part of the next one."""
+        """Excludes work since the last step, such as a validation, from the next one."""
         self._since()
 
     def _since(self) -> int:

@@ -1,6 +1,6 @@
-"""Updates that are skipped because a loss or a gradient is not finite: counted, written down, and too many end the run.
+"""Skips updates with a non-finite loss or gradient: counts them, logs them, and ends the run after too many.
 
-All ranks see the same losses and gradient norms, so each comes to the same verdict by itself.
+All ranks see the same losses and gradient norms, so every rank decides alike.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ from mrl.observe import NONFINITE, Recorder, SilentRecorder, append_jsonl
 
 
 class NonFiniteError(RuntimeError):
-    """Too many steps in a row had an update that could not be made, or the last step made none. On every rank."""
+    """Too many steps in a row skipped an update, or the last step applied none. Raised on every rank."""
 
 
 class NoGradientError(RuntimeError):
-    """A loss that is not 0 has no gradient at all in the adapters: something between them and it is cut. On every
+    """A nonzero loss gives the adapters no gradient: the graph between adapters and loss is cut. Raised on every
     rank."""
 
 
 def require_gradient(learner: Learner, metrics: Mapping[str, float]) -> None:
-    """After a `learner.backward` and `learner.step`, which gave `metrics`. Raises NoGradientError."""
+    """Raises NoGradientError if `metrics` of a backward and optimizer step show a loss but no gradient in the
+    adapters."""
     if learner.adapters is not None and metrics["loss"] and metrics["grad_norm"] == 0:
         raise NoGradientError(f"an update with a loss of {metrics['loss']:.4g} has no gradient in any of the adapters")
 
 
 class Updates:
-    """Counts the learners' updates. A skipped one leaves a line in RUN_DIR/nonfinite.jsonl:
+    """Counts the learners' updates. A skipped update adds a line to RUN_DIR/nonfinite.jsonl:
 
-    step, update: as in metrics.jsonl, and which of the step's updates of this role (from 1)
-    role, loss, grad_norm: the last two as text where JSON has no number for them
-    by: what told the samples: "outputs" (the model's output at their tokens was not finite), "targets" (what it was
-    held against was not), or "mini-batch" (neither: these are all of the update's samples)
-    sample_ids, rows: places among the samples that the step learns from, and their rows in data.train
+    step, update: as in metrics.jsonl, and the number of the update among the step's updates of this role (from 1)
+    role, loss, grad_norm: loss and grad_norm are text if JSON has no number for them
+    by: source of the samples: "outputs" (non-finite model outputs at their tokens), "targets" (non-finite targets), or
+    "mini-batch" (neither: all of the update's samples)
+    sample_ids, rows: indices among the step's training samples, and their rows in data.train
 
     limit: steps in a row with a skipped update that end the run
-    writes: on one rank only
+    writes: True on one rank only
     """
 
     def __init__(self, run_dir: Path, limit: int, recorder: Recorder | SilentRecorder, *, writes: bool) -> None:
@@ -50,8 +51,8 @@ class Updates:
         self._recorder, self._writes = recorder, writes
         self._made: dict[str, int] = {}  # updates of this step, by role
         self._skipped: dict[str, int] = {}  # of these
-        self.unlearned: list[str] = []  # roles whose last step of this launch had updates, and none was applied
-        self.in_a_row = 0  # steps with a skipped update, up to the last one; both are part of the run's state
+        self.unlearned: list[str] = []  # roles that had updates in the last step, none of them applied
+        self.in_a_row = 0  # consecutive steps with a skipped update; both are part of the run's state
 
     def state_dict(self) -> dict[str, Any]:
         return {"nonfinite_in_a_row": self.in_a_row, "unlearned": self.unlearned}
@@ -68,9 +69,9 @@ class Updates:
         metrics: dict[str, float],
         targets: Sequence[Tensor] = (),
     ) -> None:
-        """After a `learner.backward` over the samples of `rollout`, which are `sample_ids` of the step, and the
-        `learner.step` that followed, which gave `metrics`. Collective.
+        """Counts an update: a `learner.backward` over `rollout` and the `learner.step` that followed. Collective.
 
+        sample_ids: of the rollout's samples in the step; metrics: as the two calls returned them
         targets: flat [R] vectors that went into the loss, such as advantages
         """
         self._made[role] = self._made.get(role, 0) + 1
@@ -83,8 +84,7 @@ class Updates:
                 self._write_down(role, metrics, rollout.step, by, places, [rows[sample] for sample in suspects])
 
     def note_update(self, role: str, metrics: dict[str, float], step: int, sample_ids: Iterable[int]) -> None:
-        """After an update of step `step` (from 0) from these samples of it, which gave `metrics`, where nothing tells
-        more of them."""
+        """Counts an update of step `step` (from 0) over these samples, without looking for the samples at fault."""
         self._made[role] = self._made.get(role, 0) + 1
         if metrics["skipped"]:
             self._skipped[role] = self._skipped.get(role, 0) + 1
@@ -92,7 +92,8 @@ class Updates:
             self._write_down(role, metrics, step, "mini-batch", places, [None] * len(places))
 
     def end_of_step(self, step: int) -> None:
-        """`step`: from 1. Raises NonFiniteError after `limit` steps or more in a row with a skipped update."""
+        """Ends step `step` (from 1). Raises NonFiniteError after `limit` or more steps in a row with a skipped
+        update."""
         made, skipped = sum(self._made.values()), sum(self._skipped.values())
         self.unlearned = [role for role, count in self._made.items() if count == self._skipped.get(role, 0)]
         self._made, self._skipped = {}, {}
@@ -108,8 +109,8 @@ class Updates:
             )
 
     def end_of_run(self) -> None:
-        """After the last step, with all that is to be saved on disk. Raises NonFiniteError if that step applied no
-        update of some role: a model that has stopped to learn is no success, however few steps it has missed."""
+        """Raises NonFiniteError if the last step applied no update of some role, whatever the limit. Called after the
+        last step, with everything saved."""
         if self.unlearned:
             raise NonFiniteError(
                 f"the run's last step applied no update of the {' and the '.join(self.unlearned)}: loss or gradient "
@@ -135,7 +136,7 @@ class Updates:
 
 
 def _suspects(learner: Learner, rollout: Rollout, targets: Sequence[Tensor]) -> tuple[str, Sequence[int]]:
-    """What told them, and their places in the rollout."""
+    """Returns the source of the suspicion and the indices of the suspect samples in the rollout."""
     if outputs := learner.last.nonfinite_samples(rollout):
         return "outputs", outputs
     if targets:
@@ -146,7 +147,7 @@ def _suspects(learner: Learner, rollout: Rollout, targets: Sequence[Tensor]) -> 
 
 
 def over_updates(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the updates that were applied (over all if none was), and how many were skipped."""
+    """Means over the applied updates (over all if none was applied), and the number of skipped ones."""
     applied = [row for row in rows if not row["skipped"]]
     means = {}
     for name in dict.fromkeys(name for row in rows for name in row):
@@ -156,5 +157,5 @@ def over_updates(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def named(role: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics as they are written down: `loss` is ROLE/loss; one that has a slash has its name already."""
+    """Returns the metrics under their logged names: `loss` becomes ROLE/loss; a name with a slash stays."""
     return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}

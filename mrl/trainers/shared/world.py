@@ -1,4 +1,4 @@
-"""What every trainer starts with: the process group, a control group for results of rank 0, seeds."""
+"""Process group, control group and seeds of every trainer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ T = TypeVar("T")
 
 
 class RankZeroError(RuntimeError):
-    """Something only rank 0 does (the engine, rewards, files) failed; raised on every rank with rank 0's message."""
+    """Work of rank 0 alone (the engine, rewards, files) failed; raised on every rank with rank 0's message."""
 
 
 class OtherRankError(RuntimeError):
-    """Another rank failed in what rank 0 had asked of all of them; raised on rank 0."""
+    """Another rank failed in work that rank 0 requested from all; raised on rank 0."""
 
 
 class _RankZero(Agreement[str]):
-    """The others hear of its answer by the pulse."""
+    """Error check of rank 0's work; other ranks receive the result on the heartbeat channel."""
 
     def report(self, error: BaseException) -> str:
         return failure.describe(error)
@@ -41,8 +41,11 @@ class _Summons:
 
 
 class World:
-    """The torchrun world. timeout_s: maximum interval between heartbeats, in seconds; wait_s: seconds that rank 0 may
-    work alone without getting anything done (`activity`)."""
+    """The torchrun world.
+
+    timeout_s: maximum interval between heartbeats, in seconds; wait_s: maximum seconds that rank 0 may work alone
+    without progress (`activity`)
+    """
 
     def __init__(self, timeout_s: float, wait_s: float, seed: int) -> None:
         platform.init_process_group(timeout_s)
@@ -56,11 +59,11 @@ class World:
         self._rank_zero = _RankZero()
 
     def from_main(self, what: str, make: Callable[[], T], together: Callable[[Any], object] | None = None) -> T:
-        """Runs `make` on rank 0 and gives its result to every rank; if it fails, every rank raises.
+        """Runs `make` on rank 0 and returns its result on every rank. Raises on every rank if `make` fails.
 
-        While `make` runs, rank 0 may call `self.together(argument)`: `together(argument)`, which may be collective,
-        then runs on every rank, and rank 0 has its own result. Where it fails on rank 0, what `make` does about it is
-        the end of the matter; where it fails on others alone, rank 0 raises OtherRankError.
+        While `make` runs, rank 0 may call `self.together(argument)`. Then `together(argument)`, which may be
+        collective, runs on every rank, and rank 0 receives its own result. If it fails on rank 0, `make` handles the
+        error; if it fails only on other ranks, rank 0 raises OtherRankError.
         """
         self._together = together
         if not self.is_main:
@@ -73,11 +76,11 @@ class World:
         except Exception:
             if problem is None or cause is None or failure.is_lost_contact(cause):
                 raise
-            raise self._rank_zero.verdict(what, {0: problem}) from cause  # no other rank can be told, but the user
+            raise self._rank_zero.verdict(what, {0: problem}) from cause  # other ranks are out of reach
         return self._rank_zero.judge(what, [(value, problem)], cause)[0]
 
     def together(self, argument: object) -> Any:
-        """Rank 0, inside `from_main`."""
+        """Runs the `together` of `from_main` on all ranks. Called by rank 0 inside `from_main`."""
         assert self.is_main and self._together is not None
         with self._pulse.talk:
             self._pulse.tell(_Summons(argument))
@@ -90,7 +93,7 @@ class World:
             return found
 
     def _run_together(self, argument: object) -> tuple[Any, Exception | None, dict[int, str]]:
-        """This rank's result or its error, and the reports of all errors by rank. Collective."""
+        """Returns this rank's result or error, and all ranks' error reports by rank. Collective."""
         found, problem = None, None
         try:
             assert self._together is not None
@@ -100,7 +103,7 @@ class World:
         try:
             reports = gather(None if problem is None else failure.describe(problem), self._control)
         except RuntimeError:
-            if problem is not None:  # why the other ranks are gone, maybe
+            if problem is not None:  # may be the reason why the other ranks are gone
                 raise problem from problem.__cause__
             raise
         return found, problem, {number: report for number, report in enumerate(reports) if report is not None}
@@ -109,20 +112,20 @@ class World:
         problem, mine = None, None
         while isinstance(message := self._pulse.hear(), _Summons):
             _, problem, reports = self._run_together(message.argument)
-            mine = mine if problem is None or 0 in reports else problem  # else rank 0 does something about its own
+            mine = mine if problem is None or 0 in reports else problem  # otherwise rank 0 handles its own error
         (value,) = self._rank_zero.judge(what, [message], mine or problem)
         if mine is not None:
             raise mine
         return value
 
     def any(self, value: bool) -> bool:
-        """Whether it is true on any rank; collective."""
+        """True if `value` is true on any rank. Collective."""
         box = torch.tensor([value], dtype=torch.int32)
         dist.all_reduce(box, dist.ReduceOp.MAX, group=self._control)
         return bool(box)
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's numbers, on every rank; as many from each. Collective."""
+        """Gathers the same number of values from every rank, on every rank. Collective."""
         mine = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, mine, group=self._control)
