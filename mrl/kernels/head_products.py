@@ -1,8 +1,7 @@
 """The three products of the loss head: logits, and the gradients of hidden states and of the lm_head weight.
 
 hidden [n, h], weight [V, h]; `rows` is one chunk of the n rows or several, dx [rows, V] the gradient of their logits,
-in
-hidden's dtype.
+in hidden's dtype.
 """
 
 from __future__ import annotations

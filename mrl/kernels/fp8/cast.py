@@ -1,8 +1,8 @@
 """Scales, and casts to fp8 and back.
 
 The rules are those of transformer-engine's quantisation kernels (common/recipe, common/cast), with one difference: a
-NaN
-taints the scale of everything that shares it, where a kernel's maximum may skip it; the value itself is NaN in both.
+NaN taints the scale of everything that shares it, where a kernel's maximum may skip it; the value itself is NaN in
+both.
 torch's casts round to the nearest, ties to even. Their inputs are clamped to the format's range, since torch's e5m2
 overflows to infinity where transformer-engine's saturates.
 """
